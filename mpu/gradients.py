@@ -8,10 +8,22 @@ pipeline may keep the work of weight gradients in the WeightGradientQueue and ru
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+
+class Amaxes(Protocol):
+    """What changes once a step beside the weights: mpu/layers/float8/delayed.py."""
+
+    names: Sequence[str]
+    history: Tensor
+
+    def begin_step(self) -> None: ...
+    def begin_weights(self) -> None: ...
+    def end_step(self, found_inf: Tensor) -> None: ...
+    def loaded(self) -> None: ...
 
 
 class GradientSink:
@@ -25,6 +37,7 @@ class GradientSink:
         self.dtype = dtype
         self.main: dict[nn.Parameter, Tensor] = {}
         self.written: set[nn.Parameter] = set()
+        self.amaxes: Amaxes | None = None  # of delayed float8 (use_float8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an unset tensor for a new weight; at ZeRO stage 3 it has no memory yet."""
@@ -44,6 +57,8 @@ class GradientSink:
     def begin_step(self, micro_batches: int = 1) -> None:
         """Start a step: the first gradient of a parameter overwrites what an earlier step left."""
         self.written.clear()
+        if self.amaxes is not None:
+            self.amaxes.begin_step()
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
         """Return the parameter's main gradient, allocated at first use."""

@@ -42,7 +42,7 @@ from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES
-from mpu.layers.float8.rows import BLOCKS
+from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from pretrain_llama import build, train_step
 from tools.command_line import Parser, told
@@ -164,7 +164,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         run = build(config, grid, torch.device("cpu"), explainer.monitor)
         explainer.know(run)
         batches = micro_batches(config, grid)
-        if run.sink.zero_stage:
+        if run.sink.zero_stage or run.sink.amaxes is not None:  # the first step is another
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
         explainer.begin(len(batches))
@@ -238,7 +238,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--tied", action="store_true", help="one matrix is embedding and head")
     parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
-    parser.add_argument("--fp8-recipe", choices=[*BLOCKS], help="float8, in bf16 beside it")
+    parser.add_argument("--fp8-recipe", choices=[*RECIPES], help="float8, in bf16 beside it")
     parser.add_argument("--fp8-param-gather", action="store_true", help="with --fp8-recipe, --zero")
     a = parser.parse_args(argv)
     for flag in ("tp", "cp", "dp", "pp", "layers", "micro_batches"):

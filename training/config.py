@@ -781,9 +781,10 @@ class RunConfig:
     )
     ignore_flags: tuple[str, ...] = setting(
         (),
-        "leave out these flags of somebody's fork with the COUNT values after each; Weft and "
-        "Megatron-LM must not know them (ours, not Megatron's)",
-        "NAME:COUNT ...; off: left out",
+        "leave out these flags of somebody's fork with the COUNT values after each, or all that a "
+        "tree such as pai has of its own; Weft and Megatron-LM must not know them (ours, not "
+        "Megatron's)",
+        "NAME:COUNT or TREE ...; off: left out",
         TEXTS,
     )
 
@@ -800,8 +801,24 @@ class Float8Config:
     )
     fp8_recipe: str | None = setting(
         None,
-        "what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), or 32",
-        "tensorwise, rowwise, blockwise or mxfp8; with --fp8-format",
+        "what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), 32, or, delayed, "
+        "a tensor by its largest numbers in earlier steps",
+        "tensorwise, rowwise, blockwise, mxfp8 or delayed, the default; with --fp8-format",
+    )
+    fp8_amax_history_len: int = setting(
+        1, "how many steps' largest numbers are kept", "steps; with --fp8-recipe delayed", whole(1)
+    )
+    fp8_amax_compute_algo: str = setting(
+        "most_recent",
+        "which of them a scale follows from: the newest or the largest",
+        "with --fp8-recipe delayed",
+        one_of("most_recent", "max"),
+    )
+    fp8_margin: int = setting(
+        0,
+        "how often a scale is doubled beyond what they ask for",
+        "times; with --fp8-recipe delayed",
+        whole(0, 64),
     )
     fp8_wgrad_bf16: bool = setting(
         False,
@@ -991,7 +1008,12 @@ class RehearseConfig:
 # paths and logging do not.
 _MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
 # Settings that older checkpoints lack: left out at their default, which keeps digests as they were.
-_LATER = {"optimizer.optimizer": "adam"}
+_LATER = {
+    "optimizer.optimizer": "adam",
+    "float8.fp8_amax_history_len": 1,
+    "float8.fp8_amax_compute_algo": "most_recent",
+    "float8.fp8_margin": 0,
+}
 
 
 @dataclass(frozen=True)

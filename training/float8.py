@@ -6,7 +6,9 @@ from torch import nn
 
 from mpu.context import LayerContext
 from mpu.layers.float8 import cuda as float8_cuda
+from mpu.layers.float8.delayed import Delayed
 from mpu.layers.float8.recipe import Float8, use_float8
+from mpu.layers.float8.rows import RECIPES
 from training.config import Config, UsageError
 
 
@@ -24,15 +26,15 @@ def check_device(config: Config, device: torch.device) -> None:
     f = config.float8
     if f.fp8_format is not None and device.type == "cuda":
         assert f.fp8_recipe is not None, "compute_rules.check_float8"
-        if why := float8_cuda.unsupported(f.fp8_recipe, device):
+        if why := float8_cuda.unsupported(RECIPES[f.fp8_recipe], device):
             raise UsageError(why)
 
 
 def recipe_of(config: Config, ctx: LayerContext) -> Float8:
-    """Return the recipe of a run in float8."""
+    """Return the recipe of a run in float8, of delayed scales without their amaxes."""
     f = config.float8
     assert f.fp8_recipe is not None and f.fp8_format is not None, "compute_rules.check_float8"
-    return Float8(f.fp8_recipe, f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16)
+    return Float8(RECIPES[f.fp8_recipe], f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16)
 
 
 def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
@@ -40,4 +42,9 @@ def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
     f = config.float8
     if f.fp8_format is not None:
         check_device(config, ctx.device)
-        use_float8(model, recipe_of(config, ctx), layers_in_bf16(config), gather=f.fp8_param_gather)
+        delayed = None
+        if f.fp8_recipe == "delayed":
+            newest = f.fp8_amax_compute_algo == "most_recent"
+            delayed = Delayed(f.fp8_amax_history_len, newest, f.fp8_margin)
+        recipe = recipe_of(config, ctx)
+        use_float8(model, recipe, layers_in_bf16(config), f.fp8_param_gather, delayed)

@@ -48,6 +48,10 @@ class Recipe:
     summed over k. This recipe's operands are the tensors themselves, in their own dtype.
     """
 
+    def of_any_layer(self) -> "Recipe":
+        """Return the recipe without what it keeps of a layer: here itself."""
+        return self
+
     def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
         """Return the operand for x, w or dy, before it is sent or saved; for "wt", that of w^T.
 

@@ -54,6 +54,8 @@ class TorchAdam(Updater):
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
         self._adam.grad_scale = None
         if self._segments[0].dtype == torch.float64:  # the kernel takes its scale in fp32 only
+            # a factor that is NaN would stay in what lies between the parameters of a bucket
+            factor = torch.where(found_inf > 0, 0.0, factor)
             for segment in self._segments:
                 assert segment.grad is not None
                 segment.grad.mul_(factor)

@@ -138,6 +138,8 @@ class Optimizer:
         if self.clip > 0:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         found_inf = (~torch.isfinite(norm)).float()
+        if self.sink.amaxes is not None:
+            self.sink.amaxes.end_step(found_inf)
         for updater in (updater for some in self.updaters for updater in some):
             for group in updater.groups:
                 decoupled = group["decoupled"] and decoupled_lr is not None
@@ -180,6 +182,8 @@ class Optimizer:
             updater.set_steps(steps)
         if self.offload and self.sink.buckets[0].param_shard.dtype == self.sink.dtype:
             self.offload.masters_from_weights()  # the checkpoint has no masters apart
+        if self.sink.amaxes is not None:
+            self.sink.amaxes.loaded()
         self.sink.requantise()
 
     def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:

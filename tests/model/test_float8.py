@@ -17,6 +17,7 @@ from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
 from pretrain_llama import build, train_step
 from training.data.batch import DocumentRules, make_batch
+from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run.autotune.measure import measure
@@ -67,7 +68,8 @@ def advance(run, first: int, steps: int, rate=constant) -> list[float]:
     for step in range(first, first + steps):
         rows, dp = rows_of(step, count), run.grid.dp
         cuts = [rows[i : i + size] for i in range(0, count, size)][dp.rank :: dp.size]
-        batches = [make_batch(cut, DocumentRules(), 0) for cut in cuts]
+        part = run.grid.cp.rank, run.grid.cp.size
+        batches = [context_part(make_batch(cut, DocumentRules(), 0), *part) for cut in cuts]
         loss, _, found_inf = train_step(run, batches, rate(step), rate(step))
         assert not found_inf.item(), f"step {step}"
         run.iteration += 1

@@ -15,7 +15,7 @@ from estimate import buffers, rank_memory
 from estimate.context_parallel import comm_type_of
 from estimate.model_profile import rank_parameters
 from estimate.stages import rank_stages
-from mpu.layers.float8.rows import BLOCKS, row_bytes
+from mpu.layers.float8.rows import BLOCKS, RECIPES, row_bytes
 from mpu.pipeline.layout import Stage
 from mpu.zero.layout import block_of
 from pretrain_llama import model_provider
@@ -167,10 +167,11 @@ def symbols(config: Config, pp_rank: int = 0) -> dict[str, int]:
         "n": max(1, t // m.num_query_groups),
         "V": sum(i not in left_out for stage in stages for i in stage.layers),
         "a": sum(i not in left_out for layers in again for i in layers),
-        "r": row_bytes(m.hidden_size, BLOCKS[f.fp8_recipe]) if f.fp8_recipe else 0,
+        "r": row_bytes(m.hidden_size, BLOCKS[RECIPES[f.fp8_recipe]]) if f.fp8_recipe else 0,
         "y": int(f.fp8_wgrad_bf16),
         "j": int(f.fp8_recipe == "tensorwise"),
         "k": int(f.fp8_recipe == "rowwise"),
+        "dl": int(f.fp8_recipe == "delayed"),
         "e": config.run.dtype.itemsize,
         "g": rank_memory.accumulate_bytes(config),
         "q": rank_memory.gradient_bytes(config),

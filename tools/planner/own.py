@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
+from mpu.layers.float8.rows import RECIPES
 from tools.planner.cluster import Cluster
 from tools.planner.layout import Layout
 from tools.planner.model import REST, Model
@@ -42,7 +43,7 @@ def config_of(model: Model, cluster: Cluster, flags: str) -> Config:
 def dtype_of(config: Config) -> str:
     """Return the dtype of the layers' matmuls: bf16, or a float8 recipe."""
     f = config.float8
-    return (f.fp8_recipe or "bf16") if f.fp8_format else "bf16"
+    return RECIPES[f.fp8_recipe or ""] if f.fp8_format else "bf16"
 
 
 def layout_of(config: Config) -> Layout:

@@ -44,6 +44,7 @@ GIVERS: dict[type, Callable[..., Any]] = {  # what gives the gradient of a layer
     VocabParallelEmbedding: _Lookup.backward,
     RMSNorm: _RMSNorm.backward,
 }
+SUMMED = "mpu/zero/bucket.py"
 MICRO_BATCH = re.compile(
     r"(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) micro-batch (\d+)"
 )
@@ -141,7 +142,8 @@ def gradients(seen: "Rehearsed", writes: Writes) -> Iterator[Finding]:
         size = bucket.reduction.main_dtype.itemsize
         for name, param, start in bucket.params:
             at = start * size, (start + param.numel()) * size
-            found = writes.to(storage, at)
+            # a sum that is finished under backward writes here too, where it has no other memory
+            found = [w for w in writes.to(storage, at) if not of_sum(writes, w)]
             rounds = 1 if each else count
             yield from of_param(seen, writes, name, at, found, rounds)
             given = [w for w in found if w.micro_batch >= 0 and not zeroes(writes, w)]
@@ -201,6 +203,14 @@ def of_param(
             what = f"the gradient of {name} overwrites that of an earlier micro-batch"
             yield Finding("gradient", *at_write(writes, later, what))
             return
+
+
+def of_sum(writes: Writes, write: Write) -> bool:
+    """Return whether a write is of the sum over ranks, and not a layer's."""
+    event = writes.events[write.at]
+    if type(event) is Transfer:
+        return True
+    return type(event) is Launch and event.where.place.startswith(SUMMED) and event.op not in ZEROES
 
 
 def zeroes(writes: Writes, write: Write) -> bool:

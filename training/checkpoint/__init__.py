@@ -26,7 +26,12 @@ from training.checkpoint.errors import CheckpointError, MismatchError, SaveError
 from training.checkpoint.find import Roots, find_latest, is_hugging_face, later_steps
 from training.checkpoint.load import Checkpoint, load
 from training.checkpoint.manifest import plain_name
-from training.checkpoint.pieces import NamedPiece, parameter_pieces, state_pieces
+from training.checkpoint.pieces import (
+    NamedPiece,
+    amax_pieces,
+    parameter_pieces,
+    state_pieces,
+)
 from training.checkpoint.save import check_writable, save
 
 __all__ = [
@@ -42,6 +47,7 @@ __all__ = [
     "is_hugging_face",
     "later_steps",
     "load",
+    "amax_pieces",
     "parameter_pieces",
     "plain_name",
     "save",

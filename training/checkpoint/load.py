@@ -6,9 +6,10 @@ stored one of the same tensor, and only what they share is read. In any layout t
 they were saved, unless the dtype changes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ class Checkpoint:
 
     def check_tensors(self, pieces: Iterable[NamedPiece], cast: bool) -> None:
         """Raise MismatchError where a piece is missing, of another shape or (no `cast`) dtype."""
-        for piece in pieces:
+        for piece in self._there(pieces):
             entry = self.index.get(piece.name)
             if entry is None:
                 if is_state(piece.name, self.index):
@@ -122,6 +123,18 @@ class Checkpoint:
                     f"{self.directory}: {piece.name} was saved in {entry['dtype']} and this run "
                     f"keeps it in {here}: resume in the saved precision, or give --finetune"
                 )
+
+    def _there(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
+        """Yield the pieces, an optional one as far as it is there."""
+        for piece in pieces:
+            entry = self.index.get(piece.name)
+            if not piece.optional or entry and tuple(entry["shape"]) == piece.shape:
+                yield piece
+            elif entry and tuple(entry["shape"][:-1]) == piece.shape[:-1]:
+                shape = tuple(entry["shape"])
+                tensor = piece.tensor[..., : shape[-1]]
+                sizes = tuple(tensor.shape)
+                yield replace(piece, shape=shape, sizes=sizes, tensor=tensor)
 
     def parts(self, piece: NamedPiece) -> list[list[Any]]:
         """List the stored rectangles that overlap a piece: [file, key, starts, sizes]."""
@@ -145,7 +158,7 @@ class Checkpoint:
 
     def files_of(self, pieces: Iterable[NamedPiece]) -> list[str]:
         """List the files in which the pieces lie, in order of their names."""
-        return sorted({part[0] for piece in pieces for part in self.parts(piece)})
+        return sorted({part[0] for p in self._there(pieces) for part in self.parts(p)})
 
     def verify(self, names: Iterable[str], finite: bool = True) -> None:
         """Hash files, several at a time, hold their headers against the index, and look at their
@@ -173,7 +186,7 @@ class Checkpoint:
         """
         with ExitStack() as stack:
             files: dict[str, Any] = {}
-            for piece in pieces:
+            for piece in self._there(pieces):
                 filled, dtype = 0, self.index[piece.name]["dtype"]
                 for file, key, starts, sizes in self.parts(piece):
                     try:

@@ -6,7 +6,7 @@ wrote. Optimizer state has its parameter's name and shape: `model.norm.weight.ex
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -25,6 +25,8 @@ class NamedPiece:
     view is fine: loading writes through it). holders: the axes over which other ranks hold the very
     same rectangle; one of them writes it. fetch: gives the data of a piece whose `tensor` is on the
     meta device, when its turn to be written comes (tools/checkpoint.py, in bounded memory).
+    optional: a checkpoint may lack it; its last dimension may have another length, the first
+    numbers being the same. What a checkpoint does not have stays as it is.
     """
 
     name: str
@@ -34,6 +36,7 @@ class NamedPiece:
     tensor: Tensor
     holders: tuple[Axis, ...] = ()
     fetch: Callable[[], Tensor] | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         assert tuple(self.tensor.shape) == self.sizes, (self.name, self.tensor.shape, self.sizes)
@@ -129,6 +132,20 @@ def rectangles(
         part = values[at - first : stop - first]
         yield row, column, part.view(rows, -1) if len(shape) > 1 else part
         at = stop
+
+
+def amax_pieces(
+    amaxes: Iterable[tuple[str, Tensor]], names: Mapping[str, Sequence[str]], grid: Grid
+) -> list[NamedPiece]:
+    """List the histories of delayed float8: (parameter name, history), whole on tp x dp x cp.
+
+    A history has the name of its parameter's first section. A checkpoint may lack it.
+    """
+    found = []
+    for name, history in amaxes:
+        piece = whole(state_name(names[name][0], "amax_history"), history)
+        found.append(replace(piece, holders=(grid.tp, grid.dp_cp), optional=True))
+    return found
 
 
 def _cut(

@@ -7,17 +7,15 @@ import torch
 
 from mpu.launch import registers_graphs
 from mpu.layers.attention.backends import FLAG, Card, Work, describe
-from mpu.layers.float8.rows import ALIGN, BLOCKS
+from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
 from training.config import Config, GpuConfig, UsageError
 from training.flags import parallel_rules
 from training.schedule import micro_batch_counts
 
 OFFLOAD = "--cpu-offload-activations"
 GRAPH = "--cuda-graph"
-# Megatron-LM's other recipes, and the way round
+# Megatron-LM's other recipe, and the way round
 ELSEWHERE = {
-    "delayed": "scales of earlier steps are not kept here; take tensorwise, which scales each "
-    "tensor by its own largest number",
     "custom": "a recipe of your own is a Recipe (mpu/layers/linear.py), which a layer of your "
     "--model-file takes as recipe=",
 }
@@ -94,14 +92,15 @@ def check_float8(config: Config) -> None:
     if f.fp8_format is None:
         return
     recipe = f.fp8_recipe
-    if recipe is None:
-        raise UsageError(
-            f"--fp8-format {f.fp8_format} needs --fp8-recipe ({', '.join(BLOCKS)}): Megatron-LM's "
-            "default, delayed, is not here; tensorwise is the nearest to it"
-        )
-    if recipe not in BLOCKS:
+    assert recipe is not None, "parse fills it in"
+    if recipe not in RECIPES:
         why = f"; {ELSEWHERE[recipe]}" if recipe in ELSEWHERE else ""
-        raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(BLOCKS)}{why}")
+        raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(RECIPES)}{why}")
+    if recipe == "delayed" and config.gpu.cuda_graph:
+        raise UsageError(
+            f"{GRAPH} with --fp8-recipe delayed: the first step scales otherwise than the later "
+            "ones, which a graph cannot; take tensorwise"
+        )
     if config.run.dtype != torch.bfloat16 and not parallel_rules.on_cpu(config):
         raise UsageError(f"--fp8-format {f.fp8_format} needs --bf16, or --device cpu")
     if f.fp8_param_gather:
@@ -112,7 +111,7 @@ def check_float8(config: Config) -> None:
             f"--num-layers-at-start-in-bf16 {at_start} and --num-layers-at-end-in-bf16 {at_end} "
             f"leave none of --num-layers {m.num_layers} in float8: leave --fp8-format out"
         )
-    unit = BLOCKS[recipe] or ALIGN
+    unit = BLOCKS[RECIPES[recipe]] or ALIGN
     for what, size in _sizes(config):
         if size % unit:
             raise UsageError(
@@ -146,7 +145,7 @@ def _sizes(config: Config) -> Iterator[tuple[str, int]]:
         yield f"--micro-batch-size {b} x --seq-length {s}", b * s
     else:
         # a rank holds two chunks of a row; a block of tokens must lie in one, as on one rank
-        parts = 2 * cp if BLOCKS[config.float8.fp8_recipe or ""] else cp
+        parts = 2 * cp if BLOCKS[RECIPES[config.float8.fp8_recipe or ""]] else cp
         times = "2 x " if parts > cp else ""
         what = f"--micro-batch-size {b} x --seq-length {s} / ({times}--context-parallel-size {cp})"
         yield what, b * s // parts

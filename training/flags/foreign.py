@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer a flag that is not available: unknown, mistyped, refused, removed, or to be left out.
 
---ignore-flags leaves out the flags of another program, each with its values.
+--ignore-flags leaves out the flags of another program, each with its values, or all of a tree's.
+What does the same under another name is translated.
 
 Only flags that neither Weft nor Megatron-LM knows can be left out, and none that may be a slip of
 the pen for a flag of this program: nothing that this program would do is left undone.
@@ -14,26 +15,63 @@ from collections.abc import Collection, Sequence
 
 from training.config import UsageError
 from training.flags import table
+from training.flags.trees import SYNONYMS, TREES, VALUES
 
 FLAG = "--ignore-flags"
 ELSEWHERE = {  # flags of other programs, and what Megatron-LM and this program call them
-    "--rope-theta": "--rotary-base",
-    "--num-key-value-heads": "--group-query-attention --num-query-groups",
-    "--tokenizer-name-or-path": "--tokenizer-type HuggingFaceTokenizer --tokenizer-model",
     "--context-parallel-algo": "--cp-comm-type",
-    "--wandb-name": "--wandb-exp-name",
-    "--learning-rate": "--lr",
-    "--max-steps": "--train-iters",
-    "--tp-size": "--tensor-model-parallel-size",
-    "--pp-size": "--pipeline-model-parallel-size",
-    "--cp-size": "--context-parallel-size",
 }
 
 
-def take_out(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the words that are left, and the NAME:COUNT that were asked for.
+def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the words with the names of other programs in this one's, and a line on each.
 
-    own_names: flags of a fork of this program. Raises UsageError.
+    own_names: flags of a fork of this program, which stay.
+    """
+    words, notes, flag, ignoring = list[str](), list[str](), "", False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        ignoring = ignoring and not word.startswith("--") or word == FLAG
+        if ignoring or name in own_names:
+            words.append(word)
+            flag = ""
+            continue
+        if not word.startswith("--"):
+            here = VALUES.get((flag, word.lower()))
+            if here is not None:
+                notes.append(f"{flag} {word} is taken as {here}")
+                words[-1:] = [here] if here.startswith("--") else [words[-1], here]
+            else:
+                words.append(word)
+            flag = ""
+            continue
+        flag = _here(name)
+        spelled = SYNONYMS.get(flag, [flag])
+        if spelled != [name]:
+            notes.append(f"{name} is taken as {' '.join(spelled)}")
+        words += [*spelled[:-1], f"{spelled[-1]}={value}" if equals else spelled[-1]]
+        flag = spelled[-1]
+        here = VALUES.get((flag, value.lower())) if equals else None
+        if here is not None:
+            notes.append(f"{flag} {value} is taken as {here}")
+            words[-1] = here if here.startswith("--") else f"{flag}={here}"
+    return words, notes
+
+
+def _here(name: str) -> str:
+    """Return a flag with - for _, where it is a flag then and was none."""
+    plain = name.replace("_", "-")
+    known = {*table.known_flags(), *SYNONYMS, *(flag for flag, _ in VALUES)}
+    return plain if plain in known and name not in known else name
+
+
+def take_out(
+    argv: Sequence[str], own_names: Collection[str]
+) -> tuple[list[str], tuple[str, ...], list[str]]:
+    """Return the words that are left, what was asked for, and a line on each flag left out.
+
+    Asked for are NAME:COUNT, flags with the number of their values, and names of TREES. own_names:
+    flags of a fork of this program. Raises UsageError.
     """
     rest, asked, counts = [], [], {}
     words = list(argv)
@@ -46,14 +84,52 @@ def take_out(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str]
             asked.append(words.pop(0).removeprefix("--"))
         if not asked:
             raise UsageError(f"{FLAG} names no flag: give NAME:COUNT, such as trigger-path:1")
+    of_trees: dict[str, str] = {}
     for each in asked:
         found = re.fullmatch(r"([^\s:=-][^\s:=]*):(\d+)", each)
-        if found is None:
-            raise UsageError(f"{FLAG} {each}: give NAME:COUNT, COUNT the number of its values")
-        counts["--" + found[1]] = int(found[2])
+        if each in TREES:
+            of_trees = dict.fromkeys(TREES[each], each) | of_trees
+        elif found is None:
+            raise UsageError(
+                f"{FLAG} {each}: give NAME:COUNT, COUNT the number of its values, or one of the "
+                f"trees {', '.join(TREES)}"
+            )
+        else:
+            counts["--" + found[1]] = int(found[2])
     for name in counts:
         _refuse_known(name, own_names)
-    return _without(rest, counts), tuple(asked)
+    lines = [
+        f"{FLAG}: {name} is left out: what it does in another program is not done here"
+        for name in counts
+    ]
+    rest, left = _without_trees(_without(rest, counts), of_trees, own_names)
+    for tree in dict.fromkeys(each for each in asked if each in TREES):
+        flags = [name for name, of in left.items() if of == tree]
+        said = f"left out, and what they do there is not done here: {', '.join(flags)}"
+        lines.append(f"{FLAG} {tree}: {said if flags else 'no flag of it is given'}")
+    return rest, tuple(asked), lines
+
+
+def _without_trees(
+    words: Sequence[str], trees: dict[str, str], own_names: Collection[str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the words without the flags of `trees`, and those that were there.
+
+    A flag that has values loses all words up to the next flag.
+    """
+    kept, left, taking = list[str](), dict[str, str](), False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if word.startswith("--"):
+            taking = name in trees and name not in own_names
+            if taking:
+                left[name] = trees[name]
+                taking = TREES[trees[name]][name] and not equals
+            else:
+                kept.append(word)
+        elif not taking:
+            kept.append(word)
+    return kept, left
 
 
 def unknown(argv: Sequence[str], own_names: Collection[str] = ()) -> list[str]:
@@ -77,15 +153,18 @@ def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
     said = {name: _what_else(name) for name in names}
     if name := next((name for name in names if said[name]), None):
         raise UsageError(said[name])
+    of = [tree for tree, flags in TREES.items() if all(name in flags for name in names)]
+    given = " ".join(of[:1] or found)
+    whose = f", but of {' and '.join(of[:3])}" if of else ""
     if len(found) == 1:
         raise UsageError(
-            f"{names[0]} is not a flag of this program nor of Megatron-LM; --help lists the flags, "
-            f"{FLAG} {found[0]} leaves it out"
+            f"{names[0]} is not a flag of this program nor of Megatron-LM{whose}; --help lists the "
+            f"flags, {FLAG} {found[0]} leaves it out"
         )
     if found:
         raise UsageError(
-            f"{len(found)} flags are not flags of this program nor of Megatron-LM; --help lists "
-            f"the flags, and this leaves them out: {FLAG} {' '.join(found)}"
+            f"{len(found)} flags are not flags of this program nor of Megatron-LM{whose}; --help "
+            f"lists the flags, and this leaves them out: {FLAG} {given}"
         )
 
 
@@ -112,7 +191,9 @@ def _what_else(name: str) -> str:
     if other := ELSEWHERE.get(name.replace("_", "-")):
         return f"{name} is not a flag of this program; here and in Megatron-LM it is {other}"
     close = suggest(name)
-    return f"{name} is not a flag of this program{close}" if close else ""
+    if not close or any(name in flags for flags in TREES.values()):
+        return ""  # a flag of a tree is no slip
+    return f"{name} is not a flag of this program{close}"
 
 
 def _refuse_known(name: str, own_names: Collection[str]) -> None:

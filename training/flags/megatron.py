@@ -6,10 +6,10 @@ from pathlib import Path
 SOURCE = "training/flags/megatron.txt"
 
 
-def _sections() -> dict[str, list[str]]:
-    """Return {heading: lines} of the table, without remarks and empty lines."""
+def sections_of(table: str) -> dict[str, list[str]]:
+    """Return {heading: lines} of a table in this folder, without remarks and empty lines."""
     sections: dict[str, list[str]] = {}
-    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+    for line in Path(__file__).with_name(table).read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             lines = sections[line.strip("[]")] = []
         elif line and not line.startswith("#"):
@@ -17,7 +17,7 @@ def _sections() -> dict[str, list[str]]:
     return sections
 
 
-def _cells(line: str) -> list[str]:
+def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")]
 
 
@@ -28,12 +28,12 @@ def _refused(lines: list[str]) -> dict[str, str]:
         if line.startswith("    "):
             out |= dict.fromkeys(line.split(), why)
         else:
-            kind, instead = _cells(line)
+            kind, instead = cells(line)
             why = f"{kind} is not available here" + f"; {instead}" * bool(instead)
     return out
 
 
-_TABLE = _sections()
-ACCEPTED = [_cells(line) for line in _TABLE["accepted"]]  # flags, values, allowed ones, why
+_TABLE = sections_of("megatron.txt")
+ACCEPTED = [cells(line) for line in _TABLE["accepted"]]  # flags, values, allowed ones, why
 REFUSED = _refused(_TABLE["refused"])  # {flag: why}
-DIFFERENCES = [_cells(line) for line in _TABLE["differences"]]  # flag, Megatron-LM, here
+DIFFERENCES = [cells(line) for line in _TABLE["differences"]]  # flag, Megatron-LM, here

@@ -157,7 +157,8 @@ def _read(
     parser = build_parser(extra)
     taken = {f.name for f in table.known_flags().values() if f.usable}
     own_names = set(parser._option_string_actions) - taken  # a fork may have what we refuse
-    argv, ignored = foreign.take_out(argv, own_names)
+    argv, notes = foreign.translate(argv, own_names)
+    argv, ignored, left_out = foreign.take_out(argv, own_names)
     foreign.refuse_unknown(argv, own_names)
     foreign.refuse_unavailable(argv, own_names)
     _refuse_two_names(argv, own_names)
@@ -170,11 +171,7 @@ def _read(
         dash = "; flags begin with --" if re.match(r"-\D|[\u2013\u2014]", stray[0]) else ""
         raise UsageError(f"{stray[0]}: a value that belongs to no flag{dash}")
     given: dict[str, Any] = {"--ignore-flags": ignored} if ignored else {}
-    notes = [
-        f"--ignore-flags: --{name.partition(':')[0]} is left out: what it does in another program "
-        "is not done here"
-        for name in ignored
-    ]
+    notes += left_out
     own: list[tuple[str, Any]] = []
     for name, text in vars(found).items():
         flag = table.known_flags().get(name)
@@ -243,7 +240,7 @@ def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
             if not any(_same(value, allowed) for allowed in flag.allowed):
                 what = " or ".join(flag.allowed)
                 raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
-    if flag.printed:
+    if flag.printed in ("*", text):
         notes.append(f"{flag.name}: {flag.text}")
 
 
@@ -316,6 +313,13 @@ def _assemble(
     one = batch.setdefault("micro_batch_size", 1) * layout.data_parallel_size
     batch.setdefault("global_batch_size", one)
 
+    low = parts["float8"]
+    if low.get("fp8_format") and "fp8_recipe" not in low:
+        low["fp8_recipe"] = "delayed"
+        notes.append(
+            "--fp8-recipe is left out: delayed, as in Megatron-LM; tensorwise costs no history and "
+            "clamps nothing (docs/float8.md)"
+        )
     bf16, fp64 = run.pop("bf16", False), run.pop("fp64", False)
     run["dtype"] = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
     if run.pop("no_check_for_nan_in_loss_and_grad", False):

@@ -141,6 +141,10 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
         for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
             if name in given:
                 yield f"{name} has nothing to act on without --lr-decay-style WSD"
+    delayed = given.get("--fp8-recipe", "delayed") == "delayed" and "--fp8-format" in given
+    for name in ("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin"):
+        if name in given and not delayed:
+            yield f"{name} has nothing to act on without --fp8-recipe delayed"
     for name in ("--vocab-file", "--merge-file"):
         if name in given and given.get("--tokenizer-type") != "GPT2BPETokenizer":
             yield f"{name} has nothing to act on without --tokenizer-type GPT2BPETokenizer"

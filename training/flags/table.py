@@ -85,7 +85,7 @@ class Flag:
     group: str = ""
     unit: str = ""
     allowed: tuple[str, ...] = ()  # empty: any
-    printed: bool = False  # checked: print `text` when it is given
+    printed: str = ""  # checked: print `text` with this value, or with any ("*")
 
     @property
     def dest(self) -> str:
@@ -130,7 +130,10 @@ def known_flags() -> dict[str, Flag]:
     rules = {"switch": SWITCH, "value": TEXT, "values": TEXTS}
     for names, rule, allowed, text in ACCEPTED:
         values = () if allowed == "any" else tuple(allowed.split(","))
-        printed, text = text.startswith("! "), text.removeprefix("! ")
+        printed = ""
+        if text.startswith("!"):
+            mark, _, text = text.partition(" ")
+            printed = mark[1:] or "*"
         for name in names.split():
             flag = Flag(name, CHECKED_KIND, text, rules[rule], allowed=values, printed=printed)
             flags.append(flag)

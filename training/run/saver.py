@@ -93,6 +93,9 @@ class Saver:
         pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
         if with_state:
             parts += optimizer.named_state()
+        if with_state and sink.amaxes is not None:
+            amaxes = zip(sink.amaxes.names, sink.amaxes.history, strict=True)
+            pieces += checkpoint.amax_pieces(amaxes, self.names, self.ctx.grid)
         return pieces + checkpoint.state_pieces(parts, parameters, self.names, sink.holders)
 
     def begin(self) -> tuple[int, int]:
@@ -350,6 +353,8 @@ class Saver:
         )
         if found is None:
             return None
+        if self.optimizer.sink.amaxes is not None:  # what the checkpoint lacks begins anew
+            self.optimizer.sink.amaxes.history.zero_()
         checkpoint.load(found, pieces, grid, device)
         for line in same_run.of_model(found, self.config, self.hf_config):
             self.note(line)

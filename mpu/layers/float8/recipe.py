@@ -21,7 +21,7 @@ rows, multiplies in the accumulation dtype and rounds once: the arithmetic, with
 """
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -31,6 +31,7 @@ from mpu.comm.collectives import MAX, all_reduce
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.layers.float8 import cuda as float8_cuda
+from mpu.layers.float8.delayed import AmaxHistory, Delayed, Slot
 from mpu.layers.float8.rows import (
     ALIGN,
     BLOCKS,
@@ -60,15 +61,26 @@ def format_of_dy(scaling: str, name: str) -> Format:
 
 @dataclass(frozen=True, eq=False)
 class Float8(Recipe):
-    """The recipe of one scaling. wgrad: in float8, else of x and dy as they are."""
+    """The recipe of one scaling. wgrad: in float8, else of x and dy as they are.
+
+    slot: of tensorwise scales that follow from earlier steps, where the layer's amaxes are; plain
+    is then the recipe without it, which all layers share.
+    """
 
     scaling: str
     format: str
     ctx: LayerContext
     wgrad: bool = True
+    slot: Slot | None = None
+    plain: "Float8 | None" = None
 
     def __str__(self) -> str:
-        return f"{self.scaling} {self.format}{'' if self.wgrad else ', wgrad in bf16'}"
+        scaling = self.scaling if self.slot is None else "delayed"
+        return f"{scaling} {self.format}{'' if self.wgrad else ', wgrad in bf16'}"
+
+    def of_any_layer(self) -> Recipe:
+        """Return the recipe without what it keeps of a layer."""
+        return self.plain or self
 
     @property
     def block(self) -> int:
@@ -99,7 +111,7 @@ class Float8(Recipe):
         flat, form = x.flatten(0, -2), self.dy if role == "dy" else E4M3
         axes = self.shared(role, cut)
         if self.scaling == "tensorwise" or axes:
-            scales = self._scales(flat, form, axes)
+            scales = self._scales(flat, form, axes, role)
             if role == "w":
                 x.float8_scales = scales  # type: ignore[attr-defined]
             rows = encode(flat, scales.expand(len(flat), -1), form, wide)
@@ -107,10 +119,14 @@ class Float8(Recipe):
             rows = made(flat, self.block, form, self.scaling == "blockwise" and role == "w", wide)
         return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
 
-    def _scales(self, x: Tensor, form: Format, axes: Sequence[Axis]) -> Tensor:
+    def _scales(self, x: Tensor, form: Format, axes: Sequence[Axis], role: str) -> Tensor:
         scales = row_scales(x, self.block, form)
         if self.scaling == "tensorwise":
             scales = scales.amax(0, keepdim=True)
+        if self.slot is not None:
+            self.slot.note(role, scales)
+            if self.slot.filled:
+                return self.slot.scale(role, scales)
         self.agree(scales, axes)
         return scales
 
@@ -135,7 +151,7 @@ class Float8(Recipe):
         if self.scaling == "blockwise":
             return made(w.t(), self.block, E4M3, square=True)
         if scales is None:
-            scales = self._scales(w, E4M3, self.shared("w", cut_of_w))
+            scales = self._scales(w, E4M3, self.shared("w", cut_of_w), "w")
         return encode(w.t(), scales.expand(w.shape[1], -1), E4M3)
 
     def agree(self, scales: Tensor, axes: Sequence[Axis]) -> None:
@@ -223,14 +239,20 @@ class Float8(Recipe):
 
 
 def use_float8(
-    model: nn.Module, recipe: Float8, in_bf16: Container[int] = (), gather: bool = False
+    model: nn.Module,
+    recipe: Float8,
+    in_bf16: Container[int] = (),
+    gather: bool = False,
+    delayed: Delayed | None = None,
 ) -> None:
     """Give a recipe to the parallel linears of a model's numbered blocks ("layers.3.mlp.down").
 
     gather: ZeRO gathers their weights in float8. in_bf16: the numbers of blocks that stay as they
     are. So do layers outside of blocks (the head) and those that the model gave a recipe of its
-    own. Raises ValueError as Float8.check does.
+    own. delayed: their scales follow from earlier steps; the context's sink keeps the amaxes.
+    Raises ValueError as Float8.check does.
     """
+    found: dict[str, ColumnParallelLinear | RowParallelLinear] = {}
     for name, layer in model.named_modules():
         if not isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
             continue
@@ -238,8 +260,22 @@ def use_float8(
         if number is None or number in in_bf16 or type(layer.recipe) is not Recipe:
             continue
         recipe.check(name, layer)
-        layer.recipe = recipe
+        found[name] = layer
+    amaxes, ctx = None, recipe.ctx
+    if delayed is not None:
+        for name, layer in found.items():
+            if (axis := placement_of(layer.weight).axis) is not ctx.tp:
+                raise ValueError(
+                    f"--fp8-recipe delayed: {name} is cut over {axis.name}, and amaxes are kept of "
+                    "layers that are cut over tp: give tensorwise"
+                )
+        names, like = [f"{name}.weight" for name in found], next(model.parameters())
+        amaxes = AmaxHistory(names, delayed, recipe.dy, ctx, like, gather)
+        ctx.sink.amaxes = amaxes
+    for i, layer in enumerate(found.values()):
+        slot = None if amaxes is None else Slot(amaxes, i)
+        layer.recipe = recipe if slot is None else replace(recipe, slot=slot, plain=recipe)
         if gather:
-            o, i = layer.weight.shape
+            shape = layer.weight.shape[0], layer.weight.shape[1]
             shared = bool(recipe.shared("w", layer.cuts["w"]))
-            layer.weight.float8_rows = WeightRows((o, i), recipe.scaling, shared)  # type: ignore[attr-defined]
+            layer.weight.float8_rows = WeightRows(shape, recipe.scaling, shared, slot)  # type: ignore[attr-defined]

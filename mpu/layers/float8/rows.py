@@ -21,6 +21,7 @@ from mpu.kernels import available
 
 ALIGN = 16  # bytes: what matmuls of float8 ask of rows
 BLOCKS = {"tensorwise": 0, "rowwise": 0, "blockwise": 128, "mxfp8": 32}  # k of one scale; 0: all
+RECIPES = {**{scaling: scaling for scaling in BLOCKS}, "delayed": "tensorwise"}  # their scaling
 NOT_FINITE = 255
 WIDE = 4  # bytes between a row's only scale and the same in fp32
 

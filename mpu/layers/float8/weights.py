@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpu.layers.float8.delayed import Slot
 from mpu.layers.float8.rows import BLOCKS, E4M3, encode, finish, row_bytes, row_scales
 
 
@@ -20,12 +21,15 @@ from mpu.layers.float8.rows import BLOCKS, E4M3, encode, finish, row_bytes, row_
 class WeightRows:
     """The rows of one local weight, of `shape` [o, i]. shared: ranks of tp divide its scales' rows.
 
+    slot: where its scale follows from earlier steps (delayed.py).
+
     A run is what lies side by side in a row and has one scale: a row, or a block of it.
     """
 
     shape: tuple[int, int]
     scaling: str
     shared: bool
+    slot: Slot | None = None
 
     @property
     def run(self) -> int:
@@ -55,7 +59,11 @@ class WeightRows:
         byte = torch.zeros(o * i // self.run, dtype=torch.uint8, device=part.device)
         byte[at : at + len(runs)] = row_scales(runs, 0, E4M3)[:, 0]
         if self.scaling == "tensorwise":
-            return byte.amax(0, keepdim=True)
+            scale = byte.amax(0, keepdim=True)
+            if self.slot is None:
+                return scale
+            self.slot.note("w", scale)
+            return self.slot.scale("w", scale) if self.slot.filled else scale
         if self.scaling == "blockwise":
             return byte.view(-1, self.run, i // self.run).amax(1).flatten()
         return byte

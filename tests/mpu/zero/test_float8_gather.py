@@ -9,7 +9,7 @@ import torch
 from estimate import rank_memory
 from mpu.context import LayerContext
 from mpu.layers.float8.recipe import Float8
-from mpu.layers.float8.rows import BLOCKS
+from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.layers.float8.weights import WeightRows
 from pretrain_llama import model_provider
 from tests.model.test_float8 import SP, TWO, advance, begin, flags_of
@@ -82,14 +82,16 @@ LAYOUTS = [  # ranks, tp, pp, path, flags
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("scaling, at", [("rowwise", 3), ("blockwise", 2), ("tensorwise", 1)])
+@pytest.mark.parametrize(
+    "scaling, at", [("rowwise", 3), ("blockwise", 2), ("tensorwise", 1), ("delayed", 3)]
+)
 def test_a_step_has_the_same_bits(world, scaling, at):
     size, t, p, path, flags = LAYOUTS[at]
     check_same(world, size, t, p, path, flags_of(scaling, f"--bf16 {flags}"), 2)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("scaling", BLOCKS)
+@pytest.mark.parametrize("scaling", RECIPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["--bf16", "--fp64"])
 def test_steps_have_the_same_bits(world, scaling, layout, dtype):

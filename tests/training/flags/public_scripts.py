@@ -14,8 +14,9 @@ from unittest.mock import patch
 from model.load import of_checkpoint
 from training.config import UsageError
 from training.flags import run_rules
-from training.flags.foreign import unknown
+from training.flags.foreign import translate, unknown
 from training.flags.parse import parse
+from training.flags.trees import TREES
 
 # Data, tokenizers and outputs of other machines: say that every file is there and writable.
 YES = {name: lambda *_: True for name in ("exists", "isfile", "isdir", "lexists")}
@@ -62,14 +63,17 @@ def outcome(script: Script) -> str:
     why = refusal(script.flags, script.world)
     if not why:
         return "parses"
-    names = unknown(script.flags)
+    flags, _ = translate(script.flags, ())
+    names = unknown(flags)
     if not names:
         return f"refused: {shortened(why)}"
+    of = [t for t in TREES if all("--" + n.rpartition(":")[0] in TREES[t] for n in names)]
+    names = of[:1] or names
     given = f"`--ignore-flags {' '.join(names)}`"
     rest = refusal([*script.flags, "--ignore-flags", *names], script.world)
     if not rest:
         return f"another program's flags; with {given} it parses"
-    return f"{len(names)} flags of another program; without them refused: {shortened(rest)}"
+    return f"another program's flags; with {given} refused: {shortened(rest)}"
 
 
 def shortened(why: str) -> str:

@@ -28,18 +28,16 @@ def read(more="", world=1):
 
 MISTAKES = [
     # more flags, world size, what the sentence must hold
-    (ON, 1, "--fp8-format hybrid needs --fp8-recipe (tensorwise, rowwise, blockwise, mxfp8)"),
-    (f"{ON} --fp8-recipe delayed", 1, "--fp8-recipe delayed: must be one of tensorwise, rowwise"),
-    (f"{ON} --fp8-recipe delayed", 1, "take tensorwise, which scales each tensor by its own"),
+    (
+        f"{ON} --bf16 --device cuda --dry-run --cuda-graph",
+        1,
+        "--cuda-graph with --fp8-recipe delayed: the first step",
+    ),
+    (f"{ON} --fp8-amax-history-len 0", 1, "--fp8-amax-history-len 0: must be a whole number >= 1"),
+    (f"{ON} --fp8-amax-compute-algo mean", 1, "mean: must be one of most_recent, max"),
     (f"{ON} --fp8-recipe custom", 1, "a layer of your --model-file takes as recipe="),
     (f"{ON} --fp8-recipe x", 1, "--fp8-recipe x: must be one of tensorwise, rowwise, blockwise"),
     ("--fp8-format e5m2 --fp8-recipe rowwise", 1, "--fp8-format e5m2: must be one of e4m3, hybrid"),
-    ("--fp8-hybrid", 1, "is refused: this older name is not available here; use --fp8-format"),
-    (
-        "--fp8-amax-history-len 16",
-        1,
-        "refused: --fp8-recipe delayed is not available here",
-    ),
     ("--keep-fp8-transpose-cache", 1, "weights gathered in float8 have memory of their own"),
     (f"{ON} --fp8-recipe rowwise --fp8-param-gather", 1, "--fp8-param-gather needs --zero-stage 1"),
     ("--fp8-output-proj", 1, "an output layer in float8 is not available here"),

@@ -258,7 +258,7 @@ MISTAKES = [
     (
         "--deepspeed",
         1,
-        "--deepspeed is not a flag of this program nor of Megatron-LM; --help lists",
+        "--deepspeed is not a flag of this program nor of Megatron-LM, but of argonne and",
     ),
     (  # a script of another program: all of its flags at once, with what leaves them out
         "--use-mpi --use-z-loss 0.1 --label=a",
@@ -268,8 +268,12 @@ MISTAKES = [
     ),
     ("--use-mpi", 1, "lists the flags, --ignore-flags use-mpi:0 leaves it out"),
     ("--use-mpi --num-layer 3", 1, "did you mean --num-layers?"),
-    ("--use-mpi --rope-theta 5e5", 1, "here and in Megatron-LM it is --rotary-base"),
-    ("--learning_rate 5e5", 1, "here and in Megatron-LM it is --lr"),
+    ("--context-parallel-algo ring", 1, "here and in Megatron-LM it is --cp-comm-type"),
+    ("--learning_rate x", 1, "--lr x: must be a number >= 0"),
+    ("--dataloader-type external", 1, "--dataloader-type external: only single or cyclic is"),
+    ("--ignore-flags nobody", 1, "or one of the trees argonne, bigscience,"),
+    ("--trigger-path /x --job-name y", 1, "this leaves them out: --ignore-flags trigger-path:1 j"),
+    ("--trigger-path /x", 1, "nor of Megatron-LM, but of swiss-ai; --help lists the flags"),
     (
         "--fp16 --muon-momentum 0.9 --otel-enabled",
         1,
@@ -381,11 +385,6 @@ MISTAKES = [
     ("--megatron-fsdp-grad-comm-dtype bf16", 1, "only fp32 is accepted; gradients are fp32 unless"),
     ("--enable-full-sharding-in-hsdp", 1, "it shards inside each group of ranks"),
     ("--dist-ckpt-strictness ignore_all", 1, "a checkpoint is read by name and shape, all of it"),
-    (
-        "--dataloader-type cyclic",
-        1,
-        "only single is accepted; samples are read once, in one global",
-    ),
     ("--rotary-percent 0.5", 1, "only 1.0 is accepted; a Llama rotates the whole head"),
     ("--eval-iters -2", 1, "--eval-iters -2: must be a whole number >= -1"),
     ("--ignore-flags", 1, "--ignore-flags names no flag: give NAME:COUNT"),

@@ -31,6 +31,7 @@ LIVE = """
 --eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
 --fused-linear-cross-entropy
 --ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-format
+--fp8-amax-compute-algo --fp8-amax-history-len --fp8-margin
 --fp8-param-gather --fp8-recipe --fp8-wgrad-bf16 --num-layers-at-end-in-bf16
 --num-layers-at-start-in-bf16
 --global-batch-size --grad-reduce-in-bf16 --hidden-size
