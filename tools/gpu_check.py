@@ -320,7 +320,8 @@ def command(row: Row, asked: Asked) -> list[str]:
     if row.words:
         return [sys.executable, *row.words]
     words = [sys.executable, "tests/gpu/row.py", row.name, "--out", str(asked.out / summary.LINES)]
-    words += ["--device", asked.device] + (["--tiny"] if asked.tiny else [])
+    device = asked.device if row.gpus else "cpu"  # also where torch was built without CUDA
+    words += ["--device", device] + (["--tiny"] if asked.tiny else [])
     return words + (["--predict", *asked.predict] if asked.predict else [])
 
 

@@ -170,8 +170,20 @@ def runs(lines: Sequence[Line]) -> Iterator[str]:
             f" ({line['tokens_per_second'] / base:.3f})" if base and line.get("ranks") == 1 else ""
         )
         parts.append(f"{row.removeprefix('run-')} {line['tokens_per_second']:,.0f}{ratio}")
-    for i in range(0, len(parts), 5):
-        yield ("tokens/s (of bf16): " if not i else "  ") + ", ".join(parts[i : i + 5])
+    yield from packed("tokens/s (of bf16): ", parts)
+
+
+def packed(label: str, parts: Sequence[str]) -> Iterator[str]:
+    """Yield lines of at most WIDTH characters that list all parts, none of them split."""
+    line = label
+    for i, part in enumerate(parts):
+        part += ", " if i + 1 < len(parts) else ""
+        if len(line) + len(part.rstrip()) > WIDTH and line.strip():
+            yield line.rstrip()
+            line = "  "
+        line += part
+    if parts:
+        yield line
 
 
 def measured(lines: Sequence[Line], row: str) -> Line:
@@ -196,8 +208,4 @@ def predictions(lines: Sequence[Line]) -> Iterator[str]:
                 ends = line.get("ends") or [line.get("seconds", 0)]
                 span = " to ".join(f"{1e3 * end:.0f}" for end in ends)
                 parts.append(f"{row} {span} ms ({ratio})")
-        label = Path(device).stem
-        for i in range(0, len(parts), 6):
-            yield (f"predicted, {label} (measured / predicted): " if not i else "  ") + ", ".join(
-                parts[i : i + 6]
-            )
+        yield from packed(f"predicted, {Path(device).stem} (measured / predicted): ", parts)

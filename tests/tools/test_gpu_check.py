@@ -203,6 +203,21 @@ def test_the_summary_subtracts_and_divides():
     assert "rows: 1 passed, 0 failed, 1 skipped" in text and "x (no GPU)" in text
 
 
+def test_the_summary_cuts_no_prediction_and_no_run_short():
+    from tests.gpu.row import RUNS
+
+    lines = list[dict[str, object]]()
+    for name in RUNS:
+        what = {"what": "a run of the program", "tokens_per_second": 123456.0, "ranks": 1}
+        lines.append({"row": f"run-{name}", "seconds": 1.5, **what})
+        ends = {"seconds": 1.111, "ends": [1.001, 1.111]}
+        lines.append({"row": f"run-{name}", "what": "prediction", "device": "h200", **ends})
+    text = gpu_summary.text(lines, {})
+    assert all(f"run-{name} 1001 to 1111 ms (1.35)" in text for name in RUNS)
+    assert all(f"{name} 123,456 (1.000)" in text for name in RUNS)
+    assert max(map(len, text.splitlines())) <= gpu_summary.WIDTH
+
+
 # ---- what is covered ----
 
 
@@ -275,6 +290,32 @@ def test_the_flags_of_every_run_are_taken():
         words = words.format(n=least, tp=several.TENSOR.format(n=least)).split()
         given = [*steps.flags(LLAMA, 8, 16), *words, *plan]
         assert parse(given, least, None, of_checkpoint).model.num_layers == 8, name
+
+
+def test_what_was_frozen_is_what_the_rows_run():
+    """The steps and the peer of benchmarks/freeze_predictions.py, in sizes and flags."""
+    from benchmarks import freeze_predictions as frozen
+    from benchmarks.fused_launches import FLAGS
+    from model.load import of_checkpoint
+    from tests.gpu import peer, steps
+    from tests.gpu.row import LLAMA
+    from training.flags.parse import parse
+
+    def taken(words):
+        words = [*words, "--train-iters", "12", "--device", "cuda", "--dry-run"]
+        return parse(words, 1, None, of_checkpoint)
+
+    i = FLAGS.index("--rehearse-device")
+    for layers in frozen.LAYERS:
+        assert f"step-{layers}" in ROWS
+        predicted = [*FLAGS[:i], *FLAGS[i + 2 :], *frozen.flags(layers)]
+        assert taken(predicted) == taken(steps.flags(LLAMA, layers)), layers
+    given, z = dict(frozen.PEER), LLAMA
+    assert frozen.MICRO_BATCHES == steps.MICRO_BATCHES and given.pop("layers") == 6
+    assert peer.PEERS["eager"] == (False, "") and not given.pop("compile")
+    sizes = dict(dim=z.hidden, heads=z.heads, kv_heads=z.groups, ffn=z.ffn, vocab=z.vocab)
+    others = dict(seq=z.seq, gqa="native", rope="complex", tp=1)  # rope, tp: native.py's defaults
+    assert given == {**sizes, **others}
 
 
 def test_blocks_of_context_parallelism_are_held_against_whole_attention(monkeypatch):
@@ -356,6 +397,15 @@ def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeyp
     monkeypatch.setattr(gpu_check.shutil, "which", lambda path: None)
     sanitized = next(row for row in EVERY if row.name == "memcheck")._replace(needs=())
     assert "no compute-sanitizer" in gpu_check.cannot(sanitized, asked._replace(gpus=1))
+
+
+def test_rows_that_need_no_gpu_ask_torch_for_none(tmp_path):
+    asked, found = Asked([], tmp_path, "cuda", False, 0, ""), {}
+    for row in EVERY:
+        if not row.words:
+            words = gpu_check.command(row, asked)
+            found.setdefault(words[words.index("--device") + 1], []).append(row.gpus)
+    assert found["cpu"] == [0] and 0 not in found["cuda"]
 
 
 def test_the_makefile_installs_nothing_for_it():
@@ -500,7 +550,9 @@ def stock_tree(folder):
 def test_the_whole_check_at_small_sizes_in_a_stock_python(tmp_path, part):
     """A tree without .venv and native library, a Python without our packages, rows that die."""
     env, began = stock_tree(tmp_path), time.monotonic()
-    words = [sys.executable, "tools/gpu_check.py", part, "--tiny", "--device", "cpu"]
+    words = [sys.executable, "tools/gpu_check.py", part, "--tiny"]
+    if PARTS[part][1][0].gpus:  # the others need no GPU
+        words += ["--device", "cpu"]
     done = subprocess.run(words, cwd=tmp_path / "tree", env=env, capture_output=True, text=True)
     assert time.monotonic() - began < gpu_check.LIMIT + 60
     lines, said = read(tmp_path / "out" / LINES), done.stdout
