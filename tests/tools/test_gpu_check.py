@@ -415,6 +415,15 @@ def test_rows_that_need_no_gpu_ask_torch_for_none(tmp_path):
     assert found["cpu"] == [0] and 0 not in found["cuda"]
 
 
+def test_rows_whose_tests_start_the_program_need_its_packages():
+    start = re.compile(r"pretrain_llama\.py|from tests\.gpu\.test_trainer import")
+    paths = sorted((ROOT / "tests/gpu").glob("test_*.py"))
+    found = {f"tests/gpu/{path.name}" for path in paths if start.search(path.read_text())}
+    assert found == gpu_check.PROGRAM
+    for row in EVERY:
+        assert found.isdisjoint(row.words) or {"xxhash", "safetensors"} <= set(row.needs), row.name
+
+
 def test_the_makefile_installs_nothing_for_it():
     text = (ROOT / "Makefile").read_text()
     (rule,) = [line for line in text.splitlines() if line.startswith("gpu-check:")]
