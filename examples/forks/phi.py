@@ -50,6 +50,10 @@ class LayerNorm(nn.Module):
 class Attention(llama.Attention):
     qkv_bias = proj_bias = True
 
+    def __init__(self, config: PhiConfig, ctx: LayerContext, recompute: Recompute) -> None:
+        super().__init__(config, ctx, recompute)
+        self.rotary = rotated(config)
+
 
 class MLP(nn.Module):
     def __init__(self, config: LlamaConfig, ctx: LayerContext) -> None:
