@@ -21,9 +21,11 @@ from datetime import timedelta
 from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
+from mpu.needs import explain_missing_packages
 
 os.environ.update(environment_defaults(os.environ, sys.argv))
 if __name__ == "__main__":
+    explain_missing_packages()
     # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports

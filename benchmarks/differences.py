@@ -11,8 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-# settings of flags that were removed: an older commit's state.json names them, ours does not
-REMOVED = ("fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto")
+# settings of flags that were removed or renamed: an older commit's state.json names them, ours does
+# not
+REMOVED = (
+    "fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto",
+    "parallel.core_attention_backend",  # parallel.attention_backend
+)  # fmt: skip
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 
 

@@ -31,6 +31,7 @@ from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
 from training.config import BatchConfig, Config, ParallelConfig
+from training.nccl import nccl_groups
 from training.recompute import recompute_of
 
 
@@ -169,6 +170,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
         query_groups=config.model.num_query_groups,
         hierarchical=p.hierarchical_context_parallel_sizes,
         order=tuple(p.rank_order.split("-")), ep_size=config.expert_model_parallel_size,
+        nccl=nccl_groups(p.nccl_communicator_config_path),
     )  # fmt: skip
 
 

@@ -95,6 +95,7 @@ class RankProfile:
     (GradientSink.acquire); gradients: in the order in which their gradients are ready. looked_up:
     parameters whose gradient comes by rows. living: for each of `gradients` the most that lives
     from the one before until it is ready, in bytes, main gradients and weights not counted.
+    amaxes: bytes of the message that ends a step, for delayed scales in float8; else 0.
     """
 
     stages: tuple[StageProfile, ...]
@@ -102,6 +103,7 @@ class RankProfile:
     gradients: tuple[str, ...]
     looked_up: frozenset[str]
     living: tuple[int, ...]
+    amaxes: int
 
 
 def rank_profile(
@@ -138,6 +140,7 @@ def _rank_profile(
         tuple(sink.gradients),
         frozenset(sink.looked_up),
         tuple(sink.living),
+        sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
     )
 
 

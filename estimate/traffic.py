@@ -6,7 +6,7 @@ gradients and the gathers of weights follow from the buckets. Scalars and start-
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from estimate import activations, buffers, rank_memory
@@ -46,8 +46,9 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
     """Return what a rank sends in a step.
 
     For each micro-batch: the model's collectives in F, B and W, and between stages outputs and
-    gradients of inputs. Once a step: gradients summed over extra axes. `_data`: over the ranks that
-    share a bucket, "dp" for all that hold the same part of what tp cuts.
+    gradients of inputs. Once a step: gradients summed over extra axes, and the amaxes of delayed
+    scales, whose maximum ranks of tp and of "dp" agree on. `_data`: over the ranks that share a
+    bucket, "dp" for all that hold the same part of what tp cuts.
     """
     p, grid = config.parallel, grid_of(config, pp_rank)
     steps = batch_size.micro_batches(config, 0)
@@ -61,6 +62,12 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
         sends = steps * messages(config, pp_rank)
         rows.append(Traffic("pp", "send", sends, model.stages[0].message, grid.pp.size))
     rows += _partial(config, provider, grid, pp_rank)
+    amaxes = Traffic("tp", "all-reduce", 1, model.amaxes, grid.tp.size)
+    rows += [
+        row
+        for row in (amaxes, replace(amaxes, axis="dp", size=grid.dp_cp.size))
+        if row.size > 1 and row.bytes
+    ]
     return rows + _data(config, provider, pp_rank)
 
 

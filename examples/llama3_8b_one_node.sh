@@ -8,13 +8,15 @@
 #   moments, shared by 2 data-parallel ranks) = 24 GB, + 9.2 GB activations + 0.5 GB logits
 #   + 0.2 GB for what one operation has at work = 34 GB.
 #
+#   --numa-binding=node (torchrun's) keeps a rank's threads on the cores near its GPU.
+#
 #   DATA=prefix TOKENIZER=tokenizer.model bash examples/llama3_8b_one_node.sh
 #   WORLD_SIZE=8 LAUNCH=python3 bash examples/llama3_8b_one_node.sh --dry-run
 # tools/plan.py predicts that another layout takes 24 % less; docs/planning.md, The examples, says why not here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-LAUNCH=${LAUNCH:-torchrun --standalone --nproc-per-node 8}
+LAUNCH=${LAUNCH:-torchrun --standalone --nproc-per-node 8 --numa-binding=node}
 OUT=${OUT:-runs/llama3_8b}
 
 exec $LAUNCH pretrain_llama.py \
@@ -30,5 +32,5 @@ exec $LAUNCH pretrain_llama.py \
     --data-path "${DATA:-data/corpus}" --split 99,1,0 \
     --tokenizer-type TikTokenizer --tokenizer-model "${TOKENIZER:-data/tokenizer.model}" \
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 500 \
-    --eval-interval 500 --eval-iters 8 --log-interval 10 --manual-gc --manual-gc-interval 100 \
+    --device cuda --eval-interval 500 --eval-iters 8 --log-interval 10 --manual-gc --manual-gc-interval 100 \
     --log-json "$OUT/log.jsonl" --tensorboard-dir "$OUT/tensorboard" "$@"

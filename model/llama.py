@@ -103,6 +103,7 @@ class Attention(nn.Module):
 
     qkv_bias, proj_bias = False, False  # a fork sets them
     window = 0  # tokens that a query looks at, itself included; 0: all before it
+    rotary = 0  # elements of a head that RoPE rotates; 0: all
 
     def __init__(self, config: LlamaConfig, ctx: LayerContext, recompute: Recompute) -> None:
         super().__init__()
@@ -118,8 +119,10 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
-        qkv, window = self.project(x), self.window
-        y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache, window=window)
+        qkv, more = self.project(x), {"window": self.window}
+        if self.rotary:  # a fork's own core need not know of it
+            more["rotary"] = self.rotary
+        y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache, **more)
         return self.proj(y)
 
     def project(self, x: Tensor) -> Tensor:

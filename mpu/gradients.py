@@ -19,6 +19,7 @@ class Amaxes(Protocol):
 
     names: Sequence[str]
     history: Tensor
+    noted: Tensor
 
     def begin_step(self) -> None: ...
     def begin_weights(self) -> None: ...

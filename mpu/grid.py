@@ -27,7 +27,8 @@ Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; 
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], which are the embd rows too, as p is 2.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
 from typing import Any, NamedTuple
@@ -71,10 +72,19 @@ def launch_of(world: int) -> Launch:
     return launch
 
 
-def high_priority(timeout: timedelta) -> Any:
-    """Return what gives a process group of NCCL a stream of high priority."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+def group_options(timeout: timedelta, urgent: bool, settings: Mapping[str, Any]) -> Any:
+    """Return the options of a process group of NCCL.
+
+    urgent: it has a stream of high priority, unless `settings` say otherwise. settings:
+    is_high_priority_stream, and fields of ncclConfig_t (min_ctas, max_ctas, cga_cluster_size,
+    net_name).
+    """
+    settings = dict(settings)
+    high = settings.pop("is_high_priority_stream", urgent)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high)
     options._timeout = timeout  # new_group warns of one that is not its own
+    for name, value in settings.items():
+        setattr(options.config, name, value)
     return options
 
 
@@ -109,9 +119,11 @@ class Grid:
     launch: this process's rank and world, by default what torch.distributed or the launcher says.
 
     query_groups: key/value heads of the model; 0: no fewer than tp. order: the axes, fastest first.
-    ep_size: ranks over which experts are cut; 0: the model has none. Raises ValueError where
-    tp x cp x pp do not divide the world, `ep_size` not a stage, `instances` not dp_cp or edp, or
-    fewer `query_groups` not tp.
+    ep_size: ranks over which experts are cut; 0: the model has none. nccl: settings of groups by
+    the axis, for `group_options`; an axis with settings has a group of its own.
+
+    Raises ValueError where tp x cp x pp do not divide the world, `ep_size` not a stage, `instances`
+    not dp_cp or edp, or fewer `query_groups` not tp.
     """
 
     world_size: int = 1
@@ -125,6 +137,7 @@ class Grid:
     hierarchical: tuple[int, ...] | None = None  # sizes of cp_a2a and cp_p2p
     order: tuple[str, ...] = ORDER
     ep_size: int = 0
+    nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parts = self.tp_size * self.cp_size * self.pp_size
@@ -273,12 +286,14 @@ class Grid:
         groups: dict[tuple[Any, ...], Any] = {}
         for name in self.AXES:
             axis: Axis = getattr(self, name)
-            apart = name == "pp_back" and nccl
+            settings = self.nccl.get("pp" if name == "pp_back" else name, {}) if nccl else {}
+            apart = nccl and (name == "pp_back" or bool(settings))
             urgent = nccl and name in URGENT
-            key = (axis.ranks, urgent)
+            key = (axis.ranks, urgent, name if settings else "")
             between = name == "embd" and self.pp.size > 2
             if (axis.size > 1 or between) and (apart or key not in groups):
-                more = {"pg_options": high_priority(timeout)} if urgent else {}
+                options = urgent or bool(settings)
+                more = {"pg_options": group_options(timeout, urgent, settings)} if options else {}
                 all_ranks = axis.size == self.world_size and not apart and not urgent
                 groups[key] = (
                     dist.group.WORLD

@@ -10,6 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
+# a stand-in for srun: in a "container" python3 is another one; only a dry run is run
+SRUN = r"""case "$*" in *--container-image*) PATH={inside}:$PATH ;; esac
+case "$*" in *--dry-run*)
+    while [ "$1" != pretrain_llama.py ]; do python=$1; shift; done
+    exec "$python" "$@" ;;
+esac
+printf "%s\n" srun "$@"
+"""
 # file, WORLD_SIZE, what the dry run says, and how the first lines put it
 EXAMPLES = [
     (
@@ -191,13 +199,16 @@ def test_the_quick_start_trains():
 )
 def test_a_job_script_starts_every_rank_by_srun(name, tmp_path):
     """Run the job script itself with stand-ins for SLURM's commands."""
+    (inside := tmp_path / "inside").mkdir()
     for command, body in {
         "scontrol": 'echo node7; echo "$@" >&2',
-        "srun": 'printf "%s\\n" srun "$@"',
-        "python3": f'exec {sys.executable} "$@"',
+        "srun": SRUN.format(inside=inside),
+        "python3": "echo 'ModuleNotFoundError: torch'; exit 1",  # the host's, without packages
     }.items():
         (tmp_path / command).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / command).chmod(0o755)
+    (inside / "python3").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    (inside / "python3").chmod(0o755)
     nodes, each, world = {e[0]: (int(e[0].split("_")[2]), 8, e[1]) for e in BIG}.get(
         name, (2, 1, 2)
     )
@@ -207,17 +218,30 @@ def test_a_job_script_starts_every_rank_by_srun(name, tmp_path):
         "SLURM_JOB_ID": "123456",
         "SLURM_NNODES": str(nodes),
         "SLURM_JOB_NODELIST": "node[7-99]",
-        "SLURM_RESTART_COUNT": "2",
+        "SLURM_NTASKS_PER_NODE": str(each),
         "SLURM_SUBMIT_DIR": str(ROOT),
     }
     if each > 1:
-        stopped = run(name, "--micro-batch-size", "16", **job)
-        assert stopped.returncode == 1 and "does NOT fit a GPU of 80 GB" in stopped.stdout
-        forced = run(name, "--micro-batch-size", "16", FITS="yes", **job)  # on larger GPUs
+        box = job | {"CONTAINER": "weft.sqsh"}  # the host has no torch: the dry run is inside
+        stopped = run(name, "--micro-batch-size", "16", **box)
+        assert stopped.returncode == 2 and "does NOT fit a GPU of 80 GB" in stopped.stdout
+        forced = run(name, "--micro-batch-size", "16", FITS="yes", **box)  # on larger GPUs
         assert forced.returncode == 0 and "srun" in forced.stdout.splitlines()
+        wrong = run(name, "--micro-batch-size", "7", **box)
+        assert wrong.returncode == 2 and "--global-batch-size" in wrong.stdout + wrong.stderr
+        (ROOT / "dry-run-123456.txt").unlink()
 
-    done = run(name, CONTAINER="weft.sqsh", OUT="/a b", **job)
+    own = run(name, OUT=str(tmp_path / "own"), FITS="yes", **{"VIRTUAL_ENV": "", **job})
+    python = ROOT / ".venv/bin/python"
+    assert (str(python) if python.exists() else "python3") in own.stdout.splitlines(), own.stderr
+    here = run(name, OUT=str(tmp_path / "own"), FITS="yes", **{"VIRTUAL_ENV": "/v", **job})
+    assert "python3" in here.stdout.splitlines()  # the environment that is active
+
+    job |= {"SLURM_RESTART_COUNT": "2", "DATA": "/data/set/corpus", "MOUNTS": "/nfs:/nfs"}
+    done = run(name, CONTAINER="weft.sqsh", OUT=f"{tmp_path}/a b", **job)
     assert done.returncode == 0, done.stderr
+    mounts = f"{ROOT},/data/set:/data/set,{tmp_path}/a b:{tmp_path}/a b,/nfs:/nfs"
+    assert f"--container-mounts={mounts}" in done.stdout.splitlines()
     assert "restart 2, last checkpoint: none; ranks meet at node7:23456" in done.stdout
     assert done.stdout.endswith("job 123456: exit code 0, last checkpoint: none\n")
     words = done.stdout.splitlines()[1:-1]
@@ -227,7 +251,7 @@ def test_a_job_script_starts_every_rank_by_srun(name, tmp_path):
     assert "--container-image=weft.sqsh" in words
     after = {word: words[i + 1] for i, word in enumerate(words[:-1])}
     assert after["python3"] == ("tools/supervise.py" if supervised else "pretrain_llama.py")
-    assert after["--save"] == after["--load"] == "/a b/checkpoints"
+    assert after["--save"] == after["--load"] == f"{tmp_path}/a b/checkpoints"
     directives = [w for w in (ROOT / "examples" / name).read_text().splitlines() if "#SBATCH" in w]
     wanted = {f"--nodes={nodes}", f"--ntasks-per-node={each}", "--requeue", "--open-mode=append"}
     assert wanted <= {line.removeprefix("#SBATCH ") for line in directives}

@@ -17,6 +17,7 @@ MAY = {
     "mpu/kernels": ("mpu.kernels",),
     "mpu/native.py": (),
     "mpu/launch.py": (),
+    "mpu/needs.py": (),
     "mpu/activation_offload.py": (),
     "mpu/recompute.py": ("mpu.activation_offload",),
     "mpu/gradients.py": (),
@@ -46,6 +47,7 @@ MAY = {
     "training/batch_size.py": ("training.config",),
     "training/learning_rate.py": ("training.config", "training.batch_size"),
     "training/float8.py": ("training.config", "mpu"),
+    "training/nccl.py": ("training.config", "training.untrusted"),
     "training/optimizer.py": ("training.config", "mpu"),
     "training/zero.py": ("training.config", "mpu"),
     "training/recompute.py": ("training.config", "training.float8", "mpu"),
@@ -56,9 +58,9 @@ MAY = {
     "training/flags": ("training.flags", "training.batch_size", "training.schedule",
                        "training.data", "training.checkpoint", "training.config",
                        "training.setting", "training.untrusted", "mpu"),
-    "estimate": ("estimate", "training.config", "training.batch_size", "training.optimizer",
-                 "training.recompute", "training.schedule", "training.data", "training.flags",
-                 "mpu"),
+    "estimate": ("estimate", "training.config", "training.nccl", "training.batch_size",
+                 "training.optimizer", "training.recompute", "training.schedule", "training.data",
+                 "training.flags", "mpu"),
     "training/run": ("training", "estimate", "mpu"),
     "pretrain_llama.py": ("training", "estimate", "model", "mpu"),
     "tools": ("training", "estimate", "model", "mpu", "tools", "pretrain_llama"),
@@ -70,6 +72,7 @@ FLOORS = (
         "mpu/native.py",
         "mpu/driver.py",
         "mpu/launch.py",
+        "mpu/needs.py",
         "mpu/activation_offload.py",
         "mpu/gradients.py",
     ),
@@ -85,6 +88,7 @@ FLOORS = (
     (
         "training/batch_size.py",
         "training/float8.py",
+        "training/nccl.py",
         "training/optimizer.py",
         "training/zero.py",
     ),
@@ -104,14 +108,15 @@ COLLECTIVES = {
 }  # fmt: skip
 BANNED = (
     "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "pickle",
-    "yaml",
 )  # fmt: skip
 # what runs code that comes as data: calls, and keywords with the value that makes them do so
 RUNS_DATA = {
     "eval", "exec", "__import__", "torch.load", "torch.save", "os.system", "os.popen",
-    "torch.hub.load", "yaml.load", "marshal.load", "marshal.loads", "shelve.open",
-    "dist.all_gather_object", "dist.broadcast_object_list", "dist.gather_object",
-    "dist.scatter_object_list", "dist.send_object_list", "dist.recv_object_list",
+    "torch.hub.load", "marshal.load", "marshal.loads", "shelve.open",
+    "yaml.load", "yaml.load_all", "yaml.full_load", "yaml.full_load_all", "yaml.unsafe_load",
+    "yaml.unsafe_load_all", "dist.all_gather_object", "dist.broadcast_object_list",
+    "dist.gather_object", "dist.scatter_object_list", "dist.send_object_list",
+    "dist.recv_object_list",
 }  # fmt: skip
 RUNS_WITH = {
     ("weights_only", False), ("allow_pickle", True), ("shell", True), ("trust_remote_code", True),

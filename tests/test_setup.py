@@ -127,6 +127,34 @@ def test_pip_shows_its_progress_to_a_person_alone(monkeypatch, terminal):
     assert ("-qq" in commands[0]) is not terminal
 
 
+@pytest.mark.parametrize(
+    "driver, found, index, says",
+    [
+        ("580.65.06", "NVIDIA driver 580.65.06", "", ""),
+        ("", "/dev/nvidia0", "", ""),  # its version is not known: what pip finds
+        ("570.124.06", "NVIDIA driver 570.124.06", "/cu126", "driver 570.124.06 is older than 580"),
+        ("470.82.01", "NVIDIA driver 470.82.01", "/cpu", "older than 525, which CUDA 12 needs"),
+        ("", "", "/cpu", "no NVIDIA GPU here: taking the CPU build"),
+    ],
+)
+def test_the_wheel_of_torch_is_one_that_the_driver_runs(monkeypatch, driver, found, index, says):
+    monkeypatch.setattr("mpu.driver.version", lambda: driver)
+    monkeypatch.setattr("mpu.driver.found", lambda: found)
+    address, line = setup_env.torch_for(driver)
+    assert address.endswith(index) and bool(address) == bool(index) and says in line
+    commands = []
+    monkeypatch.setattr(setup_env, "pip", lambda *words: commands.append(words))
+    monkeypatch.setattr(setup_env, "reachable", lambda url: True)
+    monkeypatch.setattr(setup_env.sys, "platform", "linux")
+    setup_env.install_torch()
+    extra = ("--extra-index-url", address) if address else ()
+    assert commands == [("install", *extra, "torch==2.13.0")]
+    monkeypatch.setattr(setup_env, "reachable", lambda url: False)
+    if found and index:  # another build would not run here
+        with pytest.raises(setup_env.SetupError, match="does not answer"):
+            setup_env.install_torch()
+
+
 def test_an_environment_behind_a_link_is_never_cleared(monkeypatch, tmp_path):
     """Another checkout uses it; `python -m venv --clear` would follow the link."""
     (tmp_path / "theirs").mkdir()

@@ -31,6 +31,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from tools.command_line import Parser, progress, told
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents

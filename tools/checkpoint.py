@@ -25,9 +25,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
+import torch
 
 from tools.checkpoints.copy import consolidate, open_newest, warn
 from tools.checkpoints.diff import diff

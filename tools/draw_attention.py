@@ -18,6 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from mpu.layers.attention.shards import balance, context_blocks, pairs, shards
 from tools.command_line import Parser, told
 from tools.pictures.style import PALETTE, RULE, axes_at, page

@@ -18,6 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from estimate.simulate import Costs, Span, Timeline, simulate, validate
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, table
 from tools.command_line import Parser, told

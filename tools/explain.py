@@ -24,12 +24,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
+
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
 from estimate.model_profile import make_grid
 from estimate.stages import describe_stages

@@ -18,10 +18,15 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
 from model.llama import Llama
 from model.load import model_file_of, saved_config

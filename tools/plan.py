@@ -22,6 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from tools.command_line import Parser, told, whole
 from tools.planner import own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster

@@ -18,6 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from tools.command_line import Parser, told
 from tools.pictures.style import PALETTE, QUIET, axes_at, check_name, page
 from training.untrusted import parse_json, read_plain

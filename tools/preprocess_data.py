@@ -34,9 +34,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
+from tqdm import tqdm
 
 from tools.command_line import Parser, add_tokenizer, model_of, told, whole
 from training.data.bad_documents import POLICIES, BadDocuments

@@ -24,6 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from mpu.launch import Launch, environment_defaults
 
 os.environ.update(environment_defaults(os.environ))

@@ -153,20 +153,46 @@ def make_venv(torch: "list[Any]") -> None:
             raise SetupError(f"the new .venv does not see torch {torch[1]} at {torch[2]}")
 
 
+def torch_for(driver: str) -> "tuple[str, str]":
+    """Return the index whose build of torch runs with a driver, and a line about it.
+
+    driver: the version of the machine's NVIDIA driver, "" where there is none or it is unknown. An
+    empty index: the build that pip is set up to find, PyPI's for CUDA 13.
+    """
+    sys.path.insert(0, ROOT)
+    from mpu.driver import LEAST, OLDER
+
+    if not has_nvidia_gpu():
+        return CPU_INDEX, f"no NVIDIA GPU here: taking the CPU build of torch {TORCH}"
+    number = int(driver.partition(".")[0]) if driver else LEAST[13]
+    if number >= LEAST[13]:
+        return "", ""
+    if number >= LEAST[12]:
+        why = f"driver {driver} is older than {LEAST[13]}, which CUDA 13 needs"
+        return OLDER, f"{why}: taking the build of torch {TORCH} for CUDA 12"
+    return CPU_INDEX, (
+        f"driver {driver} is older than {LEAST[12]}, which CUDA 12 needs: taking the CPU build of "
+        f"torch {TORCH}; update the driver, rm -r .venv and make setup to use the GPU"
+    )
+
+
 def install_torch() -> None:
-    """Install torch alone: on Linux without an NVIDIA GPU the CPU build, if its index answers."""
-    extra = []
-    if sys.platform == "linux" and not has_nvidia_gpu():
-        if reachable(CPU_INDEX + "/torch/"):
-            extra = ["--extra-index-url", CPU_INDEX]
-            print(f"no NVIDIA GPU here: taking the CPU build of torch {TORCH}", flush=True)
-        else:
-            print(
-                f"no NVIDIA GPU here, but {CPU_INDEX} does not answer: taking the torch {TORCH}"
-                " that pip is set up to find",
-                flush=True,
+    """Install torch alone, in the build that this machine can run, if its index answers."""
+    sys.path.insert(0, ROOT)
+    from mpu import driver
+
+    index, line = torch_for(driver.version()) if sys.platform == "linux" else ("", "")
+    if index and not reachable(index + "/torch/"):
+        told = f"{line}, but {index} does not answer"
+        if index != CPU_INDEX or has_nvidia_gpu():
+            raise SetupError(
+                f"{told}: give an interpreter that has such a torch, make setup PYTHON=..."
             )
-    pip("install", *extra, "torch==" + TORCH)
+        print(f"{told}: taking the torch {TORCH} that pip is set up to find", flush=True)
+        index = line = ""
+    if line:
+        print(line, flush=True)
+    pip("install", *(["--extra-index-url", index] if index else []), "torch==" + TORCH)
 
 
 def build_native() -> None:

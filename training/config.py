@@ -230,6 +230,15 @@ class ParallelConfig:
     distributed_backend: str | None = setting(
         None, "communication library", "default: nccl on CUDA, gloo on CPU", one_of("nccl", "gloo")
     )
+    nccl_communicator_config_path: str | None = setting(
+        None,
+        "YAML or JSON file of NCCL settings by group: min_ctas, max_ctas, cga_cluster_size, "
+        "net_name, is_high_priority_stream",
+        "file; off: left out, NCCL's own; without effect on gloo",
+        FILE,
+        local=True,
+        changes_numbers=False,
+    )
     distributed_timeout_minutes: int = setting(
         10, "longest wait in a collective before the run stops", "minutes", whole(1, 525600)
     )

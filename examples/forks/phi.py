@@ -33,6 +33,11 @@ class PhiConfig(LlamaConfig):
         super().__post_init__()
         if self.rope_scaling_factor:
             raise ValueError("--use-rope-scaling: a Phi does not scale its positions")
+        if rotated(self) % 2:
+            raise ValueError(
+                f"--rotary-factor {self.rotary_factor}: RoPE turns pairs, and {rotated(self)} of "
+                f"the {self.head_size} elements of a head is odd"
+            )
 
 
 class LayerNorm(nn.Module):
@@ -49,6 +54,10 @@ class LayerNorm(nn.Module):
 
 class Attention(llama.Attention):
     qkv_bias = proj_bias = True
+
+    def __init__(self, config: PhiConfig, ctx: LayerContext, recompute: Recompute) -> None:
+        super().__init__(config, ctx, recompute)
+        self.rotary = rotated(config)
 
 
 class MLP(nn.Module):

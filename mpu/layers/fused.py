@@ -91,13 +91,17 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.eps = ctx, eps
-        if self.zero_centered and ctx.norm_backend != "weft":
-            raise ValueError(
-                f"--norm-backend {ctx.norm_backend}: this norm multiplies by 1 + w "
-                f"({type(self).__name__}), which only Weft's own does: leave the flag out"
-            )
+        self.check_backend(ctx.norm_backend)
         self.passes = norm_backend(ctx.norm_backend)  # where csrc/ does not take it
         self.weight = ctx.replicated_parameter((hidden_size,), region)
+
+    def check_backend(self, name: str) -> None:
+        """Raise ValueError where a norm by a package (--norm-backend) would be another function."""
+        if self.zero_centered and name != "weft":
+            raise ValueError(
+                f"--norm-backend {name}: this norm multiplies by 1 + w ({type(self).__name__}), "
+                "which only Weft's own does: leave the flag out"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., h]."""
@@ -170,24 +174,27 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def apply_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, rotary: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v [s, b, n, d] of qkv [s, b, (heads + 2 groups) d], q and k rotated.
 
-    cos, sin: [s, 1 or b, 1, d/2]; with r/2 columns instead only the first r elements of a head are
-    rotated (GPT-NeoX, Phi). The rotation is done in their dtype, the result is in qkv's. What
-    a ColumnParallelLinear returned is rotated in its own memory while autograd records, since its
-    backward does not read it: take what else you need of qkv before.
+    rotary: only the first so many elements of a head are rotated, as in GPT-NeoX and Phi; 0: all d.
+    cos, sin: [s, 1 or b, 1, rotary/2]. The rotation is done in their dtype, the result is in qkv's.
+    Raises ValueError where they have another shape.
+
+    What a ColumnParallelLinear returned is rotated in its own memory while autograd records, since
+    its backward does not read it: take what else you need of qkv before.
     """
-    (s, b, _), half = qkv.shape, qkv.shape[2] // (heads + 2 * groups) // 2
-    if 0 < cos.shape[-1] < half and cos.dim() == 4:
-        return _partly_rotated(qkv, cos, sin, heads, groups)
+    (s, b, _), d = qkv.shape, qkv.shape[2] // (heads + 2 * groups)
+    half = (rotary or d) // 2
     if cos.shape != sin.shape or tuple(cos.shape) not in ((s, 1, 1, half), (s, b, 1, half)):
         raise ValueError(
             f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} of {s} tokens and "
-            f"heads of {2 * half} must be [{s}, 1 or {b}, 1, {half}], half of a head, or have "
-            "fewer columns, half of the part that is rotated"
+            f"heads of {d} must be [{s}, 1 or {b}, 1, {half}], half of what is rotated (all of a "
+            "head, unless Attention.rotary says otherwise)"
         )
+    if 2 * half < d:
+        return _partly_rotated(qkv, cos, sin, heads, groups)
     own = torch.is_grad_enabled() and isinstance(qkv.grad_fn, AllGatherMatmul._backward_cls)
     return _Rope.apply(qkv, cos, sin, (heads, groups, groups), own)
 
@@ -197,8 +204,8 @@ def _partly_rotated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.unflatten(2, (heads + 2 * groups, -1)).split([heads, groups, groups], 2)
     rotary = [x[..., : 2 * cos.shape[-1]] for x in (q, k, v)]  # the rotation takes a v, too
-    turned = apply_rope(torch.cat(rotary, 2).flatten(2), cos, sin, heads, groups)
-    q, k = (torch.cat([y, x[..., y.shape[-1] :]], -1) for x, y in zip((q, k), turned, strict=False))
+    first, second, _ = apply_rope(torch.cat(rotary, 2).flatten(2), cos, sin, heads, groups)
+    q, k = (torch.cat([y, x[..., y.shape[-1] :]], -1) for x, y in ((q, first), (k, second)))
     return q, k, v
 
 

@@ -6,6 +6,7 @@ import pytest
 from estimate import traffic
 from pretrain_llama import model_provider
 from tests.training.small_llama import PIPELINE, read
+from tools.explainer.formulas import apply, read_formulas
 
 K = 1024
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -142,3 +143,17 @@ def test_traffic_of_data_parallel_ranks(more, world, rows):
 def test_a_ring_sends_all_but_its_own_part():
     assert traffic.Traffic("dp", "reduce-scatter", 3, 400, 4).sent == 900
     assert traffic.Traffic("dp", "all-reduce", 1, 400, 4).sent == 600
+
+
+def test_the_amaxes_of_delayed_scales_are_as_explain_counts_them():
+    """explain's own test compares its document with what a step sends."""
+    more = "--bf16 --fp8-format hybrid --fp8-recipe delayed --pipeline-model-parallel-size 2 "
+    more += "--tensor-model-parallel-size 2 --context-parallel-size 2 --num-layers 5 "
+    more += "--pipeline-model-parallel-layout Etttt|tL --first-last-layers-bf16 "
+    config, formulas = read(more + "--global-batch-size 4", 16), read_formulas()
+    for rank, layers in enumerate([3, 0]):
+        applied = [a for a in apply(config, formulas, rank) if a.row.what.startswith("amaxes")]
+        wanted = [({"dp_cp": "dp"}.get(a.row.axis, a.row.axis), a.count, a.sent) for a in applied]
+        rows = [t for t in traffic.traffic(config, model_provider, rank) if t.bytes == 12 * layers]
+        assert [(t.axis, t.times, t.sent) for t in rows] == wanted
+        assert [t.sent for t in rows] == ([12 * 3, 12 * 3 * 3 // 2] if layers else [])

@@ -114,7 +114,7 @@ def meetings(monkeypatch, rank, sizes):
     world, tp, cp, pp = sizes
     did = []
     monkeypatch.setattr(grid_module.dist, "new_group", Group)
-    monkeypatch.setattr(grid_module, "high_priority", lambda timeout: "high")
+    monkeypatch.setattr(grid_module, "group_options", lambda timeout, urgent, settings: "high")
     everyone = SimpleNamespace(WORLD=Group(range(world)))
     monkeypatch.setattr(grid_module.dist, "group", everyone)
     monkeypatch.setattr(

@@ -126,7 +126,7 @@ class Distributed:
         patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
         patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
         patches.replace(dist, "P2POp", P2POp)
-        patches.replace(grid, "high_priority", lambda timeout: URGENT)
+        patches.replace(grid, "group_options", lambda timeout, urgent, settings: URGENT)
 
     def init_process_group(
         self, backend: str, store: Any = None, rank: int = 0, world_size: int = 1, **kwargs: Any

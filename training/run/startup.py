@@ -171,10 +171,13 @@ def connect(
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
     p, lines = config.parallel, []
+    if path := p.nccl_communicator_config_path:
+        given = ", ".join(f"{axis} {dict(one)}" for axis, one in grid.nccl.items())
+        lines.append(f"NCCL settings of {path}: {given if grid.backend == 'nccl' else 'not used'}")
     if device.type == "cpu" and not p.no_shared_memory:
-        lines = share(grid, timeout)
+        lines += share(grid, timeout)
     elif device.type == "cuda" and p.tp_comm_overlap in ("auto", "symmetric"):
-        lines = share_gpus(grid, device, timeout)
+        lines += share_gpus(grid, device, timeout)
     for line in lines:
         note(line)
 

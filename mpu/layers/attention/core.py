@@ -40,6 +40,7 @@ class CoreAttention:
         *,
         cache: list[Tensor] | None = None,
         window: int = 0,
+        rotary: int = 0,
     ) -> Tensor:
         """Rotate q and k, then attend: qkv [s, b, (heads + 2 groups) d] -> [s, b, heads d].
 
@@ -47,9 +48,10 @@ class CoreAttention:
         documents, which a query does not look out of; None: each row is one. cache: when text is
         generated, the keys and values of the S - s tokens before these, to which this adds theirs.
         window: a query looks at itself and the window - 1 tokens before it; 0: at all before it.
-        Raises ValueError where the kernel that is asked for cannot do it.
+        rotary: the elements of a head that are rotated; 0: all. Raises ValueError where the kernel
+        that is asked for cannot do it.
         """
-        q, k, v = apply_rope(qkv, cos, sin, heads, groups)  # each [s, b, n, d]
+        q, k, v = apply_rope(qkv, cos, sin, heads, groups, rotary)  # each [s, b, n, d]
         return self.attend(q, k, v, packed, cache, window)
 
     def attend(

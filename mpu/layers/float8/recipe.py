@@ -262,7 +262,7 @@ def use_float8(
         recipe.check(name, layer)
         found[name] = layer
     amaxes, ctx = None, recipe.ctx
-    if delayed is not None:
+    if delayed is not None and found:
         for name, layer in found.items():
             if (axis := placement_of(layer.weight).axis) is not ctx.tp:
                 raise ValueError(

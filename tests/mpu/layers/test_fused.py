@@ -206,9 +206,12 @@ def test_shapes_that_would_be_read_past_their_end_are_refused():
     with pytest.raises(ValueError, match=r"gate and up of \(3, 7\) are not two halves"):
         swiglu(torch.zeros(3, 7))
     qkv = torch.zeros(3, 2, 32)  # heads of 8
-    for shape in ((3, 1, 1, 5), (2, 1, 1, 4), (3, 3, 1, 4), (3, 1, 4)):
-        with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 4., half of a head"):
+    for shape in ((3, 1, 1, 5), (3, 1, 1, 2), (2, 1, 1, 4), (3, 3, 1, 4), (3, 1, 4)):
+        with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 4., half of what is rotated"):
             apply_rope(qkv, torch.zeros(shape), torch.zeros(shape), 2, 1)
+    whole = torch.zeros(3, 1, 1, 4)
+    with pytest.raises(ValueError, match="must be .3, 1 or 2, 1, 2., half of what is rotated"):
+        apply_rope(qkv, whole, whole, 2, 1, rotary=4)
 
 
 def test_a_part_of_a_head_is_rotated():
@@ -220,7 +223,7 @@ def test_a_part_of_a_head_is_rotated():
     a, b, rest = x.split([2, 2, 4], -1)
     want = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
     want = torch.cat([want[:, :, :3], x[:, :, 3:]], 2)  # values are not rotated
-    got = torch.cat(apply_rope(qkv, cos, sin, 2, 1), 2)
+    got = torch.cat(apply_rope(qkv, cos, sin, 2, 1, rotary=4), 2)
     torch.testing.assert_close(got, want, rtol=1e-14, atol=1e-14)
     dy = torch.randn_like(got)
     (dx,) = torch.autograd.grad(got, qkv, dy)

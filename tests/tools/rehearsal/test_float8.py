@@ -20,6 +20,9 @@ def parts(report, key="count"):
     "recipe, world, flags",
     [
         pytest.param("tensorwise", 2, SPLIT, marks=pytest.mark.prove),
+        pytest.param(
+            "delayed --rehearse-steps 3", 2, f"{SPLIT} --zero-stage 1", marks=pytest.mark.prove
+        ),
         ("rowwise", 1, ""),
         pytest.param(
             "rowwise --fp8-wgrad-bf16", 2, f"{SPLIT} --zero-stage 1", marks=pytest.mark.prove

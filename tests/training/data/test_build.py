@@ -8,6 +8,7 @@ import pytest
 from training.config import BatchConfig, Config, DataConfig, ModelConfig, RunConfig
 from training.data.build import build_datasets, build_loaders
 from training.data.indexed import IndexedWriter, token_dtype
+from training.flags.parse import parse
 
 TOKENIZER = SimpleNamespace(vocab_size=1000, eod=999)
 
@@ -139,3 +140,27 @@ def test_what_a_user_is_told(prefixes, tmp_path):
     small = SimpleNamespace(vocab_size=50, eod=49)
     with pytest.raises(ValueError, match=f"{a}.bin: tokens: ids from 0 to 99 are not those of a"):
         build_loaders(config(data_path=(a,)), small, 0, 1)
+
+
+def test_cyclic_reads_each_sample_once_an_epoch_in_a_new_order(prefixes):
+    """By the flag's own config, over the batches of two data-parallel ranks; resumed in between."""
+    words = "--num-layers 1 --hidden-size 64 --num-attention-heads 1 --seq-length 20 --lr 1e-3 "
+    words += "--train-iters 9 --tokenizer-type NullTokenizer --vocab-size 1000 "
+    words += f"--data-path {prefixes[0]} --split 1,0,0 "
+    words += "--num-workers 0 --micro-batch-size 5 --global-batch-size 10 --dataloader-type "
+    of = {kind: parse(f"{words} {kind}".split(), 2) for kind in ("single", "cyclic")}
+    assert any("the order is ours" in note for note in of["cyclic"].notes)
+    assert build_loaders(of["cyclic"], TOKENIZER, 0, 2).digest == (
+        build_loaders(of["single"], TOKENIZER, 0, 2).digest
+    )
+    epochs = []
+    for epoch in range(3):  # 100 samples, one for each document
+        read = []
+        for rank in range(2):
+            loader = build_loaders(of["cyclic"], TOKENIZER, rank, 2).train
+            for consumed in range(epoch * 100, epoch * 100 + 100, 10):
+                batches = loader.next_global_batch(consumed, 10)
+                read += [int(row[0]) for batch in batches for row in batch.tokens]
+        epochs.append(read)
+    assert [sorted(read) for read in epochs] == [list(range(100))] * 3
+    assert len({tuple(read) for read in epochs}) == 3 and epochs[0] != sorted(epochs[0])

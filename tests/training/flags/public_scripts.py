@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens to the flags of public Megatron scripts; prints the table of docs/megatron.md.
 
-python -m tests.training.flags.public_scripts
+    python -m tests.training.flags.public_scripts
+
+"before" is what the same command says in a copy of commit BEFORE, about the same list of scripts.
 """
 
 import os
 import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +24,9 @@ from training.flags.foreign import translate, unknown
 from training.flags.parse import parse
 from training.flags.trees import TREES
 
+ROOT = Path(__file__).resolve().parents[3]
+LIST = Path(__file__).with_suffix(".txt")
+BEFORE = "0c88a3d"
 # Data, tokenizers and outputs of other machines: say that every file is there and writable.
 YES = {name: lambda *_: True for name in ("exists", "isfile", "isdir", "lexists")}
 PATHS = SimpleNamespace(**YES, dirname=os.path.dirname, abspath=os.path.abspath)
@@ -38,7 +47,7 @@ class Script:
 
 def scripts() -> list[Script]:
     """Read the list beside this file."""
-    text = Path(__file__).with_suffix(".txt").read_text()
+    text = LIST.read_text()
     found = []
     for block in text.split("\n\n")[1:]:
         head, *flags = block.splitlines()
@@ -81,16 +90,31 @@ def shortened(why: str) -> str:
     return why if len(why) < 130 else f"{why[:120].rsplit(' ', 1)[0]} ..."
 
 
-def rows() -> list[str]:
-    """Return the lines of the table."""
-    lines = ["| script | WORLD_SIZE | what happens |", "|---|---|---|"]
-    for s in scripts():
+def outcomes_before(commit: str = BEFORE) -> list[str]:
+    """Return the cells of an earlier commit, one for each script.
+
+    Raises CalledProcessError where git does not have the commit.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tar = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(["tar", "x", "-C", folder], input=tar.stdout, check=True)
+        shutil.copy(LIST, Path(folder) / LIST.relative_to(ROOT))
+        words = [sys.executable, "-m", "tests.training.flags.public_scripts"]
+        done = subprocess.run(words, cwd=folder, check=True, capture_output=True, text=True)
+    return [line.rsplit(" | ", 1)[1].removesuffix(" |") for line in done.stdout.splitlines()[2:]]
+
+
+def rows(before: list[str]) -> list[str]:
+    """Return the lines of the table. before: a cell for each script."""
+    head = f"| script | WORLD_SIZE | before, at commit {BEFORE} | after |"
+    lines = [head, "|---|---|---|---|"]
+    for s, was in zip(scripts(), before, strict=True):
         url = f"https://github.com/{s.repository}/blob/{s.commit}/{s.path}"
         name = f"[{s.repository.split('/')[0]}: {s.path.rsplit('/', 1)[-1]}]({url})"
         edit = f", with `{s.edit}`" if s.edit else ""
-        lines.append(f"| {name}{edit} | {s.world} | {outcome(s)} |")
+        lines.append(f"| {name}{edit} | {s.world} | {was} | {outcome(s)} |")
     return lines
 
 
 if __name__ == "__main__":
-    print("\n".join(rows()))
+    print("\n".join(rows(outcomes_before())))

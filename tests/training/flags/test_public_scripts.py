@@ -2,19 +2,21 @@
 """Public Megatron scripts for dense Llamas: what parses, what is refused and why, as docs say."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.training.flags.public_scripts import refusal, rows, scripts
+import pretrain_llama
+from tests.launcher import Launcher
+from tests.training.flags.public_scripts import BEFORE, outcomes_before, refusal, rows, scripts
 from training.flags.foreign import unknown as foreign
 
 SCRIPTS = scripts()
 # What a refusal must name: a feature that is not here, a file that is, or a mistake in the script.
 REASONS = (
     r"(is not a flag|are not flags) of this program",
-    r"is refused: (--fp8-recipe delayed|fp16 with its loss scaling) is not available here",
-    r"--dataloader-type cyclic: only single is accepted; samples are read once",
+    r"is refused: fp16 with its loss scaling is not available here",
     r"--global-batch-size \d+ is not a multiple of --micro-batch-size",
     r"--normalization (rmsnorm|layernorm): only RMSNorm is accepted",
 )
@@ -45,8 +47,60 @@ def test_a_fork_s_flags_can_be_left_out_where_nothing_else_is_in_the_way():
     assert {s.repository for s in parsed} >= {"swiss-ai/Megatron-LM", "llm-jp/scripts"}
 
 
+NVIDIA = "examples/llama/train_llama3_8b_h100_fp8.sh"  # with its own DTYPE, fp8
+TINY = """
+    --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 4
+    --num-query-groups 2 --kv-channels 32 --seq-length 64 --max-position-embeddings 64
+    --vocab-size 250 --global-batch-size 8 --train-samples 160 --lr-warmup-samples 16 --device cpu
+""".split()
+
+
+def flags_of_nvidia(folder):
+    """Return the flags of NVIDIA's Llama 3 8B example, its files in a folder of ours."""
+    (script,) = [s for s in SCRIPTS if s.path == NVIDIA and not s.edit]
+    assert "--fp8-format" in script.flags and "--fp8-recipe" not in script.flags
+    return [word.replace("/x/", f"{folder}/") for word in script.flags]
+
+
+def test_nvidia_s_llama_3_8b_in_fp8_passes_the_dry_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert pretrain_llama.main([*flags_of_nvidia(tmp_path), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "TP 1 x CP 1 x DP 8 x PP 1 = 8 ranks" in said and "delayed" in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.prove
+def test_nvidia_s_llama_3_8b_in_fp8_trains_20_steps_at_tiny_size(tmp_path, free_port):
+    launcher = Launcher(tmp_path, free_port)
+    try:
+        result = launcher.run(2, [*flags_of_nvidia(tmp_path), *TINY])
+    finally:
+        launcher.close()
+    assert result.codes == [0, 0], result.said(0)
+    rows = [row for row in result.rows() if "grad_norm" in row]
+    assert [row["iteration"] for row in rows] == list(range(1, 21))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def table_of_the_docs():
+    lines = (Path(__file__).parents[3] / "docs" / "megatron.md").read_text().splitlines()
+    first = lines.index(next(line for line in lines if line.startswith("| script |")))
+    return lines[first : first + 2 + len(SCRIPTS)]
+
+
+AGAIN = "print it again: python -m tests.training.flags.public_scripts"
+
+
 def test_the_table_of_the_docs_is_what_the_command_prints():
-    docs = Path(__file__).parents[3] / "docs" / "megatron.md"
-    assert "\n".join(rows()) in docs.read_text(), (
-        "print it again: python -m tests.training.flags.public_scripts"
-    )
+    table = table_of_the_docs()
+    assert table == rows([line.split(" | ")[2] for line in table[2:]]), AGAIN
+
+
+@pytest.mark.prove
+def test_the_earlier_commit_s_column_is_what_the_command_prints():
+    try:
+        before = outcomes_before()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no copy of commit {BEFORE} can be made: {error.stderr.decode()}")
+    assert [line.split(" | ")[2] for line in table_of_the_docs()[2:]] == before, AGAIN

@@ -45,6 +45,7 @@ LIVE = """
 --lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
 --manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
 --microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
+--nccl-communicator-config-path
 --no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
 --norm-backend --attention-backend --flash-attention-version
 --peer-checkpoint

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Python without the packages ends with one sentence and exit code 2, not with a traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpu import needs
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("pretrain_llama.py", "tools/plan.py", "tools/generate.py", "tools/explain.py")
+
+
+def run(script: str, missing: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script where a package is not installed: a finder that comes first denies it."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Deny:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] == {missing!r}:\n"
+        f"            raise ModuleNotFoundError(f'No module named {missing}', name=name)\n"
+        "sys.meta_path.insert(0, Deny())\n"
+    )
+    return subprocess.run(
+        [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(folder)}, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_missing_package_is_one_sentence(tmp_path: Path, script: str) -> None:
+    done = run(script, "torch", tmp_path)
+    assert done.returncode == 2, done.stderr
+    name = Path(script).name
+    assert done.stderr.startswith(f"{name}: {sys.executable} has no package torch")
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_module_of_ours_that_is_missing_is_a_bug(tmp_path: Path) -> None:
+    done = run("tools/plan.py", "estimate", tmp_path)
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_the_sentence_names_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\ndependencies = ["torch>=2.11", "no-such-package>=1"]\n'
+    )
+    monkeypatch.setattr(needs, "ROOT", tmp_path)
+    assert needs.lacking() == ["no-such-package"]
+    assert "`make setup` makes .venv" in needs.sentence("numpy")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text("")
+    said = needs.sentence("numpy")
+    assert "has no package numpy (and no-such-package): activate the environment" in said
+    assert f"source {tmp_path}/.venv/bin/activate" in said
