@@ -7,6 +7,7 @@ device is loaded after them.
 """
 
 import ctypes
+import hashlib
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+SOURCE = HERE / "cuda_guard.cpp"
 BUILD = HERE.parents[1] / "build"
 
 
@@ -69,14 +71,18 @@ def check(torch: ModuleType) -> None:
 
 
 def library_path() -> Path:
-    """Return where the compiled library for the installed torch lies."""
-    return BUILD / f"rehearsal-{version('torch')}-{os.uname().machine}.so"
+    """Return where the compiled library for the installed torch lies.
+
+    Its name has a hash of the source: a copied folder may give an old library a newer time.
+    """
+    made_of = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
+    return BUILD / f"rehearsal-{version('torch')}-{os.uname().machine}-{made_of}.so"
 
 
 def build(torch: Path) -> Path:
     """Return the compiled library for the torch in a folder; compile it if it is not there."""
-    source, library = HERE / "cuda_guard.cpp", library_path()
-    if library.exists() and library.stat().st_mtime >= source.stat().st_mtime:
+    library = library_path()
+    if library.exists():
         return library
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
@@ -85,7 +91,7 @@ def build(torch: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=BUILD) as folder:
         made = Path(folder) / library.name
         words = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-I{torch / 'include'}"]
-        words += [str(source), "-o", str(made), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+        words += [str(SOURCE), "-o", str(made), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
             raise GuardError(f"{' '.join(words)} failed:\n{done.stderr[-2000:]}")

@@ -105,6 +105,13 @@ def unread(seen: "Rehearsed") -> Iterator[Finding]:
         event = events[index]
         if type(event) is Alloc and event.where.place.startswith(FED):
             given[event.storage] = event.where.place
+    replay, parts = recorder.replay, max(1, len(given) // max(1, seen.micro_batches))
+    if replay is not None:  # the copies of a micro-batch name what it read, not what they would
+        given = {
+            number: place
+            for at, (number, place) in enumerate(given.items())
+            if not replay.copied(at // parts)
+        }
     forward: tuple[str, ...] = ()
     for index in range(seen.first, len(events)):
         event = events[index]

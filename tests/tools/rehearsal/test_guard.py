@@ -76,6 +76,22 @@ def test_the_fake_device_counts_in_any_order(real, order):
     assert (done.returncode, done.stdout) == (0, "cuda:0\n"), done.stderr
 
 
+def test_a_library_of_another_source_is_not_taken(monkeypatch, tmp_path):
+    """A copied build folder has an old library with a newer time."""
+    source = tmp_path / "cuda_guard.cpp"
+    source.write_text("int before;")
+    for name, value in {"HERE": tmp_path, "SOURCE": source, "BUILD": tmp_path / "build"}.items():
+        monkeypatch.setattr(guard, name, value, raising=False)
+    old = guard.library_path()
+    old.parent.mkdir()
+    old.write_bytes(b"")
+    assert guard.build(tmp_path) == old
+    source.write_text("no C++")
+    os.utime(source, (1, 1))
+    with pytest.raises(guard.GuardError, match="(failed|found no compiler)"):
+        guard.build(tmp_path)
+
+
 def test_another_device_is_said():
     """This process has imported torch without the device."""
     with pytest.raises(guard.GuardError, match="has taken another CUDA device than the fake"):
