@@ -62,9 +62,12 @@ def flags_of_nvidia(folder):
     return [word.replace("/x/", f"{folder}/") for word in script.flags]
 
 
-def test_nvidia_s_llama_3_8b_in_fp8_passes_the_dry_run(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "more", [pytest.param([], marks=pytest.mark.prove), ["--num-layers", "4"]], ids=str
+)
+def test_nvidia_s_llama_3_8b_in_fp8_passes_the_dry_run(more, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert pretrain_llama.main([*flags_of_nvidia(tmp_path), "--dry-run"]) == 0
+    assert pretrain_llama.main([*flags_of_nvidia(tmp_path), *more, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "TP 1 x CP 1 x DP 8 x PP 1 = 8 ranks" in said and "delayed" in said
     assert not list(tmp_path.iterdir())
