@@ -87,6 +87,8 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
     if p.norm_backend != "weft":
         flag = f"--norm-backend {p.norm_backend}"
         norms = {name: m for name, m in model.named_modules() if isinstance(m, RMSNorm)}
+        for norm in norms.values():
+            norm.check_backend(p.norm_backend)
         _all_heard(flag, file, listener, norms, "the norm's kernel")
     if config.float8.fp8_format is not None:
         flag = f"--fp8-format {config.float8.fp8_format}"

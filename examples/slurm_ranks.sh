@@ -57,8 +57,8 @@ main() { # a function, since bash reads a script bit by bit, and somebody may ch
     echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, restart ${SLURM_RESTART_COUNT:-0}," \
         "last checkpoint: ${before:-none}; ranks meet at $MASTER_ADDR:$MASTER_PORT"
 
-    ranks=${SLURM_NTASKS:-$((SLURM_NNODES * ${SLURM_NTASKS_PER_NODE:-1}))}
     if [ "${DRY_RUN_FIRST:-no}${FITS:-no}${SLURM_RESTART_COUNT:-0}" = yesno0 ]; then
+        ranks=${SLURM_NTASKS:-$((SLURM_NNODES * ${SLURM_NTASKS_PER_NODE:-1}))}
         WORLD_SIZE=$ranks srun --nodes=1 --ntasks=1 ${inside[@]+"${inside[@]}"} \
             "$python" "$@" --dry-run > "dry-run-$SLURM_JOB_ID.txt" || code=$?
         if [ $code != 0 ] || grep "does NOT fit" "dry-run-$SLURM_JOB_ID.txt"; then

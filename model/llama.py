@@ -119,7 +119,9 @@ class Attention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
     ) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]. cache: what `decode` keeps of earlier tokens."""
-        qkv, more = self.project(x), {"window": self.window, "rotary": self.rotary}
+        qkv, more = self.project(x), {"window": self.window}
+        if self.rotary:  # a fork's own core need not know of it
+            more["rotary"] = self.rotary
         y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache, **more)
         return self.proj(y)
 

@@ -121,7 +121,8 @@ import os, subprocess, sys
 from pathlib import Path
 words = sys.argv[1:]
 Path(os.environ["FAKE"], "words").write_text("\\n".join(words))
-command, step = words[words.index("python3") :], {"SLURM_STEP_ID": "0"}
+python = next(word for word in words if word.rpartition("/")[2].startswith("python"))
+command, step = words[words.index(python) :], {"SLURM_STEP_ID": "0"}
 step |= {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
 ranks = []
 for rank in ("0", "1"):

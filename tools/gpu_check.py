@@ -61,9 +61,11 @@ class Row(NamedTuple):
 def pytest(name: str, limit: float, *words: str, gpus: int = 1) -> Row:
     """Return a row of pytest's tests that need a GPU, or of others where gpus is 0."""
     marks = ("-m", "gpu") if gpus else ()
-    return Row(name, limit, (*PYTEST, *marks, *words), gpus, ("pytest",))
+    program = ("xxhash", "safetensors") if PROGRAM.intersection(words) else ()
+    return Row(name, limit, (*PYTEST, *marks, *words), gpus, ("pytest", *program))
 
 
+PROGRAM = {"tests/gpu/test_trainer.py", "tests/gpu/test_activations.py"}  # these start it
 CASES, TIMES = "tests/gpu/overlap_cases.py", "tests/gpu/time_overlap.py"
 # a part: what it tells, and its rows, the most informative first
 PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {

@@ -33,6 +33,11 @@ class PhiConfig(LlamaConfig):
         super().__post_init__()
         if self.rope_scaling_factor:
             raise ValueError("--use-rope-scaling: a Phi does not scale its positions")
+        if rotated(self) % 2:
+            raise ValueError(
+                f"--rotary-factor {self.rotary_factor}: RoPE turns pairs, and {rotated(self)} of "
+                f"the {self.head_size} elements of a head is odd"
+            )
 
 
 class LayerNorm(nn.Module):

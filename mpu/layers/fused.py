@@ -91,13 +91,17 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.eps = ctx, eps
-        if self.zero_centered and ctx.norm_backend != "weft":
-            raise ValueError(
-                f"--norm-backend {ctx.norm_backend}: this norm multiplies by 1 + w "
-                f"({type(self).__name__}), which only Weft's own does: leave the flag out"
-            )
+        self.check_backend(ctx.norm_backend)
         self.passes = norm_backend(ctx.norm_backend)  # where csrc/ does not take it
         self.weight = ctx.replicated_parameter((hidden_size,), region)
+
+    def check_backend(self, name: str) -> None:
+        """Raise ValueError where a norm by a package (--norm-backend) would be another function."""
+        if self.zero_centered and name != "weft":
+            raise ValueError(
+                f"--norm-backend {name}: this norm multiplies by 1 + w ({type(self).__name__}), "
+                "which only Weft's own does: leave the flag out"
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., h] -> [..., h]."""

@@ -74,7 +74,9 @@ def test_start_is_the_peers_own_weights_and_wefts_own_tokens(tmp_path: Path) -> 
         stored = whole(native.hf_name(name), torch.empty_like(param))
         found.read([stored])
         assert torch.equal(stored.tensor, param), name
-    data = SimpleNamespace(micro_batch=1, microbatches=4, seq=256, data=str(start.tokens))
+    data = SimpleNamespace(
+        micro_batch=1, microbatches=4, seq=256, data=str(start.tokens), device="cpu"
+    )
     tokens, labels = native.Data(data)(1)
     assert tokens.shape == (4, 256) and tokens.dtype == torch.int64 and tokens.max() < 4096
     assert torch.equal(tokens[:, 1:], labels[:, :-1])

@@ -68,7 +68,7 @@ def measured(
     dy, live = torch.empty_like(q), Live()
     with MetaAttention(lambda q, k, v, **_: _Flash.apply(q, k, v)), MetaOperations(), live:
         before = live.begin()
-        y = core.attend(q, k, v, shards(cp, (size,)), packed=None, documents=(size,), window=0)
+        y = core.exchange(q, k, v, shards(cp, (size,)), packed=None, documents=(size,), window=0)
         forward, kept, first = live.peak - before, live.now - before, sent.bytes
         now = live.begin()
         torch.autograd.backward(y, dy)

@@ -17,7 +17,7 @@ import torch
 
 from tests.gpu.calibrate import base_of
 from tests.gpu.row import ROOT, Row
-from tests.gpu.steps import VARIANTS, flags
+from tests.gpu.steps import PROGRAM, VARIANTS, flags
 
 TINY = ("step-2", "run-documents")  # the rows of a play at small sizes
 
@@ -52,11 +52,7 @@ def one(row: Row, device: str, name: str) -> None:
     """Rehearse one step. Raises RuntimeError with the rehearsal's own last line."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rehearsal.json"
-        words = [
-            sys.executable,
-            str(ROOT / "tools" / "rehearse.py"),
-            str(ROOT / "pretrain_llama.py"),
-        ]
+        words = [sys.executable, str(PROGRAM)]
         words += [*steps(row)[name], "--rehearse-device", device, "--rehearse-json", str(out)]
         env = {
             k: v

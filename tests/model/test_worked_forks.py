@@ -29,6 +29,7 @@ MORE: dict[str, dict[str, Any]] = {  # what a fork's case has
     "windows": {"extra": (("window_size", 3),)},
     "gemma2": {"extra": (("sliding_window", 3), ("attn_logit_softcapping", 2.0))},
     "widths": {"sizes": {"ffn_hidden_size": 192}},
+    "phi": {"sizes": {"use_rope_scaling": False}, "extra": (("rotary_factor", 0.67),)},
 }
 FORKS = ("qwen2", "arcee", "windows", "widths", "olmo2", "gemma2", "phi", "granite")
 ORACLES: dict[str, dict[str, Any]] = {  # what transformers has, and more of its config

@@ -82,9 +82,16 @@ def play(monkeypatch, tmp_path, capsys):
     return run
 
 
-def test_a_row_that_fails_loses_no_other_row_and_no_number_of_its_own(play, tmp_path):
+SAMPLE = ("raises", "hangs", "sigkill", "floods")
+
+
+@pytest.mark.parametrize(
+    "names", [SAMPLE, pytest.param(tuple(ENDS), marks=pytest.mark.prove)], ids=["sample", "all"]
+)
+def test_a_row_that_fails_loses_no_other_row_and_no_number_of_its_own(play, tmp_path, names):
     path, rows = tmp_path / "out" / LINES, list[Row]()
-    for name, (code, _) in ENDS.items():
+    ends = {name: ENDS[name] for name in names}
+    for name, (code, _) in ends.items():
         short = 1.5 if "out of time" in ENDS[name][1] else 20.0
         rows.append(row_of(path, name, code, short))
         rows.append(row_of(path, f"after-{name}", ""))
@@ -93,11 +100,11 @@ def test_a_row_that_fails_loses_no_other_row_and_no_number_of_its_own(play, tmp_
     assert code == 1 and time.monotonic() - began < 60
     outcomes = {line["row"]: line["outcome"] for line in lines if line["what"] == "outcome"}
     assert list(outcomes) == [row.name for row in rows]
-    for name, (_, why) in ENDS.items():
+    for name, (_, why) in ends.items():
         assert outcomes[name].startswith("failed") and why in outcomes[name], outcomes[name]
     numbers = Counter(line["row"] for line in lines if line["what"] == "a number")
     assert numbers.keys() == {row.name for row in rows}
-    assert all(outcomes[f"after-{name}"] == "passed" for name in ENDS)
+    assert all(outcomes[f"after-{name}"] == "passed" for name in ends)
     assert len(said) < gpu_check.MOST_PRINTED and "== summary" in said
     assert len(said[said.index("== summary") :].splitlines()) <= gpu_summary.ROWS
 
@@ -406,6 +413,15 @@ def test_rows_that_need_no_gpu_ask_torch_for_none(tmp_path):
             words = gpu_check.command(row, asked)
             found.setdefault(words[words.index("--device") + 1], []).append(row.gpus)
     assert found["cpu"] == [0] and 0 not in found["cuda"]
+
+
+def test_rows_whose_tests_start_the_program_need_its_packages():
+    start = re.compile(r"pretrain_llama\.py|from tests\.gpu\.test_trainer import")
+    paths = sorted((ROOT / "tests/gpu").glob("test_*.py"))
+    found = {f"tests/gpu/{path.name}" for path in paths if start.search(path.read_text())}
+    assert found == gpu_check.PROGRAM
+    for row in EVERY:
+        assert found.isdisjoint(row.words) or {"xxhash", "safetensors"} <= set(row.needs), row.name
 
 
 def test_the_makefile_installs_nothing_for_it():

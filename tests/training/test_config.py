@@ -97,9 +97,14 @@ def test_all_ranks_compare_everything_but_local_places():
 def test_flat_names_every_field_of_every_part():
     parts = [f.name for f in fields(Config) if f.name not in ("extra", "notes", "given")]
     expected = {f"{p}.{f.name}" for p in parts for f in fields(getattr(CONFIG, p))}
-    assert set(CONFIG.flat()) == expected - {"optimizer.optimizer"}  # left out where it is adam
+    later = {"fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"}  # at their defaults
+    left_out = {"optimizer.optimizer", *(f"float8.{name}" for name in later)}
+    assert set(CONFIG.flat()) == expected - left_out
     other = replace(CONFIG, optimizer=replace(CONFIG.optimizer, optimizer="other"))
-    assert set(other.flat()) == expected and other.digest() != CONFIG.digest()
+    assert set(other.flat()) == expected - left_out | {"optimizer.optimizer"}
+    assert other.digest() != CONFIG.digest()
+    margin = replace(CONFIG, float8=replace(CONFIG.float8, fp8_margin=1))
+    assert margin.flat()["float8.fp8_margin"] == 1
     assert replace(CONFIG, extra=(("my_flag", 3),)).flat()["extra.my_flag"] == 3
 
 

@@ -141,7 +141,9 @@ FLAGS = (
     "--fp8-amax-compute-algo max --fp64 "
 )
 GLOBAL = "--global-batch-size 4 "
-LAYOUTS = [  # ranks, tp, cp, pp, flags; all take the micro-batches of one rank, or halves of them
+# ranks, tp, cp, pp, flags. All take the micro-batches of one rank, or halves of them: in the first
+# step a scale is that of a micro-batch, so another --micro-batch-size rounds otherwise
+LAYOUTS = [
     (2, 2, 1, 1, TWO + SP),
     (2, 1, 2, 1, TWO),
     (2, 1, 1, 1, f"{TWO} --zero-stage 1 --fp8-param-gather"),
@@ -150,7 +152,6 @@ LAYOUTS = [  # ranks, tp, cp, pp, flags; all take the micro-batches of one rank,
     (4, 2, 2, 1, TWO + SP + " --zero-stage 2"),
     (4, 2, 1, 2, TWO + SP),
     (4, 1, 1, 2, f"{TWO} --zero-stage 1 --num-virtual-stages-per-pipeline-rank 1"),
-    (1, 1, 1, 1, ONE),
     (1, 1, 1, 1, f"{TWO} --recompute-granularity full"),
 ]
 
@@ -172,7 +173,7 @@ def check(world, layout, count):
     found = world(size).run(steps, t, c, p, flags, count)
     histories = {name: rows for part in found for name, rows in part[2].items()}
     assert histories == plain[2], "the largest numbers, over tp x cp x dp and all micro-batches"
-    exact = t == c == 1 and ONE not in flags
+    exact = t == c == 1
     for losses, norm, own in found:
         assert losses == pytest.approx(plain[0], rel=1e-12 if exact else 1e-9)
         assert norm == pytest.approx(plain[1], rel=1e-12 if exact else 1e-9)
