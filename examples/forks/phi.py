@@ -33,10 +33,10 @@ class PhiConfig(LlamaConfig):
         super().__post_init__()
         if self.rope_scaling_factor:
             raise ValueError("--use-rope-scaling: a Phi does not scale its positions")
-        if rotated(self) % 2:
+        if not 2 <= rotated(self) <= self.head_size:
             raise ValueError(
-                f"--rotary-factor {self.rotary_factor}: RoPE turns pairs, and {rotated(self)} of "
-                f"the {self.head_size} elements of a head is odd"
+                f"--rotary-factor {self.rotary_factor} of a head of {self.head_size} must turn 2 "
+                f"to {self.head_size} elements"
             )
 
 
@@ -102,8 +102,8 @@ class Phi(llama.Llama):
 
 
 def rotated(config: PhiConfig) -> int:
-    """Return how many elements of a head are rotated."""
-    return int(config.head_size * config.rotary_factor)
+    """Return how many elements of a head are rotated: an even number."""
+    return int(config.head_size * config.rotary_factor) // 2 * 2
 
 
 def hf_config(config: PhiConfig, dtype: str = "float32") -> dict[str, Any]:

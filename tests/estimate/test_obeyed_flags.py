@@ -274,6 +274,7 @@ WAYS = (  # of two ranks: what acts on a layer's matmuls, weights and their grad
 )
 
 
+@pytest.mark.prove
 def test_two_ranks_obey_with_every_module_replaced(world, tmp_path):
     """Two steps on two ranks as on one: losses, norms, every gradient to 1e-10."""
     paths = {name: str(fork(tmp_path, name)) for name in SCALED if name != "z loss head"}

@@ -132,6 +132,7 @@ def test_it_imports_torch_alone_and_fits_in_900_lines():
     assert len(text.splitlines()) <= 900
 
 
+@pytest.mark.prove
 def test_it_runs_by_torchrun_as_on_one_rank(free_port):
     def losses(*words: str) -> list[str]:
         command = [sys.executable, *words, str(FILE), "--steps", "10", "--hidden-size", "64"]

@@ -94,6 +94,7 @@ def test_gradients_are_those_of_one_rank(world, size, tp, sp):
                 assert error < 1e-12, (name, error)
 
 
+@pytest.mark.prove
 def test_the_example_prints_the_same_losses_on_two_ranks(free_port):
     example = str(ROOT / "examples/two_layers.py")
     port = str(free_port())

@@ -20,7 +20,7 @@ MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
 SCALE = "        self.scale = nn.Parameter(torch.ones(h, dtype=ctx.dtype, device=ctx.device))\n"
-QKV = "        qkv, window = self.project(x), self.window\n"
+QKV = '        qkv, more = self.project(x), {"window": self.window}\n'
 PARAM = "from mpu.param import draw_normal, placement_of, tie, unique_parameters\n"
 CONTEXT = "from mpu.context import LayerContext\n"
 USE = {CONTEXT: CONTEXT + "from mpu.gradients import use\n"}

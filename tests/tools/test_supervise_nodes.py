@@ -168,6 +168,7 @@ class Dripping(threading.Thread):
             return False
 
 
+@pytest.mark.prove
 def test_two_hundred_strangers_that_drip_keep_no_node_away(nodes: Nodes) -> None:
     """They come before a node does, and stay as one is lost and comes back."""
     plan = {"0.0": "wait", "0.1": "wait", "step": 1}

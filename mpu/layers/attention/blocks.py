@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which keys a query looks at, as a list of rectangles: there is no mask.
 
-two documents,    a window of 3     queries 2 and 3,
-of 2 and 3                          keys 0 to 3
+    two documents,    a window of 3     queries 2 and 3,
+    of 2 and 3                          keys 0 to 3
 
-l . . . .         l . . . . .       a a l .          queries down, keys to the right
-l l . . .         l l . . . .       a a l l          a    in a block of part "all"
-. . l . .         l l l . . .                        l    "tril"
-. . l l .         . u u l . .                        u    "triu"
-. . l l l         . . u l l .                        .    not looked at
-                  . . . l l l
+    l . . . .         l . . . . .       a a l .          queries down, keys to the right
+    l l . . .         l l . . . .       a a l l          a    in a block of part "all"
+    . . l . .         l l l . . .                        l    "tril"
+    . . l l .         . u u l . .                        u    "triu"
+    . . l l l         . . u l l .                        .    not looked at
+                      . . . l l l
 """
 
 from collections.abc import Iterator

@@ -167,6 +167,7 @@ def hold(world, case, orders):
         assert sum(map(sum, told.values())) > 100_000
 
 
+@pytest.mark.prove
 def test_the_bytes_of_real_runs(world):
     hold(world, CASES["dp, pp"], [("pp", "dp", "cp", "tp")])
 

@@ -60,6 +60,7 @@ def tried(first: int, last: int) -> None:
     assert done.stdout.count("\nfound ") == last - first
 
 
+@pytest.mark.prove
 def test_the_log_sum_exp_of_a_ring_is_found():
     pytest.importorskip("triton", reason="this platform has no triton")
     tried(0, 1)

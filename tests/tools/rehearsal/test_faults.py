@@ -23,6 +23,7 @@ def planted(tmp_path, *words):
     return json.loads(file.read_text())
 
 
+@pytest.mark.prove
 def test_two_planted_faults_are_found(tmp_path):
     found = planted(tmp_path, "--number", *map(str, SAMPLE))
     assert len(found) == len(SAMPLE) and set(found.values()) <= {*FOUND}, found

@@ -28,6 +28,7 @@ LONG = "--fused-linear-cross-entropy --seq-length 8192 --max-position-embeddings
 KEPT = ("parameters", "gradients", "masters", "moments")
 
 
+@pytest.mark.prove
 def test_in_chunks_memory_is_flat_and_launches_are_few(rehearse):
     """From 32k to 256k tokens: 2 and 16 chunks; the head's weight and its gradient are kept."""
     found = [rehearse(f"{LONG} --vocab-size {1 << bits}") for bits in (15, 18)]

@@ -167,6 +167,7 @@ def test_a_card_that_nobody_measured_is_predicted_as_a_range(rehearse):
     assert low == high
 
 
+@pytest.mark.prove
 def test_the_host_pays_for_autograd_functions_and_for_each_argument_of_triton(rehearse, tmp_path):
     content = json.loads(path_of("h100").read_text())
     seconds = {}

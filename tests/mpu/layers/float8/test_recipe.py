@@ -247,7 +247,8 @@ def over_tokens(comm, recipes: list) -> None:
         assert error < 1e-14, f"{scaling} {name} {kind}: dw {error:.1e}"
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("size", [2, 4])
 def test_rows_are_the_same_bytes_under_context_parallelism(world, size):
     world(size).run(over_tokens, [(s, "hybrid") for s in BLOCKS])
 
