@@ -103,12 +103,18 @@ def read_stamp() -> "dict[str, str]":
         return {}
 
 
+def driver_module() -> Any:
+    """Return mpu/driver.py, which needs no package. Not on an older Python: check_interpreter."""
+    if ROOT not in sys.path:
+        sys.path.insert(0, ROOT)
+    from mpu import driver
+
+    return driver
+
+
 def has_nvidia_gpu() -> bool:
     """Return whether an NVIDIA driver, or a GPU's device file, is on this machine."""
-    sys.path.insert(0, ROOT)
-    from mpu import driver  # after check_interpreter, as it need not read well on older Pythons
-
-    return bool(driver.found())
+    return bool(driver_module().found())
 
 
 def reachable(url: str) -> bool:
@@ -159,29 +165,25 @@ def torch_for(driver: str) -> "tuple[str, str]":
     driver: the version of the machine's NVIDIA driver, "" where there is none or it is unknown. An
     empty index: the build that pip is set up to find, PyPI's for CUDA 13.
     """
-    sys.path.insert(0, ROOT)
-    from mpu.driver import LEAST, OLDER
-
-    if not has_nvidia_gpu():
+    known = driver_module()
+    if not known.found():
         return CPU_INDEX, f"no NVIDIA GPU here: taking the CPU build of torch {TORCH}"
-    number = int(driver.partition(".")[0]) if driver else LEAST[13]
-    if number >= LEAST[13]:
+    least = known.LEAST
+    number = int(driver.partition(".")[0]) if driver else least[13]
+    if number >= least[13]:
         return "", ""
-    if number >= LEAST[12]:
-        why = f"driver {driver} is older than {LEAST[13]}, which CUDA 13 needs"
-        return OLDER, f"{why}: taking the build of torch {TORCH} for CUDA 12"
+    if number >= least[12]:
+        why = f"driver {driver} is older than {least[13]}, which CUDA 13 needs"
+        return known.OLDER, f"{why}: taking the build of torch {TORCH} for CUDA 12"
     return CPU_INDEX, (
-        f"driver {driver} is older than {LEAST[12]}, which CUDA 12 needs: taking the CPU build of "
+        f"driver {driver} is older than {least[12]}, which CUDA 12 needs: taking the CPU build of "
         f"torch {TORCH}; update the driver, rm -r .venv and make setup to use the GPU"
     )
 
 
 def install_torch() -> None:
     """Install torch alone, in the build that this machine can run, if its index answers."""
-    sys.path.insert(0, ROOT)
-    from mpu import driver
-
-    index, line = torch_for(driver.version()) if sys.platform == "linux" else ("", "")
+    index, line = torch_for(driver_module().version()) if sys.platform == "linux" else ("", "")
     if index and not reachable(index + "/torch/"):
         told = f"{line}, but {index} does not answer"
         if index != CPU_INDEX or has_nvidia_gpu():
