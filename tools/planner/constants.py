@@ -39,7 +39,7 @@ TIME = {
     "network_share": Constant(0.7, 0.1, 0.97, "share of the network cards, between two nodes"),
     "network_decay": Constant(0.1, 0.001, 0.5, "power by which more nodes lower that share"),
     "network_step": Constant(
-        5e-5, 1e-6, 3e-3, "seconds of a collective for each rank more, in a group over nodes"
+        1.4e-5, 1e-6, 3e-3, "seconds of a collective for each rank more, in a group over nodes"
     ),
     "link_step": Constant(3e-6, 5e-7, 5e-5, "the same, in a group within a node"),
     "collective_start": Constant(2e-5, 1e-6, 2e-4, "seconds that each collective needs"),
