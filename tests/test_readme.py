@@ -2,7 +2,7 @@
 """README: short, its links lead somewhere, its commands parse, and its blocks run as pasted.
 
 The blocks are taken from README.md itself. They find the text and the model that they name, both
-small; fewer iterations stand where they have 500, and `make train` takes its ITERS from MAKEFLAGS.
+small; fewer iterations stand where they have 500, and `make train` is given ITERS=20.
 """
 
 import os
@@ -89,8 +89,8 @@ def test_every_command_names_files_targets_and_flags_that_exist():
                 assert (ROOT / word).is_file(), word
         if words[0] == "make":
             assert f"\n{words[1]}:" in makefile, words
-            known = makefile.partition("KNOWN :=")[2].partition("STRANGE")[0].split()
-            assert {word.partition("=")[0] for word in words[2:]} <= set(known)
+            (known,) = re.findall(rf"^takes\.{words[1]} +:= (.*)$", makefile, re.M) or [""]
+            assert {word.partition("=")[0] for word in words[2:]} <= set(known.split())
             continue
         program = next((w for w in words if w.endswith((".py", ".sh", ".slurm"))), "")
         flags = [w for w in words if w.startswith("--")]
@@ -102,6 +102,20 @@ def test_every_command_names_files_targets_and_flags_that_exist():
             missing = [flag for flag in flags if flag not in trainer]
         assert not missing, f"{program} has no {missing}"
     assert {"make", "source", "python", "torchrun", "patch"} <= seen
+
+
+def test_git_passes_over_what_the_commands_make():
+    made = {"my_text/a.txt"}
+    for words in commands():
+        made |= {word for word in words if word.startswith(("data/", "runs/", "my_model"))}
+        made |= {f"{word}/config.json" for word in words if word.startswith("Llama-")}
+    assert len(made) > 8
+    done = subprocess.run(
+        ["git", "check-ignore", *sorted(made)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert set(done.stdout.split()) == made, made - set(done.stdout.split())
+    tracked = ["tests/data/tokenizer", "training/data/gpt.py", "model/llama.py"]
+    assert subprocess.run(["git", "check-ignore", *tracked], cwd=ROOT).returncode == 1
 
 
 def test_the_diff_is_of_the_models_file():
@@ -133,8 +147,9 @@ def test_the_blocks_run_as_pasted_in_a_fresh_clone(tmp_path):
         shutil.copy(page, texts / f"{page.stem}.txt")
     tiny_model(clone / "Llama-3.2-1B")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "SLURM_"))}
-    make = {"MAKEFLAGS": f" -- ITERS=20 PYTHON={sys.executable}"}
+    make = {"MAKEFLAGS": f" -- PYTHON={sys.executable}"}
     script = "set -euo pipefail\n" + "\n".join(blocks())
+    script = re.sub(r"^make train\b", "make train ITERS=20", script, flags=re.MULTILINE)
     assert script.count("--train-iters 500 ") == 2
     script = script.replace("--train-iters 500 ", "--train-iters 4 ")
     done = subprocess.run(
@@ -149,6 +164,8 @@ def test_the_blocks_run_as_pasted_in_a_fresh_clone(tmp_path):
     for made in ("runs/mine-hf/config.json", "runs/further/latest", "my_model.py"):
         assert (clone / made).is_file(), made
     assert re.search(r"all \d+ layouts agree", done.stdout)
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True)
+    assert status.stdout == b""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(clone / "runs" / "mine-hf")

@@ -43,6 +43,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 1000
+TP, PP = range(1, 3), range(1, 7)  # what the model's heads and layers can be cut into
 # fmt: off
 MODEL: dict[str, Any] = {
     "num-layers": 4, "hidden-size": 192, "ffn-hidden-size": 512,
@@ -281,8 +282,8 @@ def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> 
 def main() -> None:
     """Train, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--tp", type=int, help="tensor-parallel ranks: 2, or 1 with --pp")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--tp", type=int, choices=TP, help="tensor-parallel ranks: 2, or 1 with --pp")
+    parser.add_argument("--pp", type=int, choices=PP, default=1, help="pipeline stages")
     parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")
     parser.add_argument("--out", type=Path, required=True, help="where make put corpus and tokens")
     args = parser.parse_args()

@@ -153,13 +153,45 @@ def test_records_leave_out_a_torn_line(tmp_path):
 
 
 @needs_make
-@pytest.mark.parametrize("given", ["PP=0", "TP=0", "ITERS=none"])
-def test_a_mistake_is_one_sentence(given):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("PP=0", "PP=0: it must be a whole number, 1 or more"),
+        ("ITERS=none", "ITERS=none: it must be a whole number, 1 or more"),
+        ("TP=3", "TP=3: TP is 1 or 2 here, as this small model has 2 heads of keys and values; "),
+        ("PP=7", "PP=7: PP is 1 to 6 here, as this small model has 4 layers, an embedding and a "),
+    ],
+)
+def test_a_mistake_is_one_sentence(given, said):
+    """It names what was given to make, and no flag, before anything is set up."""
     command = ["make", "check-data", given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
     first, *rest = done.stderr.splitlines()
-    assert done.returncode == 2 and first == "make train: TP, PP and ITERS are 1 or more"
+    assert done.returncode == 2 and first.startswith(f"make train: {said}") and "--" not in first
     assert len(rest) == 1 and rest[0].startswith("make: ***")
+
+
+@pytest.mark.parametrize("tp", range(1, 9))
+def test_make_takes_the_layouts_that_the_trainer_takes(monkeypatch, tp):
+    from estimate.stages import rank_stages
+    from pretrain_llama import model_provider
+
+    ran = []
+    monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))
+    for pp in range(1, 9):
+        quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp, quiet=True)
+        words = ran[-1][ran[-1].index("pretrain_llama.py") + 1 :]
+        try:
+            config = parse([*words, "--mock-data", "--vocab-size", "2048"], tp * pp)
+            rank_stages(config, model_provider, 0)
+            taken = True
+        except ValueError:
+            taken = False
+        assert taken == (tp in quickstart.TP and pp in quickstart.PP), (tp, pp)
+        given = [f"TP={tp}", f"PP={pp}"]
+        if shutil.which("make") and (pp > 5 or tp == pp == 1):
+            done = subprocess.run(["make", "check-data", *given], cwd=ROOT, capture_output=True)
+            assert (done.returncode == 0) == taken, given
 
 
 def text_file(folder):
