@@ -135,7 +135,7 @@ def test_the_layout_reaches_the_trainer(monkeypatch, tp, pp, ranks, micro):
     """Flags that the trainer takes, on so many ranks; the same samples a step in every layout."""
     ran = []
     monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))
-    quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp, quiet=True)
+    quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp)
     (command,) = ran
     at = command.index("pretrain_llama.py")
     assert command[at - 2 : at] == ["--nproc-per-node", str(ranks)]
@@ -179,7 +179,7 @@ def test_make_takes_the_layouts_that_the_trainer_takes(monkeypatch, tp):
     ran = []
     monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))
     for pp in range(1, 9):
-        quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp, quiet=True)
+        quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp)
         words = ran[-1][ran[-1].index("pretrain_llama.py") + 1 :]
         try:
             config = parse([*words, "--mock-data", "--vocab-size", "2048"], tp * pp)
@@ -240,7 +240,8 @@ def test_trains_samples_and_goes_on_where_it_was_stopped(tmp_path):
     entropy = quickstart.unigram_entropy(tmp_path / "out/tokens/heldout" / quickstart.TOKENS)
     assert loss < entropy and f"{loss:.3f}" in said and f"{entropy:.3f}" in said
     assert "tokens/s, TP 2 with sequence parallelism on 2 ranks" in said
-    assert "tokens/s, one process" in said
+    bits = [r["validation_bits_per_byte"] for r in log if "validation_bits_per_byte" in r][-1]
+    assert f"bits a byte      {bits:.3f} bits a byte of held-out text" in said
     assert (tmp_path / "out/tp2/loss.png").stat().st_size > 10_000
     assert list((tmp_path / "out/tp2/tensorboard").glob("events.*"))
 
@@ -260,6 +261,16 @@ def test_a_pipeline_trains_and_samples(tmp_path):
     assert "pipeline rank 1: " in said and "tokens/s, TP 1 x PP 2 on 2 ranks" in said
     assert (folder / "loss.png").stat().st_size > 10_000
     assert "step_00000020: 200 tokens" in said, "the sample from the pipeline's checkpoint"
+
+
+def test_the_number_that_compares_and_a_text_learnt_by_heart():
+    evaluation = {"iteration": 8, "validation_loss": 2.0, "validation_bits_per_byte": 2.0}
+    assert "2.000 bits a byte of held-out text (1.386 nats)" in quickstart.bits_line(evaluation)
+    assert quickstart.bits_line({"validation_loss": 2.0}) == ""
+    falls = [{"iteration": i, "validation_loss": 9.0 - i} for i in range(1, 5)]
+    assert quickstart.lowest(falls) == "" == quickstart.lowest([*falls, falls[-1]])
+    said = quickstart.lowest([*falls, {"iteration": 5, "validation_loss": 6.0}])
+    assert "5.000 nats a token, after iteration 4" in said and "ITERS=4 with another OUT" in said
 
 
 def test_a_second_call_says_what_it_goes_on_with_and_at_which_lr(tmp_path):
