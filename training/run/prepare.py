@@ -41,6 +41,10 @@ def prepare(
             f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
     grid.launch.check_meeting()
+    if (steps := config.fault.peer_checkpoint) and not grid.launch.supervisor:
+        raise UsageError(
+            f"--peer-checkpoint {steps} needs tools/supervise.py, whose memory keeps the copies"
+        )
     device = choose_device(config, grid.launch, share_cores, note)
     p, dtype = config.parallel, config.run.dtype
     te = "te" if p.attention_backend == "te" else ""
