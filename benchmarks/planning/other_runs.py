@@ -51,7 +51,7 @@ SOURCES = {
     "DGXC Nemotron-4 340B": Source(
         "the same, nemotron/README_340b.md at 143b90d, 24.11", NEITHER),
     "IBM FSDP A100": Source(
-        "foundation-model-stack/fms-fsdp README.md at 0d31998 and pytorch.org's blog of 2024-03-13; "
+        "foundation-model-stack/fms-fsdp README.md at 0d31998 and pytorch.org's blog, 2024-03-13; "
         "400 Gb/s a node; 7B and 13B shard in a node, predicted as over all GPUs", NEITHER),
     "IBM FSDP H100": Source("the same blog; 96 GPUs, 800 Gb/s a node", NEITHER),
     "titan A100": Source("torchtitan docs/performance.md at 0413364, 64 GPUs, FSDP2", NEITHER),
