@@ -341,5 +341,8 @@ class _Trace:
         who, purpose = label or (None, PHASES[phase])
         name = who if isinstance(who, str) else self.names.get(who, "model")
         name = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-        found = Collective(axis.name, verb, phase, nbytes, sent, name, purpose)
+        found = Collective(
+            axis=axis.name, verb=verb, phase=phase, bytes=nbytes, sent=sent, who=name,
+            purpose=purpose,
+        )  # fmt: skip
         self.collectives.append((chunk, found))

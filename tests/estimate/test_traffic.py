@@ -185,7 +185,8 @@ EXAMPLE = (
 
 
 def test_the_page_shows_what_is_worked_out():
-    rows = ["| who | purpose | axis | verb | times | bytes of one | a rank sends |", "|---" * 7 + "|"]
+    rows = ["| who | purpose | axis | verb | times | bytes of one | a rank sends |"]
+    rows.append("|---" * 7 + "|")
     for t in traffic.traffic(read(EXAMPLE, 8), model_provider):
         cells = (t.who, t.purpose, t.axis, t.verb, f"{t.times:,}", f"{t.bytes:,}", f"{t.sent:,}")
         rows.append("| " + " | ".join(cells) + " |")

@@ -429,13 +429,12 @@ def explained(comm: Any, path: str, zero: int) -> tuple[bool, str]:
 def test_explain_lists_its_sums_over_edp(world: Any, fork: str, zero: int) -> None:
     for equal, text in world(4).run(explained, fork, zero):
         assert equal and "DIFFERS" not in text
-        lines = text.splitlines()
+        lines = text.partition("sent in this step")[0].splitlines()
         (line,) = [line for line in lines if "layers.1.experts, layers.0.experts" in line and
                    line.startswith("  bucket")]  # fmt: skip
         assert line.endswith("summed over edp")
         number = line.split()[1].strip(":")
-        story = text.partition("sent in this step")[0].splitlines()
-        left = [line for line in story if "grad sum" in line and f"bucket {number} " in line]
+        left = [line for line in lines if "grad sum" in line and f"bucket {number} " in line]
         assert left and all(" edp of 2 " in line for line in left)
         others = [line for line in lines if "grad sum" in line and f"bucket {number} " not in line]
         assert others and all(" dp_cp of 4 " in line for line in others)
