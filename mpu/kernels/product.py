@@ -56,7 +56,8 @@ def blocks_for(dtype: torch.dtype, major: int, m: int, aligned: bool) -> Blocks:
     """Return the tiles of a dtype on a GPU of compute capability `major` for rows m per rank.
 
     The largest whose sums and addresses fit the registers: tests/mpu/kernels/test_ahead_of_time.py
-    compiles each and finds no spill. They fit its shared memory. fp32 multiplies without tensor cores, and takes more of them.
+    compiles each and finds no spill. They fit a block's shared memory. fp32 multiplies without
+    tensor cores, and takes more registers.
     """
     # from 12.0 on a block has 99 KB of shared memory, as on Ada, and the tiles for TMA need 131
     rows, tma = 64 if m <= 64 else 128, 9 <= major < 12 and aligned
