@@ -18,7 +18,8 @@ MAY = {
     "mpu/native.py": (),
     "mpu/launch.py": (),
     "mpu/needs.py": (),
-    "mpu/activation_offload.py": (),
+    "mpu/host_memory.py": (),
+    "mpu/activation_offload.py": ("mpu.host_memory",),
     "mpu/recompute.py": ("mpu.activation_offload",),
     "mpu/gradients.py": (),
     "mpu/driver.py": (),
@@ -38,7 +39,7 @@ MAY = {
     "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid"),
     "mpu/zero": ("mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.gradients", "mpu.grid"),
     "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid",
-                  "mpu.accelerators"),
+                  "mpu.accelerators", "mpu.host_memory"),
     "mpu/__init__.py": (),
     "model": ("mpu", "model"),
     "training/untrusted.py": (),
@@ -67,6 +68,7 @@ MAY = {
 }  # fmt: skip
 # rooms from the ground up: a file imports from floors below its own, and from its own room
 FLOORS = (
+    ("mpu/host_memory.py",),
     (
         "mpu/kernels",
         "mpu/native.py",

@@ -76,7 +76,7 @@ def set_arithmetic(deterministic: bool) -> None:
     if deterministic:
         set_deterministic()
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
