@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
-from tools.rehearsal.loop_rules import grown, not_given_back, unread, unused_copies
+from tools.rehearsal.loop_rules import for_nothing, grown, not_given_back, unread
 from tools.rehearsal.order import Finding, order
 from tools.rehearsal.overlap_rules import not_hidden
 from tools.rehearsal.places import ROOT
 from tools.rehearsal.roofline import MATMULS, short_name
-from tools.rehearsal.step_rules import in_whole_step
+from tools.rehearsal.step_rules import in_whole_step, unplaced
 from tools.rehearsal.traffic_rules import one_way, unlike_formulas
 from tools.rehearsal.work_rules import loss_scale, stand_ins, work_of_layers
 from tools.rehearsal.write_rules import unwritten
@@ -83,8 +83,9 @@ OF_STEPS = (
     loss_scale,
     unread,
     not_given_back,
-    unused_copies,
+    for_nothing,
     stand_ins,
+    unplaced,
 )
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 

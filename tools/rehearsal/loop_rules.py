@@ -23,7 +23,7 @@ from tools.rehearsal.events import (
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import beginning
 from tools.rehearsal.record import RECOMPUTED
-from tools.rehearsal.write_rules import MICRO_BATCH
+from tools.rehearsal.write_rules import MICRO_BATCH, SHAPED
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 SUMS = "the gradient sums"
 FED = "training/data/batch.py"
 CARRIER = "mpu/activation_offload.py"
-COPIED = ("clone", "_to_copy", "copy_", "memcpy DtoH", "memcpy HtoD")
-LARGE = 1 << 12  # bytes that a copy reads and writes
+SETS = (*SHAPED, "zero_", "fill_", "zeros", "full")  # what they make is no result
+LARGE = 1 << 12  # bytes of a result
 
 
 def grown(seen: "Rehearsed") -> Iterator[Finding]:
@@ -256,19 +256,34 @@ def after_sums(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
                 return
 
 
-def unused_copies(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the copies of large tensors that nothing reads."""
+def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the launches with large results that nothing reads, and nothing keeps."""
     events, held = seen.recorder.events, set(seen.kinds())
-    made: dict[int, int] = {}
+    for bucket in seen.run.sink.buckets:
+        for x in (bucket.weights, bucket.param_shard, bucket.grad, bucket.grad_shard):
+            if x is not None:
+                held.add(seen.recorder.live.get(x.untyped_storage()._cdata, (-1,))[0])
+    made: dict[int, int] = {}  # storage: who wrote it last
     for index, event in numbered(seen):
         if isinstance(event, (Launch, Transfer, HostUse)):
             for number in event.read:
                 made.pop(number, None)
-        if type(event) is Launch and event.op.rpartition("::")[2] in COPIED:
-            if event.bytes >= LARGE and held.isdisjoint(event.written):
+        if type(event) is Launch and event.op.rpartition("::")[2] not in SETS:
+            size = max((seen.recorder.sizes.get(n, 0) for n in event.written), default=0)
+            again = event.where.phase == "recompute"  # it runs to the end of what it runs again
+            if size >= LARGE and held.isdisjoint(event.written) and not again:
                 made.update(dict.fromkeys(event.written, index))
+    said = set[str]()
     for index in dict.fromkeys(made.values()):
-        copy = events[index]
-        assert type(copy) is Launch
-        what = f"{copy.op} of {copy.bytes:,} bytes, whose result nothing reads"
-        yield Finding("copy", copy.where.place, what, "", seen.recorder.chains.get(index, ()))
+        launch = events[index]
+        assert type(launch) is Launch
+        if any(made.get(number) != index for number in launch.written):
+            continue  # of several results one is read
+        place = launch.where.place
+        if place not in said and launch.written:
+            said.add(place)
+            what = (
+                f"{launch.op} reads and writes {launch.bytes:,} bytes, and nothing reads what it "
+            )
+            what += "makes"
+            yield Finding("for nothing", place, what, "", seen.recorder.chains.get(index, ()))

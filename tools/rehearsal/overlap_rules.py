@@ -3,12 +3,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from mpu.zero.weights import Gatherer
 from tools.rehearsal.events import Launch, Record, Transfer, Wait
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import beginning
+from tools.rehearsal.traffic_rules import caller
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -24,6 +26,7 @@ def not_hidden(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the transfers of the last step that nothing hides, of the kinds that are hidden."""
     yield from copies(seen)
     yield from carried(seen)
+    yield from late_sums(seen)
     events, exposed, every = seen.recorder.events, dict[str, list[int]](), Counter[str]()
     started: dict[int, tuple[int, str, int]] = {}  # transfer: index, sort, launches before
     launches = 0
@@ -48,8 +51,28 @@ def not_hidden(seen: "Rehearsed") -> Iterator[Finding]:
             assert type(event) is Transfer
             what = f"{sort}: {len(indices)} of {every[sort]} transfers have no computation between "
             what += "start and wait"
-            starts = beginning(Gatherer._follow) if sort == GATHERS else ""
+            starts = beginning(Gatherer._follow) if sort == GATHERS else caller(seen, indices[-1])
             yield Finding("overlap", event.where.place, what, starts, tuple(through))
+
+
+def late_sums(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield whether sums of gradients that backward hides start when backward is over."""
+    sink, started = seen.run.sink, list[Any]()
+    if not seen.config.parallel.overlap_grad_reduce:
+        return
+    for index in range(seen.first, len(seen.recorder.events)):
+        event = seen.recorder.events[index]
+        if type(event) is not Transfer or not event.label.endswith(": grad sum"):
+            continue
+        bucket: Any = seen.recorder.asked.get(event.id)
+        first = bucket not in started  # the next ones follow it, wherever it ends
+        started.append(bucket)
+        if bucket in sink._early and event.where.phase == "grad sum" and first:
+            what = "the sum of gradients that are there starts when all backward is over"
+            through = seen.recorder.chains.get(index, ())
+            starts = beginning(ParamAndGradBuffer.register_grad_ready)
+            yield Finding("overlap", event.where.place, what, starts, through)
+            return
 
 
 def sort_of(seen: "Rehearsed", event: Transfer) -> str:

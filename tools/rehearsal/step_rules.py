@@ -29,7 +29,6 @@ def in_whole_step(seen: "Rehearsed") -> Iterator[Finding]:
     if seen.recorder.device == "cpu" or seen.failure is not None:
         return
     yield from unsummed(seen)
-    yield from unplaced(seen)
     yield from partial(seen)
     for index in range(seen.begin, len(seen.recorder.events)):
         event = seen.recorder.events[index]

@@ -140,7 +140,7 @@ def is_own_llama(seen: "Rehearsed") -> bool:
 
 def purpose_of(event: Transfer) -> Purpose | None:
     """Return a transfer's axis and what it is for; None for what the document leaves out."""
-    axis, label = event.axis, event.label
+    axis, label = event.axis.removesuffix("_shard"), event.label  # of an optimizer's instance
     if event.verb == "receive" or axis in ("world", "background") or label.startswith("agreement"):
         return None
     for end, what in OF_LABELS.items():
@@ -182,7 +182,16 @@ def at_line(
         return Finding("traffic", *of_stage(seen, indices, words), through)
     places = [recorder.events[i].where.place for i in indices]  # type: ignore[union-attr]
     place = max(dict.fromkeys(places), key=places.count) if places else beginning_of(axis, what)
-    return Finding("traffic", place, words, "", through)
+    also = caller(seen, indices[0]) if indices else ""
+    return Finding("traffic", place, words, also, through)
+
+
+def caller(seen: "Rehearsed", index: int) -> str:
+    """Return the line that called what an event's line is in, of those that led to it."""
+    chain = seen.recorder.chains.get(index, ())
+    place = seen.recorder.events[index].where.place  # type: ignore[union-attr]
+    at = chain.index(place) + 1 if place in chain else len(chain)
+    return (*chain[at : at + 1], "")[0]
 
 
 def silent(seen: "Rehearsed", axis: str, phase: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -243,8 +252,10 @@ def of_stage(seen: "Rehearsed", indices: list[int], words: str) -> tuple[str, st
 def beginning_of(axis: str, what: str) -> str:
     """Return the line where what is missing would begin."""
     from mpu.comm import mappings
+    from mpu.layers.context_attention import ContextAttention
     from mpu.layers.cross_entropy import loss_of
     from mpu.layers.float8.recipe import Float8
+    from mpu.layers.qkv import SharedHeadsLinear
     from mpu.zero.float8_gather import Float8Gather
     from mpu.zero.norm import GlobalNorm, _Part
     from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
@@ -257,4 +268,6 @@ def beginning_of(axis: str, what: str) -> str:
         "softmax": loss_of,
         "scales": Float8Gather.requantise if axis not in ("tp", "cp") else Float8.agree,
     }
-    return beginning(known.get(what, mappings._pair))
+    by_axis: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION, ContextAttention.attend)
+    by_axis["tp_kv"] = SharedHeadsLinear.whole_heads
+    return beginning(known.get(what) or by_axis.get(axis, mappings._pair))

@@ -26,9 +26,9 @@ from mpu.zero.norm import _Part
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tools.rehearsal.events import Action, HostUse, Launch, Transfer
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning
+from tools.rehearsal.places import beginning, end_of
 from tools.rehearsal.record import span
-from tools.rehearsal.traffic_rules import is_own_llama
+from tools.rehearsal.traffic_rules import BACKWARD, is_own_llama
 from training.optimizer import optimizer_groups
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def in_sum(writes: Writes, write: Write) -> bool:
 
 def look_ups(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the embeddings that add no rows in some micro-batch; a tied head may hide that."""
-    now, found = -1, dict[str, set[int]]()
+    now, found, apart = -1, dict[str, set[int]](), dict[int, int]()
     for index in range(seen.first, len(seen.recorder.events)):
         event = seen.recorder.events[index]
         if type(event) is Action:
@@ -211,6 +211,15 @@ def look_ups(seen: "Rehearsed") -> Iterator[Finding]:
             now = int(said[1]) if said else -1
         elif type(event) is Launch and event.op == "aten::index_add_":
             found.setdefault(event.where.layer, set()).add(now)
+            apart.update(dict.fromkeys(event.written, index))
+        elif isinstance(event, (Launch, Transfer, HostUse)):
+            for number in event.read:
+                apart.pop(number, None)
+    for index in [*apart.values()][:1]:
+        what = "the sum of the rows that an embedding adds is not added to its weight's gradient"
+        through = seen.recorder.chains.get(index, ())
+        place = beginning(ParamAndGradBuffer._complete)
+        yield Finding("gradient", place, what, beginning(GradientSink.add), through)
     for name, module in seen.run.model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
             lost = set(range(seen.micro_batches)) - found.get(name, set())
@@ -238,8 +247,8 @@ def of_param(
         if inside:
             yield Finding("gradient", *at_write(writes, inside[-1], what))
         else:
-            place, through = giver(seen, name)
-            yield Finding("gradient", place, what, "", through)
+            place, also, through = giver(seen, name)
+            yield Finding("gradient", place, what, also, through)
         return
     first = min(inside, key=lambda w: w.at)
     zeroed = any(zeroes(writes, w) and w.at < first.at for w in found)
@@ -274,8 +283,10 @@ def at_write(writes: Writes, write: Write, what: str) -> tuple[str, str, str, tu
     return chain[0], what, "", chain[1:]
 
 
-def giver(seen: "Rehearsed", name: str) -> tuple[str, tuple[str, ...]]:
-    """Return where a parameter's layer gives its gradient, and the lines of its backward."""
+def giver(seen: "Rehearsed", name: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return where a parameter's layer gives its gradient, where its backward ends, and the lines
+    of that.
+    """
     param = dict(seen.run.model.named_parameters())[name]
     holders = {
         at: module
@@ -284,6 +295,7 @@ def giver(seen: "Rehearsed", name: str) -> tuple[str, tuple[str, ...]]:
     }
     module = next(iter(holders.values()))
     gives = next((f for kind, f in GIVERS.items() if isinstance(module, kind)), GradientSink.add)
+    function: Any = None
     through = dict[str, None]()
     for index in range(seen.first, len(seen.recorder.events)):
         event = seen.recorder.events[index]
@@ -292,7 +304,10 @@ def giver(seen: "Rehearsed", name: str) -> tuple[str, tuple[str, ...]]:
             chunks = "head" in holders and any("linear_cross_entropy" in line for line in lines)
             if event.where.layer in holders or chunks:
                 through.update(dict.fromkeys(lines))
-    return beginning(gives), tuple(through)
+                made = event.where.function.removesuffix(BACKWARD)
+                if made != event.where.function:
+                    function = seen.recorder.functions[made]
+    return beginning(gives), end_of(function.backward) if function else "", tuple(through)
 
 
 def grad_storage(seen: "Rehearsed", writes: Writes, bucket: Any) -> int:
