@@ -86,6 +86,8 @@ def sort_of(seen: "Rehearsed", event: Transfer) -> str:
         return "gathers of updated weights under the next forward"
     if event.axis == "tp" and event.verb == "receive":
         return ""  # it goes with a send
+    if label.endswith(": wgrad"):
+        return ""  # a deferred gradient gathers its operand, and multiplies it whole
     if event.axis == "tp" and event.verb == "send" and p.tp_comm_overlap == "ring":
         return "parts of a ring of matmuls"
     if event.axis == "tp" and label.startswith("ColumnParallelLinear: backward"):

@@ -135,6 +135,8 @@ def idle(given: dict[str, Any]) -> Iterator[str]:
     for name, needs in IDLE:
         if name in given and needs not in given:
             yield f"{name} has nothing to act on without {needs}"
+    if {"--peer-checkpoint", "--dry-run"} <= given.keys():
+        yield "--peer-checkpoint needs a start by tools/supervise.py, whose memory keeps the copies"
     if "--allow-change" in given and not {"--load", "--pretrained-checkpoint"} & given.keys():
         yield "--allow-change has nothing to act on without --load"
     if given.get("--lr-decay-style") != "WSD":

@@ -4,10 +4,10 @@
 import pytest
 import torch
 
+from mpu.module_tracker import ROOT
 from tools.rehearsal.events import Launch, Where
 from tools.rehearsal.findings import may_wait, wrong
 from tools.rehearsal.kernels_of_cuda import has_kernel, parse
-from tools.rehearsal.places import ROOT
 from tools.rehearsal.watch import flops_of
 
 
