@@ -43,7 +43,7 @@ from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_
 from training.run.meeting import meet
 from training.run.sample import gather_logits, pick
 from training.run.startup import as_process
-from training.untrusted import printable, sentence
+from training.untrusted import nothing_downloaded, printable, sentence
 
 TIMEOUT = timedelta(minutes=5)  # of a collective
 PARAMETERS_A_THREAD = 30_000_000
@@ -143,7 +143,9 @@ def load_model(
     at = device if grid.world.size > 1 else None
     newest = find_latest(root, grid, note=lambda line: None, device=at)
     if newest is None:
-        raise ValueError(f"--load {root}: there is no checkpoint")
+        raise ValueError(
+            f"--load {root}: there is no checkpoint ({nothing_downloaded(root)})"
+        )
     sizes = newest.state.get("hf_config")
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")

@@ -34,6 +34,7 @@ from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.pieces import into_files
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in
+from training.untrusted import nothing_downloaded
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 
@@ -103,7 +104,7 @@ def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
     own: the file of a fork, here and in `export_hf`.
     """
     if not source.is_dir():
-        raise ValueError(f"--from-hf {source} is not a directory")
+        raise ValueError(f"--from-hf {source} is not a directory ({nothing_downloaded(source)})")
     found = HuggingFaceDirectory(source, partial(from_hf, own=own))
     file = model_file_of(found.config, own=own)
     config = read_sizes(file, found.config)

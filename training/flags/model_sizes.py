@@ -15,6 +15,7 @@ from training.config import UsageError
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
 from training.flags.table import known_flags
+from training.untrusted import nothing_downloaded
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
@@ -68,6 +69,8 @@ def from_checkpoint(given: Mapping[str, Any], of_checkpoint: OfCheckpoint) -> di
                 )
         return {**taken, **given}
     looked_in = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
+    if where and not Path(where[-1][1]).exists():
+        looked_in += f": {nothing_downloaded(where[-1][1])}"
     raise UsageError(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
         f"--pretrained-checkpoint must hold one ({looked_in})"

@@ -21,6 +21,7 @@ from training.float8 import check_device
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
 from training.run.trial import try_calls
+from training.untrusted import nothing_downloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +41,10 @@ def prepare(
             f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
     grid.launch.check_meeting()
+    if (steps := config.fault.peer_checkpoint) and not grid.launch.supervisor:
+        raise UsageError(
+            f"--peer-checkpoint {steps} needs tools/supervise.py, whose memory keeps the copies"
+        )
     device = choose_device(config, grid.launch, share_cores, note)
     p, dtype = config.parallel, config.run.dtype
     te = "te" if p.attention_backend == "te" else ""
@@ -71,12 +76,17 @@ def check_early(config: Config) -> None:
     It looks at names only: where checkpoints should be, and which packages are installed.
     """
     c, log = config.checkpoint, config.log
+    found: list[str] = []
     for flag, root, step in (
         ("--load", c.load, c.ckpt_step),
         ("--pretrained-checkpoint", c.pretrained_checkpoint, None),
     ):
         if root is not None:
-            candidates(Path(root), step, flag)
+            found += candidates(Path(root), step, flag)[0]
+    if c.pretrained_checkpoint is not None and not (found or config.fault.peer_checkpoint):
+        place = c.pretrained_checkpoint
+        why = nothing_downloaded(place)
+        raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")
     for flag, wanted, package in (
         ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),
         ("--wandb-project", log.wandb_project, "wandb"),

@@ -33,6 +33,7 @@ from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.run import same_run
 from training.run.step import CONTINUE, Decision, Step
+from training.untrusted import nothing_downloaded
 
 PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
 SOURCES = ("nothing", "disk", "memory")
@@ -102,14 +103,9 @@ class Saver:
         """Check that --save can be written, take its lock, load; return (iteration, samples).
 
         Raises what load() does, and SaveError. That includes a --save with whole checkpoints of
-        later steps than this run begins at: a resume would load one of those. Raises UsageError
-        for --peer-checkpoint without a supervisor.
+        later steps than this run begins at: a resume would load one of those.
         """
         every = self.config.fault.peer_checkpoint
-        if every and self._memory is None:
-            raise UsageError(
-                f"--peer-checkpoint {every} needs tools/supervise.py, whose memory keeps the copies"
-            )
         save = self.config.checkpoint.save
         iteration, consumed = self.load() if save is None else self._lock_and_load(Path(save))
         if every and self._staging is None:
@@ -301,11 +297,11 @@ class Saver:
         if found is None and c.pretrained_checkpoint:
             found = self._find("--pretrained-checkpoint", c.pretrained_checkpoint, True)
             if found is None:
-                raise UsageError(
-                    f"--pretrained-checkpoint {c.pretrained_checkpoint}: no checkpoint there"
-                )
+                place = c.pretrained_checkpoint
+                why = nothing_downloaded(place)
+                raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")
         if found is None:
-            if c.exit_on_missing_checkpoint:
+            if c.load and c.exit_on_missing_checkpoint:
                 missing = "no checkpoint there, and --exit-on-missing-checkpoint is set"
                 raise UsageError(f"--load {c.load}: {missing}")
             if c.load:

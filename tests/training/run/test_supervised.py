@@ -57,6 +57,14 @@ def test_a_restart_goes_on_from_what_the_run_itself_saved(
 def test_copies_in_memory_need_a_supervisor(capsys: Any) -> None:
     said = begun_at(capsys, "--train-iters 1 --peer-checkpoint 5", code=2)
     assert "--peer-checkpoint 5 needs tools/supervise.py" in said
+    words = "--train-iters 1 --peer-checkpoint 5 --dry-run".split()
+    assert pretrain_llama.main([*FLAGS.split(), *words]) == 0
+    assert "--peer-checkpoint needs a start by tools/supervise.py" in capsys.readouterr().out
+
+
+def test_nothing_is_missing_without_load(capsys: Any) -> None:
+    """A flag that the dry run calls idle is idle in the run."""
+    begun_at(capsys, "--train-iters 1 --exit-on-missing-checkpoint")
 
 
 def write(root: Path, step: int) -> Path:
