@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpu.module_tracker import ROOT
 from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
 from tools.rehearsal.loop_rules import grown, unread
 from tools.rehearsal.order import Finding, order
 from tools.rehearsal.overlap_rules import not_hidden
-from tools.rehearsal.places import ROOT
 from tools.rehearsal.roofline import MATMULS, short_name
 from tools.rehearsal.step_rules import in_whole_step
 from tools.rehearsal.traffic_rules import unlike_formulas

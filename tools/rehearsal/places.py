@@ -4,15 +4,10 @@
 import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-OURS = ("mpu", "model", "estimate", "training", "pretrain_llama.py")
-# what carries or multiplies is not who asks
-CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")
-# what they do, they do for a layer
-SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/optim/", "mpu/gradients.py")
+from mpu.module_tracker import path_of
+
 PARTS = {  # of a file, or of a function in it
     "mpu/activation_offload.py": "offload",
     "mpu/layers/rope.py": "rope",
@@ -71,16 +66,6 @@ def phase_of(action: str) -> str:
         if action.startswith(begin):
             return phase
     return "start" if not action else "step"
-
-
-@cache
-def path_of(file: str, fork: str) -> str:
-    """Return a file's path in the repository, or "" for one that is not the trainer's."""
-    try:
-        path = Path(file).resolve().relative_to(ROOT)
-    except ValueError:
-        return fork if file == fork else ""
-    return path.as_posix() if path.parts[0] in OURS or file == fork else ""
 
 
 def beginning(function: Callable[..., Any]) -> str:

@@ -21,15 +21,15 @@ from estimate.model_profile import ModelProvider, model_profile
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
-from tools.explainer.ops import Layers
 from tools.explainer.trace import Actions
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
-from tools.rehearsal.places import CARRIERS, lines_of
+from tools.rehearsal.places import lines_of
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.watch import Watch
 from training.batch_size import global_batch_size
@@ -239,7 +239,7 @@ def rehearse(
                     try_calls(config, device, notes.append)
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
                 run = script.build(config, grid, device, monitor)
-                recorder.layers = Layers(run.model, run.engine.queue)
+                recorder.layers = ModuleTracker(run.model, run.engine.queue, run.sink)
                 with script.StopSignal() as stop:
                     script.work(run, loaders, {}, stop)
             except (UsageError, PlacementError, OSError):

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import flop_registry
 
 from estimate.storages import tensors_of
 from mpu.kernels import by_address
+from mpu.module_tracker import path_of
 from tools.rehearsal.events import HostWait, Launch, Where
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import path_of
 from tools.rehearsal.record import Recorder
 
 NO_KERNEL = {  # they make or change tensors, and launch nothing

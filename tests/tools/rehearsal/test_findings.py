@@ -3,10 +3,10 @@
 
 import pytest
 
+from mpu.module_tracker import ROOT
 from tools.rehearsal.events import Launch, Where
 from tools.rehearsal.findings import may_wait, wrong
 from tools.rehearsal.kernels_of_cuda import has_kernel, parse
-from tools.rehearsal.places import ROOT
 
 
 def launch(op, place, dtypes, shapes=None, flops=0.0, host=()):
