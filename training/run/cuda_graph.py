@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.pipeline.schedules import Schedule
-from training.config import ParallelConfig
+from training.arguments import ParallelConfig
 from training.data.batch import Batch
 from training.run.state import Run, RunSchedule
 
