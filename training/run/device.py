@@ -29,6 +29,8 @@ def choose_device(
         device = torch.device("cuda", _number(config, launch))
         torch.cuda.set_device(device)
         note(f"device: {_about(device)}")
+        if config.parallel.distributed_backend != "gloo" and (line := _hidden(launch)):
+            note(line)
         for line in cuda_settings():
             note(line)
         return device
@@ -51,6 +53,23 @@ def _number(config: Config, launch: Launch) -> int:
             "(torchrun --nproc-per-node), or share them with --distributed-backend gloo"
         )
     return launch.local_rank % count
+
+
+def _hidden(launch: Launch) -> str:
+    """Return a line where this process does not see the GPUs of its node's other ranks.
+
+    CUDA maps no memory of a GPU that is hidden, by cgroups or by CUDA_VISIBLE_DEVICES
+    (NVIDIA/nccl#1066, open-mpi/ompi#11949).
+    """
+    count = torch.cuda.device_count()
+    if count >= launch.local_world:
+        return ""
+    sees = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
+    return (
+        f"this process sees {sees}, for {launch.local_world} ranks on its node: where SLURM hides "
+        "the others (--gpu-bind, --gpus-per-task), NCCL may send through host memory in place of "
+        "NVLink, and --tp-comm-overlap symmetric is ring; srun --gpu-bind=none shows all to all"
+    )
 
 
 def _about(device: torch.device) -> str:
