@@ -17,7 +17,8 @@ from estimate.obeyed_flags import check_flags
 from estimate.rank_memory import Shapes
 from estimate.traffic import Traffic
 from training import batch_size
-from training.config import Config, ParallelConfig
+from training.arguments import ParallelConfig
+from training.config import Config
 from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES, SOURCE
 

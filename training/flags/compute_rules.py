@@ -8,7 +8,8 @@ import torch
 from mpu.launch import registers_graphs
 from mpu.layers.attention.backends import FLAG, Card, Work, describe
 from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
-from training.config import Config, GpuConfig, UsageError
+from training.arguments import GpuConfig
+from training.config import Config, UsageError
 from training.flags import parallel_rules
 from training.schedule import micro_batch_counts
 

@@ -67,7 +67,8 @@ def set_arithmetic(deterministic: bool) -> None:
 
     A matmul of bf16 or fp16 adds its parts in fp32: torch's default lets cuBLAS add the parts of a
     split product in the narrow dtype. deterministic: no operation whose bits change from run to run
-    (docs/numerics.md, "On a GPU").
+    (docs/numerics.md, "On a GPU"). With it torch would also fill each new tensor before it is
+    written (torch.utils.deterministic): a pass over its memory, which changes no result.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
@@ -75,6 +76,7 @@ def set_arithmetic(deterministic: bool) -> None:
     if deterministic:
         set_deterministic()
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 

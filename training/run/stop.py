@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_reduce
 from mpu.comm.transport import Axis, Label
-from training.config import CheckpointConfig, RunConfig
+from training.arguments import CheckpointConfig, RunConfig
 
 
 class StopSignal:

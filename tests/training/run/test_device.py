@@ -31,6 +31,7 @@ def settings(monkeypatch):
     for name, value in zip(names, before, strict=True):
         setattr(matmul, name, value)
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
@@ -48,6 +49,7 @@ def test_deterministic_mode_takes_kernels_whose_bits_repeat(settings):
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # a pass over each new tensor
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["NCCL_ALGO"] == "Ring"
 
