@@ -8,11 +8,23 @@ from collections.abc import Callable
 import torch
 
 from mpu import driver
-from mpu.launch import Launch, cuda_settings, launched_by, launches_block, set_deterministic
+from mpu.launch import (
+    Launch,
+    cuda_settings,
+    has_one_queue,
+    launched_by,
+    launches_block,
+    set_deterministic,
+)
 from training.config import Config, UsageError
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 LARGEST_MMAP_THRESHOLD = 32 << 20  # what mallopt accepts
+ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one queue of the GPU, where a gather that "
+    "waits holds up the kernels behind it, so --overlap-param-gather hides less (Megatron-LM "
+    "refuses 1 for FSDP). Weft needs no such setting, as tp's streams have high priority: unset it"
+)
 
 
 def choose_device(
@@ -32,6 +44,8 @@ def choose_device(
         note(f"device: {_about(device)}")
         if config.parallel.distributed_backend != "gloo" and (line := _hidden(launch)):
             note(line)
+        if config.parallel.zero == 3 and config.parallel.overlap_param_gather and has_one_queue():
+            note(ONE_QUEUE)
         for line in cuda_settings():
             note(line)
         return device
