@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from mpu import driver
+from mpu.accelerators import own_gpu
 from mpu.launch import (
     Launch,
     cuda_settings,
@@ -39,8 +40,8 @@ def choose_device(
     kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         _check_launches(config)
-        device = torch.device("cuda", _number(config, launch))
-        torch.cuda.set_device(device)
+        _check_count(config, launch)
+        device = own_gpu(launch)
         note(f"device: {_about(device)}")
         if config.parallel.distributed_backend != "gloo" and (line := _hidden(launch)):
             note(line)
@@ -55,11 +56,10 @@ def choose_device(
     return torch.device("cpu")
 
 
-def _number(config: Config, launch: Launch) -> int:
-    """Return the number of this rank's GPU. Raises UsageError."""
+def _check_count(config: Config, launch: Launch) -> None:
+    """Raise UsageError where ranks would share a GPU over NCCL."""
     count, here = torch.cuda.device_count(), launch.local_world
     gloo = config.parallel.distributed_backend == "gloo"
-    # srun may give each rank a GPU of its own, which then is number 0
     if here > count and not gloo and launched_by() in ("torchrun", "supervise"):
         gpus = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
         raise UsageError(
@@ -67,7 +67,6 @@ def _number(config: Config, launch: Launch) -> int:
             f"as one, and a process sees one): NCCL needs a GPU for each rank, so start {count} "
             "(torchrun --nproc-per-node), or share them with --distributed-backend gloo"
         )
-    return launch.local_rank % count
 
 
 def _check_launches(config: Config) -> None:
