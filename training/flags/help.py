@@ -13,7 +13,6 @@ from training.flags.megatron import DIFFERENCES
 from training.flags.rules import EXCLUDE
 from training.flags.table import Flag
 from training.flags.trees import SYNONYMS
-from training.setting import Choice
 
 ALL = "all"
 TITLE = "Pretrain a Llama. Flags have Megatron-LM's names and meanings."
@@ -67,10 +66,7 @@ def of_group(group: str) -> list[Flag]:
 
 def effect(flag: Flag) -> str:
     """Return what a live flag does, and in brackets its unit, off-value, default and need."""
-    rule = flag.rule
-    choices = ""
-    if isinstance(rule, Choice) and rule.metavar == "NAME":
-        choices = f"; one of {', '.join(rule.choices)}"
+    choices = f"; {flag.rule.what}" * (flag.rule.metavar == "NAME")
     ours = " (ours, not Megatron's)" if flag.row.ours else ""
     return f"{flag.text}{choices}{ours} [{'; '.join(_facts(flag))}]"
 
@@ -134,6 +130,7 @@ def _one(flag: Flag) -> Page:
             does = does.removesuffix(", with any value")
         lines.append(f"{flag.name} {does}: {flag.text}")
     other = [one if two == flag.name else two for one, two in EXCLUDE if flag.name in (one, two)]
+    lines += [f"Value: {flag.rule.what}"] * bool(flag.rule.what)
     lines += [f"Other names: {', '.join(flag.row.also)}"] * bool(flag.row.also)
     lines += [f"Not together with {', '.join(other)}"] * bool(other)
     for differs in DIFFERENCES:

@@ -33,13 +33,17 @@ def page() -> str:
 def _live() -> Iterator[str]:
     """Yield a table of each group: the flag, its value, its other names, and what it does."""
     for group in GROUPS:
-        yield from ("", f"## {heading(group)}", "", "| flag | what it does |", "|---|---|")
+        yield from (
+            "",
+            f"## {heading(group)}",
+            "",
+            "| flag | what it does | value |",
+            "|---|---|---|",
+        )
         for flag in of_group(group):
             value = "" if flag.rule.nargs == 0 else f" {flag.rule.metavar}"
-            also = f", also {', '.join(f'`{name}`' for name in flag.row.also)}" * bool(
-                flag.row.also
-            )
-            yield f"| `{_cell(flag.name + value)}`{also} | {_cell(effect(flag))} |"
+            names = [f"`{_cell(flag.name + value)}`", *(f"`{name}`" for name in flag.row.also)]
+            yield f"| {', also '.join(names)} | {_cell(effect(flag))} | {flag.rule.what} |"
 
 
 def _others() -> Iterator[str]:
