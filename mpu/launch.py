@@ -205,6 +205,11 @@ def hides_gpus(visible: str | None) -> bool:
     return first in ("", "NoDevFiles") or first.startswith("-")
 
 
+def deprioritizes_cudnn() -> bool:
+    """Return whether the user asks torch to take cuDNN's attention last."""
+    return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+
+
 def bind_loopback() -> None:
     """Let gloo use the loopback device when all ranks are on this host.
 

@@ -4,6 +4,7 @@
 import re
 from collections.abc import Callable
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from mpu.module_tracker import path_of
@@ -35,6 +36,11 @@ def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
 
     Places that its message names come next.
     """
+    return tuple(dict.fromkeys(chain.from_iterable(traced(error, fork))))
+
+
+def traced(error: BaseException, fork: str) -> tuple[list[str], list[str]]:
+    """Return those lines, and those places."""
     lines: list[str] = []
     words = ""
     cause: BaseException | None = error
@@ -48,7 +54,7 @@ def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
         words += " ".join(["", str(cause), *getattr(cause, "__notes__", ())])
         cause = cause.__cause__ or cause.__context__
     named = re.findall(r"(?:mpu|model|training)/[\w/]+\.py:\d+|pretrain_llama\.py:\d+", words)
-    return tuple(dict.fromkeys([*lines, *named]))
+    return lines, named
 
 
 @cache
@@ -66,6 +72,13 @@ def phase_of(action: str) -> str:
         if action.startswith(begin):
             return phase
     return "start" if not action else "step"
+
+
+def end_of(function: Callable[..., Any]) -> str:
+    """Return file:line of a function's last line, at which it returns."""
+    code = function.__code__
+    line = max(line for _, _, line in code.co_lines() if line)
+    return f"{path_of(code.co_filename, '') or code.co_filename}:{line}"
 
 
 def beginning(function: Callable[..., Any]) -> str:

@@ -37,6 +37,7 @@ from tools.rehearsal.order import Finding
 from tools.rehearsal.places import FUNCTIONS, PARTS, phase_of
 
 HOST = -1  # a stream's number
+RECOMPUTED = "_Recompute"  # the forward of mpu/recompute.py, whose inside runs again
 
 
 class Recorder:
@@ -51,6 +52,8 @@ class Recorder:
         self.stream = 0  # the current one
         self.layers: ModuleTracker | None = None
         self.action = ""
+        self.inside: list[str] = []  # the autograd functions that run, outermost first
+        self.functions: dict[str, type] = {}  # the autograd functions that ran, by name
         self.live: dict[int, tuple[int, Any]] = {}  # address of a StorageImpl -> number, reference
         self.sizes: dict[int, int] = {}  # number -> bytes
         self._storages = self._events = self._transfers = 0
@@ -94,7 +97,8 @@ class Recorder:
             part = "optimizer"
         elif call.startswith(("mpu/zero/", "mpu/optim/")) and part == "linear":
             part = "wgrad"
-        return Where(phase, layer, part, call or use)
+        inner = self.inside[-1] if self.inside else ""
+        return Where(phase, layer, part, call or use, inner, RECOMPUTED in self.inside)
 
     def place(self) -> str:
         """Return the innermost line of the product, mpu/comm included."""
@@ -297,10 +301,16 @@ class Recorder:
         self.events.append(made)
         return made
 
-    def enters(self, name: str) -> None:
-        """Note that the host enters an autograd function."""
+    def enters(self, name: str, made: type) -> None:
+        """Note that the host enters an autograd function, forward or backward; then call leaves."""
+        self.inside.append(name)
+        self.functions[made.__name__] = made
         if not self.paused:
             self.events.append(Call(name))
+
+    def leaves(self) -> None:
+        """Note that the host leaves the autograd function that it entered last."""
+        self.inside.pop()
 
     def acts(self, words: str) -> None:
         """Note that the rank begins something else."""

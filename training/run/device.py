@@ -29,6 +29,8 @@ def choose_device(
         device = torch.device("cuda", _number(config, launch))
         torch.cuda.set_device(device)
         note(f"device: {_about(device)}")
+        if config.parallel.distributed_backend != "gloo" and (line := _hidden(launch)):
+            note(line)
         for line in cuda_settings():
             note(line)
         return device
@@ -53,6 +55,23 @@ def _number(config: Config, launch: Launch) -> int:
     return launch.local_rank % count
 
 
+def _hidden(launch: Launch) -> str:
+    """Return a line where this process does not see the GPUs of its node's other ranks.
+
+    CUDA maps no memory of a GPU that is hidden, by cgroups or by CUDA_VISIBLE_DEVICES
+    (NVIDIA/nccl#1066, open-mpi/ompi#11949).
+    """
+    count = torch.cuda.device_count()
+    if count >= launch.local_world:
+        return ""
+    sees = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
+    return (
+        f"this process sees {sees}, for {launch.local_world} ranks on its node: where SLURM hides "
+        "the others (--gpu-bind, --gpus-per-task), NCCL may send through host memory in place of "
+        "NVLink, and --tp-comm-overlap symmetric is ring; srun --gpu-bind=none shows all to all"
+    )
+
+
 def _about(device: torch.device) -> str:
     """Return the device's name and what runs it."""
     has = torch.cuda.get_device_properties(device)
@@ -67,7 +86,8 @@ def set_arithmetic(deterministic: bool) -> None:
 
     A matmul of bf16 or fp16 adds its parts in fp32: torch's default lets cuBLAS add the parts of a
     split product in the narrow dtype. deterministic: no operation whose bits change from run to run
-    (docs/numerics.md, "On a GPU").
+    (docs/numerics.md, "On a GPU"). With it torch would also fill each new tensor before it is
+    written (torch.utils.deterministic): a pass over its memory, which changes no result.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
@@ -75,6 +95,7 @@ def set_arithmetic(deterministic: bool) -> None:
     if deterministic:
         set_deterministic()
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
