@@ -11,7 +11,7 @@ from tools.train_tokenizer import Texts, train
 from training.data.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
-ODD = ["", " ", "\n", "\n     z", "  lead", "x ", "a\tb", "é 中文 😀 ÿ", "\n\n\n    def f():\n\n", "<s"]
+ODD = ["", " ", "\n", "\n     z", "  lead", "x ", "a\tb", "é 中文 😀 ÿ", "\n\n\n    x:\n\n", "<s"]
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512}
 
 

@@ -39,7 +39,7 @@ def auto_tokenizer(files: dict[str, bytes], tokenizer: Tokenizer) -> dict[str, b
         pieces, settings = read(files[MODEL])
         at = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
         special = {key: pieces[i][0] for key, i in at.items() if i is not None}
-        special |= {"unk_token": piece for piece, _, kind in pieces if kind == UNKNOWN}
+        special["unk_token"] = next(piece for piece, _, kind in pieces if kind == UNKNOWN)
         name = "LlamaTokenizer"
         if settings == (BPE, False, False, b""):
             name, more[JSON] = "PreTrainedTokenizerFast", converted(pieces)
