@@ -36,7 +36,7 @@ MAY = {
     "mpu/overlap": ("mpu.overlap", "mpu.comm", "mpu.kernels"),
     "mpu/layers": ("mpu.layers", "mpu.comm", "mpu.overlap", "mpu.kernels", "mpu.param",
                    "mpu.gradients", "mpu.context", "mpu.recompute", "mpu.native",
-                   "mpu.accelerators"),
+                   "mpu.launch", "mpu.accelerators"),
     "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid"),
     "mpu/zero": ("mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.gradients", "mpu.grid"),
     "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid",
