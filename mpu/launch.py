@@ -210,6 +210,11 @@ def deprioritizes_cudnn() -> bool:
     return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
 
 
+def launches_block() -> bool:
+    """Return whether the user asks CUDA to wait for each kernel where it is launched."""
+    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+
+
 def bind_loopback() -> None:
     """Let gloo use the loopback device when all ranks are on this host.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from mpu import driver
-from mpu.launch import Launch, cuda_settings, launched_by, set_deterministic
+from mpu.launch import Launch, cuda_settings, launched_by, launches_block, set_deterministic
 from training.config import Config, UsageError
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
@@ -26,6 +26,7 @@ def choose_device(
     set_arithmetic(config.run.deterministic_mode)
     kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
+        _check_launches(config)
         device = torch.device("cuda", _number(config, launch))
         torch.cuda.set_device(device)
         note(f"device: {_about(device)}")
@@ -53,6 +54,21 @@ def _number(config: Config, launch: Launch) -> int:
             "(torchrun --nproc-per-node), or share them with --distributed-backend gloo"
         )
     return launch.local_rank % count
+
+
+def _check_launches(config: Config) -> None:
+    """Raise UsageError where stages of a pipeline would wait for each other without end.
+
+    A stage posts a receive before it computes what its neighbour waits for, and on NCCL a receive
+    is a kernel that ends when the message has come.
+    """
+    size = config.parallel.pipeline_model_parallel_size
+    if size > 1 and config.parallel.distributed_backend != "gloo" and launches_block():
+        raise UsageError(
+            f"CUDA_LAUNCH_BLOCKING is set and --pipeline-model-parallel-size is {size}: a stage "
+            "would wait where it posts a receive, before it sends what its neighbour waits for, so "
+            "no step would end; unset it, or debug with --pipeline-model-parallel-size 1"
+        )
 
 
 def _hidden(launch: Launch) -> str:

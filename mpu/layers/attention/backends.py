@@ -152,6 +152,19 @@ def why_no_cudnn(card: Card, dtype: torch.dtype, head_size: int, work: Work = "r
     return ""
 
 
+def why_no_length(card: Card, length: int) -> str:
+    """Return why cuDNN's attention must not have rows or blocks of so many tokens, or "".
+
+    Up to 9.15.0 its backward reads and writes beyond them (pytorch/pytorch#169849, #171627).
+    """
+    if card.cudnn > CUDNN_PREFERRED or length % 128 == 0:
+        return ""
+    return (
+        f"cuDNN {_version(card.cudnn)} reads beyond rows and blocks of {length} tokens, which are "
+        "no multiple of 128; take flash or auto, or cuDNN 9.15.1 or newer"
+    )
+
+
 def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
     """Return why FlashAttention cannot do this, or "": can_use_flash_attention, for training.
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mpu.launch import Launch
+from training.config import UsageError
 from training.flags.parse import parse
 from training.run import device as device_module
 from training.run.device import choose_device, set_arithmetic
@@ -98,6 +99,26 @@ def test_a_rank_that_does_not_see_its_neighbours_gpus_says_so(
     device = choose_device(config, Launch(5, 16, 5 % ranks, ranks), False, said.append)
     assert device.index == 5 % ranks % count
     assert any("--gpu-bind=none" in line for line in said) == told
+
+
+@pytest.mark.parametrize("value,stages,refused", [
+    ("1", 2, True), ("1", 1, False), ("0", 2, False), (None, 2, False),
+])  # fmt: skip
+def test_a_pipeline_refuses_launches_that_block(settings, monkeypatch, value, stages, refused):
+    """mpu/pipeline/plan.py posts receives an action ahead, and a receive is a kernel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    about = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    if value is not None:
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+    config = parse(f"{FLAGS} --pipeline-model-parallel-size {stages}".split(), 2)
+    if not refused:
+        assert choose_device(config, Launch(1, 2, 1, 2), False, lambda line: None).index == 1
+        return
+    with pytest.raises(UsageError, match="CUDA_LAUNCH_BLOCKING is set and --pipeline-model-par"):
+        choose_device(config, Launch(1, 2, 1, 2), False, lambda line: None)
 
 
 def test_a_cpu_has_nothing_to_tell(settings, monkeypatch):
