@@ -6,11 +6,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from training.arguments import ModelConfig
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.find import candidates, open_checkpoint
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint
-from training.config import ModelConfig, UsageError
+from training.config import UsageError
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
 from training.flags.table import known_flags
