@@ -101,12 +101,14 @@ def traffic(
 
 
 def _row(
-    grid: Grid, axis: str, verb: str, who: str, purpose: str, nbytes: int, times: int = 1
+    grid: Grid, axis: str, verb: str, label: tuple[str, str], nbytes: int, times: int = 1
 ) -> Traffic:
-    """Return a row of equal collectives. nbytes: of each whole tensor."""
-    size = getattr(grid, axis).size
+    """Return a row of equal collectives. label: who, purpose. nbytes: of each whole tensor."""
+    size, (who, purpose) = getattr(grid, axis).size, label
     sent = times * sent_of(verb, nbytes, size)
-    return Traffic(axis, verb, who, purpose, times, nbytes, sent, size)
+    return Traffic(
+        axis, verb, who, purpose, times=times, bytes=nbytes, sent=sent, size=size
+    )
 
 
 def _model(config: Config, grid: Grid, found: RankProfile) -> Iterator[Traffic]:
@@ -121,8 +123,9 @@ def _model(config: Config, grid: Grid, found: RankProfile) -> Iterator[Traffic]:
     for each, count in every.items():
         n, size = count * times[each.phase], getattr(grid, each.axis).size
         yield Traffic(
-            each.axis, each.verb, each.who, each.purpose, n, each.bytes, n * each.sent, size
-        )
+            each.axis, each.verb, each.who, each.purpose,
+            times=n, bytes=each.bytes, sent=n * each.sent, size=size,
+        )  # fmt: skip
 
 
 def _messages(
@@ -140,7 +143,10 @@ def _messages(
             ways = (("send", what, pp_rank < peer), ("receive", other, peer < pp_rank))
             for verb, name, up in ways:
                 axis, sent = "pp" if up else "pp_back", steps * nbytes * (verb == "send")
-                yield Traffic(axis, verb, name, "message", steps, nbytes, sent, grid.pp.size, peer)
+                yield Traffic(
+                    axis, verb, name, "message",
+                    times=steps, bytes=nbytes, sent=sent, size=grid.pp.size, peer=peer,
+                )  # fmt: skip
 
 
 def _extra(config: Config, grid: Grid, flats: Sequence[BucketLayout]) -> Iterator[Traffic]:
@@ -150,26 +156,29 @@ def _extra(config: Config, grid: Grid, flats: Sequence[BucketLayout]) -> Iterato
     item = rank_memory.gradient_bytes(config)
     for n, flat in enumerate(flats):
         for name in flat.axes:
-            yield from _sum(config, grid, name, f"bucket {n}", flat.length, item, "grad sum")
+            yield from _sum(config, grid, name, (f"bucket {n}", "grad sum"), flat.length * item)
 
 
 def _sum(
-    config: Config, grid: Grid, axis: str, who: str, length: int, item: int, purpose: str
+    config: Config, grid: Grid, axis: str, label: tuple[str, str], nbytes: int
 ) -> Iterator[Traffic]:
-    """Yield an all-reduce: on a CPU a reduce-scatter, which adds in rank order, and a gather."""
-    size = getattr(grid, axis).size
+    """Yield an all-reduce: on a CPU a reduce-scatter, which adds in rank order, and a gather.
+
+    nbytes: of a bucket's gradients. It is padded to a multiple of the ranks.
+    """
+    size, item = getattr(grid, axis).size, rank_memory.gradient_bytes(config)
     if config.parallel.device != "cpu":
-        yield _row(grid, axis, "all_reduce", who, purpose, length * item)
+        yield _row(grid, axis, "all_reduce", label, nbytes)
         return
-    padded = -(-length // size) * size * item
+    padded = -(-nbytes // (size * item)) * size * item
     for verb in ("reduce_scatter", "all_gather"):
-        yield _row(grid, axis, verb, who, purpose, padded)
+        yield _row(grid, axis, verb, label, padded)
 
 
 def _amaxes(grid: Grid, found: RankProfile) -> Iterator[Traffic]:
     """Yield the maxima of delayed scales, on which ranks of tp and of dp_cp agree once a step."""
     for axis in ("tp", "dp_cp") if found.amaxes else ():
-        yield _row(grid, axis, "all_reduce", "float8", "amaxes", found.amaxes)
+        yield _row(grid, axis, "all_reduce", ("float8", "amaxes"), found.amaxes)
 
 
 def _data(
@@ -193,23 +202,23 @@ def _data(
         times = steps if each and not flat.axes else 1
         stage, own = sharing.zero_stage, flat.length // sharing.shard
         if not stage and not several and p.device != "cpu" and wire == main:
-            yield _row(grid, shard, "all_reduce", who, "grad sum", flat.length * main)
+            yield _row(grid, shard, "all_reduce", (who, "grad sum"), flat.length * main)
             continue
-        yield _row(grid, shard, "reduce_scatter", who, "grad sum", flat.length * wire, times)
+        yield _row(grid, shard, "reduce_scatter", (who, "grad sum"), flat.length * wire, times)
         if several:
             for verb in ("reduce_scatter", "all_gather"):
-                yield _row(grid, f"{sharing.data}_replicate", verb, who, "grad sum", own * acc)
+                yield _row(grid, f"{sharing.data}_replicate", verb, (who, "grad sum"), own * acc)
         if not stage:
-            yield _row(grid, shard, "all_gather", who, "grad sum", flat.length * acc)
+            yield _row(grid, shard, "all_gather", (who, "grad sum"), flat.length * acc)
         elif not flat.by_use:
             purpose = "gather" if flat.scales else "update"
-            yield _row(grid, shard, "all_gather", who, purpose, flat.wire(weight))
+            yield _row(grid, shard, "all_gather", (who, purpose), flat.wire(weight))
     used = buffers.gathered(config, provider, flats, steps) if rank_memory.level(config) > 2 else []
     numbers = {flat: n for n, flat in enumerate(flats)}
     for flat, times in Counter(used).items():
         shard = f"{flat.sharing.data}_shard" if several else flat.sharing.data
         who = f"bucket {numbers[flat]}"
-        yield _row(grid, shard, "all_gather", who, "gather", flat.wire(weight), times)
+        yield _row(grid, shard, "all_gather", (who, "gather"), flat.wire(weight), times)
     yield from _scales(config, provider, grid, flats, pp_rank)
     yield from _exchanges(config, grid, flats)
 
@@ -229,7 +238,7 @@ def _scales(
             (sharing.cut, sum(entry.scales for entry in entries if entry.agreed)),
         ):
             if count:
-                yield _row(grid, axis, "all_reduce", "optimizer", "float8 scales", count)
+                yield _row(grid, axis, "all_reduce", ("optimizer", "float8 scales"), count)
 
 
 def _exchanges(config: Config, grid: Grid, flats: Sequence[BucketLayout]) -> Iterator[Traffic]:
@@ -246,7 +255,7 @@ def _exchanges(config: Config, grid: Grid, flats: Sequence[BucketLayout]) -> Ite
                 if groups[name].rule == rule
             )
             for verb, nbytes in rule.exchanges:
-                yield _row(grid, shard, verb, rule.name, "exchange", elements * nbytes)
+                yield _row(grid, shard, verb, (rule.name, "exchange"), elements * nbytes)
 
 
 def _norms(
@@ -264,17 +273,17 @@ def _norms(
         blocks = sum(flat.length for flat in flats if flat.sharing == sharing) // BLOCK
         if sharing.zero_stage:
             shard = f"{sharing.data}_shard" if several else sharing.data
-            yield _row(grid, shard, "all_gather", "blocks", "norm", 8 * blocks, times)
+            yield _row(grid, shard, "all_gather", ("blocks", "norm"), 8 * blocks, times)
         own = sum(cut == sharing.cut for cut in counted[pp_rank].values())
         whole = 8 * own * getattr(grid, sharing.cut).size
-        yield _row(grid, sharing.cut, "all_gather", "parameters", "norm", whole, times)
+        yield _row(grid, sharing.cut, "all_gather", ("parameters", "norm"), whole, times)
     every = len(set().union(*counted))
-    yield _row(grid, "pp", "all_gather", "the model", "norm", 8 * every * grid.pp.size, times)
+    yield _row(grid, "pp", "all_gather", ("the model", "norm"), 8 * every * grid.pp.size, times)
 
 
 def _ends(grid: Grid) -> Iterator[Traffic]:
     """Yield the sums of losses, tokens and auxiliary losses, and the flags on which ranks agree."""
     for axis in ("dp_cp", "pp"):
         whole = 3 * 8 * getattr(grid, axis).size
-        yield _row(grid, axis, "all_gather", "losses", "loss sum", whole)
-    yield _row(grid, "world", "all_reduce", "go on?", "agreement", 3 * 4)
+        yield _row(grid, axis, "all_gather", ("losses", "loss sum"), whole)
+    yield _row(grid, "world", "all_reduce", ("go on?", "agreement"), 3 * 4)
