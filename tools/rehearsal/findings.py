@@ -26,6 +26,8 @@ HOST_MAY_WAIT = {
     # on steps that are written
     "training/run/log.py": ("loss.item()", ".tolist()", "params().item()"),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
+    # --log-params-norm of masters in host memory
+    "mpu/zero/norm.py": ("torch.cat(blocks).to(",),
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's

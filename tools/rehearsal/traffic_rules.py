@@ -19,7 +19,7 @@ from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tools.explainer.formulas import apply, read_formulas
 from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning, end_of
+from tools.rehearsal.places import beginning, defined, end_of
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -181,7 +181,9 @@ def at_line(
     if missing and what == "messages":
         return Finding("traffic", *of_stage(seen, indices, words), through)
     places = [recorder.events[i].where.place for i in indices]  # type: ignore[union-attr]
-    place = max(dict.fromkeys(places), key=places.count) if places else beginning_of(axis, what)
+    place = (
+        max(dict.fromkeys(places), key=places.count) if places else beginning_of(seen, axis, what)
+    )
     also = caller(seen, indices[0]) if indices else ""
     return Finding("traffic", place, words, also, through)
 
@@ -249,7 +251,7 @@ def of_stage(seen: "Rehearsed", indices: list[int], words: str) -> tuple[str, st
     return beginning(sends), words, beginning(run._forward)
 
 
-def beginning_of(axis: str, what: str) -> str:
+def beginning_of(seen: "Rehearsed", axis: str, what: str) -> str:
     """Return the line where what is missing would begin."""
     from mpu.comm import mappings
     from mpu.layers.context_attention import ContextAttention
@@ -270,4 +272,6 @@ def beginning_of(axis: str, what: str) -> str:
     }
     by_axis: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION, ContextAttention.attend)
     by_axis["tp_kv"] = SharedHeadsLinear.whole_heads
+    if what == "loss":
+        return defined(seen.script.__file__ or "", "train_step")
     return beginning(known.get(what) or by_axis.get(axis, mappings._pair))
