@@ -114,9 +114,14 @@ def living(seen: "Rehearsed", end: int, held: set[int]) -> dict[str, tuple[int, 
     them.
     """
     lives: dict[int, Alloc] = {}
+    replay, now = seen.recorder.replay, -1
     for index in range(end):
         event = seen.recorder.events[index]
-        if type(event) is Alloc:
+        if type(event) is Action:
+            now = micro_batch_of(event)
+        elif type(event) is Alloc and replay is not None and replay.copied(now):
+            continue  # what ends of it may end with another micro-batch's
+        elif type(event) is Alloc:
             lives[event.storage] = event
         elif type(event) is Free:
             lives.pop(event.storage, None)

@@ -55,6 +55,7 @@ ATTENTION = ("cp", "cp_a2a", "cp_p2p")
 CONJUGATE = {
     "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all",
 }  # fmt: skip
+REORDERS = ("flip", "roll", "sort", "argsort", "rot90", "randperm")
 FORWARD = ("forward", "run again", "heads of k and v")
 
 
@@ -124,6 +125,39 @@ def one_way(seen: "Rehearsed") -> Iterator[Finding]:
             through = lines_of_all(seen, [*ran[back], index])
             function: Any = recorder.functions[name]
             yield Finding("traffic", end_of(function.backward), what, also, through)
+
+
+def out_of_order(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield what puts values in another order, and the functions in which tokens of other ranks
+    are not put in the order of their positions.
+
+    Each gather, sum or exchange of tokens over cp has one `index_select`, before it or after it.
+    """
+    if not is_own_llama(seen):
+        return  # a fork may have another way
+    events, chains = seen.recorder.events, seen.recorder.chains
+    moved, put = Counter[str](), Counter[str]()
+    first: dict[str, int] = {}
+    for index in range(seen.first, len(events)):
+        event = events[index]
+        if type(event) is Launch and event.op.rpartition("::")[2] in REORDERS:
+            what = f"{event.op} puts values in another order, which nothing in a step asks for"
+            yield Finding("order of values", event.where.place, what, "", chains.get(index, ()))
+        if not isinstance(event, (Launch, Transfer)) or not (name := event.where.function):
+            continue
+        if type(event) is Transfer and event.axis in ATTENTION and event.verb in CONJUGATE:
+            moved[name] += 1
+            first.setdefault(name, index)
+        elif type(event) is Launch and event.op == "aten::index_select":
+            put[name] += 1
+    for name, index in first.items():
+        if put[name] < moved[name]:
+            what = f"{name}: {moved[name]} times tokens travel over cp, which holds them cut in "
+            what += f"pieces, and {put[name]} times they are put in the order of their positions"
+            place = events[index].where.place  # type: ignore[union-attr]
+            made: Any = seen.recorder.functions[name.removesuffix(BACKWARD)]
+            also = end_of(made.backward if name.endswith(BACKWARD) else made.forward)
+            yield Finding("order of values", place, what, also, chains.get(index, ()))
 
 
 def lines_of_all(seen: "Rehearsed", indices: Iterable[int]) -> tuple[str, ...]:
