@@ -18,7 +18,8 @@ MAY = {
     "mpu/native.py": (),
     "mpu/launch.py": (),
     "mpu/needs.py": (),
-    "mpu/activation_offload.py": (),
+    "mpu/host_memory.py": (),
+    "mpu/activation_offload.py": ("mpu.host_memory",),
     "mpu/recompute.py": ("mpu.activation_offload",),
     "mpu/gradients.py": (),
     "mpu/module_tracker.py": ("mpu.gradients",),
@@ -35,11 +36,11 @@ MAY = {
     "mpu/overlap": ("mpu.overlap", "mpu.comm", "mpu.kernels"),
     "mpu/layers": ("mpu.layers", "mpu.comm", "mpu.overlap", "mpu.kernels", "mpu.param",
                    "mpu.gradients", "mpu.context", "mpu.recompute", "mpu.native",
-                   "mpu.accelerators"),
+                   "mpu.launch", "mpu.accelerators"),
     "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid"),
     "mpu/zero": ("mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.gradients", "mpu.grid"),
     "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid",
-                  "mpu.accelerators"),
+                  "mpu.accelerators", "mpu.host_memory"),
     "mpu/__init__.py": (),
     "model": ("mpu", "model"),
     "training/untrusted.py": (),
@@ -69,6 +70,7 @@ MAY = {
 }  # fmt: skip
 # rooms from the ground up: a file imports from floors below its own, and from its own room
 FLOORS = (
+    ("mpu/host_memory.py",),
     (
         "mpu/kernels",
         "mpu/native.py",

@@ -250,8 +250,7 @@ class Pipeline:
     )
     wgrad_deferral_limit: int = setting(
         0,
-        "put off only the first so many micro-batches' weight gradients (with "
-        "--defer-embedding-wgrad-compute)",
+        "put off only the first so many micro-batches' weight gradients",
         "micro-batches",
         whole(),
         off="0, all",
@@ -1001,14 +1000,14 @@ class GpuConfig:
         "names in a layer",
         TEXTS,
         off="left out, all",
-        needs="--cpu-offload-activations",
+        needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
     )
     min_offloaded_tensor_size: int = setting(
         1 << 20,
         "smaller tensors stay on the device",
         "elements",
         whole(1),
-        needs="--cpu-offload-activations",
+        needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
     )
     cuda_graph: bool = setting(
         False,

@@ -53,7 +53,7 @@ ON_HOST = (
     "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/",
     "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
     "mpu/layers/packed_seq_params.py", "mpu/layers/attention/exchange.py",
-    "mpu/activation_offload.py", "estimate/",
+    "mpu/host_memory.py", "mpu/activation_offload.py", "estimate/",
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
 MIXES = {

@@ -9,11 +9,10 @@ from training.arguments import GROUPS
 from training.config import UsageError
 from training.flags import table
 from training.flags.foreign import like
-from training.flags.megatron import DIFFERENCES, SOURCE
+from training.flags.megatron import DIFFERENCES
 from training.flags.rules import EXCLUDE
 from training.flags.table import Flag
 from training.flags.trees import SYNONYMS
-from training.setting import Choice
 
 ALL = "all"
 TITLE = "Pretrain a Llama. Flags have Megatron-LM's names and meanings."
@@ -67,10 +66,7 @@ def of_group(group: str) -> list[Flag]:
 
 def effect(flag: Flag) -> str:
     """Return what a live flag does, and in brackets its unit, off-value, default and need."""
-    rule = flag.rule
-    choices = ""
-    if isinstance(rule, Choice) and rule.metavar == "NAME":
-        choices = f"; one of {', '.join(rule.choices)}"
+    choices = f"; {flag.rule.what}" * (flag.rule.metavar == "NAME")
     ours = " (ours, not Megatron's)" if flag.row.ours else ""
     return f"{flag.text}{choices}{ours} [{'; '.join(_facts(flag))}]"
 
@@ -117,7 +113,7 @@ def _others() -> str:
     return textwrap.fill(
         f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
         f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
-        f"{SOURCE} lists them all.", WIDTH,
+        "docs/flags.md lists them all.", WIDTH,
     )  # fmt: skip
 
 
@@ -134,11 +130,13 @@ def _one(flag: Flag) -> Page:
             does = does.removesuffix(", with any value")
         lines.append(f"{flag.name} {does}: {flag.text}")
     other = [one if two == flag.name else two for one, two in EXCLUDE if flag.name in (one, two)]
+    lines += [f"Value: {flag.rule.what}"] * bool(flag.rule.what)
     lines += [f"Other names: {', '.join(flag.row.also)}"] * bool(flag.row.also)
     lines += [f"Not together with {', '.join(other)}"] * bool(other)
-    for flags, there, here in DIFFERENCES:
-        if flag.name in flags.replace(",", "").split():
-            lines.append(f"{flags}: in Megatron-LM {there}; here {here}")
+    for differs in DIFFERENCES:
+        if flag.name in differs.flags.split():
+            said = f"{differs.title}: in Megatron-LM {differs.there}; here {differs.here}"
+            lines.append(said)
     live = [flag] if flag.kind == table.LIVE_KIND else []
     named = [table.known_flags()[word] for word in flag.stands_for if word.startswith("--")]
     shown = {each.name: heading(each.group) for each in (*live, *named)}

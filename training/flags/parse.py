@@ -232,7 +232,7 @@ def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
             if not any(_same(value, allowed) for allowed in flag.allowed):
                 what = " or ".join(flag.allowed)
                 raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
-    if flag.printed in ("*", text):
+    if flag.says in (True, text):
         notes.append(f"{flag.name}: {flag.text}")
 
 

@@ -56,7 +56,7 @@ def test_help_all_lists_every_flag_with_unit_and_off_value(
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
-        ("lr", ["--lr X", "peak learning rate", "required"]),
+        ("lr", ["--lr X", "peak learning rate", "required", "Value: a number >= 0"]),
         ("--zero-stage", ["zero:", "{0,1,2,3}", "Not together with --use-megatron-fsdp"]),
         ("--optimizer", ["--optimizer {adam}"]),  # the group of this name has no dashes
         ("enable-cuda-graph", ["another name of --cuda-graph", "captures each layer"]),
