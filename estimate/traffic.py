@@ -201,15 +201,16 @@ def _data(
         each = p.zero_reduce_each_microbatch and sharing.zero_stage > 1
         times = steps if each and not flat.axes else 1
         stage, own = sharing.zero_stage, flat.length // sharing.shard
+        item = acc if stage else main  # of a sum: at stage 0 it lies where the gradient does
         if not stage and not several and p.device != "cpu" and wire == main:
             yield _row(grid, shard, "all_reduce", (who, "grad sum"), flat.length * main)
             continue
         yield _row(grid, shard, "reduce_scatter", (who, "grad sum"), flat.length * wire, times)
         if several:
             for verb in ("reduce_scatter", "all_gather"):
-                yield _row(grid, f"{sharing.data}_replicate", verb, (who, "grad sum"), own * acc)
+                yield _row(grid, f"{sharing.data}_replicate", verb, (who, "grad sum"), own * item)
         if not stage:
-            yield _row(grid, shard, "all_gather", (who, "grad sum"), flat.length * acc)
+            yield _row(grid, shard, "all_gather", (who, "grad sum"), flat.length * item)
         elif not flat.by_use:
             purpose = "gather" if flat.scales else "update"
             yield _row(grid, shard, "all_gather", (who, purpose), flat.wire(weight))
