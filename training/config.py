@@ -98,8 +98,8 @@ class ModelConfig:
     )
     model_file: str = setting(
         "model/llama.py",
-        "Python file of the model: model/qwen3.py, or your changed copy of model/llama.py (ours,"
-        " not Megatron's)",
+        "Python file of the model: model/qwen2.py, model/qwen3.py, or your changed copy of "
+        "model/llama.py (ours, not Megatron's)",
         "file; default: model/llama.py",
         FILE,
         changes_numbers=False,

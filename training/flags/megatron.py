@@ -21,6 +21,21 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")]
 
 
+def _idle(lines: list[str]) -> list[list[str]]:
+    """Return the rows of `ACCEPTED` for flags of features that are not available here."""
+    out, needs = list[list[str]](), ""
+    for line in lines:
+        if not line.startswith("    "):
+            needs = line
+            continue
+        for word in line.split():
+            name, _, count = word.partition(":")
+            rule = {"": "value", "0": "switch", "*": "values"}[count]
+            why = f"belongs to {needs}, without which it changes nothing, there as here"
+            out.append([name, rule, "any", why])
+    return out
+
+
 def _refused(lines: list[str]) -> dict[str, str]:
     """Return {flag: kind of feature, and what to do instead}."""
     out, why = dict[str, str](), ""
@@ -34,6 +49,7 @@ def _refused(lines: list[str]) -> dict[str, str]:
 
 
 _TABLE = sections_of("megatron.txt")
-ACCEPTED = [cells(line) for line in _TABLE["accepted"]]  # flags, values, allowed ones, why
+# flags, values, allowed ones, why
+ACCEPTED = [cells(line) for line in _TABLE["accepted"]] + _idle(_TABLE["idle"])
 REFUSED = _refused(_TABLE["refused"])  # {flag: why}
 DIFFERENCES = [cells(line) for line in _TABLE["differences"]]  # flag, Megatron-LM, here

@@ -71,6 +71,8 @@ IDLE = (
     ("--memory-snapshot-path", "--record-memory-history"),
     ("--sample-prompt", "--sample-interval"),
     ("--manual-gc-interval", "--manual-gc"),
+    ("--recompute-method", "--recompute-granularity"),
+    ("--recompute-num-layers", "--recompute-granularity"),
     ("--wandb-exp-name", "--wandb-project"),
     ("--decoupled-min-lr", "--decoupled-lr"),
     ("--finetune", "--load"),

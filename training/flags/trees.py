@@ -13,7 +13,7 @@ VALUES = {
     (flag, value.lower()): here
     for flag, values, here in map(cells, _TABLE.pop("values"))
     for value in values.split(",")
-}  # {(flag, value): the value of this program, or the flag for both}
+}  # {(flag, value): the value of this program, or the words for both}
 TREES = {
     tree: {word.removesuffix(":0"): not word.endswith(":0") for word in " ".join(lines).split()}
     for tree, lines in _TABLE.items()
