@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worked forks, examples/forks, model/qwen2.py and model/qwen3.py: each trains and decodes as on one rank.
+"""The worked forks, examples/forks, model/qwen2.py and model/qwen3.py.
+
+Each trains and decodes as on one rank.
 
 Those that transformers has too are held against it, with its weights in and out; the sliding
 windows against a dense mask.

@@ -73,8 +73,8 @@ def from_checkpoint(
     looked_in = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
     if "--dry-run" in given and where and given.keys() >= SIZES:
         notes.append(
-            f"--use-checkpoint-args: no checkpoint is on this machine ({looked_in}); a dry run takes "
-            "the sizes from the flags"
+            f"--use-checkpoint-args: no checkpoint is on this machine ({looked_in}); a dry run "
+            "takes the sizes from the flags"
         )
         return dict(given)
     raise UsageError(

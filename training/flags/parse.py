@@ -352,8 +352,8 @@ def _assemble(
     evaluates = run.get("eval_interval") and run.get("eval_iters", 1) > 0
     if evaluates and not holds_validation(data.get("split"), *paths):
         notes.append(
-            f"--eval-interval {run.pop('eval_interval')} has nothing to evaluate on, so there is no "
-            "evaluation: give the second number of --split a share, or --valid-data-path"
+            f"--eval-interval {run.pop('eval_interval')} has nothing to evaluate on, so there is "
+            "no evaluation: give the second number of --split a share, or --valid-data-path"
         )
     if data.get("mock_data"):
         data.setdefault("tokenizer_type", "NullTokenizer")
