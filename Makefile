@@ -6,19 +6,36 @@ RUN    := .venv/bin/python
 given   = $(if $(findstring command line,$(origin $(1))),$($(1)))
 quoted  = '$(subst ','\'',$(DATA))'
 flag    = $(if $(call given,$(1)),$(2) $($(1)))
+whole   = case "$(or $(call given,$(1)),1)" in ''|*[!0-9]*|0*) echo "make train: $(1)=$($(1)): it must be a whole number, 1 or more" >&2; exit 1;; esac;
 
-# What may stand on make's command line; anything else is a slip of the pen, which would change nothing.
-KNOWN := PYTHON JOBS PART DATA JSON_KEYS ON_BAD_DOCUMENT TP PP DP CP CP_COMM ZERO ITERS OUT CASES SEED MINUTES KINDS ONLY WORLD RANK DEVICE EXAMPLE ARGS \
-  LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 MODEL FULL LEVELS DEEPSPEED BASE RUNS PAIRS
-STRANGE := $(filter-out $(KNOWN),$(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name))))
+# The variables that each command reads. Any other on make's command line would change nothing: it is refused.
+takes.train        := DATA JSON_KEYS ON_BAD_DOCUMENT TP PP ITERS OUT
+takes.check-data   := $(takes.train)
+takes.test         := JOBS
+takes.prove        := PART
+takes.chaos        := CASES SEED MINUTES KINDS ONLY OUT
+takes.rehearse     := WORLD RANK DEVICE EXAMPLE ARGS
+takes.explain      := TP CP CP_COMM DP PP ZERO LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8
+takes.fork-check   := MODEL FULL ONLY ARGS
+takes.bench        := CASES
+takes.bench-pipeline := CASES
+takes.bench-zero   := CASES LEVELS DEEPSPEED
+takes.same-bits    := BASE RUNS
+takes.bench-commit := BASE CASES PAIRS
+takes.gpu-check    := PART OUT ARGS
+COMMANDS := help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-context bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
+GOALS    := $(or $(MAKECMDGOALS),help)
+TAKEN    := PYTHON $(if $(filter-out $(COMMANDS),$(GOALS)),$(takes.train)) $(foreach goal,$(GOALS),$(takes.$(goal)))
+STRANGE  := $(firstword $(filter-out $(TAKEN),$(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name)))))
 ifneq ($(STRANGE),)
-$(error $(firstword $(STRANGE)) is no variable of this Makefile; it knows $(sort $(KNOWN)), and make alone says where each counts)
+CAPITALS := $(shell printf %s '$(STRANGE)' | tr '[:lower:]' '[:upper:]')
+$(error $(STRANGE)=$($(STRANGE)): make $(or $(MAKECMDGOALS),without a command) takes no $(STRANGE)$(if $(filter $(CAPITALS),$(TAKEN)),; did you mean $(CAPITALS)?,: it takes $(sort $(TAKEN))))
 endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: FORCE help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-context bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
+.PHONY: FORCE $(COMMANDS)
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -30,7 +47,9 @@ setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used 
 # before set-up, which may take minutes
 check-data:
 	@$(if $(call given,DATA),p=$(RUN); [ -x $$p ] || p=$(PYTHON); ! $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || $$p tools/build_corpus.py --data $(quoted) --check-only)
-	@for n in $(or $(call given,TP),1) $(or $(call given,PP),1) $(or $(call given,ITERS),1); do [ "$$n" -ge 1 ] 2>/dev/null || { echo "make train: TP, PP and ITERS are 1 or more" >&2; exit 1; }; done
+	@$(call whole,TP) $(call whole,PP) $(call whole,ITERS) :
+	@case "$(or $(call given,TP),1)" in 1|2) ;; *) echo "make train: TP=$(TP): TP is 1 or 2 here, as this small model has 2 heads of keys and values; PP is 1 to 6" >&2; exit 1;; esac
+	@[ "$(or $(call given,PP),1)" -le 6 ] || { echo "make train: PP=$(PP): PP is 1 to 6 here, as this small model has 4 layers, an embedding and a head" >&2; exit 1; }
 
 # What `make train` trains on. A file is made where it is missing, or older than what it is made from.
 QUICK  := $(or $(call given,OUT),runs/quickstart$(if $(call given,DATA),-$(firstword $(shell printf %s $(quoted) | cksum))))

@@ -270,6 +270,7 @@ def train(
             # sends this step's flags to all ranks; returns what they said of the step before
             step.heard = agreement.ask(stop_signal.received, over, step.found_inf, *spiked)
             step.count(run)
+            stop_signal.stepped = True
 
             step.auxiliary = run.model.ctx.auxiliary_losses.mean
             step.values = log.values(step, run.optimizer.params_norm)
@@ -300,7 +301,8 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
 
     0: all that the flags asked for is done. 75: a signal stopped it early, saved; the same command
     goes on (0 under torchrun, for which other codes are crashes). 1: the run failed. 2: a mistake
-    in flags or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n).
+    in flags or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n),
+    and ends a first step that goes on for 10 s with that code.
     """
     launch, monitor = Launch(), FailureMonitor()
     report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -320,6 +322,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 print(printable(report(config, model_provider), lines=True))
                 return 0
             config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
+            memory.check_host(config, model_provider, grid, device)
             digests["model_digest"] = digest(load_model_file(config.model.model_file))
         except (ValueError, OSError) as error:
             return refuse(error, launch, 2, report_to, alone=True)

@@ -4,9 +4,10 @@
     python benchmarks/plan_check.py [--csv FILE]
 
 The runs and their sources are those of benchmarks/planning/other_runs.py. Each is predicted as
-`tools/plan.py --predict` does. --csv keeps them as a CSV. Printed: predicted and measured tokens a
-second and GPU and their ratio; the mean error by source, with a column that says whether its rows
-were fitted, tuned on, looked at, or neither.
+`tools/plan.py --predict` does. --csv keeps those that are not in blind_runs.csv as a CSV. Printed:
+predicted and measured tokens a second and GPU and their ratio; the mean error by source, with a
+column that says whether its rows were fitted, tuned on, looked at, or neither. For the latter the
+prediction that was committed before the comparison stands beside today's.
 """
 
 import argparse
@@ -32,11 +33,14 @@ def main(argv: list[str]) -> int:
         args.csv.write_text("\n".join(other_runs.lines()) + "\n", encoding="utf-8")
     told = predict([row for row, _ in runs])
     errors: dict[str, list[float]] = {}
+    before: dict[str, list[float]] = {}  # the same by the predictions of blind_runs.csv
     for n, (row, line) in enumerate(runs):
         r = row.record
         measured = told.rate[n] * told.seconds[n] / row.seconds
         ratio = told.rate[n] / measured
         errors.setdefault(line["source"], []).append(ratio - 1)
+        if first := line.get("predicted_tokens_s_gpu"):
+            before.setdefault(line["source"], []).append(float(first) / measured - 1)
         layout = f"tp {r['tp']} pp {r['pp']} v {r['virtual']} cp {r['cp']} zero {r['zero']:g}"
         gpus = f"{line['n_gpus']:>5} {line['gpu']:6} {line['precision']}"
         print(f"{line['source']:20} {line['model']:14} {gpus} {layout:34} "
@@ -45,8 +49,10 @@ def main(argv: list[str]) -> int:
     print(f"\n{'source':20} runs  mean error  mean of predicted / measured  use")
     for source, own in errors.items():
         use = other_runs.SOURCES[source].use
+        first = before.get(source)
+        note = f" ({np.mean(np.abs(first)):.1%} as committed before)" if first else ""
         print(f"{source:20} {len(own):4}  {np.mean(np.abs(own)):10.1%}  "
-              f"{1 + np.mean(own):28.2f}  {use}")  # fmt: skip
+              f"{1 + np.mean(own):28.2f}  {use}{note}")  # fmt: skip
     print("\n" + "\n".join(f"{use}: {meaning}" for use, meaning in other_runs.USES.items()))
     return 0
 

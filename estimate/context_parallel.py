@@ -13,6 +13,7 @@ from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
 from estimate.model_profile import ModelProvider, plannable, rank_model
 from mpu.comm.transport import Axis
 from mpu.layers.attention.shards import balance
+from mpu.layers.context_attention import ContextAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.pipeline.layout import Stage
 from training.config import Config
@@ -119,12 +120,13 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
             hidden = torch.empty(shape, dtype=config.run.dtype, device=META)
             model(tokens, None, positions, documents, hidden=hidden, chunk=chunk)
             if not heard.over_cp:
+                line = ContextAttention.attend.__code__.co_firstlineno
                 raise ValueError(
                     f"--context-parallel-size {config.parallel.context_parallel_size}: layer "
                     f"{stage.first} of --model-file {config.model.model_file} sends nothing to the "
                     "other ranks, so its tokens would not see theirs. Its attention must be "
-                    "core_attention_of(ctx) (mpu/layers/context_attention.py), or exchange keys "
-                    "over ctx.grid.cp itself"
+                    f"core_attention_of(ctx) (mpu/layers/context_attention.py:{line}), or exchange "
+                    "keys over ctx.grid.cp itself"
                 )
 
 

@@ -30,7 +30,8 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
-from training.config import BatchConfig, Config, ParallelConfig
+from training.arguments import BatchConfig, ParallelConfig
+from training.config import Config
 from training.nccl import nccl_groups
 from training.recompute import recompute_of
 

@@ -20,6 +20,7 @@ nobody would notice: here the run is refused, in a sentence that names the flag 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from mpu.recompute import Blocks, Recompute
 from training.config import Config
 from training.recompute import recompute_of
 
+ROOT = Path(__file__).resolve().parents[1]
 LOSS, ATTENTION = "--fused-linear-cross-entropy", "--attention-backend"
 WINDOW = "a window"
 BY = {
@@ -70,7 +72,8 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
     for flag in wanted:
         if flag not in listener.heard:
             value = f" {backend}" if flag == ATTENTION else ""
-            raise ValueError(f"{flag}{value}: {file} does not obey it: {BY[flag]}")
+            made = _maker_of_attention(model) if flag.endswith("selective") else ""
+            raise ValueError(f"{flag}{value}: {file} does not obey it: {BY[flag]}{made}")
         if flag == LOSS and listener.own_logits:
             raise ValueError(
                 f"{flag}: the method logits of {file} returns something else than its head does, "
@@ -138,6 +141,17 @@ def _all_heard(
                 f"{flag}: {name} of {file} does not obey it: the forward of "
                 f"{type(module).__name__} does not use {what}"
             )
+
+
+def _maker_of_attention(model: nn.Module) -> str:
+    """Return who keeps a core attention of its own, and where it is made; "" if nobody does."""
+    for module in model.modules():
+        if any(isinstance(value, CoreAttention) for value in vars(module).values()):
+            code = type(module).__init__.__code__
+            file = Path(code.co_filename)
+            file = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+            return f" ({type(module).__name__}, made at {file}:{code.co_firstlineno})"
+    return ""
 
 
 class _Listener:

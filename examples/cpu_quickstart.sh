@@ -10,7 +10,7 @@
 #   bash examples/cpu_quickstart.sh                      made-up tokens, to show that it runs
 #   DATA=prefix TOKENIZER=file.model bash examples/cpu_quickstart.sh --train-iters 1000
 #   WORLD_SIZE=2 LAUNCH=python3 bash examples/cpu_quickstart.sh --dry-run
-# `make train` does all of it, from text to samples.
+# `make train` does all of it, from text to samples, with a smaller model and a recipe of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -9,6 +9,7 @@ gradients        where layers put weight gradients, and when these are computed
 context          LayerContext, the one object a layer is given
 auxiliary_loss   what a block adds to the loss
 recompute        activation recomputation; activation_offload: activations in host memory
+host_memory      page-locked memory of large tensors
 overlap          collectives hidden by the matmul beside them
 layers           the parallel layers; attention and float8 have rooms in it
 pipeline         schedules as data, and the engine that executes them

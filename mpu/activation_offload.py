@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from mpu.host_memory import HostMemory
+
 Event = torch.cuda.Event | None  # None on a CPU
 
 
@@ -75,6 +77,7 @@ class Carrier:
         self._up: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._host = HostMemory(device.type == "cuda")
         self.host_bytes = 0  # of the pool and of what is out of it
 
     def down(self, stored: Sequence[Stored]) -> Event:
@@ -117,8 +120,7 @@ class Carrier:
         if free:
             return free.popleft()
         self.host_bytes += stored.nbytes
-        pinned = self.device.type == "cuda"
-        return torch.empty(stored.size, dtype=stored.dtype, pin_memory=pinned), None
+        return self._host.empty((stored.size,), stored.dtype), None
 
 
 class Offload:

@@ -2,9 +2,10 @@
 """README: short, its links lead somewhere, its commands parse, and its blocks run as pasted.
 
 The blocks are taken from README.md itself. They find the text and the model that they name, both
-small; fewer iterations stand where they have 500, and `make train` takes its ITERS from MAKEFLAGS.
+small; fewer iterations stand where they have 500 or 1000, and `make train` is given ITERS=20.
 """
 
+import json
 import os
 import re
 import shlex
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from training.flags.table import live
+from tools import quickstart
+from training.flags.parse import parse
+from training.flags.table import known_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -58,7 +61,7 @@ def test_links_lead_somewhere(name):
 
 
 OURS = "mpu|model|estimate|training|tools|benchmarks|tests|csrc|examples"
-NOT_OURS = {"training/arguments.py", "training/training.py"}  # Megatron-LM's, in docs/megatron.md
+NOT_OURS = {"training/training.py"}  # Megatron-LM's, in docs/megatron.md
 PLACEHOLDERS = {"mpu/optim/NAME.py"}
 
 
@@ -79,7 +82,7 @@ def test_every_page_is_reached_from_the_list_of_questions():
 
 def test_every_command_names_files_targets_and_flags_that_exist():
     sources = "".join(path.read_text() for path in (ROOT / "tools").rglob("*.py"))
-    trainer = {flag.name for flag in live()}
+    trainer = known_flags()
     makefile = (ROOT / "Makefile").read_text()
     seen = set()
     for words in commands():
@@ -89,8 +92,8 @@ def test_every_command_names_files_targets_and_flags_that_exist():
                 assert (ROOT / word).is_file(), word
         if words[0] == "make":
             assert f"\n{words[1]}:" in makefile, words
-            known = makefile.partition("KNOWN :=")[2].partition("STRANGE")[0].split()
-            assert {word.partition("=")[0] for word in words[2:]} <= set(known)
+            (known,) = re.findall(rf"^takes\.{words[1]} +:= (.*)$", makefile, re.M) or [""]
+            assert {word.partition("=")[0] for word in words[2:]} <= set(known.split())
             continue
         program = next((w for w in words if w.endswith((".py", ".sh", ".slurm"))), "")
         flags = [w for w in words if w.startswith("--")]
@@ -102,6 +105,44 @@ def test_every_command_names_files_targets_and_flags_that_exist():
             missing = [flag for flag in flags if flag not in trainer]
         assert not missing, f"{program} has no {missing}"
     assert {"make", "source", "python", "torchrun", "patch"} <= seen
+
+
+def test_git_passes_over_what_the_commands_make():
+    made = {"my_text/a.txt"}
+    for words in commands():
+        made |= {word for word in words if word.startswith(("data/", "runs/", "my_model"))}
+        made |= {f"{word}/config.json" for word in words if word.startswith("Llama-")}
+    assert len(made) > 8
+    done = subprocess.run(
+        ["git", "check-ignore", *sorted(made)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert set(done.stdout.split()) == made, made - set(done.stdout.split())
+    tracked = ["tests/data/tokenizer", "training/data/gpt.py", "model/llama.py"]
+    assert subprocess.run(["git", "check-ignore", *tracked], cwd=ROOT).returncode == 1
+
+
+def test_a_text_of_ones_own_has_the_recipe_of_make_train(monkeypatch):
+    """Every setting is the same but the paths."""
+    ran = []
+    monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))
+    (pretrain,) = (w for w in commands() if "pretrain_llama.py" in w and "--seq-length" in w
+                   and "--num-layers" in w)  # fmt: skip
+    folder = Path("runs/quickstart")
+    flags = quickstart.flags_of(folder, folder / "tp2", 1000, 1000)
+    quickstart.launch(flags, 2, 1)
+    settings = []
+    for words in (pretrain, ran[0]):
+        words = words[words.index("pretrain_llama.py") + 1 :]
+        files = "--train-data-path", "--valid-data-path", "--tokenizer-type", "--tokenizer-model"
+        for flag in files:  # they are not there
+            at = words.index(flag)
+            words = words[:at] + words[at + 2 :]
+        words += ["--mock-data", "--vocab-size", "2048"]
+        settings.append(json.loads(parse(words, 2).canonical_json()))
+    readme, ours = settings
+    differ = {key for key in readme.keys() | ours.keys() if readme.get(key) != ours.get(key)}
+    paths = {"checkpoint.save", "checkpoint.load", "log.log_json", "log.tensorboard_dir"}
+    assert differ <= paths | {"checkpoint.save_interval"}
 
 
 def test_the_diff_is_of_the_models_file():
@@ -133,10 +174,12 @@ def test_the_blocks_run_as_pasted_in_a_fresh_clone(tmp_path):
         shutil.copy(page, texts / f"{page.stem}.txt")
     tiny_model(clone / "Llama-3.2-1B")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "SLURM_"))}
-    make = {"MAKEFLAGS": f" -- ITERS=20 PYTHON={sys.executable}"}
+    make = {"MAKEFLAGS": f" -- PYTHON={sys.executable}"}
     script = "set -euo pipefail\n" + "\n".join(blocks())
-    assert script.count("--train-iters 500 ") == 2
-    script = script.replace("--train-iters 500 ", "--train-iters 4 ")
+    script = re.sub(r"^make train\b", "make train ITERS=20", script, flags=re.MULTILINE)
+    script, count = re.subn(r"--train-iters (500|1000) ", "--train-iters 4 ", script)
+    assert count == 2
+    script = re.sub(r"--(eval-interval|lr-warmup-iters) \d+ ", r"--\1 2 ", script)
     done = subprocess.run(
         ["bash", "-c", script],
         cwd=clone,
@@ -149,6 +192,11 @@ def test_the_blocks_run_as_pasted_in_a_fresh_clone(tmp_path):
     for made in ("runs/mine-hf/config.json", "runs/further/latest", "my_model.py"):
         assert (clone / made).is_file(), made
     assert re.search(r"all \d+ layouts agree", done.stdout)
+    assert done.stdout.count("bits a byte of held-out text") == 2, "make train, and on my_text"
+    evaluated = re.findall(r"^validation at iteration 4 .* bits per byte$", done.stdout, re.M)
+    assert len(evaluated) == 2, "each text is evaluated"
+    status = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True)
+    assert status.stdout == b""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(clone / "runs" / "mine-hf")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import pretrain_llama
-from training.config import FaultConfig
+from training.arguments import FaultConfig
 from training.run.step import BACK, CONTINUE, Decision, Step, after_step, combine
 from training.run.stop import Heard
 from training.run.watch import guard

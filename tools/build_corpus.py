@@ -11,9 +11,10 @@ file is held out by a hash of its path, so every machine and every Python hold o
 With --input the corpus is made of those files, folders or patterns instead (.txt, .jsonl, both also
 as .gz or .zst, .parquet). A long text is cut, at line ends where it has some, into pieces of about
 16,000 characters, or into fewer where there is little text, and a piece is held out by its own
-hash. At least one is always held out. --data is --input as make's DATA gives it, in one word.
---check-only looks at the files and builds nothing; --source FILE writes what the corpus would be
-made from, and leaves a FILE that says the same as it is: for make, which compares times.
+hash: about a tenth of the text, and always at least one piece. --data is --input as make's DATA
+gives it, in one word. --check-only looks at the files and builds nothing; --source FILE writes what
+the corpus would be made from, and leaves a FILE that says the same as it is: for make, which
+compares times.
 """
 
 import hashlib
@@ -42,6 +43,7 @@ from training.data.shards import documents
 from training.data.text_files import find_files, split_names, stat_files
 
 SKIP = "--on-bad-document skip (of make train: ON_BAD_DOCUMENT=skip)"
+PERCENT, OWN_PERCENT = 5.0, 10.0  # of the library's files, of the pieces of a person's text
 PIECE, LEAST, FEWEST = 16_000, 200, 20  # characters of a piece, at least; pieces to have, if so
 
 SKIPPED_FOLDERS = {
@@ -225,7 +227,12 @@ def main() -> None:
     parser.add_argument(
         "--input", nargs="+", metavar="PATH", help="files, folders or patterns of your own text"
     )
-    parser.add_argument("--heldout-percent", type=float, default=5.0, help="share held out, in %%")
+    parser.add_argument(
+        "--heldout-percent",
+        type=float,
+        metavar="P",
+        help="share held out, in %% (left out: 10 of --input, 5 of --library)",
+    )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="of --input (text)"
     )
@@ -237,6 +244,8 @@ def main() -> None:
     parser.add_argument("--source", type=Path, metavar="FILE", help="write it; build nothing")
     args = parser.parse_args()
     bad = BadDocuments(args.on_bad_document, SKIP)
+    if args.heldout_percent is not None and not 0 < args.heldout_percent < 100:
+        parser.error(f"--heldout-percent {args.heldout_percent:g} must lie between 0 and 100")
     try:
         if args.data:
             args.input = split_names(args.data)
@@ -249,10 +258,11 @@ def main() -> None:
         if args.output_dir is None:
             parser.error("--output-dir is missing: the folder to write into")
         if args.input:
-            percent, keys = args.heldout_percent, args.json_keys
-            about = build_given(args.input, args.output_dir, percent, bad, keys)
+            percent = OWN_PERCENT if args.heldout_percent is None else args.heldout_percent
+            about = build_given(args.input, args.output_dir, percent, bad, args.json_keys)
         else:
-            about = build(read(args.library), args.output_dir, args.heldout_percent)
+            percent = PERCENT if args.heldout_percent is None else args.heldout_percent
+            about = build(read(args.library), args.output_dir, percent)
     except (ValueError, OSError) as error:
         sys.exit(told("make train" if args.check_only else "build_corpus.py", error))
     source = "the given files" if args.input else f"Python {about['python']}'s standard library"

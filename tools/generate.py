@@ -30,7 +30,7 @@ from torch import Tensor
 
 from model.llama import Llama
 from model.load import model_file_of, saved_config
-from mpu.accelerators import unusable_gpu
+from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -43,7 +43,7 @@ from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_
 from training.run.meeting import meet
 from training.run.sample import gather_logits, pick
 from training.run.startup import as_process
-from training.untrusted import printable, sentence
+from training.untrusted import nothing_downloaded, printable, sentence
 
 TIMEOUT = timedelta(minutes=5)  # of a collective
 PARAMETERS_A_THREAD = 30_000_000
@@ -143,7 +143,9 @@ def load_model(
     at = device if grid.world.size > 1 else None
     newest = find_latest(root, grid, note=lambda line: None, device=at)
     if newest is None:
-        raise ValueError(f"--load {root}: there is no checkpoint")
+        raise ValueError(
+            f"--load {root}: there is no checkpoint ({nothing_downloaded(root)})"
+        )
     sizes = newest.state.get("hf_config")
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")
@@ -270,11 +272,11 @@ def main(argv: Iterable[str] | None = None) -> int:
     args = parse(argv)
     launch = Launch.from_env()
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device("cpu")
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
         if args.device != "cpu" and (why := unusable_gpu()):
             raise ValueError(f"{why}; or generate on the CPU with --device cpu")
+        device = own_gpu(launch) if kind == "cuda" else torch.device("cpu")
         if launch.world > 1:
             launch.check_meeting()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)

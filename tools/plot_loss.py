@@ -7,7 +7,8 @@
         --output both.svg
 
 A run has one colour: its training loss is a line, its validation loss the dots on a line. Each
-curve ends in its name and its last value, so no legend has to be looked up.
+curve ends in its name and its last value, so no legend has to be looked up. The value of the
+training loss is a mean over the run's last steps, as many as the label says.
 """
 
 import sys
@@ -29,6 +30,7 @@ from training.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log
 AXES = {"iterations": "iteration", "tokens": "tokens", "time": "hours of training steps"}
+CURVES = ("loss", "validation_loss")
 APART = 13  # points between two labels, at least
 Curve = list[tuple[float, float]]
 
@@ -68,50 +70,93 @@ def read_log(path: Path) -> Run:
 
     Where a resumed run repeats iterations, the later line counts and what it replaces is dropped.
     """
-    curves: dict[str, dict[int, float]] = {"loss": {}, "validation_loss": {}}
-    at: dict[int, tuple[float, float]] = {}
-    last = trained = 0  # the iterations of the line before, and of the last one with a loss
+    legs: list[list[_Line]] = [[]]  # a new one where the run went back
+    last = trained = 0  # the iterations of the line before, and of this leg's last with a loss
     for number, line in enumerate(read_plain(path, LARGEST).decode().splitlines(), 1):
         try:
-            record = parse_json(line, "")
-            iteration = int(record["iteration"])
-            found: dict[str, dict[int, Any]] = {n: {iteration: record.get(n)} for n in curves}
-            found["loss"] |= {int(i): value for i, value in record.get("step_losses") or ()}
-            values = [v for each in found.values() for v in each.values() if v is not None]
-            speed = [record.get("tokens_per_second") or 0.0, record.get("step_seconds") or 0.0]
-            if not all(type(value) in (int, float) for value in (*values, *speed)):
-                raise ValueError
+            read = _read(parse_json(line, ""))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise ValueError(f"{path}, line {number}: not a line of a --log-json file") from None
-        first = min(found["loss"])
-        trains = "loss" in record
-        if iteration < last or (trains and first < trained):
-            for curve in curves.values():
-                for late in [i for i in curve if i >= first]:
-                    del curve[late]
-            at = {i: place for i, place in at.items() if i < first}
-        before = max(at, default=0)
-        if "step_seconds" in record and iteration > before:
-            tokens, seconds = at.get(before, (0.0, 0.0))
-            took = (iteration - before) * speed[1]
-            tokens = record.get("consumed_tokens", tokens + took * speed[0])
-            at[iteration] = tokens, seconds + took
-        last, trained = iteration, iteration if trains else trained
-        for name, points in found.items():
-            curves[name] |= {i: v for i, v in points.items() if v is not None}
+        # a line of several steps begins before an evaluation that came in between: that is no
+        # resume, but to train twice on one iteration is
+        if read.iteration < last or (read.trains and read.first <= trained):
+            legs.append([])
+            trained = 0
+        legs[-1].append(read)
+        last, trained = read.iteration, read.iteration if read.trains else trained
+    curves: dict[str, dict[int, float]] = {name: {} for name in CURVES}
+    at: dict[int, tuple[float, float]] = {}
+    for leg in legs:
+        first = min((read.first for read in leg), default=0)
+        curves = {n: {i: v for i, v in c.items() if i < first} for n, c in curves.items()}
+        at = {i: place for i, place in at.items() if i < first}
+        for read in leg:
+            for name, points in read.points.items():
+                curves[name] |= {i: v for i, v in points.items() if v is not None}
+            before = max(at, default=0)
+            if read.speed is not None and read.iteration > before:
+                rate, step = read.speed
+                tokens, seconds = at.get(before, (0.0, 0.0))
+                took = (read.iteration - before) * step
+                tokens = tokens + took * rate if read.tokens is None else read.tokens
+                at[read.iteration] = tokens, seconds + took
     return Run(curves, at)
 
 
-def smooth(curve: Curve, share: float = 0.04) -> Curve:
-    """Return the mean of a curve over a window centred on each point, narrower at both ends.
+@dataclass
+class _Line:
+    """A line of a log: the points of each curve, and how far and how fast the run is.
 
-    The window holds about `share` of the points. Centred, it does not lag behind a falling loss.
+    speed: (tokens a second, seconds a step), None where the line has no step's time.
     """
-    half = round(share * len(curve) / 2)
+
+    iteration: int
+    points: dict[str, dict[int, Any]]
+    speed: tuple[float, float] | None
+    tokens: float | None
+    trains: bool
+
+    @property
+    def first(self) -> int:
+        """Return the first iteration that the line is about."""
+        return min(self.points["loss"])
+
+
+def _read(record: dict[str, Any]) -> _Line:
+    """Return a record's points. Raises ValueError, KeyError, TypeError, AttributeError or
+    OverflowError for one that Log did not write.
+    """
+    iteration = int(record["iteration"])
+    points: dict[str, dict[int, Any]] = {n: {iteration: record.get(n)} for n in CURVES}
+    points["loss"] |= {int(i): value for i, value in record.get("step_losses") or ()}
+    tokens = record.get("consumed_tokens")
+    speed = record.get("tokens_per_second") or 0.0, record.get("step_seconds") or 0.0
+    values = [v for each in points.values() for v in each.values() if v is not None]
+    if not all(type(v) in (int, float) for v in (*values, *speed, tokens or 0)):
+        raise ValueError
+    timed = speed if "step_seconds" in record else None
+    return _Line(iteration, points, timed, tokens, "loss" in record)
+
+
+def half_window(points: int, share: float = 0.04) -> int:
+    """Return how far `smooth` looks to either side: about share / 2 of the points.
+
+    A short curve has at least five to a side, or a quarter of its points.
+    """
+    return max(round(share * points / 2), min(5, points // 4))
+
+
+def smooth(curve: Curve, share: float = 0.04) -> Curve:
+    """Return the mean of a curve over a window centred on each point.
+
+    At the begin, where a loss falls fast, the window is narrower on both sides. At the end it is
+    cut off on the right alone, so that the last value is the mean of the last half_window + 1
+    points, which lags behind a falling loss by a quarter of a window.
+    """
+    half = half_window(len(curve), share)
     out = []
     for i, (x, _) in enumerate(curve):
-        reach = min(half, i, len(curve) - 1 - i)
-        window = [value for _, value in curve[i - reach : i + reach + 1]]
+        window = [value for _, value in curve[i - min(half, i) : i + min(half, i) + 1]]
         out.append((x, sum(window) / len(window)))
     return out
 
@@ -154,7 +199,9 @@ def draw(
             axes.plot(*zip(*loss, strict=True), color=colour, alpha=0.25, linewidth=0.7)
             smoothed = smooth(loss)
             axes.plot(*zip(*smoothed, strict=True), color=colour, linewidth=1.7)
-            labels.append((smoothed[-1][1], f"{prefix}train {smoothed[-1][1]:.2f}", colour))
+            final, count = smoothed[-1][1], half_window(len(loss)) + 1
+            mean = f" (mean of {count})" if count > 1 else ""
+            labels.append((final, f"{prefix}train {final:.2f}{mean}", colour))
             if held_out:
                 of_one = PALETTE[1] if len(runs) == 1 else colour
                 dots: dict[str, Any] = {"markersize": 4.5, "clip_on": False, "zorder": 3}

@@ -22,7 +22,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 1000
+TP, PP = range(1, 3), range(1, 7)  # what the model's heads and layers can be cut into
 # fmt: off
 MODEL: dict[str, Any] = {
     "num-layers": 4, "hidden-size": 192, "ffn-hidden-size": 512,
@@ -133,7 +133,7 @@ def records(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in complete]
 
 
-def launch(flags: dict[str, Any], tp: int, pp: int, quiet: bool = False) -> None:
+def launch(flags: dict[str, Any], tp: int, pp: int) -> None:
     """Pretrain: torchrun with tp x pp ranks, or one plain process that has all the cores."""
     switches, threads = list(SWITCHES), max(1, CORES // (tp * pp))
     command = [PYTHON, "pretrain_llama.py"]
@@ -146,10 +146,9 @@ def launch(flags: dict[str, Any], tp: int, pp: int, quiet: bool = False) -> None
         switches.insert(0, "sequence-parallel")
     if pp > 1:  # as many micro-batches as there are samples: the more, the smaller the bubble
         flags = {"pipeline-model-parallel-size": pp, **flags, "micro-batch-size": 1}
-    command += command_line({**flags, "device": "cpu", "distributed-backend": "gloo"}, switches)
-    if not quiet:
-        show(command, threads)
-    run(command, threads, stdout=subprocess.DEVNULL if quiet else None)
+    command += command_line({**flags, "device": "cpu"}, switches)
+    show(command, threads)
+    run(command, threads)
 
 
 def goes_on(folder: Path, done: int, target: int) -> str:
@@ -165,8 +164,8 @@ def goes_on(folder: Path, done: int, target: int) -> str:
     )
 
 
-def train(out: Path, tp: int, pp: int, iterations: int) -> tuple[dict[str, Any], Path]:
-    """Train until the next multiple of `iterations`, resuming; return the flags and the folder."""
+def train(out: Path, tp: int, pp: int, iterations: int) -> Path:
+    """Train until the next multiple of `iterations`, resuming; return the run's folder."""
     folder = out / (f"tp{tp}pp{pp}" if pp > 1 else f"tp{tp}")
     about = folder / "run.json"
     text = json.loads((out / "corpus" / "corpus.json").read_text())["sha256"]
@@ -181,7 +180,16 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> tuple[dict[str, Any],
     manifests = (folder / "checkpoints").glob("step_*/manifest.json")
     done = max((int(file.parent.name.removeprefix("step_")) for file in manifests), default=0)
     target = (done // iterations + 1) * iterations
-    flags = {
+    start = goes_on(folder, done, target) if done else "starting"
+    size = f"{parameters() / 1e6:.1f} M parameters"
+    print(f"\n{start}: a Llama of {size}, to iteration {target}, on the CPU (also beside a GPU)")
+    launch(flags_of(out, folder, iterations, target), tp, pp)
+    return folder
+
+
+def flags_of(out: Path, folder: Path, iterations: int, target: int) -> dict[str, Any]:
+    """Return the flags of a run in `folder` that ends at iteration `target`."""
+    return {
         **MODEL,
         "train-iters": target,
         "lr-warmup-iters": min(40, iterations // 10),
@@ -189,8 +197,6 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> tuple[dict[str, Any],
         "valid-data-path": out / "tokens" / "heldout" / TOKENS,
         "tokenizer-type": "SentencePieceTokenizer",
         "tokenizer-model": out / "tokenizer" / "weft.model",
-    }
-    rounds = {
         "eval-interval": max(1, iterations // 8),
         "save-interval": max(1, iterations // 2),
         "save": folder / "checkpoints",
@@ -198,11 +204,6 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> tuple[dict[str, Any],
         "log-json": folder / "log.jsonl",
         "tensorboard-dir": folder / "tensorboard",
     }
-    start = goes_on(folder, done, target) if done else "starting"
-    size = f"{parameters() / 1e6:.1f} M parameters"
-    print(f"\n{start}: a Llama of {size}, to iteration {target}, on the CPU (also beside a GPU)")
-    launch({**flags, **rounds}, tp, pp)
-    return flags, folder
 
 
 def digest(*things: object) -> str:
@@ -210,20 +211,29 @@ def digest(*things: object) -> str:
     return hashlib.sha256(json.dumps(things).encode()).hexdigest()[:16]
 
 
-def one_process_speed(out: Path, flags: dict[str, Any]) -> float:
-    """Return the tokens/s of this training in one process with all the cores; measured once."""
-    kept = out / "one_process.json"
-    key = digest(MODEL, CORES)
-    if kept.exists() and json.loads(kept.read_text())["key"] == key:
-        return json.loads(kept.read_text())["tokens_per_second"]
-    print("\nmeasuring one process with all the cores, 20 steps ...", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        short = {"train-iters": 20, "lr-warmup-iters": 0, "log-interval": 1, "eval-iters": 0}
-        launch({**flags, **short, "log-json": log}, tp=1, pp=1, quiet=True)
-        speed = statistics.median(r["tokens_per_second"] for r in records(log)[4:])
-    kept.write_text(json.dumps({"key": key, "tokens_per_second": speed}))
-    return speed
+def bits_line(evaluation: dict[str, Any]) -> str:
+    """Return the line of the number that compares over tokenizers, "" where it is not known."""
+    bits = evaluation.get("validation_bits_per_byte")
+    if bits is None:
+        return ""
+    nats = bits * math.log(2)
+    return (
+        f"bits a byte      {bits:.3f} bits a byte of held-out text ({nats:.3f} nats): it compares\n"
+        "                 with other models of this text, whatever their tokens\n"
+    )
+
+
+def lowest(evaluations: list[dict[str, Any]]) -> str:
+    """Return a line where an earlier evaluation was clearly better: the text is learnt by heart."""
+    best = min(evaluations, key=lambda r: r["validation_loss"])
+    if evaluations[-1]["validation_loss"] < 1.01 * best["validation_loss"]:
+        return ""
+    return (
+        f"lowest           {best['validation_loss']:.3f} nats a token, after iteration "
+        f"{best['iteration']}: the text is\n                 small, and the model has begun to "
+        "learn it by heart. More text helps,\n                 or fewer iterations: ITERS="
+        f"{best['iteration']} with another OUT\n"
+    )
 
 
 def sample(folder: Path, heldout: Path) -> None:
@@ -237,37 +247,30 @@ def sample(folder: Path, heldout: Path) -> None:
     run(command, threads=None)  # it takes one thread for a small model, which is far faster
 
 
-def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> None:
-    """Print the results: loss against unigram entropy, speed, a sample; draw the loss."""
+def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
+    """Print the results: loss, unigram entropy, bits a byte, speed, a sample; draw the loss."""
     lines = records(folder / "log.jsonl")
-    losses = [r["validation_loss"] for r in lines if "validation_loss" in r]
-    if not losses:
+    evaluations = [r for r in lines if "validation_loss" in r]
+    if not evaluations:
         raise SystemExit("make train: stopped before the first evaluation; call it again to go on")
-    loss, steps = losses[-1], [r for r in lines if "loss" in r]
+    loss, steps = evaluations[-1]["validation_loss"], [r for r in lines if "loss" in r]
     entropy = unigram_entropy(out / "tokens" / "heldout" / TOKENS)
     picture = folder / "loss.png"
     layout, world = f"TP {tp}" + f" x PP {pp}" * (pp > 1), tp * pp
     title = f"A Llama of {parameters() / 1e6:.1f} M parameters, {layout} on {world} CPU rank(s)"
     command = [PYTHON, "tools/plot_loss.py", str(folder / "log.jsonl"), "--title", title]
     run([*command, "--output", str(picture), "--reference", str(entropy), "unigram entropy"])
+    speed = statistics.median(r["tokens_per_second"] for r in steps[-20:])
+    layout += " with sequence parallelism" * (tp > 1)
+    tokens = MODEL["eval-iters"] * MODEL["global-batch-size"] * MODEL["seq-length"]
     print(
-        f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f})\n"
-        f"unigram entropy  {entropy:.3f} nats: the least that knowing only how frequent each\n"
-        "                 held-out token is could reach"
+        f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f}), over the "
+        f"first {tokens:,} held-out tokens\n"
+        f"unigram entropy  {entropy:.3f} nats a token: the least that knowing only how frequent "
+        "each\n                 held-out token is could reach\n"
+        f"{bits_line(evaluations[-1])}{lowest(evaluations)}"
+        f"speed            {speed:,.0f} tokens/s, {layout} on {world} rank(s), {CORES} cores"
     )
-    if world > 1:
-        layout += " with sequence parallelism" * (tp > 1)
-        ours = statistics.median(r["tokens_per_second"] for r in steps[-20:])
-        alone = one_process_speed(out, flags)
-        why = "this shows what cutting a model costs, not a gain."
-        if ours > alone:
-            why = "the threads of one process wait for one another."
-        print(
-            f"\nspeed            {ours:,.0f} tokens/s, {layout} on {world} ranks\n"
-            f"                 {alone:,.0f} tokens/s, one process on the same {CORES} cores\n"
-            "                 Both have the same cores, so the ranks cannot be faster by having\n"
-            f"                 more of them: {why}"
-        )
     sample(folder, out / "corpus" / "heldout.jsonl")
     print(
         f"\npicture          {picture}\n"
@@ -281,8 +284,8 @@ def finish(out: Path, folder: Path, flags: dict[str, Any], tp: int, pp: int) -> 
 def main() -> None:
     """Train, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--tp", type=int, help="tensor-parallel ranks: 2, or 1 with --pp")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--tp", type=int, choices=TP, help="TP ranks: 2, or 1 with --pp")
+    parser.add_argument("--pp", type=int, choices=PP, default=1, help="pipeline stages")
     parser.add_argument("--iters", type=int, default=ITERATIONS, help="iterations a call")
     parser.add_argument("--out", type=Path, required=True, help="where make put corpus and tokens")
     args = parser.parse_args()
@@ -293,8 +296,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
-        flags, folder = train(out, tp, args.pp, args.iters)
-        finish(out, folder, flags, tp, args.pp)
+        folder = train(out, tp, args.pp, args.iters)
+        finish(out, folder, tp, args.pp)
     except KeyboardInterrupt:
         print("\nstopped; make train goes on from here", flush=True)
         sys.exit(130)

@@ -204,15 +204,20 @@ def build_native() -> None:
 
 
 def add_torchrun() -> None:
-    """Write .venv/bin/torchrun where the environment borrows its torch, which brings none there.
+    """Write .venv/bin/torchrun, which runs torch's with our words last (tools/torchrun.py).
 
-    The torchrun of the other interpreter would start ranks that do not see this environment.
+    An environment that borrows its torch has none of its own, and the torchrun of the other
+    interpreter would start ranks that do not see this environment.
     """
     launcher = os.path.join(os.path.dirname(PYTHON), "torchrun")
+    script = os.path.join(ROOT, "tools", "torchrun.py")
+    text = f'#!/bin/sh\nexec "{PYTHON}" "{script}" "$@"\n'
     if os.path.exists(launcher):
-        return
+        with open(launcher, encoding="utf-8") as file:
+            if file.read() == text:
+                return
     with open(launcher, "w", encoding="utf-8") as file:
-        file.write(f'#!/bin/sh\nexec "{PYTHON}" -m torch.distributed.run "$@"\n')
+        file.write(text)
     os.chmod(launcher, 0o755)
 
 
@@ -235,6 +240,7 @@ def prepare(chosen: bool) -> None:
             version = ".".join(map(str, present[0]))
             print(f"reusing .venv: Python {version}, torch {present[1]}", flush=True)
             build_native()
+            add_torchrun()
             return
     if present and present[1] is not None and not supported(present[1]):
         raise SetupError(

@@ -11,7 +11,8 @@ from mpu.pipeline import layout, schedules
 from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import CHUNKS, V_SHAPED, Schedule
 from training import batch_size
-from training.config import Config, ParallelConfig, UsageError
+from training.arguments import ParallelConfig
+from training.config import Config, UsageError
 
 LAYOUT = "--pipeline-model-parallel-layout"
 SIZE = "--pipeline-model-parallel-size"

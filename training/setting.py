@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what a setting is: a field of training/config.py, with its rule, its unit and its help.
+"""Define what a row of the table of settings (training/arguments.py) consists of.
 
-A rule reads the text of a flag. argparse, --help and the defaults are made from the fields.
+A rule reads the text of a flag.
 """
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MOST = (1 << 63) - 1  # the largest whole number that a flag takes
@@ -21,6 +21,11 @@ class Rule:
     metavar: str = "TEXT"  # how --help writes the value
     nargs: str | int | None = None  # argparse's: 0 a switch, "*" any number, "?" may be bare
     bare: str | None = None  # what the flag means without a value
+
+    @property
+    def what(self) -> str:
+        """Return what the text must be, "" where any will do."""
+        return ""
 
     def read(self, text: str) -> Any:
         """Return the value. Raises ValueError, which says what the text must be."""
@@ -55,10 +60,12 @@ class Number(Rule):
         below = value < high if self.open else value <= high
         if not (above and below and math.isfinite(value)):
             too_large = " that fits into 64 bits" if self.whole and value > MOST else ""
-            raise ValueError(f"must be {self._what()}{too_large}")
+            raise ValueError(f"must be {self.what}{too_large}")
         return value
 
-    def _what(self) -> str:
+    @property
+    def what(self) -> str:
+        """Return the bounds in words."""
         what = "a whole number" if self.whole else "a number"
         if self.high is None:
             return f"{what} {'>' if self.open else '>='} {self.low}"
@@ -74,11 +81,16 @@ class Choice(Rule):
     choices: tuple[str, ...] = ()
     other: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def what(self) -> str:
+        """Return the choices in words."""
+        return f"one of {', '.join(self.choices)}"
+
     def read(self, text: str) -> int | str:
         """Return the name."""
         text = dict(self.other).get(text, text)
         if text not in self.choices:
-            raise ValueError(f"must be one of {', '.join(self.choices)}")
+            raise ValueError(f"must be {self.what}")
         return int(text) if text.isdigit() else text
 
 
@@ -108,26 +120,40 @@ WHOLES = Number("N", "*")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a flag does, its unit and off-value, and its rule."""
+    """A row of the table in training/arguments.py: what a flag does, what its value may be."""
 
     help: str
-    unit: str
-    rule: Rule
+    unit: str = ""
+    rule: Rule = TEXT
+    default: Any = None
+    off: str = ""  # what turns it off, and what happens then; "" where that is to leave it out
+    derived: str = ""  # the value that other settings give it where it is left out
+    required: bool = False
+    needs: tuple[str, ...] = ()  # the flags of which it needs one to have an effect
+    needs_value: str = ""  # that the first of them must have
+    also: tuple[str, ...] = ()  # other names, Megatron-LM's and older ones
+    ours: bool = False  # Megatron-LM has no flag of this name
+    start: bool = False  # shown by --help alone
+    older: Any = None  # the value of older checkpoints, which lack it: a digest leaves it out
     local: bool = False  # may differ between the ranks of a run: a place on a node
     changes_numbers: bool = True  # in a section that defines the numbers of the run
 
 
-def setting(default: Any, help: str, unit: str, rule: Rule | None = None, **more: bool) -> Any:
+def setting(
+    default: Any,
+    help: str,
+    unit: str = "",
+    rule: Rule | None = None,
+    needs: str | tuple[str, ...] = (),
+    **more: Any,
+) -> Any:
     """Return a dataclass field with a flag of its name. A default of ... makes it required.
 
     rule: left out, a default of False makes a switch and any other a text.
     """
-    told = Setting(help, unit, rule or (SWITCH if default is False else TEXT), **more)
+    value = None if default is ... else default
+    needs = (needs,) if isinstance(needs, str) else needs
+    row = Setting(help, unit, rule or (SWITCH if default is False else TEXT), value, **more)
     if default is ...:
-        return field(metadata={"setting": told})
-    return field(default=default, metadata={"setting": told})
-
-
-def section(kind: type, heading: str) -> Any:
-    """Return a field of Config: a dataclass of settings, and its heading in --help."""
-    return field(default_factory=kind, metadata={"heading": heading})
+        return field(metadata={"setting": replace(row, needs=needs, required=True)})
+    return field(default=default, metadata={"setting": replace(row, needs=needs)})

@@ -25,6 +25,20 @@ _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+def nothing_downloaded(path: str | os.PathLike[str]) -> str:
+    """Return "nothing is downloaded", with the command that downloads a model where a path that is
+    not there looks like a name on Hugging Face, owner/model.
+    """
+    owner, _, folder = str(path).partition("/")
+    parts = (owner, folder)
+    if os.path.isdir(owner) or not all(re.fullmatch(r"[\w-][\w.-]*", part) for part in parts):
+        return "nothing is downloaded"
+    return (
+        f"nothing is downloaded; if that is a model on Hugging Face, `hf download {path} "
+        f"--local-dir {folder}`, and give {folder}"
+    )
+
+
 def open_plain(path: str | os.PathLike[str], flags: int = 0) -> BufferedReader:
     """Open a plain file to read; never block. flags: more of os.open's, such as O_NOFOLLOW.
 

@@ -237,6 +237,8 @@ def scaled_mm(
             yield scale, f"{name} reads scales of {which} by address, which must be contiguous"
         if kind == ROW and scale.numel() != length:
             yield scale, f"{name} takes {length} scales of {which}, not {scale.numel()}"
+        if kind == BLOCK_128 and length % 4:  # of 16 bytes of scales: vllm-project/vllm#49932
+            yield scale, f"{name} takes rows of {which} with blocks' scales in fours, not {length}"
         if kind == BLOCK_128 and scale.stride(0) != 1:
             yield (
                 scale,

@@ -56,9 +56,11 @@ def blocks_for(dtype: torch.dtype, major: int, m: int, aligned: bool) -> Blocks:
     """Return the tiles of a dtype on a GPU of compute capability `major` for rows m per rank.
 
     The largest whose sums and addresses fit the registers: tests/mpu/kernels/test_ahead_of_time.py
-    compiles each and finds no spill. fp32 multiplies without tensor cores, and takes more of them.
+    compiles each and finds no spill. They fit a block's shared memory. fp32 multiplies without
+    tensor cores, and takes more registers.
     """
-    rows, tma = 64 if m <= 64 else 128, major >= 9 and aligned
+    # from 12.0 on a block has 99 KB of shared memory, as on Ada, and the tiles for TMA need 131
+    rows, tma = 64 if m <= 64 else 128, 9 <= major < 12 and aligned
     if dtype == torch.float32:
         return Blocks(128, 64, 16, warps=8, tma=tma)
     if not tma:
@@ -75,7 +77,8 @@ def constants(blocks: Blocks, w: Tensor) -> dict[str, Any]:
         triton.set_allocator(
             lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=w.device)
         )
-    exact = torch.get_float32_matmul_precision() == "highest"
+    # not get_float32_matmul_precision, which raises where this setting was changed by its new name
+    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
     return dict(
         BLOCK_M=blocks.m, BLOCK_N=blocks.n, BLOCK_K=blocks.k, GROUP=blocks.group, TMA=blocks.tma,
         ROWS=w.stride(1) == 1, DOT_F32=INTERPRETED, PRECISION="ieee" if exact else "tf32",

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpu.host_memory import ALIGN, HostMemory
 from mpu.optim.interface import Updater
 
 
@@ -30,14 +31,19 @@ class Offload:
 
     def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self._gradients, self._weights = gradients, weights
-        self.gradients = [_host(g, g.dtype) for g in gradients]
-        self.masters = [_host(g, g.dtype) for g in gradients]
-        self._rounded = [
-            master if weight.dtype == master.dtype else _host(weight, weight.dtype)
-            for master, weight in zip(self.masters, weights, strict=True)
-        ]
         device = gradients[0].device
-        self._scalars = _host(torch.zeros(2, device=device), torch.float64)
+        many = sum(
+            2 * g.nbytes + w.nbytes * (w.dtype != g.dtype) + 3 * ALIGN
+            for g, w in zip(gradients, weights, strict=True)
+        )
+        host = HostMemory(gradients[0].is_cuda, many)
+        self.gradients = [host.zeros(tuple(g.shape), g.dtype) for g in gradients]
+        self.masters = [host.zeros(tuple(g.shape), g.dtype) for g in gradients]
+        self._rounded = [
+            master if w.dtype == master.dtype else host.zeros(tuple(w.shape), w.dtype)
+            for master, w in zip(self.masters, weights, strict=True)
+        ]
+        self._scalars = host.zeros((2,), torch.float64)
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         if device.type == "cuda":
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -87,7 +93,3 @@ class Offload:
         for master, weight in zip(self.masters, self._weights, strict=True):
             master.copy_(weight)
 
-
-def _host(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros of a tensor's shape in host memory, pinned where it lies on a CUDA device."""
-    return torch.zeros(like.shape, dtype=dtype, pin_memory=like.is_cuda)

@@ -5,23 +5,13 @@ Each is one row, started on one process, which starts a process a GPU by torchru
 two processes over gloo.
 """
 
-import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from tests.gpu.row import ROOT, Absent, Row, Skip
-
-if __name__ == "__main__":  # a rank of `collectives`, before the program is imported
-    sys.meta_path.append(Absent())
-
-from tests.gpu.steps import flags, started
-from tools.gpu_summary import append, read
+from tests.gpu.row import ROOT, Row, Skip
 
 # name: the least number of GPUs, and flags; "{n}": all GPUs
 LAYOUTS = {
@@ -40,6 +30,7 @@ LAYOUTS = {
 }  # fmt: skip
 TENSOR = "--tensor-model-parallel-size {n} --sequence-parallel"
 GPU_ONLY = ("tp-symmetric",)
+BANDWIDTH = Path(__file__).with_name("bandwidth.py")
 
 
 def count(row: Row) -> int:
@@ -58,66 +49,17 @@ def layout(row: Row) -> None:
         raise Skip(f"{n} GPUs: this row needs {least}")
     if not row.cuda and name in GPU_ONLY:
         raise Skip("this way of overlap needs GPUs that reach each other's memory")
+    from tests.gpu.steps import flags, started  # the program, which `collectives` does without
+
     words = words.format(n=n, tp=TENSOR.format(n=n))
     started(row, [*flags(row.sizes, 8, 4 if row.tiny else 16), *words.split()], ranks=n)
 
 
 def collectives(row: Row) -> None:
-    """Start a process a GPU; each collective's bandwidth by size, as NCCL's own tests count it."""
+    """Start a process a GPU, of tests/gpu/bandwidth.py, which writes the lines of this row."""
     n = count(row)
-    with tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "lines.jsonl"
-        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
-        words += [str(Path(__file__).resolve()), str(found), row.device.type]
-        done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False)
-        for line in read(found):
-            append(row.path, {**line, "row": row.name})
-        if done.returncode:
-            raise RuntimeError(f"the processes ended with {done.returncode}")
-
-
-def measure(path: Path, kind: str) -> None:
-    """Be one rank: time each collective of torch.distributed; rank 0 writes.
-
-    Bus bandwidth is bytes x (n - 1) / n over seconds, twice that for all_reduce; bytes are those of
-    the whole tensor (NVIDIA nccl-tests, PERFORMANCE.md).
-    """
-    cuda = kind == "cuda"
-    dist.init_process_group("nccl" if cuda else "gloo")
-    rank, n = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    for size in (1 << 10, 1 << 20, 1 << 26, 1 << 30) if cuda else (1 << 10, 1 << 14):
-        whole = torch.randn(size // 2, device=device).bfloat16() if cuda else torch.randn(size // 4)
-        part, out = whole[: len(whole) // n], torch.empty_like(whole)
-        verbs = {
-            "all_reduce": (lambda: dist.all_reduce(out), 2.0),  # noqa: B023
-            "all_gather": (lambda: dist.all_gather_into_tensor(out, part), 1.0),  # noqa: B023
-            "reduce_scatter": (lambda: dist.reduce_scatter_tensor(out[: len(part)], whole), 1.0),  # noqa: B023
-            "all_to_all": (lambda: dist.all_to_all_single(out, whole), 1.0),  # noqa: B023
-        }  # fmt: skip
-        for verb, (run, times) in verbs.items():
-            spent = []
-            for _ in range(12 if cuda else 2):
-                dist.barrier()
-                _synchronize(cuda)
-                begin = time.perf_counter()
-                run()
-                _synchronize(cuda)
-                spent.append(time.perf_counter() - begin)
-            seconds = statistics.median(spent[len(spent) // 4 :])
-            if rank == 0:
-                bus = times * size * (n - 1) / n / seconds
-                line = {"row": "", "what": f"{verb} of {size:,} bytes over {n}"}
-                append(path, {**line, "seconds": seconds, "bus_gb_per_second": bus / 1e9})
-    dist.destroy_process_group()
-
-
-def _synchronize(cuda: bool) -> None:
-    if cuda:
-        torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    measure(Path(sys.argv[1]), sys.argv[2])
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+    words += [str(BANDWIDTH), str(row.path), row.name, row.device.type]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the processes ended with {done.returncode}")

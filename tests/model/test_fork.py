@@ -19,15 +19,15 @@ import pretrain_llama
 from model.load import ModelFile, load_model_file
 from tests.model.twin import gathered
 from tests.saved import check_equal, stored
-from training.config import (
+from training.arguments import (
     BatchConfig,
     CheckpointConfig,
-    Config,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
 )
+from training.config import Config
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.run.saver import Saver

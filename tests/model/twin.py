@@ -26,9 +26,8 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.overlap.choices import METHODS, OverlapMap
 from mpu.param import placement_of, unique_parameters
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training.config import (
+from training.arguments import (
     BatchConfig,
-    Config,
     DataConfig,
     GpuConfig,
     ModelConfig,
@@ -36,6 +35,7 @@ from training.config import (
     ParallelConfig,
     RunConfig,
 )
+from training.config import Config
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor

@@ -48,6 +48,22 @@ def test_one_file_is_enough(tmp_path: Path, name: str) -> None:
     assert again == about
 
 
+def test_about_a_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {n} of a play\n" for n in range(60_000)))
+    words = command(ROOT / "tools" / "build_corpus.py", "--input", tmp_path / "a.txt")
+    done = subprocess.run([*words, "--output-dir", str(tmp_path / "out")], capture_output=True)
+    assert done.returncode == 0, done.stderr
+    train, heldout = held(tmp_path / "out")
+    assert 0.05 < len(heldout) / (len(train) + len(heldout)) < 0.15
+    for percent in ("0", "100", "-5", "nan"):
+        done = subprocess.run(
+            [*words, "--output-dir", str(tmp_path / "no"), "--heldout-percent", percent],
+            capture_output=True,
+        )
+        assert b"--heldout-percent " + percent.encode() + b" must lie" in done.stderr
+        assert done.returncode == 2 and not (tmp_path / "no").exists()
+
+
 def test_long_lines_are_cut(tmp_path: Path) -> None:
     for name, text in TEXTS.items():
         (tmp_path / "a.txt").write_text(text)

@@ -49,6 +49,41 @@ def test_an_evaluation_between_two_lines_of_the_log_stays(tmp_path):
     assert run.curve("loss")[-3:] == [(7, 4.0), (8, 2.0), (9, 2.0)]
 
 
+def test_a_resumed_runs_evaluations_stay_where_its_first_line_of_losses_comes_late(tmp_path):
+    """The line of steps 151 to 200 comes after four evaluations of the same resumed run."""
+    steps = [[i, 3.0] for i in range(101, 201)]
+    records = [{"iteration": i, "validation_loss": 9.0} for i in range(110, 201, 10)]
+    records += [{"iteration": 200, "loss": 3.0, "step_losses": steps}]
+    again = [{"iteration": i, "validation_loss": 5.0} for i in range(160, 200, 10)]
+    again += [{"iteration": 200, "loss": 2.0, "step_losses": [[i, 2.0] for i in range(151, 201)]}]
+    run = read_log(write(tmp_path / "log", records + again))
+    kept = [(i, 9.0) for i in range(110, 151, 10)] + [(i, 5.0) for i in range(160, 200, 10)]
+    assert run.curve("validation_loss") == kept
+    assert run.curve("loss")[49:51] == [(150, 3.0), (151, 2.0)] and len(run.curve("loss")) == 100
+
+
+@pytest.mark.parametrize("log_interval, eval_interval", [(10, 125), (1, 7), (7, 3), (100, 10)])
+def test_a_log_keeps_all_its_evaluations(tmp_path, log_interval, eval_interval):
+    """As Log writes it: 10 and 125 are those of make train. With a resume, and without one."""
+
+    def leg(start, end):
+        lines, begin = [], start + 1
+        for i in range(start + 1, end + 1):
+            if i % log_interval == 0 or i == 1000:
+                steps = [[j, float(j)] for j in range(begin, i + 1)]
+                lines.append({"iteration": i, "loss": float(i), "step_losses": steps})
+                begin = i + 1
+            if i % eval_interval == 0:
+                lines.append({"iteration": i, "validation_loss": float(i)})
+        return lines
+
+    due = [float(i) for i in range(eval_interval, 1001, eval_interval)]
+    for name, lines in (("a", leg(0, 1000)), ("b", [*leg(0, 655), *leg(555, 1000)])):
+        run = read_log(write(tmp_path / name, lines))
+        assert run.curve("validation_loss") == [(i, i) for i in due]
+        assert run.curve("loss")[-1][1] == 1000.0
+
+
 def test_a_loss_that_was_not_finite_leaves_a_gap(tmp_path):
     log = write(tmp_path / "log", [{"iteration": 1, "loss": None}, {"iteration": 2, "loss": 1.0}])
     assert read_log(log).curve("loss") == [(2, 1.0)]
@@ -84,9 +119,12 @@ def test_labels_keep_apart_and_in_their_order():
 
 def test_smoothing_keeps_a_straight_line_and_evens_out_a_saw():
     line = [(i, float(i)) for i in range(50)]
-    assert smooth(line) == [(i, pytest.approx(i)) for i in range(50)]
+    assert smooth(line)[:45] == [(i, pytest.approx(i)) for i in range(45)]
     saw = [(i, float(i % 2)) for i in range(100)]
-    assert all(0.3 < value < 0.7 for _, value in smooth(saw, share=0.1)[5:-5])
+    assert all(0.3 < value < 0.7 for _, value in smooth(saw, share=0.1)[5:])
+    assert smooth([(i, 4.0) for i in range(99)] + [(99, 99.0)])[-1][1] < 25.0
+    few = [(i, 4.0 + i % 2) for i in range(20)]
+    assert smooth(few)[-1] == (19, 4.5), "six points, not one"
 
 
 def run(*arguments):
@@ -122,6 +160,9 @@ def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, mon
     words, ids = drawn("--output", str(svg), "--axis", "tokens")
     assert {"base, train 3.50", "wide, train 3.51", "tokens", "loss, nats a token"} <= set(words)
     assert not any(name.startswith("legend") for name in ids)
+    long = [{"iteration": i, "loss": 3.0 + (i == 50)} for i in range(1, 51)]
+    write(tmp_path / "base" / "log", long)  # its last step is one of six
+    assert "base, train 3.17 (mean of 6)" in drawn("--output", str(svg))[0]
     assert "b, train 3.51" in drawn("--output", str(svg), "--names", "a", "b")[0]
     with pytest.raises(SystemExit, match="--names: 2 different names are needed, one a run"):
         drawn("--output", str(svg), "--names", "a")

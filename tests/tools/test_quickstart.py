@@ -135,7 +135,7 @@ def test_the_layout_reaches_the_trainer(monkeypatch, tp, pp, ranks, micro):
     """Flags that the trainer takes, on so many ranks; the same samples a step in every layout."""
     ran = []
     monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))
-    quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp, quiet=True)
+    quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp)
     (command,) = ran
     at = command.index("pretrain_llama.py")
     assert command[at - 2 : at] == ["--nproc-per-node", str(ranks)]
@@ -153,13 +153,45 @@ def test_records_leave_out_a_torn_line(tmp_path):
 
 
 @needs_make
-@pytest.mark.parametrize("given", ["PP=0", "TP=0", "ITERS=none"])
-def test_a_mistake_is_one_sentence(given):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("PP=0", "PP=0: it must be a whole number, 1 or more"),
+        ("ITERS=none", "ITERS=none: it must be a whole number, 1 or more"),
+        ("TP=3", "TP=3: TP is 1 or 2 here, as this small model has 2 heads of keys and values; "),
+        ("PP=7", "PP=7: PP is 1 to 6 here, as this small model has 4 layers, an embedding and a "),
+    ],
+)
+def test_a_mistake_is_one_sentence(given, said):
+    """It names what was given to make, and no flag, before anything is set up."""
     command = ["make", "check-data", given]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
     first, *rest = done.stderr.splitlines()
-    assert done.returncode == 2 and first == "make train: TP, PP and ITERS are 1 or more"
+    assert done.returncode == 2 and first.startswith(f"make train: {said}") and "--" not in first
     assert len(rest) == 1 and rest[0].startswith("make: ***")
+
+
+@pytest.mark.parametrize("tp", range(1, 9))
+def test_make_takes_the_layouts_that_the_trainer_takes(monkeypatch, tp):
+    from estimate.stages import rank_stages
+    from pretrain_llama import model_provider
+
+    ran = []
+    monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))
+    for pp in range(1, 9):
+        quickstart.launch({**quickstart.MODEL, "train-iters": 60}, tp, pp)
+        words = ran[-1][ran[-1].index("pretrain_llama.py") + 1 :]
+        try:
+            config = parse([*words, "--mock-data", "--vocab-size", "2048"], tp * pp)
+            rank_stages(config, model_provider, 0)
+            taken = True
+        except ValueError:
+            taken = False
+        assert taken == (tp in quickstart.TP and pp in quickstart.PP), (tp, pp)
+        given = [f"TP={tp}", f"PP={pp}"]
+        if shutil.which("make") and (pp > 5 or tp == pp == 1):
+            done = subprocess.run(["make", "check-data", *given], cwd=ROOT, capture_output=True)
+            assert (done.returncode == 0) == taken, given
 
 
 def text_file(folder):
@@ -208,7 +240,8 @@ def test_trains_samples_and_goes_on_where_it_was_stopped(tmp_path):
     entropy = quickstart.unigram_entropy(tmp_path / "out/tokens/heldout" / quickstart.TOKENS)
     assert loss < entropy and f"{loss:.3f}" in said and f"{entropy:.3f}" in said
     assert "tokens/s, TP 2 with sequence parallelism on 2 ranks" in said
-    assert "tokens/s, one process" in said
+    bits = [r["validation_bits_per_byte"] for r in log if "validation_bits_per_byte" in r][-1]
+    assert f"bits a byte      {bits:.3f} bits a byte of held-out text" in said
     assert (tmp_path / "out/tp2/loss.png").stat().st_size > 10_000
     assert list((tmp_path / "out/tp2/tensorboard").glob("events.*"))
 
@@ -228,6 +261,16 @@ def test_a_pipeline_trains_and_samples(tmp_path):
     assert "pipeline rank 1: " in said and "tokens/s, TP 1 x PP 2 on 2 ranks" in said
     assert (folder / "loss.png").stat().st_size > 10_000
     assert "step_00000020: 200 tokens" in said, "the sample from the pipeline's checkpoint"
+
+
+def test_the_number_that_compares_and_a_text_learnt_by_heart():
+    evaluation = {"iteration": 8, "validation_loss": 2.0, "validation_bits_per_byte": 2.0}
+    assert "2.000 bits a byte of held-out text (1.386 nats)" in quickstart.bits_line(evaluation)
+    assert quickstart.bits_line({"validation_loss": 2.0}) == ""
+    falls = [{"iteration": i, "validation_loss": 9.0 - i} for i in range(1, 5)]
+    assert quickstart.lowest(falls) == "" == quickstart.lowest([*falls, falls[-1]])
+    said = quickstart.lowest([*falls, {"iteration": 5, "validation_loss": 6.0}])
+    assert "5.000 nats a token, after iteration 4" in said and "ITERS=4 with another OUT" in said
 
 
 def test_a_second_call_says_what_it_goes_on_with_and_at_which_lr(tmp_path):

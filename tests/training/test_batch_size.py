@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from training.arguments import BatchConfig, ModelConfig, ParallelConfig
 from training.batch_size import (
     global_batch_size,
     iterations_at,
@@ -14,7 +15,7 @@ from training.batch_size import (
     total_iterations,
     total_samples,
 )
-from training.config import BatchConfig, Config, ModelConfig, ParallelConfig, UsageError
+from training.config import Config, UsageError
 
 
 def config(steps=None, **batch):

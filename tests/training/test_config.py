@@ -7,16 +7,15 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from training.config import (
+from training.arguments import (
     BatchConfig,
-    Config,
     DataConfig,
     LogConfig,
     ModelConfig,
     ParallelConfig,
     RunConfig,
-    UsageError,
 )
+from training.config import Config, UsageError
 from training.run.startup import differing
 
 MODEL = ModelConfig(num_layers=2, hidden_size=96, num_attention_heads=6, seq_length=32)

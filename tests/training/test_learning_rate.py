@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.config import BatchConfig, Config, ModelConfig, OptimizerConfig
+from training.arguments import BatchConfig, ModelConfig, OptimizerConfig
+from training.config import Config
 from training.learning_rate import Curve, at, curve_of, decoupled_learning_rate, learning_rate
 
 STYLES = ("linear", "cosine", "inverse-square-root", "WSD")

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from training.run.log import Log
-from training.untrusted import DEPTH, open_plain, parse_json, printable, read_json, read_plain
+from training.untrusted import (
+    DEPTH,
+    nothing_downloaded,
+    open_plain,
+    parse_json,
+    printable,
+    read_json,
+    read_plain,
+)
 
 BAD_JSON = [
     (b"[" * 100_000, "levels"),
@@ -119,3 +127,12 @@ def test_logs_are_their_owners_alone(tmp_path, capsys):
     config.log_json = str(tmp_path / "pipe")
     with pytest.raises(ValueError, match="--log-json .*pipe: cannot be written"):
         Log(config, **about, total_iterations=1)
+
+
+def test_a_name_on_hugging_face_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    said = nothing_downloaded("meta-llama/Llama-3.2-1B")
+    assert said.startswith("nothing is downloaded; if that is a model on Hugging Face, `hf downl")
+    for path in ("runs/mine", "/a/b", "../a", "a/b/c", "name", "a b/c", "", "a/$(x)"):
+        assert nothing_downloaded(path) == "nothing is downloaded"

@@ -20,7 +20,7 @@ from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.manifest import INDEX, STATE
 from training.checkpoint.pieces import whole
-from training.untrusted import printable
+from training.untrusted import nothing_downloaded, printable
 
 Say = Callable[[str], None]
 
@@ -65,7 +65,8 @@ def open_newest(place: Path, hashed: bool, note: Say = warn, finite: bool = True
 
     found = find_latest(place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, note=note)
     if found is None:
-        raise CheckpointError(f"{place}: there is no checkpoint")
+        why = nothing_downloaded(place)
+        raise CheckpointError(f"{place}: there is no checkpoint ({why})")
     return found
 
 

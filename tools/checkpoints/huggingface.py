@@ -19,6 +19,7 @@ from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
+from tools.checkpoints.auto_tokenizer import auto_tokenizer
 from tools.checkpoints.copy import attached, check_empty, from_hf, open_newest, stream
 from training.checkpoint import Checkpoint, parameter_pieces
 from training.checkpoint import save as save_checkpoint
@@ -34,6 +35,7 @@ from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.pieces import into_files
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in
+from training.untrusted import nothing_downloaded
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 
@@ -73,7 +75,8 @@ def exported_tokenizer(
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Return the tokenizer's files for an export, and the ids for its config.json.
 
-    given: --tokenizer. The files have the names that Hugging Face looks for. The ids of a model
+    given: --tokenizer. The files have the names that Hugging Face looks for, and those that
+    transformers.AutoTokenizer reads are added where they are missing. The ids of a model
     that was imported are kept; else they are the tokenizer's own. Raises ValueError.
     """
     state = found.state if given is None else {}
@@ -91,6 +94,7 @@ def exported_tokenizer(
         tokenizer = tokenizer_in(state, str(directory), sizes.get("vocab_size"))
         if tokenizer is not None:
             ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
+            extra |= auto_tokenizer(extra, tokenizer)
     if ids and "generation_config.json" not in extra:
         known = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
         extra["generation_config.json"] = json.dumps(known, indent=2).encode()
@@ -103,7 +107,7 @@ def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
     own: the file of a fork, here and in `export_hf`.
     """
     if not source.is_dir():
-        raise ValueError(f"--from-hf {source} is not a directory")
+        raise ValueError(f"--from-hf {source} is not a directory ({nothing_downloaded(source)})")
     found = HuggingFaceDirectory(source, partial(from_hf, own=own))
     file = model_file_of(found.config, own=own)
     config = read_sizes(file, found.config)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mpu.comm.transport import Axis, Label
+from mpu.module_tracker import FORWARD, MAIN_GRAD, RECOMPUTE, ModuleTracker, Site, site
 from mpu.pipeline.engine import Parcel
 from pretrain_llama import LlamaRun
 from tools.explainer.ops import (
@@ -20,16 +21,17 @@ from tools.explainer.ops import (
     COPIES,
     MATMULS,
     UNWRITTEN,
-    WGRAD,
-    Layers,
+    WGRAD_MATMUL,
     Operation,
+    matmul_in,
     memory,
-    site,
+    name_of,
 )
 from tools.explainer.zero import Buckets
 from training.faults.monitor import FailureMonitor
 
 MESSAGES = ("send", "receive")
+BUCKETS = ("mpu/zero/", "mpu/optim/")  # lines that work on buckets
 
 
 class Place(NamedTuple):
@@ -119,7 +121,7 @@ class Explainer:
         self.before: list[Seen] = []
         self.actions: list[str] = []
         self.buckets: Buckets | None = None  # once there is a run
-        self.layers: Layers | None = None  # once there is a run
+        self.layers: ModuleTracker | None = None  # once there is a run
         self.monitor = Actions(self._begins)
         self.done: list[str] = []  # operations in order
         self.maker: dict[int, str] = {}  # memory -> what wrote it last
@@ -128,7 +130,9 @@ class Explainer:
 
     def know(self, run: LlamaRun) -> None:
         """Follow the layers of a run, and count its gradients as they are done."""
-        self.layers, self.buckets = Layers(run.model, run.engine.queue), Buckets(run)
+        self.buckets = Buckets(run)
+        readers = {MAIN_GRAD: self.buckets.ready}
+        self.layers = ModuleTracker(run.model, run.engine.queue, run.sink, readers)
 
     def begin(self, micro_batches: int) -> None:
         """Begin the step to be printed; keep only collectives that are still on their way."""
@@ -185,12 +189,12 @@ class Explainer:
 
     def _place(self, label: Label | None) -> Place:
         """Return the place that a label names; without a label, the layer that runs."""
-        here, layers = site(), self.layers
+        here, layers = _site(), self.layers
         running = layers.running() if layers else ""
         back = layers is not None and layers.in_backward
         who, phase = label or Label(None, "backward" if back else "forward")
-        if phase == "forward" and back:
-            phase = "recompute"
+        if phase == FORWARD and back:
+            phase = RECOMPUTE
         bucket = self.buckets.number(who) if self.buckets else None
         if bucket is not None:
             during = f"{running} ({here.use})" if running else ""
@@ -201,7 +205,7 @@ class Explainer:
             name = f"stage {who.stage}'s {'activation' if who.kind == 'F' else 'gradient'}"
             name += f" {who.micro_batch}"
         else:
-            name = (layers.names.get(id(who)) if layers else None) or running or here.name
+            name = (layers.names.get(id(who)) if layers else None) or running or name_of(here)
         if here.call:
             self._called_at[name] = here.call
         call = here.call or f"{self._called_at.get(name, name)} (backward)"
@@ -209,7 +213,7 @@ class Explainer:
 
     def waits_at(self, place: Place) -> str:
         """Return where the result of a call at `place` is waited for: a layer or a line."""
-        here, running = site(), self.layers.running() if self.layers else ""
+        here, running = _site(), self.layers.running() if self.layers else ""
         if place.bucket is not None and running:
             return f"{running} ({here.use})"
         return here.call or f"{self._called_at.get(place.layer, place.layer)} (backward)"
@@ -228,19 +232,24 @@ class Explainer:
             return self.finishing[-1].result
         if name.startswith("c10d::"):  # torch.distributed's own
             return self.events[-1].result
-        short, kind = name.strip("_"), self.layers.kind
+        short, kind = name.strip("_"), matmul_in(self.layers.phase)
         if name in COPIES:
             return self.maker.get(read[0], short)
-        if short in ADDS and kind == WGRAD:  # into a main gradient of another dtype
+        if short in ADDS and kind == WGRAD_MATMUL:  # into a main gradient of another dtype
             for maker in (self.maker.get(place, "") for place in read):
-                if maker.startswith(WGRAD):
+                if maker.startswith(WGRAD_MATMUL):
                     return maker
-        here, layer = site(), self.layers.running()
-        bucket = self.buckets.holding(operation.written) if here.in_zero else None
+        here, layer = _site(), self.layers.running()
+        bucket = self.buckets.holding(operation.written) if here.call.startswith(BUCKETS) else None
         if bucket is not None:
             layer = f"bucket {bucket}"
-        what, layer = kind if short in MATMULS else short, layer or here.name
+        what, layer = kind if short in MATMULS else short, layer or name_of(here)
         story = f"{what} of {layer}" if layer else f"autograd's {what}"
         if not short.startswith(UNWRITTEN):
             self.done.append(story)
         return f"{story} ({here.call})" if here.call else story
+
+
+def _site() -> Site:
+    """Return the current site; a line of autograd's engine is nobody's."""
+    return site(autograd=False)

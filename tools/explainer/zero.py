@@ -6,8 +6,9 @@ from collections.abc import Collection
 from textwrap import wrap
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from mpu.module_tracker import Event
 from mpu.zero.layout import block_of
 from pretrain_llama import LlamaRun
 
@@ -23,18 +24,16 @@ class Buckets:
     """The buckets of a run, and which gradients are done since `begin`."""
 
     def __init__(self, run: LlamaRun) -> None:
-        self.sink, done = run.sink, run.sink.register_grad_ready
+        self.sink = run.sink
         self.place = {id(bucket): i for i, bucket in enumerate(run.sink.buckets)}
         named = run.model.named_parameters(remove_duplicate=False)
         self._uses = Counter(id(param) for _, param in named)  # in a micro-batch
         self._given: Counter[int] = Counter()  # gradients that are done
         self._micro_batches = 1
 
-        def noted(param: nn.Parameter) -> None:
-            self._given[id(param)] += 1
-            done(param)
-
-        run.sink.register_grad_ready = noted  # type: ignore[method-assign]
+    def ready(self, event: Event) -> None:
+        """Count a gradient that is done."""
+        self._given[id(event.of)] += 1
 
     def begin(self, micro_batches: int) -> None:
         """Begin a step, in which no gradient is done yet."""

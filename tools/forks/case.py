@@ -16,6 +16,7 @@ from estimate.meta import meta_hint
 from model.load import load_model_file, of_checkpoint
 from mpu.comm.collectives import all_gather
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.module_tracker import OUTPUT, Event, ModuleTracker
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
 from pretrain_llama import LlamaRun, run_schedule, train_step
@@ -215,24 +216,18 @@ def forward(run: LlamaRun) -> tuple[float, dict[str, list[float]]]:
     """
     seen: dict[str, list[float]] = {}
 
-    def keep(name: str, result: object) -> None:
-        first = result[0] if isinstance(result, tuple) and result else result
-        if isinstance(first, Tensor) and first.is_floating_point():
-            x, old = first.detach().double(), seen.get(name, [0.0, 0.0])
-            seen[name] = [old[0] + x.abs().sum().item(), old[1] + x.square().sum().item()]
+    def keep(event: Event) -> None:
+        if event.name and event.tensors and event.tensors[0].is_floating_point():
+            x, old = event.tensors[0].detach().double(), seen.get(event.name, [0.0, 0.0])
+            seen[event.name] = [old[0] + x.abs().sum().item(), old[1] + x.square().sum().item()]
 
-    hooks = [
-        module.register_forward_hook(lambda _m, _i, result, name=name: keep(name, result))
-        for name, module in run.model.named_modules()
-        if name
-    ]
+    tracker = ModuleTracker(run.model, run.engine.queue, run.sink, {OUTPUT: keep})
     try:
         batches = batches_of(run, 0)
         schedule = forward_only(run.schedule(len(batches)))
         total = run_schedule(run, schedule, batches, 1, "of a forward pass")
     finally:
-        for hook in hooks:
-            hook.remove()
+        tracker.close()
     return (total[0] / total[1]).item() if total[1] else 0.0, seen
 
 

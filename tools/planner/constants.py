@@ -39,9 +39,9 @@ TIME = {
     "network_share": Constant(0.7, 0.1, 0.97, "share of the network cards, between two nodes"),
     "network_decay": Constant(0.1, 0.001, 0.5, "power by which more nodes lower that share"),
     "network_step": Constant(
-        5e-5, 1e-6, 3e-3, "seconds that a collective needs for each node more"
+        1.4e-5, 1e-6, 3e-3, "seconds of a collective for each rank more, in a group over nodes"
     ),
-    "link_step": Constant(3e-6, 5e-7, 5e-5, "seconds that a collective needs for each rank more"),
+    "link_step": Constant(3e-6, 5e-7, 5e-5, "the same, in a group within a node"),
     "collective_start": Constant(2e-5, 1e-6, 2e-4, "seconds that each collective needs"),
     "tp_backward": Constant(5.0, 2.0, 6.0, "transfers of activations that backward shows, of 6"),
     "host_layer": Constant(3e-3, 1e-5, 2e-2, "seconds of the host for F and B of a layer, tp 1"),
@@ -88,7 +88,6 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         logit_bytes=60, accumulate_bytes=10, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         sum_whole=1.0, update_whole=16,  # norm, clip and zero of float32 gradients
         work_gib=0.1,
-        network_step=5e-4,  # where a fit starts: from 5e-5 it ends in a worse place
     ),
     "megatron-deepspeed": dict(
         hidden_bytes=22, inner_bytes=8, ffn_bytes=4, backward_bytes=1.3, scores_bytes=10,
@@ -121,7 +120,7 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         hidden_bytes=14, inner_bytes=6, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=25, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         host_layer=4e-4, host_layer_tp=8e-4, host_stage=2e-4, sum_hidden=0.8, sum_hidden_0=0.8,
-        sum_calls=0.1, message_start=5e-5, message_exposed=0.3, network_step=5e-5, jitter=0.005,
+        sum_calls=0.1, message_start=5e-5, message_exposed=0.3, network_step=1.4e-5, jitter=0.005,
         gather_exposed=0.3, sharp=8.0, float8_bytes=6,  # one more read, for a scale
     ),
     "megatron": dict(

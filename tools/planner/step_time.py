@@ -79,7 +79,7 @@ def collective(
     inside = c["link"] * c["link_share"]
     network = r.network * c["network_share"] / np.maximum(1.0, blocks) ** c["network_decay"]
     bus = np.where(blocks > 1, np.minimum(inside, network * members), inside)
-    steps = np.where(blocks > 1, blocks - 1, 0) * c["network_step"] + (members - 1) * c["link_step"]
+    steps = (size - 1) * np.where(blocks > 1, c["network_step"], c["link_step"])
     time = (c["collective_start"] + steps) * calls + bytes_ * (size - 1) / size / bus
     return np.where(size > 1, time, 0.0)
 

@@ -105,9 +105,15 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
         need = f"{plans.bytes[least] / 1e9:.1f} GB: {plans.layouts[least].flags()}"
         lines.append(f"none fits {plans.limit / 1e9:.1f} GB; least with {need}")
         return lines
-    head = ("", "tp", "cp", "pp", "v", "schedule", "dp", "b", "m", "zero", "again", "overlap",
-            "dtype", "step s", "simulated", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed",
-            "bound by", "GPU-hours")  # fmt: skip
+    head = ("", "tp", "cp", "pp", "stages", "schedule", "dp", "b", "m", "zero", "recompute",
+            "overlap", "dtype", "step s", "simulated", "tokens/s/GPU", "MFU", "GB", "bubble",
+            "exposed", "bound by", "GPU-hours")  # fmt: skip
+    lines.append(
+        "stages: of a rank; b: sequences of a micro-batch; m: micro-batches of a step; zero: ZeRO "
+        "stage; recompute: what backward runs again; overlap: how tp's transfers travel; step s: "
+        "by formulas; simulated: the same by playing each action of the pipeline; GB: of the "
+        "fullest rank; exposed: transfers that nothing hides"
+    )
     rows: list[Sequence[str]] = [head]
     for number, n in enumerate(best, 1):
         each, parts = plans.layouts[n], breakdown(plans, n)
@@ -140,7 +146,7 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
 
 
 VARIED = {  # of a row's layouts: what differs, and how a table calls it
-    "tp": "tp", "cp": "cp", "pp": "pp", "virtual": "v", "schedule": "schedule",
+    "tp": "tp", "cp": "cp", "pp": "pp", "virtual": "stages", "schedule": "schedule",
     "micro_batch": "b", "zero": "zero", "overlap": "overlap",
 }  # fmt: skip
 
@@ -157,7 +163,7 @@ def variants_of(plans: Plans, top: int) -> list[str]:
         for name, word in VARIED.items():
             found = sorted({getattr(e, name) for e in each})
             told.append(f"{word} {'/'.join(map(str, found))}")
-        told.append(f"again {'/'.join(sorted({kept(e) for e in each}))}")
+        told.append(f"recompute {'/'.join(sorted({kept(e) for e in each}))}")
         fastest = plans.layouts[row.fastest].flags()
         lines.append(f"{number}  {len(each)}: {', '.join(told)}")
         if row.fastest != row.first:

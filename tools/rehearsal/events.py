@@ -15,12 +15,16 @@ class Where(NamedTuple):
     phase: "forward", "backward", "wgrad", "grad sum", "gather", "update", ... layer: the innermost
     module's name in the model, such as "layers.3.mlp.down"; "" outside of all. part: "norm",
     "rope", "swiglu", "attention", "loss", "embedding", "linear", "wgrad", "optimizer" or "glue".
+    function: the innermost torch.autograd.Function, such as "AllGatherMatmul" in its forward and
+    "AllGatherMatmul.backward" in its backward. again: inside of a recomputed region's forward.
     """
 
     phase: str = ""
     layer: str = ""
     part: str = "glue"
     place: str = ""
+    function: str = ""
+    again: bool = False
 
 
 class Launch(NamedTuple):
@@ -107,13 +111,15 @@ class Wait(NamedTuple):
 class HostWait(NamedTuple):
     """The host waits: for an event, or for all of a stream (event -1), or of the device (both -1).
 
-    reads: "" or what it reads then, such as "aten::item".
+    reads: "" or what it reads then, such as "aten::item". made: the line that made the host's side
+    of a copy.
     """
 
     event: int
     stream: int
     reads: str
     where: Where
+    made: str = ""
 
 
 class Polled(NamedTuple):

@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpu.module_tracker import ROOT
 from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
-from tools.rehearsal.loop_rules import grown, unread
+from tools.rehearsal.loop_rules import for_nothing, grown, not_given_back, unread
 from tools.rehearsal.order import Finding, order
 from tools.rehearsal.overlap_rules import not_hidden
-from tools.rehearsal.places import ROOT
 from tools.rehearsal.roofline import MATMULS, short_name
-from tools.rehearsal.step_rules import in_whole_step
-from tools.rehearsal.traffic_rules import unlike_formulas
-from tools.rehearsal.work_rules import loss_scale, work_of_layers
+from tools.rehearsal.step_rules import in_whole_step, unplaced
+from tools.rehearsal.traffic_rules import one_way, unlike_formulas
+from tools.rehearsal.work_rules import loss_scale, stand_ins, work_of_layers
 from tools.rehearsal.write_rules import unwritten
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ ON_HOST = (
     "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/",
     "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
     "mpu/layers/packed_seq_params.py", "mpu/layers/attention/exchange.py",
-    "mpu/activation_offload.py", "estimate/",
+    "mpu/host_memory.py", "mpu/activation_offload.py", "estimate/",
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
 MIXES = {
@@ -65,6 +65,7 @@ MIXES = {
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
 # what ranks sum in float64 in any run
 IN_DOUBLE = ("optimizer: norm", "train_step: loss sum", "auxiliary_loss: loss sum")
+SUMS = (": grad sum", ": forward", ": backward", ": wgrad")  # the ends of their labels
 HOST_IN_DOUBLE = ("mpu/layers/rope.py",)  # the angles of RoPE
 PROMOTES = ("aten::add_", "aten::cat", "aten::stack")  # what meets a float64 number
 WIDER = (
@@ -72,7 +73,20 @@ WIDER = (
     "aten::_fused_adamw_",
 )  # fmt: skip
 # rules of a step that went through
-OF_STEPS = (unlike_formulas, unwritten, grown, not_hidden, work_of_layers, loss_scale, unread)
+OF_STEPS = (
+    one_way,
+    unlike_formulas,
+    unwritten,
+    grown,
+    not_hidden,
+    work_of_layers,
+    loss_scale,
+    unread,
+    not_given_back,
+    for_nothing,
+    stand_ins,
+    unplaced,
+)
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -108,12 +122,17 @@ def in_step(seen: "Rehearsed") -> Iterator[Finding]:
         if type(event) is HostWait and not may_wait(event.where.place):
             what = f"the host waits for the device ({event.reads or 'synchronize'}) in a step"
             through = recorder.chains.get(index, ())
-            yield Finding("host read", event.where.place, what, "", through)
+            yield Finding("host read", event.where.place, what, event.made, through)
         elif type(event) is Launch:
             for kind, what in wrong(event, narrow):
                 made = [recorder.born.get(n, "") for n in (*event.read, *event.written)]
                 also, through = (*made, "")[0], (*made, *event.host)
+                through += recorder.chains.get(index, ())
                 yield Finding(kind, event.where.place, what, also, through)
+        elif type(event) is Transfer and event.op not in operations(event):
+            what = f"{event.label} over {event.axis} reduces by {event.op or 'SUM'}, not by "
+            what += operations(event)[0]
+            yield Finding("reduction", event.where.place, what, "", recorder.chains.get(index, ()))
         elif type(event) is Transfer and event.label in IN_DOUBLE and event.dtype != "float64":
             what = f"{event.verb} over {event.axis} of {event.dtype}, which is summed in float64"
             yield Finding("dtype", event.where.place, what, "", recorder.chains.get(index, ()))
@@ -123,6 +142,15 @@ def in_step(seen: "Rehearsed") -> Iterator[Finding]:
                     what = f"{event.verb} over {event.axis} of {event.dtype} in a {narrow} run"
                     through = recorder.chains.get(index, ())
                     yield Finding("dtype", event.where.place, what, "", through)
+
+
+def operations(event: Transfer) -> tuple[str, ...]:
+    """Return what a transfer's reduction may compute; the first is what it should."""
+    if event.verb not in ("all_reduce", "reduce_scatter"):
+        return (event.op,)
+    if event.label.endswith("float8 scales"):
+        return ("MAX",)
+    return ("SUM", "") if event.label.endswith(SUMS) else (event.op,)
 
 
 def may_wait(place: str) -> bool:

@@ -28,7 +28,7 @@ from tools.rehearsal.events import (
 from tools.rehearsal.order import Finding
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.roofline import host_seconds
-from training.config import ParallelConfig
+from training.arguments import ParallelConfig
 from training.run.cuda_graph import INPUTS, eager
 
 WORDS = re.compile(r"(?:F|B|BW) chunk 0 micro-batch (\d+) .*of iteration (\d+)")

@@ -237,6 +237,12 @@ class Distributed:
         group = self._of(group)
         name = str(op).removeprefix("RedOpType.") if op is not None else ""
         over = group.communicator(self.recorder)
+        for x in (*read, *written):
+            if not x.is_contiguous():  # as ProcessGroupNCCL's check of a collective's tensors
+                made = self.recorder.birthplace(x)
+                what = f"NCCL: Tensors must be contiguous ({verb} over {self.trace_axis} of "
+                what += f"{tuple(x.shape)} with strides {x.stride()}"
+                raise RuntimeError(what + (f", made at {made})" if made else ")"))
         work = self._start(verb, over, -1, read, written, tensor, op=name, away=away)
         if async_op:
             return work
@@ -250,6 +256,14 @@ class Distributed:
         pair = () if self.batch >= 0 else tuple(sorted((self.rank, peer)))
         over = group.communicator(self.recorder, pair)
         read, written = ((tensor,), ()) if verb == "send" else ((), (tensor,))
+        if not tensor.is_contiguous():  # NCCL carries the bytes in memory's order, and warns
+            lines = self.recorder.lines()
+            what = (
+                f"{verb} of {tuple(tensor.shape)} with strides {tensor.stride()}: NCCL takes its "
+            )
+            what += "bytes in the order of memory"
+            born = self.recorder.birthplace(tensor)
+            self.recorder.found.append(Finding("layout", lines[0], what, born, (born, *lines)))
         return self._start(verb, over, peer, read, written, tensor)
 
     def _start(

@@ -8,47 +8,75 @@ the step before. Page-locked host memory counts, too.
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tools.rehearsal.events import Action, Alloc, Free, HostUse, Launch, Transfer
+from tools.rehearsal.events import (
+    Action,
+    Alloc,
+    Call,
+    Event,
+    Free,
+    HostUse,
+    Launch,
+    Transfer,
+)
 from tools.rehearsal.order import Finding
-from tools.rehearsal.write_rules import MICRO_BATCH
+from tools.rehearsal.places import beginning
+from tools.rehearsal.record import RECOMPUTED
+from tools.rehearsal.write_rules import MICRO_BATCH, SHAPED
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
 
 SUMS = "the gradient sums"
 FED = "training/data/batch.py"
+CARRIER = "mpu/activation_offload.py"
+SETS = (*SHAPED, "zero_", "fill_", "zeros", "full")  # what they make is no result
+LARGE = 1 << 12  # bytes of a result
 
 
 def grown(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the lines whose memory lives on in the last step, more with each."""
-    events = seen.recorder.events
-    sums = (
-        i for i in range(seen.first, len(events))
-        if type(event := events[i]) is Action and event.words.startswith(SUMS)
-    )  # fmt: skip
-    end = next(sums, len(events))
     held = set(seen.kinds())
     lives: dict[int, tuple[str, int]] = {}  # what a micro-batch began: its line and number
-    now = -1
-    for index in range(seen.first, end):
-        event = events[index]
-        if type(event) is Action:
-            said = MICRO_BATCH.match(event.words)
-            now = int(said[1]) if said else -1
-        elif type(event) is Alloc and now >= 0 and event.storage not in held:
+    now, said = -1, set[str]()
+    last = {of: index for index, of in actions(seen) if of >= 0}  # of each, its last action
+    over: list[int] = []
+    for index in range(seen.first, len(seen.recorder.events)):
+        event = seen.recorder.events[index]
+        if type(event) is Alloc and now >= 0 and event.storage not in held:
             lives[event.storage] = line_of(seen, event), now
         elif type(event) is Free:
             lives.pop(event.storage, None)
-    left: dict[str, set[int]] = {}
-    for place, micro_batch in lives.values():
-        left.setdefault(place, set()).add(micro_batch)
-    for place, some in left.items():
-        if len(some) > 2:  # the last backward's are freed by the next one
-            what = f"memory of {len(some)} micro-batches lives when their step is over"
-            yield Finding("leak", place, what, "", ways(seen, place))
+        elif type(event) is Action:
+            over += [now] if now >= 0 and last[now] < index and now not in over else []
+            left: dict[str, set[int]] = {}
+            for place, micro_batch in lives.values() if len(over) > 3 else ():
+                if micro_batch in over[:-1]:  # the last backward's are freed by the next one
+                    left.setdefault(place, set()).add(micro_batch)
+            for place, some in left.items():
+                if len(some) > 2 and place not in said:
+                    said.add(place)
+                    what = f"memory of {len(some)} micro-batches lives when they are over"
+                    yield Finding("leak", place, what, "", ways(seen, place))
+            if event.words.startswith(SUMS):
+                break
+            now = micro_batch_of(event)
     yield from steps(seen, held)
+
+
+def micro_batch_of(event: Action) -> int:
+    """Return the micro-batch of an action, or -1."""
+    said = MICRO_BATCH.match(event.words)
+    return int(said[1]) if said else -1
+
+
+def actions(seen: "Rehearsed") -> Iterator[tuple[int, int]]:
+    """Yield the index and the micro-batch, or -1, of each action of the last step."""
+    for index in range(seen.first, len(seen.recorder.events)):
+        event = seen.recorder.events[index]
+        if type(event) is Action:
+            yield index, micro_batch_of(event)
 
 
 def steps(seen: "Rehearsed", held: set[int]) -> Iterator[Finding]:
@@ -104,7 +132,11 @@ def line_of(seen: "Rehearsed", event: Alloc) -> str:
 
 
 def ways(seen: "Rehearsed", place: str) -> tuple[str, ...]:
-    """Return the lines that led to a line, of one storage that began there."""
+    """Return the lines that led to a line: in the last step, or of a storage that began there."""
+    for index, event in numbered(seen):
+        if type(event) is Launch and event.where.place == place:
+            if index in seen.recorder.chains:
+                return seen.recorder.chains[index]
     return seen.recorder.led.get(place, ())
 
 
@@ -137,3 +169,121 @@ def unread(seen: "Rehearsed") -> Iterator[Finding]:
         name = seen.script.__file__.rpartition("/")[2] if seen.script.__file__ else ""
         own = next((line for line in forward if line.startswith(name)), place)
         yield Finding("unread", own, "a part of the batch is read by nothing in a step", place)
+
+
+def not_given_back(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the memory that lives where the flags free it: what is recomputed, what went to host
+    memory, and whole gradients after their sum.
+    """
+    ends = {e.storage: i for i, e in numbered(seen) if type(e) is Free}
+    yield from recomputed_again(seen, ends)
+    yield from carried_away(seen, ends)
+    yield from after_sums(seen, ends)
+
+
+def numbered(seen: "Rehearsed") -> Iterator[tuple[int, Event]]:
+    """Yield the last step's events with their indices."""
+    return enumerate(seen.recorder.events[seen.first :], seen.first)
+
+
+def recomputed_again(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
+    """Yield lines whose memory outlives the forward of what is recomputed, but for its output."""
+    calls, begun = 0, dict[int, Alloc]()
+    for index, event in numbered(seen):
+        if type(event) is Call and event.name == RECOMPUTED:
+            calls += 1
+        elif type(event) is Alloc and event.where.again and event.where.phase == "forward":
+            begun[event.storage] = event
+        elif type(event) is Action:
+            alive = [one for n, one in begun.items() if ends.get(n, len(ends) + (1 << 62)) > index]
+            if calls and len(alive) > 2 * calls:
+                places = Counter(line_of(seen, one) for one in alive)
+                place, count = places.most_common(1)[0]
+                what = (
+                    f"{len(alive)} storages of {calls} recomputed parts, {count} of them of this "
+                )
+                what += "line, live on after their forward, which backward runs again"
+                yield Finding("leak", place, what, "", ways(seen, place))
+                return
+            calls, begun = 0, {}
+
+
+def carried_away(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
+    """Yield whether activations live on the device until backward, though they were copied away."""
+    gone: dict[int, int] = {}
+    for index, event in numbered(seen):
+        if type(event) is Launch and event.where.place.startswith(CARRIER):
+            if event.op == "memcpy DtoH":
+                gone.update(dict.fromkeys(event.read, index))
+            elif event.op == "memcpy HtoD":
+                for number, at in gone.items():
+                    if seen.recorder.sizes.get(number) and ends.get(number, index) >= index:
+                        from mpu.activation_offload import _Unit
+
+                        what = f"{seen.recorder.sizes[number]:,} bytes that were copied to host "
+                        what += "memory live on the device until they come back"
+                        place = seen.recorder.events[at].where.place  # type: ignore[union-attr]
+                        lines = seen.recorder.chains.get(at, ())
+                        yield Finding("leak", beginning(_Unit.leave), what, place, lines)
+                        return
+                gone.clear()
+
+
+def after_sums(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
+    """Yield whether whole gradients live on when their owners have the sums, from stage 2 on."""
+    from mpu.zero.bucket import ParamAndGradBucket
+
+    recorder = seen.recorder
+    update = next(
+        (i for i, e in numbered(seen) if type(e) is Action and e.words.startswith("the update")),
+        len(recorder.events),
+    )
+    for index, event in numbered(seen):
+        bucket: Any = type(event) is Transfer and recorder.asked.get(event.id)
+        if not isinstance(bucket, ParamAndGradBucket) or bucket.reduction.zero_stage < 2:
+            continue
+        assert type(event) is Transfer
+        if not event.label.endswith(": grad sum") or event.axis != bucket.reduction.shard.name:
+            continue
+        for number in event.read:
+            if ends.get(number, update) >= update:
+                born = recorder.born.get(number, "")
+                what = f"{event.bytes:,} bytes of whole gradients (made at {born}) live until the "
+                what += "update; their owners have the sums"
+                place = beginning(ParamAndGradBucket._close_grad)
+                lines = (*recorder.chains.get(index, ()), *ways(seen, born))
+                yield Finding("leak", place, what, born, lines)
+                return
+
+
+def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the launches with large results that nothing reads, and nothing keeps."""
+    events, held = seen.recorder.events, set(seen.kinds())
+    for bucket in seen.run.sink.buckets:
+        for x in (bucket.weights, bucket.param_shard, bucket.grad, bucket.grad_shard):
+            if x is not None:
+                held.add(seen.recorder.live.get(x.untyped_storage()._cdata, (-1,))[0])
+    made: dict[int, int] = {}  # storage: who wrote it last
+    for index, event in numbered(seen):
+        if isinstance(event, (Launch, Transfer, HostUse)):
+            for number in event.read:
+                made.pop(number, None)
+        if type(event) is Launch and event.op.rpartition("::")[2] not in SETS:
+            size = max((seen.recorder.sizes.get(n, 0) for n in event.written), default=0)
+            again = event.where.phase == "recompute"  # it runs to the end of what it runs again
+            if size >= LARGE and held.isdisjoint(event.written) and not again:
+                made.update(dict.fromkeys(event.written, index))
+    said = set[str]()
+    for index in dict.fromkeys(made.values()):
+        launch = events[index]
+        assert type(launch) is Launch
+        if any(made.get(number) != index for number in launch.written):
+            continue  # of several results one is read
+        place = launch.where.place
+        if place not in said and launch.written:
+            said.add(place)
+            what = (
+                f"{launch.op} reads and writes {launch.bytes:,} bytes, and nothing reads what it "
+            )
+            what += "makes"
+            yield Finding("for nothing", place, what, "", seen.recorder.chains.get(index, ()))

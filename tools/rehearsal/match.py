@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 
 from tools.rehearsal.events import Event, HostWait, Record, Transfer, Wait
 from tools.rehearsal.order import Finding
+from tools.rehearsal.record import Recorder
 
 MESSAGES = ("send", "receive")
 MATCHED = (Transfer, Record, Wait, HostWait)  # the events that are needed
+Chains = dict[tuple[str, str], tuple[str, ...]]  # a place and a verb: the lines that led there
 OVER = {"send": "receive", "receive": "send"}
 
 
@@ -116,14 +118,17 @@ class Rank:
 class World:
     """All ranks, and what was found."""
 
-    def __init__(self, records: Sequence[Sequence[Event]]) -> None:
+    def __init__(self, records: Sequence[Sequence[Event]], chains: Sequence[Chains] = ()) -> None:
+        self.chains = {key: lines for one in chains for key, lines in one.items()}
         self.ranks = [Rank(number, events) for number, events in enumerate(records)]
         self.found: dict[tuple[str, str, str], Finding] = {}
         self.met: set[tuple[int, int]] = set()  # messages whose other end came: rank, transfer
 
     def note(self, kind: str, one: Transfer, what: str, other: Transfer | None) -> None:
         place, also = one.where.place, other.where.place if other else ""
-        self.found.setdefault((kind, place, also), Finding(kind, place, what, also))
+        ways = [self.chains.get((e.where.place, e.verb), ()) for e in (one, other) if e]
+        through = tuple(dict.fromkeys(line for way in ways for line in way))
+        self.found.setdefault((kind, place, also), Finding(kind, place, what, also, through))
 
     def run(self) -> list[Finding]:
         """Run all ranks until nothing moves; return what does not fit, and what is stuck."""
@@ -217,9 +222,22 @@ class World:
         return None
 
 
-def match(records: Sequence[Sequence[Event]]) -> list[Finding]:
-    """Return what does not fit among the ranks' records, in the order of the ranks."""
-    return [*World(records).run(), *crossed(records)]
+def chains_of(recorder: Recorder) -> Chains:
+    """Return the lines that led to a record's transfers."""
+    events = recorder.events
+    return {
+        (event.where.place, event.verb): lines
+        for index, lines in recorder.chains.items()
+        if index < len(events) and type(event := events[index]) is Transfer
+    }
+
+
+def match(records: Sequence[Sequence[Event]], chains: Sequence[Chains] = ()) -> list[Finding]:
+    """Return what does not fit among the ranks' records, in the order of the ranks.
+
+    chains: of each rank, the lines that led to its transfers.
+    """
+    return [*World(records, chains).run(), *crossed(records)]
 
 
 def crossed(records: Sequence[Sequence[Event]]) -> list[Finding]:

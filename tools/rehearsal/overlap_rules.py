@@ -3,22 +3,30 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tools.rehearsal.events import Launch, Transfer, Wait
+from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+from mpu.zero.weights import Gatherer
+from tools.rehearsal.events import Launch, Record, Transfer, Wait
 from tools.rehearsal.order import Finding
+from tools.rehearsal.places import beginning
+from tools.rehearsal.traffic_rules import caller
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
 
+GATHERS = "gathers of weights under the block before"
 SMALL = 1 << 12  # bytes of a copy that may be on the stream that computes
 IN_ONE_PIECE = "mpu/layers/linear_cross_entropy.py"  # its gathers and sums have no overlap
-CARRIES = ("mpu/optim/offload.py", "mpu/activation_offload.py")
+ACTIVATIONS = "mpu/activation_offload.py"
+CARRIES = ("mpu/optim/offload.py", ACTIVATIONS)
 
 
 def not_hidden(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the transfers of the last step that nothing hides, of the kinds that are hidden."""
     yield from copies(seen)
+    yield from carried(seen)
+    yield from late_sums(seen)
     events, exposed, every = seen.recorder.events, dict[str, list[int]](), Counter[str]()
     started: dict[int, tuple[int, str, int]] = {}  # transfer: index, sort, launches before
     launches = 0
@@ -43,7 +51,28 @@ def not_hidden(seen: "Rehearsed") -> Iterator[Finding]:
             assert type(event) is Transfer
             what = f"{sort}: {len(indices)} of {every[sort]} transfers have no computation between "
             what += "start and wait"
-            yield Finding("overlap", event.where.place, what, "", tuple(through))
+            starts = beginning(Gatherer._follow) if sort == GATHERS else caller(seen, indices[-1])
+            yield Finding("overlap", event.where.place, what, starts, tuple(through))
+
+
+def late_sums(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield whether sums of gradients that backward hides start when backward is over."""
+    sink, started = seen.run.sink, list[Any]()
+    if not seen.config.parallel.overlap_grad_reduce:
+        return
+    for index in range(seen.first, len(seen.recorder.events)):
+        event = seen.recorder.events[index]
+        if type(event) is not Transfer or not event.label.endswith(": grad sum"):
+            continue
+        bucket: Any = seen.recorder.asked.get(event.id)
+        first = bucket not in started  # the next ones follow it, wherever it ends
+        started.append(bucket)
+        if bucket in sink._early and event.where.phase == "grad sum" and first:
+            what = "the sum of gradients that are there starts when all backward is over"
+            through = seen.recorder.chains.get(index, ())
+            starts = beginning(ParamAndGradBuffer.register_grad_ready)
+            yield Finding("overlap", event.where.place, what, starts, through)
+            return
 
 
 def sort_of(seen: "Rehearsed", event: Transfer) -> str:
@@ -52,11 +81,13 @@ def sort_of(seen: "Rehearsed", event: Transfer) -> str:
     if label.endswith(": grad sum") and p.overlap_grad_reduce and phase != "grad sum":
         return "sums of gradients under backward" if event.verb == "reduce_scatter" else ""
     if label.endswith(": gather") and p.overlap_param_gather:
-        return "gathers of weights under the block before"
+        return GATHERS
     if label.endswith(": update") and p.overlap_param_gather:
         return "gathers of updated weights under the next forward"
     if event.axis == "tp" and event.verb == "receive":
         return ""  # it goes with a send
+    if label.endswith(": wgrad"):
+        return ""  # a deferred gradient gathers its operand, and multiplies it whole
     if event.axis == "tp" and event.verb == "send" and p.tp_comm_overlap == "ring":
         return "parts of a ring of matmuls"
     if event.axis == "tp" and label.startswith("ColumnParallelLinear: backward"):
@@ -90,4 +121,30 @@ def copies(seen: "Rehearsed") -> Iterator[Finding]:
         if type(event) is Launch and event.op.startswith("memcpy") and event.stream == 0:
             if event.where.place.startswith(CARRIES) and event.bytes:
                 what = f"{event.op} of {event.bytes:,} bytes on the stream that computes"
-                yield Finding("overlap", event.where.place, what)
+                through = seen.recorder.chains.get(index, ())
+                yield Finding("overlap", event.where.place, what, "", through)
+
+
+def carried(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the copies of activations whose end the computing stream waits for at once."""
+    marks: dict[int, tuple[int, int, str]] = {}  # event: launches before, the copy's index, its op
+    copied: dict[int, tuple[int, str]] = {}  # stream: the last copy
+    launches = 0
+    for index in range(seen.first, len(seen.recorder.events)):
+        event = seen.recorder.events[index]
+        if type(event) is Launch and event.stream == 0:
+            launches += 1
+        elif type(event) is Launch and event.op.startswith("memcpy"):
+            if event.where.place.startswith(ACTIVATIONS):
+                copied[event.stream] = index, event.op
+        elif type(event) is Record and event.stream in copied:
+            marks[event.event] = launches, *copied.pop(event.stream)
+        elif type(event) is Wait and event.stream == 0 and event.event in marks:
+            before, copy, op = marks.pop(event.event)
+            if before == launches:
+                what = f"{op} of activations has no computation between start and wait"
+                chains = seen.recorder.chains
+                through = (*chains.get(copy, ()), *chains.get(index, ()))
+                place = seen.recorder.events[copy].where.place  # type: ignore[union-attr]
+                yield Finding("overlap", place, what, event.place, through)
+                return

@@ -4,15 +4,11 @@
 import re
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-OURS = ("mpu", "model", "estimate", "training", "pretrain_llama.py")
-# what carries or multiplies is not who asks
-CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")
-# what they do, they do for a layer
-SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/optim/", "mpu/gradients.py")
+from mpu.module_tracker import path_of
+
 PARTS = {  # of a file, or of a function in it
     "mpu/activation_offload.py": "offload",
     "mpu/layers/rope.py": "rope",
@@ -40,6 +36,11 @@ def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
 
     Places that its message names come next.
     """
+    return tuple(dict.fromkeys(chain.from_iterable(traced(error, fork))))
+
+
+def traced(error: BaseException, fork: str) -> tuple[list[str], list[str]]:
+    """Return those lines, and those places."""
     lines: list[str] = []
     words = ""
     cause: BaseException | None = error
@@ -53,7 +54,7 @@ def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
         words += " ".join(["", str(cause), *getattr(cause, "__notes__", ())])
         cause = cause.__cause__ or cause.__context__
     named = re.findall(r"(?:mpu|model|training)/[\w/]+\.py:\d+|pretrain_llama\.py:\d+", words)
-    return tuple(dict.fromkeys([*lines, *named]))
+    return lines, named
 
 
 @cache
@@ -73,14 +74,11 @@ def phase_of(action: str) -> str:
     return "start" if not action else "step"
 
 
-@cache
-def path_of(file: str, fork: str) -> str:
-    """Return a file's path in the repository, or "" for one that is not the trainer's."""
-    try:
-        path = Path(file).resolve().relative_to(ROOT)
-    except ValueError:
-        return fork if file == fork else ""
-    return path.as_posix() if path.parts[0] in OURS or file == fork else ""
+def end_of(function: Callable[..., Any]) -> str:
+    """Return file:line of a function's last line, at which it returns."""
+    code = function.__code__
+    line = max(line for _, _, line in code.co_lines() if line)
+    return f"{path_of(code.co_filename, '') or code.co_filename}:{line}"
 
 
 def beginning(function: Callable[..., Any]) -> str:

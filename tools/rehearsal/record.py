@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from mpu.kernels import by_address
-from tools.explainer.ops import Layers
+from mpu.module_tracker import FORWARD, WGRAD, ModuleTracker, path_of, site
 from tools.rehearsal.events import (
     Action,
     Alloc,
@@ -34,16 +34,10 @@ from tools.rehearsal.events import (
     Where,
 )
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import (
-    CARRIERS,
-    FUNCTIONS,
-    PARTS,
-    SERVANTS,
-    path_of,
-    phase_of,
-)
+from tools.rehearsal.places import FUNCTIONS, PARTS, phase_of
 
 HOST = -1  # a stream's number
+RECOMPUTED = "_Recompute"  # the forward of mpu/recompute.py, whose inside runs again
 
 
 class Recorder:
@@ -56,8 +50,10 @@ class Recorder:
         self.device, self.fork = device, fork
         self.events: list[Event] = []
         self.stream = 0  # the current one
-        self.layers: Layers | None = None
+        self.layers: ModuleTracker | None = None
         self.action = ""
+        self.inside: list[str] = []  # the autograd functions that run, outermost first
+        self.functions: dict[str, type] = {}  # the autograd functions that ran, by name
         self.live: dict[int, tuple[int, Any]] = {}  # address of a StorageImpl -> number, reference
         self.sizes: dict[int, int] = {}  # number -> bytes
         self._storages = self._events = self._transfers = 0
@@ -82,10 +78,9 @@ class Recorder:
 
     def where(self) -> Where:
         """Return which part of the step runs, from the action, the layers and the Python stack."""
-        call, use, function = self._site()
+        call, use, function = site(self.fork)
         layers, action = self.layers, self.action
         layer = layers.running() if layers else ""
-        back = layers is not None and layers.in_backward
         phase = phase_of(action)
         part = "glue"
         if use:
@@ -94,29 +89,16 @@ class Recorder:
             if file.startswith("mpu/layers/fused"):
                 part = next((p for f, p in FUNCTIONS.items() if f in function.lower()), "glue")
         if phase in ("forward", "backward") and layers is not None:
-            if back:
-                phase = "recompute" if layers._modules else "backward"
-            if layers._works or "wgrad" in function.lower():
-                phase = part = "wgrad"
+            running = layers.phase
+            phase = phase if running == FORWARD else running
+            if running == WGRAD or "wgrad" in function.lower():
+                phase = part = WGRAD
         if phase in ("grad sum", "update"):
             part = "optimizer"
         elif call.startswith(("mpu/zero/", "mpu/optim/")) and part == "linear":
             part = "wgrad"
-        return Where(phase, layer, part, call or use)
-
-    def _site(self) -> tuple[str, str, str]:
-        """Return the innermost line outside of mpu/comm, that of a layer or above, its function."""
-        call = use = function = ""
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None:
-            path = path_of(frame.f_code.co_filename, self.fork)
-            if path and not path.startswith(CARRIERS):
-                here = f"{path}:{frame.f_lineno}"
-                call = call or here
-                if not path.startswith(SERVANTS):
-                    return call, here, frame.f_code.co_qualname
-            frame = frame.f_back
-        return call, use, function
+        inner = self.inside[-1] if self.inside else ""
+        return Where(phase, layer, part, call or use, inner, RECOMPUTED in self.inside)
 
     def place(self) -> str:
         """Return the innermost line of the product, mpu/comm included."""
@@ -319,10 +301,16 @@ class Recorder:
         self.events.append(made)
         return made
 
-    def enters(self, name: str) -> None:
-        """Note that the host enters an autograd function."""
+    def enters(self, name: str, made: type) -> None:
+        """Note that the host enters an autograd function, forward or backward; then call leaves."""
+        self.inside.append(name)
+        self.functions[made.__name__] = made
         if not self.paused:
             self.events.append(Call(name))
+
+    def leaves(self) -> None:
+        """Note that the host leaves the autograd function that it entered last."""
+        self.inside.pop()
 
     def acts(self, words: str) -> None:
         """Note that the rank begins something else."""

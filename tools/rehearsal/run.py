@@ -21,15 +21,16 @@ from estimate.model_profile import ModelProvider, model_profile
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
-from tools.explainer.ops import Layers
 from tools.explainer.trace import Actions
+from tools.rehearsal.cut_rules import Cuts
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
-from tools.rehearsal.places import CARRIERS, lines_of
+from tools.rehearsal.places import lines_of, traced
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.watch import Watch
 from training.batch_size import global_batch_size
@@ -156,6 +157,7 @@ def of_stages(
 
 def watch_functions(recorder: Recorder, patches: Patches) -> None:
     """Let the recorder see each forward and backward of a torch.autograd.Function."""
+    cuts = Cuts(recorder, patches)
     for owner, name in ((Function, "{}"), (BackwardCFunction, "{}.backward")):
         own = vars(owner)["apply"]
         is_class_method = isinstance(own, classmethod)
@@ -164,8 +166,14 @@ def watch_functions(recorder: Recorder, patches: Patches) -> None:
         def entered(self: Any, /, *args: Any, apply: Any = apply, name: str = name, **named: Any
         ) -> Any:  # fmt: skip
             made = self if isinstance(self, type) else type(self)._forward_cls
-            recorder.enters(name.format(made.__name__))
-            return apply(self, *args, **named)
+            recorder.enters(name.format(made.__name__), made)
+            try:
+                out = apply(self, *args, **named)
+                if isinstance(self, type):
+                    cuts.note(made, args, out)
+                return out
+            finally:
+                recorder.leaves()
 
         patches.replace(owner, "apply", classmethod(entered) if is_class_method else entered)
 
@@ -239,7 +247,7 @@ def rehearse(
                     try_calls(config, device, notes.append)
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
                 run = script.build(config, grid, device, monitor)
-                recorder.layers = Layers(run.model, run.engine.queue)
+                recorder.layers = ModuleTracker(run.model, run.engine.queue, run.sink)
                 with script.StopSignal() as stop:
                     script.work(run, loaders, {}, stop)
             except (UsageError, PlacementError, OSError):
@@ -258,7 +266,8 @@ def rehearse(
 
 def failed(error: BaseException, fork: str) -> Finding:
     """Return the finding that an exception is: at the innermost line of the product."""
-    lines = lines_of(error, fork)
+    lines, named = lines_of(error, fork), traced(error, fork)[1]
     place = next((line for line in lines if not line.startswith(CARRIERS)), (*lines, "")[0])
     text = " ".join(str(error).split())
-    return Finding("exception", place, f"{type(error).__name__}: {text}"[:600], "", lines)
+    also = next((line for line in named if line != place), "")
+    return Finding("exception", place, f"{type(error).__name__}: {text}"[:600], also, lines)

@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from mpu.layers.embedding import VocabParallelEmbedding
+from mpu.layers.fused import ResidualRMSNorm, RMSNorm
+from mpu.param import placement_of, tie
 from mpu.zero.reduce import sum_over_data, sum_over_extra_axes
-from tools.rehearsal.events import Transfer
+from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import beginning
+from tools.rehearsal.traffic_rules import is_own_llama
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -71,6 +75,41 @@ def unsummed(seen: "Rehearsed") -> Iterator[Finding]:
         if summed[axis] < numbers:
             what = f"{summed[axis]:,} of {numbers:,} gradients are summed over {axis} in a step"
             yield Finding("sum", place[axis], what)
+
+
+def unplaced(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the weights whose gradient is a part, by what the record shows, and not by Placement.
+
+    A norm that meets a rank's part of the tokens gives a part of the gradient of its weight, and so
+    does each end of a pipeline of the tied weights that both hold.
+    """
+    model, grid, events = seen.run.model, seen.grid, seen.recorder.events
+    batch, config = seen.config.batch, seen.config.model
+    tokens = batch.micro_batch_size * config.seq_length // grid.cp.size
+    norms = {n: m for n, m in model.named_modules() if type(m) in (RMSNorm, ResidualRMSNorm)}
+    function = beginning(sum_over_extra_axes)
+    for index in range(seen.first, len(events)):
+        event = events[index]
+        if type(event) is not Launch or event.where.layer not in norms or grid.tp.size == 1:
+            continue
+        if event.where.phase != "forward" or "norm_forward" not in event.op:
+            continue
+        weight = norms.pop(event.where.layer).weight
+        rows = math.prod(event.shapes[0]) // weight.numel()
+        over = {axis.name for axis in placement_of(weight).reduce_axes}
+        if rows * grid.tp.size == tokens and grid.tp.name not in over:
+            what = f"{event.where.layer}: each rank of tp norms {rows:,} of {tokens:,} tokens, and "
+            what += "the Placement of its weight does not say that its gradients are summed over tp"
+            through = seen.recorder.chains.get(index, ())
+            yield Finding("sum", function, what, event.where.place, through)
+    tied = not config.untie_embeddings_and_output_weights and grid.pp.size > 1
+    ends = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    ends += [m for m in model.modules() if getattr(m, "output_layer", False)]
+    for module in ends if tied and len(ends) == 1 and is_own_llama(seen) else ():
+        if grid.embd.name not in {axis.name for axis in placement_of(module.weight).reduce_axes}:
+            what = "a tied weight is held by both ends of the pipeline, and its Placement does not "
+            what += "say that its gradients are summed over embd"
+            yield Finding("sum", function, what, beginning(tie))
 
 
 def partial(seen: "Rehearsed") -> Iterator[Finding]:

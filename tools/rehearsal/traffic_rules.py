@@ -4,9 +4,14 @@
 Bytes are compared for each axis and purpose, whatever the verbs: by the ideal algorithm a
 reduce-scatter and an all-gather send what an all-reduce does, and a ring of messages what a gather
 does. A layer without the transfer that its class makes is named by the line of its matmul.
+
+A torch.autograd.Function is held against itself, too, in any model: what its forward gathers its
+backward must sum, what its forward scatters its backward must gather, and what its forward
+exchanges comes back (the pairs of mpu/comm/mappings.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mpu.layers.embedding import VocabParallelEmbedding
@@ -14,7 +19,7 @@ from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tools.explainer.formulas import apply, read_formulas
 from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning
+from tools.rehearsal.places import beginning, end_of
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -45,7 +50,11 @@ OF_ROWS = {  # words of a row of the document: its purpose
     "weights,": "weights",
     "weights of": "weights",
 }
+BACKWARD = ".backward"  # of an autograd function's name in a record
 ATTENTION = ("cp", "cp_a2a", "cp_p2p")
+CONJUGATE = {
+    "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all",
+}  # fmt: skip
 FORWARD = ("forward", "run again", "heads of k and v")
 
 
@@ -80,6 +89,49 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
             yield at_line(seen, purpose, words, indices, found < wanted)
 
 
+def one_way(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the autograd functions whose backward leaves out the conjugate of a transfer."""
+    events, recorder = seen.recorder.events, seen.recorder
+    made: dict[tuple[str, str], Counter[str]] = {}  # a function, the axis: its verbs
+    first: dict[tuple[str, str], int] = {}
+    ran: dict[str, list[int]] = {}
+    for index in range(seen.first, len(events)):
+        event = events[index]
+        if not isinstance(event, (Launch, Transfer)) or not (name := event.where.function):
+            continue
+        if name.endswith(BACKWARD):
+            ran.setdefault(name, []).append(index)
+        if type(event) is not Transfer or (purpose := purpose_of(event)) is None:
+            continue
+        if purpose[1] in ("forward", "backward", "attention"):
+            if name.endswith(BACKWARD) or event.where.phase == "forward":
+                made.setdefault((name, event.axis), Counter())[event.verb] += 1
+                first.setdefault((name, event.axis), index)
+    for (name, axis), verbs in made.items():
+        back = name + BACKWARD
+        if name.endswith(BACKWARD) or back not in ran:
+            continue
+        for verb, count in verbs.items():
+            wanted = CONJUGATE.get(verb, "")
+            done = made.get((back, axis), Counter())
+            if not wanted or done[wanted] >= count or (done["send"] and not done[wanted]):
+                continue
+            index = first[name, axis]
+            what = f"{name}: forward does {verb} over {axis} {count} times in a step, backward "
+            what += f"does {wanted} {done[wanted]} times: a gradient is not "
+            what += "summed" if wanted == "reduce_scatter" else "brought together"
+            also = events[index].where.place  # type: ignore[union-attr]
+            through = lines_of_all(seen, [*ran[back], index])
+            function: Any = recorder.functions[name]
+            yield Finding("traffic", end_of(function.backward), what, also, through)
+
+
+def lines_of_all(seen: "Rehearsed", indices: Iterable[int]) -> tuple[str, ...]:
+    """Return the lines that led to some events, each once."""
+    chains = (seen.recorder.chains.get(i, ()) for i in indices)
+    return tuple(dict.fromkeys(line for chain in chains for line in chain))
+
+
 def is_own_llama(seen: "Rehearsed") -> bool:
     """Return whether the model is the one for which the document has formulas."""
     model = seen.run.model
@@ -88,7 +140,7 @@ def is_own_llama(seen: "Rehearsed") -> bool:
 
 def purpose_of(event: Transfer) -> Purpose | None:
     """Return a transfer's axis and what it is for; None for what the document leaves out."""
-    axis, label = event.axis, event.label
+    axis, label = event.axis.removesuffix("_shard"), event.label  # of an optimizer's instance
     if event.verb == "receive" or axis in ("world", "background") or label.startswith("agreement"):
         return None
     for end, what in OF_LABELS.items():
@@ -122,14 +174,24 @@ def at_line(
 ) -> Finding:
     """Return the finding, at the line of a layer that sends nothing, or at those that send."""
     recorder, (axis, what) = seen.recorder, purpose
-    chains = [recorder.chains.get(i, ()) for i in indices]
-    through = tuple(dict.fromkeys(line for chain in chains for line in chain))
+    through = lines_of_all(seen, indices)
     if missing and axis == "tp" and what in ("forward", "backward"):
         for place, chain, layer in silent(seen, axis, what):
             return Finding("traffic", place, f"{words}: {layer} sends nothing", "", chain)
+    if missing and what == "messages":
+        return Finding("traffic", *of_stage(seen, indices, words), through)
     places = [recorder.events[i].where.place for i in indices]  # type: ignore[union-attr]
     place = max(dict.fromkeys(places), key=places.count) if places else beginning_of(axis, what)
-    return Finding("traffic", place, words, "", through)
+    also = caller(seen, indices[0]) if indices else ""
+    return Finding("traffic", place, words, also, through)
+
+
+def caller(seen: "Rehearsed", index: int) -> str:
+    """Return the line that called what an event's line is in, of those that led to it."""
+    chain = seen.recorder.chains.get(index, ())
+    place = seen.recorder.events[index].where.place  # type: ignore[union-attr]
+    at = chain.index(place) + 1 if place in chain else len(chain)
+    return (*chain[at : at + 1], "")[0]
 
 
 def silent(seen: "Rehearsed", axis: str, phase: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
@@ -143,9 +205,12 @@ def silent(seen: "Rehearsed", axis: str, phase: str) -> Iterator[tuple[str, tupl
         ("backward", RowParallelLinear): sp,
         ("backward", VocabParallelEmbedding): sp,
     }
+    modules = list(seen.run.model.named_modules())
+    head = next((name for name, one in modules if getattr(one, "output_layer", False)), "")
+    names = {id(module): name for name, module in modules}
     wanted = {
         name
-        for name, module in seen.run.model.named_modules()
+        for name, module in modules
         if any(speaks.get((phase, kind)) for kind in type(module).__mro__)
     }
     phases = ("forward", "recompute") if phase == "forward" else ("backward", "wgrad")
@@ -155,10 +220,14 @@ def silent(seen: "Rehearsed", axis: str, phase: str) -> Iterator[tuple[str, tupl
     for index in range(seen.first, len(events)):
         event = events[index]
         if type(event) is Transfer and event.axis == axis and event.where.phase in phases:
-            spoke.add(event.where.layer)
+            asks = seen.recorder.asked.get(event.id)
+            spoke.add(names.get(id(asks), event.where.layer))
         elif type(event) is Launch and event.where.phase in phases:
-            if event.where.layer in wanted and (event.flops or "embedding" in event.op):
-                matmuls.setdefault(event.where.layer, index)
+            layer = event.where.layer
+            if event.flops and event.where.function.startswith("_LinearCrossEntropy"):
+                layer = head  # which is not called
+            if layer in wanted and (event.flops or "embedding" in event.op):
+                matmuls.setdefault(layer, index)
     for layer, index in matmuls.items():
         if layer not in spoke:
             event = events[index]
@@ -166,10 +235,28 @@ def silent(seen: "Rehearsed", axis: str, phase: str) -> Iterator[tuple[str, tupl
             yield event.where.place, seen.recorder.chains.get(index, ()), layer
 
 
+def of_stage(seen: "Rehearsed", indices: list[int], words: str) -> tuple[str, str, str]:
+    """Return where a stage sends what is missing, the words, and where its input comes in.
+
+    A gradient leaves where the stage's input asked for one, in its forward.
+    """
+    from mpu.pipeline.engine import Engine, _Run
+
+    labels = Counter(seen.recorder.events[i].label.rpartition(": ")[2] for i in indices)  # type: ignore[union-attr]
+    back = labels["backward"] < labels["forward"] or seen.grid.pp.rank == seen.grid.pp.size - 1
+    run: Any = next(one for one in _Run.__mro__ if one.__module__ == Engine.__module__)
+    sends = run._backward if back else run._give
+    return beginning(sends), words, beginning(run._forward)
+
+
 def beginning_of(axis: str, what: str) -> str:
     """Return the line where what is missing would begin."""
     from mpu.comm import mappings
+    from mpu.layers.context_attention import ContextAttention
     from mpu.layers.cross_entropy import loss_of
+    from mpu.layers.float8.recipe import Float8
+    from mpu.layers.qkv import SharedHeadsLinear
+    from mpu.zero.float8_gather import Float8Gather
     from mpu.zero.norm import GlobalNorm, _Part
     from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
     from mpu.zero.reduce import sum_over_data
@@ -179,5 +266,8 @@ def beginning_of(axis: str, what: str) -> str:
         "weights": ParamAndGradBuffer.gather_weights,
         "norm": GlobalNorm.__call__ if axis == "pp" else _Part.squares,
         "softmax": loss_of,
+        "scales": Float8Gather.requantise if axis not in ("tp", "cp") else Float8.agree,
     }
-    return beginning(known.get(what, mappings._pair))
+    by_axis: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION, ContextAttention.attend)
+    by_axis["tp_kv"] = SharedHeadsLinear.whole_heads
+    return beginning(known.get(what) or by_axis.get(axis, mappings._pair))

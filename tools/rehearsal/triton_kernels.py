@@ -67,6 +67,7 @@ def install(recorder: Recorder, rank: int) -> None:
                 recorder.found.append(Finding("device", where.place, what, born, (born, *lines)))
         named = written or list(tensors.values())
         uses = recorder.uses(read, written, where, recorder.stream)
+        recorder.chain()
         recorder.events.append(
             Launch(
                 f"triton::{name}",

@@ -12,7 +12,7 @@ from estimate.storages import tensors_of
 from mpu.kernels import by_address
 from tools.rehearsal.events import HostWait, Launch, Where
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import path_of
+from tools.rehearsal.places import end_of
 from tools.rehearsal.record import Recorder
 
 NO_KERNEL = {  # they make or change tensors, and launch nothing
@@ -23,7 +23,7 @@ NO_KERNEL = {  # they make or change tensors, and launch nothing
 }  # fmt: skip
 RUN_BACKWARD = ("", "mpu/pipeline/engine.py", "mpu/recompute.py")  # where a step calls autograd
 COPIES = ("_to_copy", "copy_", "clone")
-LOOK_UPS = ("embedding", "index_add_")
+FLASH = ("_flash_attention_forward", "_flash_attention_backward")
 UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
 
@@ -122,8 +122,7 @@ class Watch(TorchDispatchMode):
             self._between(source, target, nowait, where, uses)
             return out
         flops = flops_of(func, args, kwargs, out)
-        if flops or short in LOOK_UPS or short.startswith("_fused_adam"):
-            recorder.chain()
+        recorder.chain()
         involved = {id(t): t for t in (*inputs, *outputs)}.values()
         seen: dict[tuple[int, int], int] = {}
         for t in involved:
@@ -169,6 +168,7 @@ class Watch(TorchDispatchMode):
         nbytes = target.numel() * target.element_size()
         dtype = str(target.dtype).removeprefix("torch.")
         shapes = (tuple(source.shape), tuple(target.shape))
+        recorder.chain()
         recorder.events.append(
             Launch(
                 name,
@@ -186,7 +186,9 @@ class Watch(TorchDispatchMode):
         )
         if not (nowait and getattr(host.untyped_storage(), "_weft_pinned", False)):
             how = "a copy to the host" if down else "a copy from pageable host memory"
-            recorder.events.append(HostWait(-1, recorder.stream, how, where))
+            recorder.chain()
+            made = recorder.birthplace(host)
+            recorder.events.append(HostWait(-1, recorder.stream, how, where, made))
 
     def _read(self, tensor: Tensor) -> Any:
         """Note that the host reads a number, and give it one."""
@@ -225,11 +227,9 @@ def cast_by_autograd(place: str) -> list[Finding]:
     called = place.partition(":")[0] in RUN_BACKWARD
     if not called or not isinstance(node, torch.autograd.function.BackwardCFunction):
         return []
-    code = type(node)._forward_cls.backward.__code__  # type: ignore[attr-defined]
-    line = max(line for _, _, line in code.co_lines() if line)  # where it returns
+    place = end_of(type(node)._forward_cls.backward)  # type: ignore[attr-defined]
     what = "autograd casts a gradient that this backward returns in another dtype than its input's"
-    file = path_of(code.co_filename, "") or code.co_filename
-    return [Finding("dtype", f"{file}:{line}", what)]
+    return [Finding("dtype", place, what)]
 
 
 def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
@@ -256,11 +256,20 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return 0.0
+    short = func._schema.name.rpartition("::")[2]
+    if short in FLASH:  # torch's formula takes [b, n, s, d], the operation whole rows [b, s, n, d]
+        args = [rows_last(a) for a in args]
+        kwargs = {name: rows_last(a) for name, a in kwargs.items()}
     operands = [a for a in args if not isinstance(a, torch.dtype)]  # which it takes for a shape
     flops = float(count(*operands, **kwargs, out_val=out))
     if "attention" in func._schema.name and _causal(func, args, kwargs):
         flops /= 2
     return flops
+
+
+def rows_last(x: Any) -> Any:
+    """Return a tensor [b, s, n, d] as [b, n, s, d]; anything else as it is."""
+    return x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x
 
 
 def _causal(func: Any, args: Any, kwargs: Any) -> bool:

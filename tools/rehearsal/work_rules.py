@@ -4,19 +4,24 @@
 forward    once for each micro-batch; again in backward where it is recomputed, and only there
 backward   two products of the same size: the input's gradient and the weight's
 loss       divided once, by the tokens of the global batch
+kernels    Weft's own, and no operation of torch in their place
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from mpu.layers.fused_gpu import DTYPES
 from tools.rehearsal.events import Launch
 from tools.rehearsal.order import Finding
+from tools.rehearsal.traffic_rules import is_own_llama
 from training.schedule import recomputed_layers
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
 
+STAND_INS = ("mpu/layers/fused_gpu.py", "mpu/layers/softmax_rows.py")
+COPIES = ("clone", "copy_", "_to_copy", "fill_", "zero_")
 CORE = ".attention"  # what --recompute-granularity selective runs again
 
 
@@ -108,3 +113,43 @@ def loss_scale(seen: "Rehearsed") -> Iterator[Finding]:
                     through = seen.recorder.chains.get(index, ())
                     yield Finding("scale", event.where.place, what, "", through)
                     return
+
+
+def stand_ins(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the lines where torch's operations take the place of Weft's Triton kernels.
+
+    The kernels take contiguous tensors of one dtype, and tables in the accumulation dtype; a table
+    in another one goes through several passes, and is rounded.
+    """
+    recorder, dtype = seen.recorder, seen.config.run.dtype
+    if not is_own_llama(seen) or dtype not in DTYPES or seen.config.parallel.norm_backend != "weft":
+        return
+    found: dict[str, list[int]] = {}
+    for index in range(seen.first, len(recorder.events)):
+        event = recorder.events[index]
+        if type(event) is Launch and event.where.place.startswith(STAND_INS):
+            if not event.op.startswith("triton::") and event.op.rpartition("::")[2] not in COPIES:
+                function = event.where.function
+                found.setdefault(f"{event.where.place.partition(':')[0]} {function}", []).append(
+                    index
+                )
+    for indices in found.values():
+        event, made, ways = recorder.events[indices[0]], dict[str, int](), dict[str, None]()
+        assert type(event) is Launch
+        for index in indices:
+            launch = recorder.events[index]
+            assert type(launch) is Launch
+            ways.update(dict.fromkeys(recorder.chains.get(index, ())))
+            for number in (*launch.read, *launch.written):
+                line = recorder.born.get(number, "")
+                if line and not line.startswith(STAND_INS):
+                    made[line] = recorder.sizes.get(number, 0)
+        makers = sorted(made, key=lambda line: made[line])  # a table is smaller than what meets it
+        for line in makers:
+            ways.update(dict.fromkeys((line, *recorder.led.get(line, ()))))
+        what = (
+            f"{event.op} and other operations of torch stand in for a Triton kernel, which takes "
+        )
+        what += "contiguous tensors of one dtype and tables of the accumulation dtype; what they "
+        what += f"take was made at {', '.join(makers)}"
+        yield Finding("stand-in", event.where.place, what, (*makers, "")[0], tuple(ways))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpu.comm.transport import Axis
-from tools.rehearsal.match import MATCHED, match
+from tools.rehearsal.match import MATCHED, Chains, chains_of, match
 from tools.rehearsal.run import Rehearsed
 from training.config import Config
 
@@ -27,6 +27,7 @@ class Told(NamedTuple):
     failed: bool
     made: dict[str, Any]
     text: str
+    chains: Chains
 
 
 class Exchange:
@@ -85,7 +86,9 @@ def all_ranks(
             try:
                 seen = run(replace(config, rehearse=asked), exchange)
                 events = [e for e in seen.recorder.events if isinstance(e, MATCHED)]
-                told = Told(events, seen.failure is not None, *describe(seen))
+                told = Told(
+                    events, seen.failure is not None, *describe(seen), chains_of(seen.recorder)
+                )
             except Exception as error:
                 told = error
             exchange.write(f"ended_{rank}", b"")
@@ -122,6 +125,6 @@ def together(every: list[Told], rank: int) -> tuple[dict[str, Any], str]:
         for finding in one.made["findings"]:
             found.setdefault((finding["kind"], finding["place"], finding["also"]), finding)
     if not any(one.failed for one in every):  # else the peers of what failed would seem stuck
-        for between in match([one.events for one in every]):
+        for between in match([one.events for one in every], [one.chains for one in every]):
             found.setdefault((between.kind, between.place, between.also), between._asdict())
     return {**made, "findings": list(found.values())}, text

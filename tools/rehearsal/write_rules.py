@@ -9,7 +9,7 @@ norm         what scales the update depends on the gradients of all buckets
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,14 +26,16 @@ from mpu.zero.norm import _Part
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tools.rehearsal.events import Action, HostUse, Launch, Transfer
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning
+from tools.rehearsal.places import beginning, end_of
 from tools.rehearsal.record import span
+from tools.rehearsal.traffic_rules import BACKWARD, is_own_llama
 from training.optimizer import optimizer_groups
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
 
 OVERWRITES = ("aten::copy_", "aten::zero_", "aten::fill_")
+SMALL = 1 << 16  # bytes of the numbers from which the norm is made
 ZEROES = ("aten::zero_", "aten::fill_")
 # what they make has a tensor's shape, and nothing of its values
 SHAPED = (
@@ -44,6 +46,7 @@ GIVERS: dict[type, Callable[..., Any]] = {  # what gives the gradient of a layer
     VocabParallelEmbedding: _Lookup.backward,
     RMSNorm: _RMSNorm.backward,
 }
+SUMMING = ("reduce_scatter", "all_to_all", "all_reduce")  # by one of them gradients travel
 SUMMED = "mpu/zero/bucket.py"
 MICRO_BATCH = re.compile(
     r"(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) micro-batch (\d+)"
@@ -122,6 +125,7 @@ def unwritten(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield what the last step did not write, or not from what it should."""
     writes = Writes(seen)
     yield from gradients(seen, writes)
+    yield from added_up(seen, writes)
     yield from look_ups(seen)
     yield from update(seen, writes)
     yield from dtypes(seen)
@@ -147,14 +151,59 @@ def gradients(seen: "Rehearsed", writes: Writes) -> Iterator[Finding]:
             rounds = 1 if each else count
             yield from of_param(seen, writes, name, at, found, rounds)
             given = [w for w in found if w.micro_batch >= 0 and not zeroes(writes, w)]
+            yield from more_than_once(seen, writes, name, at, given)
             if given and not any(w.at in seeded for w in given):
                 what = f"the gradient of {name} does not depend on the loss"
                 yield Finding("gradient", *at_write(writes, given[-1], what))
 
 
+def more_than_once(
+    seen: "Rehearsed", writes: Writes, name: str, at: Span, given: list[Write]
+) -> Iterator[Finding]:
+    """Yield whether a micro-batch adds a parameter's gradient more often than it is used."""
+    if not is_own_llama(seen):
+        return  # a fork may call a layer several times
+    param = dict(seen.run.model.named_parameters())[name]
+    users = [m for m in seen.run.model.modules() if param in set(m.parameters(recurse=False))]
+    nbytes = Counter[int]()
+    for write in given:
+        nbytes[write.micro_batch] += min(write.high, at[1]) - max(write.low, at[0])
+    for micro_batch, count in nbytes.items():
+        if count > len(users) * (at[1] - at[0]):
+            what = f"micro-batch {micro_batch} writes the gradient of {name} "
+            what += f"{count / (at[1] - at[0]):.3g} times; {len(users)} layer(s) give it"
+            last = [w for w in given if w.micro_batch == micro_batch][-1]
+            yield Finding("gradient", *at_write(writes, last, what))
+            return
+
+
+def added_up(seen: "Rehearsed", writes: Writes) -> Iterator[Finding]:
+    """Yield the sums of each micro-batch's gradients that are added more often than there are any.
+
+    The first one is a rank's part, the others are added to it.
+    """
+    sink = seen.run.sink
+    for i, bucket in enumerate(sink.buckets):
+        if not (sink.each and not bucket.reduce_axes and bucket.reduction.zero_stage >= 2):
+            continue
+        number, at = writes.number(bucket.grad_shard), span(bucket.grad_shard)
+        adds = [w for w in writes.to(number, at) if w.adds and in_sum(writes, w)]
+        nbytes = sum(min(w.high, at[1]) - max(w.low, at[0]) for w in adds)
+        if nbytes > (seen.micro_batches - 1) * (at[1] - at[0]):
+            what = f"{len(adds)} times something is added to the sum of bucket {i}'s gradients, in "
+            what += f"{seen.micro_batches} micro-batches of which the first one begins it"
+            yield Finding("gradient", *at_write(writes, adds[-1], what))
+
+
+def in_sum(writes: Writes, write: Write) -> bool:
+    """Return whether a write is a launch of the sum over ranks."""
+    event: Any = writes.events[write.at]
+    return type(event) is Launch and event.where.place.startswith("mpu/zero/")
+
+
 def look_ups(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the embeddings that add no rows in some micro-batch; a tied head may hide that."""
-    now, found = -1, dict[str, set[int]]()
+    now, found, apart = -1, dict[str, set[int]](), dict[int, int]()
     for index in range(seen.first, len(seen.recorder.events)):
         event = seen.recorder.events[index]
         if type(event) is Action:
@@ -162,6 +211,15 @@ def look_ups(seen: "Rehearsed") -> Iterator[Finding]:
             now = int(said[1]) if said else -1
         elif type(event) is Launch and event.op == "aten::index_add_":
             found.setdefault(event.where.layer, set()).add(now)
+            apart.update(dict.fromkeys(event.written, index))
+        elif isinstance(event, (Launch, Transfer, HostUse)):
+            for number in event.read:
+                apart.pop(number, None)
+    for index in [*apart.values()][:1]:
+        what = "the sum of the rows that an embedding adds is not added to its weight's gradient"
+        through = seen.recorder.chains.get(index, ())
+        place = beginning(ParamAndGradBuffer._complete)
+        yield Finding("gradient", place, what, beginning(GradientSink.add), through)
     for name, module in seen.run.model.named_modules():
         if isinstance(module, VocabParallelEmbedding):
             lost = set(range(seen.micro_batches)) - found.get(name, set())
@@ -189,8 +247,8 @@ def of_param(
         if inside:
             yield Finding("gradient", *at_write(writes, inside[-1], what))
         else:
-            place, through = giver(seen, name)
-            yield Finding("gradient", place, what, "", through)
+            place, also, through = giver(seen, name)
+            yield Finding("gradient", place, what, also, through)
         return
     first = min(inside, key=lambda w: w.at)
     zeroed = any(zeroes(writes, w) and w.at < first.at for w in found)
@@ -225,8 +283,10 @@ def at_write(writes: Writes, write: Write, what: str) -> tuple[str, str, str, tu
     return chain[0], what, "", chain[1:]
 
 
-def giver(seen: "Rehearsed", name: str) -> tuple[str, tuple[str, ...]]:
-    """Return where a parameter's layer gives its gradient, and the lines of its backward."""
+def giver(seen: "Rehearsed", name: str) -> tuple[str, str, tuple[str, ...]]:
+    """Return where a parameter's layer gives its gradient, where its backward ends, and the lines
+    of that.
+    """
     param = dict(seen.run.model.named_parameters())[name]
     holders = {
         at: module
@@ -235,6 +295,7 @@ def giver(seen: "Rehearsed", name: str) -> tuple[str, tuple[str, ...]]:
     }
     module = next(iter(holders.values()))
     gives = next((f for kind, f in GIVERS.items() if isinstance(module, kind)), GradientSink.add)
+    function: Any = None
     through = dict[str, None]()
     for index in range(seen.first, len(seen.recorder.events)):
         event = seen.recorder.events[index]
@@ -243,7 +304,10 @@ def giver(seen: "Rehearsed", name: str) -> tuple[str, tuple[str, ...]]:
             chunks = "head" in holders and any("linear_cross_entropy" in line for line in lines)
             if event.where.layer in holders or chunks:
                 through.update(dict.fromkeys(lines))
-    return beginning(gives), tuple(through)
+                made = event.where.function.removesuffix(BACKWARD)
+                if made != event.where.function:
+                    function = seen.recorder.functions[made]
+    return beginning(gives), end_of(function.backward) if function else "", tuple(through)
 
 
 def grad_storage(seen: "Rehearsed", writes: Writes, bucket: Any) -> int:
@@ -450,6 +514,7 @@ def scaled(
                 what = "what scales the update, or skips it, does not depend on the norm"
                 what += f" of the gradients of bucket {lost[0]}" if len(lost) < count else ""
                 place, what, _, through = at_write(writes, write, what)
+                through += made_by(writes, number, write.at)
                 yield Finding("update", place, what, beginning(_Part.squares), through)
                 return
         masked = config.data.eod_mask_loss
@@ -457,6 +522,23 @@ def scaled(
             what = "the update is not scaled by the tokens that count"
             yield Finding("update", *at_write(writes, write, what))
             return
+
+
+def made_by(writes: Writes, number: int, before: int) -> tuple[str, ...]:
+    """Return the lines of the update's launches that made a small storage, and what it came of."""
+    lines, todo, done = dict[str, None](), [(number, before)], set[tuple[int, int]]()
+    while todo:
+        storage, limit = todo.pop()
+        made = [w for w in writes.of.get(storage, ()) if w.at < limit and w.micro_batch < 0]
+        for write in made[-1:]:
+            if (storage, write.at) in done:
+                continue
+            done.add((storage, write.at))
+            event: Any = writes.events[write.at]
+            lines.update(dict.fromkeys(writes.chain(write.at)))
+            small = (n for n in event.read if writes.recorder.sizes.get(n, 0) <= SMALL)
+            todo += [(n, write.at) for n in small]
+    return tuple(lines)
 
 
 def from_norm(writes: Writes, number: int) -> bool:
@@ -490,3 +572,24 @@ def dtypes(seen: "Rehearsed") -> Iterator[Finding]:
         for segment in segments:
             for kind, x in segment.updater.state(segment.weights).items():
                 yield from wrong(x, kinds.get(kind, wide), f"{kind} of the optimizer")
+    on_wire = torch.bfloat16 if seen.config.parallel.grad_reduce_in_bf16 else main
+    yield from travelling(seen, on_wire)
+
+
+def travelling(seen: "Rehearsed", wire: torch.dtype) -> Iterator[Finding]:
+    """Yield the gradients that travel to their owners in another dtype than the flags say."""
+    recorder, wanted = seen.recorder, str(wire).removeprefix("torch.")
+    for index in range(seen.first, len(recorder.events)):
+        event = recorder.events[index]
+        if type(event) is not Transfer or not event.label.endswith(": grad sum"):
+            continue
+        bucket: Any = recorder.asked.get(event.id)
+        how = getattr(bucket, "reduction", None)
+        if how is None or event.axis != how.shard.name or event.verb not in SUMMING:
+            continue
+        if event.dtype != wanted and event.read:
+            born = recorder.born.get(event.read[0], "")
+            what = f"gradients travel in {event.dtype}, not {wanted}; they were made at {born}"
+            through = recorder.chains.get(index, ())
+            yield Finding("dtype", event.where.place, what, born, through)
+            return

@@ -13,9 +13,8 @@ from dataclasses import replace
 
 import torch
 
+from mpu.host_memory import ALIGN, HostMemory
 from training.checkpoint.pieces import NamedPiece, share
-
-ALIGN = 64  # bytes
 
 
 class Staging:
@@ -23,10 +22,9 @@ class Staging:
 
     def __init__(self, pieces: Sequence[NamedPiece]) -> None:
         mine = share(pieces)
-        pin = any(piece.tensor.is_cuda for piece in mine)
-        self._memory = torch.zeros(
-            sum(_room(piece) for piece in mine), dtype=torch.uint8, pin_memory=pin
-        )
+        on_gpu = any(piece.tensor.is_cuda for piece in mine)
+        self._host = HostMemory(on_gpu, sum(piece.nbytes + ALIGN for piece in mine))
+        self._memory = [self._host.zeros((piece.nbytes,), torch.uint8) for piece in mine]
 
     @torch.no_grad()
     def copy(self, pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
@@ -34,19 +32,14 @@ class Staging:
 
         The pieces must be those the memory was made for, as they are in every step of a run.
         """
-        copies, at = [], 0
-        for piece in share(pieces):
-            data = self._memory[at : at + piece.nbytes].view(piece.tensor.dtype).view(piece.sizes)
+        copies = []
+        for piece, memory in zip(share(pieces), self._memory, strict=True):
+            data = memory.view(piece.tensor.dtype).view(piece.sizes)
             data.copy_(piece.data(), non_blocking=True)
             copies.append(replace(piece, tensor=data, holders=(), fetch=None))
-            at += _room(piece)
-        if self._memory.is_pinned():
+        if self._host.locked:
             torch.cuda.current_stream().synchronize()
         return copies
-
-
-def _room(piece: NamedPiece) -> int:
-    return -(-piece.nbytes // ALIGN) * ALIGN
 
 
 class Background:

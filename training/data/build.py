@@ -93,7 +93,8 @@ def build_loaders(
         if data.data_path:
             why = (
                 f"--split {data.split or DEFAULT_SPLIT} gives whole documents and none to "
-                "validation: give its second number more, or --valid-data-path"
+                "validation: give its second number more, or --valid-data-path "
+                "(tools/build_corpus.py cuts a text and holds a part of it out)"
             )
         raise ValueError(
             f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: {why}"

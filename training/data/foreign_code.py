@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from training.untrusted import read_plain
+from training.untrusted import nothing_downloaded, read_plain
 
 LARGEST = 1 << 27  # bytes of a tokenizer's file
 
@@ -16,7 +16,9 @@ def read_model(path: str, flag: str = "--tokenizer-model") -> bytes:
     try:
         return read_plain(path, LARGEST)
     except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
+        absent = isinstance(error, FileNotFoundError)
+        more = f" ({nothing_downloaded(path)})" * absent
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}{more}") from error
 
 
 def begin(tokenizer: Any, wanted: bool) -> list[int]:

@@ -6,9 +6,17 @@ from collections.abc import Iterator
 import torch
 
 from mpu.launch import registers_graphs
-from mpu.layers.attention.backends import FLAG, Card, Work, describe
+from mpu.layers.attention.backends import (
+    FLAG,
+    Card,
+    Work,
+    describe,
+    kernel_of,
+    why_no_length,
+)
 from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
-from training.config import Config, GpuConfig, UsageError
+from training.arguments import GpuConfig
+from training.config import Config, UsageError
 from training.flags import parallel_rules
 from training.schedule import micro_batch_counts
 
@@ -65,10 +73,19 @@ def attention_line(config: Config, card: Card) -> str:
     Raises UsageError where the kernel that --attention-backend names cannot do what the run asks.
     """
     asked, size = config.parallel.attention_backend, config.model.kv_channels
+    works, dtype = attention_works(config), config.run.dtype
     try:
-        return describe(asked, card, config.run.dtype, size, attention_works(config))
+        line = describe(asked, card, dtype, size, works)
+        for work in works:
+            length = config.model.seq_length
+            if work == "blocks":  # two chunks of a row are a rank's
+                length //= 2 * config.parallel.context_parallel_size
+            if kernel_of(asked, card, dtype, size, work) == "cudnn":
+                if why := why_no_length(card, length):
+                    raise ValueError(f"{FLAG} {asked}: {why}")
     except ValueError as error:
         raise UsageError(str(error)) from None
+    return line
 
 
 def attention_notes(config: Config) -> Iterator[str]:

@@ -135,7 +135,7 @@ def _without_trees(
 def unknown(argv: Sequence[str], own_names: Collection[str] = ()) -> list[str]:
     """Return NAME:COUNT for the flags that neither Weft nor Megatron-LM knows."""
     counts: dict[str, int] = {}
-    name, known = "", {*table.known_flags(), *own_names, "--help", "--"}
+    name, known = "", {*table.known_flags(), *own_names, "--"}
     for word in argv:
         if word.startswith("--"):
             name, equals, _ = word.partition("=")

@@ -6,14 +6,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from training.arguments import ModelConfig
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.find import candidates, open_checkpoint
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint
-from training.config import ModelConfig, UsageError
+from training.config import UsageError
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
 from training.flags.table import known_flags
+from training.untrusted import nothing_downloaded
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
@@ -77,6 +79,8 @@ def from_checkpoint(
             "takes the sizes from the flags"
         )
         return dict(given)
+    if where and not Path(where[-1][1]).exists():
+        looked_in += f": {nothing_downloaded(where[-1][1])}"
     raise UsageError(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
         f"--pretrained-checkpoint must hold one ({looked_in})"

@@ -14,7 +14,8 @@ import torch
 from mpu.accelerators import unusable_gpu
 from mpu.grid import ORDER
 from mpu.layers.context_attention import COMM_TYPES
-from training.config import Config, ParallelConfig, UsageError
+from training.arguments import ParallelConfig
+from training.config import Config, UsageError
 from training.schedule import micro_batch_counts
 
 SIZE, COMM = "--context-parallel-size", "--cp-comm-type"

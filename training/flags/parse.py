@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from training import batch_size, config
+from training import batch_size
+from training.arguments import ModelConfig, ParallelConfig
 from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import (
@@ -26,11 +27,10 @@ from training.flags import (
     saved_schedule,
     table,
 )
-from training.flags.megatron import SOURCE
+from training.flags.help import START, Page, effect, page_of
 from training.flags.run_rules import holds_validation, shard_list
 from training.flags.table import Flag
 from training.schedule import virtual_stages
-from training.setting import Choice
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
@@ -38,6 +38,7 @@ USAGE = """
   pretrain_llama.py FLAGS                                      one process
   torchrun --nproc-per-node N pretrain_llama.py FLAGS          N ranks on this host
   WORLD_SIZE=N pretrain_llama.py --dry-run FLAGS               says what N ranks would do
+  pretrain_llama.py --help [GROUP or FLAG]                     explains the flags
   python tools/checkpoint.py --help, tools/generate.py --help  what to do with the result"""
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 Extra = Callable[[argparse.ArgumentParser], None]
@@ -56,6 +57,7 @@ def parse(
     the flag, its value and the rule; `--help` prints and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
+    _print_help(argv, extra)
     words = (word.partition("=")[0] for word in argv)
     names = tuple(dict.fromkeys(word for word in words if word.startswith("--")))
     given, notes, own = _read(argv, extra)
@@ -67,7 +69,7 @@ def parse(
     rules.check_given(given)
     made = _assemble(given, world_size, notes, own)
     rules.check(made)
-    said = [*made.notes, *rules.idle(given), *parallel_rules.zero_notes(given, made)]
+    said = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     said += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
     return replace(made, notes=tuple(dict.fromkeys(said)), given=names)
 
@@ -89,77 +91,60 @@ def model_file(argv: Sequence[str] | None) -> str:
         flag = table.known_flags().get(token)
         words += flag.stands_for if flag and flag.stands_for else token.split("=", 1)
     found = [value for name, value in zip(words, words[1:], strict=False) if name == "--model-file"]
-    return found[-1] if found else config.ModelConfig.model_file
+    return found[-1] if found else ModelConfig.model_file
 
 
-def build_parser(extra: Extra | None = None) -> _Parser:
-    """Build argparse from the table: live flags under headings, checked ones hidden from --help.
+def build_parser(extra: Extra | None = None, page: Page = START) -> _Parser:
+    """Build argparse from the table. page: what its help shows; a fork's own flags always are.
 
     A fork may have flags of its own that this program refuses, or accepts without an effect.
     """
     parser = _Parser(
         prog="pretrain_llama.py",
-        usage=USAGE,
-        description="Pretrain a Llama. Flags have Megatron-LM's names and meanings.",
-        epilog=_epilog(),
+        usage=USAGE if page.text else argparse.SUPPRESS,
+        description=page.text,
+        epilog=page.below,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
-    groups = {
-        section: parser.add_argument_group(heading) for section, heading in config.HEADINGS.items()
-    }
-    helps = {
-        flag.name: _help_of(flag, getattr(SECTIONS[flag.group], flag.dest, None))
-        for flag in table.live()
-    }
+    groups = {text: parser.add_argument_group(text) for text in page.flags.values()}
     for flag in table.live():
-        _add(groups[flag.group], flag, helps[flag.name])
+        _add(parser, flag, groups.get(page.flags.get(flag.name, "")))
     before = {*parser._option_string_actions}
     if extra is not None:
         extra(parser)
     parser.own_names = frozenset(parser._option_string_actions.keys() - before)
     for flag in table.known_flags().values():
         if flag.kind == table.CHECKED_KIND and flag.name not in parser.own_names:
-            _add(parser, flag, argparse.SUPPRESS)
+            _add(parser, flag, groups.get(page.flags.get(flag.name, "")))
     return parser
 
 
-def _add(target: argparse._ActionsContainer, flag: Flag, text: str) -> None:
-    """Add one flag of the table."""
+def _add(parser: _Parser, flag: Flag, group: "argparse._ArgumentGroup | None") -> None:
+    """Add one flag of the table. group: where help shows it."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": flag.name}
     if flag.rule.nargs == 0:
         options["action"] = "store_true"
     else:
         options |= {"nargs": flag.rule.nargs, "metavar": flag.rule.metavar}
         options |= {"const": flag.rule.bare} if flag.rule.bare else {}
-    target.add_argument(flag.name, help=text, **options)
+    said = argparse.SUPPRESS if group is None else effect(flag).replace("%", "%%")
+    (parser if group is None else group).add_argument(flag.name, help=said, **options)
 
 
-def _epilog() -> str:
-    kinds = [flag.kind for flag in table.known_flags().values()]
-    return (
-        f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
-        f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
-        f"{SOURCE} lists them all."
-    )
+def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
+    """Print what --help WORD asks for, and exit; where it is not given, return.
 
-
-def _help_of(flag: Flag, default: Any) -> str:
-    """Return the help text: what the flag does, its unit, and its default or off-value.
-
-    default: the value that its section of Config has without it, None where it has none.
+    Raises UsageError where there is no such group or flag.
     """
-    named = "default" in flag.unit or "required" in flag.unit or default in (None, False, ())
-    tail = "" if named else f"; default: {_show(default)}"
-    choices = ""
-    if isinstance(flag.rule, Choice) and flag.rule.metavar == "NAME":
-        choices = f"; one of {', '.join(flag.rule.choices)}"
-    same = r"off: ([^;]+); default: \1(?=$|[;,])"
-    unit = re.sub(same, r"off: \1, the default", f"{flag.unit}{tail}")
-    return f"{flag.text}{choices} [{unit}]".replace("%", "%%")
-
-
-def _show(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        asked, equals, value = word.partition("=")
+        if asked in ("-h", "--help"):
+            found = page_of(value if equals else after, build_parser(extra).own_names)
+            parser = build_parser(extra, found)
+            parser.print_help()
+            parser.exit()
 
 
 def _read(
@@ -224,10 +209,10 @@ def _expand(token: str, own_names: Collection[str]) -> list[str]:
     name, equals, value = token.partition("=")
     if "--" in (token, value):  # argparse would take it away
         raise UsageError(f"{token}: -- is no value")
-    if not token.startswith("--") or name in own_names or name == "--help":
+    if not token.startswith("--") or name in own_names:
         return [token]
     if spelled := table.known_flags()[name].stands_for:
-        return [*spelled, value] if equals else spelled
+        return [*spelled, value] if equals else [*spelled]
     return [token]
 
 
@@ -251,7 +236,7 @@ def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
             if not any(_same(value, allowed) for allowed in flag.allowed):
                 what = " or ".join(flag.allowed)
                 raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
-    if flag.printed in ("*", text):
+    if flag.says in (True, text):
         notes.append(f"{flag.name}: {flag.text}")
 
 
@@ -271,7 +256,7 @@ def _assemble(
     for name, value in given.items():
         flag = table.known_flags()[name]
         if flag.kind == table.LIVE_KIND:
-            parts[flag.group][flag.dest] = value
+            parts[flag.section][flag.dest] = value
     model, parallel, batch, run = (parts[k] for k in ("model", "parallel", "batch", "run"))
 
     if "--group-query-attention" in given and "--num-query-groups" not in given:
@@ -318,7 +303,7 @@ def _assemble(
         parts["gpu"].setdefault("cpu_offload_activations", True)
     elif layers == 0:
         parts["gpu"]["cpu_offload_activations"] = False
-    layout = config.ParallelConfig(**parallel)
+    layout = ParallelConfig(**parallel)
     parallel_rules.check_world(layout)
     if "step_batch_size_schedule" in batch:
         text = batch["step_batch_size_schedule"]

@@ -11,15 +11,9 @@ from typing import Any
 from mpu.pipeline.schedules import V_SHAPED
 from training import schedule
 from training.config import Config, UsageError
-from training.flags import compute_rules, parallel_rules, run_rules, size_rules
+from training.flags import compute_rules, parallel_rules, run_rules, size_rules, table
+from training.setting import Setting
 
-REQUIRED = (
-    "--num-layers",
-    "--hidden-size",
-    "--num-attention-heads",
-    "--seq-length",
-    "--lr",
-)
 # Pairs of flags of which only one may be given.
 EXCLUDE = (
     ("--train-iters", "--train-samples"),
@@ -63,44 +57,12 @@ EXCLUDE = (
     ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
-# (flag, flag without which it has no effect).
-IDLE = (
-    ("--rope-scaling-factor", "--use-rope-scaling"),
-    ("--profile-step-start", "--profile"),
-    ("--profile-step-end", "--profile"),
-    ("--memory-snapshot-path", "--record-memory-history"),
-    ("--sample-prompt", "--sample-interval"),
-    ("--manual-gc-interval", "--manual-gc"),
-    ("--recompute-method", "--recompute-granularity"),
-    ("--recompute-num-layers", "--recompute-granularity"),
-    ("--wandb-exp-name", "--wandb-project"),
-    ("--decoupled-min-lr", "--decoupled-lr"),
-    ("--finetune", "--load"),
-    ("--no-load-optim", "--load"),
-    ("--exit-on-missing-checkpoint", "--load"),
-    ("--async-save", "--save"),
-    ("--on-save-failure", "--save"),
-    ("--keep-last-k", "--save"),
-    ("--save-retain-interval", "--save"),
-    ("--save-interval", "--save"),
-    ("--on-replica-mismatch", "--check-replicas"),
-    ("--spike-z-score", "--on-spike"),
-    ("--use-checkpoint-opt-param-scheduler", "--load"),
-    ("--data-parallel-sharding-strategy", "--use-megatron-fsdp"),
-    ("--wgrad-deferral-limit", "--defer-embedding-wgrad-compute"),
-    ("--cross-entropy-fusion-impl", "--cross-entropy-loss-fusion"),
-    ("--fp8-recipe", "--fp8-format"),
-    ("--fp8-wgrad-bf16", "--fp8-format"),
-    ("--fp8-param-gather", "--fp8-format"),
-    ("--first-last-layers-bf16", "--fp8-format"),
-    ("--num-layers-at-start-in-bf16", "--first-last-layers-bf16"),
-    ("--num-layers-at-end-in-bf16", "--first-last-layers-bf16"),
-)
 
 
 def check_given(given: dict[str, Any]) -> None:
     """Refuse a command line that lacks a required flag or gives two that exclude each other."""
-    if missing := [name for name in REQUIRED if name not in given]:
+    required = [flag.name for flag in table.live() if flag.row.required]
+    if missing := [name for name in required if name not in given]:
         one = "is missing: it has" if len(missing) == 1 else "are missing: they have"
         raise UsageError(f"{', '.join(missing)} {one} no default")
     if "--train-iters" not in given and "--train-samples" not in given:
@@ -130,34 +92,30 @@ def check_given(given: dict[str, Any]) -> None:
         )
 
 
-def idle(given: dict[str, Any]) -> Iterator[str]:
+def idle(given: dict[str, Any], config: Config) -> Iterator[str]:
     """Yield a line for each given flag that has nothing to act on."""
-    if "--profile-ranks" in given and not {"--profile", "--record-memory-history"} & given.keys():
-        yield "--profile-ranks has nothing to act on without --profile"
-    for name, needs in IDLE:
-        if name in given and needs not in given:
-            yield f"{name} has nothing to act on without {needs}"
+    for flag in table.live():
+        row = flag.row
+        if flag.name in given and not _acts(row, given, config):
+            value = f" {row.needs_value}" if row.needs_value else ""
+            yield f"{flag.name} has nothing to act on without {row.needs[0]}{value}"
     if {"--peer-checkpoint", "--dry-run"} <= given.keys():
         yield "--peer-checkpoint needs a start by tools/supervise.py, whose memory keeps the copies"
-    if "--allow-change" in given and not {"--load", "--pretrained-checkpoint"} & given.keys():
-        yield "--allow-change has nothing to act on without --load"
-    if given.get("--lr-decay-style") != "WSD":
-        for name in ("--lr-wsd-decay-style", "--lr-wsd-decay-iters", "--lr-wsd-decay-samples"):
-            if name in given:
-                yield f"{name} has nothing to act on without --lr-decay-style WSD"
-    delayed = given.get("--fp8-recipe", "delayed") == "delayed" and "--fp8-format" in given
-    for name in ("--fp8-amax-history-len", "--fp8-amax-compute-algo", "--fp8-margin"):
-        if name in given and not delayed:
-            yield f"{name} has nothing to act on without --fp8-recipe delayed"
-    for name in ("--vocab-file", "--merge-file"):
-        if name in given and given.get("--tokenizer-type") != "GPT2BPETokenizer":
-            yield f"{name} has nothing to act on without --tokenizer-type GPT2BPETokenizer"
     for name in ("--finetune", "--no-load-optim"):
         if name in given and "--use-checkpoint-opt-param-scheduler" in given:
             yield f"--use-checkpoint-opt-param-scheduler has nothing to act on with {name}"
     deferring, schedule = "--defer-embedding-wgrad-compute", given.get("--pipeline-schedule")
     if deferring in given and schedule in ("zb-h1", *V_SHAPED):
         yield f"{deferring} has nothing to act on: {schedule} defers every weight gradient"
+
+
+def _acts(row: Setting, given: dict[str, Any], config: Config) -> bool:
+    """Return whether a flag that the setting needs is given, or has the value that it needs."""
+    if not row.needs_value:
+        return not row.needs or bool(given.keys() & set(row.needs))
+    flag = table.known_flags()[row.needs[0]]
+    value = getattr(getattr(config, flag.section), flag.dest)
+    return bool(value == row.needs_value) and _acts(flag.row, given, config)
 
 
 def check(config: Config) -> None:

@@ -14,7 +14,7 @@ import torch
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.split import parse_split
-from training.untrusted import SETTINGS, read_plain
+from training.untrusted import SETTINGS, nothing_downloaded, read_plain
 
 # flags whose value "rewind" goes back to a checkpoint of --save
 REWINDS = ("--on-nan", "--on-spike", "--on-replica-mismatch")
@@ -139,7 +139,8 @@ def _data(config: Config) -> None:
         if d.tokenizer_model is None:
             raise UsageError(f"{flag} is missing: {d.tokenizer_type} reads that file")
         if not os.path.exists(d.tokenizer_model) and not dry:
-            raise UsageError(f"{flag} {d.tokenizer_model}: no such file (nothing is downloaded)")
+            why = nothing_downloaded(d.tokenizer_model)
+            raise UsageError(f"{flag} {d.tokenizer_model}: no such file ({why})")
         if d.merge_file is not None and not os.path.exists(d.merge_file) and not dry:
             raise UsageError(f"--merge-file {d.merge_file}: no such file (nothing is downloaded)")
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.pipeline.schedules import Schedule
-from training.config import ParallelConfig
+from training.arguments import ParallelConfig
 from training.data.batch import Batch
 from training.run.state import Run, RunSchedule
 
@@ -124,8 +124,15 @@ class Graphs:
             total = self.run_schedule(run, run.schedule(1), [held], tokens, during)
         if not others:
             self.note("--cuda-graph: micro-batches run from CUDA graphs from here on")
+            run.grid.closing.append(self.close)
         written = frozenset(set(run.sink.written) - before)
         return _Captured(graph, held, total, tokens, written)
+
+    def close(self) -> None:
+        """Destroy the graphs. A communicator of NCCL does not end while a graph holds its calls."""
+        for held in self.captured.values():
+            held.graph.reset()
+        self.captured.clear()
 
 
 def eager(parallel: ParallelConfig, i: int, count: int) -> bool:

@@ -8,11 +8,24 @@ from collections.abc import Callable
 import torch
 
 from mpu import driver
-from mpu.launch import Launch, cuda_settings, launched_by, set_deterministic
+from mpu.accelerators import own_gpu
+from mpu.launch import (
+    Launch,
+    cuda_settings,
+    has_one_queue,
+    launched_by,
+    launches_block,
+    set_deterministic,
+)
 from training.config import Config, UsageError
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 LARGEST_MMAP_THRESHOLD = 32 << 20  # what mallopt accepts
+ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one queue of the GPU, where a gather that "
+    "waits holds up the kernels behind it, so --overlap-param-gather hides less (Megatron-LM "
+    "refuses 1 for FSDP). Weft needs no such setting, as tp's streams have high priority: unset it"
+)
 
 
 def choose_device(
@@ -26,9 +39,14 @@ def choose_device(
     set_arithmetic(config.run.deterministic_mode)
     kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
-        device = torch.device("cuda", _number(config, launch))
-        torch.cuda.set_device(device)
+        _check_launches(config)
+        _check_count(config, launch)
+        device = own_gpu(launch)
         note(f"device: {_about(device)}")
+        if config.parallel.distributed_backend != "gloo" and (line := _hidden(launch)):
+            note(line)
+        if config.parallel.zero == 3 and config.parallel.overlap_param_gather and has_one_queue():
+            note(ONE_QUEUE)
         for line in cuda_settings():
             note(line)
         return device
@@ -38,11 +56,10 @@ def choose_device(
     return torch.device("cpu")
 
 
-def _number(config: Config, launch: Launch) -> int:
-    """Return the number of this rank's GPU. Raises UsageError."""
+def _check_count(config: Config, launch: Launch) -> None:
+    """Raise UsageError where ranks would share a GPU over NCCL."""
     count, here = torch.cuda.device_count(), launch.local_world
     gloo = config.parallel.distributed_backend == "gloo"
-    # srun may give each rank a GPU of its own, which then is number 0
     if here > count and not gloo and launched_by() in ("torchrun", "supervise"):
         gpus = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
         raise UsageError(
@@ -50,7 +67,38 @@ def _number(config: Config, launch: Launch) -> int:
             f"as one, and a process sees one): NCCL needs a GPU for each rank, so start {count} "
             "(torchrun --nproc-per-node), or share them with --distributed-backend gloo"
         )
-    return launch.local_rank % count
+
+
+def _check_launches(config: Config) -> None:
+    """Raise UsageError where stages of a pipeline would wait for each other without end.
+
+    A stage posts a receive before it computes what its neighbour waits for, and on NCCL a receive
+    is a kernel that ends when the message has come.
+    """
+    size = config.parallel.pipeline_model_parallel_size
+    if size > 1 and config.parallel.distributed_backend != "gloo" and launches_block():
+        raise UsageError(
+            f"CUDA_LAUNCH_BLOCKING is set and --pipeline-model-parallel-size is {size}: a stage "
+            "would wait where it posts a receive, before it sends what its neighbour waits for, so "
+            "no step would end; unset it, or debug with --pipeline-model-parallel-size 1"
+        )
+
+
+def _hidden(launch: Launch) -> str:
+    """Return a line where this process does not see the GPUs of its node's other ranks.
+
+    CUDA maps no memory of a GPU that is hidden, by cgroups or by CUDA_VISIBLE_DEVICES
+    (NVIDIA/nccl#1066, open-mpi/ompi#11949).
+    """
+    count = torch.cuda.device_count()
+    if count >= launch.local_world:
+        return ""
+    sees = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
+    return (
+        f"this process sees {sees}, for {launch.local_world} ranks on its node: where SLURM hides "
+        "the others (--gpu-bind, --gpus-per-task), NCCL may send through host memory in place of "
+        "NVLink, and --tp-comm-overlap symmetric is ring; srun --gpu-bind=none shows all to all"
+    )
 
 
 def _about(device: torch.device) -> str:
@@ -67,7 +115,8 @@ def set_arithmetic(deterministic: bool) -> None:
 
     A matmul of bf16 or fp16 adds its parts in fp32: torch's default lets cuBLAS add the parts of a
     split product in the narrow dtype. deterministic: no operation whose bits change from run to run
-    (docs/numerics.md, "On a GPU").
+    (docs/numerics.md, "On a GPU"). With it torch would also fill each new tensor before it is
+    written (torch.utils.deterministic): a pass over its memory, which changes no result.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = False
@@ -75,6 +124,7 @@ def set_arithmetic(deterministic: bool) -> None:
     if deterministic:
         set_deterministic()
         torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.config import LogConfig
+from training.arguments import LogConfig
 from training.data.loader import Loader
 from training.run.output import (
     open_json,

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report how much memory a rank was measured to use, beside what the dry run states.
+"""Refuse what a host has no memory for, and report what a rank was measured to use.
 
-The dry run's formulas are in estimate/rank_memory.py, for what stays from step to step, and in
-estimate/buffers.py, for the most that a step allocates on top.
+Both go by the dry run's formulas: estimate/rank_memory.py for what stays from step to step,
+estimate/buffers.py for the most that a step allocates on top, estimate/activations.py for what a
+backward reads.
 """
 
+import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
-from estimate import buffers, rank_memory
+from estimate import activations, buffers, dry_run, rank_memory
 from estimate.model_profile import ModelProvider
+from mpu.grid import Grid
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config, UsageError
@@ -115,6 +119,95 @@ def _line(kind: str, found: int, said: int, why: str) -> str:
         return f"{text}{EQUAL}"
     more = f"{abs(found - said):,} {'more' if found > said else 'fewer'}"
     return f"{text}, {more} than the formula's {said:,}: {why}"
+
+
+def check_host(config: Config, provider: ModelProvider, grid: Grid, device: torch.device) -> None:
+    """Raise UsageError where the ranks of this host need more memory than it has available.
+
+    It is asked before anything is allocated, of a CPU's memory only: a host that swaps does not
+    answer for minutes, while a GPU refuses at once. A run that is far too small for that is not
+    traced, which takes a second (`at_most`).
+    """
+    launch = grid.launch
+    free = available() if device.type == "cpu" else None
+    if free is None or at_most(config) * launch.local_world < free:
+        return
+    places = {rank: i for row in grid.groups("pp") for i, rank in enumerate(row)}
+    first = launch.rank - launch.local_rank
+    ranks = [places[r] for r in range(first, first + launch.local_world) if r in places]
+    held = activations.held(config, provider)
+    kinds = {r: dry_run.memory(config, provider, r, held[r]) for r in set(ranks)}
+    total = sum(sum(kinds[r].values()) for r in ranks)
+    if total <= free:
+        return
+    fullest = max(kinds.values(), key=lambda each: sum(each.values()))
+    kind = max(fullest, key=lambda name: fullest[name])
+    units, b, m = dry_run.in_units, config.batch, config.model
+    sizes = f"--num-layers {m.num_layers} or --hidden-size {m.hidden_size}"
+    if kind not in dry_run.STATE:
+        sizes = f"--micro-batch-size {b.micro_batch_size} or --seq-length {m.seq_length}"
+    raise UsageError(
+        f"this host has {units(free)} of memory available, and its {len(ranks)} rank(s) need "
+        f"{units(total)}, {units(fullest[kind])} of each for {kind}: lower {sizes} "
+        "(--dry-run prints each kind)"
+    )
+
+
+def at_most(config: Config) -> float:
+    """Return bytes that a rank's run surely stays below: a cheap bound, many times too large."""
+    m, b, p = config.model, config.batch, config.parallel
+    widest = max(m.ffn_hidden_size or 0, m.hidden_size, m.padded_vocab_size(1))
+    tokens, pipeline = b.micro_batch_size * m.seq_length, p.pipeline_model_parallel_size
+    if pipeline > 1:  # as many micro-batches as a step has may be in flight
+        tokens *= max(1, b.global_batch_size // b.micro_batch_size)
+    scores = m.num_attention_heads * m.seq_length
+    layer = 256 * m.hidden_size * widest + 128 * tokens * (widest + scores)
+    return float((m.num_layers + 2) * layer)
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this host, or this process's control group, can still give.
+
+    Swap does not count. None where the system does not say.
+    """
+    found = []
+    with suppress(OSError, ValueError, IndexError):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        said = dict(line.split(":", 1) for line in lines)
+        found.append(int(said["MemAvailable"].split()[0]) * 1024)
+    with suppress(OSError, ValueError, KeyError, IndexError):
+        found += _group(root)
+    if not found and hasattr(os, "sysconf"):
+        with suppress(OSError, ValueError):
+            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(found, default=None)
+
+
+def _group(root: Path) -> list[int]:
+    """Return what each control group above this process leaves of its limit, versions 2 and 1.
+
+    Pages of files count as free: the kernel gives them up first.
+    """
+    left = []
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        number, kinds, at = line.split(":", 2)
+        top, files = root / "sys/fs/cgroup", ["file"]
+        names = ["memory.max", "memory.current"]
+        if number != "0":
+            if "memory" not in kinds.split(","):
+                continue
+            top, files = top / "memory", ["total_inactive_file", "total_active_file"]
+            names = ["memory.limit_in_bytes", "memory.usage_in_bytes"]
+        place = top / at.lstrip("/")
+        for folder in (place, *place.parents):
+            with suppress(OSError, ValueError, KeyError):  # no such file; "max"
+                limit, used = (int((folder / name).read_text()) for name in names)
+                words = (folder / "memory.stat").read_text().split()
+                stat = dict(zip(words[::2], words[1::2], strict=True))
+                left.append(limit - used + sum(int(stat[name]) for name in files))
+            if folder == top:
+                break
+    return left
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from training.float8 import check_device
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
 from training.run.trial import try_calls
+from training.untrusted import nothing_downloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,12 +76,17 @@ def check_early(config: Config) -> None:
     It looks at names only: where checkpoints should be, and which packages are installed.
     """
     c, log = config.checkpoint, config.log
+    found: list[str] = []
     for flag, root, step in (
         ("--load", c.load, c.ckpt_step),
         ("--pretrained-checkpoint", c.pretrained_checkpoint, None),
     ):
         if root is not None:
-            candidates(Path(root), step, flag)
+            found += candidates(Path(root), step, flag)[0]
+    if c.pretrained_checkpoint is not None and not (found or config.fault.peer_checkpoint):
+        place = c.pretrained_checkpoint
+        why = nothing_downloaded(place)
+        raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")
     for flag, wanted, package in (
         ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),
         ("--wandb-project", log.wandb_project, "wandb"),

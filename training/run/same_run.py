@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from training.arguments import DataConfig
 from training.checkpoint import Checkpoint, plain_name
-from training.config import Config, DataConfig
+from training.config import Config
 from training.data.dataset import WHOLE
 from training.data.tokenizer_files import files_of, same_tokenizer
 from training.learning_rate import learning_rate

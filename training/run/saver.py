@@ -33,6 +33,7 @@ from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.run import same_run
 from training.run.step import CONTINUE, Decision, Step
+from training.untrusted import nothing_downloaded
 
 PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
 SOURCES = ("nothing", "disk", "memory")
@@ -296,9 +297,9 @@ class Saver:
         if found is None and c.pretrained_checkpoint:
             found = self._find("--pretrained-checkpoint", c.pretrained_checkpoint, True)
             if found is None:
-                raise UsageError(
-                    f"--pretrained-checkpoint {c.pretrained_checkpoint}: no checkpoint there"
-                )
+                place = c.pretrained_checkpoint
+                why = nothing_downloaded(place)
+                raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")
         if found is None:
             if c.load and c.exit_on_missing_checkpoint:
                 missing = "no checkpoint there, and --exit-on-missing-checkpoint is set"

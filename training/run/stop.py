@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide together when to stop."""
 
+import math
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_reduce
 from mpu.comm.transport import Axis, Label
-from training.config import CheckpointConfig, RunConfig
+from training.arguments import CheckpointConfig, RunConfig
 
 
 class StopSignal:
@@ -30,17 +31,19 @@ class StopSignal:
     Ctrl-C more than ECHO seconds after the first, which ends the run at once. (Within ECHO it is
     the same key press: the terminal signals every process, and torchrun forwards its own.) Where
     the main thread is stuck in a wait and cannot raise, a guard ends it after PATIENCE seconds.
+    A first step may last for minutes, for instance on a host that swaps, and has nothing to save
+    before it is done (`stepped`): the guard ends the run FIRST seconds after a signal.
 
     launcher: the process id of a parent whose death counts as a SIGTERM, so that no rank outlives
     a torchrun or a slurmstepd that was killed. stopped: the exit code of a run that a signal
     stopped early. code: the exit code of this run.
     """
 
-    ECHO, PATIENCE = 1.0, 3.0
+    ECHO, PATIENCE, FIRST = 1.0, 3.0, 10.0
     NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, launcher: int | None = None, stopped: int = os.EX_TEMPFAIL) -> None:
-        self.received = self.training = self._speak = False
+        self.received = self.training = self.stepped = self._speak = False
         self.code, self._stopped = 0, stopped
         self._name = "a signal to another rank"
         self._launcher = launcher
@@ -66,7 +69,10 @@ class StopSignal:
         self._sockets[0].close()
 
     def begin(self, speak: bool) -> None:
-        """Begin training: signals now wait for the step. speak: this rank prints the first one."""
+        """Begin training: signals now wait for the step. speak: this rank prints the first one.
+
+        The caller sets `stepped` when the first step is done.
+        """
         self.training, self._speak = True, speak
 
     def end(self, by_signal: bool, done: str, saved: CheckpointConfig) -> str:
@@ -105,19 +111,27 @@ class StopSignal:
             self._first = first or now
         if not self.received:
             self.received, self._name = True, signal.Signals(number).name
-            if self._speak:  # not print(): the signal may have come in the middle of one
-                more = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
-                with suppress(OSError):  # a full disk, or a terminal that is gone
-                    os.write(2, f"\n{self._name}: stopping after this step{more}\n".encode())
+            more = "; a second Ctrl-C stops at once" if number == signal.SIGINT else ""
+            self._say(number, f"stopping after this step{more}")
+
+    def _say(self, number: int, text: str) -> None:
+        """Print a line where this rank speaks; not by print(): a signal may come within one."""
+        if self._speak:
+            with suppress(OSError):  # a full disk, or a terminal that is gone
+                os.write(2, f"\n{signal.Signals(number).name}: {text}\n".encode())
 
     def _guard(self) -> None:
         first: float | None = None
+        end_at, last = math.inf, 0
         with self._sockets[1] as end:
             end.settimeout(1.0)
             while True:
                 try:
                     number = end.recv(1)
                 except TimeoutError:
+                    if not self.stepped and time.monotonic() > end_at:
+                        self._say(last, f"the first step was not done in {self.FIRST:g} s: stopped")
+                        os._exit(128 + last)
                     if self._launcher not in (None, os.getppid()):
                         self._launcher = None
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -125,6 +139,8 @@ class StopSignal:
                 if not number:
                     return
                 if number[0] in self.NUMBERS:
+                    if self.training and not self.stepped:
+                        end_at, last = min(end_at, time.monotonic() + self.FIRST), number[0]
                     if self._at_once(number[0], first) and not self._ending.wait(self.PATIENCE):
                         os._exit(128 + number[0])
                     if number[0] == signal.SIGINT:

@@ -20,6 +20,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from mpu.launch import deprioritizes_cudnn
+
 BACKENDS = ("auto", "flash", "fused", "unfused", "local", "te")
 # What attends: whole rows of one document; blocks of such rows, merged by log-sum-exp (context
 # parallelism); documents or windows; a few tokens that look at a growing cache of keys
@@ -47,6 +49,7 @@ class Card(NamedTuple):
     flash: int = 2
     deterministic: bool = False
     cuda: int = 13
+    cudnn_last: bool = False
 
     def __str__(self) -> str:
         if self.kind != "cuda":
@@ -70,6 +73,7 @@ def card_of(device: torch.device | str) -> Card:
         flash=int(active.removeprefix("FA")) if active else 2,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         cuda=int((torch.version.cuda or "13").partition(".")[0]),
+        cudnn_last=deprioritizes_cudnn(),
     )
 
 
@@ -108,7 +112,12 @@ def kernel_of(
 
 
 def prefers_cudnn(card: Card) -> bool:
-    """Return whether torch takes cuDNN before flash: check_prefer_cudnn_attention."""
+    """Return whether torch takes cuDNN before flash: check_prefer_cudnn_attention.
+
+    It reads TORCH_CUDNN_SDPA_DEPRIORITIZED, too, by which users avoid an error of a cuDNN.
+    """
+    if card.cudnn_last:
+        return False
     minors = (0, 3) if card.cuda < 13 else range(100)
     return card.cudnn > CUDNN_PREFERRED and card.major in (9, 10) and card.minor in minors
 
@@ -141,6 +150,19 @@ def why_no_cudnn(card: Card, dtype: torch.dtype, head_size: int, work: Work = "r
             f"{only}in multiples of 8 on {card}"
         )
     return ""
+
+
+def why_no_length(card: Card, length: int) -> str:
+    """Return why cuDNN's attention must not have rows or blocks of so many tokens, or "".
+
+    Up to 9.15.0 its backward reads and writes beyond them (pytorch/pytorch#169849, #171627).
+    """
+    if card.cudnn > CUDNN_PREFERRED or length % 128 == 0:
+        return ""
+    return (
+        f"cuDNN {_version(card.cudnn)} reads beyond rows and blocks of {length} tokens, which are "
+        "no multiple of 128; take flash or auto, or cuDNN 9.15.1 or newer"
+    )
 
 
 def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:

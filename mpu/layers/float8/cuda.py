@@ -61,8 +61,9 @@ def multiply(
 ) -> Tensor:
     """Return a b^T [n, m] of rows a [n], b [m]. A b that went through `prepare` is a weight.
 
-    fast: sums may be kept in fewer bits within a tile, as is usual in forward. mxfp8 comes out in
-    bf16 at most, and is converted.
+    fast: sums may be kept in fewer bits within a tile, as is usual in forward; not with scales of
+    blocks, whose sums are kept in fp32 (Transformer Engine's Float8BlockScaling asks the same of
+    all three products). mxfp8 comes out in bf16 at most, and is converted.
     """
     block, kind = BLOCKS[scaling], F.ScalingType
     ready = getattr(b.rows, "scales_as_b", None)
@@ -81,7 +82,8 @@ def multiply(
     y = F.scaled_mm(
         codes(a.rows, block, a.form), codes(b.rows, block, b.form).t(),
         of_a, kinds[0], of_b, kinds[1],
-        swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=out, use_fast_accum=fast,
+        swizzle_a=swizzle, swizzle_b=swizzle, output_dtype=out,
+        use_fast_accum=fast and not block,
     )  # fmt: skip
     return y.to(dtype)
 

@@ -39,7 +39,8 @@ from tests.mpu.zero.test_replica_check import flip
 from tests.sampling import sampled
 from tests.saved import check_equal, stored
 from tools.explain import explain, tiny
-from training.config import CheckpointConfig, Config
+from training.arguments import CheckpointConfig
+from training.config import Config
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run import memory as memory_report

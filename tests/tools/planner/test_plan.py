@@ -95,7 +95,9 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
     wrong = [abs(told / plans.times.step[n] - 1) for n, told in again.items() if told]
     assert len(wrong) > 3 and np.median(wrong) < 0.05  # by events, against the closed form
     lines = table.ranking(plans, 3, 1e9)
-    assert "+-30%" in lines[2] and lines[1].split()[:3] == ["tp", "cp", "pp"]
+    assert "+-30%" in lines[3] and lines[2].split()[:5] == ["tp", "cp", "pp", "stages", "schedule"]
+    for column in ("stages", "b", "m", "zero", "recompute", "simulated", "exposed"):
+        assert column in lines[2].split() and f"{column}: " in lines[1], "said where it is read"
     steps = next(n for n, line in enumerate(lines) if line.split() == list(table.TERMS))
     memory_at = next(n for n, line in enumerate(lines) if line.endswith("working memory"))
     for number, n in enumerate(plans.best(3)):

@@ -2,18 +2,22 @@
 """plan.py --predict reads three formats, predicts each run alone, and names what it cannot read."""
 
 import csv
+import hashlib
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.planning.other_runs import BLIND, NEITHER, SOURCES
 from tools import plan
 from tools.planner.constants import ProfileError, profile, read_fitted
 from tools.planner.predict import COLUMNS, predict
 from tools.planner.published import RowError, playbook_cut, read_table
-from tools.planner.runs import even_cut
+from tools.planner.runs import even_cut, stacked
+from tools.planner.step_time import collective
 
+COMMITTED = "c93f07764da56701e8df3b8ddae0b634115c129d9d1cdd50553dc285dd1f641b"  # of blind_runs.csv
 PLAYBOOK = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status"
 # four runs of the Ultra-Scale Playbook (Hugging Face, Apache-2.0)
 KNOWN = """1B,1,8,1,1,1,32,256,1,38.1,39006,312045,24.2,ok
@@ -52,6 +56,27 @@ def test_rows_keep_their_columns_and_gain_five(tmp_path: Path) -> None:
     crashed = rows[4]  # dp and grad_acc are told by nodes and gbs: 2 and 16
     rate, seconds = float(crashed["predicted_tok_s_gpu"]), float(crashed["predicted_step_s"])
     assert rate * 16 * seconds == pytest.approx(256 * 4096, rel=1e-4)
+
+
+def test_a_ring_has_a_step_for_each_rank_of_its_group() -> None:
+    """256 ranks, 8 or 1 of each of 32 nodes: the same network cards, other numbers of steps."""
+    runs = stacked([read_table(BLIND).rows[0].record] * 2)
+    c = profile("nemo_h100")
+    size, inner = np.array([256.0, 32.0]), np.array([1.0, 8.0])
+    one = collective(c, runs, np.zeros(2), size, inner) - c["collective_start"]
+    assert one == pytest.approx(np.array([255, 31]) * c["network_step"])
+
+
+def test_blind_runs_are_as_they_were_when_nobody_had_compared_them() -> None:
+    """Their sizes and predictions, whose commit came before that of the measured rates."""
+    with BLIND.open(encoding="utf-8") as file:
+        rows = [list(row.values())[:24] for row in csv.DictReader(file)]
+    text = "\n".join(",".join(row) for row in rows)
+    assert hashlib.sha256(text.encode()).hexdigest() == COMMITTED
+    table = read_table(BLIND)
+    assert not table.reasons and len(table.rows) == len(rows) == 51
+    uses = {SOURCES[line["source"]].use for line in table.lines}
+    assert uses == {NEITHER} and all(row.seconds > 0 for row in table.rows)
 
 
 def test_ends_are_one_matrix_where_a_program_ties_them(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 """Single events of a step that a GPU run must not have: host reads, wide dtypes, no kernel."""
 
 import pytest
+import torch
 
+from mpu.module_tracker import ROOT
 from tools.rehearsal.events import Launch, Where
 from tools.rehearsal.findings import may_wait, wrong
 from tools.rehearsal.kernels_of_cuda import has_kernel, parse
-from tools.rehearsal.places import ROOT
+from tools.rehearsal.watch import flops_of
 
 
 def launch(op, place, dtypes, shapes=None, flops=0.0, host=()):
@@ -80,3 +82,25 @@ def test_kernels_are_read_from_torchs_list():
     assert parse(text) == {"aten::on_cpu"}
     assert has_kernel("aten::mm") and has_kernel("weft::fused")
     assert not has_kernel("aten::to_mkldnn")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_flash_attention_of_whole_rows_has_the_flops_of_their_squares(backward):
+    """torch's formula takes [b, n, s, d], the operation without documents [b, s, n, d]."""
+    b, s, n, d = 2, 512, 8, 64
+    x = torch.empty(b, s, n, d, device="meta")
+    products = 2.5 if backward else 1.0  # of the two of forward
+    wanted = products * 4 * b * n * s * s * d / 2  # causal
+    aten, lse = torch.ops.aten, torch.empty(b, n, s, device="meta")
+    if backward:
+        func = aten._flash_attention_backward.default
+        args = (x, x, x, x, x, lse, None, None, s, s, 0.0, True, None, None)
+    else:
+        func = aten._flash_attention_forward.default
+        args = (x, x, x, None, None, s, s, 0.0, True, False)
+    assert flops_of(func, args, {}, (x,)) == wanted
+    named = {"max_q": s, "max_k": s}
+    if not backward:
+        given = dict(cum_seq_q=None, cum_seq_k=None, **named, dropout_p=0.0, is_causal=True)
+        given["return_debug_mask"] = False
+        assert flops_of(func, (x, x, x), given, (x,)) == wanted

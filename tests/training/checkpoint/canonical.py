@@ -19,15 +19,15 @@ from torch import Tensor
 import pretrain_llama
 from model.llama import from_hf_config, hf_config, hf_names
 from mpu.grid import Grid
-from training.config import (
+from training.arguments import (
     BatchConfig,
     CheckpointConfig,
-    Config,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
 )
+from training.config import Config
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.run.saver import Saver

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from training.config import BatchConfig, Config, DataConfig, ModelConfig, RunConfig
+from training.arguments import BatchConfig, DataConfig, ModelConfig, RunConfig
+from training.config import Config
 from training.data.build import build_datasets, build_loaders
 from training.data.indexed import IndexedWriter, token_dtype
 from training.flags.parse import parse

@@ -21,7 +21,7 @@ import numpy as np
 import pretrain_llama
 from training.data.indexed import IndexedWriter
 from training.flags.table import Flag, live
-from training.setting import Choice, Number
+from training.setting import DIRECTORY, FILE, Choice, Number
 
 SECONDS = 60  # that an answer may take, on a busy machine
 GOOD = {
@@ -107,7 +107,8 @@ def value(flag: Flag, rng: random.Random, wild: float) -> list[str]:
         near = str(rng.choice(ends) + rng.randrange(-1, 2))  # a bound, or what is beyond it
         some = [str(rng.randrange(9)), str(rng.randrange(1, 5) * 8), near]
         return [rng.choice(some) if rule.whole else str(rng.random())]
-    names = PATHS if re.search(r"file|directory|prefix", flag.unit) else WORDS
+    paths = rule in (FILE, DIRECTORY) or "prefix" in flag.row.unit or "data-path" in flag.name
+    names = PATHS if paths else WORDS
     many = rng.randrange(1, 4) if rule.nargs == "*" else 1
     return [rng.choice(names) for _ in range(many)]
 

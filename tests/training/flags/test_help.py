@@ -1,31 +1,101 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--help as a person reads it."""
+"""--help as a person reads it: where to start, a group, a flag."""
 
 import re
 
+import pytest
+
+from training.arguments import GROUPS
+from training.config import UsageError
 from training.flags.foreign import suggest
-from training.flags.parse import build_parser
-from training.flags.table import known_flags
+from training.flags.help import heading, page_of
+from training.flags.parse import build_parser, parse
+from training.flags.table import known_flags, live
 
-HELP = build_parser().format_help()
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parse(["--num-layers", "2", "--help", *words], 1)
+    assert stop.value.code in (0, None)
+    return capsys.readouterr().out
 
 
-def test_usage_is_five_lines_and_not_every_flag() -> None:
-    usage = HELP.partition("\n\n")[0]
-    assert usage.startswith("usage:") and usage.count("\n") == 4 and "--num-layers" not in usage
+def test_help_alone_says_where_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys)
+    usage = text.partition("\n\n")[0]
+    assert usage.startswith("usage:") and usage.count("\n") == 5 and "--num-layers" not in usage
     assert max(map(len, usage.splitlines())) <= 100
+    assert len(text.splitlines()) <= 80
+    start = re.findall(r"^  (--[\w-]+)", text.partition("groups:")[0], re.MULTILINE)
+    assert 12 <= len(start) <= 18 and start[0] == "--num-layers"
+    required = {flag.name for flag in live() if flag.row.required}
+    assert required <= set(start) and {"--dry-run", "--train-iters"} <= set(start)
+    assert re.findall(r"^  (\w+) +\d+ flags", text, re.MULTILINE) == list(GROUPS)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_group_lists_its_flags(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, group)
+    assert heading(group) in text and "usage" not in text
+    shown = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
+    assert shown == [flag.name for flag in live() if flag.group == group]
+
+
+def test_help_all_lists_every_flag_with_unit_and_off_value(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = " ".join(said(capsys, "all").split())
+    for flag in live():
+        start = text.index(f" {flag.name} ")
+        line = text[text.index(flag.text[:20], start) :]
+        tail = line[line.index("[") + 1 : line.index("]", line.index("["))]
+        assert tail.startswith(flag.row.unit[:20]), flag.name
+        assert any(word in tail for word in ("default", "off", "required", "with")), tail
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("lr", ["--lr X", "peak learning rate", "required", "Value: a number >= 0"]),
+        ("--zero-stage", ["zero:", "{0,1,2,3}", "Not together with --use-megatron-fsdp"]),
+        ("--optimizer", ["--optimizer {adam}"]),  # the group of this name has no dashes
+        ("enable-cuda-graph", ["another name of --cuda-graph", "captures each layer"]),
+        ("fp16", ["--fp16 is refused", "use --bf16"]),
+        ("--swiglu", ["--swiglu is accepted: a Llama"]),
+        ("checksum-messages", ["was removed"]),
+        ("rope-theta", ["--rope-theta is taken as --rotary-base"]),
+    ],
+)
+def test_a_flag_is_explained(
+    word: str, parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(said(capsys, word).split())
+    assert all(part in text for part in parts), text
+
+
+def test_a_mistyped_group_is_explained() -> None:
+    with pytest.raises(UsageError, match=r"--help zeros: there .* model, .*did you mean zero\?"):
+        parse(["--help", "zeros"], 1)
+
+
+def test_a_forks_own_flags_are_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("", "--own"):
+        with pytest.raises(SystemExit):
+            parse(["--help", word], 1, lambda p: p.add_argument("--own", help="of a fork"))
+        assert "of a fork" in capsys.readouterr().out
 
 
 def test_choices_are_shown_and_values_have_names() -> None:
-    text = " ".join(HELP.split())
-    assert "--zero-stage {0,1,2,3}" in text or "--zero-stage N" in text
+    text = " ".join(build_parser(page=page_of("all")).format_help().split())
+    assert "--zero-stage {0,1,2,3}" in text
     assert "--lr-decay-style NAME" in text and "WSD" in text
     assert "--train-iters N" in text and "--lr X" in text and "--save DIRECTORY" in text
 
 
 def test_a_default_that_is_the_off_value_is_said_once() -> None:
-    assert not re.search(r"off: (\S+); default: \1[\];,]", " ".join(HELP.split()))
-    assert "off: 1, the default]" in " ".join(HELP.split())
+    text = " ".join(build_parser(page=page_of("all")).format_help().split())
+    assert not re.search(r"off: (\S+); default: \1[\];,]", text)
+    assert "off: 1, the default]" in text
 
 
 def test_a_typo_never_suggests_a_refused_flag() -> None:

@@ -388,7 +388,7 @@ MISTAKES = [
     (
         "--tokenizer-type TikTokenizer --tokenizer-model meta-llama/Llama-3",
         1,
-        "--tokenizer-model meta-llama/Llama-3: no such file (nothing is downloaded)",
+        "--tokenizer-model meta-llama/Llama-3: no such file (nothing is downloaded; if ",
     ),
     ("--ckpt-step 5", 1, "--ckpt-step 5 needs --load"),
     ("--profile --profile-step-start 9 --profile-step-end 9", 1, "must be more than"),

@@ -1,88 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of flags: each of Megatron-LM's has a class, and the live ones are listed here."""
+"""The table of flags: each of Megatron-LM's has a class, and docs/flags.md lists them all."""
 
 import ast
-import inspect
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from training import config
+from tests.training.flags import flags_page
+from training import arguments, config
+from training.config import SECTIONS
 from training.flags.foreign import like, suggest
-from training.flags.megatron import ACCEPTED, DIFFERENCES
-from training.flags.parse import build_parser
+from training.flags.megatron import DIFFERENCES
 from training.flags.table import REMOVED, UsageError, known_flags, live
 
-# Frozen on purpose: a new live flag is added here together with the reason in its commit.
-LIVE = """
---account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --adam-beta1
---adam-beta2 --adam-eps --allow-change --async-save --bf16 --ckpt-step --clip-grad
---cpu-offload-activations --cpu-offloading-num-layers --offload-modules --min-offloaded-tensor-size
---cuda-graph --cuda-graph-warmup-steps
---context-parallel-size --cp-comm-type --cross-entropy-fusion-impl
---data-args-path --data-local-copy
---data-cache-path --data-parallel-sharding-strategy --data-path --data-timeout --ddp-bucket-size
---decoder-first-pipeline-num-layers
---decoder-last-pipeline-num-layers --decoupled-lr --decoupled-min-lr
---defer-embedding-wgrad-compute --deterministic-mode --device
---distributed-backend --distributed-timeout-minutes --dry-run --empty-unused-memory-level
---eod-mask-loss --eval-interval
---eval-iters --exit-duration-in-mins --exit-interval --exit-on-missing-checkpoint
---fused-linear-cross-entropy
---ffn-hidden-size --finetune --first-last-layers-bf16 --fp64 --fp8-format
---fp8-amax-compute-algo --fp8-amax-history-len --fp8-margin
---fp8-param-gather --fp8-recipe --fp8-wgrad-bf16 --num-layers-at-end-in-bf16
---num-layers-at-start-in-bf16
---global-batch-size --grad-reduce-in-bf16 --hidden-size
---hang-timeout --hierarchical-context-parallel-sizes
---rank-order
---ignore-flags --init-method-std --keep-last-k --kv-channels --load --log-interval
---log-json --log-params-norm --sample-interval --sample-prompt
---record-memory-history --memory-snapshot-path
---lr --lr-decay-iters --lr-decay-samples --lr-decay-style --lr-warmup-fraction --lr-warmup-init
---lr-warmup-iters --lr-warmup-samples --lr-wsd-decay-iters --lr-wsd-decay-samples
---lr-wsd-decay-style --main-grads-dtype --make-vocab-size-divisible-by --manual-gc
---manual-gc-interval --max-position-embeddings --merge-file --micro-batch-size --model-file
---microbatch-group-size-per-virtual-pipeline-stage --min-lr --mock-data
---nccl-communicator-config-path
---no-check-for-nan-in-loss-and-grad --no-load-optim --no-shared-memory --norm-epsilon
---norm-backend --attention-backend --flash-attention-version
---peer-checkpoint
---peer-timeout --check-replicas --on-replica-mismatch --on-spike
---spike-z-score --iterations-to-skip --rerun-mode
---rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device --rehearse-steps
---rehearse-full --rehearse-json --rehearse-trace
---num-attention-heads --num-distributed-optimizer-instances --num-layers
---num-layers-per-virtual-pipeline-stage --num-query-groups --num-virtual-stages-per-pipeline-rank
---num-workers --on-nan --on-save-failure --optimizer --optimizer-backend --optimizer-cpu-offload
---overlap-grad-reduce --overlap-param-gather --pipeline-model-parallel-layout
---pipeline-model-parallel-size --pipeline-schedule --pretrained-checkpoint --profile
---profile-ranks --profile-step-end --profile-step-start --recompute-granularity --recompute-method
---recompute-num-layers --reset-attention-mask --reset-position-ids --rope-scaling-factor
---rotary-base --save --save-interval --save-retain-interval --seed --seq-length
---sequence-parallel --split --step-batch-size-schedule --tensor-model-parallel-size
---tensorboard-dir --test-data-path --tokenizer-model --tokenizer-type --tp-comm-overlap
---train-data-path --train-iters --train-samples
---untie-embeddings-and-output-weights --use-checkpoint-args --use-checkpoint-opt-param-scheduler
---use-distributed-optimizer --use-megatron-fsdp
---use-rope-scaling --valid-data-path --vocab-file --vocab-size --wandb-exp-name --wandb-project
---weight-decay --wgrad-deferral-limit
---zero-reduce-each-microbatch --zero-stage
-""".split()
-OURS = set(
-    "--fused-linear-cross-entropy --norm-backend --core-attention-backend "
-    "--cpu-offload-activations --cuda-graph "
-    "--check-replicas --hang-timeout --on-replica-mismatch --on-spike "
-    "--spike-z-score --rehearse --rehearse-rank --rehearse-all-ranks --rehearse-device "
-    "--rehearse-steps --rehearse-full --rehearse-json --rehearse-trace "
-    "--rank-order --allow-change --data-timeout --device --dry-run --fp64 --ignore-flags "
-    "--keep-last-k "
-    "--data-local-copy --log-json --model-file --sample-interval --sample-prompt "
-    "--no-shared-memory --on-nan --on-save-failure --optimizer-backend --peer-checkpoint "
-    "--peer-timeout --pipeline-schedule --zero-reduce-each-microbatch "
-    "--zero-stage --fp8-wgrad-bf16".split()
-)
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
 --activations-checkpoint-method --activations-checkpoint-num-layers --checkpoint-num-layers
@@ -96,12 +27,14 @@ OLDER = """
 """.split()
 
 
-def test_the_list_of_live_flags_is_frozen():
-    assert sorted(flag.name for flag in live()) == sorted(LIVE)
+def test_the_list_of_flags_is_frozen():
+    """A new flag is a decision: its row is in the page's diff, `python -m` FLAGS_PAGE writes it."""
+    assert flags_page.PAGE.read_text() == flags_page.page(), f"python -m {flags_page.__name__}"
 
 
 def test_every_spelling_of_megatron_lm_0_20_has_a_class():
-    assert len(set(known_flags()) - OURS - set(OLDER) - set(REMOVED)) == 876
+    ours = {flag.name for flag in live() if flag.row.ours} | {"--core-attention-backend"}
+    assert len(set(known_flags()) - ours - set(OLDER) - set(REMOVED)) == 876
 
 
 @pytest.mark.parametrize(
@@ -140,22 +73,33 @@ def test_every_flag_says_why_in_a_sentence():
 
 def test_live_flags_and_config_fields_are_the_same_list():
     """A live flag nobody can read, or a field nobody can set, is a mistake of ours."""
-    sections = {
-        f.name: {g.name for g in fields(getattr(config, f.type.__name__))}
-        for f in fields(config.Config)
-        if inspect.isclass(f.type) and f.type.__module__.startswith("training.")
-    }
-    assert set(sections) == set(config.HEADINGS)
     named = {"bf16": "dtype", "fp64": "dtype", "no_check_for_nan_in_loss_and_grad": "on_nan"}
     named |= {"use_megatron_fsdp": "zero_stage", "data_parallel_sharding_strategy": "zero_stage"}
     named |= {"vocab_file": "tokenizer_model", "data_args_path": "data_path"}
     named |= {"cross_entropy_fusion_impl": "fused_linear_cross_entropy"}
-    held = {section: set() for section in sections}
+    assert named.keys() == {name for rows in arguments.OTHER_FLAGS.values() for name in rows}
+    set_by = {section: set() for section in config.SECTIONS}
     for flag in live():
-        held[flag.group].add(named.get(flag.dest, flag.dest))
-    # Sizes of axes that are not cut in this version, and the world, have no live flag.
-    held["parallel"] |= {"world_size", "context_parallel_size"}
-    assert held == sections
+        set_by[flag.section].add(named.get(flag.dest, flag.dest))
+    set_by["parallel"].add("world_size")  # the launcher's
+    fields_of = {section: {f.name for f in fields(kind)} for section, kind in SECTIONS.items()}
+    assert set_by == fields_of
+
+
+def test_every_default_keeps_its_rule():
+    """The rule reads what --help shows as the default, and gives the default back."""
+    for flag in live():
+        default, rule = flag.row.default, flag.rule
+        if default not in (None, False, ()) and not (default == 0 and flag.row.derived):
+            given = list(map(str, default)) if rule.nargs == "*" else str(default)
+            assert flag.read(given) == default, flag.name
+
+
+def test_what_a_flag_needs_is_a_flag():
+    for flag in live():
+        assert set(flag.row.needs) <= known_flags().keys(), flag.name
+        if value := flag.row.needs_value:
+            assert known_flags()[flag.row.needs[0]].read(value) == value, flag.name
 
 
 def test_every_setting_is_read_by_the_run():
@@ -187,28 +131,11 @@ def test_every_setting_is_read_by_the_run():
         "use_distributed_optimizer": "zero",
         "zero_stage": "zero",
     }
-    names = config.Config(config.ModelConfig(2, 64, 4, 32)).flat()
+    names = config.Config(arguments.ModelConfig(2, 64, 4, 32)).flat()
     fields_of = {name: name.split(".")[1] for name in names}
     unread = {name for name, field in fields_of.items() if through.get(field, field) not in read}
     parsed = {"checkpoint.use_checkpoint_args", "checkpoint.use_checkpoint_opt_param_scheduler"}
     assert unread == parsed | {"run.ignore_flags"}  # parse() acts on them
-
-
-def test_help_gives_every_live_flag_with_unit_and_off_value(capsys):
-    with pytest.raises(SystemExit) as stop:
-        build_parser().parse_args(["--help"])
-    assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for heading in config.HEADINGS.values():
-        assert heading + ":" in text
-    for flag in live():
-        start = text.index(f"{flag.name} ")
-        while text[start - 1] not in " ":  # a longer flag of the same ending
-            start = text.index(f"{flag.name} ", start + 1)
-        line = text[text.index(flag.text[:20].replace("%%", "%"), start) :]
-        tail = line[line.index("[") + 1 : line.index("]", line.index("["))]
-        assert tail.startswith(flag.unit.partition(";")[0][:20]), flag.name
-        assert any(word in tail for word in ("default", "off", "required", "with", "this or")), tail
 
 
 def test_an_unknown_flag_gets_close_ones():
@@ -316,11 +243,16 @@ def test_a_wrong_value_names_flag_value_and_rule(name, text, rule):
     assert text.strip() in str(mistake.value)
 
 
-def test_checked_lines_and_differences_are_whole():
-    assert all(len(row) == 4 and all(row) for row in ACCEPTED)
-    assert all(len(row) == 3 and all(row) for row in DIFFERENCES)
-    for flags, _, _ in DIFFERENCES:
-        names = [
-            word.strip(",") for word in flags.split() if word.startswith("--") and "*" not in word
-        ]
-        assert names and set(names) <= set(known_flags()), flags
+def test_differences_name_flags_that_are_known():
+    for row in DIFFERENCES:
+        assert set(row.flags.split()) <= known_flags().keys() and row.there and row.here, row
+
+
+def test_what_another_name_stands_for_is_a_live_flag():
+    for flag in known_flags().values():
+        for word in flag.stands_for:
+            assert not word.startswith("--") or known_flags()[word].kind == "live", flag.name
+
+
+def test_no_table_is_text_that_the_program_parses():
+    assert not list((Path(__file__).parents[3] / "training").rglob("*.txt"))

@@ -55,6 +55,27 @@ def test_a_run_says_which_attention_runs(monkeypatch, flags, card, installed, ac
     assert done == active and len(notes) == 1 and words in notes[0], notes
 
 
+@pytest.mark.parametrize("cudnn, flags, tokens", [
+    (91002, "--seq-length 100", 100), (91500, "--seq-length 128", 0),
+    (91900, "--seq-length 100", 0),
+    (91002, "--seq-length 512 --context-parallel-size 4 --cp-comm-type p2p", 64),
+    (91002, "--seq-length 512 --context-parallel-size 4 --cp-comm-type a2a", 0),
+    (91002, "--seq-length 1024 --context-parallel-size 4 --cp-comm-type p2p", 0),
+])  # fmt: skip
+def test_an_old_cudnn_is_not_given_lengths_that_it_reads_beyond(monkeypatch, cudnn, flags, tokens):
+    """torch takes cuDNN of itself from 9.15.1 on, for that reason; a flag asks before that."""
+    monkeypatch.setattr(module, "card_of", lambda device: H100._replace(cudnn=cudnn))
+    words = [*FLAGS.split(), "--attention-backend", "fused", *flags.split()]
+    config = parse(words, 4 if "context" in flags else 1)
+    notes = []
+    if not tokens:
+        module.prepare_attention(config, DEVICE, notes.append)
+        assert "cuDNN" in notes[0]
+        return
+    with pytest.raises(UsageError, match=f"rows and blocks of {tokens} tokens, which are no mult"):
+        module.prepare_attention(config, DEVICE, notes.append)
+
+
 def test_a_package_that_cannot_be_used_is_said_where_nobody_asked_and_refused_where_one_did(
     monkeypatch,
 ):

@@ -77,6 +77,9 @@ class CUDAGraph:
     def pool(self):
         return (0, 1)
 
+    def reset(self):
+        self.calls = None
+
     def replay(self):
         assert self.calls is not None, "replay before a capture has ended"
         with torch.no_grad():
@@ -168,6 +171,27 @@ def test_the_warm_up_is_eager():
     assert cuda.captures == graphs.replays == 0 and not said
 
 
+def test_graphs_are_destroyed_before_the_process_groups(monkeypatch):
+    """NCCL's commDestroySync polls until no graph holds the communicator; here it says so."""
+    run, made = build(), []
+    graphs, cuda, _ = graphs_of(run)
+    cuda.CUDAGraph = lambda: made.append(CUDAGraph()) or made[-1]
+    train(run, [2, 2, 4, 4])  # captured again for another number of tokens
+    assert len(made) == 4 and graphs.captured
+
+    def destroy_process_group():
+        alive = [graph for graph in made[-2:] if graph.calls is not None]
+        assert not alive, "waits for a graph, without end"
+        done.append(True)
+
+    done = []
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.destroy_process_group", destroy_process_group)
+    run.grid.world_size = 2
+    run.grid.close()
+    assert done == [True] and not graphs.captured
+
+
 def test_an_evaluation_and_a_profile_are_eager():
     run = build()
     graphs, cuda, _ = graphs_of(run, warmup=0)
@@ -212,7 +236,7 @@ def test_the_imitation_takes_what_torch_takes():
     assert [*ours][1:] == [*theirs][1 : len(ours)]
     defaults = [ours[name].default for name in [*ours][2:]]
     assert defaults == [theirs[name].default for name in [*ours][2:]]
-    for name in ("replay", "pool"):
+    for name in ("replay", "pool", "reset"):
         assert callable(getattr(torch.cuda.CUDAGraph, name))
         assert [*inspect.signature(getattr(CUDAGraph, name)).parameters] == ["self"]
 

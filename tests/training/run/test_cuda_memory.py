@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from training.config import FaultConfig
+from training.arguments import FaultConfig
 from training.run.log import cuda_memory
 from training.run.memory import empty_cache
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mpu.launch import Launch
+from training.config import UsageError
 from training.flags.parse import parse
 from training.run import device as device_module
 from training.run.device import choose_device, set_arithmetic
@@ -31,6 +32,7 @@ def settings(monkeypatch):
     for name, value in zip(names, before, strict=True):
         setattr(matmul, name, value)
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
@@ -48,6 +50,7 @@ def test_deterministic_mode_takes_kernels_whose_bits_repeat(settings):
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory  # a pass over each new tensor
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["NCCL_ALGO"] == "Ring"
 
@@ -72,9 +75,70 @@ def test_a_run_sets_them_before_it_asks_for_a_device(settings, monkeypatch, mode
     device = choose_device(config, Launch(3, 4, 3, 4), False, said.append)
     assert device == torch.device("cuda", 1)
     assert asked and set(asked) == {(bool(mode), bool(mode))}
-    first, line = said
+    first, hidden, line = said
+    assert hidden.startswith("this process sees 2 CUDA devices, for 4 ranks on its node: ")
     assert first.startswith("device: cuda:1, NVIDIA H100, compute capability 9.0; ")
     assert line.startswith("environment of CUDA: CUDA_MODULE_LOADING=EAGER")
+
+
+@pytest.mark.parametrize("count,ranks,more,told", [
+    (8, 8, "", False), (8, 4, "", False), (1, 8, "", True), (4, 8, "", True),
+    (1, 8, "--distributed-backend gloo", False),
+])  # fmt: skip
+def test_a_rank_that_does_not_see_its_neighbours_gpus_says_so(
+    settings, monkeypatch, count, ranks, more, told
+):
+    """CUDA shares no memory with a GPU that it does not see (NVIDIA/nccl#1066)."""
+    said = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    about = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    config = parse(f"{FLAGS} {more}".split(), 1)
+    device = choose_device(config, Launch(5, 16, 5 % ranks, ranks), False, said.append)
+    assert device.index == 5 % ranks % count
+    assert any("--gpu-bind=none" in line for line in said) == told
+
+
+@pytest.mark.parametrize("value,more,told", [
+    ("1", "--zero-stage 3 --overlap-param-gather", True), ("1", "--zero-stage 3", False),
+    ("1", "", False), ("32", "--zero-stage 3 --overlap-param-gather", False),
+])  # fmt: skip
+def test_one_queue_for_all_streams_is_told_where_gathers_run_ahead(
+    settings, monkeypatch, value, more, told
+):
+    """Megatron-LM asks its users for 1, and refuses it for FSDP (training/arguments.py)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    about = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    said = []
+    choose_device(parse(f"{FLAGS} {more}".split(), 2), Launch(0, 2, 0, 2), False, said.append)
+    assert (device_module.ONE_QUEUE in said) == told
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS={value}" in said[-1]
+
+
+@pytest.mark.parametrize("value,stages,refused", [
+    ("1", 2, True), ("1", 1, False), ("0", 2, False), (None, 2, False),
+])  # fmt: skip
+def test_a_pipeline_refuses_launches_that_block(settings, monkeypatch, value, stages, refused):
+    """mpu/pipeline/plan.py posts receives an action ahead, and a receive is a kernel."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    about = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    if value is not None:
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+    config = parse(f"{FLAGS} --pipeline-model-parallel-size {stages}".split(), 2)
+    if not refused:
+        assert choose_device(config, Launch(1, 2, 1, 2), False, lambda line: None).index == 1
+        return
+    with pytest.raises(UsageError, match="CUDA_LAUNCH_BLOCKING is set and --pipeline-model-par"):
+        choose_device(config, Launch(1, 2, 1, 2), False, lambda line: None)
 
 
 def test_a_cpu_has_nothing_to_tell(settings, monkeypatch):

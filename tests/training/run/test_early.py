@@ -17,6 +17,10 @@ FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 
         (["--load", "a-file"], "--load a-file is not a directory"),
         (["--load", "empty", "--ckpt-step", "7"], "--ckpt-step 7: empty has the steps"),
         (["--pretrained-checkpoint", "megatron"], "--pretrained-checkpoint megatron holds a Meg"),
+        (["--pretrained-checkpoint", "a/b"], "hf download a/b --local-dir b`, and give b"),
+        (["--load", "no", "--pretrained-checkpoint", "/no"], "no checkpoint there (nothing is dow"),
+        (["--load", "a/b", "--use-checkpoint-args"], "hf download a/b --local-dir b"),
+        (["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model", "a/b"], "hf download a/b"),
         (["--wandb-project", "p"], "--wandb-project p: the package wandb is not installed"),
     ],
 )

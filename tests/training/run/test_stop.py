@@ -4,7 +4,10 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +17,7 @@ from mpu.comm.transport import Axis
 from training.run import stop as stop_module
 from training.run.stop import Agreement, StopSignal, _Flags
 
+ROOT = Path(__file__).resolve().parents[3]
 STEPS = [
     (False, 0.0),
     (True, 0.0),
@@ -131,6 +135,30 @@ def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd
     more = "; saved: the same command goes on from there"
     assert note == f"stopped by {name} after iteration 12 of 40{more}"
     assert stop.code == 75
+
+
+@pytest.mark.parametrize("number", [TERM, INT])
+@pytest.mark.parametrize("stepped, code", [(False, True), (True, False)])
+def test_a_first_step_that_takes_too_long_is_not_waited_for(number, stepped, code):
+    """Nothing is trained before it is done, and a host that swaps may need minutes for it."""
+    program = f"""
+import os
+import time
+from training.run.stop import StopSignal
+StopSignal.FIRST = 0.1
+with StopSignal() as stop:
+    stop.begin(speak=True)
+    stop.stepped = {stepped}
+    os.kill(os.getpid(), {int(number)})
+    end = time.monotonic() + 2.5  # seconds: the guard looks once a second
+    while time.monotonic() < end:
+        time.sleep(0.1)
+    assert stop.received
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == (128 + number if code else 0), done.stderr
+    assert "stopping after this step" in done.stderr
+    assert ("the first step was not done in 0.1 s: stopped" in done.stderr) == code
 
 
 def test_a_run_under_nohup_outlives_its_terminal():

@@ -2,9 +2,9 @@
 """Name the first tensor that is not finite in a step, by running its micro-batches once more.
 
     weights                    each rank looks at those that it owns
-    forward                    a hook looks at what enters and what leaves each module
-    backward                   a hook looks at the gradient of what each module gave, and at each
-                               parameter's main gradient once it is ready
+    forward                    what enters and what leaves each module (mpu/module_tracker.py)
+    backward                   the gradient of what each module gave, and each parameter's main
+                               gradient once it is ready
     after the gradients' sums  each rank looks at the sums that it owns
 
 Nothing is updated, so only time is lost. The rerun is made when all ranks know of the step, one
@@ -15,12 +15,12 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mpu.comm.collectives import gather_bytes
+from mpu.module_tracker import INPUT, MAIN_GRAD, OUTPUT, OUTPUT_GRAD, Event, ModuleTracker
 from training.checkpoint.finite import fault_of
 from training.data.batch import Batch
 from training.data.dataset import Dataset
@@ -28,6 +28,12 @@ from training.run.state import Run, RunSchedule
 
 WHERE = re.compile(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)")
 DEFERRED = re.compile(r"deferred (W) of (micro-batch) (\d+) in stage (\d+)")
+WHAT = {  # a kind of event: name, class
+    INPUT: "what {} ({}) is given",
+    OUTPUT: "the output of {} ({})",
+    OUTPUT_GRAD: "the gradient of the output of {} ({})",
+    MAIN_GRAD: "the gradient of the weight {}",
+}
 WEIGHT, FORWARD, BACKWARD, SUM = range(4)  # in the order in which a step comes to them
 
 
@@ -42,7 +48,7 @@ def find_first(
     watch.look_at_weights()
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size
     run.sink.begin_step(len(batches))
-    with watch.hooks():
+    with watch.following():
         rerun(run, run.schedule(len(batches)), batches, tokens, during)
     run.sink.finish_grad_sync()
     watch.look_at_sums()
@@ -65,7 +71,6 @@ class _Watch:
         self.run, self.dataset, self.batches = run, dataset, batches
         self.found: list[tuple[list[int], str]] = []
         self._looks = 0
-        self._names = {param: name for name, param in run.model.named_parameters()}
 
     def look_at_weights(self) -> None:
         """Look at the weights, and at the masters that they are rounded from."""
@@ -87,53 +92,27 @@ class _Watch:
                     return
 
     @contextmanager
-    def hooks(self) -> Iterator[None]:
+    def following(self) -> Iterator[None]:
         """Look at every tensor that passes between modules, until the block is left."""
-        sink, handles = self.run.sink, []
-        chunks = self.run.model.ctx.loss_in_chunks
-        for name, module in self.run.module.named_modules():
-            if chunks is not None and getattr(module, "output_layer", False):
-                continue  # it is not called, and has no output
-            handles.append(module.register_forward_pre_hook(self._before(name, module)))
-            handles.append(module.register_forward_hook(self._after(name, module)))
-        ready = sink.register_grad_ready
-
-        def looked_at(param: nn.Parameter) -> None:
-            name = self._names.get(param, "a parameter")
-            self._look(sink.main_grad(param), f"the gradient of the weight {name}", BACKWARD)
-            ready(param)
-
-        sink.register_grad_ready = looked_at  # type: ignore[method-assign]
+        run, told = self.run, self._told
+        readers = dict.fromkeys((INPUT, OUTPUT, OUTPUT_GRAD, MAIN_GRAD), told)
+        tracker = ModuleTracker(run.module, run.engine.queue, run.sink, readers)
         try:
             yield
         finally:
-            if "register_grad_ready" in vars(sink) and sink.register_grad_ready is looked_at:
-                sink.register_grad_ready = ready  # type: ignore[method-assign]
-            for handle in handles:
-                handle.remove()
+            tracker.close()
 
-    def _before(self, name: str, module: nn.Module) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            for value in inputs:
-                self._look(value, f"what {_told(name, module)} is given", FORWARD)
-
-        return hook
-
-    def _after(self, name: str, module: nn.Module) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            for value in output if isinstance(output, (tuple, list)) else (output,):
-                self._look(value, f"the output of {_told(name, module)}", FORWARD)
-                if isinstance(value, Tensor) and value.requires_grad:
-                    what = f"the gradient of the output of {_told(name, module)}"
-                    value.register_hook(lambda grad, what=what: self._look(grad, what, BACKWARD))
-
-        return hook
+    def _told(self, event: Event) -> None:
+        name = event.name or ("a parameter" if event.kind == MAIN_GRAD else "the model")
+        what = WHAT[event.kind].format(name, type(event.of).__name__)
+        for value in event.tensors:
+            self._look(value, what, FORWARD if event.kind in (INPUT, OUTPUT) else BACKWARD)
 
     @torch.no_grad()
-    def _look(self, value: Any, what: str, kind: int) -> None:
+    def _look(self, value: Tensor, what: str, kind: int) -> None:
         """Note a tensor that is not finite, if it is this rank's first of its kind."""
         self._looks += 1
-        if not isinstance(value, Tensor) or any(order[0] == kind for order, _ in self.found):
+        if any(order[0] == kind for order, _ in self.found):
             return
         if fault := fault_of(value):
             action = self.run.monitor.action
@@ -155,7 +134,3 @@ class _Watch:
         if rows > 1:
             first += int((~value.isfinite()).movedim(dim, 0).flatten(1).any(1).nonzero()[0])
         return f"sample {first}, from {self.dataset.describe(first)}"
-
-
-def _told(name: str, module: nn.Module) -> str:
-    return f"{name or 'the model'} ({type(module).__name__})"

@@ -128,6 +128,16 @@ class Guard:
         return find_first(run, self.data.dataset, batches, self._rerun, f"of iteration {i} again")
 
 
+def nanmedian(x: Tensor) -> Tensor:
+    """Return the lower median of each row's numbers that are not NaN: x [n, k] -> [n, 1].
+
+    Bits of torch.nanmedian, which on CUDA raises under --deterministic-mode: its kernel also
+    returns a place, which is not the same in each run (aten/src/ATen/native/cuda/Sorting.cpp).
+    """
+    count = (~x.isnan()).sum(dim=1, keepdim=True)  # a sort puts NaN last
+    return x.sort(dim=1).values.gather(1, ((count - 1) // 2).clamp(min=0))
+
+
 class Seen(NamedTuple):
     """One step: its iteration, (loss, norm) and their z-scores, on the device."""
 
@@ -149,8 +159,8 @@ class Spikes:
         """Return 1 where the step is a spike, else 0: a scalar on the device. NaN is none."""
         values = torch.stack([loss.double(), norm.double()])
         x = torch.stack([values[0], values[1].log()])
-        middle = self._window.nanmedian(dim=1, keepdim=True).values
-        deviation = 1.4826 * (self._window - middle).abs().nanmedian(dim=1).values
+        middle = nanmedian(self._window)
+        deviation = 1.4826 * nanmedian((self._window - middle).abs())[:, 0]
         middle = middle[:, 0]
         floor = torch.stack([FLOOR[0] * middle[0].abs(), torch.full_like(middle[1], FLOOR[1])])
         scores = (x - middle) / torch.maximum(deviation, floor)

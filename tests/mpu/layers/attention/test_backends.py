@@ -100,6 +100,18 @@ def test_the_device_is_asked_of_torch(monkeypatch):
     assert card_of("cuda").flash == 3
 
 
+def test_cudnn_comes_last_where_the_environment_says_so(monkeypatch):
+    """torch's check_prefer_cudnn_attention reads it, and blocks would take cuDNN's operators."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    for value, kernel in ((None, "cudnn"), ("0", "cudnn"), ("1", "flash")):
+        if value is not None:
+            monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", value)
+        card = card_of("cuda")
+        assert {kernel_of("auto", card, BF16, 128, work) for work in ("rows", "blocks")} == {kernel}
+        assert kernel_of("fused", card, BF16, 128, "blocks") == "cudnn"
+
+
 def test_the_line_names_each_kernel_once():
     assert describe("auto", H100._replace(flash=3), BF16, 128, ("rows", "documents")) == (
         "attention: cuDNN and FlashAttention 3 (--attention-backend auto on compute capability "

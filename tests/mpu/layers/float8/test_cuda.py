@@ -59,6 +59,8 @@ def scaled_mm(
     assert not [why for _, why in by_address.scaled_mm(a, b, *scales)]
     assert (recipe_a == KIND.BlockWise1x32) == (swizzle_a == F.SwizzleType.SWIZZLE_32_4_4)
     assert swizzle_a == swizzle_b
+    # Transformer Engine's Float8BlockScaling asserts that no product with scales of blocks is fast
+    assert not use_fast_accum or {recipe_a, recipe_b} <= {KIND.TensorWise, KIND.RowWise}
     (n, k), m = a.shape, b.shape[1]
     left = a.double() * widened(scale_a, recipe_a, n, k, True)
     right = b.t().double() * widened(scale_b, recipe_b, m, k, False)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pretrain_llama
 from tests import saved
@@ -351,6 +352,32 @@ def test_a_run_without_a_spike_has_none() -> None:
     assert judge.describe(5001).startswith("loss 20 (z-score ")
     assert judge.judge(5002, torch.tensor(2.0), torch.tensor(1e6)) == 1.0
     assert judge.judge(5003, torch.tensor(NAN), torch.tensor(NAN)) == 0.0
+
+
+def test_a_spike_is_judged_in_deterministic_mode_on_a_gpu(monkeypatch: Any) -> None:
+    """torch.nanmedian raises there, as its shape function does (torch/_meta_registrations.py)."""
+    x = torch.randn(40, 2, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    x[x > 0.8] = NAN
+    x[3], x[4, 0], x[5, :, 3:] = NAN, NAN, NAN
+    for rows in x:
+        want = rows.nanmedian(dim=1, keepdim=True).values
+        assert torch.equal(guard.nanmedian(rows).nan_to_num(), want.nan_to_num())
+        assert torch.equal(guard.nanmedian(rows).isnan(), want.isnan())
+    torch.use_deterministic_algorithms(True)
+    try:
+        with FakeTensorMode():
+            rows = torch.empty(2, 9, device="cuda", dtype=torch.float64)
+            with pytest.raises(RuntimeError, match="median CUDA with indices output does not have"):
+                rows.nanmedian(dim=1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+    def refuse(*args: Any, **more: Any) -> None:
+        raise RuntimeError("median CUDA with indices output")
+
+    monkeypatch.setattr(torch.Tensor, "nanmedian", refuse)
+    judge = guard.Spikes(10.0, "cpu")
+    assert judge.judge(1, torch.tensor(2.0), torch.tensor(1.0)) == 0.0
 
 
 @pytest.mark.parametrize("flag", ["--on-nan", "--on-spike", "--on-replica-mismatch"])

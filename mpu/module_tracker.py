@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follow a model through a training step: which module runs, in which phase, on which tensors.
+
+tools/explain.py, the rehearsal, tools/fork_check.py and the search for the first value that is not
+finite read it. The trainer and the layers do not know of it.
+
+    forward             hooks before and after each module's forward keep a stack of names
+    backward            the hook after a forward writes the module's name on the autograd nodes of
+                        its graph, where the name of the innermost module is kept
+    weight gradients    a work in the queue is wrapped with the name of the layer that put it there
+    main gradients      the sink is asked each time a parameter's gradient is ready
+    file and line       the Python stack, of which only files and line numbers are read
+
+Collectives are events of their axis: mpu.comm.transport.Trace receives them.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from mpu.gradients import GradientSink, WeightGradientQueue
+
+# kinds of events, in the order in which a micro-batch comes to them
+INPUT, OUTPUT, OUTPUT_GRAD, MAIN_GRAD = "input", "output", "output gradient", "main gradient"
+FORWARD, RECOMPUTE, BACKWARD, WGRAD = "forward", "recompute", "backward", "wgrad"  # phases
+MARK = "weft: module"  # in the metadata of an autograd node
+
+
+class Event(NamedTuple):
+    """Tensors that a module takes or gives, or a parameter's gradient.
+
+    kind: one of those above. name: of the module or of the parameter in the model. of: the module
+    or the parameter. phase: one of those above. tensors: the inputs or outputs in the order of the
+    call, nested ones included; the gradient of one output; the main gradient, to which one
+    micro-batch has just been added.
+    """
+
+    kind: str
+    name: str
+    of: nn.Module | nn.Parameter
+    phase: str
+    tensors: tuple[Tensor, ...]
+
+
+class ModuleTracker:
+    """Follow the modules of a model that trains, from now until `close`.
+
+    As torch.utils.module_tracker, and in deferred weight gradients and recomputation too.
+
+    readers: for each kind of event, the function that is called with it. Of a kind without a reader
+    no event is made. A reader runs within the step, so it must not change a tensor.
+    Raises RuntimeError where torch does not say which autograd node runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        queue: WeightGradientQueue,
+        sink: GradientSink,
+        readers: Mapping[str, Callable[[Event], None]] | None = None,
+    ) -> None:
+        current = getattr(torch._C, "_current_autograd_node", None)
+        if current is None:
+            raise RuntimeError(
+                f"torch {torch.__version__} does not say which autograd node runs "
+                "(torch._C._current_autograd_node): mpu/module_tracker.py needs torch 2.11 to 2.13"
+            )
+        self._node: Callable[[], Any] = current
+        self._queue, self._sink, self._readers = queue, sink, dict(readers or {})
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self._params = {id(param): name for name, param in model.named_parameters()}
+        self._modules: list[str] = []  # whose forward runs, outermost first
+        self._works: list[str] = []  # whose weight gradient runs
+        self._marked = ""  # the module of the last node that had a mark
+        self._hooks: list[Any] = []
+        for name, module in model.named_modules():
+            if getattr(module, "output_layer", False) and module.ctx.loss_in_chunks is not None:
+                continue  # it is not called: the loss in chunks takes its weight
+            enter, leave = partial(self._enter, name), partial(self._leave, name)
+            self._hooks += [
+                module.register_forward_pre_hook(enter, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True),
+            ]
+        self._put, self._ready = queue.put, sink.register_grad_ready
+        queue.put = self._noted  # type: ignore[method-assign]
+        if MAIN_GRAD in self._readers:
+            sink.register_grad_ready = self._is_ready  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Stop following."""
+        for hook in self._hooks:
+            hook.remove()
+        self._queue.put = self._put  # type: ignore[method-assign]
+        if self._sink.register_grad_ready == self._is_ready:
+            self._sink.register_grad_ready = self._ready  # type: ignore[method-assign]
+
+    def running(self) -> str:
+        """Return the name of the module that runs, or ""."""
+        for names in (self._works, self._modules):
+            if names:
+                return names[-1]
+        node = self._node()
+        if node is None:
+            return ""
+        # a node without a mark, made by recomputation, belongs to the last module that had one
+        self._marked = _marks(node).get(MARK, self._marked)
+        return self._marked
+
+    def new_action(self) -> None:
+        """Forget the previous action's module: the nodes behind a stage's output have no mark."""
+        self._marked = ""
+
+    @property
+    def phase(self) -> str:
+        """Return the phase that runs now."""
+        if self._works:
+            return WGRAD
+        if self._node() is None:
+            return FORWARD
+        return RECOMPUTE if self._modules else BACKWARD
+
+    @property
+    def in_backward(self) -> bool:
+        """True while autograd runs, recomputation included."""
+        return self._node() is not None
+
+    def _event(self, kind: str, name: str, of: nn.Module | nn.Parameter, values: Any) -> None:
+        tensors = tuple(x for x in tree_leaves(values) if isinstance(x, Tensor))
+        self._readers[kind](Event(kind, name, of, self.phase, tensors))
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._modules.append(name)
+        if INPUT in self._readers:
+            self._event(INPUT, name, module, (args, kwargs))
+
+    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if OUTPUT in self._readers:
+            self._event(OUTPUT, name, module, out)
+        if OUTPUT_GRAD in self._readers:
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor) and x.requires_grad:
+                    x.register_hook(partial(self._event, OUTPUT_GRAD, name, module))
+        self._modules.pop()
+        done = {_node_of(x) for x in tree_leaves((args, kwargs))} | {None}
+        nodes: list[Any] = [_node_of(x) for x in tree_leaves(out)]
+        while nodes:
+            if (node := nodes.pop()) not in done:
+                done.add(node)
+                assert node is not None
+                _marks(node).setdefault(MARK, name)
+                nodes += [node for node, _ in node.next_functions]
+
+    def _noted(self, work: Callable[[], None], *rest: Any, **more: Any) -> None:
+        self._put(partial(self._work, self.running(), work), *rest, **more)
+
+    def _work(self, name: str, work: Callable[[], None]) -> None:
+        self._works.append(name)
+        work()
+        self._works.pop()
+
+    def _is_ready(self, param: nn.Parameter) -> None:
+        self._event(MAIN_GRAD, self._params.get(id(param), ""), param, self._sink.main_grad(param))
+        self._ready(param)
+
+
+def _marks(node: Node) -> dict[str, str]:
+    """Return a node's metadata, which torch's own types call a method."""
+    return cast(dict[str, str], node.metadata)
+
+
+def _node_of(x: Any) -> Node | None:
+    return x.grad_fn if isinstance(x, Tensor) else None
+
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ("mpu", "model", "estimate", "training", "pretrain_llama.py")
+# what carries or multiplies is not who asks
+CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")
+# what they do, they do for a layer
+SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/optim/", "mpu/gradients.py")
+
+
+@cache
+def path_of(file: str, fork: str = "") -> str:
+    """Return a file's path in the repository, or "" for one that is not the trainer's.
+
+    This file, which only watches, is not. fork: the model's file where it is not Weft's own; its
+    path is returned as it is.
+    """
+    if file == __file__:
+        return ""
+    try:
+        path = Path(file).resolve().relative_to(ROOT)
+    except ValueError:
+        return fork if file == fork else ""
+    return path.as_posix() if path.parts[0] in OURS or file == fork else ""
+
+
+class Site(NamedTuple):
+    """Where the program is, as file:line; "" outside of the trainer.
+
+    call: the innermost line outside of CARRIERS. use: the innermost line outside of SERVANTS, which
+    is a layer's or of the code above the layers. function: the one that `use` stands in.
+    """
+
+    call: str = ""
+    use: str = ""
+    function: str = ""
+
+
+def site(fork: str = "", autograd: bool = True) -> Site:
+    """Return the current site.
+
+    autograd: where autograd's engine runs no line of a layer, go on to the line that called it.
+    """
+    call = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not autograd and frame.f_code is torch.autograd.backward.__code__:
+            break
+        path = path_of(frame.f_code.co_filename, fork)
+        if path and not path.startswith(CARRIERS):
+            here = f"{path}:{frame.f_lineno}"
+            call = call or here
+            if not path.startswith(SERVANTS):
+                return Site(call, here, frame.f_code.co_qualname)
+        frame = frame.f_back
+    return Site(call)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/torchrun.py: no warning before our words, no traceback after, the same exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from tools.torchrun import last_word
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(program)
+    kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    command = [sys.executable, str(ROOT / "tools" / "torchrun.py"), "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", "2", str(folder / "program.py")],
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_a_rank_that_fails_has_the_last_word(tmp_path):
+    words = {"message": {"message": "--lr is missing", "extraInfo": {"timestamp": "1"}}}
+    done = run(
+        tmp_path,
+        f"""import os, pathlib, time
+assert os.environ["OMP_NUM_THREADS"] == "1"
+if os.environ["RANK"] == "1":
+    pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text({json.dumps(json.dumps(words))})
+    raise SystemExit(2)
+time.sleep(60)
+""",
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "torchrun: rank 1: --lr is missing\n"
+    done = run(tmp_path, "print(end='fine ')")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine fine ", "")
+
+
+@pytest.mark.parametrize("code, how", [(7, "ended with exit code 7"), (-9, "was ended by SIGKILL")])
+def test_a_rank_that_left_no_word_is_named(code, how):
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="/no")
+    said = last_word(ChildFailedError("program", {3: failure}))
+    assert said == f"torchrun: rank 3 {how} and left no word"

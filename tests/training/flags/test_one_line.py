@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A flag is added by one entry of the table: --help, Config, the rules and the page have it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from training.flags.table import live
+
+ROOT = Path(__file__).parents[3]
+BEFORE = "    log_params_norm: bool = setting("
+ENTRY = '    log_every: int = setting(7, "made up", "lines", whole(2, 9), needs="--save")\n'
+PROGRAM = """
+from training.config import UsageError
+from training.flags.parse import parse
+from tests.training.flags.flags_page import page
+base = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 3"
+base = f"{base} --lr 1e-3 --mock-data --vocab-size 500 --device cpu".split()
+config = parse(base, 1)
+print(config.log.log_every, config.flat()["log.log_every"])
+config = parse([*base, "--log_every", "5"], 1)
+print(config.log.log_every, "log.log_every" in config.canonical_json(), config.notes)
+for words in (["--log-every", "10"], ["--log-evry", "5"]):
+    try:
+        parse([*base, *words], 1)
+    except UsageError as error:
+        print(error)
+print([line for line in page().splitlines() if "log-every" in line])
+parse(["--help", "log"], 1)
+"""
+
+
+def test_a_flag_is_added_by_one_line(tmp_path: Path) -> None:
+    assert "--log-every" not in {flag.name for flag in live()}
+    for room in ("mpu", "model", "training", "tests"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    table = tmp_path / "training" / "arguments.py"
+    text = table.read_text()
+    assert text.count(BEFORE) == 1
+    table.write_text(text.replace(BEFORE, ENTRY + BEFORE))
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    unset, set_, number, typo, row, *shown = done.stdout.splitlines()
+    assert unset == "7 7"
+    assert set_ == (
+        "5 True ('--log_every is taken as --log-every', "
+        "'--log-every has nothing to act on without --save')"
+    )
+    assert number == "--log-every 10: must be a whole number >= 2, at most 9"
+    assert typo.endswith("did you mean --log-every?")
+    what = "made up [lines; default: 7; with --save]"
+    assert row == str([f"| `--log-every N` | {what} | a whole number >= 2, at most 9 |"])
+    assert f"--log-every N {what}" in " ".join(" ".join(shown).split())

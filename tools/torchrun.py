@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torchrun itself, with our words last: no warning about threads before them, no traceback after.
+
+`make setup` writes .venv/bin/torchrun to run this. All arguments are torch's. A rank that nobody
+gave a number of threads takes its share of the cores (mpu/launch.py), so that torch's default of
+one needs no warning. Where a rank fails, torch.distributed.run raises; its report is one line here,
+with the first failing rank, its exit code and what it wrote to TORCHELASTIC_ERROR_FILE.
+"""
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.argv[0] = "torchrun"
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
+
+from training.untrusted import printable
+
+
+def last_word(error: ChildFailedError) -> str:
+    """Return one line: the words of the rank that failed first, or else how it ended.
+
+    A rank that torchrun ended, or that was killed, has left no words: then another rank's count.
+    """
+    failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+    for rank, failure in failures:
+        message: Any = failure.message  # a str, or {"message": ...} of a rank's error file
+        if isinstance(message, dict) and message.get("message"):
+            return f"torchrun: rank {rank}: {printable(str(message['message']).splitlines()[0])}"
+    rank, failure = failures[0]
+    how = f"ended with exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        how = f"was ended by {failure.signal_name()}"
+    return f"torchrun: rank {rank} {how} and left no word"
+
+
+def main() -> int:
+    """Run torch's torchrun; return the exit code, 1 for a rank that failed, as torch does."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic.multiprocessing"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # they repeat what the line says
+    try:
+        torchrun()
+    except ChildFailedError as error:
+        print(last_word(error), file=sys.stderr, flush=True)
+        return 1
+    except SignalException as error:
+        how = signal.Signals(error.sigval).name
+        print(f"torchrun: ended by {how}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write --help from the table of settings: where to start, the flags of a group, or one flag."""
+
+import textwrap
+from collections.abc import Collection
+from typing import NamedTuple
+
+from training.arguments import GROUPS
+from training.config import UsageError
+from training.flags import table
+from training.flags.foreign import like
+from training.flags.megatron import DIFFERENCES
+from training.flags.rules import EXCLUDE
+from training.flags.table import Flag
+from training.flags.trees import SYNONYMS
+
+ALL = "all"
+TITLE = "Pretrain a Llama. Flags have Megatron-LM's names and meanings."
+WIDTH = 78  # of a line
+
+
+class Page(NamedTuple):
+    """One answer of --help: what stands above its flags, the flags, and what stands below."""
+
+    text: str
+    flags: dict[str, str]  # {flag: heading}
+    below: str = ""
+
+
+def page_of(word: str, own_names: Collection[str] = ()) -> Page:
+    """Return the answer to --help WORD; "" is --help alone. own_names: flags of a fork.
+
+    Raises UsageError where there is no group and no flag of this name.
+    """
+    if not word:
+        return START
+    if word == ALL:
+        return Page(TITLE, {flag.name: heading(flag.group) for flag in table.live()}, _others())
+    if word in GROUPS:
+        return Page("", {flag.name: heading(word) for flag in of_group(word)})
+    name = "--" + word.lstrip("-").replace("_", "-")
+    if name in own_names:
+        return Page("", {})
+    if name in SYNONYMS:
+        return Page(f"{name} is taken as {' '.join(SYNONYMS[name])}", {})
+    if name in table.known_flags():
+        return _one(table.known_flags()[name])
+    close = like(word, [*GROUPS, ALL]) or like(name, list(table.known_flags()))
+    meant = f"; did you mean {' or '.join(close)}?" if close else ""
+    raise UsageError(
+        f"--help {word}: there is no group and no flag of this name; the groups are "
+        f"{', '.join(GROUPS)} and {ALL}{meant}"
+    )
+
+
+def heading(group: str) -> str:
+    """Return what a group of flags is about: the first line of its dataclass's docstring."""
+    lines = (GROUPS[group][0].__doc__ or "").splitlines()
+    return f"{group}: {lines[0].rstrip('.')}"
+
+
+def of_group(group: str) -> list[Flag]:
+    """Return the live flags of a group."""
+    return [flag for flag in table.live() if flag.group == group]
+
+
+def effect(flag: Flag) -> str:
+    """Return what a live flag does, and in brackets its unit, off-value, default and need."""
+    choices = f"; {flag.rule.what}" * (flag.rule.metavar == "NAME")
+    ours = " (ours, not Megatron's)" if flag.row.ours else ""
+    return f"{flag.text}{choices}{ours} [{'; '.join(_facts(flag))}]"
+
+
+def _facts(flag: Flag) -> list[str]:
+    """Return the unit, what turns the flag off, its default and what it needs."""
+    row = flag.row
+    none = row.default in (None, False, ())
+    default = row.derived or ("" if none else _show(row.default))
+    off = row.off or ("left out" if none and not (row.derived or row.required) else "")
+    out = [row.unit] * bool(row.unit) + ["required"] * row.required
+    if off and off.partition(",")[0] == default:
+        out.append(f"off: {off}, the default")
+    else:
+        out += [f"off: {off}"] * bool(off)
+        out += [f"default: {default}"] * bool(default and not row.required)
+    out += [f"without a value: {row.rule.bare}"] * bool(row.rule.bare)
+    value = f" {row.needs_value}" if row.needs_value else ""
+    return out + [f"with {' or '.join(row.needs)}{value}"] * bool(row.needs)
+
+
+def _show(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _start() -> Page:
+    """Return where to start, and the groups."""
+    lines = ["groups:"]
+    for group in GROUPS:
+        name, about = heading(group).split(": ", 1)
+        lines.append(f"  {name:14}{len(of_group(group)):3} flags  {about}")
+    lines += [
+        "",
+        "  --help GROUP       lists the flags of a group",
+        "  --help FLAG        explains a flag, also one that is not available here",
+        f"  --help {ALL}         lists all flags, as docs/flags.md does",
+    ]
+    start = {flag.name: "start here" for flag in table.live() if flag.row.start}
+    return Page(TITLE, start, "\n".join(lines))
+
+
+def _others() -> str:
+    kinds = [flag.kind for flag in table.known_flags().values()]
+    return textwrap.fill(
+        f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
+        f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
+        "docs/flags.md lists them all.", WIDTH,
+    )  # fmt: skip
+
+
+def _one(flag: Flag) -> Page:
+    """Return all that is known of a flag."""
+    lines = list[str]()
+    if flag.kind != table.LIVE_KIND:
+        does = {
+            table.CHECKED_KIND: f"is accepted, {' or '.join(flag.allowed) or 'with any value'}",
+            table.REFUSED_KIND: "is refused",
+            table.REMOVED_KIND: "was removed",
+        }[flag.kind]
+        if flag.rule.nargs == 0:
+            does = does.removesuffix(", with any value")
+        lines.append(f"{flag.name} {does}: {flag.text}")
+    other = [one if two == flag.name else two for one, two in EXCLUDE if flag.name in (one, two)]
+    lines += [f"Value: {flag.rule.what}"] * bool(flag.rule.what)
+    lines += [f"Other names: {', '.join(flag.row.also)}"] * bool(flag.row.also)
+    lines += [f"Not together with {', '.join(other)}"] * bool(other)
+    for differs in DIFFERENCES:
+        if flag.name in differs.flags.split():
+            said = f"{differs.title}: in Megatron-LM {differs.there}; here {differs.here}"
+            lines.append(said)
+    live = [flag] if flag.kind == table.LIVE_KIND else []
+    named = [table.known_flags()[word] for word in flag.stands_for if word.startswith("--")]
+    shown = {each.name: heading(each.group) for each in (*live, *named)}
+    return Page("", shown, "\n".join(textwrap.fill(line, WIDTH) for line in lines))
+
+
+START = _start()
