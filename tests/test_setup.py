@@ -9,11 +9,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tools import setup_env
+from tools import setup_env, waiting
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,17 +113,23 @@ def test_probe_tells_python_and_torch_without_importing_it():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_pip_shows_its_progress_to_a_person_alone(monkeypatch, terminal):
+def test_pip_shows_its_progress(monkeypatch, tmp_path, capfd, terminal):
     """Torch is 200 MB, and more with CUDA: minutes without a word looked like a hang."""
-    commands = []
-    monkeypatch.setattr(
-        setup_env.subprocess,
-        "run",
-        lambda words: commands.append(words) or SimpleNamespace(returncode=0),
-    )
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\necho Downloading torch; sleep 0.5\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(setup_env, "PYTHON", str(python))
+    monkeypatch.setattr(waiting, "AFTER", 0.2)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     setup_env.pip("install", "torch")
-    assert ("-qq" in commands[0]) is not terminal
+    said = capfd.readouterr()
+    if terminal:  # its own bars
+        assert said.out.startswith("-m pip ") and "progress-bar" not in said.out
+    else:  # its newest line, from time to time
+        assert said.out == "" and said.err == "pip: 0 s, Downloading torch\n"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(setup_env.SetupError, match="pip failed, as it says above"):
+        setup_env.pip("install", "torch")
 
 
 @pytest.mark.parametrize(

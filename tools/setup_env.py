@@ -127,10 +127,27 @@ def reachable(url: str) -> bool:
 
 
 def pip(*arguments: str) -> None:
-    """Run the environment's pip, with its progress on a terminal. Raises SetupError if it fails."""
+    """Run the environment's pip, with its progress on a terminal. Raises SetupError if it fails.
+
+    Elsewhere its newest line comes every few seconds: it downloads and unpacks for minutes.
+    """
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments]
-    command += [] if sys.stdout.isatty() else ["-qq"]
-    if subprocess.run(command).returncode:
+    if sys.stdout.isatty():
+        code = subprocess.run(command).returncode
+    else:
+        if ROOT not in sys.path:
+            sys.path.insert(0, ROOT)
+        from tools.waiting import waiting
+
+        newest = [""]
+        command += ["--progress-bar", "off"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            with waiting("pip", lambda: newest[0]):
+                for line in child.stdout:
+                    newest[0] = line.strip()[:120]
+        code = child.returncode
+    if code:
         raise SetupError("pip failed, as it says above; the next make setup goes on from here")
 
 
