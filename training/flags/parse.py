@@ -128,7 +128,7 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
 
     Raises UsageError where there is no such group or flag.
     """
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
         asked, equals, value = word.partition("=")
         if asked in ("-h", "--help"):
             found = page_of(value if equals else after, _own_names(build_parser(extra)))

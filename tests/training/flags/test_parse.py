@@ -482,3 +482,8 @@ def test_a_dry_run_opens_no_file():
         base=SMALL.replace("--mock-data", ""),
     )
     assert config.parallel.data_parallel_size == 128
+
+
+def test_a_command_line_without_a_flag_is_told_what_is_missing():
+    with pytest.raises(UsageError, match="^--num-layers"):
+        parse([], 1)
