@@ -32,7 +32,8 @@ def nothing_downloaded(path: str | os.PathLike[str]) -> str:
     """
     owner, _, folder = str(path).partition("/")
     parts = (owner, folder)
-    if owner in OURS or os.path.isdir(owner) or not all(re.fullmatch(r"[\w-][\w.-]*", part) for part in parts):
+    named = all(re.fullmatch(r"[\w-][\w.-]*", part) for part in parts)
+    if owner in OURS or os.path.isdir(owner) or not named:
         return "nothing is downloaded"
     return (
         f"nothing is downloaded; if that is a model on Hugging Face, `hf download {path} "
