@@ -11,20 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-AFTER, EVERY = 5.0, 15.0  # seconds to the first line, and between lines that a file keeps
+AFTER, EVERY = 3.0, 10.0  # seconds to a terminal's line, and between lines that a file keeps
 
 
 @contextmanager
 def waiting(what: str, state: Callable[[], str] = str) -> Iterator[None]:
     """Print to stderr for how many seconds the block has run, and its state.
 
-    On a terminal it is one line that changes each second and is cleared at the end; elsewhere, a
-    line every EVERY seconds. A block that takes less than AFTER seconds prints nothing.
+    On a terminal it is one line that changes each second, from AFTER seconds on, and is cleared at
+    the end; elsewhere, a line every EVERY seconds. The block itself should print nothing.
     """
     over, began, live = threading.Event(), time.monotonic(), sys.stderr.isatty()
 
     def tell() -> None:
-        wait = AFTER
+        wait = AFTER if live else EVERY
         while not over.wait(wait):
             now = state()
             line = f"{what}: {time.monotonic() - began:.0f} s" + f", {now}" * bool(now)

@@ -14,7 +14,6 @@ def test_lines_come_while_it_waits_and_none_when_it_is_quick(monkeypatch):
     with waiting("quick"):
         pass
     assert said.getvalue() == ""
-    monkeypatch.setattr(module, "AFTER", 0.05)
     monkeypatch.setattr(module, "EVERY", 0.1)
     with waiting("working", lambda: "step 2"):
         time.sleep(0.4)
