@@ -6,7 +6,6 @@ device is touched. The tokenizer's file is read where --vocab-size is left out a
 """
 
 import os
-import re
 from collections.abc import Sequence
 
 from estimate import activations, buffers, context_parallel, rank_memory, stages, traffic
@@ -20,7 +19,7 @@ from training import batch_size
 from training.arguments import ParallelConfig
 from training.config import Config
 from training.data.tokenizer import tokenizer_for
-from training.flags.megatron import DIFFERENCES, SOURCE
+from training.flags.megatron import DIFFERENCES
 
 NO_VOCABULARY = (
     "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
@@ -55,26 +54,10 @@ def report(config: Config, provider: ModelProvider) -> str:
 
 
 def _differences(config: Config) -> list[str]:
-    """Return the differences that flags of this command line touch, and how many others there are.
-
-    An entry of several flags counts where one of them is given, with "with" between them where all
-    are, and with "without" before them where one is not; --lr-* stands for all that begin so.
-    """
-
-    def touched(flags: str) -> bool:
-        names = re.findall(r"--[\w-]+\*?", flags)
-        found = [
-            any(each == name or name[-1] == "*" and each.startswith(name[:-1]) for each in given)
-            for name in names
-        ]
-        if flags.startswith("without "):
-            return not all(found)
-        return all(found) if " with " in flags else any(found)
-
-    given = config.given
-    lines = [f"{f}: {there}; here {here}" for f, there, here in DIFFERENCES if touched(f)]
+    """Return the differences that the given flags touch, and how many others there are."""
+    lines = [f"{d.title}: {d.there}; here {d.here}" for d in DIFFERENCES if d.touches(config.given)]
     rest = len(DIFFERENCES) - len(lines)
-    return [*lines, f"{rest} more of flags that are not given: [differences] in {SOURCE}"]
+    return [*lines, f"{rest} more of flags that are not given: docs/flags.md"]
 
 
 def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, list[str]]]:

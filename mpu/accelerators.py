@@ -12,7 +12,7 @@ import torch
 
 from mpu import driver
 from mpu.kernels import available
-from mpu.launch import hides_gpus, visible_gpus
+from mpu.launch import Launch, hides_gpus, visible_gpus
 
 OWN = {  # the value of each flag that needs no package
     "--norm-backend": "weft",
@@ -34,6 +34,21 @@ NEEDS = {
     ("--optimizer-backend", "apex"): (f"{FUSED_ADAM['apex']}:FusedAdam", "amp_C"),
     ("--optimizer-backend", "te"): (f"{FUSED_ADAM['te']}:FusedAdam", TE_KERNELS),
 }
+
+
+def own_gpu(launch: Launch) -> torch.device:
+    """Make this rank's GPU the current one, and return it. Raises ValueError where there is none.
+
+    Triton launches a kernel on the current GPU, whatever its tensors are on
+    (triton/runtime/jit.py), and torch's page-locked memory is of that one. A process may see fewer
+    GPUs than its node has ranks: srun may give each a GPU of its own, which then is number 0.
+    """
+    count = torch.cuda.device_count()
+    if not count:
+        raise ValueError("there is no CUDA device here: take --device cpu")
+    device = torch.device("cuda", launch.local_rank % count)
+    torch.cuda.set_device(device)
+    return device
 
 
 def unusable_gpu() -> str:

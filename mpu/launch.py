@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 # torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 REGISTER = "NCCL_GRAPH_REGISTER"
+BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
+CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 # the first that is set counts
 MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise", "SLURM_STEP_ID": "srun"}
 SHORTEST, LONGEST = 16, 4096  # bytes of the run's secret
@@ -207,12 +209,17 @@ def hides_gpus(visible: str | None) -> bool:
 
 def deprioritizes_cudnn() -> bool:
     """Return whether the user asks torch to take cuDNN's attention last."""
-    return os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
+    return os.environ.get(CUDNN_LAST) == "1"
 
 
 def launches_block() -> bool:
     """Return whether the user asks CUDA to wait for each kernel where it is launched."""
-    return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+    return os.environ.get(BLOCKING, "0") not in ("", "0")
+
+
+def has_one_queue() -> bool:
+    """Return whether all streams share one queue of the GPU, as Megatron's scripts ask for."""
+    return os.environ.get(CONNECTIONS) == "1"
 
 
 def bind_loopback() -> None:
@@ -288,6 +295,9 @@ def set_deterministic() -> None:
 
 def cuda_settings() -> list[str]:
     """Return the line that tells what of this the environment says now."""
-    names = ("CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER)
+    names = (
+        "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER,
+        CONNECTIONS, BLOCKING, CUDNN_LAST,
+    )  # fmt: skip
     told = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     return [f"environment of CUDA: {', '.join(told)}"] if told else []

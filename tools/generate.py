@@ -30,7 +30,7 @@ from torch import Tensor
 
 from model.llama import Llama
 from model.load import model_file_of, saved_config
-from mpu.accelerators import unusable_gpu
+from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -272,11 +272,11 @@ def main(argv: Iterable[str] | None = None) -> int:
     args = parse(argv)
     launch = Launch.from_env()
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(kind, launch.local_rank) if kind == "cuda" else torch.device("cpu")
     grid = Grid(launch.world, tp_size=launch.world, launch=launch)
     try:
         if args.device != "cpu" and (why := unusable_gpu()):
             raise ValueError(f"{why}; or generate on the CPU with --device cpu")
+        device = own_gpu(launch) if kind == "cuda" else torch.device("cpu")
         if launch.world > 1:
             launch.check_meeting()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)

@@ -36,7 +36,7 @@ os.environ.update(environment_defaults(os.environ))
 import numpy as np
 import torch
 
-from mpu.accelerators import unusable_gpu
+from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.comm.collectives import all_gather, gather_bytes
 from mpu.grid import ORDER, Grid
 from tools.command_line import Parser, told, whole
@@ -118,9 +118,7 @@ def measured(args: argparse.Namespace, launch: Launch) -> tuple[dict[str, Any], 
     cuda = args.distributed_backend != "gloo" and torch.cuda.is_available()
     if args.distributed_backend != "gloo" and (why := unusable_gpu()):
         raise ValueError(f"{why}; or measure CPUs with --distributed-backend gloo")
-    device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
+    device = own_gpu(launch) if cuda else torch.device("cpu")
     timeout = timedelta(minutes=10)
     grid = Grid(launch.world, pp_size=launch.world, launch=launch,
                 backend=args.distributed_backend)  # fmt: skip

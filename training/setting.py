@@ -22,6 +22,11 @@ class Rule:
     nargs: str | int | None = None  # argparse's: 0 a switch, "*" any number, "?" may be bare
     bare: str | None = None  # what the flag means without a value
 
+    @property
+    def what(self) -> str:
+        """Return what the text must be, "" where any will do."""
+        return ""
+
     def read(self, text: str) -> Any:
         """Return the value. Raises ValueError, which says what the text must be."""
         return text
@@ -55,10 +60,12 @@ class Number(Rule):
         below = value < high if self.open else value <= high
         if not (above and below and math.isfinite(value)):
             too_large = " that fits into 64 bits" if self.whole and value > MOST else ""
-            raise ValueError(f"must be {self._what()}{too_large}")
+            raise ValueError(f"must be {self.what}{too_large}")
         return value
 
-    def _what(self) -> str:
+    @property
+    def what(self) -> str:
+        """Return the bounds in words."""
         what = "a whole number" if self.whole else "a number"
         if self.high is None:
             return f"{what} {'>' if self.open else '>='} {self.low}"
@@ -74,11 +81,16 @@ class Choice(Rule):
     choices: tuple[str, ...] = ()
     other: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def what(self) -> str:
+        """Return the choices in words."""
+        return f"one of {', '.join(self.choices)}"
+
     def read(self, text: str) -> int | str:
         """Return the name."""
         text = dict(self.other).get(text, text)
         if text not in self.choices:
-            raise ValueError(f"must be one of {', '.join(self.choices)}")
+            raise ValueError(f"must be {self.what}")
         return int(text) if text.isdigit() else text
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpu.host_memory import HostMemory
+from mpu.host_memory import ALIGN, HostMemory
 from mpu.optim.interface import Updater
 
 
@@ -32,7 +32,10 @@ class Offload:
     def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self._gradients, self._weights = gradients, weights
         device = gradients[0].device
-        many = sum(2 * g.nbytes + w.nbytes for g, w in zip(gradients, weights, strict=True))
+        many = sum(
+            2 * g.nbytes + w.nbytes * (w.dtype != g.dtype) + 3 * ALIGN
+            for g, w in zip(gradients, weights, strict=True)
+        )
         host = HostMemory(gradients[0].is_cuda, many)
         self.gradients = [host.zeros(tuple(g.shape), g.dtype) for g in gradients]
         self.masters = [host.zeros(tuple(g.shape), g.dtype) for g in gradients]

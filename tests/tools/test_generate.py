@@ -15,6 +15,7 @@ from model.llama import Llama, LlamaConfig, hf_config, hf_names
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
+from tools import generate as module
 from tools.checkpoint import main as convert
 from tools.generate import generate, load_model, main, pick, threads_for
 from training.checkpoint import find_latest, load, parameter_pieces, save
@@ -288,3 +289,48 @@ def test_a_small_model_is_decoded_by_one_thread(
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     main(flags)
     assert set_to == [1], "what a person set is kept"
+
+
+@pytest.mark.parametrize("rank, count, number", [(1, 2, 1), (3, 8, 3), (3, 1, 0)])
+def test_a_ranks_gpu_is_the_current_one(
+    monkeypatch: Any, rank: int, count: int, number: int
+) -> None:
+    """Triton launches on the current GPU (runtime/jit.py); where srun hides others it is 0."""
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: current.append(torch.device(d).index))
+    monkeypatch.setattr(module.Launch, "from_env", lambda: module.Launch(rank, 4, rank, 4))
+    monkeypatch.setattr(module.Launch, "check_meeting", lambda self: None)
+    monkeypatch.setattr(module, "meet", lambda *about: None)
+    seen = []
+
+    def launched(device: torch.device) -> None:  # as Triton's launcher
+        assert device.index == current[-1], "the tensors are on another GPU than the kernel"
+        seen.append(device.index)
+
+    monkeypatch.setattr(module.Grid, "connect", lambda self, device, *about: launched(device))
+    monkeypatch.setattr(module.Grid, "close", lambda self: None)
+    monkeypatch.setattr(module, "run", lambda args, grid, device: launched(device))
+    assert main(["--load", "nowhere", "--prompt", "w1"]) == 0
+    assert seen == [number, number]
+
+
+def test_without_a_gpu_its_flag_is_refused_in_a_sentence(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(module, "unusable_gpu", lambda: "")
+    with pytest.raises(SystemExit):
+        main(["--load", "nowhere", "--prompt", "w1", "--device", "cuda"])
+    assert capsys.readouterr().err == (
+        "generate: there is no CUDA device here: take --device cpu\n"
+    )
+
+
+def test_gpus_are_chosen_in_one_place() -> None:
+    found = set()
+    for room in ("mpu", "model", "training", "tools"):
+        for path in (ROOT / room).rglob("*.py"):
+            text = path.read_text()
+            if "set_device(" in text or "cuda\", launch.local_rank" in text:
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found - {"tools/rehearsal/device.py"} == {"mpu/accelerators.py"}

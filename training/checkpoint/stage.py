@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from mpu.host_memory import HostMemory
+from mpu.host_memory import ALIGN, HostMemory
 from training.checkpoint.pieces import NamedPiece, share
 
 
@@ -23,7 +23,7 @@ class Staging:
     def __init__(self, pieces: Sequence[NamedPiece]) -> None:
         mine = share(pieces)
         on_gpu = any(piece.tensor.is_cuda for piece in mine)
-        self._host = HostMemory(on_gpu, sum(piece.nbytes for piece in mine))
+        self._host = HostMemory(on_gpu, sum(piece.nbytes + ALIGN for piece in mine))
         self._memory = [self._host.zeros((piece.nbytes,), torch.uint8) for piece in mine]
 
     @torch.no_grad()

@@ -8,12 +8,11 @@ from typing import NamedTuple
 from training.arguments import GROUPS
 from training.config import UsageError
 from training.flags import table
-from training.flags.foreign import like
-from training.flags.megatron import DIFFERENCES, SOURCE
+from training.flags.foreign import like, refuse_unknown
+from training.flags.megatron import DIFFERENCES
 from training.flags.rules import EXCLUDE
 from training.flags.table import Flag
-from training.flags.trees import SYNONYMS
-from training.setting import Choice
+from training.flags.trees import SYNONYMS, TREES
 
 ALL = "all"
 TITLE = "Pretrain a Llama. Flags have Megatron-LM's names and meanings."
@@ -39,13 +38,17 @@ def page_of(word: str, own_names: Collection[str] = ()) -> Page:
         return Page(TITLE, {flag.name: heading(flag.group) for flag in table.live()}, _others())
     if word in GROUPS:
         return Page("", {flag.name: heading(word) for flag in of_group(word)})
-    name = "--" + word.lstrip("-").replace("_", "-")
+    name, of_trees = "--" + word.lstrip("-"), {name for flags in TREES.values() for name in flags}
+    if name not in {*own_names, *table.known_flags(), *of_trees}:
+        name = name.replace("_", "-")
     if name in own_names:
         return Page("", {})
     if name in SYNONYMS:
         return Page(f"{name} is taken as {' '.join(SYNONYMS[name])}", {})
     if name in table.known_flags():
         return _one(table.known_flags()[name])
+    if word.startswith("--") or name in of_trees:
+        refuse_unknown([name], own_names)
     close = like(word, [*GROUPS, ALL]) or like(name, list(table.known_flags()))
     meant = f"; did you mean {' or '.join(close)}?" if close else ""
     raise UsageError(
@@ -67,10 +70,7 @@ def of_group(group: str) -> list[Flag]:
 
 def effect(flag: Flag) -> str:
     """Return what a live flag does, and in brackets its unit, off-value, default and need."""
-    rule = flag.rule
-    choices = ""
-    if isinstance(rule, Choice) and rule.metavar == "NAME":
-        choices = f"; one of {', '.join(rule.choices)}"
+    choices = f"; {flag.rule.what}" * (flag.rule.metavar == "NAME")
     ours = " (ours, not Megatron's)" if flag.row.ours else ""
     return f"{flag.text}{choices}{ours} [{'; '.join(_facts(flag))}]"
 
@@ -78,7 +78,7 @@ def effect(flag: Flag) -> str:
 def _facts(flag: Flag) -> list[str]:
     """Return the unit, what turns the flag off, its default and what it needs."""
     row = flag.row
-    none = row.default in (None, False, ())
+    none = row.default is None or row.default is False or row.default == ()
     default = row.derived or ("" if none else _show(row.default))
     off = row.off or ("left out" if none and not (row.derived or row.required) else "")
     out = [row.unit] * bool(row.unit) + ["required"] * row.required
@@ -117,7 +117,7 @@ def _others() -> str:
     return textwrap.fill(
         f"{kinds.count(table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they stand "
         f"and {kinds.count(table.REFUSED_KIND)} are refused with the reason: "
-        f"{SOURCE} lists them all.", WIDTH,
+        "docs/flags.md lists them all.", WIDTH,
     )  # fmt: skip
 
 
@@ -134,11 +134,13 @@ def _one(flag: Flag) -> Page:
             does = does.removesuffix(", with any value")
         lines.append(f"{flag.name} {does}: {flag.text}")
     other = [one if two == flag.name else two for one, two in EXCLUDE if flag.name in (one, two)]
+    lines += [f"Value: {flag.rule.what}"] * bool(flag.rule.what)
     lines += [f"Other names: {', '.join(flag.row.also)}"] * bool(flag.row.also)
     lines += [f"Not together with {', '.join(other)}"] * bool(other)
-    for flags, there, here in DIFFERENCES:
-        if flag.name in flags.replace(",", "").split():
-            lines.append(f"{flags}: in Megatron-LM {there}; here {here}")
+    for differs in DIFFERENCES:
+        if flag.name in differs.flags.split():
+            said = f"{differs.title}: in Megatron-LM {differs.there}; here {differs.here}"
+            lines.append(said)
     live = [flag] if flag.kind == table.LIVE_KIND else []
     named = [table.known_flags()[word] for word in flag.stands_for if word.startswith("--")]
     shown = {each.name: heading(each.group) for each in (*live, *named)}

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from training import batch_size
-from training.arguments import ModelConfig, ParallelConfig
+from training.arguments import STRATEGIES, ModelConfig, ParallelConfig
 from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import (
@@ -40,7 +40,6 @@ USAGE = """
   WORLD_SIZE=N pretrain_llama.py --dry-run FLAGS               says what N ranks would do
   pretrain_llama.py --help [GROUP or FLAG]                     explains the flags
   python tools/checkpoint.py --help, tools/generate.py --help  what to do with the result"""
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 Extra = Callable[[argparse.ArgumentParser], None]
 
 
@@ -232,7 +231,7 @@ def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
             if not any(_same(value, allowed) for allowed in flag.allowed):
                 what = " or ".join(flag.allowed)
                 raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
-    if flag.printed in ("*", text):
+    if flag.says in (True, text):
         notes.append(f"{flag.name}: {flag.text}")
 
 

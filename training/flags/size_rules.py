@@ -15,6 +15,7 @@ def check(config: Config) -> None:
         raise UsageError(f"--kv-channels {m.kv_channels} must be even: positions rotate in pairs")
     divides(
         f"--num-attention-heads {m.num_attention_heads}",
+        m.num_attention_heads % m.num_query_groups,
         f"--num-query-groups {m.num_query_groups}",
         "each key/value head serves the same number of query heads",
     )
@@ -39,20 +40,23 @@ def check_cut(config: Config) -> None:
     m, t = config.model, config.parallel.tensor_model_parallel_size
     tp, groups = f"--tensor-model-parallel-size {t}", f"--num-query-groups {m.num_query_groups}"
     why = "each rank holds whole"
-    divides(f"--num-attention-heads {m.num_attention_heads}", tp, f"{why} query heads")
-    if m.num_query_groups >= t:
-        divides(groups, tp, f"{why} key/value heads, or as many ranks share each of them")
+    heads, k = m.num_attention_heads, m.num_query_groups
+    divides(f"--num-attention-heads {heads}", heads % t, tp, f"{why} query heads")
+    if k >= t:
+        sharing = f"{why} key/value heads, or as many ranks share each of them"
+        divides(groups, k % t, tp, sharing)
     else:
-        divides(tp, groups, "each key/value head is shared by the same number of ranks")
-        sharing = f"{tp} / {groups} = {t // m.num_query_groups}"
-        divides(f"--kv-channels {m.kv_channels}", sharing, "these ranks hold equal parts of a head")
-    divides(f"--ffn-hidden-size {m.ffn_hidden_size}", tp, f"{why} channels")
+        divides(tp, t % k, groups, "each key/value head is shared by the same number of ranks")
+        ranks, d = t // k, m.kv_channels
+        why_parts = "these ranks hold equal parts of a head"
+        divides(f"--kv-channels {d}", d % ranks, f"{tp} / {groups} = {ranks}", why_parts)
+    f = m.ffn_hidden_size
+    divides(f"--ffn-hidden-size {f}", f % t, tp, f"{why} channels")
 
 
-def divides(what: str, by: str, why: str) -> None:
-    """Refuse unless the number at the end of `what` is a multiple of the one at the end of `by`."""
-    value, divisor = int(what.split()[-1]), int(by.split()[-1])
-    if value % divisor:
+def divides(what: str, rest: int, by: str, why: str) -> None:
+    """Raise UsageError where a division has a rest. what, by: the flags with their numbers."""
+    if rest:
         raise UsageError(f"{what} is not a multiple of {by}: {why}")
 
 

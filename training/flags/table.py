@@ -14,8 +14,8 @@ from typing import Any
 from training.arguments import GROUPS, OTHER_FLAGS
 from training.config import UsageError
 from training.data.tokenizer import OTHER_TYPE
-from training.flags.megatron import ACCEPTED, REFUSED
-from training.setting import SWITCH, TEXT, TEXTS, Rule, Setting
+from training.flags.megatron import ACCEPTED, REFUSED, SPELLED
+from training.setting import SWITCH, Rule, Setting
 
 OTHERS = {  # what to write for a value that other programs have
     "--tokenizer-type": OTHER_TYPE,
@@ -42,7 +42,7 @@ class Flag:
     row: Setting = Setting("")
     group: str = ""
     allowed: tuple[str, ...] = ()  # checked: the values that are accepted; empty: any
-    printed: str = ""  # checked: print `text` with this value, or with any ("*")
+    says: str | bool = False  # checked: print `text` with this value, or with any (True)
     stands_for: tuple[str, ...] = ()  # checked: the live flag that it is another name of
 
     @property
@@ -79,9 +79,7 @@ class Flag:
 @cache
 def known_flags() -> dict[str, Flag]:
     """Return every known flag by its name."""
-    flags = [*_live(), *_accepted()]
-    flags += [Flag(name, REFUSED_KIND, why) for name, why in REFUSED.items()]
-    flags += [Flag(name, REMOVED_KIND, why) for name, why in REMOVED.items()]
+    flags = [*_live(), *_others()]
     out = {flag.name: flag for flag in flags}
     assert len(out) == len(flags), "a flag is twice in the table"
     return out
@@ -98,28 +96,19 @@ def _live() -> Iterator[Flag]:
                 yield Flag(other, CHECKED_KIND, f"another name of {name}", stands_for=(name,))
 
 
-def _accepted() -> Iterator[Flag]:
-    """Yield the flags of Megatron-LM that are accepted as they stand."""
-    rules = {"switch": SWITCH, "value": TEXT, "values": TEXTS}
-    for names, rule, allowed, text in ACCEPTED:
-        values = () if allowed == "any" else tuple(allowed.split(","))
-        printed = ""
-        stands_for: tuple[str, ...] = ()
-        if text.startswith("!"):
-            mark, _, text = text.partition(" ")
-            printed = mark[1:] or "*"
-        if text.startswith("= "):
-            stands_for = tuple(text[2:].split())
-        for name in names.split():
-            yield Flag(
-                name,
-                CHECKED_KIND,
-                text,
-                rules[rule],
-                allowed=values,
-                printed=printed,
-                stands_for=stands_for,
-            )
+def _others() -> Iterator[Flag]:
+    """Yield the flags that do nothing of their own."""
+    for name, words in SPELLED.items():
+        why = f"the same as {' '.join(words)}"
+        yield Flag(name, CHECKED_KIND, why, stands_for=words)
+    for row in ACCEPTED:
+        for name in row.flags.split():
+            yield Flag(name, CHECKED_KIND, row.why, row.rule, allowed=row.only, says=row.says)
+    for refused in REFUSED:
+        for name in refused.flags.split():
+            yield Flag(name, REFUSED_KIND, refused.why)
+    for name, why in REMOVED.items():
+        yield Flag(name, REMOVED_KIND, why)
 
 
 def live() -> list[Flag]:

@@ -8,11 +8,24 @@ from collections.abc import Callable
 import torch
 
 from mpu import driver
-from mpu.launch import Launch, cuda_settings, launched_by, launches_block, set_deterministic
+from mpu.accelerators import own_gpu
+from mpu.launch import (
+    Launch,
+    cuda_settings,
+    has_one_queue,
+    launched_by,
+    launches_block,
+    set_deterministic,
+)
 from training.config import Config, UsageError
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 LARGEST_MMAP_THRESHOLD = 32 << 20  # what mallopt accepts
+ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams share one queue of the GPU, where a gather that "
+    "waits holds up the kernels behind it, so --overlap-param-gather hides less (Megatron-LM "
+    "refuses 1 for FSDP). Weft needs no such setting, as tp's streams have high priority: unset it"
+)
 
 
 def choose_device(
@@ -27,11 +40,13 @@ def choose_device(
     kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         _check_launches(config)
-        device = torch.device("cuda", _number(config, launch))
-        torch.cuda.set_device(device)
+        _check_count(config, launch)
+        device = own_gpu(launch)
         note(f"device: {_about(device)}")
         if config.parallel.distributed_backend != "gloo" and (line := _hidden(launch)):
             note(line)
+        if config.parallel.zero == 3 and config.parallel.overlap_param_gather and has_one_queue():
+            note(ONE_QUEUE)
         for line in cuda_settings():
             note(line)
         return device
@@ -41,11 +56,10 @@ def choose_device(
     return torch.device("cpu")
 
 
-def _number(config: Config, launch: Launch) -> int:
-    """Return the number of this rank's GPU. Raises UsageError."""
+def _check_count(config: Config, launch: Launch) -> None:
+    """Raise UsageError where ranks would share a GPU over NCCL."""
     count, here = torch.cuda.device_count(), launch.local_world
     gloo = config.parallel.distributed_backend == "gloo"
-    # srun may give each rank a GPU of its own, which then is number 0
     if here > count and not gloo and launched_by() in ("torchrun", "supervise"):
         gpus = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
         raise UsageError(
@@ -53,7 +67,6 @@ def _number(config: Config, launch: Launch) -> int:
             f"as one, and a process sees one): NCCL needs a GPU for each rank, so start {count} "
             "(torchrun --nproc-per-node), or share them with --distributed-backend gloo"
         )
-    return launch.local_rank % count
 
 
 def _check_launches(config: Config) -> None:

@@ -32,8 +32,13 @@ DENSE_BF16_TFLOPS = (
 
 
 def table_peak(name: str) -> float | None:
-    """Return a GPU's dense bf16 FLOP/s by its name as the driver gives it, or None if unknown."""
+    """Return a GPU's dense bf16 FLOP/s by its name as the driver gives it, or None if unknown.
+
+    An instance of MIG has the GPU's name and "MIG 1g.10gb", and a share of its FLOP/s: unknown.
+    """
     words = set(name.replace("-", " ").split())
+    if "MIG" in words:
+        return None
     for wanted, tflops in DENSE_BF16_TFLOPS:
         if words.issuperset(wanted):
             return tflops * 1e12

@@ -14,6 +14,7 @@ from training.arguments import GROUPS
 from training.flags import table
 from training.flags.help import effect, heading, of_group
 from training.flags.megatron import DIFFERENCES
+from training.flags.trees import SYNONYMS, VALUES
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 HEAD = """# All flags
@@ -26,19 +27,23 @@ Megatron-LM's. `python pretrain_llama.py --help` begins with the few flags that 
 
 def page() -> str:
     """Return the page."""
-    return "\n".join([HEAD, *_live(), *_others(), *_differences()]) + "\n"
+    return "\n".join([HEAD, *_live(), *_others(), *_of_trees(), *_differences()]) + "\n"
 
 
 def _live() -> Iterator[str]:
     """Yield a table of each group: the flag, its value, its other names, and what it does."""
     for group in GROUPS:
-        yield from ("", f"## {heading(group)}", "", "| flag | what it does |", "|---|---|")
+        yield from (
+            "",
+            f"## {heading(group)}",
+            "",
+            "| flag | what it does | value |",
+            "|---|---|---|",
+        )
         for flag in of_group(group):
             value = "" if flag.rule.nargs == 0 else f" {flag.rule.metavar}"
-            also = f", also {', '.join(f'`{name}`' for name in flag.row.also)}" * bool(
-                flag.row.also
-            )
-            yield f"| `{_cell(flag.name + value)}`{also} | {_cell(effect(flag))} |"
+            names = [f"`{_cell(flag.name + value)}`", *(f"`{name}`" for name in flag.row.also)]
+            yield f"| {', also '.join(names)} | {_cell(effect(flag))} | {flag.rule.what} |"
 
 
 def _others() -> Iterator[str]:
@@ -55,16 +60,23 @@ def _others() -> Iterator[str]:
         for flag in table.known_flags().values():
             if flag.kind == kind and flag.name not in also:
                 value = f" {' or '.join(flag.allowed)}" if flag.allowed else ""
-                words = " ".join(flag.stands_for)
-                why = f"the same as {words}" if words else flag.text
-                rows.setdefault(why, []).append(f"`{flag.name}{value}`")
+                rows.setdefault(flag.text, []).append(f"`{flag.name}{value}`")
         yield from (f"| {', '.join(flags)} | {_cell(why)} |" for why, flags in rows.items())
 
 
 def _differences() -> Iterator[str]:
     yield from ("", "## Where the same flag means something else", "",
                 "| flag | Megatron-LM | here |", "|---|---|---|")  # fmt: skip
-    yield from (f"| {' | '.join(map(_cell, row))} |" for row in DIFFERENCES)
+    yield from (f"| {_cell(d.title)} | {_cell(d.there)} | {_cell(d.here)} |" for d in DIFFERENCES)
+
+
+def _of_trees() -> Iterator[str]:
+    """Yield what flags of other programs are called here."""
+    yield from ("", "## Flags of other programs that are obeyed", "",
+                "| there | here |", "|---|---|")  # fmt: skip
+    yield from (f"| `{name}` | `{' '.join(words)}` |" for name, words in SYNONYMS.items())
+    for (flag, value), here in VALUES.items():
+        yield f"| `{flag} {value}` | `{here if here.startswith('--') else f'{flag} {here}'}` |"
 
 
 def _cell(text: str) -> str:

@@ -52,5 +52,5 @@ def test_a_flag_is_added_by_one_line(tmp_path: Path) -> None:
     assert number == "--log-every 10: must be a whole number >= 2, at most 9"
     assert typo.endswith("did you mean --log-every?")
     what = "made up [lines; default: 7; with --save]"
-    assert row == str([f"| `--log-every N` | {what} |"])
+    assert row == str([f"| `--log-every N` | {what} | a whole number >= 2, at most 9 |"])
     assert f"--log-every N {what}" in " ".join(" ".join(shown).split())

@@ -101,6 +101,26 @@ def test_a_rank_that_does_not_see_its_neighbours_gpus_says_so(
     assert any("--gpu-bind=none" in line for line in said) == told
 
 
+@pytest.mark.parametrize("value,more,told", [
+    ("1", "--zero-stage 3 --overlap-param-gather", True), ("1", "--zero-stage 3", False),
+    ("1", "", False), ("32", "--zero-stage 3 --overlap-param-gather", False),
+])  # fmt: skip
+def test_one_queue_for_all_streams_is_told_where_gathers_run_ahead(
+    settings, monkeypatch, value, more, told
+):
+    """Megatron-LM asks its users for 1, and refuses it for FSDP (training/arguments.py)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    about = SimpleNamespace(name="NVIDIA H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", value)
+    said = []
+    choose_device(parse(f"{FLAGS} {more}".split(), 2), Launch(0, 2, 0, 2), False, said.append)
+    assert (device_module.ONE_QUEUE in said) == told
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS={value}" in said[-1]
+
+
 @pytest.mark.parametrize("value,stages,refused", [
     ("1", 2, True), ("1", 1, False), ("0", 2, False), (None, 2, False),
 ])  # fmt: skip

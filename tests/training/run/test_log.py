@@ -401,6 +401,7 @@ def test_peak_of_known_gpus(name, tflops):
 
 
 def test_unknown_gpu_has_no_table_peak():
+    assert table_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None  # a seventh of an H100
     assert table_peak("NVIDIA GeForce GTX 1080") is None
 
 
