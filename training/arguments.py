@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
+from mpu.grid import ORDER
 from mpu.layers.attention.backends import BACKENDS
+from mpu.layers.context_attention import COMM_TYPES
+from mpu.layers.float8.rows import RECIPES
+from mpu.pipeline.schedules import NAMES as SCHEDULES
 from mpu.pipeline.schedules import V_SHAPED
 from training.setting import (
     DIRECTORY,
@@ -28,6 +32,18 @@ from training.setting import (
     real,
     setting,
     whole,
+)
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
+CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
+TOKENIZERS = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "NullTokenizer",
 )
 
 
@@ -169,7 +185,7 @@ class Layout:
         "how attention's keys and values reach the ranks of --context-parallel-size: round a "
         "ring, gathered, by heads (a2a), or by heads inside of groups and round a ring of "
         "groups",
-        "p2p, all_gather, a2a, a2a+p2p; one, or one for each layer",
+        f"{', '.join(COMM_TYPES)}; one, or one for each layer",
         TEXTS,
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(
@@ -183,7 +199,7 @@ class Layout:
         1, "cut the layers into stages over this many ranks, p", "ranks", whole(1), off="1"
     )
     rank_order: str = setting(
-        "tp-cp-dp-pp",
+        "-".join(ORDER),
         "count the ranks along the axes in this order: ranks that are near in it share a node",
         "axes, the fastest first",
         ours=True,
@@ -197,7 +213,7 @@ class Pipeline:
     pipeline_schedule: str | None = setting(
         None,
         "order of a pipeline's forwards and backwards",
-        rule=one_of("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "v-half"),
+        rule=one_of(*SCHEDULES),
         derived="1f1b, or interleaved with virtual stages",
         ours=True,
     )
@@ -603,17 +619,6 @@ class OptimizerConfig:
     )
 
 
-TOKENIZERS = (
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "NullTokenizer",
-)
-
-
 @dataclass(frozen=True)
 class DataConfig:
     """Which tokens are read, how documents end, and the tokenizer."""
@@ -783,7 +788,7 @@ class CheckpointConfig:
         (),
         "load although these differ from the checkpoint's; data includes the sequence length, "
         "rope is base and scaling of rotary positions",
-        "seed, data, tokenizer, batch, rope",
+        ", ".join(CHANGES),
         TEXTS,
         needs=("--load", "--pretrained-checkpoint"),
         ours=True,
@@ -922,7 +927,7 @@ class Float8Config:
         None,
         "what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), 32, or, "
         "delayed, a tensor by its largest numbers in earlier steps",
-        "tensorwise, rowwise, blockwise, mxfp8 or delayed",
+        f"one of {', '.join(RECIPES)}",
         derived="delayed",
         needs="--fp8-format",
     )
@@ -1183,8 +1188,8 @@ OTHER_FLAGS: dict[str, dict[str, Setting]] = {
         ),
         "data_parallel_sharding_strategy": Setting(
             "another name of --zero-stage 0, 1, 2, 3",
-            rule=one_of("no_shard", "optim", "optim_grads", "optim_grads_params"),
-            default="no_shard",
+            rule=one_of(*STRATEGIES),
+            default=STRATEGIES[0],
             needs=("--use-megatron-fsdp",),
         ),
     },

@@ -16,7 +16,7 @@ class Where(NamedTuple):
     module's name in the model, such as "layers.3.mlp.down"; "" outside of all. part: "norm",
     "rope", "swiglu", "attention", "loss", "embedding", "linear", "wgrad", "optimizer" or "glue".
     function: the innermost torch.autograd.Function, such as "AllGatherMatmul" in its forward and
-    "AllGatherMatmul.backward" in its backward. again: inside of a recomputed region's forward.
+    "AllGatherMatmul.backward" in its backward. again: inside of what is recomputed.
     """
 
     phase: str = ""

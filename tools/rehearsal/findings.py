@@ -14,7 +14,7 @@ from tools.rehearsal.order import Finding, order
 from tools.rehearsal.overlap_rules import not_hidden
 from tools.rehearsal.roofline import MATMULS, short_name
 from tools.rehearsal.step_rules import in_whole_step, unplaced
-from tools.rehearsal.traffic_rules import one_way, unlike_formulas
+from tools.rehearsal.traffic_rules import one_way, out_of_order, unlike_formulas
 from tools.rehearsal.work_rules import loss_scale, stand_ins, work_of_layers
 from tools.rehearsal.write_rules import unwritten
 
@@ -26,6 +26,8 @@ HOST_MAY_WAIT = {
     # on steps that are written
     "training/run/log.py": ("loss.item()", ".tolist()", "params().item()"),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
+    # --log-params-norm of masters in host memory
+    "mpu/zero/norm.py": ("torch.cat(blocks).to(",),
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
@@ -58,6 +60,7 @@ MIXES = {
     "mpu/zero/bucket.py": ("aten::add_",),  # bf16 contributions, in fp32
     "mpu/layers/fused_gpu.py": ("aten::mul_",),
     "mpu/layers/float8/cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32
+    "mpu/layers/float8/recipe.py": ("aten::add_",),  # products in fp32, to main gradients in bf16
     # a block, into their sum
     "mpu/layers/attention/block_attention.py": ("aten::addcmul_", "aten::add_"),
     "mpu/layers/attention/exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
@@ -75,6 +78,7 @@ WIDER = (
 # rules of a step that went through
 OF_STEPS = (
     one_way,
+    out_of_order,
     unlike_formulas,
     unwritten,
     grown,

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 SUMS = "the gradient sums"
 FED = "training/data/batch.py"
 CARRIER = "mpu/activation_offload.py"
-SETS = (*SHAPED, "zero_", "fill_", "zeros", "full")  # what they make is no result
+SETS = (*SHAPED, "zero_", "fill_", "zeros", "full", "index")  # cheap, or of a stage without layers
+PER_PART = 4  # storages that may outlive the forward of a recomputed part: its output, and tables
+FLOAT8 = ("mpu/layers/float8/", "mpu/zero/")  # codes of weights stay until their next update
 LARGE = 1 << 12  # bytes of a result
 
 
@@ -112,9 +114,14 @@ def living(seen: "Rehearsed", end: int, held: set[int]) -> dict[str, tuple[int, 
     them.
     """
     lives: dict[int, Alloc] = {}
+    replay, now = seen.recorder.replay, -1
     for index in range(end):
         event = seen.recorder.events[index]
-        if type(event) is Alloc:
+        if type(event) is Action:
+            now = micro_batch_of(event)
+        elif type(event) is Alloc and replay is not None and replay.copied(now):
+            continue  # what ends of it may end with another micro-batch's
+        elif type(event) is Alloc:
             lives[event.storage] = event
         elif type(event) is Free:
             lives.pop(event.storage, None)
@@ -179,6 +186,7 @@ def not_given_back(seen: "Rehearsed") -> Iterator[Finding]:
     yield from recomputed_again(seen, ends)
     yield from carried_away(seen, ends)
     yield from after_sums(seen, ends)
+    yield from after_passes(seen, ends)
 
 
 def numbered(seen: "Rehearsed") -> Iterator[tuple[int, Event]]:
@@ -193,10 +201,11 @@ def recomputed_again(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Findin
         if type(event) is Call and event.name == RECOMPUTED:
             calls += 1
         elif type(event) is Alloc and event.where.again and event.where.phase == "forward":
-            begun[event.storage] = event
+            if not event.where.place.startswith(FLOAT8):
+                begun[event.storage] = event
         elif type(event) is Action:
             alive = [one for n, one in begun.items() if ends.get(n, len(ends) + (1 << 62)) > index]
-            if calls and len(alive) > 2 * calls:
+            if calls and len(alive) > PER_PART * calls:
                 places = Counter(line_of(seen, one) for one in alive)
                 place, count = places.most_common(1)[0]
                 what = (
@@ -233,11 +242,7 @@ def after_sums(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
     """Yield whether whole gradients live on when their owners have the sums, from stage 2 on."""
     from mpu.zero.bucket import ParamAndGradBucket
 
-    recorder = seen.recorder
-    update = next(
-        (i for i, e in numbered(seen) if type(e) is Action and e.words.startswith("the update")),
-        len(recorder.events),
-    )
+    recorder, update = seen.recorder, update_of(seen)
     for index, event in numbered(seen):
         bucket: Any = type(event) is Transfer and recorder.asked.get(event.id)
         if not isinstance(bucket, ParamAndGradBucket) or bucket.reduction.zero_stage < 2:
@@ -256,6 +261,32 @@ def after_sums(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
                 return
 
 
+def update_of(seen: "Rehearsed") -> int:
+    """Return the index at which the last step's update begins."""
+    updates = (
+        i for i, e in numbered(seen) if type(e) is Action and e.words.startswith("the update")
+    )
+    return next(updates, len(seen.recorder.events))
+
+
+def after_passes(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
+    """Yield whether whole weights that are gathered for a use live until the update."""
+    from mpu.zero import weights
+
+    recorder, update = seen.recorder, update_of(seen)
+    for index, event in numbered(seen):
+        if type(event) is not Transfer or not event.label.endswith(": gather"):
+            continue
+        bucket: Any = recorder.asked.get(event.id)
+        if not getattr(bucket, "sharded", False) or bucket.float8 is not None:
+            continue
+        if any(ends.get(number, update) >= update for number in event.written):
+            what = f"{event.bytes:,} bytes of weights, gathered for a use, live until the update"
+            chain = recorder.chains.get(index, ())
+            yield Finding("leak", beginning(weights._hide), what, event.where.place, chain)
+            return
+
+
 def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the launches with large results that nothing reads, and nothing keeps."""
     events, held = seen.recorder.events, set(seen.kinds())
@@ -270,7 +301,7 @@ def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
                 made.pop(number, None)
         if type(event) is Launch and event.op.rpartition("::")[2] not in SETS:
             size = max((seen.recorder.sizes.get(n, 0) for n in event.written), default=0)
-            again = event.where.phase == "recompute"  # it runs to the end of what it runs again
+            again = event.where.again and event.where.phase != "forward"  # to the region's very end
             if size >= LARGE and held.isdisjoint(event.written) and not again:
                 made.update(dict.fromkeys(event.written, index))
     said = set[str]()

@@ -67,7 +67,7 @@ def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:
     argv = script.name_fork(argv)
     own = getattr(script.load_model_file(script.model_file(argv)), "extra_args_provider", None)
     # a plan's rules: the files of the data need not be on this machine
-    config: Config = script.parse([*argv, "--dry-run"], world, own, script.of_checkpoint)
+    config: Config = script.parse(["--dry-run", *argv], world, own, script.of_checkpoint)
     config = replace(config, run=replace(config.run, dry_run=False))
     asked = config.rehearse
     if asked.rehearse_rank >= world:

@@ -67,7 +67,8 @@ def late_sums(seen: "Rehearsed") -> Iterator[Finding]:
         bucket: Any = seen.recorder.asked.get(event.id)
         first = bucket not in started  # the next ones follow it, wherever it ends
         started.append(bucket)
-        if bucket in sink._early and event.where.phase == "grad sum" and first:
+        mine = bucket in sink._early and event.axis == bucket.reduction.shard.name
+        if mine and event.where.phase == "grad sum" and first:
             what = "the sum of gradients that are there starts when all backward is over"
             through = seen.recorder.chains.get(index, ())
             starts = beginning(ParamAndGradBuffer.register_grad_ready)

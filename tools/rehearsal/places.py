@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from functools import cache
 from itertools import chain
+from linecache import getlines
 from typing import Any
 
 from mpu.module_tracker import path_of
@@ -79,6 +80,13 @@ def end_of(function: Callable[..., Any]) -> str:
     code = function.__code__
     line = max(line for _, _, line in code.co_lines() if line)
     return f"{path_of(code.co_filename, '') or code.co_filename}:{line}"
+
+
+def defined(file: str, name: str) -> str:
+    """Return file:line at which a file of the product defines a function, or ""."""
+    lines = (i for i, line in enumerate(getlines(file), 1) if line.startswith(f"def {name}("))
+    line = next(lines, 0)
+    return f"{path_of(file, file)}:{line}" if line else ""
 
 
 def beginning(function: Callable[..., Any]) -> str:

@@ -97,8 +97,9 @@ class Recorder:
             part = "optimizer"
         elif call.startswith(("mpu/zero/", "mpu/optim/")) and part == "linear":
             part = "wgrad"
+        again = any(name.startswith(RECOMPUTED) for name in self.inside)
         inner = self.inside[-1] if self.inside else ""
-        return Where(phase, layer, part, call or use, inner, RECOMPUTED in self.inside)
+        return Where(phase, layer, part, call or use, inner, again)
 
     def place(self) -> str:
         """Return the innermost line of the product, mpu/comm included."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.fused import ResidualRMSNorm, RMSNorm
 from mpu.param import placement_of, tie
+from mpu.zero.norm import GlobalNorm
 from mpu.zero.reduce import sum_over_data, sum_over_extra_axes
 from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning
+from tools.rehearsal.places import beginning, defined
 from tools.rehearsal.traffic_rules import is_own_llama
 
 if TYPE_CHECKING:
@@ -112,6 +113,13 @@ def unplaced(seen: "Rehearsed") -> Iterator[Finding]:
             yield Finding("sum", function, what, beginning(tie))
 
 
+def asks(seen: "Rehearsed", label: str) -> str:
+    """Return where a number of the whole model is summed, or should be."""
+    if label.startswith("optimizer"):
+        return beginning(GlobalNorm.__call__)
+    return defined(seen.script.__file__ or "", label.partition(":")[0])
+
+
 def partial(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the axes over which a number of the whole model was not summed in the last step."""
     for label, axes in WHOLE.items():
@@ -123,6 +131,6 @@ def partial(seen: "Rehearsed") -> Iterator[Finding]:
         over = {event.axis for _, event in sums}
         for axis in axes:
             if getattr(seen.grid, axis).size > 1 and axis not in over:
-                place = sums[-1][1].where.place if sums else ""
+                place = sums[-1][1].where.place if sums else asks(seen, label)
                 through = tuple(line for i, _ in sums for line in seen.recorder.chains.get(i, ()))
                 yield Finding("sum", place, f"{label}: nothing is summed over {axis}", "", through)

@@ -19,7 +19,7 @@ from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tools.explainer.formulas import apply, read_formulas
 from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning, end_of
+from tools.rehearsal.places import beginning, defined, end_of
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -55,6 +55,7 @@ ATTENTION = ("cp", "cp_a2a", "cp_p2p")
 CONJUGATE = {
     "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all",
 }  # fmt: skip
+REORDERS = ("flip", "roll", "sort", "argsort", "rot90", "randperm")
 FORWARD = ("forward", "run again", "heads of k and v")
 
 
@@ -126,6 +127,39 @@ def one_way(seen: "Rehearsed") -> Iterator[Finding]:
             yield Finding("traffic", end_of(function.backward), what, also, through)
 
 
+def out_of_order(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield what puts values in another order, and the functions in which tokens of other ranks
+    are not put in the order of their positions.
+
+    Each gather, sum or exchange of tokens over cp has one `index_select`, before it or after it.
+    """
+    if not is_own_llama(seen):
+        return  # a fork may have another way
+    events, chains = seen.recorder.events, seen.recorder.chains
+    moved, put = Counter[str](), Counter[str]()
+    first: dict[str, int] = {}
+    for index in range(seen.first, len(events)):
+        event = events[index]
+        if type(event) is Launch and event.op.rpartition("::")[2] in REORDERS:
+            what = f"{event.op} puts values in another order, which nothing in a step asks for"
+            yield Finding("order of values", event.where.place, what, "", chains.get(index, ()))
+        if not isinstance(event, (Launch, Transfer)) or not (name := event.where.function):
+            continue
+        if type(event) is Transfer and event.axis in ATTENTION and event.verb in CONJUGATE:
+            moved[name] += 1
+            first.setdefault(name, index)
+        elif type(event) is Launch and event.op == "aten::index_select":
+            put[name] += 1
+    for name, index in first.items():
+        if put[name] < moved[name]:
+            what = f"{name}: {moved[name]} times tokens travel over cp, which holds them cut in "
+            what += f"pieces, and {put[name]} times they are put in the order of their positions"
+            place = events[index].where.place  # type: ignore[union-attr]
+            made: Any = seen.recorder.functions[name.removesuffix(BACKWARD)]
+            also = end_of(made.backward if name.endswith(BACKWARD) else made.forward)
+            yield Finding("order of values", place, what, also, chains.get(index, ()))
+
+
 def lines_of_all(seen: "Rehearsed", indices: Iterable[int]) -> tuple[str, ...]:
     """Return the lines that led to some events, each once."""
     chains = (seen.recorder.chains.get(i, ()) for i in indices)
@@ -181,7 +215,9 @@ def at_line(
     if missing and what == "messages":
         return Finding("traffic", *of_stage(seen, indices, words), through)
     places = [recorder.events[i].where.place for i in indices]  # type: ignore[union-attr]
-    place = max(dict.fromkeys(places), key=places.count) if places else beginning_of(axis, what)
+    place = (
+        max(dict.fromkeys(places), key=places.count) if places else beginning_of(seen, axis, what)
+    )
     also = caller(seen, indices[0]) if indices else ""
     return Finding("traffic", place, words, also, through)
 
@@ -249,7 +285,7 @@ def of_stage(seen: "Rehearsed", indices: list[int], words: str) -> tuple[str, st
     return beginning(sends), words, beginning(run._forward)
 
 
-def beginning_of(axis: str, what: str) -> str:
+def beginning_of(seen: "Rehearsed", axis: str, what: str) -> str:
     """Return the line where what is missing would begin."""
     from mpu.comm import mappings
     from mpu.layers.context_attention import ContextAttention
@@ -270,4 +306,6 @@ def beginning_of(axis: str, what: str) -> str:
     }
     by_axis: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION, ContextAttention.attend)
     by_axis["tp_kv"] = SharedHeadsLinear.whole_heads
+    if what == "loss":
+        return defined(seen.script.__file__ or "", "train_step")
     return beginning(known.get(what) or by_axis.get(axis, mappings._pair))

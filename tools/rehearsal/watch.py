@@ -253,10 +253,11 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the FLOPs of an operation's matmuls, by torch's own counter; causal attention half."""
     if func._overloadpacket is torch.ops.aten._scaled_mm_v2:  # torch's table has the first alone
         return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
-    count = flop_registry.get(func._overloadpacket)
+    short = func._schema.name.rpartition("::")[2]
+    same = getattr(torch.ops.aten, short.rstrip("_"), None)  # an operation in place has no formula
+    count = flop_registry.get(func._overloadpacket) or flop_registry.get(same)
     if count is None:
         return 0.0
-    short = func._schema.name.rpartition("::")[2]
     if short in FLASH:  # torch's formula takes [b, n, s, d], the operation whole rows [b, s, n, d]
         args = [rows_last(a) for a in args]
         kwargs = {name: rows_last(a) for name, a in kwargs.items()}

@@ -158,13 +158,13 @@ def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
     whose = f", but of {' and '.join(of[:3])}" if of else ""
     if len(found) == 1:
         raise UsageError(
-            f"{names[0]} is not a flag of this program nor of Megatron-LM{whose}; --help lists the "
-            f"flags, {FLAG} {found[0]} leaves it out"
+            f"{names[0]} is not a flag of this program nor of Megatron-LM{whose}; --help all "
+            f"lists the flags, {FLAG} {found[0]} leaves it out"
         )
     if found:
         raise UsageError(
-            f"{len(found)} flags are not flags of this program nor of Megatron-LM{whose}; --help "
-            f"lists the flags, and this leaves them out: {FLAG} {given}"
+            f"{len(found)} flags are not flags of this program nor of Megatron-LM{whose}; "
+            f"--help all lists the flags, and this leaves them out: {FLAG} {given}"
         )
 
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from training.arguments import GROUPS
 from training.config import UsageError
 from training.flags import table
-from training.flags.foreign import like
+from training.flags.foreign import like, refuse_unknown
 from training.flags.megatron import DIFFERENCES
 from training.flags.rules import EXCLUDE
 from training.flags.table import Flag
-from training.flags.trees import SYNONYMS
+from training.flags.trees import SYNONYMS, TREES
 
 ALL = "all"
 TITLE = "Pretrain a Llama. Flags have Megatron-LM's names and meanings."
@@ -38,13 +38,17 @@ def page_of(word: str, own_names: Collection[str] = ()) -> Page:
         return Page(TITLE, {flag.name: heading(flag.group) for flag in table.live()}, _others())
     if word in GROUPS:
         return Page("", {flag.name: heading(word) for flag in of_group(word)})
-    name = "--" + word.lstrip("-").replace("_", "-")
+    name, of_trees = "--" + word.lstrip("-"), {name for flags in TREES.values() for name in flags}
+    if name not in {*own_names, *table.known_flags(), *of_trees}:
+        name = name.replace("_", "-")
     if name in own_names:
         return Page("", {})
     if name in SYNONYMS:
         return Page(f"{name} is taken as {' '.join(SYNONYMS[name])}", {})
     if name in table.known_flags():
         return _one(table.known_flags()[name])
+    if word.startswith("--") or name in of_trees:
+        refuse_unknown([name], own_names)
     close = like(word, [*GROUPS, ALL]) or like(name, list(table.known_flags()))
     meant = f"; did you mean {' or '.join(close)}?" if close else ""
     raise UsageError(
@@ -74,7 +78,7 @@ def effect(flag: Flag) -> str:
 def _facts(flag: Flag) -> list[str]:
     """Return the unit, what turns the flag off, its default and what it needs."""
     row = flag.row
-    none = row.default in (None, False, ())
+    none = row.default is None or row.default is False or row.default == ()
     default = row.derived or ("" if none else _show(row.default))
     off = row.off or ("left out" if none and not (row.derived or row.required) else "")
     out = [row.unit] * bool(row.unit) + ["required"] * row.required

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from training import batch_size
-from training.arguments import ModelConfig, ParallelConfig
+from training.arguments import STRATEGIES, ModelConfig, ParallelConfig
 from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import (
@@ -40,7 +40,6 @@ USAGE = """
   WORLD_SIZE=N pretrain_llama.py --dry-run FLAGS               says what N ranks would do
   pretrain_llama.py --help [GROUP or FLAG]                     explains the flags
   python tools/checkpoint.py --help, tools/generate.py --help  what to do with the result"""
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 Extra = Callable[[argparse.ArgumentParser], None]
 
 
@@ -138,7 +137,7 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
 
     Raises UsageError where there is no such group or flag.
     """
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
         asked, equals, value = word.partition("=")
         if asked in ("-h", "--help"):
             found = page_of(value if equals else after, build_parser(extra).own_names)

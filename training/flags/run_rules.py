@@ -11,6 +11,7 @@ import shlex
 
 import torch
 
+from training.arguments import CHANGES
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.split import parse_split
@@ -18,7 +19,6 @@ from training.untrusted import SETTINGS, nothing_downloaded, read_plain
 
 # flags whose value "rewind" goes back to a checkpoint of --save
 REWINDS = ("--on-nan", "--on-spike", "--on-replica-mismatch")
-CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
 
 
 def check_faults(config: Config) -> None:

@@ -84,6 +84,12 @@ def test_kernels_are_read_from_torchs_list():
     assert not has_kernel("aten::to_mkldnn")
 
 
+def test_a_product_in_place_has_the_flops_of_one_that_is_not():
+    """Main gradients in bf16 are added to in place, of which torch's table has no formula."""
+    out, a, b = (torch.empty(shape, device="meta") for shape in ((4, 6), (4, 8), (8, 6)))
+    assert flops_of(torch.ops.aten.addmm_.default, (out, a, b), {}, out) == 2 * 4 * 6 * 8
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_flash_attention_of_whole_rows_has_the_flops_of_their_squares(backward):
     """torch's formula takes [b, n, s, d], the operation without documents [b, s, n, d]."""

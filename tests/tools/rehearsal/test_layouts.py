@@ -63,6 +63,8 @@ LAYOUTS = [  # world, flags; a global batch of 8
     (4, CP + "2 " + PP + "2 " + SCHEDULE + "zb-v --cp-comm-type p2p"),
     (8, PP + "2 " + SP + ZERO[1] + GRADS + GATHERS + "--rank-order pp-dp-tp-cp"),
     (4, CP + "2 " + ZERO[2] + GRADS + "--rank-order dp-cp-tp-pp"),
+    (4, ZERO[1] + GRADS + "--num-distributed-optimizer-instances 2"),
+    (2, ZERO[1] + GRADS + "--num-distributed-optimizer-instances 2 --main-grads-dtype bf16"),
 ]
 WIDE = (
     "--hidden-size 256 --ffn-hidden-size 512 --kv-channels 128 --num-attention-heads 4 "

@@ -73,9 +73,19 @@ def test_a_flag_is_explained(
     assert all(part in text for part in parts), text
 
 
-def test_a_mistyped_group_is_explained() -> None:
-    with pytest.raises(UsageError, match=r"--help zeros: there .* model, .*did you mean zero\?"):
-        parse(["--help", "zeros"], 1)
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("zeros", r"--help zeros: there is no group .* model, .*did you mean zero\?"),
+        ("num-layer", r"--help num-layer: .*did you mean --num-layers\?"),
+        ("deepspeed_config", r"--deepspeed_config is not .* but of argonne"),
+        ("--context-parallel-algo", r"here and in Megatron-LM it is --cp-comm-type"),
+        ("--nonsense", r"--nonsense is not a flag of this program nor of Megatron-LM"),
+    ],
+)
+def test_what_is_no_group_and_no_flag_is_explained(word: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        parse(["--help", word], 1)
 
 
 def test_a_forks_own_flags_are_in_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +105,7 @@ def test_choices_are_shown_and_values_have_names() -> None:
 def test_a_default_that_is_the_off_value_is_said_once() -> None:
     text = " ".join(build_parser(page=page_of("all")).format_help().split())
     assert not re.search(r"off: (\S+); default: \1[\];,]", text)
-    assert "off: 1, the default]" in text
+    assert "off: 1, the default]" in text and "[rank in the world; default: 0]" in text
 
 
 def test_a_typo_never_suggests_a_refused_flag() -> None:

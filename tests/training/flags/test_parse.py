@@ -279,7 +279,7 @@ MISTAKES = [
     (  # a script of another program: all of its flags at once, with what leaves them out
         "--use-mpi --use-z-loss 0.1 --label=a",
         1,
-        "3 flags are not flags of this program nor of Megatron-LM; --help lists the flags, and "
+        "3 flags are not flags of this program nor of Megatron-LM; --help all lists the flags, and "
         "this leaves them out: --ignore-flags use-mpi:0 use-z-loss:1 label:1",
     ),
     ("--use-mpi", 1, "lists the flags, --ignore-flags use-mpi:0 leaves it out"),
@@ -289,7 +289,7 @@ MISTAKES = [
     ("--dataloader-type external", 1, "--dataloader-type external: only single or cyclic is"),
     ("--ignore-flags nobody", 1, "or one of the trees argonne, bigscience,"),
     ("--trigger-path /x --job-name y", 1, "this leaves them out: --ignore-flags trigger-path:1 j"),
-    ("--trigger-path /x", 1, "nor of Megatron-LM, but of swiss-ai; --help lists the flags"),
+    ("--trigger-path /x", 1, "nor of Megatron-LM, but of swiss-ai; --help all lists the flags"),
     (
         "--fp16 --use-mup --otel-enabled",
         1,
@@ -501,3 +501,8 @@ def test_a_dry_run_opens_no_file():
         base=SMALL.replace("--mock-data", ""),
     )
     assert config.parallel.data_parallel_size == 128
+
+
+def test_a_command_line_without_a_flag_is_told_what_is_missing():
+    with pytest.raises(UsageError, match="^--num-layers"):
+        parse([], 1)

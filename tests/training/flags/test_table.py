@@ -90,7 +90,7 @@ def test_every_default_keeps_its_rule():
     """The rule reads what --help shows as the default, and gives the default back."""
     for flag in live():
         default, rule = flag.row.default, flag.rule
-        if default not in (None, False, ()) and not (default == 0 and flag.row.derived):
+        if default not in (None, ()) and default is not False and not flag.row.derived:
             given = list(map(str, default)) if rule.nargs == "*" else str(default)
             assert flag.read(given) == default, flag.name
 
