@@ -49,6 +49,7 @@ from tools.command_line import Parser, told
 from tools.explainer.ops import Operations
 from tools.explainer.text import head, in_order, pipeline, rule, story, sums
 from tools.explainer.trace import Explainer
+from tools.waiting import waiting
 from training import batch_size
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
@@ -278,7 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     world = config.parallel.world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_rank, (config, store.port), nprocs=world)
+    with waiting(f"one step on {world} rank(s)"):
+        mp.spawn(_rank, (config, store.port), nprocs=world)
     print(store.get("text").decode())
     return 0 if store.get("equal") == b"1" else 1
 
