@@ -51,6 +51,7 @@ from tools.explainer.ops import Operations
 from tools.explainer.text import RANK_SIZES, head, in_order, pipeline, rule, story, sums
 from tools.explainer.trace import Explainer
 from tools.explainer.zero import ZERO_SIZES
+from tools.waiting import waiting
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
@@ -283,7 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     world = config.parallel.world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    mp.spawn(_rank, (config, store.port), nprocs=world)
+    with waiting(f"one step on {world} rank(s)"):
+        mp.spawn(_rank, (config, store.port), nprocs=world)
     print(store.get("text").decode())
     return 0 if store.get("equal") == b"1" else 1
 

@@ -78,7 +78,7 @@ class CoreAttention:
         square = q.shape[2] == k.shape[2]
         plain = packed is None and not window and (square or s == 1)
         if plain and kernel != "flash" and self.asked not in ("unfused", "local"):
-            y = dot_product_attention(q, k, v, causal=square)
+            y = dot_product_attention(q, k, v, causal=square, alike=kernel == "efficient")
         else:
             y = block_attention(q, k, v, packed, window, kernel).permute(2, 0, 1, 3).flatten(2)
         return y if packed is None else y.view(b, s, -1).transpose(0, 1)
@@ -90,7 +90,7 @@ class CoreAttention:
             return CausalAttention.apply(q, k, v)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
         if kernel == "cpu" or self.asked == "auto":  # torch chooses
-            return dot_product_attention(q, k, v)
+            return dot_product_attention(q, k, v, alike=kernel == "efficient")
         return block_attention(q, k, v, None, 0, kernel).permute(2, 0, 1, 3).flatten(2)
 
     def kernel(self, q: Tensor, work: Work) -> Kernel:
@@ -112,11 +112,17 @@ def one_row(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3])
 
 
-def dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+def dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, alike: bool = False
+) -> Tensor:
     """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d].
 
     causal: whether a query looks at earlier keys only; then s must be S. torch chooses the kernel.
+    alike: repeat k and v for each head of q. torch's memory-efficient kernel takes no fewer of them
+    before pytorch/pytorch#191085, and torch then multiplies s x s scores for each head.
     """
+    if alike and q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     y = F.scaled_dot_product_attention(
         q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -123,6 +123,31 @@ def test_generation_in_wide_numbers_leaves_the_choice_to_torch(noted, dtype):
     assert noted.calls == ["torch"]
 
 
+def test_fp32_is_not_left_to_products_of_whole_rows(monkeypatch):
+    """torch 2.11 to 2.13: the memory-efficient kernel takes equal numbers of heads alone, and
+    scaled_dot_product_attention then makes s x s scores (pytorch/pytorch#191085)."""
+    chosen, called = F.scaled_dot_product_attention, []
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool) -> Tensor:
+        assert q.shape[1] == k.shape[1] == v.shape[1], "math: scores of s x s for each head"
+        called.append(len(q))
+        return chosen(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    torch.manual_seed(0)
+    x, found = torch.randn(12, 2, 8 * 8), []
+    for attend in (CoreAttention(), CoreAttention("auto", H100)):
+        leaf = x.clone().requires_grad_()
+        y = attended(attend, leaf)
+        y.backward(torch.ones_like(y))
+        found.append((y.detach(), leaf.grad))
+        monkeypatch.setattr(core.F, "scaled_dot_product_attention", sdpa)
+    assert called == [2]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    attended(CoreAttention("auto", H100), x, cache=list[Tensor]())
+    assert called == [2, 2]
+
+
 def test_cudnn_is_asked_for_a_log_sum_exp_only_where_something_learns(noted):
     attend, x = CoreAttention("fused", H100), torch.randn(4, 1, 64).to(BF16)
     with torch.no_grad():
