@@ -27,6 +27,10 @@ COMMANDS := help setup check-data train test prove chaos rehearse explain fork-c
 GOALS    := $(or $(MAKECMDGOALS),help)
 TAKEN    := PYTHON $(if $(filter-out $(COMMANDS),$(GOALS)),$(takes.train)) $(foreach goal,$(GOALS),$(takes.$(goal)))
 STRANGE  := $(firstword $(filter-out $(TAKEN),$(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name)))))
+EMPTY    := $(firstword $(foreach name,$(TAKEN),$(if $(findstring command line,$(origin $(name))),$(if $(strip $($(name))),,$(name)))))
+ifneq ($(EMPTY),)
+$(error $(EMPTY)= is empty: give it a value, or leave it out)
+endif
 ifneq ($(STRANGE),)
 CAPITALS := $(shell printf %s '$(STRANGE)' | tr '[:lower:]' '[:upper:]')
 $(error $(STRANGE)=$($(STRANGE)): make $(or $(MAKECMDGOALS),without a command) takes no $(STRANGE)$(if $(filter $(CAPITALS),$(TAKEN)),; did you mean $(CAPITALS)?,: it takes $(sort $(TAKEN))))

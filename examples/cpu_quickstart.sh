@@ -13,6 +13,7 @@
 # `make train` does all of it, from text to samples, with a smaller model and a recipe of its own.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x .venv/bin/torchrun ]; then PATH=$PWD/.venv/bin:$PATH; fi
 
 LAUNCH=${LAUNCH:-torchrun --standalone --nproc-per-node 2}
 if [ -n "${DATA:-}" ]; then

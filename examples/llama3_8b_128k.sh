@@ -16,6 +16,7 @@
 #   --rdzv-backend c10d" on each; samples are shared by nodes, a sample by the ranks of a node.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x .venv/bin/torchrun ]; then PATH=$PWD/.venv/bin:$PATH; fi
 
 LAUNCH=${LAUNCH:-torchrun --standalone --nproc-per-node 8}
 OUT=${OUT:-runs/llama3_8b_128k}

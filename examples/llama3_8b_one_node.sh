@@ -15,6 +15,7 @@
 # tools/plan.py predicts that another layout takes 24 % less; docs/planning.md, The examples, says why not here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x .venv/bin/torchrun ]; then PATH=$PWD/.venv/bin:$PATH; fi
 
 LAUNCH=${LAUNCH:-torchrun --standalone --nproc-per-node 8 --numa-binding=node}
 OUT=${OUT:-runs/llama3_8b}

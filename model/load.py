@@ -108,7 +108,7 @@ def model_file_of(
     if named:
         raise ValueError(f"it was trained with --model-file {named}: give that too")
     raise ValueError(
-        f"config.json: model_type is {kind!r}, and Weft has {' and '.join(known)}: give the fork's "
+        f"config.json: model_type is {kind!r}, and Weft has {', '.join(known)}: give the fork's "
         "--model-file"
     )
 

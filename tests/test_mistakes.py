@@ -213,9 +213,6 @@ MISTAKES = [
         "tokens of another vocabulary", {"--vocab-size": "100"}, "data/good.bin: tokens: ids fr"
     ),
     mistake("empty split", {"--split": "0,1,0"}, "the train split holds no document"),
-    mistake(
-        "nothing to evaluate on", {"--split": "1,0,0", "--eval-interval": "1"}, "--eval-interval"
-    ),
     mistake("no tokenizer", {"--tokenizer-type": None}, "--tokenizer-type is missing"),
     mistake(
         "tokenizer that is not there",

@@ -9,11 +9,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from tools import setup_env
+from tools import setup_env, waiting
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,17 +113,23 @@ def test_probe_tells_python_and_torch_without_importing_it():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_pip_shows_its_progress_to_a_person_alone(monkeypatch, terminal):
+def test_pip_shows_its_progress(monkeypatch, tmp_path, capfd, terminal):
     """Torch is 200 MB, and more with CUDA: minutes without a word looked like a hang."""
-    commands = []
-    monkeypatch.setattr(
-        setup_env.subprocess,
-        "run",
-        lambda words: commands.append(words) or SimpleNamespace(returncode=0),
-    )
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$@"\necho Downloading torch; sleep 0.5\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(setup_env, "PYTHON", str(python))
+    monkeypatch.setattr(waiting, "EVERY", 0.3)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     setup_env.pip("install", "torch")
-    assert ("-qq" in commands[0]) is not terminal
+    said = capfd.readouterr()
+    if terminal:  # its own bars
+        assert said.out.startswith("-m pip ") and "progress-bar" not in said.out
+    else:  # its newest line, from time to time
+        assert said.out == "" and said.err == "pip: 0 s, Downloading torch\n"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(setup_env.SetupError, match="pip failed, as it says above"):
+        setup_env.pip("install", "torch")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +239,7 @@ def test_make_passes_what_it_is_given_and_nothing_of_the_environment():
         ("explain TPP=2", "TPP=2: make explain takes no TPP: it takes CP CP_COMM DP FP8 LAYERS "),
         ("train CP=2 TP=2", "CP=2: make train takes no CP: it takes DATA ITERS JSON_KEYS "),
         ("train tp=2", "tp=2: make train takes no tp; did you mean TP?"),
+        ("train DATA=", "DATA= is empty: give it a value, or leave it out"),
         ("lint TP=2", "TP=2: make lint takes no TP: it takes PYTHON."),
         ("tp=2", "tp=2: make without a command takes no tp: it takes PYTHON."),
     ],

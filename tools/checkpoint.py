@@ -40,6 +40,7 @@ from tools.checkpoints.huggingface import export_hf, import_hf
 from tools.checkpoints.mcore import import_mcore
 from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify
 from tools.command_line import Parser, whole
+from tools.waiting import waiting
 from training.checkpoint import Checkpoint
 from training.checkpoint.find import refuse_foreign
 from training.checkpoint.lock import DirectoryLock
@@ -115,15 +116,17 @@ def do_convert(args: argparse.Namespace) -> int:
     """Convert a model from or to another program's format."""
     if args.to_hf is None:
         source = args.from_hf or args.from_mcore
-        if args.from_hf:
-            made = import_hf(source, args.save, args.model_file)
-        else:
-            made = import_mcore(source, args.hf_config, args.save)
+        with waiting("converting"):
+            if args.from_hf:
+                made = import_hf(source, args.save, args.model_file)
+            else:
+                made = import_mcore(source, args.hf_config, args.save)
         say(f"{source} -> {made}; train on from it with --load {args.save} --finetune")
         return 0
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
-    read = export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file)
+    with waiting("converting"):
+        read = export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file)
     say(f"{read} -> {args.to_hf}")
     return 0
 

@@ -34,6 +34,7 @@ from tools.planner.model import read_model
 from tools.planner.predict import predict, write
 from tools.planner.published import read_table
 from tools.planner.search import PlanError, Plans
+from tools.waiting import waiting
 
 TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
 ASKED = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24}
@@ -161,7 +162,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line; return the exit code."""
     args = build_parser().parse_args(argv)
     try:
-        lines, fits = answer(args)
+        with waiting("planning"):
+            lines, fits = answer(args)
     except MISTAKES as error:
         print(told("plan.py", error), file=sys.stderr)
         return 2

@@ -18,6 +18,8 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # as a script, find mpu
 
+from tools.waiting import waiting  # noqa: E402
+
 
 def main(path: str, argv: list[str]) -> int:
     """Rehearse the program at `path` with these flags; return the exit code."""
@@ -29,7 +31,8 @@ def main(path: str, argv: list[str]) -> int:
             guard.load()
         from tools.rehearsal import main as rehearsal  # with torch, so after the guard
 
-        return rehearsal.main(load(path), argv)
+        with waiting("rehearsing"):
+            return rehearsal.main(load(path), argv)
     except guard.GuardError as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2

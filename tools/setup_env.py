@@ -126,11 +126,33 @@ def reachable(url: str) -> bool:
         return False
 
 
+def at_work(what: str, state: Any = str) -> Any:
+    """Return tools/waiting.py's context manager. Not on an older Python: check_interpreter."""
+    if ROOT not in sys.path:
+        sys.path.insert(0, ROOT)
+    from tools.waiting import waiting
+
+    return waiting(what, state)
+
+
 def pip(*arguments: str) -> None:
-    """Run the environment's pip, with its progress on a terminal. Raises SetupError if it fails."""
+    """Run the environment's pip, with its progress on a terminal. Raises SetupError if it fails.
+
+    Elsewhere its newest line comes every few seconds: it downloads and unpacks for minutes.
+    """
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", *arguments]
-    command += [] if sys.stdout.isatty() else ["-qq"]
-    if subprocess.run(command).returncode:
+    if sys.stdout.isatty():
+        code = subprocess.run(command).returncode
+    else:
+        newest = [""]
+        command += ["--progress-bar", "off"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            with at_work("pip", lambda: newest[0]):
+                for line in child.stdout:
+                    newest[0] = line.strip()[:120]
+        code = child.returncode
+    if code:
         raise SetupError("pip failed, as it says above; the next make setup goes on from here")
 
 
@@ -147,7 +169,9 @@ def make_venv(torch: "list[Any]") -> None:
         )
     inherit = ["--system-site-packages"] if supported(torch[1]) else []
     print(f"making .venv from {sys.executable}", flush=True)
-    if subprocess.run([sys.executable, "-m", "venv", "--clear", *inherit, VENV]).returncode:
+    with at_work("making .venv"):
+        done = subprocess.run([sys.executable, "-m", "venv", "--clear", *inherit, VENV])
+    if done.returncode:
         raise SetupError(f"{sys.executable} -m venv failed, as it says above")
     if inherit and look(PYTHON)[2] != torch[2]:
         import sysconfig
@@ -199,7 +223,9 @@ def install_torch() -> None:
 
 def build_native() -> None:
     """Build the native library, or print why not."""
-    if subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT).returncode:
+    with at_work("compiling the native library"):
+        done = subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT)
+    if done.returncode:
         raise SetupError("setup.py build_native failed, as it says above")
 
 

@@ -96,6 +96,7 @@ class ModelConfig:
         "tokens",
         whole(1, 2_147_483_647),
         derived="the tokenizer's",
+        also=("--padded-vocab-size",),
     )
     make_vocab_size_divisible_by: int = setting(
         128,
@@ -352,6 +353,7 @@ class Recompute:
         "recompute all layers in chunks (uniform) or the first layers of each stage (block)",
         rule=one_of("uniform", "block"),
         derived="uniform, with full only",
+        needs=("--recompute-granularity",),
     )
     recompute_num_layers: int | None = setting(
         None,
@@ -360,6 +362,7 @@ class Recompute:
         whole(),
         off="0 with block",
         derived="1",
+        needs=("--recompute-granularity",),
         also=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 
 SETTINGS = 1 << 24  # most bytes of a JSON file of settings
 DEPTH = 64  # most levels of JSON
+OURS = ("runs", "data", "checkpoints", "models", "out", "tmp")  # folders, and nobody's name there
 LONGEST = 1000  # characters of a message
 _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -31,7 +32,8 @@ def nothing_downloaded(path: str | os.PathLike[str]) -> str:
     """
     owner, _, folder = str(path).partition("/")
     parts = (owner, folder)
-    if os.path.isdir(owner) or not all(re.fullmatch(r"[\w-][\w.-]*", part) for part in parts):
+    named = all(re.fullmatch(r"[\w-][\w.-]*", part) for part in parts)
+    if owner in OURS or os.path.isdir(owner) or not named:
         return "nothing is downloaded"
     return (
         f"nothing is downloaded; if that is a model on Hugging Face, `hf download {path} "

@@ -69,7 +69,7 @@ def test_a_checkpoint_says_which_of_our_models_it_is():
     sizes = qwen3.hf_config(qwen3.ModelConfig(100, 32, 48, 2, 4, 2))
     path, config = of_checkpoint(sizes)
     assert path == "model/qwen3.py" and qwen3.hf_config(config) == sizes
-    with pytest.raises(ValueError, match="model_type is 'mixtral', and Weft has llama and qwen3"):
+    with pytest.raises(ValueError, match="model_type is 'mixtral', and Weft has llama, qwen2"):
         model_file_of({"model_type": "mixtral"})
 
 
@@ -84,9 +84,17 @@ def test_what_a_checkpoint_says_runs_no_code(tmp_path, place):
     assert not (tmp_path / "ran").exists()
 
 
-def test_megatrons_flag_names_the_second_model():
-    assert read("--qk-layernorm").model.model_file == "model/qwen3.py"
-    assert read("--model-file model/qwen3.py") == read("--qk-layernorm")
+@pytest.mark.parametrize(
+    "flag, file", [("--qk-layernorm", "model/qwen3.py"), ("--add-qkv-bias", "model/qwen2.py")]
+)
+def test_megatron_s_flag_names_another_model(flag, file):
+    assert read(flag).model.model_file == file
+    assert read(f"--model-file {file}") == read(flag)
+
+
+def test_two_models_exclude_each_other():
+    with pytest.raises(ValueError, match="--qk-layernorm and --add-qkv-bias set the same"):
+        read("--qk-layernorm --add-qkv-bias")
 
 
 def test_a_program_that_imports_a_fork_trains_the_fork(monkeypatch, tmp_path):

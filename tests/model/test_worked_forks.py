@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worked forks, examples/forks and model/qwen3.py: each trains and decodes as on one rank.
+"""The worked forks, examples/forks, model/qwen2.py and model/qwen3.py.
+
+Each trains and decodes as on one rank.
 
 Those that transformers has too are held against it, with its weights in and out; the sliding
 windows against a dense mask.
@@ -60,6 +62,7 @@ MORE_WAYS = [
 def paths() -> dict[str, str]:
     """Return {fork: path} of the worked forks."""
     found = {path.stem: str(path) for path in (ROOT / "examples" / "forks").glob("*.py")}
+    found["qwen2"] = "model/qwen2.py"
     assert sorted(found) == sorted(FORKS)
     return found
 

@@ -32,9 +32,9 @@ class Mistake(NamedTuple):
     layouts: str = "one rank"
 
 
-LLAMA, QWEN3 = "model/llama.py", "model/qwen3.py"
-OLMO2, GEMMA2, PHI, GRANITE, QWEN2 = (
-    f"examples/forks/{name}.py" for name in ("olmo2", "gemma2", "phi", "granite", "qwen2")
+LLAMA, QWEN2, QWEN3 = "model/llama.py", "model/qwen2.py", "model/qwen3.py"
+OLMO2, GEMMA2, PHI, GRANITE = (
+    f"examples/forks/{name}.py" for name in ("olmo2", "gemma2", "phi", "granite")
 )
 MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"

@@ -136,8 +136,8 @@ WRONG = {
     ),
     "no config": (lambda hf: (hf / "config.json").unlink(), "config.json: No such file"),
     "another architecture": (
-        lambda hf: (hf / "config.json").write_text('{"model_type": "qwen2"}'),
-        "model_type is 'qwen2'",
+        lambda hf: (hf / "config.json").write_text('{"model_type": "gptj"}'),
+        "model_type is 'gptj'",
     ),
     "a config without sizes": (
         lambda hf: (hf / "config.json").write_text('{"model_type": "llama"}'),

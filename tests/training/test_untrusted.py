@@ -131,8 +131,8 @@ def test_logs_are_their_owners_alone(tmp_path, capsys):
 
 def test_a_name_on_hugging_face_gets_the_command_that_downloads_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "own").mkdir()
     said = nothing_downloaded("meta-llama/Llama-3.2-1B")
     assert said.startswith("nothing is downloaded; if that is a model on Hugging Face, `hf downl")
-    for path in ("runs/mine", "/a/b", "../a", "a/b/c", "name", "a b/c", "", "a/$(x)"):
+    for path in ("runs/mine", "own/model", "/a/b", "../a", "a/b/c", "name", "a b/c", "", "a/$(x)"):
         assert nothing_downloaded(path) == "nothing is downloaded"

@@ -40,7 +40,7 @@ def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str
             here = VALUES.get((flag, word.lower()))
             if here is not None:
                 notes.append(f"{flag} {word} is taken as {here}")
-                words[-1:] = [here] if here.startswith("--") else [words[-1], here]
+                words[-1:] = here.split() if here.startswith("--") else [words[-1], here]
             else:
                 words.append(word)
             flag = ""
@@ -54,7 +54,7 @@ def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str
         here = VALUES.get((flag, value.lower())) if equals else None
         if here is not None:
             notes.append(f"{flag} {value} is taken as {here}")
-            words[-1] = here if here.startswith("--") else f"{flag}={here}"
+            words[-1:] = here.split() if here.startswith("--") else [f"{flag}={here}"]
     return words, notes
 
 

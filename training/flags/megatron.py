@@ -25,6 +25,23 @@ class Accepted:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Flags that change nothing in Megatron-LM without a feature that is not available here."""
+
+    needs: str  # what switches the feature on
+    switches: str  # names of flags without a value
+    values: str = ""  # of those with one
+    lists: str = ""  # of those with several
+
+    @property
+    def accepted(self) -> tuple[Accepted, ...]:
+        """Return the same as rows of ACCEPTED."""
+        why = f"belongs to {self.needs}, without which it changes nothing, there as here"
+        rules = ((self.switches, SWITCH), (self.values, TEXT), (self.lists, TEXTS))
+        return tuple(Accepted(flags, why, rule) for flags, rule in rules)
+
+
+@dataclass(frozen=True)
 class Refused:
     """Flags that are refused: a feature that is not available here, and what to do instead."""
 
@@ -63,6 +80,7 @@ class Difference(NamedTuple):
 # {flag: the flags and the value that it stands for; its own value follows}
 SPELLED = {
     "--qk-layernorm": ("--model-file", "model/qwen3.py"),
+    "--add-qkv-bias": ("--model-file", "model/qwen2.py"),
     "--use-tp-pp-dp-mapping": ("--rank-order", "tp-cp-pp-dp"),
     "--fp8-e4m3": ("--fp8-format", "e4m3"),
     "--fp8-hybrid": ("--fp8-format", "hybrid"),
@@ -109,6 +127,21 @@ ACCEPTED = (
     ),
     Accepted("--softmax-type", "a Llama's softmax has no sink", TEXT, only=("vanilla",)),
     Accepted("--glu-linear-offset", "a Llama's SwiGLU has no offset", TEXT, only=("0.0",)),
+    Accepted(
+        "--no-pad-vocab-size --disable-pad-vocab-size",
+        "rows that pad the vocabulary are masked out: the function is the same without them",
+    ),
+    Accepted(
+        "--apply-query-key-layer-scaling",
+        "a layer's scores are not divided by its number and multiplied again, which fp16 needs: "
+        "the same function",
+        says=True,
+    ),
+    Accepted(
+        "--trust-remote-code",
+        "code that comes with a tokenizer never runs: its data files alone are read",
+        says=True,
+    ),
     Accepted("--vocab-extra-ids", "there are no span tokens", TEXT, only=("0",)),
     Accepted("--num-experts", "there are no experts", TEXT, only=("1",)),
     Accepted(
@@ -594,6 +627,82 @@ ACCEPTED = (
     ),
     Accepted("--enable-experimental", "nothing here depends on it"),
 )
+IDLE = (
+    Idle(
+        "--num-experts",
+        """--moe-shared-expert-gate --moe-shared-expert-overlap
+        --moe-router-padding-for-quantization --moe-router-padding-for-fp8
+        --moe-router-pre-softmax --moe-router-enable-expert-bias
+        --moe-router-force-load-balancing --moe-router-fusion --moe-enable-deepep
+        --moe-grouped-gemm --moe-per-layer-logging --moe-pad-expert-input-to-capacity
+        --moe-permute-fusion --moe-apply-probs-on-input""",
+        values="""--moe-shared-expert-intermediate-size --moe-ffn-hidden-size --moe-router-topk
+        --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor
+        --moe-router-score-function --moe-router-dtype --moe-router-bias-update-rate
+        --moe-z-loss-coeff --moe-input-jitter-eps --moe-token-dispatcher-type
+        --moe-expert-capacity-factor --moe-token-drop-policy --moe-layer-freq
+        --moe-deepep-num-sms --moe-flex-dispatcher-backend""",
+        lists="""--moe-router-load-balancing-type --moe-aux-loss-coeff""",
+    ),
+    Idle(
+        "--optimizer muon, lion or sgd",
+        """--muon-no-split-qkv --muon-nesterov --muon-use-syrk""",
+        values="""--sgd-momentum --muon-momentum --muon-scale-mode --muon-fp32-matmul-prec
+        --muon-coefficient-type --muon-num-ns-steps --muon-tp-mode
+        --muon-extra-scale-factor --muon-scalar-optimizer --lion-beta1 --lion-beta2""",
+    ),
+    Idle("--mtp-num-layers", "", values="""--mtp-loss-scaling-factor"""),
+    Idle(
+        "--multi-latent-attention",
+        "",
+        values="""--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
+        --rotary-scaling-factor --mscale --mscale-all-dim""",
+    ),
+    Idle("--qk-clip", "", values="""--qk-clip-alpha --qk-clip-threshold"""),
+    Idle("--window-size", "", values="""--window-attn-skip-freq"""),
+    Idle(
+        "--position-embedding-type yarn",
+        """--yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int""",
+        values="""--yarn-original-max-position-embeddings --yarn-beta-fast --yarn-beta-slow""",
+    ),
+    Idle(
+        "--position-embedding-type relative",
+        "",
+        values="""--relative-attention-num-buckets --relative-attention-max-distance""",
+    ),
+    Idle(
+        "--use-mup",
+        "",
+        values="""--mup-width-mult --mup-base-hidden-size --mup-embedding-mult --mup-output-mult
+        --mup-base-head-dim --mup-attn-scale-power""",
+    ),
+    Idle(
+        "--fim-data",
+        "",
+        values="""--fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
+        --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token
+        --fim-eod-token""",
+    ),
+    Idle(
+        "--hybrid-layer-pattern",
+        "",
+        values="""--mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads""",
+    ),
+    Idle("--fp4-format", "", values="""--fp4-recipe"""),
+    Idle(
+        "--inprocess-restart",
+        """--inprocess-empty-cuda-cache""",
+        values="""--inprocess-max-iterations --inprocess-monitor-thread-interval
+        --inprocess-monitor-process-interval --inprocess-progress-watchdog-interval
+        --inprocess-heartbeat-interval --inprocess-soft-timeout --inprocess-hard-timeout
+        --inprocess-heartbeat-timeout --inprocess-barrier-timeout
+        --inprocess-completion-timeout --inprocess-last-call-wait
+        --inprocess-termination-grace-time --inprocess-granularity
+        --inprocess-active-world-size""",
+    ),
+    Idle("--adlr-autoresume", "", values="""--adlr-autoresume-interval"""),
+    Idle("BERT", """--bert-no-binary-head""", values="""--mask-prob --short-seq-prob"""),
+)
 REFUSED = (
     Refused(
         "reinforcement learning",
@@ -605,36 +714,41 @@ REFUSED = (
         --grpo-filter-groups-with-same-reward --langrl-env-config --rl-default-temperature
         --rl-default-top-p --rl-default-top-k --rl-offload-optimizer-during-inference
         --rl-kv-cache-management-mode --rl-persist-cuda-graphs --no-rl-persist-cuda-graphs
-        --rl-partial-rollouts --no-rl-partial-rollouts --rl-inference-logprobs-is-correction
-        --no-rl-inference-logprobs-is-correction --rl-importance-sampling-truncation-coef
-        --rl-use-sequence-packing --no-rl-use-sequence-packing
-        --rl-sequence-packing-max-sequences-per-bin --rl-sequence-packing-algo
-        --rl-training-cuda-graphs --no-rl-training-cuda-graphs
-        --rl-inference-tensor-model-parallel-size --rl-inference-pipeline-model-parallel-size
+        --rl-partial-rollouts --no-rl-partial-rollouts
+        --rl-inference-logprobs-is-correction --no-rl-inference-logprobs-is-correction
+        --rl-importance-sampling-truncation-coef --rl-use-sequence-packing
+        --no-rl-use-sequence-packing --rl-sequence-packing-max-sequences-per-bin
+        --rl-sequence-packing-algo --rl-training-cuda-graphs --no-rl-training-cuda-graphs
+        --rl-inference-tensor-model-parallel-size
+        --rl-inference-pipeline-model-parallel-size
         --rl-inference-expert-model-parallel-size
         --rl-inference-expert-tensor-model-parallel-size
-        --rl-inference-model-unified-memory-level --rl-offload-inference-model-weights-when-idle
+        --rl-inference-model-unified-memory-level
+        --rl-offload-inference-model-weights-when-idle
         --no-rl-offload-inference-model-weights-when-idle --refit-method
-        --rl-verify-model-weights-swap --no-rl-verify-model-weights-swap --rl-skip-bos-token
-        --no-rl-skip-bos-token --rl-profile --rl-profile-dir --rl-inference-parsers""",
+        --rl-verify-model-weights-swap --no-rl-verify-model-weights-swap
+        --rl-skip-bos-token --no-rl-skip-bos-token --rl-profile --rl-profile-dir
+        --rl-inference-parsers""",
     ),
     Refused(
         "inference",
         """--moe-pad-experts-for-cuda-graph-inference --inference-cuda-graph-scope --flash-decode
-        --symmetric-ar-type --nccl-all-reduce-for-prefill --inference-fuse-tp-communication
-        --inference-disable-triton-nvls-kernels --inference-grouped-gemm-backend
-        --inference-moe-disable-fused-quant-kernels --inference-moe-token-dispatcher-type
-        --mlp-chunks-for-prefill --onnx-safe --inference-rng-tracker --output-bert-embeddings
-        --bert-embedder-type --use-legacy-static-engine --inference-max-requests
-        --inference-max-seq-length --inference-dynamic-batching
-        --inference-dynamic-batching-buffer-size-gb
+        --symmetric-ar-type --nccl-all-reduce-for-prefill
+        --inference-fuse-tp-communication --inference-disable-triton-nvls-kernels
+        --inference-grouped-gemm-backend --inference-moe-disable-fused-quant-kernels
+        --inference-moe-token-dispatcher-type --mlp-chunks-for-prefill --onnx-safe
+        --inference-rng-tracker --output-bert-embeddings --bert-embedder-type
+        --use-legacy-static-engine --inference-max-requests --inference-max-seq-length
+        --inference-dynamic-batching --inference-dynamic-batching-buffer-size-gb
         --inference-dynamic-batching-paused-buffer-size-gb
-        --inference-dynamic-batching-mamba-memory-ratio --inference-dynamic-batching-block-size
-        --inference-dynamic-batching-max-requests --inference-dynamic-batching-max-tokens
+        --inference-dynamic-batching-mamba-memory-ratio
+        --inference-dynamic-batching-block-size --inference-dynamic-batching-max-requests
+        --inference-dynamic-batching-max-tokens
         --inference-dynamic-batching-num-cuda-graphs
         --inference-dynamic-batching-track-paused-request-events
-        --inference-dynamic-batching-track-generated-token-events --decode-only-cuda-graphs
-        --inference-cuda-graph-all-prefills --inference-cuda-graph-max-tokens
+        --inference-dynamic-batching-track-generated-token-events
+        --decode-only-cuda-graphs --inference-cuda-graph-all-prefills
+        --inference-cuda-graph-max-tokens
         --inference-dynamic-batching-unified-memory-level --enable-chunked-prefill
         --num-speculative-tokens --inference-dynamic-batching-prefix-caching
         --no-inference-dynamic-batching-prefix-caching
@@ -644,13 +758,14 @@ REFUSED = (
         --inference-dynamic-batching-prefix-caching-mamba-gb
         --inference-dynamic-batching-cuda-graph-mixed-prefill-count
         --inference-dynamic-batching-cuda-graph-sizing-distribution
-        --inference-dynamic-batching-sampling-backend --use-same-sampling-seed-across-dp-ranks
-        --inference-dynamic-batching-async-sched-mode --inference-dynamic-batching-logprobs-mode
-        --inference-logging-step-interval --inference-text-gen-server-logging
-        --no-inference-text-gen-server-logging --inference-wandb-logging
-        --no-inference-wandb-logging --inference-coordinator-port
-        --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
-        --inference-use-synchronous-zmq-collectives
+        --inference-dynamic-batching-sampling-backend
+        --use-same-sampling-seed-across-dp-ranks
+        --inference-dynamic-batching-async-sched-mode
+        --inference-dynamic-batching-logprobs-mode --inference-logging-step-interval
+        --inference-text-gen-server-logging --no-inference-text-gen-server-logging
+        --inference-wandb-logging --no-inference-wandb-logging
+        --inference-coordinator-port --mamba-inference-conv-states-dtype
+        --mamba-inference-ssm-states-dtype --inference-use-synchronous-zmq-collectives
         --no-inference-use-synchronous-zmq-collectives --inference-disable-ep-consensus
         --no-inference-disable-ep-consensus --inference-shards""",
         "use tools/generate.py to sample from a checkpoint",
@@ -700,8 +815,8 @@ REFUSED = (
     ),
     Refused(
         "multi-token prediction",
-        """--mtp-num-layers --mtp-loss-scaling-factor --mtp-use-repeated-layer --mtp-detach-heads
-        --mtp-hsm --mtp-hybrid-override-pattern --mtp-standalone""",
+        """--mtp-num-layers --mtp-use-repeated-layer --mtp-detach-heads --mtp-hsm
+        --mtp-hybrid-override-pattern --mtp-standalone""",
     ),
     Refused(
         "a sequence in parts of different sizes",
@@ -712,38 +827,28 @@ REFUSED = (
     Refused(
         "a mixture of experts",
         """--expert-tensor-parallel-num-weight-shards --overlap-moe-expert-parallel-comm
-        --overlap-dispatch-backward-with-experts-wgrad --ep-overlap-early-attn-memory-release
-        --high-priority-a2a-comm-stream --moe-shared-expert-intermediate-size
-        --moe-shared-expert-gate --moe-shared-expert-overlap --use-grouped-gemm-for-shared-expert
-        --moe-shared-expert-glu-interleave-size --moe-ffn-hidden-size --moe-router-topk
-        --moe-enable-routing-replay --moe-router-padding-for-quantization
-        --moe-router-padding-for-fp8 --moe-router-num-groups --moe-router-group-topk
-        --moe-router-pre-softmax --moe-router-topk-scaling-factor --moe-router-score-function
-        --moe-router-dtype --moe-router-enable-expert-bias --moe-router-bias-update-rate
-        --moe-router-quantile-balancing-ema --moe-router-force-load-balancing
-        --moe-router-force-biased --use-grouped-gemm-for-dense-mlp --moe-grouped-gemm
+        --overlap-dispatch-backward-with-experts-wgrad
+        --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream
+        --use-grouped-gemm-for-shared-expert --moe-shared-expert-glu-interleave-size
+        --moe-enable-routing-replay --moe-router-quantile-balancing-ema
+        --moe-router-force-biased --use-grouped-gemm-for-dense-mlp
         --moe-use-grouped-tensor --moe-single-grouped-weight --moe-single-grouped-bias
-        --moe-z-loss-coeff --moe-input-jitter-eps --moe-token-dispatcher-type --moe-enable-deepep
-        --moe-flex-dispatcher-backend --moe-permute-fusion-into-hybridep
-        --moe-hybridep-pad-uneven-dispatch-inputs --moe-per-layer-logging
-        --moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy
-        --moe-layer-recompute --moe-permute-fusion --moe-router-fusion --moe-apply-probs-on-input
-        --moe-latent-size --moe-flex-dispatcher-num-sms --moe-deepep-num-sms
+        --moe-permute-fusion-into-hybridep --moe-hybridep-pad-uneven-dispatch-inputs
+        --moe-layer-recompute --moe-latent-size --moe-flex-dispatcher-num-sms
         --moe-hybridep-num-sms --moe-hybridep-num-blocks-permute
         --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms-preprocessing
         --moe-ncclep-zero-copy --moe-dispatch-fwd-dtype --moe-combine-bwd-dtype
         --moe-mlp-glu-interleave-size --moe-expert-rank-capacity-factor --moe-paged-stash
         --moe-paged-stash-page-size --moe-paged-stash-buffer-size-factor-cuda
         --moe-paged-stash-buffer-size-factor-cpu --save-tokens-per-expert-interval
-        --gtp-expert-remat-nccl-ub --moe-layer-freq --moe-use-upcycling
-        --moe-router-load-balancing-type --moe-aux-loss-coeff --moe-upcycling-granularity
+        --gtp-expert-remat-nccl-ub --moe-use-upcycling --moe-upcycling-granularity
         --moe-routing-trace-path --moe-routing-trace-max-training-iters
         --moe-routing-trace-capture-logits --moe-routing-trace-capture-hidden-states
         --moe-routing-trace-dump-weights""",
     ),
     Refused(
         "fp4",
-        "--fp4-format --fp4-recipe --fp4-quantizer-factory --fp4-param-gather",
+        "--fp4-format --fp4-quantizer-factory --fp4-param-gather",
         "use --fp8-format and --fp8-recipe, or --bf16",
     ),
     Refused(
@@ -792,47 +897,39 @@ REFUSED = (
     ),
     Refused(
         "another architecture than a Llama",
-        """--fp32-residual-connection --apply-residual-connection-post-layernorm --add-qkv-bias
-        --activation-func-clamp-value --rotary-interleaved --qk-l2-norm --attention-output-gate
-        --apply-query-key-layer-scaling --use-fused-weighted-squared-relu
-        --enable-mhc-connections --mhc-num-residual-streams --mhc-sinkhorn-iterations
-        --mhc-init-gating-factor --mhc-recompute-layer-num --mrope-section --window-size
-        --window-attn-skip-freq --yarn-original-max-position-embeddings --yarn-beta-fast
-        --yarn-beta-slow --yarn-correction-range-round-to-int
-        --no-yarn-correction-range-round-to-int --relative-attention-num-buckets
-        --relative-attention-max-distance --no-rope-freq --openai-gelu --squared-relu
-        --quick-geglu""",
+        """--fp32-residual-connection --apply-residual-connection-post-layernorm
+        --activation-func-clamp-value --rotary-interleaved --qk-l2-norm
+        --attention-output-gate --use-fused-weighted-squared-relu --enable-mhc-connections
+        --mhc-num-residual-streams --mhc-sinkhorn-iterations --mhc-init-gating-factor
+        --mhc-recompute-layer-num --mrope-section --window-size --no-rope-freq
+        --openai-gelu --squared-relu --quick-geglu""",
         "fork model/llama.py for that",
     ),
     Refused(
         "another attention than a Llama's",
-        """--qk-clip --qk-clip-alpha --qk-clip-threshold --multi-latent-attention
-        --experimental-attention-variant --dsa-indexer-n-heads --dsa-indexer-head-dim
-        --dsa-indexer-topk --dsa-indexer-topk-freq --dsa-indexer-skip-topk-offset
-        --dsa-indexer-loss-coeff --dsa-indexer-use-sparse-loss --dsa-kernel-backend
-        --dsa-indexer-rope-interleaved --no-dsa-indexer-rotate-activation
-        --disable-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
-        --disable-dsa-indexer-scoring-relu --dsa-indexer-k-norm-epsilon --dsa-indexer-k-norm-fp32
-        --linear-conv-kernel-dim --linear-key-head-dim --linear-value-head-dim
-        --linear-num-key-heads --linear-num-value-heads --use-kitchen-attention
-        --kitchen-attention-backend --q-lora-rank --kv-lora-rank --qk-head-dim
-        --qk-pos-emb-head-dim --v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim
+        """--qk-clip --multi-latent-attention --experimental-attention-variant --dsa-indexer-n-heads
+        --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-topk-freq
+        --dsa-indexer-skip-topk-offset --dsa-indexer-loss-coeff
+        --dsa-indexer-use-sparse-loss --dsa-kernel-backend --dsa-indexer-rope-interleaved
+        --no-dsa-indexer-rotate-activation --disable-dsa-indexer-rotate-activation
+        --no-dsa-indexer-scoring-relu --disable-dsa-indexer-scoring-relu
+        --dsa-indexer-k-norm-epsilon --dsa-indexer-k-norm-fp32 --linear-conv-kernel-dim
+        --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads
+        --linear-num-value-heads --use-kitchen-attention --kitchen-attention-backend
         --cache-mla-latents --mla-down-proj-fusion --linear-attention-freq""",
         "fork model/llama.py for that",
     ),
     Refused(
         "a state-space or hybrid model",
-        """--is-hybrid-model --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads
-        --gdp-num-householder --disable-mamba-mem-eff-path --gdp-cutedsl-kernel
+        """--is-hybrid-model --gdp-num-householder --disable-mamba-mem-eff-path --gdp-cutedsl-kernel
         --gdp-num-chunk-states-to-recompute --mamba-training-ssm-states-dtype
         --heterogeneous-layers-config-path --heterogeneous-layers-config-encoded-json
         --hybrid-layer-pattern --hybrid-override-pattern""",
     ),
     Refused(
         "another distribution of the initial weights",
-        """--embedding-init-method-std --use-mup --mup-width-mult --mup-base-hidden-size
-        --mup-embedding-mult --mup-output-mult --mup-base-head-dim --mup-attn-scale-power
-        --data-parallel-random-init --init-method-xavier-uniform""",
+        """--embedding-init-method-std --use-mup --data-parallel-random-init
+        --init-method-xavier-uniform""",
         "use --init-method-std, for one normal distribution",
     ),
     Refused(
@@ -850,10 +947,7 @@ REFUSED = (
     ),
     Refused(
         "another optimizer than AdamW",
-        """--sgd-momentum --muon-momentum --muon-no-split-qkv --muon-nesterov --muon-scale-mode
-        --muon-fp32-matmul-prec --muon-coefficient-type --muon-num-ns-steps --muon-tp-mode
-        --muon-use-syrk --muon-extra-scale-factor --muon-scalar-optimizer --lion-beta1
-        --lion-beta2 --dump-param-to-param-group-map""",
+        """--dump-param-to-param-group-map""",
     ),
     Refused(
         "another choice of decayed parameters",
@@ -889,8 +983,9 @@ REFUSED = (
         "another kind of checkpoint",
         """--save-params-interval --non-persistent-save-interval --non-persistent-ckpt-type
         --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-dir
-        --non-persistent-local-ckpt-algo --async-ckpt-cpu-priority --async-ckpt-io-priority
-        --async-ckpt-use-cpu-shm --replication --override-ckpt-iteration""",
+        --non-persistent-local-ckpt-algo --async-ckpt-cpu-priority
+        --async-ckpt-io-priority --async-ckpt-use-cpu-shm --replication
+        --override-ckpt-iteration""",
         "use --save-interval: each checkpoint is a directory with the whole state",
     ),
     Refused(
@@ -902,7 +997,8 @@ REFUSED = (
     Refused(
         "a checkpoint in Megatron-LM's format",
         """--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format
-        --ckpt-fully-parallel-load-exchange-algo --ckpt-fully-parallel-load-per-rank-objects
+        --ckpt-fully-parallel-load-exchange-algo
+        --ckpt-fully-parallel-load-per-rank-objects
         --ckpt-fully-parallel-save-process-group --ckpt-fully-parallel-load-process-group
         --ckpt-pg-tensors-cache-path --ckpt-pg-tensors-cache-create
         --no-ckpt-load-validate-sharding-integrity
@@ -916,8 +1012,10 @@ REFUSED = (
         """--lazy-mpu-init --sharp-enabled-group --flight-recorder-dump-path
         --flight-recorder-trace-buffer-size --no-flight-recorder-dump-on-timeout
         --disable-flight-recorder-dump-on-timeout --flight-recorder-include-stack-trace
-        --no-flight-recorder-include-only-active --disable-flight-recorder-include-only-active
-        --no-flight-recorder-extra-dump-on-exec --disable-flight-recorder-extra-dump-on-exec""",
+        --no-flight-recorder-include-only-active
+        --disable-flight-recorder-include-only-active
+        --no-flight-recorder-extra-dump-on-exec
+        --disable-flight-recorder-extra-dump-on-exec""",
         "use --distributed-timeout-minutes; NCCL's own variables set the rest",
     ),
     Refused(
@@ -939,15 +1037,8 @@ REFUSED = (
     ),
     Refused(
         "another objective than next-token prediction on plain text",
-        """--sample-rate --mask-prob --short-seq-prob --allow-ambiguous-pad-tokens --fim-data
-        --fim-rate --fim-spm-rate --fim-split-sample --fim-fragment-rate --fim-no-prefix
-        --fim-prefix-token --fim-middle-token --fim-suffix-token --fim-pad-token --fim-eod-token
-        --chat-template --sft --sft-tokenizer-prompt-format""",
-    ),
-    Refused(
-        "another way to pad the vocabulary",
-        "--padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size",
-        "use --vocab-size and --make-vocab-size-divisible-by",
+        """--sample-rate --allow-ambiguous-pad-tokens --fim-data --chat-template --sft
+        --sft-tokenizer-prompt-format""",
     ),
     Refused(
         "another setting of the tokenizer",
@@ -956,11 +1047,6 @@ REFUSED = (
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --use-gigatoken""",
         "use SentencePieceTokenizer, TikTokenizer or HuggingFaceTokenizer with one file in "
         "--tokenizer-model",
-    ),
-    Refused(
-        "code that comes with a tokenizer",
-        "--trust-remote-code",
-        "a tokenizer is a data file, and code beside it never runs",
     ),
     Refused(
         "another end of document for NullTokenizer",
@@ -976,14 +1062,8 @@ REFUSED = (
     ),
     Refused(
         "a restart inside the process",
-        """--adlr-autoresume --adlr-autoresume-interval --inprocess-restart
-        --inprocess-max-iterations --inprocess-monitor-thread-interval
-        --inprocess-monitor-process-interval --inprocess-progress-watchdog-interval
-        --inprocess-heartbeat-interval --inprocess-soft-timeout --inprocess-hard-timeout
-        --inprocess-heartbeat-timeout --inprocess-barrier-timeout --inprocess-completion-timeout
-        --inprocess-last-call-wait --inprocess-termination-grace-time --inprocess-granularity
-        --inprocess-active-world-size --inprocess-empty-cuda-cache --enable-ft-package
-        --calc-ft-timeouts --ft-num-warmup-iters""",
+        """--adlr-autoresume --inprocess-restart --enable-ft-package --calc-ft-timeouts
+        --ft-num-warmup-iters""",
         "use torchrun --max-restarts, tools/supervise.py or the requeue of SLURM",
     ),
     Refused(
@@ -1002,17 +1082,17 @@ REFUSED = (
     ),
     Refused(
         "another model than a Llama (BERT, retrieval, vision)",
-        """--bert-no-binary-head --ict-head-size --biencoder-projection-dim
-        --biencoder-shared-query-context-model --ict-load --bert-load --titles-data-path
-        --query-in-block-prob --use-one-sent-docs --evidence-data-path
-        --retriever-report-topk-accuracies --retriever-score-scaling --block-data-path
-        --embedding-path --indexer-batch-size --indexer-log-interval --num-classes --img-h
-        --img-w --num-channels --patch-dim --classes-fraction --data-per-class-fraction
-        --head-lr-mult --vision-pretraining --vision-pretraining-type --vision-backbone-type
-        --swin-backbone-type --mask-type --mask-factor --iter-per-epoch --dino-local-img-size
-        --dino-local-crops-number --dino-head-hidden-size --dino-bottleneck-size
-        --dino-freeze-last-layer --dino-norm-last-layer --dino-warmup-teacher-temp
-        --dino-teacher-temp --dino-warmup-teacher-temp-epochs""",
+        """--ict-head-size --biencoder-projection-dim --biencoder-shared-query-context-model
+        --ict-load --bert-load --titles-data-path --query-in-block-prob
+        --use-one-sent-docs --evidence-data-path --retriever-report-topk-accuracies
+        --retriever-score-scaling --block-data-path --embedding-path --indexer-batch-size
+        --indexer-log-interval --num-classes --img-h --img-w --num-channels --patch-dim
+        --classes-fraction --data-per-class-fraction --head-lr-mult --vision-pretraining
+        --vision-pretraining-type --vision-backbone-type --swin-backbone-type --mask-type
+        --mask-factor --iter-per-epoch --dino-local-img-size --dino-local-crops-number
+        --dino-head-hidden-size --dino-bottleneck-size --dino-freeze-last-layer
+        --dino-norm-last-layer --dino-warmup-teacher-temp --dino-teacher-temp
+        --dino-warmup-teacher-temp-epochs""",
     ),
 )
 LR = tuple(

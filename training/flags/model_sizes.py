@@ -23,6 +23,7 @@ ROPE = ("--rotary-base", "--use-rope-scaling", "--rope-scaling-factor")  # by --
 OfCheckpoint = Callable[
     [dict[str, Any], Mapping[str, Any] | None, str | None], tuple[str, Any]
 ]  # model/load.py
+SIZES = {"--num-layers", "--hidden-size", "--num-attention-heads"}  # which have no default
 # flags that may differ from the checkpoint: no weight depends on them
 FREE = """--init-method-std --max-position-embeddings --seq-length --tokenizer-type
     --tokenizer-model""".split()
@@ -37,13 +38,16 @@ def of_model(m: ModelConfig) -> dict[str, Any]:
     }
 
 
-def from_checkpoint(given: Mapping[str, Any], of_checkpoint: OfCheckpoint) -> dict[str, Any]:
+def from_checkpoint(
+    given: Mapping[str, Any], of_checkpoint: OfCheckpoint, notes: list[str]
+) -> dict[str, Any]:
     """Return `given`, {flag: value}, with what --use-checkpoint-args takes from the checkpoint.
 
     The checkpoint is the one that the run will load: from --load, else --pretrained-checkpoint.
     of_checkpoint(sizes, settings, --model-file or None) returns the path of the model's file and
     the model's config. Raises UsageError where a given flag on which weights depend contradicts the
-    checkpoint, or where there is no checkpoint.
+    checkpoint, or where there is no checkpoint; a dry run then takes the sizes that are given, and
+    adds a line to `notes`.
     """
     where = [(f, given[f]) for f in ("--load", "--pretrained-checkpoint") if f in given]
     for flag, root in where:
@@ -69,6 +73,12 @@ def from_checkpoint(given: Mapping[str, Any], of_checkpoint: OfCheckpoint) -> di
                 )
         return {**taken, **given}
     looked_in = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
+    if "--dry-run" in given and where and given.keys() >= SIZES:
+        notes.append(
+            f"--use-checkpoint-args: no checkpoint is on this machine ({looked_in}); a dry run "
+            "takes the sizes from the flags"
+        )
+        return dict(given)
     if where and not Path(where[-1][1]).exists():
         looked_in += f": {nothing_downloaded(where[-1][1])}"
     raise UsageError(

@@ -8,7 +8,7 @@ rules between flags. Parsing happens before the first collective and writes no f
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from training.flags import (
     table,
 )
 from training.flags.help import START, Page, effect, page_of
-from training.flags.run_rules import shard_list
+from training.flags.run_rules import holds_validation, shard_list
 from training.flags.table import Flag
 from training.schedule import virtual_stages
 
@@ -62,7 +62,7 @@ def parse(
     given, notes, own = _read(argv, extra)
     if "--use-checkpoint-args" in given:
         assert of_checkpoint is not None
-        given = model_sizes.from_checkpoint(given, of_checkpoint)
+        given = model_sizes.from_checkpoint(given, of_checkpoint, notes)
     if "--use-checkpoint-opt-param-scheduler" in given:
         given = saved_schedule.from_checkpoint(given)
     rules.check_given(given)
@@ -75,6 +75,8 @@ def parse(
 
 class _Parser(argparse.ArgumentParser):
     """Raise UsageError on a mistake instead of printing the usage and exiting."""
+
+    own_names: frozenset[str] = frozenset()  # flags of a fork
 
     def error(self, message: str) -> NoReturn:
         said = message.removeprefix("argument ")
@@ -91,8 +93,11 @@ def model_file(argv: Sequence[str] | None) -> str:
     return found[-1] if found else ModelConfig.model_file
 
 
-def build_parser(extra: Extra | None = None, page: Page = START) -> argparse.ArgumentParser:
-    """Build argparse from the table. page: what its help shows; a fork's own flags always are."""
+def build_parser(extra: Extra | None = None, page: Page = START) -> _Parser:
+    """Build argparse from the table. page: what its help shows; a fork's own flags always are.
+
+    A fork may have flags of its own that this program refuses, or accepts without an effect.
+    """
     parser = _Parser(
         prog="pretrain_llama.py",
         usage=USAGE if page.text else argparse.SUPPRESS,
@@ -103,23 +108,28 @@ def build_parser(extra: Extra | None = None, page: Page = START) -> argparse.Arg
         add_help=False,
     )
     groups = {text: parser.add_argument_group(text) for text in page.flags.values()}
-    for flag in table.known_flags().values():
-        if not flag.usable:
-            continue
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": flag.name}
-        if flag.rule.nargs == 0:
-            options["action"] = "store_true"
-        else:
-            options |= {"nargs": flag.rule.nargs, "metavar": flag.rule.metavar}
-            options |= {"const": flag.rule.bare} if flag.rule.bare else {}
-        if flag.name in page.flags:
-            said = effect(flag).replace("%", "%%")
-            groups[page.flags[flag.name]].add_argument(flag.name, help=said, **options)
-        else:
-            parser.add_argument(flag.name, help=argparse.SUPPRESS, **options)
+    for flag in table.live():
+        _add(parser, flag, groups.get(page.flags.get(flag.name, "")))
+    before = {*parser._option_string_actions}
     if extra is not None:
         extra(parser)
+    parser.own_names = frozenset(parser._option_string_actions.keys() - before)
+    for flag in table.known_flags().values():
+        if flag.kind == table.CHECKED_KIND and flag.name not in parser.own_names:
+            _add(parser, flag, groups.get(page.flags.get(flag.name, "")))
     return parser
+
+
+def _add(parser: _Parser, flag: Flag, group: "argparse._ArgumentGroup | None") -> None:
+    """Add one flag of the table. group: where help shows it."""
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": flag.name}
+    if flag.rule.nargs == 0:
+        options["action"] = "store_true"
+    else:
+        options |= {"nargs": flag.rule.nargs, "metavar": flag.rule.metavar}
+        options |= {"const": flag.rule.bare} if flag.rule.bare else {}
+    said = argparse.SUPPRESS if group is None else effect(flag).replace("%", "%%")
+    (parser if group is None else group).add_argument(flag.name, help=said, **options)
 
 
 def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
@@ -127,19 +137,13 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
 
     Raises UsageError where there is no such group or flag.
     """
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv, ""][1:], strict=True):
         asked, equals, value = word.partition("=")
         if asked in ("-h", "--help"):
-            found = page_of(value if equals else after, _own_names(build_parser(extra)))
+            found = page_of(value if equals else after, build_parser(extra).own_names)
             parser = build_parser(extra, found)
             parser.print_help()
             parser.exit()
-
-
-def _own_names(parser: argparse.ArgumentParser) -> set[str]:
-    """Return the flags of a fork, which may have what is refused here."""
-    taken = {f.name for f in table.known_flags().values() if f.usable}
-    return set(parser._option_string_actions) - taken
 
 
 def _read(
@@ -147,7 +151,7 @@ def _read(
 ) -> tuple[dict[str, Any], list[str], tuple[tuple[str, Any], ...]]:
     """Return ({live flag: value}, lines to print, a fork's own (name, value) pairs)."""
     parser = build_parser(extra)
-    own_names = _own_names(parser)
+    own_names = parser.own_names
     argv, notes = foreign.translate(argv, own_names)
     argv, ignored, left_out = foreign.take_out(argv, own_names)
     foreign.refuse_unknown(argv, own_names)
@@ -176,7 +180,7 @@ def _read(
     return given, notes, tuple(sorted(own))
 
 
-def _refuse_two_names(argv: Sequence[str], own_names: set[str]) -> None:
+def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:
     """Raise UsageError where a flag and another name of it are given with different values."""
     said: dict[str, tuple[str, Any]] = {}  # of each flag: how it was given first, and its value
     for token, after in zip(argv, [*argv, ""][1:], strict=True):
@@ -199,7 +203,7 @@ def _refuse_two_names(argv: Sequence[str], own_names: set[str]) -> None:
             raise UsageError(f"{other} and {given} set the same: give one of them")
 
 
-def _expand(token: str, own_names: set[str]) -> list[str]:
+def _expand(token: str, own_names: Collection[str]) -> list[str]:
     """Return the words a flag stands for."""
     name, equals, value = token.partition("=")
     if "--" in (token, value):  # argparse would take it away
@@ -285,6 +289,9 @@ def _assemble(
     if parallel.get("recompute_method") == "block" and parallel.get("recompute_num_layers") == 0:
         for name in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
             parallel.pop(name, None)  # the first 0 layers: none
+    if "recompute_granularity" not in parallel:  # nothing is recomputed, as in Megatron-LM
+        for name in ("recompute_method", "recompute_num_layers"):
+            parallel.pop(name, None)
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)
@@ -325,7 +332,18 @@ def _assemble(
         data["split"] = data["split"].strip(" '\"")
     if data.get("data_path"):
         data.setdefault("split", DEFAULT_SPLIT)
+    paths = (bool(data.get(f"{name}_data_path")) for name in ("train", "valid"))
+    evaluates = run.get("eval_interval") and run.get("eval_iters", 1) > 0
+    if evaluates and not holds_validation(data.get("split"), *paths):
+        notes.append(
+            f"--eval-interval {run.pop('eval_interval')} has nothing to evaluate on, so there is "
+            "no evaluation: give the second number of --split a share, or --valid-data-path"
+        )
     if data.get("mock_data"):
         data.setdefault("tokenizer_type", "NullTokenizer")
+    load = parts["checkpoint"].get("load")
+    if data.get("tokenizer_type") == "HuggingFaceTokenizer" and load:
+        if "--use-checkpoint-args" not in given:  # it takes the checkpoint's tokenizer
+            data.setdefault("tokenizer_model", load)
     built = {section: cls(**parts[section]) for section, cls in SECTIONS.items()}
     return Config(**built, extra=own, notes=tuple(notes))

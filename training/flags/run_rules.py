@@ -125,13 +125,8 @@ def _data(config: Config) -> None:
     for name, paths in blends.items():
         if paths:
             _blend("--" + name.replace("_", "-"), paths, dry)
-    shares = _split(d.split) if d.split is not None else (1.0, 1.0, 0.0)
-    if config.run.eval_interval and config.run.eval_iters > 0:
-        if shares[1] == 0 or (d.train_data_path and not d.valid_data_path):
-            raise UsageError(
-                f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: give the "
-                "second number of --split a share, or --valid-data-path"
-            )
+    if d.split is not None:
+        _split(d.split)
     if d.tokenizer_type is None and not dry:
         raise UsageError(
             "--tokenizer-type is missing: it says how large the vocabulary is and which token "
@@ -148,6 +143,14 @@ def _data(config: Config) -> None:
             raise UsageError(f"{flag} {d.tokenizer_model}: no such file ({why})")
         if d.merge_file is not None and not os.path.exists(d.merge_file) and not dry:
             raise UsageError(f"--merge-file {d.merge_file}: no such file (nothing is downloaded)")
+
+
+def holds_validation(split: str | None, train: bool, valid: bool) -> bool:
+    """Return whether there is validation data: a share of --split, or --valid-data-path.
+
+    train, valid: whether these data paths are given. Raises UsageError for a --split.
+    """
+    return valid if train else split is None or _split(split)[1] > 0
 
 
 def _split(text: str) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ from typing import Any
 from training.arguments import GROUPS, OTHER_FLAGS
 from training.config import UsageError
 from training.data.tokenizer import OTHER_TYPE
-from training.flags.megatron import ACCEPTED, REFUSED, SPELLED
+from training.flags.megatron import ACCEPTED, IDLE, REFUSED, SPELLED
 from training.setting import SWITCH, Rule, Setting
 
 OTHERS = {  # what to write for a value that other programs have
@@ -101,7 +101,7 @@ def _others() -> Iterator[Flag]:
     for name, words in SPELLED.items():
         why = f"the same as {' '.join(words)}"
         yield Flag(name, CHECKED_KIND, why, stands_for=words)
-    for row in ACCEPTED:
+    for row in (*ACCEPTED, *(row for idle in IDLE for row in idle.accepted)):
         for name in row.flags.split():
             yield Flag(name, CHECKED_KIND, row.why, row.rule, allowed=row.only, says=row.says)
     for refused in REFUSED:

@@ -14,6 +14,8 @@ SYNONYMS = {
     "--num-kv-heads": ("--group-query-attention", "--num-query-groups"),
     "--rope-theta": ("--rotary-base",),
     "--rope-base": ("--rotary-base",),
+    "--rotary-position-embeddings-theta": ("--rotary-base",),
+    "--partial-rotary-factor": ("--rotary-percent",),
     "--learning-rate": ("--lr",),
     "--max-steps": ("--train-iters",),
     "--tp-size": ("--tensor-model-parallel-size",),
@@ -21,6 +23,8 @@ SYNONYMS = {
     "--cp-size": ("--context-parallel-size",),
     "--ds-sequence-parallel-size": ("--cp-comm-type", "a2a", "--context-parallel-size"),
     "--tokenizer-name-or-path": ("--tokenizer-model",),
+    "--hf-tokenizer-path": ("--tokenizer-model",),
+    "--tokenizer-path": ("--tokenizer-model",),
     "--RMSNorm": ("--normalization", "RMSNorm"),
     "--use-rms-norm": ("--normalization", "RMSNorm"),
     "--use-llama2-rotary-position-embeddings": ("--position-embedding-type", "rope"),
@@ -34,8 +38,9 @@ SYNONYMS = {
     "--rms-norm-eps": ("--norm-epsilon",),
     "--layernorm-eps": ("--norm-epsilon",),
     "--activations-checkpoint-granularity": ("--recompute-granularity",),
+    "--enable-zbh1-pipeline": ("--pipeline-schedule", "zb-h1"),
 }
-# {(flag, value in lower case): the value of this program, or the flag in place of both}
+# {(flag, value in lower case): the value of this program, or the words in place of both}
 VALUES = {
     ("--tokenizer-type", "pretrainedfromhf"): "HuggingFaceTokenizer",
     ("--tokenizer-type", "hftokenizer"): "HuggingFaceTokenizer",
@@ -48,6 +53,12 @@ VALUES = {
     ("--optimizer", "apex-fused-adam"): "adam",
     ("--position-embedding-type", "rotary"): "rope",
     ("--glu-activation", "swiglu"): "--swiglu",
+    ("--rope-scaling-type", "llama3"): "--use-rope-scaling",
+    ("--context-parallel-algo", "megatron_cp_algo"): "--cp-comm-type p2p",
+    ("--context-parallel-algo", "ulysses_cp_algo"): "--cp-comm-type a2a",
+} | {  # of Pai: the tokenizer in the Hugging Face folder of --load
+    ("--patch-tokenizer-type", f"{name}tokenizer"): "--tokenizer-type HuggingFaceTokenizer"
+    for name in "llama llama2 llama3 mistral mixtral qwen qwen2 qwen3 yi baichuan".split()
 }
 
 
@@ -66,7 +77,7 @@ TREES = {
             --deepspeed-activation-checkpointing --deepspeed_mpi --disable-mem-efficient-ln
             --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --ds-inference
             --ds_fused_adam --embedding-weights-in-fp32 --enable-expert-tensor-parallelism
-            --enable-zbh1-exact-semantics --enable-zbh1-pipeline --force-ds-sequence-parallel
+            --enable-zbh1-exact-semantics --force-ds-sequence-parallel
             --inference --kd --log-optimizer-states-to-tensorboard --lr-finder
             --lr_constant_plus_cooldown --memory-centric-tiled-linear --mos --no-load-lr-state
             --no-pipeline-parallel --overlap-p2p-communication --partition-activations
@@ -116,6 +127,38 @@ TREES = {
             --valid-num-workers --valid-weighted-split-paths --valid-weighted-split-paths-path
             --zero-allgather-bucket-size --zero-reduce-bucket-size""",
     ),
+    "deepspark": _tree(
+        # Deep-Spark/DeepSparkHub 1338302894e9 (toolbox/Megatron-DeepSpeed)
+        """--RLHF --checkpoint-in-cpu --contigious-checkpointing --cpu-optimizer --cpu_torch_adam
+            --create-moe-param-group --data-efficiency-curriculum-learning --deepscale
+            --deepspeed --deepspeed-activation-checkpointing --deepspeed_mpi
+            --disable-mem-efficient-ln --disable-moe-token-dropping
+            --disable-moe-top2-2nd-expert-sampling --ds-inference --ds_fused_adam
+            --embedding-weights-in-fp32 --enable-expert-tensor-parallelism
+            --enable-zbh1-exact-semantics --force-ds-sequence-parallel --inference
+            --log-optimizer-states-to-tensorboard --memory-centric-tiled-linear
+            --no-load-lr-state --no-pipeline-parallel --partition-activations
+            --pp-delay --profile-backward --random-ltd --repeated-dataloader
+            --retro-return-doc-ids --return-data-index --scattered-embeddings
+            --split-transformers --synchronize-each-layer --universal-checkpoint
+            --use-flash-attn-builder --use-flash-attn-triton --use-flash-attn-v1
+            --use-pin-memory --use-tutel --zero-contigious-gradients
+            --zero-reduce-scatter""",
+        """--actor-learning-rate --actor-weight-decay --actor_model_name_or_path
+            --aml-data-download-path --critic-learning-rate --critic-weight-decay
+            --critic_model_name_or_path --custom-partition
+            --custom-recompute-layers-per-stage --deepscale_config --deepspeed_config
+            --ds-num-experts --expert-interval --kill-switch-file --load-tag
+            --lr-decay-tokens --lr-warmup-tokens --max-prompt-seq-len --mlp-type
+            --moe-eval-capacity-factor --moe-expert-parallel-size --moe-loss-coeff
+            --moe-min-capacity --moe-train-capacity-factor --num-experts-switch
+            --partition-method --pp-split-size --ppo-epoches --remote-device
+            --retro-workdir --rlhf-train-mbs --special-tokens-file --tile-factor
+            --topk --train-data-exact-num-epochs --train-desc-path
+            --train-doc-idx-path --train-idx-path --train-sample-idx-path
+            --train-shuffle-idx-path --train-tokens --use-dataset-only
+            --zero-allgather-bucket-size --zero-reduce-bucket-size""",
+    ),
     "epfllm": _tree(  # epfLLM/Megatron-LLM 806a83302cbf
         """--barrier_with_L1_time --eval_only --lima_dropout --no_new_tokens --parallel_attn
             --parallel_layernorm --standalone_embedding_stage --use_bias --use_post_ln
@@ -124,6 +167,32 @@ TREES = {
             --model_type --pipeline_model_parallel_split_rank --retriever_seq_length
             --scalar_loss_mask --skip_iters --sliding_window_size --vocab_extra_ids_list
             --wandb_api_key --wandb_id --wandb_resume""",
+    ),
+    "flagscale": _tree(
+        # FlagOpen/FlagScale da4935ec6019
+        """--apply-sft-dataset-separated-loss-mask-if-existed --auto-skip-spiky-loss --auto-tune
+            --enable-hetero --hetero-use-cpu-communication --moe-fb-overlap
+            --no-shared-fs --qk-layernorm-hidden-dim
+            --save-when-num-microbatches-change --standalone-embedding-stage
+            --use-dualpipev --use-partial-reduce-for-shared-embedding
+            --wandb-log-model""",
+        """--expert-tensor-parallel-size-per-process-mesh --extra-eval-interval
+            --extra-valid-data-path --finetune-dataset-type
+            --hetero-current-device-type --hetero-device-types
+            --hetero-pipeline-layer-split --hetero-process-meshes
+            --hidden-dim-multiplier --lora-alpha --lora-dim --lora-dropout
+            --lora-dropout-position --lora-in-init-method --lora-out-init-method
+            --lora-target-modules --lr-decay-stablelm2-alpha --lr-decay-stablelm2-beta
+            --lr-decay-stablelm2-cosine-max-lr
+            --lr-decay-stablelm2-cosine-period-samples
+            --lr-decay-stablelm2-cosine-samples --lr-decay-stablelm2-decay-samples
+            --lr-decay-stablelm2-rsqrt-samples --mtp-loss-coeff --multiple-of
+            --norm-init-weight --num-mtp-predictor --peft-type --rampup-save-interval
+            --recompute-granularity-per-stage-micro-batch
+            --recompute-method-per-stage-micro-batch
+            --recompute-num-layers-per-stage-micro-batch --skip-iters-range
+            --skip-samples-range --special-tokens-file --spiky-loss-threshold
+            --wandb-api-key --wandb-log-model-interval --wandb-mode""",
     ),
     "habana": _tree(  # HabanaAI/Megatron-LM 13c28deafab0, HabanaAI/Megatron-DeepSpeed 891d6db95279
         """--apply-norm-post-sub-block --attention-per-layer-logging --check-tp-norm
@@ -196,12 +265,14 @@ TREES = {
             --use-torch-compiled-autograd --verify-checkpoint-model-type
             --zero-allgather-bucket-size --zero-reduce-bucket-size""",
     ),
-    "llm-jp": _tree(  # llm-jp/Megatron-LM ea80de7979dc
+    "llm-jp": _tree(
+        # llm-jp/Megatron-LM ea80de7979dc, and what the scripts of llm-jp/scripts
+        # 0a703870cc26 give
         """--export-force-local-attention --export-kd-finalize --export-kv-cache-quant
             --export-legacy-megatron --export-te-mcore-model
             --keep-fp8-transpose-cache-when-using-custom-fsdp --moe-extended-tp
-            --moe-use-legacy-grouped-gemm --retro-add-retriever --retro-no-verify-neighbor-count
-            --use-mpi""",
+            --moe-use-legacy-grouped-gemm --retro-add-retriever
+            --retro-no-verify-neighbor-count --use-mpi --use-z-loss""",
         """--encoder-pipeline-model-parallel-size --encoder-tensor-model-parallel-size
             --export-kd-cfg --export-kd-teacher-load --export-model-type
             --export-num-eagle-layers --export-num-medusa-heads --export-quant-cfg
@@ -210,16 +281,17 @@ TREES = {
             --inference-dynamic-batching-buffer-overflow-factor
             --inference-dynamic-batching-max-requests-override
             --inference-dynamic-batching-max-tokens-override
-            --pipeline-model-parallel-split-rank --retriever-seq-length --retro-attention-gate
-            --retro-cyclic-train-iters --retro-encoder-attention-dropout
-            --retro-encoder-hidden-dropout --retro-encoder-layers --retro-num-neighbors
-            --retro-num-retrieved-chunks --retro-project-dir --s3-cache-path
-            --tiktoken-special-tokens --z-loss-strength""",
+            --pipeline-model-parallel-split-rank --retriever-seq-length
+            --retro-attention-gate --retro-cyclic-train-iters
+            --retro-encoder-attention-dropout --retro-encoder-hidden-dropout
+            --retro-encoder-layers --retro-num-neighbors --retro-num-retrieved-chunks
+            --retro-project-dir --s3-cache-path --tiktoken-special-tokens
+            --z-loss-strength""",
     ),
     "lumi": _tree(  # LumiOpen/Megatron-LM-lumi e0ce1d999dee
         """--expert-parallel --overlap-p2p-communication --retro-add-retriever
             --retro-return-doc-ids --standalone-embedding-stage""",
-        """--hf_tokenizer_path --model-spec --pipeline-model-parallel-split-rank
+        """--model-spec --pipeline-model-parallel-split-rank
             --retriever-seq-length --retro-cyclic-train-iters --retro-encoder-attention-dropout
             --retro-encoder-hidden-dropout --retro-encoder-layers --retro-num-neighbors
             --retro-num-retrieved-chunks --retro-workdir --wandb-step-offset""",
@@ -232,7 +304,7 @@ TREES = {
             --disable-moe-top2-2nd-expert-sampling --ds-inference --ds-sequence-parallel-fpdt
             --ds-sequence-parallel-fpdt-offloading --ds_fused_adam --embedding-weights-in-fp32
             --enable-expert-tensor-parallelism --enable-zbh1-exact-semantics
-            --enable-zbh1-pipeline --force-ds-sequence-parallel --inference --kd
+            --force-ds-sequence-parallel --inference --kd
             --log-optimizer-states-to-tensorboard --memory-centric-tiled-linear --mos
             --no-load-lr-state --no-pipeline-parallel --overlap-p2p-communication
             --partition-activations --profile-backward --random-ltd --repeated-dataloader
@@ -374,7 +446,7 @@ TREES = {
             --original-seq-len --output-layer-slice-num --output-logit-softcapping
             --output-multiplier-scale --output-prefix --output_folder --pad-to-multiple-of
             --pad-vocab-size-to --padded-base-length --param-and-grad-buffer-pad
-            --partial-rotary-factor --pipe-experts-multi-data --pipeline-num-transformer-layers
+            --pipe-experts-multi-data --pipeline-num-transformer-layers
             --pp-schedule-list --pre-tockens --pref-ftx --prefix --prof-file
             --profile-export-type --profile-level --profile-save-path --prompt-type
             --prompt-type-path --qad-teacher-load --qat-quant-block-size --qat-scheme
@@ -399,6 +471,16 @@ TREES = {
             --ttp-max-missed-count --ttp-server-ip --ttp-server-port
             --ttp-wait-dump-file-timeout --ulysses-degree-in-cp --virtual-optimizer --workers
             --yarn-scaling-factor""",
+    ),
+    "musa": _tree(
+        # MooreThreads/MT-MegatronLM e53585ccb7a4
+        """--moe-complementary-seq-aux-loss --moe-device-level-capacity --moe-extended-tp
+            --moe-router-norm-topk-prob --moe-router-use-sigmoid
+            --moe-use-legacy-grouped-gemm --q-rms-recompute
+            --use-multi-token-prediction""",
+        """--moe-comm-aux-loss-coeff --moe-device-level-aux-loss-coeff --moe-noaux-gamma
+            --moe-router-num-node-group --moe-router-topk-limited-devices --mtp-coeff
+            --mtp-depth""",
     ),
     "pai": _tree(  # alibaba/Pai-Megatron-Patch a098ca5acbde
         """--adaptive-seq-len --allow-missing-vision-projection-checkpoint
@@ -439,21 +521,75 @@ TREES = {
             --retro-num-retrieved-chunks --retro-project-dir --s3-cache-path
             --tiktoken-special-tokens""",
     ),
-    "swiss-ai": _tree(  # swiss-ai/Megatron-LM 81d44dbe25c2
-        """--export-kd-finalize --export-legacy-megatron --export-te-mcore-model
-            --goldfish-loss --log-params-norm-per-param --moe-extended-tp
-            --moe-use-legacy-grouped-gemm --no-attn-layernorm --no-final-layernorm
-            --no-mlp-layernorm --post-layer-norm --retro-add-retriever
-            --retro-no-verify-neighbor-count --xielu --xiprelu --xiprelup""",
+    "swiss-ai": _tree(
+        # swiss-ai/Megatron-LM 81d44dbe25c2, haeggee/Megatron-LM 3d4cf43ba706
+        """--differential-attention --disable-chunked-prefill --export-kd-finalize
+            --export-legacy-megatron --export-te-mcore-model --final-layernorm-no-gain
+            --fix-old-xielu --fp8-dot-product-attention --goldfish-loss
+            --hypersphere-embeddings --hypersphere-no-update
+            --hypersphere-no-update-embeddings --hypersphere-project
+            --hypersphere-soft --hypersphere-split-heads
+            --hypersphere-split-heads-update --internals-weights-on-gpu
+            --legacy-tokenizer --log-activation-stats --log-angular-metrics
+            --log-delta-y --log-gradient-stats --log-model-internals
+            --log-params-norm-per-param --log-relative-updates --log-update-step-stats
+            --moe-extended-tp --moe-use-legacy-grouped-gemm --muon-use-nesterov
+            --no-attn-layernorm --no-final-layernorm --no-learnable-norms
+            --no-mlp-layernorm --no-pre-norm --no-use-orthogonal-embeddings
+            --poor-mans-ortho --post-block-norm --post-layer-norm --post-norm
+            --post-norm-no-gain --qk-layernorm-frozen --retro-add-retriever
+            --retro-no-verify-neighbor-count --tokenizer-hf-include-special-tokens
+            --tokenizer-hf-use-fast --use-orthogonal-updates
+            --use-stream-minus-residual --xielu --xiprelu --xiprelup --xssslur2""",
         """--ademamix-alpha --ademamix-alpha-warmup --ademamix-beta3 --ademamix-beta3-warmup
-            --encoder-pipeline-model-parallel-size --encoder-tensor-model-parallel-size
-            --export-kd-cfg --export-kd-teacher-load --export-quant-cfg --goldfish-h
-            --goldfish-k --hybrid-attention-ratio --hybrid-mlp-ratio
-            --input-embeddings-multiplier --layernorm-init --moe-router-topk-limited-devices
-            --pipeline-model-parallel-split-rank --qknorm-impl --retriever-seq-length
-            --retro-attention-gate --retro-cyclic-train-iters --retro-encoder-attention-dropout
-            --retro-encoder-hidden-dropout --retro-encoder-layers --retro-num-neighbors
-            --retro-num-retrieved-chunks --retro-project-dir --s3-cache-path
-            --tiktoken-special-tokens --trigger-path""",
+            --embedding-lr-multiplier --encoder-pipeline-model-parallel-size
+            --encoder-tensor-model-parallel-size --export-kd-cfg
+            --export-kd-teacher-load --export-quant-cfg --fixed-layer-scale
+            --goldfish-h --goldfish-k --hybrid-attention-ratio --hybrid-mlp-ratio
+            --hypersphere-embedding-mode --hypersphere-kind --hypersphere-mode
+            --hypersphere-radius --inference-dynamic-batching-cuda-graph-max-tokens
+            --inference-max-batch-size --input-embeddings-multiplier
+            --internals-log-interval --internals-log-layers --kitchen-config-file
+            --kitchen-recipe-number --langrl-external-server
+            --langrl-inference-server-conversation-template
+            --langrl-inference-server-type --layer-scale --layer-scale-scale
+            --layernorm-init --logits-layer-scale --logits-layer-scale-scale
+            --mlp-layer-scale --mlp-layer-scale-gate-scale --mlp-out-scale
+            --moe-router-topk-limited-devices --muon-lr-factor
+            --pipeline-model-parallel-split-rank --qk-layer-scale
+            --qk-layer-scale-scale --qknorm-impl --residual-layer-scale
+            --residual-layer-scale-scale --retriever-seq-length --retro-attention-gate
+            --retro-cyclic-train-iters --retro-encoder-attention-dropout
+            --retro-encoder-hidden-dropout --retro-encoder-layers
+            --retro-num-neighbors --retro-num-retrieved-chunks --retro-project-dir
+            --rl-calculate-intra-group-similarity
+            --rl-offload-kv-cache-during-training --rl-parallel-generation-tasks
+            --rl-remove-kv-cache-during-training --rl-reset-cuda-graphs
+            --s3-cache-path --seednorm-activation --seednorm-init --softmax-scale
+            --tiktoken-special-tokens --trigger-path --upscale-embedding
+            --weight-decay-method""",
+    ),
+    "zero-bubble": _tree(
+        # sail-sg/zero-bubble-pipeline-parallelism 39f2c186a275, Cuiym715/zero-
+        # bubble-pipeline-parallelism c1b9372e5544
+        """--allow-padding-num-layers --cpu-offload --enable-chimera --enable-dynamic-pp
+            --enable-exactly-numeric-match --enable-gpipe
+            --enable-optimizer-post-validation --enable-zero-bubble
+            --measure-activation-memory --moe-extended-tp --no-paired-barrier
+            --offload-continuous-buffers --recompute-lgd --retro-add-retriever
+            --retro-no-verify-neighbor-count --retro-return-doc-ids
+            --standalone-embedding-stage --zero-bubble-v-schedule""",
+        """--encoder-pipeline-model-parallel-size --hybrid-attention-ratio --hybrid-mlp-ratio
+            --num-seq-splits --num-waves-per-pipeline
+            --pipeline-model-parallel-split-rank --retriever-seq-length
+            --retro-attention-gate --retro-cyclic-train-iters
+            --retro-encoder-attention-dropout --retro-encoder-hidden-dropout
+            --retro-encoder-layers --retro-num-neighbors --retro-num-retrieved-chunks
+            --retro-project-dir --retro-workdir --s3-cache-path
+            --tiktoken-special-tokens --timers-save
+            --zero-bubble-adaptive-memory-limit-percentile
+            --zero-bubble-max-pending-backward --zero-bubble-pipeline-timers-end-iter
+            --zero-bubble-pipeline-timers-start-iter
+            --zero-bubble-v-schedule-mem-setup""",
     ),
 }

@@ -127,7 +127,7 @@ def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"model_type": "qwen2"}, "config.json: model_type is 'qwen2'"),
+        ({"model_type": "gptj"}, "config.json: model_type is 'gptj'"),
         ({"model_type": "llama"}, "config.json: missing or bad field: "),
         ({**SIZES, "rope_scaling": "yes"}, "config.json: missing or bad field: "),
         ({**SIZES, "attention_bias": True}, "config.json: attention_bias is True"),

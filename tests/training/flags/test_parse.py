@@ -238,6 +238,22 @@ def test_a_flag_without_effect_is_said():
     assert "--finetune has nothing to act on without --load" in notes
 
 
+def test_what_does_nothing_in_megatron_lm_does_nothing_here():
+    config = read("--recompute-method uniform --recompute-num-layers 9")
+    assert config.parallel.recompute_method is config.parallel.recompute_num_layers is None
+    assert any(line.startswith("--recompute-method has nothing to act") for line in config.notes)
+    config = read("--eval-interval 5 --split 1,0,0")
+    assert config.run.eval_interval is None
+    assert any("has nothing to evaluate on, so there is no eval" in line for line in config.notes)
+    assert read("--eval-interval 5").run.eval_interval == 5
+
+
+def test_a_tokenizer_may_be_that_of_the_hugging_face_folder_that_is_loaded():
+    given = "--tokenizer-type HuggingFaceTokenizer --load"
+    assert read(f"{given} /x/llama --dry-run").data.tokenizer_model == "/x/llama"
+    assert read(f"{given} /x --tokenizer-model /y --dry-run").data.tokenizer_model == "/y"
+
+
 FP16 = "--fp16 is refused: fp16 with its loss scaling is not available here; use --bf16"
 MISTAKES = [
     # more flags, world size, what the sentence must hold
@@ -251,7 +267,7 @@ MISTAKES = [
     ("--num-layer 3", 1, "--num-layer is not a flag of this program; did you mean --num-layers"),
     ("--fp16", 1, FP16),
     ("--num-experts 8", 1, "--num-experts 8: only 1 is accepted"),
-    ("--moe-grouped-gemm", 1, "is refused: a mixture of experts is not available here"),
+    ("--moe-use-upcycling", 1, "is refused: a mixture of experts is not available here"),
     ("--checksum-messages", 1, "--checksum-messages was removed: TCP checks what it carries"),
     ("--tp-comm-overlap-cache c.json", 1, "was removed: a checkpoint records what"),
     ("--fp8-auto", 1, "--fp8-auto was removed: --fp8-format puts every projection in float8"),
@@ -275,9 +291,9 @@ MISTAKES = [
     ("--trigger-path /x --job-name y", 1, "this leaves them out: --ignore-flags trigger-path:1 j"),
     ("--trigger-path /x", 1, "nor of Megatron-LM, but of swiss-ai; --help all lists the flags"),
     (
-        "--fp16 --muon-momentum 0.9 --otel-enabled",
+        "--fp16 --use-mup --otel-enabled",
         1,
-        f"{FP16} (refused too: --muon-momentum, --otel-enabled)",
+        f"{FP16} (refused too: --use-mup, --otel-enabled)",
     ),
     (
         "--tokenizer-type Llama3Tokenizer",
@@ -342,7 +358,11 @@ MISTAKES = [
     ("--decoupled-lr 1e-5 --min-lr 1e-4", 1, "--min-lr 0.0001 is more than --decoupled-lr 1e-05"),
     ("--lr-decay-style WSD", 1, "--lr-wsd-decay-iters is missing"),
     ("--lr-decay-style WSD --lr-wsd-decay-iters 11", 1, "--lr-wsd-decay-iters 11 is more than"),
-    ("--recompute-method uniform", 1, "--recompute-method uniform needs --recompute-granularity"),
+    (
+        "--recompute-granularity selective --recompute-method uniform",
+        1,
+        "--recompute-method uniform needs --recompute-granularity full",
+    ),
     (
         "--recompute-granularity selective --recompute-num-layers 1",
         1,
@@ -357,7 +377,6 @@ MISTAKES = [
     ),
     ("--data-path x", 1, "--mock-data and --data-path exclude each other"),
     ("--split a,b", 1, "--split a,b: give up to three numbers"),
-    ("--eval-interval 5 --split 1,0,0", 1, "--eval-interval 5 has nothing to evaluate on"),
     ("--tokenizer-type BertWordPieceCase", 1, "--tokenizer-type BertWordPieceCase: must be one of"),
     ("--tokenizer-type GPT2BPETokenizer", 1, "--vocab-file is missing: GPT2BPETokenizer reads"),
     (
@@ -482,3 +501,8 @@ def test_a_dry_run_opens_no_file():
         base=SMALL.replace("--mock-data", ""),
     )
     assert config.parallel.data_parallel_size == 128
+
+
+def test_a_command_line_without_a_flag_is_told_what_is_missing():
+    with pytest.raises(UsageError, match="^--num-layers"):
+        parse([], 1)

@@ -19,6 +19,8 @@ REASONS = (
     r"is refused: fp16 with its loss scaling is not available here",
     r"--global-batch-size \d+ is not a multiple of --micro-batch-size",
     r"--normalization (rmsnorm|layernorm): only RMSNorm is accepted",
+    r"--tokenizer-type Llama3Tokenizer: must be one of .* HuggingFaceTokenizer",
+    r"--use-checkpoint-args: there is no checkpoint to take them from",
 )
 
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen2 and Qwen2.5, dense: a Llama with biases of queries, keys and values.
+
+(Qwen2 technical report, 2024)
+"""
+
+from typing import Any
+
+from model import llama
+from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config
+
+# what a config.json that does not say it means
+DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+
+
+class Attention(llama.Attention):
+    """Grouped-query attention with biases of queries, keys and values."""
+
+    qkv_bias = True
+
+
+class Block(llama.Block):
+    """One transformer layer, pre-norm."""
+
+    attention_type = Attention
+
+
+class Qwen2(llama.Llama):
+    """The model, or this pipeline rank's stages of it, as model/llama.py."""
+
+    block = Block
+
+
+def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
+    """Return Hugging Face's config.json of the same model."""
+    names = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    return {**llama.hf_config(config, dtype), **names}
+
+
+def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
+    """Read a Hugging Face config.json of a dense Qwen2; refuse what this file does not compute.
+
+    Raises ValueError naming the field, its value and what is supported.
+    """
+    config: LlamaConfig = read_hf_config({**DEFAULTS, **hf}, "qwen2")
+    return config
+
+
+Model, ModelConfig = Qwen2, LlamaConfig
