@@ -14,7 +14,7 @@ from estimate.fit import fit_lines
 from estimate.model_profile import ModelProvider, grid_of, model_profile
 from estimate.obeyed_flags import check_flags
 from estimate.rank_memory import Shapes
-from estimate.traffic import Traffic
+from estimate.traffic import SMALL, Traffic
 from training import batch_size
 from training.arguments import ParallelConfig
 from training.config import Config
@@ -103,6 +103,9 @@ def memories(
     if rank_memory.level(config) < 2 or config.parallel.pipeline_model_parallel_size > 1:
         return [kinds]
     return [kinds | now for now in buffers.moments(config, provider, held)]
+
+
+BUCKETS = ("grad sum", "update", "gather")  # purposes whose transfers have many sizes
 
 
 def _layout(config: Config) -> list[str]:
@@ -273,11 +276,24 @@ def _days(seconds: float) -> str:
 
 
 def _traffic(rows: list[Traffic]) -> list[str]:
-    lines = [
-        f"{t.axis:<3} {t.verb:<15} {t.times:>7,} of {in_units(t.bytes):>9}; a rank sends "
-        f"{in_units(t.sent)}"
-        for t in rows
-    ]
+    """Return a line for each axis, verb and size; buckets are one line, and so are small sums."""
+    groups: dict[tuple[str, str, object], list[Traffic]] = {}
+    for row in rows:
+        if row.verb != "receive":
+            kind = row.purpose if row.purpose in BUCKETS else row.bytes
+            key = (row.axis, row.verb, kind) if row.purpose not in SMALL else ("", "", SMALL)
+            groups.setdefault(key, []).append(row)
+    found = []
+    for (axis, verb, _), same in groups.items():
+        times, sent = sum(row.times for row in same), sum(row.sent for row in same)
+        sizes = {row.bytes for row in same}
+        whole = sizes.pop() if len(sizes) == 1 else sum(row.times * row.bytes for row in same)
+        line = f"{axis:<9} {verb.replace('_', '-'):<14} {times:>7,} of {in_units(whole):>9}"
+        line += " in all" * bool(sizes)
+        if not axis:
+            line = f"{', '.join(SMALL):<24} {times:>7,}"
+        found.append((sent, f"{line}; a rank sends {in_units(sent)}"))
+    lines = [line for _, line in sorted(found, key=lambda part: -part[0])]
     return lines or ["none: one rank"]
 
 

@@ -27,6 +27,7 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.param import placement_of
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
@@ -67,6 +68,9 @@ class StagedModel(Protocol):
 
     def chunk_of(self, name: str) -> int:
         """Return the chunk that holds a parameter."""
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules by name."""
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -111,12 +115,14 @@ class ModelProfile:
 class ParameterProfile(NamedTuple):
     """A parameter of a rank: its local shape and its entry in the layout of buckets.
 
-    holders: how many modules hold it; a tied weight has several.
+    holders: how many modules hold it; a tied weight has several. first: no earlier rank of another
+    axis than the one that cuts it holds the same part (mpu/param.py, Placement.copies).
     """
 
     shape: tuple[int, ...]
     entry: ParamEntry
     holders: int
+    first: bool = True
 
 
 def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
@@ -157,7 +163,11 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
 
 
 def plannable(config: Config) -> Config:
-    """Return the config without the ZeRO stage, on which no profile depends: a cache key."""
+    """Return the config without the ZeRO stage, a cache key: no profile depends on it, but those of
+    weights that travel in float8.
+    """
+    if config.float8.fp8_param_gather:
+        return config
     p = replace(config.parallel, zero_stage=None, use_distributed_optimizer=False)
     return replace(config, parallel=p)
 
@@ -177,10 +187,9 @@ def make_grid(config: Config, launch: Launch) -> Grid:
 
 def grid_of(config: Config, pp_rank: int) -> Grid:
     """Return the grid of the first of the ranks at `pp_rank`, without process groups."""
-    p = config.parallel
-    one = replace(config, parallel=replace(p, num_distributed_optimizer_instances=1))
-    first = make_grid(one, Launch(0, p.world_size))
-    return make_grid(one, Launch(first.pp.ranks[pp_rank], p.world_size))
+    world = config.parallel.world_size
+    first = make_grid(config, Launch(0, world))
+    return make_grid(config, Launch(first.pp.ranks[pp_rank], world))
 
 
 def rank_model(
@@ -230,7 +239,10 @@ def _rank_parameters(
         holders[param] = holders.get(param, 0) + 1
     named = list(model.named_parameters())
     return {
-        name: ParameterProfile(tuple(param.shape), entry, holders[param])
+        name: ParameterProfile(
+            tuple(param.shape), entry, holders[param],
+            not any(axis.rank for axis in placement_of(param).copies),
+        )
         for (name, param), entry in zip(named, entries_of(named, model.chunk_of), strict=True)
     }
 

@@ -9,6 +9,7 @@ Nothing is sent: a trace records each collective instead.
     F of chunk 0, 1, ...  ->  B, then W, of the last chunk, ..., of chunk 0
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,14 +46,23 @@ from mpu.pipeline.layout import Stage
 from training.config import Config
 from training.recompute import recompute_of
 
+PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
+
 
 class Collective(NamedTuple):
-    """One collective of a micro-batch. phase: F, B or W. bytes: of the whole tensor."""
+    """One collective of a micro-batch: what a trace receives of it (mpu/comm/transport.py, Trace).
+
+    phase: F, B or W. bytes: of the whole tensor. sent: what leaves the rank. who, purpose: of its
+    label; a layer by its name, with "*" for its number.
+    """
 
     axis: str
     verb: str
     phase: str
     bytes: int
+    sent: int
+    who: str
+    purpose: str
 
 
 @dataclass(frozen=True)
@@ -122,12 +132,14 @@ def _rank_profile(
 ) -> RankProfile:
     live, queue, trace = Live(), _Queue(), _Trace()
     sink = _Sink(accumulate_dtype(config), live)
+    sink.in_float8 = bool(config.parallel.zero) and config.parallel.shard_size > 1
     again = recompute_of(config, META, MetaCarrier, MetaOffload, MetaRecompute)
     model = rank_model(
         config, provider, stages, pp_rank,
         sink=sink, queue=queue, trace=trace, recompute=again,
     )  # fmt: skip
     sink.names = {param: name for name, param in model.named_parameters()}
+    trace.names = {module: name for name, module in model.named_modules()}
     with MetaAttention(flash_attention), MetaOperations(), meta_kernels():
         run = _Run(config, model, sink, queue, trace, offload=again.offload, live=live)
         for param in sink.names:
@@ -274,10 +286,18 @@ class _Sink(GradientSink):
         self.uses: list[str] = []
         self.gradients: list[str] = []
         self.looked_up: set[str] = set()
+        self.in_float8 = False  # weights that have rows of float8 arrive as these
+        self.rows: dict[nn.Parameter, Tensor] = {}
 
     def acquire(self, param: nn.Parameter) -> Tensor:
         self.uses.append(self.names[param])
-        return param
+        how = getattr(param, "float8_rows", None)
+        if how is None or not self.in_float8:
+            return param
+        if param not in self.rows:
+            shape = (len(param), how.nbytes // len(param))
+            self.rows[param] = torch.empty(shape, dtype=torch.uint8, device=META)
+        return self.rows[param]
 
     def add(self, param: nn.Parameter, grad: Tensor) -> None:
         pass
@@ -308,6 +328,7 @@ class _Trace:
 
     def __init__(self) -> None:
         self.at = (-1, "")
+        self.names: dict[Any, str] = {}  # of modules
         self.collectives: list[tuple[int, Collective]] = []
 
     def issued(
@@ -317,5 +338,11 @@ class _Trace:
         if verb == "all_to_all":  # those of an exchange in equal parts that sends as much
             nbytes = -(-sent * axis.size // (axis.size - 1))
         chunk, phase = self.at
-        name = verb.replace("_", "-")
-        self.collectives.append((chunk, Collective(axis.name, name, phase, nbytes)))
+        who, purpose = label or (None, PHASES[phase])
+        name = who if isinstance(who, str) else self.names.get(who, "model")
+        name = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+        found = Collective(
+            axis=axis.name, verb=verb, phase=phase, bytes=nbytes, sent=sent, who=name,
+            purpose=purpose,
+        )  # fmt: skip
+        self.collectives.append((chunk, found))

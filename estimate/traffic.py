@@ -1,116 +1,252 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work out what one rank sends in a step: which collectives, of how many bytes.
+"""Work out what one rank sends in a step: each collective and message, its bytes, and by whom.
 
-estimate/rank_profile.py measures what a micro-batch sends for its hidden states; the sums of
-gradients and the gathers of weights follow from the buckets. Scalars and start-up are left out.
+This is the one list of a step's traffic: the dry run, `make explain`, the planner's bytes over each
+link, the rehearsal and fork-check read it. It is exact: tests hold it to what a trace counts.
+
+    model's     measured: the model runs a micro-batch on meta tensors (estimate/rank_profile.py),
+                so that a collective of a fork, whatever its axis, is in the list
+    messages    from the pipeline's stages
+    gradients, weights, scales, norms    from the layout of the buckets, as mpu/zero sends them
+    sums of losses, the agreement        a few numbers
+
+Bytes are those of the best algorithm (sent_bytes in mpu/comm/transport.py). Left out is what is not
+in every step: checks of replicas, evaluation, saves, start-up.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from math import prod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from estimate import activations, buffers, rank_memory
 from estimate.model_profile import ModelProvider, grid_of
+from estimate.rank_profile import RankProfile
 from mpu.grid import Grid
 from mpu.optim.interface import rules_of, whole
-from mpu.zero.layout import BucketLayout, Sharing
+from mpu.zero.layout import BLOCK, BucketLayout
 from training import batch_size
 from training.config import Config
 from training.optimizer import optimizer_groups
-from training.schedule import messages
+from training.schedule import own_stages, schedule_of
+
+SMALL = ("norm", "loss sum", "agreement")  # purposes that send a few numbers
+Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, bytes sent
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind in a step: their number, and the bytes of each whole tensor."""
+    """Collectives or messages of one kind in a step.
+
+    axis: as the grid names it. verb: as a trace names it. who, purpose: as in the label of the call
+    (mpu/comm/transport.py): the layer, "*" for its number, the bucket or the message; "forward",
+    "backward", "wgrad", "message", "grad sum", "gather", "update", "float8 scales", "amaxes",
+    "exchange" or one of SMALL. times: how many. bytes: of each whole tensor,
+    about where they differ. sent: bytes that leave this rank, all times together, exactly.
+    size: ranks of the axis. peer: of a message, the other rank's place on pp.
+    """
 
     axis: str
     verb: str
+    who: str
+    purpose: str
     times: int
     bytes: int
-    size: int  # ranks of the axis
-
-    @property
-    def sent(self) -> int:
-        """Return the bytes one rank sends in a step.
-
-        A ring sends (size - 1)/size of the tensor, twice that for an all-reduce.
-        """
-        if self.verb == "send":
-            return self.times * self.bytes
-        factor = 2 if self.verb == "all-reduce" else 1
-        return self.times * factor * self.bytes * (self.size - 1) // self.size
+    sent: int
+    size: int
+    peer: int = -1
 
 
-def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Traffic]:
-    """Return what a rank sends in a step.
+def sent_of(verb: str, whole: int, size: int) -> int:
+    """Return the bytes that one rank sends in a collective of a whole tensor of so many bytes."""
+    if verb == "receive":
+        return 0
+    if verb == "all_gather":
+        return whole // size * (size - 1)
+    if verb == "all_reduce":
+        return 2 * whole * (size - 1) // size
+    return whole * (size - 1) // size if verb in ("reduce_scatter", "all_to_all") else whole
 
-    For each micro-batch: the model's collectives in F, B and W, and between stages outputs and
-    gradients of inputs. Once a step: gradients summed over extra axes, and the amaxes of delayed
-    scales, whose maximum ranks of tp and of "dp" agree on. `_data`: over the ranks that share a
-    bucket, "dp" for all that hold the same part of what tp cuts.
+
+def totals(rows: Iterable[Traffic]) -> Totals:
+    """Return collectives and bytes sent, by axis and verb."""
+    found: Totals = {}
+    for row in rows:
+        times, sent = found.get((row.axis, row.verb), (0, 0))
+        found[row.axis, row.verb] = times + row.times, sent + row.sent
+    return found
+
+
+def traffic(
+    config: Config,
+    provider: ModelProvider,
+    pp_rank: int = 0,
+    profile: RankProfile | None = None,
+) -> list[Traffic]:
+    """Return what a rank sends in a step that is not the first one.
+
+    profile: of the rank, where it is known otherwise.
     """
-    p, grid = config.parallel, grid_of(config, pp_rank)
-    steps = batch_size.micro_batches(config, 0)
-    model = activations.profile(config, provider, pp_rank)
-    found = Counter((c.axis, c.verb, c.bytes) for stage in model.stages for c in stage.collectives)
+    grid = grid_of(config, pp_rank)
+    found = profile or activations.profile(config, provider, pp_rank)
     rows = [
-        Traffic(axis, verb, steps * times, size, getattr(grid, axis).size)
-        for (axis, verb, size), times in sorted(found.items(), key=lambda row: (-row[0][2], row[0]))
+        *_model(config, grid, found),
+        *_messages(config, grid, found, pp_rank),
+        *_extra(config, grid, rank_memory.flats(config, provider, pp_rank)),
+        *_amaxes(grid, found),
+        *_data(config, provider, grid, pp_rank),
+        *_norms(config, provider, grid, pp_rank),
+        *_ends(grid),
     ]
-    if p.pipeline_model_parallel_size > 1:
-        sends = steps * messages(config, pp_rank)
-        rows.append(Traffic("pp", "send", sends, model.stages[0].message, grid.pp.size))
-    rows += _partial(config, provider, grid, pp_rank)
-    amaxes = Traffic("tp", "all-reduce", 1, model.amaxes, grid.tp.size)
-    rows += [
-        row
-        for row in (amaxes, replace(amaxes, axis="dp", size=grid.dp_cp.size))
-        if row.size > 1 and row.bytes
-    ]
-    return rows + _data(config, provider, pp_rank)
+    return [row for row in rows if row.size > 1 and row.times]
 
 
-def _partial(config: Config, provider: ModelProvider, grid: Grid, pp_rank: int) -> list[Traffic]:
-    """Return the sums of gradients over extra axes.
+def _row(
+    grid: Grid, axis: str, verb: str, label: tuple[str, str], nbytes: int, times: int = 1
+) -> Traffic:
+    """Return a row of equal collectives. label: who, purpose. nbytes: of each whole tensor."""
+    size, (who, purpose) = getattr(grid, axis).size, label
+    sent = times * sent_of(verb, nbytes, size)
+    return Traffic(
+        axis, verb, who, purpose, times=times, bytes=nbytes, sent=sent, size=size
+    )
 
-    Norms under sequence parallelism are summed over tp, tied embeddings over embd (row "pp").
+
+def _model(config: Config, grid: Grid, found: RankProfile) -> Iterator[Traffic]:
+    """Yield the model's own collectives: each micro-batch repeats them.
+
+    Where only some micro-batches defer the output layer's weight gradient, only these have its W.
     """
-    sizes: Counter[str] = Counter()
-    for param in rank_memory.parameters(config, provider, pp_rank).values():
-        for axis in param.entry.axes:
-            sizes[axis] += prod(param.shape)
-    acc, names = rank_memory.accumulate_bytes(config), {"embd": "pp"}
-    return [
-        Traffic(names.get(axis, axis), "all-reduce", 1, count * acc, getattr(grid, axis).size)
-        for axis, count in sizes.items()
-    ]
+    schedule = schedule_of(config, batch_size.micro_batches(config, 0))
+    times = dict.fromkeys("FB", schedule.micro_batches)
+    times["W"] = schedule.micro_batches if schedule.split else schedule.deferred
+    every = Counter(each for stage in found.stages for each in stage.collectives)
+    for each, count in every.items():
+        n, size = count * times[each.phase], getattr(grid, each.axis).size
+        yield Traffic(
+            each.axis, each.verb, each.who, each.purpose,
+            times=n, bytes=each.bytes, sent=n * each.sent, size=size,
+        )  # fmt: skip
 
 
-def _data(config: Config, provider: ModelProvider, pp_rank: int) -> list[Traffic]:
-    """Return what a rank sends over the ranks that share its buckets.
-
-    ZeRO stage 0 all-reduces every gradient once a step; --grad-reduce-in-bf16 makes that a
-    reduce-scatter in bf16 and an all-gather of the sums. From stage 1 on gradients are
-    reduce-scattered, once a step or, with --zero-reduce-each-microbatch, once a micro-batch;
-    several instances of the optimizer all-reduce their sums. Updated weights are all-gathered once
-    a step; at stage 3 blocks are gathered when a micro-batch uses them, in a pipeline once a step.
-    """
-    flats = rank_memory.flats(config, provider, pp_rank)
+def _messages(
+    config: Config, grid: Grid, found: RankProfile, pp_rank: int
+) -> Iterator[Traffic]:
+    """Yield the outputs of stages, to the next one's rank, and the gradients, to the one before."""
     steps = batch_size.micro_batches(config, 0)
-    gathered = buffers.gathered(config, provider, flats, steps) if config.parallel.zero > 2 else []
-    rows = _exchanges(config, flats)
-    for sharing in dict.fromkeys(flat.sharing for flat in flats):
-        mine = [flat for flat in flats if flat.sharing == sharing]
-        used = [flat for flat in gathered if flat.sharing == sharing]
-        rows += _shared(config, sharing, mine, used)
-    return rows
+    holder = {s: r for r in range(grid.pp.size) for s in own_stages(config, r)}
+    for stage in own_stages(config, pp_rank):
+        for step, what, other in ((1, "activation", "gradient"), (-1, "gradient", "activation")):
+            peer = holder.get(stage + step, pp_rank)
+            if peer == pp_rank:
+                continue
+            nbytes = found.stages[0].message
+            ways = (("send", what, pp_rank < peer), ("receive", other, peer < pp_rank))
+            for verb, name, up in ways:
+                axis, sent = "pp" if up else "pp_back", steps * nbytes * (verb == "send")
+                yield Traffic(
+                    axis, verb, name, "message",
+                    times=steps, bytes=nbytes, sent=sent, size=grid.pp.size, peer=peer,
+                )  # fmt: skip
 
 
-def _exchanges(config: Config, flats: list[BucketLayout]) -> list[Traffic]:
-    """Return what optimizers of whole matrices declare, over the ranks that share a bucket."""
-    groups, rows = optimizer_groups(config), []
+def _extra(config: Config, grid: Grid, flats: Sequence[BucketLayout]) -> Iterator[Traffic]:
+    """Yield the sums of gradients over extra axes, whole buckets at a time: norms under sequence
+    parallelism over tp, tied embeddings over embd (mpu/comm/collectives.py, all_reduce_in_order).
+    """
+    item = rank_memory.gradient_bytes(config)
+    for n, flat in enumerate(flats):
+        for name in flat.axes:
+            yield from _sum(config, grid, name, (f"bucket {n}", "grad sum"), flat.length * item)
+
+
+def _sum(
+    config: Config, grid: Grid, axis: str, label: tuple[str, str], nbytes: int
+) -> Iterator[Traffic]:
+    """Yield an all-reduce: on a CPU a reduce-scatter, which adds in rank order, and a gather.
+
+    nbytes: of a bucket's gradients. It is padded to a multiple of the ranks.
+    """
+    size, item = getattr(grid, axis).size, rank_memory.gradient_bytes(config)
+    if config.parallel.device != "cpu":
+        yield _row(grid, axis, "all_reduce", label, nbytes)
+        return
+    padded = -(-nbytes // (size * item)) * size * item
+    for verb in ("reduce_scatter", "all_gather"):
+        yield _row(grid, axis, verb, label, padded)
+
+
+def _amaxes(grid: Grid, found: RankProfile) -> Iterator[Traffic]:
+    """Yield the maxima of delayed scales, on which ranks of tp and of dp_cp agree once a step."""
+    for axis in ("tp", "dp_cp") if found.amaxes else ():
+        yield _row(grid, axis, "all_reduce", ("float8", "amaxes"), found.amaxes)
+
+
+def _data(
+    config: Config, provider: ModelProvider, grid: Grid, pp_rank: int
+) -> Iterator[Traffic]:
+    """Yield what a rank sends over the ranks that share its buckets (mpu/zero/reduce.py).
+
+    Gradients are summed once a step or, with --zero-reduce-each-microbatch, once a micro-batch.
+    Updated weights are gathered once a step; at stage 3 blocks are gathered when a micro-batch uses
+    them, in a pipeline once a step.
+    """
+    p, steps = config.parallel, batch_size.micro_batches(config, 0)
+    acc, main = rank_memory.accumulate_bytes(config), rank_memory.gradient_bytes(config)
+    wire = 2 if p.grad_reduce_in_bf16 else main
+    weight, several = config.run.dtype.itemsize, p.num_distributed_optimizer_instances > 1
+    flats = rank_memory.flats(config, provider, pp_rank)
+    for n, flat in enumerate(flats):
+        sharing, who = flat.sharing, f"bucket {n}"
+        shard = f"{sharing.data}_shard" if several else sharing.data
+        each = p.zero_reduce_each_microbatch and sharing.zero_stage > 1
+        times = steps if each and not flat.axes else 1
+        stage, own = sharing.zero_stage, flat.length // sharing.shard
+        item = acc if stage else main  # of a sum: at stage 0 it lies where the gradient does
+        if not stage and not several and p.device != "cpu" and wire == main:
+            yield _row(grid, shard, "all_reduce", (who, "grad sum"), flat.length * main)
+            continue
+        yield _row(grid, shard, "reduce_scatter", (who, "grad sum"), flat.length * wire, times)
+        if several:
+            for verb in ("reduce_scatter", "all_gather"):
+                yield _row(grid, f"{sharing.data}_replicate", verb, (who, "grad sum"), own * item)
+        if not stage:
+            yield _row(grid, shard, "all_gather", (who, "grad sum"), flat.length * item)
+        elif not flat.by_use:
+            purpose = "gather" if flat.scales else "update"
+            yield _row(grid, shard, "all_gather", (who, purpose), flat.wire(weight))
+    used = buffers.gathered(config, provider, flats, steps) if rank_memory.level(config) > 2 else []
+    numbers = {flat: n for n, flat in enumerate(flats)}
+    for flat, times in Counter(used).items():
+        shard = f"{flat.sharing.data}_shard" if several else flat.sharing.data
+        who = f"bucket {numbers[flat]}"
+        yield _row(grid, shard, "all_gather", (who, "gather"), flat.wire(weight), times)
+    yield from _scales(config, provider, grid, flats, pp_rank)
+    yield from _exchanges(config, grid, flats)
+
+
+def _scales(
+    config: Config, provider: ModelProvider, grid: Grid, flats: Sequence[BucketLayout], pp_rank: int
+) -> Iterator[Traffic]:
+    """Yield the scales of weights that travel in float8 (mpu/zero/float8_gather.py)."""
+    named = rank_memory.parameters(config, provider, pp_rank)
+    several = config.parallel.num_distributed_optimizer_instances > 1
+    for sharing in dict.fromkeys(flat.sharing for flat in flats if flat.scales):
+        mine = [flat for flat in flats if flat.scales and flat.sharing == sharing]
+        shard = f"{sharing.data}_shard" if several else sharing.data
+        entries = [named[name].entry for flat in mine for name, _, _ in flat.params]
+        for axis, count in (
+            (shard, sum(entry.scales for entry in entries)),
+            (sharing.cut, sum(entry.scales for entry in entries if entry.agreed)),
+        ):
+            if count:
+                yield _row(grid, axis, "all_reduce", ("optimizer", "float8 scales"), count)
+
+
+def _exchanges(config: Config, grid: Grid, flats: Sequence[BucketLayout]) -> Iterator[Traffic]:
+    """Yield what optimizers of whole matrices declare, over the ranks that share a bucket."""
+    groups, several = optimizer_groups(config), config.parallel.num_distributed_optimizer_instances
     for sharing in dict.fromkeys(flat.sharing for flat in flats if flat.sharing.zero_stage):
+        shard = f"{sharing.data}_shard" if several > 1 else sharing.data
         for rule in rules_of(groups):
             elements = sum(
                 high - low
@@ -119,48 +255,36 @@ def _exchanges(config: Config, flats: list[BucketLayout]) -> list[Traffic]:
                 for low, high, name in flat.runs(whole(groups))
                 if groups[name].rule == rule
             )
-            axis = {"dp_cp": "dp"}.get(sharing.data, sharing.data)
-            rows += [
-                Traffic(axis, verb, 1, elements * nbytes, sharing.shard)
-                for verb, nbytes in rule.exchanges
-            ]
-    return rows
+            for verb, nbytes in rule.exchanges:
+                yield _row(grid, shard, verb, (rule.name, "exchange"), elements * nbytes)
 
 
-def _shared(
-    config: Config, sharing: Sharing, flats: list[BucketLayout], gathered: list[BucketLayout]
-) -> list[Traffic]:
-    """Return what is sent over the ranks of one sharing. gathered: buckets, use by use."""
-    p, steps = config.parallel, batch_size.micro_batches(config, 0)
-    acc, weight = rank_memory.accumulate_bytes(config), config.run.dtype.itemsize
-    wire = 2 if p.grad_reduce_in_bf16 else rank_memory.gradient_bytes(config)
-    axis = {"dp_cp": "dp"}.get(sharing.data, sharing.data)
-    elements = sum(flat.length for flat in flats)
-    last = sum(flat.length for flat in flats if flat.axes)
-    if not p.zero:
-        ranks = sharing.ranks
-        rows = [Traffic(axis, "all-reduce", 1, elements * acc, ranks)]
-        if wire < acc:
-            rows = [
-                Traffic(axis, "reduce-scatter", 1, elements * wire, ranks),
-                Traffic(axis, "all-gather", 1, elements * acc, ranks),
-            ]
-        return [row for row in rows if ranks > 1]
-    ranks, copies = sharing.shard, sharing.ranks // sharing.shard
-    rows = [Traffic(axis, "reduce-scatter", 1, elements * wire, ranks)]
-    if p.zero_reduce_each_microbatch:
-        rows = [
-            Traffic(axis, "reduce-scatter", steps, (elements - last) * wire, ranks),
-            Traffic(axis, "reduce-scatter", 1, last * wire, ranks),
-        ]
-    rows.append(Traffic(axis, "all-reduce", 1, elements // ranks * acc, copies))
-    if p.zero < 3:
-        wires = sum(flat.wire(weight) for flat in flats)
-        rows.append(Traffic(axis, "all-gather", 1, wires, ranks))
-    else:
-        kept = sum(flat.length for flat in flats if not flat.by_use)
-        rows.append(Traffic(axis, "all-gather", 1, kept * weight, ranks))
-        sizes = Counter(flat.wire(weight) for flat in gathered)
-        rows += [Traffic(axis, "all-gather", n, size, ranks) for size, n in sizes.items()]
-    rows.append(Traffic(axis, "all-reduce", 1, sum(flat.scales for flat in flats), ranks))
-    return [row for row in rows if row.size > 1 and row.bytes]
+def _norms(
+    config: Config, provider: ModelProvider, grid: Grid, pp_rank: int
+) -> Iterator[Traffic]:
+    """Yield the squares of the global norm, in fp64 (mpu/zero/norm.py): of blocks, of a rank's
+    parameters, of the whole model's. --log-params-norm takes that of the parameters too.
+    """
+    times = 1 + config.log.log_params_norm
+    flats = rank_memory.flats(config, provider, pp_rank)
+    several = config.parallel.num_distributed_optimizer_instances > 1
+    named = [rank_memory.parameters(config, provider, rank) for rank in range(grid.pp.size)]
+    counted = [{name: p.entry.cut for name, p in own.items() if p.first} for own in named]
+    for sharing in dict.fromkeys(flat.sharing for flat in flats):
+        blocks = sum(flat.length for flat in flats if flat.sharing == sharing) // BLOCK
+        if sharing.zero_stage:
+            shard = f"{sharing.data}_shard" if several else sharing.data
+            yield _row(grid, shard, "all_gather", ("blocks", "norm"), 8 * blocks, times)
+        own = sum(cut == sharing.cut for cut in counted[pp_rank].values())
+        whole = 8 * own * getattr(grid, sharing.cut).size
+        yield _row(grid, sharing.cut, "all_gather", ("parameters", "norm"), whole, times)
+    every = len(set().union(*counted))
+    yield _row(grid, "pp", "all_gather", ("the model", "norm"), 8 * every * grid.pp.size, times)
+
+
+def _ends(grid: Grid) -> Iterator[Traffic]:
+    """Yield the sums of losses, tokens and auxiliary losses, and the flags on which ranks agree."""
+    for axis in ("dp_cp", "pp"):
+        whole = 3 * 8 * getattr(grid, axis).size
+        yield _row(grid, axis, "all_gather", ("losses", "loss sum"), whole)
+    yield _row(grid, "world", "all_reduce", ("go on?", "agreement"), 3 * 4)

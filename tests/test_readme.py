@@ -148,9 +148,11 @@ def test_a_text_of_ones_own_has_the_recipe_of_make_train(monkeypatch):
 def test_the_diff_is_of_the_models_file():
     (patch,) = re.findall(r"<<'EOF'\n(.*?)^EOF$", README, re.MULTILINE | re.DOTALL)
     model = (ROOT / "model" / "llama.py").read_text().splitlines()
-    start = int(re.search(r"@@ -(\d+)", patch)[1]) - 1
-    old = [line[1:] for line in patch.splitlines()[3:] if line[0] in " -"]
-    assert model[start : start + len(old)] == old
+    _, *hunks = re.split(r"^@@ -(\d+).*\n", patch, flags=re.MULTILINE)
+    assert len(hunks) == 6
+    for start, hunk in zip(map(int, hunks[::2]), hunks[1::2], strict=True):
+        old = [line[1:] for line in hunk.splitlines() if line[0] in " -"]
+        assert model[start - 1 : start - 1 + len(old)] == old
 
 
 def tiny_model(folder: Path) -> None:

@@ -21,6 +21,7 @@ import hashlib
 import json
 import platform
 import re
+import shutil
 import signal
 import sys
 import sysconfig
@@ -170,6 +171,23 @@ def build(
     return about
 
 
+def take(new: Path, old: Path) -> None:
+    """Put a corpus in the place of the same one; raise ValueError where a run has learnt another.
+
+    Nothing of the run's own is replaced before that is known.
+    """
+    found = [json.loads((at / "corpus.json").read_text())["sha256"] for at in (new, old)]
+    if found[0] != found[1]:
+        shutil.rmtree(new)
+        raise ValueError(
+            f"{old.parent} holds a run of another text: rm -r {old.parent} to start anew, or give "
+            "OUT=another/folder"
+        )
+    for name in ("train.jsonl", "heldout.jsonl", "corpus.json"):
+        (new / name).replace(old / name)
+    shutil.rmtree(new)
+
+
 class TooFew(ValueError):
     """All texts went to one side. least: the number of the text to hold out, if one must be."""
 
@@ -257,12 +275,18 @@ def main() -> None:
             return
         if args.output_dir is None:
             parser.error("--output-dir is missing: the folder to write into")
+        place = args.output_dir
+        runs = list(place.parent.glob("*/run.json"))  # of tools/quickstart.py
+        if runs and (place / "corpus.json").exists():
+            place = place.with_name("corpus.new")
         if args.input:
             percent = OWN_PERCENT if args.heldout_percent is None else args.heldout_percent
-            about = build_given(args.input, args.output_dir, percent, bad, args.json_keys)
+            about = build_given(args.input, place, percent, bad, args.json_keys)
         else:
             percent = PERCENT if args.heldout_percent is None else args.heldout_percent
-            about = build(read(args.library), args.output_dir, percent)
+            about = build(read(args.library), place, percent)
+        if place != args.output_dir:
+            take(place, args.output_dir)
     except (ValueError, OSError) as error:
         sys.exit(told("make train" if args.check_only else "build_corpus.py", error))
     source = "the given files" if args.input else f"Python {about['python']}'s standard library"

@@ -12,8 +12,7 @@ It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
 pretrain_llama.build and runs pretrain_llama.train_step. What is printed was observed, not worked
 out: a trace of the grid records each collective and message, with the label that its caller gave
 it, and a TorchDispatchMode records the operations around it. At the end, the totals are compared
-with the formulas of
-docs/parallelism.md. At ZeRO levels 1 to 3 the step printed is the second one.
+with what estimate/traffic.py works out. At ZeRO levels 1 to 3 the step printed is the second one.
 """
 
 import json
@@ -38,20 +37,20 @@ import torch.multiprocessing as mp
 
 from estimate.model_profile import make_grid
 from estimate.stages import describe_stages
+from estimate.traffic import Totals, totals, traffic
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
-from pretrain_llama import build, train_step
+from pretrain_llama import build, model_provider, train_step
 from tools.command_line import Parser, told
-from tools.explainer.formulas import Totals, add_up, apply, read_formulas, symbols
 from tools.explainer.ops import Operations
-from tools.explainer.text import RANK_SIZES, head, in_order, pipeline, rule, story, sums
+from tools.explainer.text import head, in_order, pipeline, rule, story, sums
 from tools.explainer.trace import Explainer
-from tools.explainer.zero import ZERO_SIZES
 from tools.waiting import waiting
+from training import batch_size
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
@@ -60,13 +59,11 @@ from training.flags.parse import parse
 from training.run.stop import Agreement
 
 MOST_RANKS = 16
-# axes of the trace -> of the document
-STANDS_FOR = {"pp_back": "pp", "dp_cp_shard": "dp_cp", "edp_shard": "edp"}
 NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]
 
 
 class Explained(NamedTuple):
-    """What one step sent, what the document states, and the text that shows both.
+    """What one step sent, what estimate/traffic.py states, and the text that shows both.
 
     equal: whether the two agree, on every rank of this pipeline.
     """
@@ -144,7 +141,7 @@ def micro_batches(config: Config, grid: Grid) -> list[Batch]:
     m, b = config.model, config.batch.micro_batch_size
     assert m.vocab_size is not None, "tiny gives it"
     data = MockDataset("train", m.seq_length, config.run.seed, m.vocab_size, None)
-    count = symbols(config)["m"]
+    count = batch_size.micro_batches(config, 0)
     firsts = range(grid.dp.rank * count * b, (grid.dp.rank + 1) * count * b, b)
     rows = [np.stack([data.sample(first + i) for i in range(b)]) for first in firsts]
     return [
@@ -177,24 +174,22 @@ def explain(config: Config, grid: Grid) -> Explained:
             agreement.close()
     finally:
         grid.traced(None)
-    formulas = read_formulas()
-    applied = apply(config, formulas, grid.pp.rank)
-    stated = add_up([(a.row.axis, a.row.verb, a.count, a.sent) for a in applied])
-    seen = [(STANDS_FOR.get(e.axis, e.axis), e.verb, 1, e.sent) for e in explainer.events]
-    counted = add_up(seen)
-    known = {row.axis for row in formulas}
-    equal = {key: sent for key, sent in counted.items() if key[0] in known} == stated
+    rows = traffic(config, model_provider, grid.pp.rank)
+    stated = totals(rows)
+    counted: Totals = {}
+    for event in explainer.events:
+        times, size = counted.get((event.axis, event.verb), (0, 0))
+        counted[event.axis, event.verb] = times + 1, size + event.sent
+    equal = counted == stated
     assert explainer.buckets is not None
     own = explainer.buckets.held()
     if grid.pp.size == 1:
         lines = [*head(config), *own, *story(explainer, False)]
-        lines += sums(counted, stated, applied) if explainer.events else NOTHING
+        lines += sums(counted, rows) if explainer.events else NOTHING
         return Explained(counted, stated, equal, "\n".join(lines))
     who = f"pipeline rank {grid.pp.rank}"
     lines = ["", rule(f"{who} (rank {grid.rank}): {describe_stages(run.model.stages)}", "=")]
-    sizes = [*RANK_SIZES, *(ZERO_SIZES if run.sink.zero_stage else [])]
-    lines += [line.format(**symbols(config, grid.pp.rank)) for line in sizes]
-    lines += [*own, *story(explainer, True), *sums(counted, stated, applied, who)]
+    lines += [*own, *story(explainer, True), *sums(counted, rows, who)]
     sent = [e.parcel.kind for e in explainer.events if e.parcel and e.verb == "send"]
     mine = {
         "order": in_order(explainer, len(run.model.stages)),
@@ -276,7 +271,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what a step sends; return 0 if the document agrees, 1 if not, 2 for wrong flags."""
+    """Print what a step sends; return 0 if traffic.py agrees, 1 if not, 2 for wrong flags."""
     try:
         config = read_arguments(argv)
     except ValueError as error:

@@ -61,6 +61,10 @@ def main() -> int:
         how = signal.Signals(error.sigval).name
         print(f"torchrun: ended by {how}", file=sys.stderr, flush=True)
         return 1
+    except Exception as error:  # of the launcher itself: no rank has started
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(f"torchrun: {printable(words)}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 

@@ -2,7 +2,7 @@
 """Time a step on a host's cores: each rank's work, its transfers, and ranks that share cores.
 
 The work of a stage is its matmuls by shape, csrc's kernels by their numbers, and Python. Transfers
-are those of the formulas of docs/parallelism.md, each with its measured seconds. Ranks that
+are those of docs/parallelism.md, each with its measured seconds. Ranks that
 outnumber the cores share them: an action goes on at cores / (ranks that work) of its speed, and a
 rank that waits gives its share to the others.
 """

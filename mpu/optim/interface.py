@@ -117,7 +117,7 @@ class UpdateRule(ABC):
     name: in reports. kinds: its state beside the master, which every narrower weight has.
     whole_matrices: it updates matrices, and makes them whole by collectives of its own; vectors and
     embeddings go to AdamW in the same step. exchanges: these collectives over the ranks that share
-    a bucket, (verb, bytes of an element of all matrices), as the dry run prints them.
+    a bucket, (verb as a trace names it, bytes of an element of all matrices).
     """
 
     name: ClassVar[str]

@@ -76,8 +76,9 @@ class ParamEntry(NamedTuple):
 
     chunk: its pipeline chunk. axes: those over which its gradient is summed before the ranks that
     share it are. rows, scales: bytes of what it becomes, where it travels in float8
-    (mpu/zero/float8_gather.py). matrix: it has two dimensions. cut: the axis that cuts it. group:
-    the group that the model puts it in, for the optimizer.
+    (mpu/zero/float8_gather.py). agreed: the ranks of `cut` agree on these scales too. matrix: it
+    has two dimensions. cut: the axis that cuts it. group: the group that the model puts it in, for
+    the optimizer.
     """
 
     name: str
@@ -89,6 +90,7 @@ class ParamEntry(NamedTuple):
     matrix: bool = False
     cut: str = "tp"
     group: str = ""
+    agreed: bool = False
 
 
 def entries_of(
@@ -116,6 +118,7 @@ def entries_of(
                 matrix=matrix,
                 cut=place.axis.name,
                 group=group_of(param),
+                agreed=bool(how and how.shared),
             )
         )
     return found

@@ -61,7 +61,7 @@ def test_the_report_of_a_pipeline():
         "Memory of pipeline rank 0, the fullest",
         "all that interleaved has in flight",
         "Traffic of one step, pipeline rank 0, the fullest",
-        "pp  send                 24 of  8.192 kB",
+        "pp        send                24 of  8.192 kB",
     ):
         assert line in text, line
     table = text.split("Memory of each pipeline rank\n")[1].split("\n\n")[0].splitlines()
@@ -200,8 +200,8 @@ def test_the_memory_of_a_level():
         "  masters            61.44 kB  fp32, a share of 1/8\n",
         "  moments            122.9 kB  AdamW's two, a share of 1/8\n",
         "  tied look-ups      77.82 kB  gradient of a tied embedding's look-ups",
-        "  dp  reduce-scatter        1 of  491.5 kB; a rank sends 430.1 kB\n",
-        "  dp  all-gather            1 of  245.8 kB; a rank sends 215 kB\n",
+        "  dp_cp     reduce-scatter       1 of  491.5 kB; a rank sends 430.1 kB\n",
+        "  dp_cp     all-gather           1 of  245.8 kB; a rank sends 215 kB\n",
     ):
         assert row in text, row
     assert "whole gradients" not in text and "gathered weights" not in text

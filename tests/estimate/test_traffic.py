@@ -1,114 +1,129 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank sends in a step, worked out by hand."""
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 
 from estimate import traffic
 from pretrain_llama import model_provider
 from tests.training.small_llama import PIPELINE, read
-from tools.explainer.formulas import apply, read_formulas
+from tools.planner.rank_bytes import rank_profile_of
 
 K = 1024
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
+def grouped(more="", world=1, rank=0):
+    """Return {(axis, verb, purpose): (times, bytes of one)} of a rank."""
+    config, found = read(more, world), {}
+    for row in traffic.traffic(config, model_provider, rank):
+        times, size = found.get((row.axis, row.verb, row.purpose), (0, row.bytes))
+        found[row.axis, row.verb, row.purpose] = times + row.times, size
+    return found
+
+
 def test_traffic_of_a_pipeline_rank():
     def rows(more, rank):
-        config = read(f"{PIPELINE} 16 --tensor-model-parallel-size 2 {more}", 8)
-        return {(t.axis, t.verb): t for t in traffic.traffic(config, model_provider, rank)}
+        return grouped(f"{PIPELINE} 16 --tensor-model-parallel-size 2 {more}", 8, rank)
 
     first, second, last = (rows("", rank) for rank in (0, 1, 3))
-    assert [r["pp", "send"].times for r in (first, second, last)] == [8, 16, 8]
-    assert second["pp", "send"].sent == 16 * 32 * 2 * 64 * 4
-    assert [r["tp", "all-reduce"].times for r in (first, second, last)] == [72, 64, 72]
-    assert ("tp", "all-gather") in last and ("tp", "all-gather") not in first  # of the loss
-    assert first["pp", "all-reduce"].bytes == last["pp", "all-reduce"].bytes == 16 * 64 * 4
-    assert ("pp", "all-reduce") not in second
-    assert ("pp", "all-reduce") not in rows("--untie-embeddings-and-output-weights", 0)
-    assert ("pp", "all-reduce") not in rows("--pipeline-schedule zb-v", 0)  # one rank has both
+    forth, back = ("pp", "send", "message"), ("pp_back", "send", "message")
+    assert (first[forth], first.get(back), last.get(forth)) == ((8, 32 * 2 * 64 * 4), None, None)
+    assert second[forth] == second[back] == last[back] == (8, 32 * 2 * 64 * 4)
+    assert first["pp_back", "receive", "message"][0] == 8
+    hidden = [
+        sum(r.get(("tp", "all_reduce", way), (0, 0))[0] for way in ("forward", "backward"))
+        for r in (first, second, last)
+    ]
+    assert hidden == [72, 64, 72]
+    stats = [("tp", "all_gather", "forward") in r for r in (first, last)]
+    assert stats == [False, True]  # of the loss
+    tied = ("embd", "all_reduce", "grad sum")
+    assert first[tied] == last[tied] == (1, 16 * 64 * 4) and tied not in second
+    assert tied not in rows("--untie-embeddings-and-output-weights", 0)
+    assert tied not in rows("--pipeline-schedule zb-v", 0)  # one rank has both
 
     sp = rows("--sequence-parallel", 1)
-    assert sp["pp", "send"].bytes == 32 * 2 * 64 * 4 // 2
-    assert sp["tp", "all-gather"].times == 8 * 6 * 2
-    assert rows("--sequence-parallel --pipeline-schedule zb-h1", 1)["tp", "all-gather"].times == (
-        8 * 8 * 2  # a W apart from its B gathers again
-    )
+    split = rows("--sequence-parallel --pipeline-schedule zb-h1", 1)
+    assert sp[forth][1] == 32 * 2 * 64 * 4 // 2
+    ways = ("forward", "backward", "wgrad")
+    count = [sum(r.get(("tp", "all_gather", way), (0, 0))[0] for way in ways) for r in (sp, split)]
+    assert count == [8 * 6 * 2, 8 * 8 * 2]  # a W apart from its B gathers again
 
 
 def test_traffic():
-    config = read("--tensor-model-parallel-size 2 --global-batch-size 8", 4)
-    by = {(t.axis, t.verb): t for t in traffic.traffic(config, model_provider)}
+    found = grouped("--tensor-model-parallel-size 2 --global-batch-size 8", 4)
     # 2 micro-batches x (4 a layer x 3 layers + embedding + output layer), each s b h in fp32
-    assert by["tp", "all-reduce"].times == 2 * 14
-    assert by["tp", "all-reduce"].bytes == 32 * 2 * 64 * 4
-    assert by["tp", "all-reduce"].sent == 28 * 32 * 2 * 64 * 4
-    assert by["dp", "all-reduce"].bytes == 4 * 62 * 1024  # embedding 10, layers 15, norms 1 each
-    sp = read("--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full", 2)
-    rows = [t for t in traffic.traffic(sp, model_provider) if t.verb == "reduce-scatter"]
-    assert [t.times for t in rows] == [6 * 3 + 2]
-    assert traffic.traffic(read(), model_provider) == []
+    hidden = [found["tp", "all_reduce", way] for way in ("forward", "backward")]
+    assert hidden == [(2 * 7, 32 * 2 * 64 * 4)] * 2
+    assert found["dp_cp", "all_reduce", "grad sum"] == (1, 4 * 62 * 1024)  # embedding 10, layers 15
+    sp = "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity full"
+    scattered = [n for (_, verb, _), (n, _) in grouped(sp, 2).items() if verb == "reduce_scatter"]
+    assert sum(scattered) == 6 * 3 + 2
+    assert grouped() == {}
 
 
 # flags, ranks; of the data-parallel axis (verb, times, blocks x bytes, ranks). The 136 blocks are
 # counted in test_rank_memory.py
 SHARED = [
-    (UNTIED, 4, [("all-reduce", 1, 136 * 4, 4)]),
+    (UNTIED, 4, [("all_reduce", 1, 136 * 4, 4)]),
     (
         f"{UNTIED} --grad-reduce-in-bf16",
         4,
-        [("reduce-scatter", 1, 136 * 2, 4), ("all-gather", 1, 136 * 4, 4)],
+        [("reduce_scatter", 1, 136 * 2, 4), ("all_gather", 1, 136 * 4, 4)],
     ),
     (
         f"{UNTIED} --zero-stage 1",
         4,
-        [("reduce-scatter", 1, 136 * 4, 4), ("all-gather", 1, 136 * 4, 4)],
+        [("reduce_scatter", 1, 136 * 4, 4), ("all_gather", 1, 136 * 4, 4)],
     ),
     (
         f"{UNTIED} --zero-stage 2 --bf16 --global-batch-size 16",
         4,
-        [("reduce-scatter", 1, 136 * 4, 4), ("all-gather", 1, 136 * 2, 4)],
+        [("reduce_scatter", 1, 136 * 4, 4), ("all_gather", 1, 136 * 2, 4)],
     ),
     (
         f"{UNTIED} --zero-stage 1 --bf16 --grad-reduce-in-bf16",
         4,
-        [("reduce-scatter", 1, 136 * 2, 4), ("all-gather", 1, 136 * 2, 4)],
+        [("reduce_scatter", 1, 136 * 2, 4), ("all_gather", 1, 136 * 2, 4)],
     ),
     (
         f"{UNTIED} --zero-stage 2 --bf16 --main-grads-dtype bf16",
         4,
-        [("reduce-scatter", 1, 136 * 2, 4), ("all-gather", 1, 136 * 2, 4)],
+        [("reduce_scatter", 1, 136 * 2, 4), ("all_gather", 1, 136 * 2, 4)],
     ),
     (
         f"{UNTIED} --zero-stage 1 --num-distributed-optimizer-instances 2 --grad-reduce-in-bf16",
         4,
         [
-            ("reduce-scatter", 1, 136 * 2, 2),
-            ("all-reduce", 1, 68 * 4, 2),
-            ("all-gather", 1, 136 * 4, 2),
+            ("reduce_scatter", 1, 136 * 2 + 68 * 4, 2),
+            ("all_gather", 1, 136 * 4 + 68 * 4, 2),
         ],
     ),
     (  # every instance is one rank: replicas
         f"{UNTIED} --zero-stage 1 --num-distributed-optimizer-instances 4",
         4,
-        [("all-reduce", 1, 136 * 4, 4)],
+        [("reduce_scatter", 1, 136 * 4, 4), ("all_gather", 1, 136 * 4, 4)],
     ),
     (  # norms, 8 blocks, wait for the end of the step
         "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 2 "
         "--zero-reduce-each-microbatch --global-batch-size 8",
         4,
         [
-            ("reduce-scatter", 2, 56 * 4, 2),
-            ("reduce-scatter", 1, 8 * 4, 2),
-            ("all-gather", 1, 64 * 4, 2),
+            ("reduce_scatter", 2, 56 * 4, 2),
+            ("reduce_scatter", 1, 8 * 4, 2),
+            ("all_gather", 1, 64 * 4, 2),
         ],
     ),
     (
         f"{UNTIED} --zero-stage 3 --overlap-param-gather --bf16 --global-batch-size 16",
         4,
         [
-            ("reduce-scatter", 1, 136 * 4, 4),
-            ("all-gather", 4, 20 * 2, 4),
-            ("all-gather", 9, 32 * 2, 4),
+            ("reduce_scatter", 1, 136 * 4, 4),
+            ("all_gather", 4, 20 * 2, 4),
+            ("all_gather", 9, 32 * 2, 4),
         ],
     ),
     (  # two layers a stage
@@ -116,19 +131,19 @@ SHARED = [
         "--pipeline-model-parallel-layout Ett|ttL --global-batch-size 32",
         8,
         [
-            ("reduce-scatter", 1, 84 * 4, 4),
-            ("all-gather", 2, 32 * 4, 4),
-            ("all-gather", 1, 20 * 4, 4),
+            ("reduce_scatter", 1, 84 * 4, 4),
+            ("all_gather", 2, 32 * 4, 4),
+            ("all_gather", 1, 20 * 4, 4),
         ],
     ),
     (  # norms stay whole and are gathered after the update, 8 blocks
         "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3",
         4,
         [
-            ("reduce-scatter", 1, 66 * 4, 2),
-            ("all-gather", 1, 8 * 4, 2),
-            ("all-gather", 2, 10 * 4, 2),
-            ("all-gather", 6, 16 * 4, 2),
+            ("reduce_scatter", 1, 66 * 4, 2),
+            ("all_gather", 1, 8 * 4, 2),
+            ("all_gather", 2, 10 * 4, 2),
+            ("all_gather", 6, 16 * 4, 2),
         ],
     ),
 ]
@@ -136,24 +151,43 @@ SHARED = [
 
 @pytest.mark.parametrize("more,world,rows", SHARED, ids=[s[0] for s in SHARED])
 def test_traffic_of_data_parallel_ranks(more, world, rows):
-    found = [t for t in traffic.traffic(read(more, world), model_provider) if t.axis == "dp"]
-    assert sorted((t.verb, t.times, t.bytes // K, t.size) for t in found) == sorted(rows)
+    found, wanted = Counter(), Counter()
+    for t in traffic.traffic(read(more, world), model_provider):
+        if t.axis.startswith("dp_cp") and t.purpose not in traffic.SMALL:
+            found[t.verb, t.size] += t.times * t.bytes // K
+    for verb, times, blocks, ranks in rows:
+        wanted[verb, ranks] += times * blocks
+    assert found == wanted
 
 
 def test_a_ring_sends_all_but_its_own_part():
-    assert traffic.Traffic("dp", "reduce-scatter", 3, 400, 4).sent == 900
-    assert traffic.Traffic("dp", "all-reduce", 1, 400, 4).sent == 600
+    assert traffic.sent_of("reduce_scatter", 400, 4) == traffic.sent_of("all_gather", 400, 4) == 300
+    assert traffic.sent_of("all_reduce", 400, 4) == 600
+    assert (traffic.sent_of("send", 400, 4), traffic.sent_of("receive", 400, 4)) == (400, 0)
 
 
-def test_the_amaxes_of_delayed_scales_are_as_explain_counts_them():
-    """explain's own test compares its document with what a step sends."""
-    more = "--bf16 --fp8-format hybrid --fp8-recipe delayed --pipeline-model-parallel-size 2 "
-    more += "--tensor-model-parallel-size 2 --context-parallel-size 2 --num-layers 5 "
-    more += "--pipeline-model-parallel-layout Etttt|tL --first-last-layers-bf16 "
-    config, formulas = read(more + "--global-batch-size 4", 16), read_formulas()
-    for rank, layers in enumerate([3, 0]):
-        applied = [a for a in apply(config, formulas, rank) if a.row.what.startswith("amaxes")]
-        wanted = [({"dp_cp": "dp"}.get(a.row.axis, a.row.axis), a.count, a.sent) for a in applied]
-        rows = [t for t in traffic.traffic(config, model_provider, rank) if t.bytes == 12 * layers]
-        assert [(t.axis, t.times, t.sent) for t in rows] == wanted
-        assert [t.sent for t in rows] == ([12 * 3, 12 * 3 * 3 // 2] if layers else [])
+def test_stages_of_few_layers_tell_what_many_send():
+    """The planner's ledger of a deep pipeline, against a profile of each rank as it is."""
+    more = "--num-layers 24 --tensor-model-parallel-size 2 --sequence-parallel "
+    more += "--pipeline-model-parallel-size 2 --global-batch-size 16 --recompute-granularity full "
+    for how in ("--recompute-method uniform", "--recompute-method block --recompute-num-layers 5"):
+        config = read(more + how, 8)
+        for rank in range(2):
+            short = traffic.traffic(config, model_provider, rank, rank_profile_of(config, rank))
+            assert Counter(short) == Counter(traffic.traffic(config, model_provider, rank))
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+EXAMPLE = (
+    "--num-layers 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1 --bf16 "
+    "--pipeline-model-parallel-size 2 --global-batch-size 16 --overlap-grad-reduce"
+)
+
+
+def test_the_page_shows_what_is_worked_out():
+    rows = ["| who | purpose | axis | verb | times | bytes of one | a rank sends |"]
+    rows.append("|---" * 7 + "|")
+    for t in traffic.traffic(read(EXAMPLE, 8), model_provider):
+        cells = (t.who, t.purpose, t.axis, t.verb, f"{t.times:,}", f"{t.bytes:,}", f"{t.sent:,}")
+        rows.append("| " + " | ".join(cells) + " |")
+    assert "\n".join(rows) in PAGE.read_text(), "\n".join(rows)

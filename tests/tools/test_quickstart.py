@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import shutil
@@ -63,6 +64,24 @@ def test_a_file_is_made_again_where_its_source_or_its_program_changed(tmp_path):
     command = ["make", *program, str(out / "corpus/corpus.json"), f"OUT={out}", f"DATA={data}"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT).stdout
     assert "--output-dir" in said
+
+
+@needs_make
+def test_another_text_replaces_nothing_where_a_run_has_learnt_one(tmp_path):
+    """`make train OUT=the/folder/of/my/text` put other tokens there, and then refused the run."""
+    data, out = tmp_path / "a.txt", tmp_path / "out"
+    data.write_text("".join(f"line {n}\n" for n in range(3_000)))
+    make(out, data, "corpus/corpus.json")
+    (out / "tp2").mkdir()
+    (out / "tp2" / "run.json").write_text("{}")
+    before = {path: path.read_bytes() for path in (out / "corpus").iterdir()}
+    os.utime(data)
+    assert "corpus: the given files" in make(out, data, "corpus/corpus.json"), "the same text"
+    data.write_text("another text\n" * 900)
+    said = make(out, data, "corpus/corpus.json", code=2)
+    assert f"{out} holds a run of another text: rm -r {out} to start anew" in said
+    assert {path: path.read_bytes() for path in (out / "corpus").iterdir()} == before
+    assert not (out / "corpus.new").exists()
 
 
 @needs_make

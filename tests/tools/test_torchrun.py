@@ -46,6 +46,13 @@ time.sleep(60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine fine ", "")
 
 
+def test_a_mistake_of_the_launcher_itself_is_a_line():
+    command = [sys.executable, str(ROOT / "tools" / "torchrun.py"), "--nproc-per-node", "many"]
+    done = subprocess.run([*command, "x.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("torchrun: ValueError: ") and "many" in done.stderr
+
+
 @pytest.mark.parametrize("code, how", [(7, "ended with exit code 7"), (-9, "was ended by SIGKILL")])
 def test_a_rank_that_left_no_word_is_named(code, how):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="/no")

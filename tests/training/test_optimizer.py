@@ -290,8 +290,8 @@ def test_the_exchange_is_in_the_traffic():
     params = rank_memory.parameters(config, model_provider).items()
     count = sum(p.entry.numel for n, p in params if "layers" in n and len(p.shape) > 1)
     assert (row.axis, row.verb, row.times, row.bytes, row.size) == (
-        "dp",
-        "all-reduce",
+        "dp_cp",
+        "all_reduce",
         1,
         4 * count,
         4,

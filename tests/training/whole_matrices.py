@@ -20,7 +20,7 @@ class Normalised(UpdateRule):
     name = "Normalised"
     kinds = (StateKind("momentum_buffer"),)
     whole_matrices = True
-    exchanges = (("all-reduce", 4),)
+    exchanges = (("all_reduce", 4),)
 
     def updater(self, parts: Parts) -> Updater:
         return NormalisedUpdater(self, parts)

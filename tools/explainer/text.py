@@ -2,37 +2,23 @@
 """Format what tools/explain.py saw: the head, a rank's collectives, its sums, and the pipeline."""
 
 import re
+from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any
 
+from estimate import rank_memory
 from estimate.stages import describe_stages, rank_stages
+from estimate.traffic import Totals, Traffic, totals
 from mpu.pipeline.schedules import table
 from pretrain_llama import model_provider
-from tools.explainer.formulas import Applied, Totals, read_formulas, symbols
 from tools.explainer.trace import Explainer, Seen
-from tools.explainer.zero import WIDTH, ZERO_SIZES
+from tools.explainer.zero import WIDTH
+from training import batch_size
 from training.config import Config
 from training.schedule import schedule_of
 
-SIZES = [  # one rank of one stage
-    "  s sequence {s}, b micro-batch {b}, h hidden {h}, L layers {L}, R of them run again {R}, "
-    "m micro-batches {m}",
-    "  e bytes of a number {e}, g bytes of a gradient {g}, B gradient buckets {B}, "
-    "G numbers in them {G:,}, N in that of the norms {N:,}",
-    "  E {E} and H {H}: embedding and head are here, P parameters {P}",
-]
-PIPELINE_SIZES = [
-    "  s sequence {s}, b micro-batch {b}, h hidden {h}, m micro-batches {m}, Q parameters {Q}, "
-    "e bytes of a number {e}, g bytes of a gradient {g}"
-]
-RANK_SIZES = [
-    "  here E {E} embedding, L layers {L}, R of them run again {R}, H {H} head; stages that hand "
-    "their output to another rank A {A}, their gradient C {C}",
-    "  P parameters {P}, B gradient buckets {B}, G numbers in them {G:,}, N in that of the norms "
-    "{N:,}, T in that of tied embeddings {T:,}",
-]
 BEFORE = (
-    "ZeRO level {Z}. It is the second step: new weights of the first one may still be on their "
+    "ZeRO level {level}. It is the second step: new weights of the first one may still be on their "
     "way, and the order of uses is known."
 )
 AXES = (
@@ -52,21 +38,25 @@ def rule(text: str, line: str = "-") -> str:
 
 def head(config: Config) -> list[str]:
     """Return the opening lines: what was run, and what the words mean."""
-    n, p = symbols(config), config.parallel
-    alone, cp = n["p"] == 1, p.context_parallel_size
-    seen = ", as rank 0 sees it" if alone else f": pipeline {n['p']} ({p.schedule})"
-    sizes = [*SIZES, *(ZERO_SIZES if n["Z"] else [])] if alone else PIPELINE_SIZES
+    p, m, e = config.parallel, config.model, config.run.dtype.itemsize
+    t, pp, cp = (
+        p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    )  # fmt: skip
+    alone, sp, level = pp == 1, p.sequence_parallel and t > 1, rank_memory.level(config)
+    seen = ", as rank 0 sees it" if alone else f": pipeline {pp} ({p.schedule})"
     return [
-        f"One step of a tiny Llama on {n['t'] * n['D'] * n['p']} ranks{seen}"
-        f"{':' if alone else ','} tensor parallel {n['t']}, data parallel {p.data_parallel_size}, "
+        f"One step of a tiny Llama on {p.world_size} ranks{seen}"
+        f"{':' if alone else ','} tensor parallel {t}, data parallel {p.data_parallel_size}, "
         f"{f'context parallel {cp} ({p.cp_comm_type[0]}), ' * (cp > 1)}sequence "
-        f"parallelism {'on' if n['sp'] else 'off'}, recomputed: "
-        f"{config.parallel.recompute_granularity or 'nothing'}",
-        *([BEFORE.format(**n)] if n["Z"] else []),
+        f"parallelism {'on' if sp else 'off'}, recomputed: {p.recompute_granularity or 'nothing'}",
+        *([BEFORE.format(level=level)] if level else []),
         "",
-        *(line.format(**n) for line in sizes),
+        f"  of a rank: s sequence {m.seq_length // cp}, b micro-batch "
+        f"{config.batch.micro_batch_size}, h hidden {m.hidden_size}; layers of the model "
+        f"{m.num_layers}, micro-batches {batch_size.micro_batches(config, 0)}; bytes of a "
+        f"number {e}, of a gradient {rank_memory.gradient_bytes(config)}",
         "  hidden states are [s/t, b, h] between the layers, [s, b, h] inside attention and MLP"
-        if n["sp"]
+        if sp
         else "  hidden states are [s, b, h], the same on every rank of tp",
         "",
         *([] if alone else [f"  axis    {PIPELINE_AXES}"]),
@@ -192,31 +182,23 @@ def _hidden(event: Seen) -> str:
     return f"waited for at {event.waited_at}; {hidden}"
 
 
-def sums(counted: Totals, stated: Totals, applied: list[Applied], who: str = "rank 0") -> list[str]:
-    """Return the totals of the trace beside the formulas that they should equal.
-
-    The document has none for an axis that only a fork uses.
-    """
-    known = {row.axis for row in read_formulas()}
-    lines = ["", rule(f"what {who} sent in this step, and the formulas of docs/parallelism.md")]
-    differ = []
+def sums(counted: Totals, rows: Sequence[Traffic], who: str = "rank 0") -> list[str]:
+    """Return the totals of the trace beside those that estimate/traffic.py works out."""
+    stated, differ = totals(rows), []
+    lines = ["", rule(f"what {who} sent in this step, and what estimate/traffic.py works out")]
     for key in dict.fromkeys([*counted, *stated]):
         (count, sent), (times, size) = counted.get(key, (0, 0)), stated.get(key, (0, 0))
         verdict = "equal"
-        if key[0] not in known:
-            verdict = f"the document has no formula for {key[0]}"
-        elif (count, sent) != (times, size):
-            verdict = f"DIFFERS: the document says {times:,} and {size:,} bytes"
+        if (count, sent) != (times, size):
+            verdict = f"DIFFERS: traffic.py says {times:,} and {size:,} bytes"
             differ.append(" ".join(key))
-        lines += ["", f"{key[0]:<6} {key[1]:<15} {count:>4,} x {sent:>12,} bytes   {verdict}"]
-        for row, n, size in applied:
-            if (row.axis, row.verb) == key:
-                counts = f"    {row.what:<36} {row.count:<15} = {n:<4,}"
-                each = f"{row.bytes} = {size:,}"
-                if len(counts) + 1 + len(each) <= WIDTH:
-                    lines.append(f"{counts} {each}")
-                else:
-                    lines += [counts.rstrip(), f"      bytes: {each}"]
+        lines += ["", f"{key[0]:<11} {key[1]:<15} {count:>4,} x {sent:>12,} bytes   {verdict}"]
+        lines += [
+            f"    {row.purpose:<10} {row.who:<40} {row.times:>4,} of {row.bytes:>10,} bytes, "
+            f"{row.sent:>12,} sent"
+            for row in rows
+            if (row.axis, row.verb) == key
+        ]
     lines += ["", f"DIFFERENT: {', '.join(differ)}" if differ else "All equal."]
     return lines
 
@@ -257,7 +239,7 @@ def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[st
     pipeline rank's order, its story with the sums, how many activations and gradients it sent, and
     whether its sums are equal.
     """
-    schedule = schedule_of(config, symbols(config)["m"])
+    schedule = schedule_of(config, batch_size.micro_batches(config, 0))
     held = [rank_stages(config, model_provider, rank) for rank in range(len(every))]
     lines = [
         f"  pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(held)

@@ -13,11 +13,6 @@ from mpu.zero.layout import block_of
 from pretrain_llama import LlamaRun
 
 WIDTH = 150
-ZERO_SIZES = [
-    "  Z ZeRO level {Z}, S ranks that share a bucket {S}, O weights gathered ahead {O}, J numbers "
-    "in a layer's bucket {J:,}; of buckets that are",
-    "  summed over another axis too x buckets {x}, K numbers in them {K:,}",
-]
 
 
 class Buckets:

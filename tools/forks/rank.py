@@ -66,10 +66,7 @@ EXACT, UPDATE = 1e-10, 1e-6  # largest error of a gradient, and of the weights' 
 FLOOR = 1e-4  # a gradient smaller than that part of the whole one counts as so large
 ITEM, ROUNDED = 8, 64  # bytes of an element in fp64, and of what may be rounded off
 CPU = torch.device("cpu")
-SCALARS = {"norm", "loss sum", "gradient check"}  # phases that the plan leaves out
-PLANNED_AS = {
-    "pp_back": "pp", "embd": "pp", "dp_cp": "dp", "dp_cp_shard": "dp", "edp_shard": "edp",
-}  # fmt: skip
+CHECKS = {"gradient check"}  # purposes of what is not in every step
 
 
 class Sent:
@@ -89,8 +86,8 @@ class Sent:
         label: Label | None,
     ) -> None:
         """Count one collective or message."""
-        if self.counting and (label is None or label.phase not in SCALARS):
-            self.bytes[PLANNED_AS.get(axis.name, axis.name)] += sent
+        if self.counting and (label is None or label.phase not in CHECKS):
+            self.bytes[axis.name] += sent
 
 
 def saver_of(run: LlamaRun) -> Saver:
@@ -320,11 +317,6 @@ def plan(run: LlamaRun, sent: Sent, report: Report) -> None:
     stated: Counter[str] = Counter()
     for row in traffic(config, model_provider, at):
         stated[row.axis] += row.sent
-    for flat in flats:  # sums over another axis than dp send padding too, large beside small sizes
-        padding = flat.length - sum(count for _, _, count in flat.params)
-        for name in flat.axes:
-            size = getattr(run.grid, name).size
-            stated[PLANNED_AS.get(name, name)] += 2 * padding * ITEM * (size - 1) // size
     for axis in sorted(stated.keys() | sent.bytes.keys()):
         found, should = sent.bytes[axis], stated[axis]
         if abs(found - should) > ROUNDED:

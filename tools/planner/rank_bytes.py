@@ -7,6 +7,7 @@ rank; only the profile of a stage of many layers is told from those of two and o
 """
 
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, fields, replace
 from functools import lru_cache
@@ -21,7 +22,7 @@ from estimate import activations
 from estimate.dry_run import memories
 from estimate.model_profile import rank_parameters
 from estimate.rank_memory import NORM_BYTES
-from estimate.rank_profile import StageProfile, rank_profile
+from estimate.rank_profile import RankProfile, StageProfile, rank_profile
 from estimate.stages import rank_stages
 from mpu.optim.interface import state_bytes
 from mpu.pipeline.layout import Stage
@@ -29,10 +30,11 @@ from mpu.zero.layout import BLOCK, automatic_size
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
 from tools.planner.model import REST, Model, last_of_each
 from tools.planner.runs import Array, Runs
+from training import batch_size
 from training.config import Config
 from training.flags.parse import parse
 from training.optimizer import optimizer_groups
-from training.schedule import recomputed_layers
+from training.schedule import recomputed_layers, schedule_of
 
 PROVIDER = pretrain_llama.model_provider
 FEW, MORE = 2, 3  # layers from which a stage of any number is told
@@ -312,13 +314,29 @@ def stage_profile(config: Config, stage: Stage, rank: int, split: bool) -> Stage
     return _line(base, base, [(plain, base, count - again - 1), (of(MORE, 2), base, again - 1)])
 
 
+def rank_profile_of(config: Config, rank: int) -> RankProfile:
+    """Return what a pipeline rank sends, from stages of few layers where all layers are alike."""
+    several = len(set(config.parallel.cp_comm_type)) > 1 or config.float8.fp8_format is not None
+    if several or config.parallel.pipeline_model_parallel_size == 1:
+        return activations.profile(config, PROVIDER, rank)
+    split = schedule_of(config, batch_size.micro_batches(config, 0)).split
+    own = rank_stages(config, PROVIDER, rank)
+    found = tuple(stage_profile(config, stage, rank, split) for stage in own)
+    return RankProfile(found, (), (), frozenset(), (), 0)
+
+
 def _line(
     low: StageProfile, base: StageProfile, steps: Sequence[tuple[StageProfile, StageProfile, int]]
 ) -> StageProfile:
     """Return base plus, for each step, so many times the difference of its two profiles."""
     names = [field.name for field in fields(StageProfile) if field.name != "collectives"]
     values = dict(zip(names, astuple(base), strict=False))
+    sent = Counter(base.collectives)
     for more, less, times in steps:
         for name in names:
             values[name] += times * (getattr(more, name) - getattr(less, name))
-    return replace(low, **values)
+        for each, count in Counter(more.collectives).items():
+            sent[each] += times * count
+        for each, count in Counter(less.collectives).items():
+            sent[each] -= times * count
+    return replace(low, **values, collectives=tuple(sent.elements()))

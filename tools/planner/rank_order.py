@@ -2,7 +2,7 @@
 """Rank the orders in which ranks may count along the axes, by what crosses which level of links.
 
 `across` is a pure function of the order, the sizes of the axes, the levels and what each rank
-sends; `ledger` reads the latter from the formulas of docs/parallelism.md, which are exact. In a
+sends; `ledger` reads the latter from estimate/traffic.py, which is exact. In a
 ring each rank of a group sends to the next one, the ranks in ascending order; a verb that goes in
 pairs sends an equal part to every other rank. On gloo a reduce-scatter does (docs/numerics.md).
 
@@ -21,16 +21,16 @@ import numpy as np
 import numpy.typing as npt
 
 from estimate.dry_run import aligned, in_units
+from estimate.traffic import traffic
 from mpu.grid import ORDER
-from tools.explainer.formulas import apply, read_formulas
 from tools.planner.cluster import Cluster, Level
 from tools.planner.model import REST, Model
-from training import batch_size
+from tools.planner.rank_bytes import PROVIDER, rank_profile_of
 from training.config import Config
 from training.flags.parse import parse
-from training.schedule import own_stages
 
 NCCL, GLOO = frozenset({"all_to_all"}), frozenset({"all_to_all", "reduce_scatter"})
+AXES = {"pp_back": "pp"}  # the ranks of both are a pipeline's
 WORTH = 0.01  # share of the time by which another order must be faster
 Ranks = npt.NDArray[np.intp]
 
@@ -60,6 +60,7 @@ class Sizes:
     instances: int = 1
     sharing: int = 1  # ranks of tp that share a key/value head
     near: int = 1  # of cp: --hierarchical-context-parallel-sizes
+    ep: int = 1
 
     @property
     def world(self) -> int:
@@ -78,35 +79,20 @@ class Sizes:
             instances=p.num_distributed_optimizer_instances,
             sharing=max(1, tp // groups) if groups else 1,
             near=(p.hierarchical_context_parallel_sizes or (1,))[0],
+            ep=config.expert_model_parallel_size or 1,
         )
 
 
 def ledger(config: Config) -> list[Flow]:
     """Return what the ranks of a run send in a step, its scalars too."""
-    p, formulas, found = config.parallel, read_formulas(), list[Flow]()
-    steps, stages = batch_size.micro_batches(config, 0), range(p.pipeline_model_parallel_size)
-    several = p.num_distributed_optimizer_instances > 1
-    holder = {stage: rank for rank in stages for stage in own_stages(config, rank)}
-    for rank in stages:
-        messages = calls_of_messages = 0
-        for row, calls, sent in apply(config, formulas, rank):
-            if (row.axis, row.verb) == ("pp", "send"):
-                messages, calls_of_messages = messages + sent, calls_of_messages + calls
-            elif sent:
-                # the document has one name for the ranks of an instance, S, and for all, D
-                inside = several and row.axis == "dp_cp" and "S" in row.bytes
-                axis = "dp_cp_shard" if inside else row.axis
-                found.append(Flow(axis, row.verb, rank, calls, sent))
-        goes = Counter(
-            holder[stage + step]
-            for stage in own_stages(config, rank)
-            for step in (-1, 1)
-            if holder.get(stage + step, rank) != rank
-        )
-        for to, n in goes.items():
-            sent = messages * steps * n // calls_of_messages
-            found.append(Flow("pp", "send", rank, steps * n, sent, to))
-    return found
+    found = Counter[tuple[str, str, int, int]](), Counter[tuple[str, str, int, int]]()
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        for row in traffic(config, PROVIDER, rank, rank_profile_of(config, rank)):
+            if row.sent:
+                key = AXES.get(row.axis, row.axis), row.verb, rank, row.peer
+                found[0][key] += row.times
+                found[1][key] += row.sent
+    return [Flow(*key[:3], calls, found[1][key], key[3]) for key, calls in found[0].items()]
 
 
 def array_of(order: Sequence[str], sizes: Sizes) -> Ranks:
@@ -145,6 +131,13 @@ def groups(axis: str, order: Sequence[str], sizes: Sizes) -> Ranks:
         return inside(rows("dp", "cp"), both // sizes.instances)
     if axis == "dp_cp_replicate":
         return between(rows("dp", "cp"), both // sizes.instances)
+    if axis.startswith(("ep", "edp")):
+        stage = rows("tp", "cp", "dp")
+        if axis == "ep":
+            return inside(stage, sizes.ep)
+        same = between(stage, sizes.ep)
+        size = same.shape[1] // sizes.instances
+        return {"edp": same, "edp_shard": inside(same, size)}.get(axis, between(same, size))
     if axis == "tp_kv":
         return inside(rows("tp"), sizes.sharing)
     if axis == "cp_a2a":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold what a rehearsed rank sends in a step against the formulas of docs/parallelism.md.
+"""Hold what a rehearsed rank sends in a step against estimate/traffic.py.
 
 Bytes are compared for each axis and purpose, whatever the verbs: by the ideal algorithm a
 reduce-scatter and an all-gather send what an all-reduce does, and a ring of messages what a gather
@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from estimate.traffic import traffic
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tools.explainer.formulas import apply, read_formulas
+from pretrain_llama import model_provider
 from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import beginning, defined, end_of
@@ -26,29 +27,14 @@ if TYPE_CHECKING:
 
 Purpose = tuple[str, str]  # the axis, and what for
 ROUNDING = 4  # bytes of a transfer: what whole divisions leave out
-OF_LABELS = {  # the end of a transfer's label: its purpose
-    ": grad sum": "gradients",
-    ": gather": "weights",
-    ": update": "weights",
-    "optimizer: norm": "norm",
-    ": loss sum": "loss",
-    ": float8 scales": "scales",
-    "optimizer: float8 scales": "scales",
-    "cross_entropy: forward": "softmax",
-}
-OF_ROWS = {  # words of a row of the document: its purpose
-    "scales of": "scales",
-    "squares, for": "norm",
-    "the global norm": "norm",
-    "sums of losses": "loss",
-    "three numbers": "softmax",
-    "gradients of the norms": "gradients",
-    "gradients of tied": "gradients",
-    "gradients, a bucket": "gradients",
-    "their sums": "gradients",
-    "updated weights": "weights",
-    "weights,": "weights",
-    "weights of": "weights",
+PURPOSES = {  # what a transfer's label says that it is for
+    "grad sum": "gradients",
+    "gather": "weights",
+    "update": "weights",
+    "norm": "norm",
+    "loss sum": "loss",
+    "float8 scales": "scales",
+    "amaxes": "scales",
 }
 BACKWARD = ".backward"  # of an autograd function's name in a record
 ATTENTION = ("cp", "cp_a2a", "cp_p2p")
@@ -56,13 +42,12 @@ CONJUGATE = {
     "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all",
 }  # fmt: skip
 REORDERS = ("flip", "roll", "sort", "argsort", "rot90", "randperm")
-FORWARD = ("forward", "run again", "heads of k and v")
 
 
 def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the purposes for which other bytes are sent in the last step than the document says."""
+    """Yield the purposes for which other bytes are sent in the last step than are worked out."""
     if not is_own_llama(seen):
-        return  # the document has no formulas for what a fork sends
+        return  # a fork's exchanges may depend on its data
     sent: dict[Purpose, int] = {}
     at: dict[Purpose, list[int]] = {}
     events = seen.recorder.events
@@ -73,20 +58,18 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
             at.setdefault(purpose, []).append(index)
     stated: dict[Purpose, int] = {}
     rows: dict[Purpose, list[str]] = {}
-    for row, _, size in apply(seen.config, read_formulas(), seen.grid.pp.rank):
-        if (known := stated_for(row.axis, row.what)) is not None:
-            if known[1] == "norm" and seen.config.log.log_params_norm:
-                size *= 2  # that of the parameters, too
-            stated[known] = stated.get(known, 0) + size
-            rows.setdefault(known, []).append(row.what)
+    for row in traffic(seen.config, model_provider, seen.grid.pp.rank):
+        if (known := of_words(row.axis, row.verb, row.who, row.purpose)) is not None:
+            stated[known] = stated.get(known, 0) + row.sent
+            rows.setdefault(known, []).append(f"{row.who}: {row.purpose}")
     for purpose in {**stated, **sent}:
         found, wanted = sent.get(purpose, 0), stated.get(purpose, 0)
         indices = at.get(purpose, [])
         if abs(found - wanted) > ROUNDING * max(len(indices), 1):
             axis, what = purpose
             words = f"{found:,} bytes are sent over {axis} in a step, purpose {what}; "
-            said = "; ".join(dict.fromkeys(rows.get(purpose, ("no row for it",))))
-            words += f"docs/parallelism.md says {wanted:,} ({said})"
+            said = "; ".join([*dict.fromkeys(rows.get(purpose, ("nobody",)))][:5])
+            words += f"estimate/traffic.py works out {wanted:,} ({said})"
             yield at_line(seen, purpose, words, indices, found < wanted)
 
 
@@ -167,40 +150,36 @@ def lines_of_all(seen: "Rehearsed", indices: Iterable[int]) -> tuple[str, ...]:
 
 
 def is_own_llama(seen: "Rehearsed") -> bool:
-    """Return whether the model is the one for which the document has formulas."""
-    model = seen.run.model
-    return type(model).__module__ == "model.llama"
+    """Return whether the model is this repository's."""
+    return type(seen.run.model).__module__ == "model.llama"
 
 
 def purpose_of(event: Transfer) -> Purpose | None:
-    """Return a transfer's axis and what it is for; None for what the document leaves out."""
-    axis, label = event.axis.removesuffix("_shard"), event.label  # of an optimizer's instance
-    if event.verb == "receive" or axis in ("world", "background") or label.startswith("agreement"):
+    """Return a transfer's axis and what it is for; None for what is not held against bytes."""
+    if event.axis == "background":
         return None
-    for end, what in OF_LABELS.items():
-        if label.endswith(end):
-            return axis, what
-    if axis in ("pp", "pp_back"):
-        return "pp", "messages"
-    if axis in ATTENTION:
-        return axis, "attention"
-    return axis, "forward" if event.where.phase in ("forward", "recompute") else "backward"
+    who, _, what = event.label.rpartition(": ")
+    forward = event.where.phase in ("forward", "recompute")
+    return of_words(event.axis, event.verb, who, what, "forward" if forward else "backward")
 
 
-def stated_for(axis: str, text: str) -> Purpose | None:
-    """Return the axis and the purpose of a row of the document."""
-    if axis == "world":
+def of_words(axis: str, verb: str, who: str, what: str, phase: str = "") -> Purpose | None:
+    """Return the axis of what is sent, and for what. phase: what else says whether it is forward.
+
+    who, what: of its label.
+    """
+    if verb == "receive" or axis == "world":
         return None
-    for words, what in OF_ROWS.items():
-        if text.startswith(words):
-            if not (axis in (*ATTENTION, "pp") and what == "gradients"):
-                return axis, what
+    axis = {"pp_back": "pp"}.get(axis, axis)
+    if what in PURPOSES:
+        return axis, PURPOSES[what]
+    if who == "cross_entropy":
+        return axis, "softmax"
     if axis == "pp":
         return axis, "messages"
     if axis in ATTENTION:
         return axis, "attention"
-    forward = any(word in text for word in FORWARD)
-    return axis, "forward" if forward and "backward" not in text else "backward"
+    return axis, phase or ("forward" if what == "forward" else "backward")
 
 
 def at_line(

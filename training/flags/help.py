@@ -125,22 +125,21 @@ def _one(flag: Flag) -> Page:
     """Return all that is known of a flag."""
     lines = list[str]()
     if flag.kind != table.LIVE_KIND:
+        values = f", {' or '.join(flag.allowed) or 'with any value'}" * (flag.rule.nargs != 0)
         does = {
-            table.CHECKED_KIND: f"is accepted, {' or '.join(flag.allowed) or 'with any value'}",
+            table.CHECKED_KIND: f"is accepted{values}",
             table.REFUSED_KIND: "is refused",
             table.REMOVED_KIND: "was removed",
-        }[flag.kind]
-        if flag.rule.nargs == 0:
-            does = does.removesuffix(", with any value")
-        lines.append(f"{flag.name} {does}: {flag.text}")
+        }
+        lines.append(f"{flag.name} {does[flag.kind]}: {flag.text}")
     other = [one if two == flag.name else two for one, two in EXCLUDE if flag.name in (one, two)]
     lines += [f"Value: {flag.rule.what}"] * bool(flag.rule.what)
     lines += [f"Other names: {', '.join(flag.row.also)}"] * bool(flag.row.also)
     lines += [f"Not together with {', '.join(other)}"] * bool(other)
     for differs in DIFFERENCES:
         if flag.name in differs.flags.split():
-            said = f"{differs.title}: in Megatron-LM {differs.there}; here {differs.here}"
-            lines.append(said)
+            said = f"in Megatron-LM {differs.there}; here {differs.here}"
+            lines.append(f"{differs.title}: {said}")
     live = [flag] if flag.kind == table.LIVE_KIND else []
     named = [table.known_flags()[word] for word in flag.stands_for if word.startswith("--")]
     shown = {each.name: heading(each.group) for each in (*live, *named)}

@@ -11,6 +11,7 @@ It is trained to 1e-12 of a serial twin in plain torch, at every ZeRO stage, the
 layout and loaded in others.
 """
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,12 @@ import torch
 import pretrain_llama
 from estimate import buffers, rank_memory
 from estimate.dry_run import report
-from estimate.traffic import traffic
+from estimate.traffic import SMALL, totals, traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
 from mpu.gradients import use
-from mpu.grid import Grid
+from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.param import Placement, PlacementError, parameter
 from mpu.zero.gradient_check import GradientCheck
@@ -39,6 +40,9 @@ from tests.mpu.zero.test_replica_check import flip
 from tests.sampling import sampled
 from tests.saved import check_equal, stored
 from tools.explain import explain, tiny
+from tools.explainer.text import sums
+from tools.planner.cluster import Level
+from tools.planner.rank_order import Sizes, across, ledger
 from training.arguments import CheckpointConfig
 from training.config import Config
 from training.faults.monitor import FailureMonitor
@@ -337,12 +341,12 @@ class Sent:
     """A trace that adds up the bytes of a step by axis, parts of an axis with it."""
 
     def __init__(self) -> None:
-        self.bytes: Counter[str] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
         self.phases: set[tuple[str, str]] = set()
 
     def issued(self, verb: str, axis: Axis, tensor: Any, sent: int, is_async: bool, label: Any):
-        if label is not None and label.phase not in ("norm", "loss sum"):
-            self.bytes[axis.name.removesuffix("_shard").removesuffix("_replicate")] += sent
+        if label is not None:
+            self.bytes[axis.name, verb] += sent
             self.phases.add((axis.name, label.phase))
 
 
@@ -364,10 +368,9 @@ def measured(comm: Any, case: dict[str, Any]) -> dict[str, Any]:
     said = rank_memory.state(config, flats)
     said |= buffers.transient(config, pretrain_llama.model_provider, run.grid.pp.rank)
     said.pop("tied look-ups")
-    rows = traffic(config, pretrain_llama.model_provider, run.grid.pp.rank)
-    planned = Counter[str]()
-    for row in rows:
-        planned[row.axis] += row.sent
+    here = replace(config, parallel=replace(config.parallel, device="cpu"))
+    rows = traffic(here, pretrain_llama.model_provider, run.grid.pp.rank)
+    planned = {key: sent for key, (_, sent) in totals(rows).items() if key[0] != "world"}
     return {
         "memory": (run.optimizer.memory() | memory_report.transient(run.sink), said),
         "sent": (dict(sent.bytes), dict(planned)),
@@ -382,9 +385,7 @@ def test_the_dry_run_counts_its_memory_and_traffic(world: Any, fork: str, name: 
         have, said = found["memory"]
         assert have == said
         sent, planned = found["sent"]
-        counted = Counter(sent) + Counter(dp=sent["dp_cp"])
-        for axis in ("ep", "edp", "dp"):
-            assert counted[axis] == planned.get(axis, 0), axis
+        assert sent == planned
         edp = {axis for axis, phase in found["phases"] if phase == "grad sum" and "edp" in axis}
         ep = dict(case["extra"])["expert_model_parallel_size"]
         ranks = 4 // case.get("pp", 1)
@@ -397,10 +398,25 @@ def parsed(path: str, more: str = "") -> Config:
     return parse(words.split(), 4, load_model_file(path).extra_args_provider)
 
 
-def test_the_dry_run_prints_the_sums_over_edp(fork: str) -> None:
-    text = report(parsed(fork, "--zero-stage 1"), pretrain_llama.model_provider)
-    assert "edp reduce-scatter" in text and "ep  all-gather" in text
+def test_a_collective_of_a_new_kind_is_in_every_list(fork: str) -> None:
+    """The exchange of experts stands in the fork alone: a collective over ep of its layers.
+
+    The list of traffic has it as it runs on meta tensors, so the dry run, `make explain` and the
+    planner's bytes over each link have it, and the sums of gradients over edp beside it.
+    """
+    config = parsed(fork, "--zero-stage 1")
+    rows = [row for row in traffic(config, pretrain_llama.model_provider) if row.axis == "ep"]
+    assert any(row.purpose not in SMALL for row in rows)
+    text = report(config, pretrain_llama.model_provider)
+    assert re.search(r"edp +reduce-scatter", text) and re.search(r"ep +all-gather", text)
     assert "AdamW's two, a share of 1/4, of experts 1/2" in text
+    assert any(line.startswith("ep ") for line in sums({}, rows))
+    flows = ledger(config)
+    assert {flow.axis for flow in flows} >= {"ep", "edp"}
+    levels = [Level("pair", 2, 1e9, 0.0), Level("all", 0, 1e9, 0.0)]
+    over = across(ORDER, Sizes.of(config), levels, flows)
+    assert over["ep"] == [4 * sum(row.sent for row in rows), 0]  # neighbours
+    assert not over["edp"][0] and over["edp"][1]
 
 
 def explained(comm: Any, path: str, zero: int) -> tuple[bool, str]:
@@ -412,19 +428,17 @@ def explained(comm: Any, path: str, zero: int) -> tuple[bool, str]:
 
 @pytest.mark.parametrize("zero", [0, 1])
 def test_explain_lists_its_sums_over_edp(world: Any, fork: str, zero: int) -> None:
-    """Collectives over dp_cp are those of a Llama; the document has no others."""
     for equal, text in world(4).run(explained, fork, zero):
         assert equal and "DIFFERS" not in text
-        lines = text.splitlines()
+        lines = text.partition("sent in this step")[0].splitlines()
         (line,) = [line for line in lines if "layers.1.experts, layers.0.experts" in line and
                    line.startswith("  bucket")]  # fmt: skip
         assert line.endswith("summed over edp")
         number = line.split()[1].strip(":")
-        sums = [line for line in lines if "grad sum" in line and f"bucket {number} " in line]
-        assert sums and all(" edp of 2 " in line for line in sums)
+        left = [line for line in lines if "grad sum" in line and f"bucket {number} " in line]
+        assert left and all(" edp of 2 " in line for line in left)
         others = [line for line in lines if "grad sum" in line and f"bucket {number} " not in line]
         assert others and all(" dp_cp of 4 " in line for line in others)
-        assert "the document has no formula for edp" in text
 
 
 def test_explain_lists_its_gathers_at_stage_3(world: Any, fork: str) -> None:
