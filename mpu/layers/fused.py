@@ -187,6 +187,8 @@ def apply_rope(
     """
     (s, b, _), d = qkv.shape, qkv.shape[2] // (heads + 2 * groups)
     half = (rotary or d) // 2
+    if (rotary or d) % 2:
+        raise ValueError(f"apply_rope: RoPE rotates pairs, and {rotary or d} elements are odd")
     if cos.shape != sin.shape or tuple(cos.shape) not in ((s, 1, 1, half), (s, b, 1, half)):
         raise ValueError(
             f"apply_rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} of {s} tokens and "

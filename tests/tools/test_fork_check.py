@@ -5,15 +5,20 @@ The models themselves pass.
 """
 
 import pickle
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from model import llama
 from tests.tools import fork_mistakes
 from tools import fork_check
 from tools.fork_check import main
+from tools.forks import huggingface
 from tools.forks.case import Desk, Oracle
+from tools.forks.fields import logits_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
@@ -318,3 +323,41 @@ def test_a_crash_of_the_check_itself_is_a_sentence(monkeypatch, capfd):
     monkeypatch.setattr(fork_check, "row_of", crash)
     assert main(["--model", str(ROOT / "model" / "llama.py"), "--only", "one rank"]) == 1
     assert "fork-check itself failed: KeyError: 'no such row'" in capfd.readouterr().out
+
+
+@dataclass(frozen=True)
+class _Biased(llama.LlamaConfig):
+    biased: bool = False
+
+
+class _Attention(llama.Attention):
+    def __init__(self, config, ctx, recompute):
+        self.qkv_bias = config.biased
+        super().__init__(config, ctx, recompute)
+
+
+class _Block(llama.Block):
+    attention_type = _Attention
+
+
+class _Model(llama.Llama):
+    block = _Block
+
+
+def test_a_field_that_adds_a_bias_of_0_is_one_that_the_model_depends_on():
+    config, tokens = _Biased(11, 16, 8, 1, 4, 2), torch.arange(6).view(1, 6)
+    file = SimpleNamespace(Model=_Model)
+    one, two = (logits_of(file, replace(config, biased=b), tokens) for b in (False, True))
+    assert one is not None and two is not None and not torch.equal(one, two)
+
+
+def test_a_padding_token_beyond_the_vocabulary_is_no_mistake_of_the_fork():
+    """SmolLM3's own pad_token_id is 128004, whatever the size of the vocabulary."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "smollm3", vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=8,
+    )  # fmt: skip
+    assert config.pad_token_id > 11
+    maker = SimpleNamespace(library=transformers)
+    assert huggingface._Theirs.made(maker, config).config.pad_token_id is None

@@ -51,7 +51,11 @@ def model_of(file: ModelFile, config: LlamaConfig) -> Any:
 def logits_of(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> Tensor | None:
     """Return the logits of a model with these sizes, or None where there is none."""
     try:
-        return model_of(file, config)(tokens)
+        model = model_of(file, config)
+        for param in model.parameters():
+            if param.dim() == 1:  # a bias of 0 would hide a field that adds it
+                param.add_(0.1)
+        return model(tokens)
     except Exception:
         return None
 
