@@ -25,7 +25,15 @@ from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.layers.attention.backends import card_of
 from mpu.layers.attention.core import CoreAttention, one_row
-from mpu.layers.attention.exchange import BACKWARD, FORWARD, ContextExchange, Gather, Ring, in_order
+from mpu.layers.attention.exchange import (
+    BACKWARD,
+    FORWARD,
+    ContextExchange,
+    Gather,
+    Ring,
+    by_rank,
+    in_order,
+)
 from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows, joined
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
@@ -116,7 +124,8 @@ class ContextAttention(CoreAttention):
             way = Gather if self.kind == "all_gather" else Ring
             return ContextExchange.apply(q, k, v, way(self.cp, held, documents, window, kernel))
         axis, near = self.heads_axis, neighbours(held, self.heads_axis.size)
-        order = in_order(near[self.cp.rank // axis.size], q.device)
+        tokens = near[self.cp.rank // axis.size]
+        order = in_order(tokens, q.device), by_rank(tokens, q.device)
         q, k, v = heads_for_tokens(q, k, v, axis, order)
         if self.kind == "a2a":
             y = super().attend(q, k, v, packed, None, window).unflatten(2, (q.shape[2], -1))

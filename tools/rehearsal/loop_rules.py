@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SUMS = "the gradient sums"
 FED = "training/data/batch.py"
+POSTED = "mpu/pipeline/"  # it asks for the message of another micro-batch ahead
 CARRIER = "mpu/activation_offload.py"
 SETS = (*SHAPED, "zero_", "fill_", "zeros", "full", "index")  # cheap, or of a stage without layers
 PER_PART = 4  # storages that may outlive the forward of a recomputed part: its output, and tables
@@ -47,7 +48,8 @@ def grown(seen: "Rehearsed") -> Iterator[Finding]:
     for index in range(seen.first, len(seen.recorder.events)):
         event = seen.recorder.events[index]
         if type(event) is Alloc and now >= 0 and event.storage not in held:
-            lives[event.storage] = line_of(seen, event), now
+            if not (place := line_of(seen, event)).startswith(POSTED):
+                lives[event.storage] = place, now
         elif type(event) is Free:
             lives.pop(event.storage, None)
         elif type(event) is Action:
@@ -301,8 +303,8 @@ def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
                 made.pop(number, None)
         if type(event) is Launch and event.op.rpartition("::")[2] not in SETS:
             size = max((seen.recorder.sizes.get(n, 0) for n in event.written), default=0)
-            again = event.where.again and event.where.phase != "forward"  # to the region's very end
-            if size >= LARGE and held.isdisjoint(event.written) and not again:
+            # a recomputed region makes what backward alone reads in both of its runs
+            if size >= LARGE and held.isdisjoint(event.written) and not event.where.again:
                 made.update(dict.fromkeys(event.written, index))
     said = set[str]()
     for index in dict.fromkeys(made.values()):

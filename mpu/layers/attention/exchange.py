@@ -91,7 +91,7 @@ class Gather:
         attend(self.blocks.near, q, k, v, out, lse, kernel=self.kernel)
         handle.wait()
         del mine
-        every = parts.index_select(0, in_order(self.held, q.device)[0])
+        every = parts.index_select(0, in_order(self.held, q.device))
         del parts
         attend(self.blocks.far, q, *_apart(every), out, lse, kernel=self.kernel)
 
@@ -106,7 +106,7 @@ class Gather:
         found = [*block_gradients(early, dy, saved, dq, self.kernel)]
         handle.wait()
         del mine
-        order, back = in_order(self.held, q.device)
+        order, back = in_order(self.held, q.device), by_rank(self.held, q.device)
         every = parts.index_select(0, order)
         del parts
         size = every.shape[0] // self.axis.size
@@ -215,14 +215,22 @@ def _added(found: Sequence[tuple[slice, Tensor, Tensor]], dkv: Tensor) -> Tensor
     return dkv
 
 
-def in_order(held: tuple[Ranges, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indexes that put ranks' tokens, one rank after the other, in order of position,
-    and back: int64 [s] each. A copy to CUDA is asynchronous.
+def in_order(held: tuple[Ranges, ...], device: torch.device) -> Tensor:
+    """Return the index that puts ranks' tokens, one rank after the other, in order of position:
+    int64 [s]. A copy to CUDA is asynchronous.
     """
-    order, back = _in_order(held)
+    return _on(device, _in_order(held)[0])
+
+
+def by_rank(held: tuple[Ranges, ...], device: torch.device) -> Tensor:
+    """Return the index that undoes `in_order`: int64 [s]. A copy to CUDA is asynchronous."""
+    return _on(device, _in_order(held)[1])
+
+
+def _on(device: torch.device, index: Tensor) -> Tensor:
     if device.type == "cuda":
-        order, back = order.pin_memory(), back.pin_memory()
-    return order.to(device, non_blocking=True), back.to(device, non_blocking=True)
+        index = index.pin_memory()
+    return index.to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=16)
