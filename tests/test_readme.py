@@ -61,7 +61,7 @@ def test_links_lead_somewhere(name):
 
 
 OURS = "mpu|model|estimate|training|tools|benchmarks|tests|csrc|examples"
-NOT_OURS = {"training/training.py", "training/argument_utils.py"}  # Megatron-LM's, in docs/megatron.md
+NOT_OURS = {"training/training.py", "training/argument_utils.py"}  # Megatron-LM's: docs/megatron.md
 PLACEHOLDERS = {"mpu/optim/NAME.py"}
 
 
