@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,15 @@ VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 INSIDE = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep")  # axes whose collectives are in the model
 Names = dict[str, tuple[str, ...]]
 TrainStep = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class _Of(NamedTuple):
+    """Which tensor of a module."""
+
+    kind: str
+    name: str
+    module: nn.Module | nn.Parameter
+    item: int
 
 
 class Recorder:
@@ -147,22 +156,25 @@ class Recorder:
                 for kind, flat in (("weight", bucket.param_shard), ("master", master)):
                     if kind == "weight" or master.dtype != bucket.param_shard.dtype:
                         part = flat[low - bucket.low : high - bucket.low]
-                        self._part(kind, when, bucket, name, low - start, part)
+                        self._part((kind, when), bucket, name, low - start, part)
         buckets = {name: b for b in run.sink.buckets for name, _, _ in b.params}
         for name, kind, first, values in run.optimizer.named_state():
             if kind != "master":
-                self._part(kind, when, buckets[name], name, first, values)
+                self._part((kind, when), buckets[name], name, first, values)
 
     def _part(
-        self, kind: str, when: str, bucket: ParamAndGradBucket, name: str, first: int, part: Tensor
+        self, of: tuple[str, str], bucket: ParamAndGradBucket, name: str, first: int, part: Tensor
     ) -> None:
-        """Write elements [first, ...) of a flattened local parameter, or of what belongs to it."""
+        """Write elements [first, ...) of a flattened local parameter, or of what belongs to it.
+
+        of: the kind, and whether before or after the step.
+        """
         param, place = self._params[name], placement_of(self._params[name])
         _, every, _, _ = self.run.grid.data(bucket.layout.sharing.cut)
         axis = place.axis.name if place.dim is not None and place.axis.size > 1 else ""
         self.write(
-            "parameter", self.names[name][0], part, module=name, kind=kind, when=when, first=first,
-            local=list(param.shape), data=list(every.ranks), cut=axis,
+            "parameter", self.names[name][0], part, module=name, kind=of[0], when=of[1],
+            first=first, local=list(param.shape), data=list(every.ranks), cut=axis,
             sums=[axis.name for axis in place.reduce_axes if axis.size > 1],
             pieces=[[p.name, list(p.shape), p.dim, p.start, p.size, p.local]
                     for p in self._pieces[name]],
@@ -181,23 +193,15 @@ class Recorder:
         }  # fmt: skip
 
     def _activation(
-        self,
-        kind: str,
-        name: str,
-        of: Any,
-        index: int,
-        x: Tensor,
-        call: int,
-        line: str,
-        phase: str = BACKWARD,
+        self, of: _Of, x: Tensor, call: int, line: str = "", phase: str = BACKWARD
     ) -> None:
-        into = kind in (INPUT, INPUT_GRAD)
-        region = getattr(of, "takes" if into else "gives", None)
-        sections = getattr(of, "output_sections", None)
+        into = of.kind in (INPUT, INPUT_GRAD)
+        region = getattr(of.module, "takes" if into else "gives", None)
+        sections = getattr(of.module, "output_sections", None)
         cut = region == Region.TENSOR_PARALLEL and sections is not None and not into
         self.write(
-            "activation", name, x, kind=kind, phase=phase, index=index, call=call,
-            of=type(of).__name__, region=region.value if region else "", site=line,
+            "activation", of.name, x, kind=of.kind, phase=phase, index=of.item, call=call,
+            of=type(of.module).__name__, region=region.value if region else "", site=line,
             sections=sections() if cut and sections else [], **self._where(),
         )  # fmt: skip
 
@@ -211,15 +215,17 @@ class Recorder:
         for i, x in enumerate(event.tensors):
             if self._known(x) or not x.is_floating_point():
                 continue
-            self._activation(INPUT, event.name, event.of, i, x, call, line, event.phase)
+            of = _Of(INPUT, event.name, event.of, i)
+            self._activation(of, x, call, line, event.phase)
             if x.requires_grad and not isinstance(x, nn.Parameter):
-                given = (event.name, event.of, i)
-                x.register_hook(partial(self._hooked, given, call, line))
+                of = of._replace(kind=INPUT_GRAD)
+                x.register_hook(partial(self._activation, of, call=call, line=line))
 
     def _output(self, event: Event) -> None:
         line, call = self._line(), self._count(OUTPUT, event.name, event.phase)
         for i, x in enumerate(event.tensors):
-            self._activation(OUTPUT, event.name, event.of, i, x, call, line, event.phase)
+            of = _Of(OUTPUT, event.name, event.of, i)
+            self._activation(of, x, call, line, event.phase)
             self._known(x)
 
     def _known(self, x: Tensor) -> bool:
@@ -230,14 +236,10 @@ class Recorder:
         return known
 
     def _output_grad(self, event: Event) -> None:
-        # hooks of one call's outputs fire in any order; the shape and the order tell them apart
+        # hooks of one call's outputs fire in the order of the outputs: `call` tells them apart
         call = self._count(OUTPUT_GRAD, event.name, BACKWARD)
         (x,) = event.tensors
-        self._activation(OUTPUT_GRAD, event.name, event.of, 0, x, call, "")
-
-    def _hooked(self, of: tuple[str, Any, int], call: int, line: str, x: Tensor) -> None:
-        name, module, i = of
-        self._activation(INPUT_GRAD, name, module, i, x, call, line)
+        self._activation(_Of(OUTPUT_GRAD, event.name, event.of, 0), x, call)
 
     def _main_grad(self, event: Event) -> None:
         where = {k: v for k, v in self._where().items() if k in ("micro_batch", "stage")}
@@ -259,7 +261,7 @@ class Recorder:
         assert bucket.grad is not None
         for name, param, start in bucket.params:
             own = bucket.grad[start : start + param.numel()]
-            self._part("own gradient", "", bucket, name, 0, own)
+            self._part(("own gradient", ""), bucket, name, 0, own)
         go_on()
 
     def _summed(self, go_on: Callable[[], None]) -> None:
@@ -267,7 +269,7 @@ class Recorder:
         for bucket in self.run.sink.buckets:
             for name, low, high, start in bucket.owned():
                 part = bucket.grad_shard[low - bucket.low : high - bucket.low]
-                self._part("gradient", "", bucket, name, low - start, part)
+                self._part(("gradient", ""), bucket, name, low - start, part)
 
     def _updated(self, go_on: Callable[..., Any], lr: float, *rest: Any) -> Any:
         decoupled, scale = (*rest, None, None)[:2]
@@ -329,20 +331,17 @@ class Recorder:
 PHASES = {"forward", "backward", "wgrad"}
 
 
-def recorded_step(
-    run: Run,
-    batches: list[Batch],
-    lr: float,
-    decoupled_lr: float | None,
-    names: Names,
-    folder: Path,
-    train_step: TrainStep,
-    fork: str = "",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Train a step as train_step does, and record it; return what train_step returns."""
-    compute, run.compute = run.compute, None  # a CUDA graph has no modules
-    with Recorder(run, batches, names, folder, fork) as recorder:
-        loss, norm, found_inf = train_step(run, batches, lr, decoupled_lr)
-        recorder.numbers["loss"] = loss.item()
-    run.compute = compute
-    return loss, norm, found_inf
+def recorded(train_step: TrainStep, names: Names, folder: Path, fork: str = "") -> TrainStep:
+    """Return a function with the arguments of train_step that also records the step."""
+
+    def step(
+        run: Run, batches: list[Batch], lr: float, decoupled_lr: float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        compute, run.compute = run.compute, None  # a CUDA graph has no modules
+        with Recorder(run, batches, names, folder, fork) as recorder:
+            loss, norm, found_inf = train_step(run, batches, lr, decoupled_lr)
+            recorder.numbers["loss"] = loss.item()
+        run.compute = compute
+        return loss, norm, found_inf
+
+    return step

@@ -348,7 +348,7 @@ def _key(entry: Mapping[str, Any]) -> Key:
     phase, call = entry["phase"], entry["call"]
     if group == "collective":
         what = f"{entry['verb']} over {entry['axis']}"
-        return Key(group, entry["kind"], name, phase, 0, call, what)
+        return Key(group, entry["kind"], name, phase, call=call, more=what)
     return Key(group, entry["kind"], name, phase, entry["index"], call)
 
 

@@ -67,8 +67,9 @@ def said(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Verdict
     text += f"; {where}" if where and not (kind and kind.name in ("a flipped bit",)) else ""
     text += f" ({place})" if (place := _place(first, module, one)) else ""
     return Verdict(
-        text, False, name, module, first.key.kind or first.key.group, phase,
-        kind.name if kind else "", place, first.error, found.compared, left,
+        text, False, name=name, module=module, what=first.key.kind or first.key.group,
+        phase=phase, kind=kind.name if kind else "", site=place, error=first.error,
+        compared=found.compared, left_out=left,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from mpu.module_tracker import OUTPUT, Event, ModuleTracker
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
 from pretrain_llama import LlamaRun, run_schedule, train_step
-from tools.bisect.record import recorded_step
+from tools.bisect.record import recorded
 from training.config import Config
 from training.data.batch import Batch
 from training.data.context_part import context_part
@@ -241,12 +241,11 @@ def forward(run: LlamaRun) -> tuple[float, dict[str, list[float]]]:
 def step(run: LlamaRun, number: int, record: Path | None = None) -> tuple[float, float]:
     """Train a step; return the loss and the gradient's norm. record: a folder for its tensors."""
     batches, lr = batches_of(run, number), run.config.optimizer.lr
-    if record is None:
-        loss, norm, _ = train_step(run, batches, lr)
-    else:
+    take = train_step
+    if record is not None:
         file = run.config.model.model_file
-        names = load_model_file(file).hf_names(run.model)
-        loss, norm, _ = recorded_step(run, batches, lr, None, names, record, train_step, file)
+        take = recorded(train_step, load_model_file(file).hf_names(run.model), record, file)
+    loss, norm, _ = take(run, batches, lr)
     run.iteration += 1
     run.consumed += run.config.batch.global_batch_size
     return loss.item(), norm.item()
