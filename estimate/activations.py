@@ -6,11 +6,12 @@ many micro-batches are kept at once. Not counted are the buffers of collectives,
 and of the kernels.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from estimate.few_layers import profile_of
 from estimate.model_profile import ModelProvider
-from estimate.rank_profile import RankProfile, StageProfile, rank_profile
+from estimate.rank_profile import RankProfile, StageProfile
 from estimate.simulate import peak_activations
 from estimate.stages import rank_stages
 from mpu.pipeline.plan import plan
@@ -18,6 +19,8 @@ from mpu.pipeline.schedules import Schedule
 from training import batch_size
 from training.config import Config
 from training.schedule import micro_batch_counts, own_stages, schedule_of
+
+STEADY = 3  # micro-batches for each pipeline rank after which a schedule's fullest moment repeats
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,25 @@ def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankPr
     """Return what a micro-batch keeps and sends on a pipeline rank, under the run's schedule."""
     stages = rank_stages(config, provider, pp_rank)
     split = schedule_of(config, batch_size.micro_batches(config, 0)).split
-    return rank_profile(config, provider, stages, pp_rank, split)
+    return profile_of(config, provider, stages, pp_rank, split)
 
 
-def held(
-    config: Config,
-    provider: ModelProvider,
-    profile_of: Callable[[int], Sequence[StageProfile]] | None = None,
-) -> list[Held]:
+def held(config: Config, provider: ModelProvider) -> list[Held]:
     """Return what each pipeline rank keeps in a step of the run's largest batch.
 
-    profile_of: the profiles of a pipeline rank's stages, where they are known otherwise.
+    Of more micro-batches than STEADY for each pipeline rank no more are in flight at once.
     """
-    ranks = range(config.parallel.pipeline_model_parallel_size)
-    tell = profile_of or (lambda rank: profile(config, provider, rank).stages)
-    own = [tell(rank) for rank in ranks]
+    p, count = config.parallel, max(micro_batch_counts(config))
+    ranks = range(p.pipeline_model_parallel_size)
+    if not p.defer_embedding_wgrad_compute:
+        group = p.microbatch_group_size_per_virtual_pipeline_stage or len(ranks)
+        count = min(count, STEADY * max(len(ranks), group))
+    own = [profile(config, provider, rank).stages for rank in ranks]
     stages: dict[int, StageProfile] = {}
     for rank in ranks:
         stages |= zip(own_stages(config, rank), own[rank], strict=True)
     cut = [stages[number] for number in sorted(stages)]
-    schedule = schedule_of(config, max(micro_batch_counts(config)))
+    schedule = schedule_of(config, count)
     kept = peak_activations(schedule, [s.for_b for s in cut], [s.for_w for s in cut])
     away = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
     walks = [_Walk(schedule, rank, cut) for rank in ranks]

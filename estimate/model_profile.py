@@ -27,15 +27,17 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.layers.packed_seq_params import PackedSeqParams
-from mpu.param import placement_of
+from mpu.param import group_of, placement_of
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
-from mpu.zero.layout import ParamEntry, entries_of
+from mpu.zero.layout import ParamEntry, block_of, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
 from training.experts import expert_options
 from training.nccl import nccl_groups
 from training.recompute import recompute_of
+
+SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # of a module
 
 
 class StagedModel(Protocol):
@@ -99,6 +101,7 @@ class ModelProfile:
     """The number of parameters, without padding, and the FLOPs of one token's forward, by part.
 
     core: the share of each of `layers` that selective recomputation repeats (core attention).
+    alike: all layers have the same modules, parameters, settings and FLOPs.
     """
 
     parameters: int
@@ -106,6 +109,7 @@ class ModelProfile:
     layers: tuple[float, ...]
     core: tuple[float, ...]
     head: float
+    alike: bool
 
     @property
     def flops(self) -> float:
@@ -160,7 +164,34 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
             parts.append(part / length)
             cores.append(core / length)
     parameters = sum(param.numel() for _, param in built.named_parameters())
-    return ModelProfile(parameters, parts[0], tuple(parts[1:-1]), tuple(cores[1:-1]), parts[-1])
+    layers, inside = tuple(parts[1:-1]), tuple(cores[1:-1])
+    alike = len({*zip(layers, inside, strict=True)}) <= 1 and _same_blocks(built)
+    return ModelProfile(parameters, parts[0], layers, inside, parts[-1], alike)
+
+
+def _is_setting(value: Any) -> bool:
+    return all(map(_is_setting, value)) if isinstance(value, tuple) else isinstance(value, SETTINGS)
+
+
+def _same_blocks(model: StagedModel) -> bool:
+    """Return whether a model's numbered blocks are built alike: the types of their modules, the
+    names and shapes of their parameters, and each attribute that is a number, a word or a type.
+    """
+    blocks: dict[str, list[Any]] = {}
+    for name, module in model.named_modules():
+        if not (block := block_of(name)):
+            continue
+        own = [
+            (key, value if _is_setting(value) else type(value))
+            for key, value in sorted(vars(module).items())
+        ]
+        params = [
+            (key, tuple(param.shape), param.dtype, group_of(param), placement_of(param))
+            for key, param in module.named_parameters(recurse=False)
+        ]
+        blocks.setdefault(block, []).append((name[len(block) :], type(module), own, params))
+    first, *others = blocks.values() or [[]]
+    return all(other == first for other in others)
 
 
 def plannable(config: Config) -> Config:

@@ -7,14 +7,11 @@ step, estimate/traffic.py what is sent.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 
-from estimate.model_profile import (
-    ModelProvider,
-    ParameterProfile,
-    accumulate_dtype,
-    rank_parameters,
-)
+from estimate.few_layers import parameters_of
+from estimate.model_profile import ModelProvider, ParameterProfile, accumulate_dtype
 from estimate.stages import rank_stages
 from mpu.grid import DATA
 from mpu.optim.interface import rules_of, state_bytes, whole
@@ -37,7 +34,7 @@ def parameters(
 ) -> dict[str, ParameterProfile]:
     """Return the parameters of a pipeline rank by name."""
     stages = rank_stages(config, provider, pp_rank)
-    return rank_parameters(config, provider, stages, pp_rank)
+    return parameters_of(config, provider, stages, pp_rank)
 
 
 def count(parameters: Shapes) -> int:
@@ -81,14 +78,17 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
 
     Without --ddp-bucket-size the rank with most parameters sets the size of all buckets.
     """
-    p = config.parallel
-    held = [
-        [each.entry for each in parameters(config, provider, rank).values()]
-        for rank in range(p.pipeline_model_parallel_size)
-    ]
-    largest = max(sum(entry.numel for entry in entries) for entries in held)
-    size = p.ddp_bucket_size or layout.automatic_size(largest)
-    return layout.make_buckets(held[pp_rank], size, sharing(config))
+    entries = [each.entry for each in parameters(config, provider, pp_rank).values()]
+    size = config.parallel.ddp_bucket_size or layout.automatic_size(largest(config, provider))
+    return layout.make_buckets(entries, size, sharing(config))
+
+
+@lru_cache(maxsize=16)
+def largest(config: Config, provider: ModelProvider) -> int:
+    """Return the elements of the pipeline rank that has most parameters."""
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    held = [parameters(config, provider, rank).values() for rank in ranks]
+    return max(sum(each.entry.numel for each in own) for own in held)
 
 
 def state(

@@ -106,7 +106,8 @@ class RankProfile:
     stages: in the order of its chunks. uses: names of parameters in the order of their uses
     (GradientSink.acquire); gradients: in the order in which their gradients are ready. looked_up:
     parameters whose gradient comes by rows. living: for each of `gradients` the most that lives
-    from the one before until it is ready, in bytes, main gradients and weights not counted.
+    from the one before until it is ready, in bytes, main gradients and weights not counted. In a
+    pipeline uses and living may be left out.
     amaxes: bytes of the message that ends a step, for delayed scales in float8; else 0.
     """
 

@@ -76,18 +76,10 @@ def totals(rows: Iterable[Traffic]) -> Totals:
     return found
 
 
-def traffic(
-    config: Config,
-    provider: ModelProvider,
-    pp_rank: int = 0,
-    profile: RankProfile | None = None,
-) -> list[Traffic]:
-    """Return what a rank sends in a step that is not the first one.
-
-    profile: of the rank, where it is known otherwise.
-    """
+def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Traffic]:
+    """Return what a rank sends in a step that is not the first one."""
     grid = grid_of(config, pp_rank)
-    found = profile or activations.profile(config, provider, pp_rank)
+    found = activations.profile(config, provider, pp_rank)
     rows = [
         *_model(config, grid, found),
         *_messages(config, grid, found, pp_rank),

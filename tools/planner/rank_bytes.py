@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell the bytes of layouts' pipeline ranks: of many at once, and of a few as --dry-run does.
+"""Work out the bytes of layouts' pipeline ranks: of many at once, and of a few as --dry-run does.
 
-`many` measures a layer, the first stage and the last one once for each tp, on meta tensors
-(estimate/rank_profile.py), and multiplies. `exactly` is --dry-run's own arithmetic, rank by
-rank; only the profile of a stage of many layers is told from those of two and of three.
+`exactly` asks --dry-run's own functions. `many` takes state from the same arithmetic of buckets
+(mpu/zero/layout.py), with an array for the sizes of all layouts, and activations from profiles of
+a layer, the first stage and the last one, measured once for each tp (estimate/rank_profile.py).
 """
 
 import shlex
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,28 +19,23 @@ import torch
 import pretrain_llama
 from estimate import activations
 from estimate.buffers import matmul_workspaces
-from estimate.dry_run import memories
+from estimate.dry_run import memory
 from estimate.model_profile import rank_parameters
-from estimate.rank_memory import NORM_BYTES
-from estimate.rank_profile import RankProfile, StageProfile, rank_profile
-from estimate.stages import rank_stages
+from estimate.rank_memory import norm_bytes
+from estimate.rank_profile import StageProfile, rank_profile
 from mpu.optim.interface import state_bytes
 from mpu.pipeline.layout import Stage
-from mpu.zero.layout import BLOCK, automatic_size
+from mpu.zero import layout
+from mpu.zero.layout import BucketLayout, sharing_of
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
 from tools.planner.model import REST, Model, last_of_each
 from tools.planner.runs import Array, Runs
-from training import batch_size
 from training.config import Config
 from training.flags.parse import parse
 from training.optimizer import optimizer_groups
-from training.schedule import recomputed_layers, schedule_of
 
 PROVIDER = pretrain_llama.model_provider
-FEW, MORE = 2, 3  # layers from which a stage of any number is told
-SOME = 3  # layers, and one more, from which a rank without a pipeline is told
-Kinds = dict[str, float]  # bytes by kind of memory, as --dry-run names them
-BUCKETS = 2 * 40_000_000  # elements of whole gradients at ZeRO stages 2 and 3 (mpu/zero/layout.py)
+Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
 
 class Unit(NamedTuple):
@@ -131,17 +125,16 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Arra
     host: bytes of a node's host memory for activations; a layout that needs more takes infinitely.
     """
     told = np.zeros(len(found))
-    key = [(e.tp, e.recompute, e.dtype, e.offload) for e in found]
-    order = sorted(range(len(found)), key=lambda n: (key[n], found[n].pp, found[n].virtual))
-    groups = groupby(order, key=lambda n: (key[n], found[n].pp, found[n].virtual))
-    for _, members in groups:
+    key = [(e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual) for e in found]
+    order = sorted(range(len(found)), key=lambda n: key[n])
+    for _, members in groupby(order, key=lambda n: key[n]):
         at = np.array(list(members))
         told[at] = _group(model, [found[n] for n in at], runs[at], host)
     return told
 
 
 def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array:
-    """Return the bytes of layouts with the same tp, recomputation, pipeline ranks and chunks."""
+    """Return the bytes of layouts that are alike in all but cp, dp and their batches."""
     e = found[0]
     own = sizes(model.flags, e.tp)
     kind = "full" if e.recompute == "block" else e.recompute
@@ -154,13 +147,9 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     ends = first * own.embedding + last * own.head
     both = (r.tied > 0)[:, None] * first * last
     numbers = layers * own.layer + ends - both * own.head
-    shard = (r.dp * r.cp)[:, None]
-    zero = r.zero[:, None]
-    whole = np.minimum(numbers, BUCKETS) * 4
-    state = np.where(zero == 0, 18 * numbers, (6 + 12 / shard) * numbers)
-    state = np.where(zero == 2, (2 + 16 / shard) * numbers + whole, state)
-    gathered = 2 * (2 * own.layer + (own.embedding + own.head) * 0.5)
-    state = np.where(zero >= 3, 18 / shard * numbers + whole + gathered, state)
+    state = _state(model, e.zero, numbers, (r.dp * r.cp)[:, None])
+    if e.zero >= 3:
+        state = state + 2 * (2 * own.layer + (own.embedding + own.head) * 0.5)  # gathered weights
     b = (r.micro_batch / r.cp)[:, None]
     held = waiting(found, r)
     kept = held * u.layer
@@ -181,8 +170,21 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     work = np.where(last > 0, u.end_working + (b - 1) * u.end_more,
                     u.working + (b - 1) * u.more)  # fmt: skip
     told = np.asarray((state + b * (kept + u.again + logits) + work).max(1))
-    told += matmul_workspaces(model.config)
     return np.where(away > host, np.inf, told) if e.offload else told
+
+
+def _state(model: Model, zero: int, numbers: Array, shard: Array) -> Array:
+    """Return the bytes that ranks of so many numbers keep from step to step, as one bucket, and, at
+    ZeRO stages 2 and 3, those of the whole gradients of two buckets.
+    """
+    arrays: Any = {"ranks": shard, "shard": shard}
+    length: Any = numbers
+    whole = BucketLayout((), length, sharing=sharing_of("tp", 1, 2, zero)._replace(**arrays))
+    each = max(state_bytes(optimizer_groups(model.config), torch.float32).values())
+    kept: dict[str, Any] = layout.memory([whole], 2, 4, 4, state={"": each})
+    two = 8 * np.clip(numbers / 8, layout.SMALLEST, layout.LARGEST) if zero >= 2 else 0
+    total = sum(kept.values()) + norm_bytes([whole]) + matmul_workspaces(model.config)
+    return np.asarray(total + np.minimum(two, 4 * numbers))
 
 
 def waiting(found: Sequence[Layout], r: Runs) -> Array:
@@ -210,136 +212,16 @@ class Exact(NamedTuple):
 
 
 def exactly(model: Model, each: Layout) -> list[Exact]:
-    """Return the bytes of each pipeline rank, as --dry-run has them but for buckets' padding.
+    """Return the bytes of each pipeline rank, as --dry-run has them.
 
-    A pipeline is told of one data-parallel rank, and its state is shared among all by arithmetic.
+    A pipeline is asked of as few micro-batches as have its fullest moment.
     """
-    words = shlex.split(" ".join([*model.flags, each.flags()]))
-    if each.pp == 1:
-        return [_alone(parse([*words, *REST.split()], each.tp * each.cp * each.dp))]
-    few = min(each.micro_batches, 4 * each.pp)  # more are never in flight at once
-    one = replace(each, dp=1, zero=0, each=False, micro_batches=few)
-    words = shlex.split(" ".join([*model.flags, one.flags()]))
-    config = parse([*words, *REST.split()], each.tp * each.cp * each.pp)
-
-    def profiles(rank: int) -> list[StageProfile]:
-        own = rank_stages(config, PROVIDER, rank)
-        return [stage_profile(config, stage, rank, each.split) for stage in own]
-
-    held = activations.held(config, PROVIDER, profiles)
-    own, tied = sizes(model.flags, each.tp), not config.model.untie_embeddings_and_output_weights
-    shard = each.dp * each.cp if each.zero else 1
-    of_state = max(state_bytes(optimizer_groups(config), torch.float32).values())
-    told = []
-    for rank, kept in enumerate(held):
-        stages = rank_stages(config, PROVIDER, rank)
-        first, last = (any(getattr(s, end) for s in stages) for end in ("embedding", "loss"))
-        numbers = own.layer * sum(len(s.layers) for s in stages)
-        numbers += own.embedding * first + own.head * last - own.embedding * (tied and first * last)
-        kinds: Kinds = {
-            "parameters": 2 * numbers, "gradients": 4 * numbers, "masters": 4 * numbers / shard,
-            "moments": of_state * numbers / shard, "norm's index": numbers / BLOCK * NORM_BYTES,
-            "tied look-ups": 4 * own.embedding * (tied and first * last),
-            "activations": kept.activations, "logits": kept.logits,
-            "working memory": kept.working, "offloaded": kept.under_way,
-            "workspaces": matmul_workspaces(config),
-        }  # fmt: skip
-        told.append(Exact(kinds, kept.in_host))
-    return told
-
-
-def _alone(config: Config) -> Exact:
-    """Return the bytes of a rank without a pipeline: on a line in the number of layers."""
-    p, layers = config.parallel, config.model.num_layers
-    whole = Stage(0, layers, embedding=True, loss=True)
-    again = recomputed_layers(config, whole)
-    one = _numbers(config, SOME + 1) - _numbers(config, SOME)
-    largest = _numbers(config, SOME) + (layers - SOME) * one
-    size = p.ddp_bucket_size or automatic_size(largest)
-
-    names = list[str]()
-
-    def of(count: int, again: int) -> Array:
-        """Return [moments, kinds and what is in host memory], and fill names."""
-        block = p.recompute_method == "block"
-        own = replace(p, ddp_bucket_size=size)
-        own = replace(own, recompute_num_layers=again) if block else own
-        model = replace(config.model, num_layers=count)
-        asked = replace(config, model=model, parallel=own)
-        (held,) = activations.held(asked, PROVIDER)
-        every = memories(asked, PROVIDER, 0, held)
-        names[:] = every[0]
-        return np.array([[*(float(kinds[n]) for n in names), held.in_host] for kinds in every])
-
-    if layers <= SOME + 1 or (p.zero >= 2 and one < size):  # layers that share a bucket: no line
-        told = of(layers, again)
-    elif p.recompute_method != "block":
-        low = of(SOME, 0)
-        told = low + (layers - SOME) * (of(SOME + 1, 0) - low)
-    else:
-        base = of(SOME, 1)
-        plain, more = of(SOME + 1, 1) - base, of(SOME + 1, 2) - base
-        told = base + (layers - again - SOME + 1) * plain + (again - 1) * more
-    *kinds, in_host = map(float, told[told.sum(1).argmax()])
-    return Exact(dict(zip(names, kinds, strict=True)), in_host)
-
-
-def _numbers(config: Config, layers: int) -> int:
-    config = replace(config, model=replace(config.model, num_layers=layers))
-    whole = Stage(0, layers, embedding=True, loss=True)
-    found = rank_parameters(config, PROVIDER, (whole,), 0)
-    return sum(each.entry.numel for each in found.values())
-
-
-def stage_profile(config: Config, stage: Stage, rank: int, split: bool) -> StageProfile:
-    """Return what a stage keeps and sends; of many layers, from stages of FEW and MORE."""
-    total = config.model.num_layers
-
-    def of(layers: int, again: int = 0) -> StageProfile:
-        first = total - layers if stage.loss else int(not stage.embedding)
-        p = config.parallel
-        if again:
-            p = replace(p, recompute_num_layers=again)
-        part = Stage(first, first + layers, stage.embedding, stage.loss)
-        asked = replace(config, parallel=p)
-        return rank_profile(asked, PROVIDER, (part,), rank, split).stages[0]
-
-    ends = stage.embedding or stage.loss
-    rank = rank if ends else 1  # of the others one is like another
-    count, again = len(stage.layers), recomputed_layers(config, stage)
-    if total <= MORE + 1:
-        return rank_profile(config, PROVIDER, (stage,), rank, split).stages[0]
-    if count <= MORE:
-        return of(count)
-    if config.parallel.recompute_method != "block":
-        return _line(of(FEW), of(MORE), [(of(MORE), of(FEW), count - MORE)])
-    base, plain = of(FEW, 1), of(MORE, 1)
-    return _line(base, base, [(plain, base, count - again - 1), (of(MORE, 2), base, again - 1)])
-
-
-def rank_profile_of(config: Config, rank: int) -> RankProfile:
-    """Return what a pipeline rank sends, from stages of few layers where all layers are alike."""
-    several = len(set(config.parallel.cp_comm_type)) > 1 or config.float8.fp8_format is not None
-    if several or config.parallel.pipeline_model_parallel_size == 1:
-        return activations.profile(config, PROVIDER, rank)
-    split = schedule_of(config, batch_size.micro_batches(config, 0)).split
-    own = rank_stages(config, PROVIDER, rank)
-    found = tuple(stage_profile(config, stage, rank, split) for stage in own)
-    return RankProfile(found, (), (), frozenset(), (), 0)
-
-
-def _line(
-    low: StageProfile, base: StageProfile, steps: Sequence[tuple[StageProfile, StageProfile, int]]
-) -> StageProfile:
-    """Return base plus, for each step, so many times the difference of its two profiles."""
-    names = [field.name for field in fields(StageProfile) if field.name != "collectives"]
-    values = dict(zip(names, astuple(base), strict=False))
-    sent = Counter(base.collectives)
-    for more, less, times in steps:
-        for name in names:
-            values[name] += times * (getattr(more, name) - getattr(less, name))
-        for each, count in Counter(more.collectives).items():
-            sent[each] += times * count
-        for each, count in Counter(less.collectives).items():
-            sent[each] -= times * count
-    return replace(low, **values, collectives=tuple(sent.elements()))
+    few = each
+    if each.pp > 1:
+        few = replace(each, micro_batches=min(each.micro_batches, activations.STEADY * each.pp))
+    words = shlex.split(" ".join([*model.flags, few.flags(), REST]))
+    config = parse(words, each.tp * each.cp * each.dp * each.pp)
+    held = activations.held(config, PROVIDER)
+    return [
+        Exact(memory(config, PROVIDER, rank, own), own.in_host) for rank, own in enumerate(held)
+    ]

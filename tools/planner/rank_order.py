@@ -25,7 +25,7 @@ from estimate.traffic import traffic
 from mpu.grid import ORDER
 from tools.planner.cluster import Cluster, Level
 from tools.planner.model import REST, Model
-from tools.planner.rank_bytes import PROVIDER, rank_profile_of
+from tools.planner.rank_bytes import PROVIDER
 from training.config import Config
 from training.flags.parse import parse
 
@@ -87,7 +87,7 @@ def ledger(config: Config) -> list[Flow]:
     """Return what the ranks of a run send in a step, its scalars too."""
     found = Counter[tuple[str, str, int, int]](), Counter[tuple[str, str, int, int]]()
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        for row in traffic(config, PROVIDER, rank, rank_profile_of(config, rank)):
+        for row in traffic(config, PROVIDER, rank):
             if row.sent:
                 key = AXES.get(row.axis, row.axis), row.verb, rank, row.peer
                 found[0][key] += row.times

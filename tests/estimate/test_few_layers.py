@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank of many layers, worked out from stages of few, is what the whole rank is measured to be."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from estimate import few_layers
+from estimate.model_profile import model_profile, rank_parameters
+from estimate.rank_profile import rank_profile
+from estimate.stages import rank_stages
+from pretrain_llama import model_provider
+from tests.training.small_llama import read
+from training import batch_size
+from training.schedule import schedule_of
+
+SP = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap ring "
+FULL = "--recompute-granularity full --recompute-method "
+RUNS = [  # flags, ranks
+    ("--num-layers 9", 1),
+    (f"--num-layers 9 {FULL}uniform --recompute-num-layers 2", 1),
+    (f"--num-layers 14 {SP}--pipeline-model-parallel-size 2 --pipeline-schedule zb-v", 4),
+    (f"--num-layers 26 --pipeline-model-parallel-size 2 {FULL}block --recompute-num-layers 5 "
+     "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 2),
+    ("--num-layers 9 --device cuda --cpu-offload-activations --bf16", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "world"), RUNS)
+def test_the_line_is_the_whole_rank(flags, world):
+    config = read(flags, world)
+    split = schedule_of(config, batch_size.micro_batches(config, 0)).split
+    assert few_layers.alike(config, model_provider)
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        stages = rank_stages(config, model_provider, rank)
+        told = few_layers.profile_of(config, model_provider, stages, rank, split)
+        whole = rank_profile(config, model_provider, stages, rank, split)
+        for mine, other in zip(told.stages, whole.stages, strict=True):
+            assert Counter(mine.collectives) == Counter(other.collectives)
+            assert replace(mine, collectives=()) == replace(other, collectives=())
+        assert told.gradients == whole.gradients and told.looked_up == whole.looked_up
+        if config.parallel.pipeline_model_parallel_size == 1:
+            assert (told.uses, told.living) == (whole.uses, whole.living)
+        named = few_layers.parameters_of(config, model_provider, stages, rank)
+        measured = rank_parameters(config, model_provider, stages, rank)
+        assert list(named.items()) == list(measured.items())
+
+
+class Uneven:
+    """A model whose third layer has a setting of its own."""
+
+    def __call__(self, config, ctx, recompute=None, stages=None):
+        model = model_provider(config, ctx, recompute, stages)
+        for name, layer in model.layers.items():
+            layer.attention.window = 8 if name == "2" else 0
+        return model
+
+
+def test_layers_that_differ_are_measured_each():
+    config = read("--num-layers 9", 1)
+    assert model_profile(config, model_provider).alike
+    assert not model_profile(config, Uneven()).alike
