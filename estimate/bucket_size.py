@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from estimate.play import Event, link, play
 from mpu.zero.layout import (
     BLOCK,
     BucketLayout,
@@ -82,89 +83,74 @@ class Timeline:
     backward: float
 
 
-class _Link:
-    """Collectives under way, by number, on a link on which time never goes back.
+RANK = 0  # the lane of what the rank itself does; the link's follow
 
-    n > 1 that share it each go on at 2 / (n pair) of the speed that they have alone.
-    """
+
+class _Lanes:
+    """What a rank does, and the collectives that it starts, as lists for `play`."""
 
     def __init__(self, shared: bool) -> None:
-        self.shared, self.now = shared, 0.0
-        self.left = dict[int, float]()  # seconds, were it alone
-        self.pair = list[float]()
-        self.ended = dict[int, float]()
+        self.shared, self.lanes = shared, list[list[Event]]([[]])
 
-    def start(self, now: float, cost: Cost, elements: int) -> int:
-        """Start a collective; return its number."""
-        while self.left and self.now < now:
-            self._go_on(now)
-        self.now = max(self.now, now)
-        number = len(self.pair)
-        self.left[number] = cost.seconds(elements)
-        self.pair.append(cost.pair(elements))
-        return number
+    def computes(self, seconds: float) -> None:
+        self.lanes[RANK].append(Event(seconds))
 
-    def over(self, number: int) -> float:
-        """Return when a collective ends, if nothing else begins until then."""
-        while number not in self.ended:
-            self._go_on()
-        return self.ended[number]
+    def starts(self, cost: Cost, elements: int) -> tuple[int, int]:
+        """Start a collective at once where the link is shared, else behind those before it."""
+        own = self.lanes[RANK]
+        after = ((RANK, len(own) - 1),) if own else ()
+        if self.shared or len(self.lanes) == 1:
+            self.lanes.append([])
+        self.lanes[-1].append(Event(cost.seconds(elements), after, pair=cost.pair(elements)))
+        return len(self.lanes) - 1, len(self.lanes[-1]) - 1
 
-    def _go_on(self, until: float = float("inf")) -> None:
-        """Go on until the next one is over, or a moment before that."""
-        count, first = len(self.left), next(iter(self.left))
-        speed = {first: 1.0}
-        if self.shared and count > 1:
-            speed = {number: 2 / count / self.pair[number] for number in self.left}
-        following = min(speed, key=lambda number: self.left[number] / speed[number])
-        end = self.now + self.left[following] / speed[following]
-        for number, each in speed.items():
-            self.left[number] -= (min(end, until) - self.now) * each
-        self.now = min(end, until)
-        if end <= until:
-            self.ended[following] = end
-            del self.left[following]
+    def waits(self, collective: tuple[int, int]) -> None:
+        self.lanes[RANK].append(Event(0.0, (collective,)))
+
+    def end(self) -> float:
+        """Return the seconds after which the rank has done all."""
+        spans = play(self.lanes, link(RANK + 1) if self.shared else None)
+        return spans[RANK][-1][1] if spans[RANK] else 0.0
 
 
 def exposed_sums(
     buckets: Sequence[BucketLayout], time: Timeline, costs: Costs, overlap: bool
 ) -> float:
     """Return the seconds by which a backward ends later for the sums of its gradients."""
-    link, late, before, sums = _Link(costs.shared), 0.0, -1, costs.sums
-    under_way = [0] * len(buckets)  # the number of each one's last collective
+    lanes, sums = _Lanes(costs.shared), costs.sums
     begun = [0] * len(buckets)
+    under_way = dict[int, tuple[int, int]]()  # each one's last collective, in order of leaving
 
-    def begin(k: int, now: float) -> None:
-        under_way[k] = link.start(now, sums[begun[k]], buckets[k].length)
+    def begin(k: int) -> None:
+        under_way[k] = lanes.starts(sums[begun[k]], buckets[k].length)
         begun[k] += 1
 
-    def leave(k: int, now: float) -> float:
-        """Start a bucket's sum; return when the rank goes on."""
-        begin(k, now)
-        if before < 0:
-            return now
-        now = max(now, link.over(under_way[before]))
-        if begun[before] < len(sums):
-            begin(before, now)
-        return now
+    def leave(k: int) -> None:
+        """Start a bucket's sum, and go on with that of the bucket before it."""
+        before = next(reversed(under_way), -1)
+        begin(k)
+        if before >= 0:
+            lanes.waits(under_way[before])
+            if begun[before] < len(sums):
+                begin(before)
 
     ready = 0.0
     for k, bucket in enumerate(buckets):
         if not overlap or bucket.axes:
             break  # it, and all after it, leave when backward is over
-        ready = max(ready, *(time.ready[name] for name, *_ in bucket.params))
-        late = leave(k, ready + late) - ready
-        before = k
-    now = time.backward + late
-    for k in range(before + 1, len(buckets)):
-        now = leave(k, now)
-        before = k
+        at = max(ready, *(time.ready[name] for name, *_ in bucket.params))
+        lanes.computes(at - ready)
+        ready = at
+        leave(k)
+    lanes.computes(time.backward - ready)
+    for k in range(len(under_way), len(buckets)):
+        leave(k)
     for k in range(len(buckets)):
-        now = max(now, link.over(under_way[k]))
+        lanes.waits(under_way[k])
         while begun[k] < len(sums):
-            begin(k, now)
-            now = link.over(under_way[k])
-    return now - time.backward
+            begin(k)
+            lanes.waits(under_way[k])
+    return lanes.end() - time.backward
 
 
 def exposed_gathers(
@@ -173,17 +159,17 @@ def exposed_gathers(
     """Return the seconds by which a forward ends later for the gathers of updated weights."""
     if costs.gather is None:
         return 0.0
-    link, own = _Link(costs.shared), dict[int, int]()
+    lanes, own = _Lanes(costs.shared), dict[int, tuple[int, int]]()
     for k in reversed(range(len(buckets))):
-        own[k] = link.start(0.0, costs.gather, buckets[k].length)
-    over = {k: link.over(number) for k, number in own.items()}
-    if not overlap:
-        return max(over.values())
-    late = 0.0
+        own[k] = lanes.starts(costs.gather, buckets[k].length)
+    at = 0.0
     first = {k: min(time.used[name] for name, *_ in b.params) for k, b in enumerate(buckets)}
     for k in sorted(first, key=lambda k: first[k]):
-        late = max(late, over[k] - first[k])
-    return late
+        if overlap:
+            lanes.computes(first[k] - at)
+            at = first[k]
+        lanes.waits(own[k])
+    return lanes.end() - at
 
 
 def exposed(

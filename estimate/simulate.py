@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import NamedTuple
 
+from estimate.play import Event, Speeds, play
 from mpu.pipeline.plan import Message, Step, blocking_steps, last_needed, plan
 from mpu.pipeline.schedules import Action, Schedule
 
@@ -160,18 +161,20 @@ def simulate(
     costs: Costs,
     held_for_b: Sequence[float] | None = None,
     held_for_w: Sequence[float] | None = None,
+    speeds: Speeds | None = None,
 ) -> Simulation:
     """Time a schedule: each rank does its list in order and waits for inputs; sends do not block.
 
     held_for_b, held_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
     without them peaks count activations, one for each micro-batch of a stage. An F holds nothing if
-    the schedule has no backward. Raises ValueError if only one of the two is given.
+    the schedule has no backward. speeds: of ranks that slow each other down (play.py). Raises
+    ValueError if only one of held_for_b and held_for_w is given.
     """
     if (held_for_b is None) != (held_for_w is None):
         raise ValueError("simulate takes held_for_b and held_for_w, or neither")
     for_b = held_for_b or [1.0] * schedule.stages
     for_w = held_for_w or [1.0] * schedule.stages
-    timeline = Timeline(_time(schedule, costs))
+    timeline = Timeline(_time(schedule, costs, speeds))
     begins = [min((span.begin for span in spans), default=0.0) for spans in timeline.ranks]
     ends = [max((span.end for span in spans), default=0.0) for spans in timeline.ranks]
     busy = [sum(span.end - span.begin for span in spans) for spans in timeline.ranks]
@@ -189,33 +192,33 @@ def simulate(
     )
 
 
-def _time(schedule: Schedule, costs: Costs) -> tuple[tuple[Span, ...], ...]:
+def _time(schedule: Schedule, costs: Costs, speeds: Speeds | None) -> tuple[tuple[Span, ...], ...]:
     """Return when each action begins and ends."""
     cost = {"F": costs.forward, "B": costs.input_gradient, "W": costs.weight_gradient}
-    spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    ends: dict[tuple[int, Action], float] = {}
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            mine = spans[rank]
-            while len(mine) < len(actions):
-                action = actions[len(mine)]
-                source = schedule.sources[rank][len(mine)]
-                begin = mine[-1].end if mine else 0.0
-                if source:
-                    if source not in ends:
-                        break
-                    begin = max(begin, ends[source] + (costs.send if source[0] != rank else 0.0))
-                end = begin + cost[action.kind][schedule.stage(rank, action.chunk)]
-                mine.append(Span(action, begin, end))
-                ends[rank, action] = end
-                moved = True
+    places = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
+    lanes: list[list[Event]] = []
+    for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):
+        stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+        lane = list[Event]()
+        for action, source in zip(actions, sources, strict=True):
+            seconds = cost[action.kind][stages[action.chunk]]
+            if source is None:
+                lane.append(Event(seconds))
+                continue
+            sender, given = source
+            place = places[sender].get(given, len(places[sender]))  # none: it waits for ever
+            late = costs.send if sender != rank else 0.0
+            lane.append(Event(seconds, ((sender, place),), late))
+        lanes.append(lane)
+    spans = play(lanes, speeds)
     for rank, actions in enumerate(schedule.ranks):
         if len(spans[rank]) < len(actions):
             action = actions[len(spans[rank])]
             raise ScheduleError(f"rank {rank} waits for ever for the input of {action}")
-    return tuple(tuple(mine) for mine in spans)
+    return tuple(
+        tuple(Span(action, *span) for action, span in zip(actions, mine, strict=True))
+        for actions, mine in zip(schedule.ranks, spans, strict=True)
+    )
 
 
 def peak_activations(

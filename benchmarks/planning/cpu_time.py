@@ -14,9 +14,10 @@ from typing import NamedTuple
 import pretrain_llama
 from benchmarks.planning.cpu_host import Host, Product, Rates
 from estimate.model_profile import rank_parameters
+from estimate.play import cores
+from estimate.simulate import Costs, simulate
 from estimate.stages import rank_stages
 from mpu.grid import ORDER
-from mpu.pipeline.schedules import Action, Schedule
 from tools.planner.rank_order import Sizes, groups, ledger
 from training import batch_size
 from training.config import Config
@@ -156,26 +157,30 @@ def told(host: Host, config: Config) -> Told:
     beside, after, message = transfers(host, config, count)
     context = host.context.get(p.cp_comm_type[0], (0.0, 0.0)) if r.cp > 1 else (0.0, 0.0)
     layer, first, last = parts(rates, r, p.recompute_granularity == "full", context)
-    work, update = dict[tuple[int, int], Cost](), 0.0
+    work, update = dict[int, Cost](), 0.0
     for rank in range(width):
-        stages = rank_stages(config, PROVIDER, rank)
-        one = (rates.micro_batch / width + beside[rank]) / len(stages)
-        for chunk, stage in enumerate(stages):
+        held_stages = rank_stages(config, PROVIDER, rank)
+        one = (rates.micro_batch / width + beside[rank]) / len(held_stages)
+        for chunk, stage in enumerate(held_stages):
             cost = Cost(one / 3, 2 * one / 3, 0.0).plus(layer, len(stage.layers))
             cost = cost.plus(first, float(stage.embedding)).plus(last, float(stage.loss))
-            work[rank, chunk] = cost
-        held = rank_parameters(config, PROVIDER, tuple(stages), rank)
+            work[schedule.stage(rank, chunk)] = cost
+        held = rank_parameters(config, PROVIDER, tuple(held_stages), rank)
         numbers = sum(each.entry.numel for each in held.values())
         shard = p.gradient_ranks if p.zero else 1
         own = rates.call("update", r.dtype, numbers / shard) + rates.step
-        own += rates.step_layer * sum(len(stage.layers) for stage in stages)
+        own += rates.step_layer * sum(len(stage.layers) for stage in held_stages)
         update = max(update, own)
     crowd = max(1.0, ranks / host.cores) * host.slower(ranks)
-    body = shared(schedule, work, host.cores, ranks // width, message, host.slower(ranks))
+    stages = [[work[n][part] for n in range(schedule.stages)] for part in range(3)]
+    body = simulate(
+        schedule, Costs(*stages, message),
+        speeds=cores(host.cores, ranks // width, host.slower(ranks)),
+    ).step  # fmt: skip
     compute = count * max(
-        sum(sum(cost) for (rank, _), cost in work.items() if rank == n) - beside[n]
+        sum(sum(work[schedule.stage(n, chunk)]) for chunk in range(schedule.chunks)) - beside[n]
         for n in range(width)
-    )  # fmt: skip
+    )
     sums = max(after)
     step = body + (sums + update) * crowd
     return Told(step, compute * crowd, count * max(beside) * crowd, sums * crowd, update * crowd)
@@ -197,47 +202,3 @@ def transfers(host: Host, config: Config, count: int) -> tuple[list[float], list
         else:
             after[flow.pp_rank] += one * flow.calls
     return beside, after, message
-
-
-def shared(
-    schedule: Schedule, work: dict[tuple[int, int], Cost], cores: int, each: int, message: float,
-    slower: float = 1.0,
-) -> float:  # fmt: skip
-    """Return the end of a schedule whose ranks share cores.
-
-    work: seconds of each (pipeline rank, chunk), where a rank has its threads to itself.
-    each: ranks of the world at a pipeline rank, which work together. message: seconds until a
-    message is there. slower: what sharing costs, of Host.slower.
-    """
-    at = [0] * len(schedule.ranks)
-    ends: dict[tuple[int, Action], float] = {}
-    left: dict[int, float] = {}
-    now = 0.0
-    while True:
-        waits = []
-        for rank, actions in enumerate(schedule.ranks):
-            if rank in left or at[rank] == len(actions):
-                continue
-            source, action = schedule.sources[rank][at[rank]], actions[at[rank]]
-            ready = 0.0
-            if source:
-                if source not in ends:
-                    continue
-                ready = ends[source] + (message if source[0] != rank else 0.0)
-            if ready > now + 1e-12:
-                waits.append(ready)
-                continue
-            left[rank] = work[rank, action.chunk]["FBW".index(action.kind)]
-        if not left and not waits:
-            assert all(n == len(a) for n, a in zip(at, schedule.ranks, strict=True))
-            return now
-        running = each * len(left)
-        speed = 1.0 if running <= cores else cores / running / slower
-        step = min([seconds / speed for seconds in left.values()] + [w - now for w in waits])
-        now += step
-        for rank in list(left):
-            left[rank] -= step * speed
-            if left[rank] <= 1e-12:
-                del left[rank]
-                ends[rank, schedule.ranks[rank][at[rank]]] = now
-                at[rank] += 1

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from estimate.play import Event, cores, link, play
 from estimate.simulate import (
     Costs,
     ScheduleError,
@@ -15,7 +16,7 @@ from estimate.simulate import (
     validate,
 )
 from mpu.pipeline.plan import Message, Step, last_needed, plan
-from mpu.pipeline.schedules import NAMES, Action, Schedule, build, forward_only
+from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, forward_only
 
 F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW")
 
@@ -337,3 +338,31 @@ def test_a_schedule_that_sticks_is_not_timed():
     ranks = ((F(0), B(0), W(0), F(1), B(1), W(1)), (F(1), F(0), B(0), W(0), B(1), W(1)))
     with pytest.raises(ScheduleError, match="rank 0 waits for ever for the input of B chunk 0"):
         simulate(Schedule("circle", ranks, 2), Costs([1, 1], [1, 1], [1, 1]))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "gpipe"])
+def test_ranks_that_share_cores_take_turns(name):
+    """With a core each they do not slow each other; with fewer, the cores are shared evenly."""
+    schedule = build(name, 4, 8, CHUNKS[name])
+    each = [[part] * schedule.stages for part in (1.0, 1.5, 0.75)]
+
+    def step(count, threads=1, slower=1.0, send=0.0):
+        return simulate(schedule, Costs(*each, send), speeds=cores(count, threads, slower)).step
+
+    alone = simulate(schedule, Costs(*each, 0.25))
+    assert step(4, send=0.25) == pytest.approx(alone.step)
+    assert step(4, slower=1.5) == pytest.approx(simulate(schedule, Costs(*each)).step)
+    busy = 3.25 * 8 * schedule.chunks * 4
+    assert busy / 2 <= step(2) + 1e-9 and step(2) <= busy  # at best both cores always work
+    assert step(1) == pytest.approx(busy)
+    assert step(1, threads=2, slower=1.5) == pytest.approx(2 * 1.5 * busy)
+
+
+def test_events_of_lanes_wait_for_each_other_and_share():
+    lanes = [[Event(2.0), Event(1.0, ((1, 0),), 0.5)], [Event(3.0), Event(1.0)], [Event(4.0)]]
+    assert play(lanes) == [[(0, 2), (3.5, 4.5)], [(0, 3), (3, 4)], [(0, 4)]]
+    # two of three share a link of which one alone uses 3 / 4: each goes on at 2 / 3 until 4.5
+    on_link = [[Event(5.0)], [Event(3.0, pair=1.5)], [Event(4.0, pair=1.5)]]
+    assert play(on_link, link(1)) == [[(0, 5)], [(0, 4.5)], [(0, pytest.approx(5.5))]]
+    for speeds in (None, cores(9)):
+        assert play([[Event(1.0, ((1, 0),))], [Event(1.0, ((0, 0),))]], speeds) == [[], []]

@@ -5,9 +5,7 @@ import pytest
 
 from benchmarks.plan_cpu import CASES, Case
 from benchmarks.planning.cpu_host import Host, HostError, Product, Rates
-from benchmarks.planning.cpu_time import Cost, Rank, shared, told
-from estimate.simulate import Costs, simulate
-from mpu.pipeline import schedules
+from benchmarks.planning.cpu_time import Rank, told
 
 KERNELS = ("norm_forward", "norm_backward", "rope", "swiglu_forward", "swiglu_backward",
            "attention_forward", "attention_backward", "softmax_stats", "softmax_gradient",
@@ -57,22 +55,6 @@ def test_transfers_are_counted_and_share_cores() -> None:
     sharing = Case("tiny", "fp32", 4, "--zero-stage 1 --micro-batch-size 2")
     of_four = told(many, sharing.config()).step - told(host_of(), sharing.config()).step
     assert of_four == pytest.approx(2 * calls)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "gpipe"])
-def test_with_a_core_for_each_rank_it_is_the_simulation(name: str) -> None:
-    schedule = schedules.build(name, 4, 8, schedules.CHUNKS[name])
-    cost = Cost(1.0, 1.5, 0.75)
-    work = {(rank, chunk): cost for rank in range(4) for chunk in range(schedule.chunks)}
-    each = [[part] * schedule.stages for part in cost]
-    expected = simulate(schedule, Costs(*each, 0.25)).step
-    assert shared(schedule, work, 4, 1, 0.25) == pytest.approx(expected)
-    busy = sum(cost) * 8 * schedule.chunks * 4
-    crowded = shared(schedule, work, 2, 1, 0.0)
-    assert busy / 2 <= crowded + 1e-9 and crowded <= busy  # at best both cores always work
-    assert shared(schedule, work, 1, 1, 0.0) == pytest.approx(busy)
-    assert shared(schedule, work, 4, 1, 0.0, 1.5) == shared(schedule, work, 4, 1, 0.0)
-    assert shared(schedule, work, 1, 2, 0.0, 1.5) == pytest.approx(2 * 1.5 * busy)
 
 
 def test_a_matmul_that_was_not_measured_has_the_nearest_ones_rate() -> None:
