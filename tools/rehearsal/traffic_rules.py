@@ -86,64 +86,73 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
 
 
 def unlike_layers(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the layers that send another number of bytes over tp than their class does, and the
-    sums of the loss and of scales that are left out.
+    """Yield the layers that send another number of bytes over tp than SENDS says of their class.
 
     The estimate measures what the model sends, so a sum that the model leaves out is missing there,
-    too. What a layer's class sends is written in SENDS.
+    too.
     """
-    tp, model, p = seen.grid.tp, seen.run.model, seen.config.parallel
+    tp, model, config = seen.grid.tp, seen.run.model, seen.config
     if not is_own_llama(seen) or tp.size == 1:
         return
+    events = seen.recorder.events
     names = {id(module): name for name, module in model.named_modules()}
     sent, at, first = Counter[Purpose](), dict[Purpose, list[int]](), dict[Purpose, int]()
-    of_axes = Counter[Purpose]()
-    for index in range(seen.first, len(seen.recorder.events)):
-        event = seen.recorder.events[index]
-        if type(event) is Transfer and (purpose := purpose_of(event)) is not None:
-            of_axes[purpose] += event.sent
-            if event.axis == "tp" and event.where.phase != "recompute":
-                name = names.get(id(seen.recorder.asked.get(event.id)), event.where.layer)
-                sent[name, purpose[1]] += event.sent
-                at.setdefault((name, purpose[1]), []).append(index)
-        elif type(event) is Launch and (event.flops or "embedding" in event.op):
-            if event.where.phase != "recompute":
-                phase = "forward" if event.where.phase == "forward" else "backward"
-                first.setdefault((event.where.layer, phase), index)
-    tokens = seen.micro_batches * seen.config.batch.micro_batch_size * seen.config.model.seq_length
-    tokens //= p.context_parallel_size
-    split = schedule_of(seen.config, seen.micro_batches).split
-    for name, module in model.named_modules():
-        kind = next((one for one in type(module).__mro__ if one in SENDS), None)
-        fused = p.fused_linear_cross_entropy and getattr(module, "output_layer", False)
-        if kind is None or fused:  # what is fused calls no layer
+    for index in range(seen.first, len(events)):
+        event = events[index]
+        if not isinstance(event, (Launch, Transfer)) or event.where.phase == "recompute":
             continue
-        width = placement_of(module.weight).shape[kind is not RowParallelLinear]  # type: ignore[arg-type]
-        part = tokens * width * seen.config.run.dtype.itemsize * (tp.size - 1) // tp.size
-        narrow = isinstance(getattr(module, "recipe", None), Float8)
+        phase = "forward" if event.where.phase == "forward" else "backward"
+        if isinstance(event, Launch):
+            if event.flops or "embedding" in event.op:
+                first.setdefault((event.where.layer, phase), index)
+        elif event.axis == "tp" and (purpose := purpose_of(event)) is not None:
+            key = names.get(id(seen.recorder.asked.get(event.id)), event.where.layer), purpose[1]
+            sent[key] += event.sent
+            at.setdefault(key, []).append(index)
+    tokens = seen.micro_batches * config.batch.micro_batch_size * config.model.seq_length
+    tokens //= config.parallel.context_parallel_size
+    split = schedule_of(config, seen.micro_batches).split
+    for name, module in model.named_modules():
+        kind: Any = next((one for one in type(module).__mro__ if one in SENDS), None)
+        fused = config.parallel.fused_linear_cross_entropy
+        if kind is None or (fused and getattr(module, "output_layer", False)):
+            continue  # what is fused calls no layer
+        width = placement_of(module.weight).shape[kind is not RowParallelLinear]
+        part = tokens * width * config.run.dtype.itemsize * (tp.size - 1) // tp.size
         for phase, times in zip(("forward", "backward"), SENDS[kind][model.ctx.sp], strict=True):
             found, least = sent[name, phase], times * part
             most = least + part * (split and phase == "backward" and kind is RowParallelLinear)
-            if narrow:  # gathers are of bytes
+            if isinstance(getattr(module, "recipe", None), Float8):  # what is gathered is narrower
                 least, most = min(found, least) or least, max(found, most)
-            slack = ROUNDING * max(len(at.get((name, phase), ())), 1)
+            indices = at.get((name, phase), [])
+            slack = ROUNDING * max(len(indices), 1)
             if least - slack <= found <= most + slack:
                 continue
-            indices = at.get((name, phase), [])
             words = f"{name} sends {found:,} bytes over tp in {phase} of a step; a "
             words += f"{kind.__name__} of its size sends {least:,}"
-            lines = indices if found > most else [first.get((name, phase), -1), *indices]
-            lines = [i for i in lines if i >= 0]
-            place = seen.recorder.events[lines[0]].where.place if lines else beginning(kind.forward)  # type: ignore[union-attr]
-            yield Finding("traffic", place, words, "", lines_of_all(seen, lines))
-    needed = [("tp", "softmax")] if any(stage.loss for stage in model.stages) else []
+            if found < most and (name, phase) in first:
+                indices = [first[name, phase], *indices]
+            one: Any = events[indices[0]] if indices else None
+            place = one.where.place if one else beginning(kind.forward)
+            yield Finding("traffic", place, words, "", lines_of_all(seen, indices))
+
+
+def left_out(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield whether the loss is not summed over tp, or scales of float8 are not agreed on."""
+    model, needed = seen.run.model, list[Purpose]()
+    if not is_own_llama(seen):
+        return
+    if seen.grid.tp.size > 1 and any(stage.loss for stage in model.stages):
+        needed.append(("tp", "softmax"))
     for module in model.modules():
         recipe = getattr(module, "recipe", None)
         if isinstance(recipe, Float8) and recipe.slot is None:
-            needed += [(axis.name, "scales") for axis in recipe.shared("x", module.cuts["x"])]  # type: ignore[index]
-    needed = list(dict.fromkeys(needed))
-    for purpose in needed:
-        if not of_axes[purpose]:
+            cut: Any = getattr(module, "cuts", None)
+            needed += [(axis.name, "scales") for axis in recipe.shared("x", cut["x"])]
+    events = seen.recorder.events[seen.first :]
+    done = {purpose_of(event) for event in events if type(event) is Transfer}
+    for purpose in dict.fromkeys(needed):
+        if purpose not in done:
             words = f"nothing is sent over {purpose[0]} in a step, purpose {purpose[1]}"
             yield Finding("traffic", beginning_of(seen, *purpose), words, "", ())
 
