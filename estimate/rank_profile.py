@@ -42,6 +42,8 @@ from estimate.storages import Live, Saved
 from mpu.activation_offload import Offload
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
+from mpu.layers.linear import use_overlap
+from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.layout import Stage
 from training.config import Config
 from training.recompute import recompute_of
@@ -140,6 +142,8 @@ def _rank_profile(
         config, provider, stages, pp_rank,
         sink=sink, queue=queue, trace=trace, recompute=again,
     )  # fmt: skip
+    assert isinstance(model, nn.Module)
+    use_overlap(model, overlap_of(config))
     sink.names = {param: name for name, param in model.named_parameters()}
     trace.names = {module: name for name, module in model.named_modules()}
     with MetaAttention(flash_attention), MetaOperations(), meta_kernels():
@@ -157,6 +161,17 @@ def _rank_profile(
         sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
         tuple(axis.name for axes in model.ctx.auxiliary_losses.sums for axis in axes),
     )
+
+
+def overlap_of(config: Config) -> OverlapMap:
+    """Return how tp's transfers travel in a profile: by messages where the flags ask for a ring,
+    which is also how rows of float8 travel on GPUs under `symmetric`; else by collectives. What
+    `auto` chooses is not known before the run.
+    """
+    p = config.parallel
+    low = config.float8.fp8_format is not None and p.device != "cpu"
+    ring = p.tp_comm_overlap == "ring" or (p.tp_comm_overlap == "symmetric" and low)
+    return OverlapMap("ring" if ring else "none")
 
 
 class _Run:
