@@ -159,7 +159,9 @@ def _rank_profile(
         frozenset(sink.looked_up),
         tuple(sink.living),
         sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
-        tuple(axis.name for axes in model.ctx.auxiliary_losses.sums for axis in axes),
+        auxiliary=tuple(
+            axis.name for axes in model.ctx.auxiliary_losses.sums for axis in axes
+        ),
     )
 
 
