@@ -30,6 +30,7 @@ def run_cases(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[s
     return [run_layout(comm, case, steps) for case in cases]
 
 
+@pytest.mark.prove
 def test_five_steps_are_the_twins(world: Any) -> None:
     layouts = [dict(dp=2, ep=2, zero=1, dispatch="alltoall"), dict(tp=2, sp=True, ep=2)]
     for case in (RUN | each for each in layouts):
@@ -100,6 +101,7 @@ def choices(comm: Any, cases: list[dict[str, Any]]) -> list[dict[int, torch.Tens
     return found
 
 
+@pytest.mark.prove
 def test_every_layout_makes_the_same_choices(world: Any) -> None:
     """In fp64, where no score hangs on rounding."""
     layouts = [dict(dp=4), dict(dp=4, ep=2), dict(dp=4, ep=4, dispatch="alltoall"),
