@@ -144,7 +144,7 @@ def bisect(
         found.same, found.sentence = True, f"no step differs up to step {last}"
         return found
     found.step = step
-    replay(a, b, step, may, work, found, limit)
+    replay(a, b, may, found, work, limit)
     return found
 
 
@@ -170,10 +170,10 @@ def start_of(a: Named, b: Named, step: Step) -> tuple[Path | None, int]:
     return (saves[last], last) if last else (None, 0)
 
 
-def replay(
-    a: Named, b: Named, step: Step, may: Allowed, work: Path, found: Outcome, limit: float
-) -> None:
-    """Make a step of both sides again, recorded, and compare."""
+def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: float) -> None:
+    """Make the step that was found again on both sides, recorded, and compare."""
+    step = found.step
+    assert step is not None
     differ = f"{step.text}; flags that differ: {flags(found)}" if found.settings else step.text
     for side in (a, b):
         if side.program is None:
@@ -197,16 +197,14 @@ def replay(
         records.append(folder / "record")
     may = replace(may, begins=iteration == step.iteration - 1 or may.exact)
     found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
-    found.sentence = conclude(a, b, step, found, differ, records)
+    found.sentence = conclude(a, b, found, differ, records)
     found.same = not step.what and found.verdict.same
 
 
-def conclude(
-    a: Named, b: Named, step: Step, found: Outcome, differ: str, records: Sequence[Path]
-) -> str:
+def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[Path]) -> str:
     """Return the sentence of both: which step, and which tensor."""
-    verdict = found.verdict
-    assert verdict is not None
+    verdict, step = found.verdict, found.step
+    assert verdict is not None and step is not None
     if not verdict.same:
         return f"{differ}. Made again from {found.start}, {verdict.sentence}"
     if not step.what:

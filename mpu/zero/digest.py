@@ -12,11 +12,13 @@ and Szegedy 1996; signs that are products of two are the sketch of Braverman et 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpu import native
 from mpu.comm.collectives import all_reduce, gather_bytes
 from mpu.comm.transport import Label
 from mpu.grid import Grid
@@ -161,17 +163,11 @@ class StateDigest:
             rows = 1
             if low == begin and high - low == cut.width:  # as many whole rows as there are
                 rows = min(cut.rows - row, 1 + (end - high) // cut.stride)
-                rows = min(rows, max(1, AT_ONCE // cut.width))
             size = (rows, high - low)
             x = values.as_strided(size, (cut.stride, 1), values.storage_offset() + low - first)
             by_row = self._key(at, "row", cut.row + row, rows)
             by_column = self._key(at, "column", cut.column + low - begin, high - low)
-            exact[at, kind] += (_dot(x.view(WIDTHS[x.element_size()]), by_column) * by_row).sum()
-            sums = sketch[at, kind]
-            sums[0] += torch.linalg.vector_norm(x, dim=1).double().square().sum()
-            for i in range(SIGNS):
-                signed = (x @ signs(by_column, i, x.dtype)).double()
-                sums[1 + i] += (signed * signs(by_row, i, torch.float64)).sum()
+            add(x, by_row, by_column, exact[at, kind], sketch[at, kind])
             row += rows
 
     def _key(self, number: int, which: str, first: int, count: int) -> Tensor:
@@ -180,6 +176,36 @@ class StateDigest:
             made = keys(f"{self.names[number]}/{which}", first, count, self.device)
             self._keys[number, which, first, count] = made
         return made
+
+
+def add(x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor) -> None:
+    """Add rows x [n, m] with keys by_row [n], by_column [m] to an exact sum and to a sketch's.
+
+    sums [3]: of the squares, then with signs. fp32 and fp64 on a CPU go through csrc/digest.cpp.
+    """
+    library, kind = native.load(), (torch.float32, torch.float64)
+    if library is None or x.is_cuda or x.dtype not in kind or not hasattr(library, "weft_digest"):
+        for low in range(0, len(x), max(1, AT_ONCE // x.shape[1])):
+            part = slice(low, low + max(1, AT_ONCE // x.shape[1]))
+            _add_by_torch(x[part], by_row[part], by_column, exact, sums)
+        return
+    columns = [signs(by_column, i, x.dtype) for i in range(SIGNS)]
+    tensors = (x, by_row, by_column, *columns, exact, sums)
+    sizes = (*x.shape, x.stride(0))
+    library.weft_digest(
+        c_int64(kind.index(x.dtype)), c_int64(1), *(c_void_p(t.data_ptr()) for t in tensors),
+        *map(c_int64, sizes),
+    )  # fmt: skip
+
+
+def _add_by_torch(
+    x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor
+) -> None:
+    exact += (_dot(x.view(WIDTHS[x.element_size()]), by_column) * by_row).sum()
+    sums[0] += torch.linalg.vector_norm(x, dim=1).double().square().sum()
+    for i in range(SIGNS):
+        signed = (x @ signs(by_column, i, x.dtype)).double()
+        sums[1 + i] += (signed * signs(by_row, i, torch.float64)).sum()
 
 
 def _dot(bits: Tensor, key: Tensor) -> Tensor:

@@ -69,6 +69,14 @@ def value_of(argv: Sequence[str], flag: str) -> str | None:
     return found
 
 
+def is_folder(path: Path) -> bool:
+    """Return whether there is such a folder; a command line is too long for a name."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def named(
     letter: str, text: str, tree: Path, ranks: int | None, work: Path, like: "Named | None" = None
 ) -> Named:
@@ -77,7 +85,7 @@ def named(
     like: the other side, whose flags are taken where the text is empty. Raises ValueError.
     """
     folder = Path(text)
-    if text and folder.is_dir():
+    if text and is_folder(folder):
         lines = read(folder)
         side = Named(letter, text, None, lines, folder)
         argv = lines.command_line

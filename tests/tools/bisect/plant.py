@@ -18,9 +18,10 @@ from typing import Any
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[3]))
 
-import pretrain_llama  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+
+import pretrain_llama  # noqa: E402
 
 Plant = dict[str, Any]
 PLANTS: dict[str, Callable[..., None]] = {}
@@ -302,8 +303,8 @@ def loaded(plant: Plant) -> None:
             for name, low, high, _ in bucket.owned():
                 part = slice(low - bucket.low, high - bucket.low)
                 if name == plant["name"]:
-                    for flat in {id(t): t for t in (bucket.param_shard,
-                                                    self.optimizer.masters[i])}.values():  # fmt: skip
+                    flats = (bucket.param_shard, self.optimizer.masters[i])
+                    for flat in {t.data_ptr(): t for t in flats}.values():
                         x = flat.detach()[part]
                         x.copy_(how(plant, x))
         self.optimizer.sink.gather_weights()

@@ -111,12 +111,14 @@ PLANTED: dict[str, Planted] = {
     "flip gradient": Planted("flipped bit", 4, r"summed gradient of .*layers\.0.*down_proj", plant={
         "what": "change gradient", "name": "layers.0.mlp.down.weight", "step": 4, "element": 11,
         "bit": 29}),
-    "flip gradient, dp": Planted("flipped bit", 2, "summed gradient of lm_head", ranks=(2, 2), plant={
-        "what": "change gradient", "name": "head.weight", "step": 2, "element": 3, "bit": 24}),
+    "flip gradient, dp": Planted("flipped bit", 2, "summed gradient of lm_head", ranks=(2, 2),
+                                 plant={"what": "change gradient", "name": "head.weight",
+                                        "step": 2, "element": 3, "bit": 24}),
     "flip token": Planted("flipped bit", 5, r"the batch \(tokens\).*sample 6.*token 9", plant={
         "what": "token", "row": 6, "position": 9, "bit": 2, "step": 5}),
     "flip token, dp": Planted("flipped bit", 3, r"the batch \(tokens\).*sample 2", ranks=(2, 2),
-                              plant={"what": "token", "row": 2, "position": 0, "bit": 0, "step": 3}),
+                              plant={"what": "token", "row": 2, "position": 0, "bit": 0,
+                                     "step": 3}),
     # data
     "labels moved": Planted("batch", 3, r"the batch \(labels\)", plant={
         "what": "labels", "row": 1, "step": 3}),
@@ -153,7 +155,8 @@ PLANTED: dict[str, Planted] = {
     "decay at a step": Planted("learning rate", 3, "the update.*decay", plant={
         "what": "decay", "factor": 3.0, "step": 3}),
     # one call of one module
-    "dropout": _module("layers.1.mlp", 3, "dropout", p=0.1, says=r"what layers\.1\.mlp \(MLP\) gives.*another random draw"),
+    "dropout": _module("layers.1.mlp", 3, "dropout", p=0.1,
+                       says=r"what layers\.1\.mlp \(MLP\) gives.*another random draw"),
     "dropout of attention": _module("layers.0.attention", 2, "dropout", p=0.3),
     "dropout, pp": _module("layers.3.mlp", 2, "dropout", p=0.2, base=PP, ranks=(2, 2)),
     "rounding": _module("layers.2.attention.proj", 3, "round"),
@@ -174,7 +177,8 @@ PLANTED: dict[str, Planted] = {
                            TP, 2),
     "a sum over tp twice": _sum("tp", "all_reduce", 2, "twice",
                                 r"layers\.0\.attention\.proj.*2 times", TP, 2),
-    "no sum over tp, SP": _sum("tp", "reduce_scatter", 3, "left out", r"layers\.0\.mlp\.down", SP, 2),
+    "no sum over tp, SP": _sum("tp", "reduce_scatter", 3, "left out", r"layers\.0\.mlp\.down",
+                               SP, 2),
     "gradients not over dp": _gradients("layers.1.mlp.down.weight", "only", [],
                                         "down_proj.*not over dp", "", 2),
     "gradients over dp, not cp": _gradients("layers.2.mlp.down.weight", "only", ["dp"],
@@ -194,7 +198,8 @@ PLANTED: dict[str, Planted] = {
                                  plant={"what": "message", "step": 3}),
     # commits
     "a commit of the block": _edit("model/llama.py", "return h + self.mlp(x)",
-                                   "return h + 1.01 * self.mlp(x)", 1, r"layers\.0 \(Block\) gives"),
+                                   "return h + 1.01 * self.mlp(x)", 1,
+                                   r"layers\.0 \(Block\) gives"),
     "a commit of the loss": _edit("model/llama.py", "return self.loss(h, labels.t()).t()  # [b, s]",
                                   "return (self.loss(h, labels.t()) + 0.1).t()", 1, "the model"),
     "a commit of the MLP, tp": _edit("model/llama.py", MLP,
@@ -261,8 +266,8 @@ class Bench:
         if (flags, ranks) not in self.made:
             folder = self.work / f"base-{len(self.made)}"
             argv = (*BASE.split(), *flags.split())
-            more = ["--log-json", f"{folder}/log.jsonl", "--log-digests", "1", "--log-interval", "1",
-                    "--save", f"{folder}/saved", "--save-interval", "3"]  # fmt: skip
+            more = f"--log-json {folder}/log.jsonl --log-digests 1 --log-interval 1".split()
+            more += f"--save {folder}/saved --save-interval 3".split()
             run(Program(ROOT, ROOT / "pretrain_llama.py", argv, ranks), folder, more)
             self.made[flags, ranks] = folder
         return self.made[flags, ranks]
@@ -351,8 +356,9 @@ def main(words: list[str]) -> None:
     equal = [result for kind, result in rows if kind == "equal"]
     both = sum(r.step and r.operation for r in planted)
     kinds = len({kind for kind, _ in rows} - {"equal"})
-    print(f"{both} of {len(planted)} planted differences of {kinds} kinds: step and operation right")
-    print(f"{sum(r.step for r in planted)} steps right, {sum(r.operation for r in planted)} operations")
+    steps, operations = (sum(r[i] for r in planted) for i in range(2))
+    print(f"{both} of {len(planted)} differences of {kinds} kinds: step and operation right")
+    print(f"{steps} steps right, {operations} operations right")
     print(f"{sum(r.step for r in equal)} of {len(equal)} equal pairs: nothing is named")
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from model.load import load_model_file
+from mpu import native
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.zero.digest import KINDS, StateDigest, keys, signs
+from mpu.zero.digest import KINDS, StateDigest, add, keys, signs
 from pretrain_llama import build
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
@@ -69,6 +70,20 @@ def test_a_digest_is_the_sum_that_the_page_says():
     want = [rows.double().norm(), signed.sum()]
     assert torch.allclose(sketch[number, 1, [0, 2]], torch.stack(want), rtol=1e-6)
     assert all(key % 2 for key in (*row, *column)) and len({*row, *column}) == 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_library_and_torch_digest_alike(dtype, monkeypatch):
+    x = torch.randn(70, 33, dtype=dtype)[:, 3:]  # rows that do not touch
+    rows, columns = keys("a", 5, 70, x.device), keys("b", 0, 30, x.device)
+    found = []
+    for library in (native.load(), None):
+        monkeypatch.setattr(native, "load", lambda library=library: library)
+        exact, sums = torch.ones((), dtype=torch.int64), torch.zeros(3, dtype=torch.float64)
+        add(x, rows, columns, exact, sums)
+        found.append((exact, sums))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.allclose(found[0][1], found[1][1], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("bit", [0, 22, 31])
