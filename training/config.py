@@ -22,6 +22,7 @@ from training.arguments import (
     GpuConfig,
     LogConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     RehearseConfig,
@@ -35,7 +36,7 @@ class UsageError(ValueError):
 
 # The settings that define a run's numbers, but for those of `changes_numbers=False`. Layout, output
 # paths and logging do not.
-_MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
+_MATHEMATICS = ("model", "moe", "batch", "optimizer", "data", "run.seed", "run.dtype")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Config:
     gpu: GpuConfig = field(default_factory=GpuConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     extra: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
     given: tuple[str, ...] = field(default=(), compare=False)
@@ -67,9 +69,10 @@ class Config:
     def expert_model_parallel_size(self) -> int:
         """Return the ranks of the axis ep, 0 where the model has no experts.
 
-        A fork's own flag of this name sets it (docs/forking.md).
+        A fork's own flag of this name may set it (docs/forking.md).
         """
-        return int(dict(self.extra).get("expert_model_parallel_size", 0))
+        own = self.parallel.expert_model_parallel_size if self.moe.experts else 0
+        return int(dict(self.extra).get("expert_model_parallel_size", own))
 
     def flat(self) -> dict[str, Any]:
         """Return every setting under its dotted name ("model.hidden_size"), in JSON's types."""

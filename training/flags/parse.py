@@ -20,6 +20,7 @@ from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import (
     compute_rules,
+    expert_rules,
     foreign,
     model_sizes,
     parallel_rules,
@@ -346,5 +347,6 @@ def _assemble(
     if data.get("tokenizer_type") == "HuggingFaceTokenizer" and load:
         if "--use-checkpoint-args" not in given:  # it takes the checkpoint's tokenizer
             data.setdefault("tokenizer_model", load)
+    parts["moe"] = expert_rules.choose_file(parts["moe"], model)
     built = {section: cls(**parts[section]) for section, cls in SECTIONS.items()}
     return Config(**built, extra=own, notes=tuple(notes))
