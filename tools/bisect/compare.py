@@ -203,10 +203,11 @@ def _activations(judge: _Judge, keys: list[Key]) -> Iterator[Difference]:
 
 
 def _activation(judge: _Judge, key: Key) -> Iterator[Difference]:
-    one = judge.one.activation(key)
-    other = judge.other.activation(key, None if one is None else one.values.shape)
+    stated = judge.one.states(key) == judge.other.states(key)
+    one = judge.one.activation(key, stated=stated)
+    other = judge.other.activation(key, None if one is None else one.values.shape, stated)
     if one is not None and other is not None and one.values.shape != other.values.shape:
-        again = judge.one.activation(key, other.values.shape)  # neither side has all of it
+        again = judge.one.activation(key, other.values.shape, stated)  # neither has all of it
         one = again if again is not None else one
     if one is None or other is None:
         if one is not None and judge.other.sizes["tp"] > 1 and _no_fit(judge.other, key):

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.transport import Axis, Handle
-from mpu.layers.attention.shards import batch_shards, documents_of_rows
 from mpu.module_tracker import (
     BACKWARD,
     INPUT,
@@ -130,21 +129,21 @@ class Recorder:
 
     def _batch(self) -> None:
         for i, batch in enumerate(self.batches):
-            b, s = batch.tokens.shape
-            where = {"first": batch.first_sample, "rows": b, "micro_batch": i}
+            rows = len(batch.tokens)
+            where = {"first": batch.first_sample, "rows": rows, "micro_batch": i}
             for field in ("tokens", "labels", "loss_mask", "position_ids"):
                 value = getattr(batch, field)
                 if value is not None and field != "position_ids":
                     self.write("batch", field, value, **where)
-            cp = self.run.grid.cp
-            places = torch.arange(s).repeat(b, 1)
-            if cp.size > 1:  # as training/data/context_part.py cuts them
-                packed = batch.packed_seq_params
-                lengths = (s * cp.size,) * b if packed is None else packed.lengths
-                held = batch_shards(cp.size, documents_of_rows(lengths, b))[cp.rank]
-                at = torch.cat([torch.arange(r.start, r.stop) for r in held])
-                places = (at % (s * cp.size)).view(b, s)
-            self.write("places", "places", places, **where)
+            self.write("places", "places", self._places(batch), **where)
+
+    def _places(self, batch: Batch) -> Tensor:
+        cp = self.run.grid.cp
+        if cp.size == 1:
+            return torch.arange(batch.tokens.shape[1]).repeat(len(batch.tokens), 1)
+        from training.data.context_part import places_of  # older commits have none
+
+        return places_of(batch, cp.rank, cp.size)
 
     @torch.no_grad()
     def state(self, when: str) -> None:
