@@ -155,7 +155,8 @@ def bisect(
 def settings_apart(a: Named, b: Named) -> dict[str, list[Any]]:
     """Return the settings that differ, but for places, by dotted name."""
     ours, theirs = a.lines.config, b.lines.config
-    names = [name for name in {**ours, **theirs} if not name.startswith(("checkpoint.", "log."))]
+    places = ("checkpoint.", "log.", "model.model_file")  # model_digest says it of the file
+    names = [name for name in {**ours, **theirs} if not name.startswith(places)]
     found = {n: [ours.get(n), theirs.get(n)] for n in names if ours.get(n) != theirs.get(n)}
     for name in {**a.lines.head.get("digests", {}), **b.lines.head.get("digests", {})}:
         pair = [side.lines.head.get("digests", {}).get(name) for side in (a, b)]

@@ -116,19 +116,21 @@ PLANTED: dict[str, Planted] = {
                                         "step": 2, "element": 3, "bit": 24}),
     "flip token": Planted("flipped bit", 5, r"the batch \(tokens\).*sample 38, token 9", plant={
         "what": "token", "row": 6, "position": 9, "bit": 2, "step": 5}),
-    "flip token, dp": Planted("flipped bit", 3, r"the batch \(tokens\).*sample 18, token 0", ranks=(2, 2),
-                              plant={"what": "token", "row": 2, "position": 0, "bit": 0,
-                                     "step": 3}),
+    "flip token, dp": Planted("flipped bit", 3, r"the batch \(tokens\).*sample 18, token 0",
+                              ranks=(2, 2), plant={"what": "token", "row": 2, "position": 0,
+                                                   "bit": 0, "step": 3}),
     # data
     "labels moved": Planted("batch", 3, r"the batch \(labels\)", plant={
         "what": "labels", "row": 1, "step": 3}),
     "a document": Planted("document", 4, r"the batch .*other tokens in samples 27", plant={
         "what": "data", "samples": {"27": 5}}),
-    "a document, cp": Planted("document", 2, r"the batch .*other tokens in samples 9", base=CP, ranks=(2, 2),
-                              plant={"what": "data", "samples": {"9": 30}}),
-    "two samples exchanged": Planted("data order", 2, "same samples in another order, samples 8 and 15",
+    "a document, cp": Planted("document", 2, r"the batch .*other tokens in samples 9", base=CP,
+                              ranks=(2, 2), plant={"what": "data", "samples": {"9": 30}}),
+    "two samples exchanged": Planted("data order", 2,
+                                     "same samples in another order, samples 8 and 15",
                                      plant={"what": "data", "samples": {"8": 15, "15": 8}}),
-    "samples exchanged between steps": Planted("data order", 3, "the batch .*other tokens in samples 16",
+    "samples exchanged between steps": Planted("data order", 3,
+                                               "the batch .*other tokens in samples 16",
                                                plant={"what": "data",
                                                       "samples": {"16": 24, "24": 16}}),
     # flags
