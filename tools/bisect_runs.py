@@ -118,7 +118,8 @@ def bisect(
     found = Outcome()
     for side in (a, b):
         if side.program is not None and side.folder is None:
-            run_side(side, work, steps, limit)
+            if failed := run_side(side, work, steps, limit):
+                found.notes.append(f"{side.letter} failed: {failed}")
     sides = (a.lines, b.lines)
     may = allowed(*(lines.config for lines in sides))
     if why := same_machine(*sides):
@@ -140,8 +141,11 @@ def bisect(
     step = Step(number, "", f"step {number}, as asked for", number - 1) if number else None
     step = step or first_step(*sides, may)
     if step is None:
-        last = max(sides[0].steps.keys() | sides[0].log.keys())
-        found.same, found.sentence = True, f"no step differs up to step {last}"
+        ends = [max(lines.steps.keys() | lines.log.keys()) for lines in sides]
+        last, failures = min(ends), [note for note in found.notes if " failed: " in note]
+        found.same, found.sentence = not failures, f"no step differs up to step {last}"
+        if failures:
+            found.sentence += f"; then {'; '.join(failures)}"
         return found
     found.step = step
     replay(a, b, may, found, work, limit)
@@ -151,7 +155,8 @@ def bisect(
 def settings_apart(a: Named, b: Named) -> dict[str, list[Any]]:
     """Return the settings that differ, but for places, by dotted name."""
     ours, theirs = a.lines.config, b.lines.config
-    names = [name for name in {**ours, **theirs} if not name.startswith(("checkpoint.", "log."))]
+    places = ("checkpoint.", "log.", "model.model_file")  # model_digest says it of the file
+    names = [name for name in {**ours, **theirs} if not name.startswith(places)]
     found = {n: [ours.get(n), theirs.get(n)] for n in names if ours.get(n) != theirs.get(n)}
     for name in {**a.lines.head.get("digests", {}), **b.lines.head.get("digests", {})}:
         pair = [side.lines.head.get("digests", {}).get(name) for side in (a, b)]

@@ -98,7 +98,7 @@ TENSORS: dict[str, Mistake] = {
     "a gate of a rank's heads": llama(CORE, "        return self.proj(y * y.mean(-1, "
                                       "keepdim=True).sigmoid())\n", "tp 2 + SP", PROJ_TAKES),
     "a gate of squares of a rank": Mistake(ARCEE, {"self.up(x).relu().square()": (
-        "self.up(x).relu().square() / self.up(x).square().mean(-1, keepdim=True)")}, TAKES, "tp 2"),
+        "(y := self.up(x)).relu().square() / y.square().mean(-1, keepdim=True)")}, TAKES, "tp 2"),
     "a GELU of a rank's mean": Mistake(GEMMA2, {"F.gelu(gate, approximate=\"tanh\") * up": (
         "F.gelu(gate - gate.mean(-1, keepdim=True), approximate=\"tanh\") * up")}, TAKES, "tp 2"),
     "a mean of a rank's heads": Mistake(OLMO2, {SUM: "", BACK: ""},
@@ -165,7 +165,8 @@ TENSORS: dict[str, Mistake] = {
     "a gain of hidden states in another region": hidden_gain(
         "TENSOR_PARALLEL", "tp 2", r"mlp\.gain \(in .*added over tp twice"),
     "a sum forward and none backward": Mistake(
-        OLMO2, {BACK: ""}, r"in backward, the gradient of what layers\.3\.attention\.qkv", "tp 2"),
+        OLMO2, {BACK: ""}, r"in backward, the gradient of what layers\.3\.attention\.q_norm",
+        "tp 2"),
     # positions and tokens
     "positions of a shard": llama(
         QKV, QKV + "        at = torch.arange(x.shape[0]).repeat(qkv.shape[0] // x.shape[0])\n"
@@ -188,9 +189,8 @@ TENSORS: dict[str, Mistake] = {
     "layers counted in a stage": llama(
         LOOP + RUN, LOOP + RUN + "                h = h * (1 + 0.1 * i)\n", "pp 2 1f1b",
         r"what layers\.3 \(Block\) takes"),
-    "a state between micro-batches": mlp(
-        f"self.down({Y}) * (1 + 0.01 * self.calls)",
-        "self.calls = getattr(self, 'calls', 0) + 1", "one rank, 4 micro-batches", GIVES),
+    "the size of a micro-batch": mlp(
+        f"self.down({Y}) * (1 + 0.01 * x.shape[1])", "", "one rank, 4 micro-batches", GIVES),
     "a state in recomputation": mlp(
         f"self.down({Y}) * (1 + 0.01 * torch.is_grad_enabled())", "", "recompute full",
         r"layers\.\d"),

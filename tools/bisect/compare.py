@@ -137,9 +137,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _batch(judge: _Judge) -> Iterator[Difference]:
-    if (judge.one.rows, judge.one.length) != (judge.other.rows, judge.other.length):
-        a, b = ((side.rows, side.length) for side in (judge.one, judge.other))
-        yield Difference(Key("batch", "", "shape"), a, b, error=float("inf"))
+    names = ("samples", "tokens of a sample", "first sample")
+    sizes = ((side.rows, side.length, side.first) for side in (judge.one, judge.other))
+    for name, a, b in zip(names, *sizes, strict=True):
+        if a != b:
+            yield Difference(Key("batch", "", name), a, b, error=float("inf"))
     for key in judge.keys(lambda k: k.group == "batch"):
         one, other = judge.one.activation(key), judge.other.activation(key)
         assert one is not None and other is not None

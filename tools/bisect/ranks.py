@@ -61,6 +61,8 @@ def run(
 ) -> Ran:
     """Run a program with further flags; record: the step to record and to end at.
 
+    A model's file that is named from a checkout's root is that checkout's, wherever this runs.
+
     The ranks' output, and records, come to `folder`. Raises RunError where a rank fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +80,8 @@ def run(
             sys.stderr.flush()
             pid = os.fork()
             if pid == 0:
-                _be_rank(program, folder, [*program.argv, *more], record, rank, port)
+                flags = [*program.argv, *_own_model(program), *more]
+                _be_rank(program, folder, flags, record, rank, port)
             left[pid] = rank
         while left and time.monotonic() - began < limit and not any(codes.values()):
             for pid in list(left):
@@ -105,6 +108,18 @@ def run(
     if late:
         raise RunError(f"ranks {late} did not end within {limit:.0f} s")
     return Ran(folder, time.monotonic() - began, peak)
+
+
+def _own_model(program: Program) -> list[str]:
+    """Return the flag that names the model's file in a checkout other than this one."""
+    name = "model/llama.py"
+    for word, value in zip(program.argv, [*program.argv[1:], ""], strict=False):
+        flag, has, text = word.partition("=")
+        if flag.replace("_", "-") == "--model-file":
+            name = text if has else value
+    file = program.tree / name
+    other = program.tree != ROOT and not Path(name).is_absolute() and file.is_file()
+    return ["--model-file", str(file)] if other else []
 
 
 def _why(folder: Path, codes: dict[int, int]) -> str:

@@ -117,9 +117,9 @@ class Side:
             raise ValueError(f"{folder}: no rank has recorded a step there")
         for path in files:
             self._read(path)
-        self.rows = 1 + max(
-            p.entry["first"] + p.entry["rows"] - 1 for p in self.parts[Key("batch", "", "tokens")]
-        )
+        batch = [p.entry for p in self.parts[Key("batch", "", "tokens")]]
+        self.first = min(entry["first"] for entry in batch)  # sample of the global order
+        self.rows = max(entry["first"] + entry["rows"] for entry in batch) - self.first
 
     def _read(self, path: Path) -> None:
         record = json.loads(path.read_text())
@@ -229,7 +229,8 @@ class Side:
                 out = x.new_zeros((self.rows, self.length, *x.shape[2:]))
             if out.shape[2:] != x.shape[2:]:
                 return None
-            at = torch.arange(entry["first"], entry["first"] + rows)[:, None]
+            low = entry["first"] - self.first
+            at = torch.arange(low, low + rows)[:, None]
             out[at, places[:, own]] = x
             seen[at, places[:, own]] = True
         return None if out is None else (out, was_cut, seen)

@@ -142,8 +142,11 @@ def _least(argv: Sequence[str]) -> int:
     return count
 
 
-def run_side(side: Named, work: Path, steps: int | None, limit: float) -> None:
-    """Run a command line with digests of every step, and read what it wrote. Raises RunError."""
+def run_side(side: Named, work: Path, steps: int | None, limit: float) -> str:
+    """Run a command line with digests of every step, and read what it wrote.
+
+    Returns how it failed after some steps, or "". Raises RunError where it made none.
+    """
     assert side.program is not None
     folder = work / f"run-{side.letter}"
     argv = without(side.program.argv, PLACES)
@@ -156,11 +159,13 @@ def run_side(side: Named, work: Path, steps: int | None, limit: float) -> None:
         more += ["--save", str(folder / "saved"), "--save-interval", str(-(-count // 8))]
     try:
         run(replace(side.program, argv=tuple(argv)), folder, more, limit=limit)
-    except RunError:
-        side.lines = read(folder)  # what it wrote before may tell enough
-        if not side.lines.steps:
-            raise
+        failed = ""
+    except RunError as error:
+        failed = str(error)
     side.lines, side.folder, side.ran = read(folder), folder, True
+    if failed and not side.lines.steps:
+        raise RunError(f"{side.letter}: {failed}")
+    return failed
 
 
 def replay_flags(side: Named, start: Path | None) -> list[str]:

@@ -52,7 +52,7 @@ class Planted(NamedTuple):
 
 
 def _weight(name: str, step: int, bit: int, says: str, **more: Any) -> Planted:
-    plant = {"what": "flip weight", "name": name, "step": step, "element": 37, "bit": bit}
+    plant = {"what": "flip weight", "name": name, "step": step, "element": 7, "bit": bit}
     return Planted("flipped bit", step, says, plant=plant, **more)
 
 
@@ -114,21 +114,23 @@ PLANTED: dict[str, Planted] = {
     "flip gradient, dp": Planted("flipped bit", 2, "summed gradient of lm_head", ranks=(2, 2),
                                  plant={"what": "change gradient", "name": "head.weight",
                                         "step": 2, "element": 3, "bit": 24}),
-    "flip token": Planted("flipped bit", 5, r"the batch \(tokens\).*sample 6.*token 9", plant={
+    "flip token": Planted("flipped bit", 5, r"the batch \(tokens\).*sample 38, token 9", plant={
         "what": "token", "row": 6, "position": 9, "bit": 2, "step": 5}),
-    "flip token, dp": Planted("flipped bit", 3, r"the batch \(tokens\).*sample 2", ranks=(2, 2),
-                              plant={"what": "token", "row": 2, "position": 0, "bit": 0,
-                                     "step": 3}),
+    "flip token, dp": Planted("flipped bit", 3, r"the batch \(tokens\).*sample 18, token 0",
+                              ranks=(2, 2), plant={"what": "token", "row": 2, "position": 0,
+                                                   "bit": 0, "step": 3}),
     # data
     "labels moved": Planted("batch", 3, r"the batch \(labels\)", plant={
         "what": "labels", "row": 1, "step": 3}),
-    "a document": Planted("document", 4, r"the batch .*other samples: 3", plant={
+    "a document": Planted("document", 4, r"the batch .*other tokens in samples 27", plant={
         "what": "data", "samples": {"27": 5}}),
-    "a document, cp": Planted("document", 2, r"the batch .*other samples: 1", base=CP, ranks=(2, 2),
-                              plant={"what": "data", "samples": {"9": 30}}),
-    "two samples exchanged": Planted("data order", 2, r"same samples in another order \(0 and 7\)",
+    "a document, cp": Planted("document", 2, r"the batch .*other tokens in samples 9", base=CP,
+                              ranks=(2, 2), plant={"what": "data", "samples": {"9": 30}}),
+    "two samples exchanged": Planted("data order", 2,
+                                     "same samples in another order, samples 8 and 15",
                                      plant={"what": "data", "samples": {"8": 15, "15": 8}}),
-    "samples exchanged between steps": Planted("data order", 3, "the batch .*other samples: 0",
+    "samples exchanged between steps": Planted("data order", 3,
+                                               "the batch .*other tokens in samples 16",
                                                plant={"what": "data",
                                                       "samples": {"16": 24, "24": 16}}),
     # flags
@@ -146,7 +148,7 @@ PLANTED: dict[str, Planted] = {
     "gradients in bf16": _flag("--grad-reduce-in-bf16", 1, "summed gradient of", kind="rounding",
                                ranks=(2, 2)),
     "seed": _flag("--seed 99", 1, r"the batch|the weight", kind="seed"),
-    "min lr": _flag("--min-lr 1e-4", 2, "learning rate"),
+    "min lr": _flag("--min-lr 1e-4", 1, "learning rate"),
     # learning rate and decay at a step
     "lr at a step": Planted("learning rate", 4, "learning rate.*0.5 times", plant={
         "what": "learning rate", "factor": 0.5, "step": 4}),
