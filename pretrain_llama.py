@@ -58,6 +58,7 @@ from training.config import Config
 from training.data.batch import Batch
 from training.data.build import Loaders
 from training.data.loader import Loader
+from training.experts import expert_options, own_sizes
 from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
@@ -78,6 +79,7 @@ from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
 from training.run.trial import agreed
 from training.run.watch import (
+    Digests,
     GarbageCollection,
     Guard,
     Intervals,
@@ -185,7 +187,7 @@ def model_provider(
 ) -> Llama:
     """Build one rank's model; `training` learns all that it knows of a model from this."""
     file = load_model_file(config.model.model_file)
-    sizes = config_of(file, model_sizes.of_model(config.model), dict(config.extra))
+    sizes = config_of(file, model_sizes.of_model(config.model), own_sizes(config))
     model = file.Model(sizes, ctx, recompute, stages)
     as_configured(config, model, ctx)
     name_groups(model, file.parameter_group)
@@ -201,7 +203,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     ctx = LayerContext(
         grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink,
         loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
-        attention_backend=p.attention_backend,
+        attention_backend=p.attention_backend, experts=expert_options(config),
     )  # fmt: skip
     recompute = recompute_of(config, device)
     check_attention(config, model_provider)
@@ -247,6 +249,7 @@ def train(
         guard,  # signals, time, bad numbers: stops, or goes back; reads what Intervals asked for
         profile,
         Replicas(run, rewind, loaders.train, log, train_step),  # --check-replicas: goes back
+        Digests(run, saver.names, saver.digests, log),  # --log-digests
         GarbageCollection(config),
         OverlapNotes(overlap, log),
     ]

@@ -17,6 +17,10 @@ from mpu.zero.layout import BucketLayout, block_of
 from training.config import Config
 from training.schedule import micro_batch_counts
 
+# bytes of cuBLAS's workspace for a thread's handle and a stream, from Hopper on; before it 8.1 MiB
+# (pytorch aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize)
+CUBLAS_WORKSPACE = 4096 * 8 * 1024
+
 
 def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[str, int]:
     """Return the most bytes that a step allocates at one moment, by kind.
@@ -40,6 +44,13 @@ def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict
     }
 
 
+def matmul_workspaces(config: Config) -> int:
+    """Return the bytes of cuBLAS's workspaces: one for the host thread that runs forward, and one
+    for autograd's.
+    """
+    return 0 if config.parallel.device == "cpu" else 2 * CUBLAS_WORKSPACE
+
+
 def both_ends(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[str]:
     """Return the names of embeddings whose weight is also the output layer's, both on this rank."""
     named = rank_memory.parameters(config, provider, pp_rank)
@@ -53,16 +64,22 @@ def both_ends(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list
 def moments(
     config: Config, provider: ModelProvider, held: activations.Held
 ) -> list[dict[str, int]]:
-    """Return what lives at moments of a backward at ZeRO stages 2 and 3, without a pipeline.
+    """Return what lives at moments of a step without a pipeline, of the kinds that change in it.
 
     The moments are the head's backward, when all activations and the logits are there, those of the
     last two layers, of the first one, and of the embedding: whole gradients, gathered weights, tied
     look-ups, activations and logits are not all at their fullest at one of them. Between the
-    layers all of these change evenly.
+    layers all of these change evenly. Below ZeRO stage 2 only the look-ups come late: the moments
+    are the step's fullest one without them, and the embedding's backward.
     """
     flats, layers = rank_memory.flats(config, provider), config.model.num_layers
     size, named = gradient_bytes(config), rank_memory.parameters(config, provider)
     lookups = sum(named[name].entry.numel for name in both_ends(config, provider)) * size
+    # look-ups of one micro-batch live on in the next one's backward, unless sums go after each
+    late = config.parallel.zero_reduce_each_microbatch or max(micro_batch_counts(config)) == 1
+    sums = level(config) >= 2
+    if not sums and not (lookups and late):
+        return [{}]
     sharded = {
         name: (n, flat.rows or flat.length * config.run.dtype.itemsize)
         for n, flat in enumerate(flats) if flat.by_use for name, _, _ in flat.params
@@ -80,17 +97,17 @@ def moments(
         else:  # at the head of a micro-batch's list, or at its end
             head = at % len(living) < begin
             number, where = (layers - 1, "head") if head else (-1, "embedding")
-        if not where:
+        if not where or not (sums or where == "embedding"):
             continue
         now = {
             "whole gradients": whole * size,
             "gathered weights": _together(config, sharded, [n for n, _ in walk[at:]]),
-            "tied look-ups": lookups * (where == "embedding"),
+            "tied look-ups": lookups * (where == "embedding" or not late),
         }
         now |= _parts(living[at % len(living)], held, (number + 1) / layers, where == "head")
         if sum(now.values()) >= sum(found.get(where, {}).values()):
             found[where] = now
-    return list(found.values())
+    return [*([] if sums else [{"tied look-ups": 0}]), *found.values()]
 
 
 def _parts(living: int, held: activations.Held, kept: float, head: bool) -> dict[str, int]:

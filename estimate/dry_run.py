@@ -98,9 +98,10 @@ def memories(
         kinds |= {"masters": 0, "moments": 0}
     held_kinds = {"activations": held.activations, "logits": held.logits}
     kinds |= held_kinds | {"working memory": held.working}
+    kinds |= {"workspaces": buffers.matmul_workspaces(config)}
     if config.gpu.cpu_offload_activations:
         kinds["offloaded"] = held.under_way
-    if rank_memory.level(config) < 2 or config.parallel.pipeline_model_parallel_size > 1:
+    if config.parallel.pipeline_model_parallel_size > 1:
         return [kinds]
     return [kinds | now for now in buffers.moments(config, provider, held)]
 
@@ -193,6 +194,7 @@ def _memory(
         "logits": "one micro-batch; their gradient takes the same memory",
         "offloaded": "activations on their way to host memory, or back: two units",
         "working memory": "gathered inputs, partial sums, a weight's gradient: of one operation",
+        "workspaces": "cuBLAS's, on Hopper or later; less before",
     }
     remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
     if rank_memory.offloaded(config):

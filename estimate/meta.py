@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpu.activation_offload import Carrier, Event, Offload, Stored
 from mpu.gradients import GradientSink
 from mpu.layers import fused_gpu, softmax_rows
+from mpu.overlap import ring
 from mpu.recompute import Blocks, Recompute
 
 META = torch.device("meta")
@@ -289,6 +290,7 @@ KERNELS = [
     *((fused_gpu, each.__name__, each) for each in (norm_forward, norm_backward, rope,
                                                     rope_backward, swiglu, swiglu_backward)),
     (softmax_rows, "stats", nothing), (softmax_rows, "gradient", nothing),
+    (ring, "sum_of_parts", nothing),
 ]  # fmt: skip
 
 

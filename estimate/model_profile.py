@@ -33,6 +33,7 @@ from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
+from training.experts import expert_options
 from training.nccl import nccl_groups
 from training.recompute import recompute_of
 
@@ -218,6 +219,7 @@ def rank_model(
         queue=queue or WeightGradientQueue(),
         loss_in_chunks=linear_cross_entropy if p.fused_linear_cross_entropy else None,
         cp_comm_type=p.cp_comm_type,
+        experts=expert_options(config),
     )
     return provider(config, ctx, recompute or recompute_of(config, META), stages)
 

@@ -42,6 +42,8 @@ from estimate.storages import Live, Saved
 from mpu.activation_offload import Offload
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
+from mpu.layers.linear import use_overlap
+from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.layout import Stage
 from training.config import Config
 from training.recompute import recompute_of
@@ -105,7 +107,8 @@ class RankProfile:
     (GradientSink.acquire); gradients: in the order in which their gradients are ready. looked_up:
     parameters whose gradient comes by rows. living: for each of `gradients` the most that lives
     from the one before until it is ready, in bytes, main gradients and weights not counted.
-    amaxes: bytes of the message that ends a step, for delayed scales in float8; else 0.
+    amaxes: bytes of the message that ends a step, for delayed scales in float8; else 0. auxiliary:
+    the axes over which auxiliary losses are summed at the end of a step, one sum each.
     """
 
     stages: tuple[StageProfile, ...]
@@ -114,6 +117,7 @@ class RankProfile:
     looked_up: frozenset[str]
     living: tuple[int, ...]
     amaxes: int
+    auxiliary: tuple[str, ...] = ()
 
 
 def rank_profile(
@@ -138,6 +142,8 @@ def _rank_profile(
         config, provider, stages, pp_rank,
         sink=sink, queue=queue, trace=trace, recompute=again,
     )  # fmt: skip
+    assert isinstance(model, nn.Module)
+    use_overlap(model, overlap_of(config))
     sink.names = {param: name for name, param in model.named_parameters()}
     trace.names = {module: name for name, module in model.named_modules()}
     with MetaAttention(flash_attention), MetaOperations(), meta_kernels():
@@ -153,7 +159,21 @@ def _rank_profile(
         frozenset(sink.looked_up),
         tuple(sink.living),
         sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
+        auxiliary=tuple(
+            axis.name for axes in model.ctx.auxiliary_losses.sums for axis in axes
+        ),
     )
+
+
+def overlap_of(config: Config) -> OverlapMap:
+    """Return how tp's transfers travel in a profile: by messages where the flags ask for a ring,
+    which is also how rows of float8 travel on GPUs under `symmetric`; else by collectives. What
+    `auto` chooses is not known before the run.
+    """
+    p = config.parallel
+    low = config.float8.fp8_format is not None and p.device != "cpu"
+    ring = p.tp_comm_overlap == "ring" or (p.tp_comm_overlap == "symmetric" and low)
+    return OverlapMap("ring" if ring else "none")
 
 
 class _Run:

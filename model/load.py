@@ -21,6 +21,7 @@ from torch import nn
 from model.llama import Llama, LlamaConfig
 
 HERE = Path(__file__).resolve().parent
+FILES = {"mixtral": "moe", "qwen3_moe": "moe"}  # by model_type, where the names differ
 NEEDED = ("Model", "ModelConfig", "hf_names", "hf_config", "from_hf_config", "parameter_group")
 
 
@@ -101,7 +102,7 @@ def model_file_of(
     if own:
         return load_model_file(own)
     kind, named = hf.get("model_type", "llama"), (saved or {}).get("model.model_file")
-    at = (HERE.parent / str(named or f"model/{kind}.py")).resolve()
+    at = (HERE.parent / str(named or f"model/{FILES.get(kind, kind)}.py")).resolve()
     known = sorted(p.stem for p in HERE.glob("*.py") if p.stem not in ("__init__", "load", "sizes"))
     if at in [HERE / f"{stem}.py" for stem in known]:
         return load_model_file(str(at))
@@ -129,9 +130,17 @@ def digest(file: ModelFile) -> str:
 def config_of(
     file: ModelFile, sizes: Mapping[str, Any], own: Mapping[str, Any] | None = None
 ) -> LlamaConfig:
-    """Return the model's config: `sizes` from Weft's flags, and those of the file's own flags."""
-    fields = file.ModelConfig.__dataclass_fields__
-    return file.ModelConfig(**sizes, **{k: v for k, v in (own or {}).items() if k in fields})
+    """Return the model's config: `sizes` from Weft's flags, and what only some files have, `own`.
+
+    Raises ValueError where these have experts and the file does not.
+    """
+    fields, own = file.ModelConfig.__dataclass_fields__, own or {}
+    if own.get("num_experts") and "num_experts" not in fields:
+        raise ValueError(
+            f"--num-experts {own['num_experts']}: {Path(file.__file__).name} has no experts; leave "
+            "--model-file out for model/moe.py, or name a changed copy of that"
+        )
+    return file.ModelConfig(**sizes, **{k: v for k, v in own.items() if k in fields})
 
 
 def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,20 @@ from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
 from mpu.param import Placement, Region, parameter
+
+
+class ExpertOptions(NamedTuple):
+    """What the flags ask of a mixture of experts beside its sizes.
+
+    dispatcher: "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py). balance: the losses that
+    balance experts, "aux_loss" or "seq_aux_loss", each with its coefficient. z_coefficient: of the
+    z-loss. force_balance: every expert gets as many tokens, whatever the router says.
+    """
+
+    dispatcher: str = "allgather"
+    balance: tuple[tuple[str, float], ...] = ()
+    z_coefficient: float = 0.0
+    force_balance: bool = False
 
 
 @dataclass(frozen=True)
@@ -24,7 +39,7 @@ class LayerContext:
     is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
     for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
     attention_backend: whose kernels they are, as the flags of these names say.
-    auxiliary_losses: what `auxiliary_loss` adds to.
+    auxiliary_losses: what `auxiliary_loss` adds to. experts: how a mixture of experts is trained.
     """
 
     grid: Grid = field(default_factory=Grid)
@@ -39,6 +54,7 @@ class LayerContext:
     norm_backend: str = "weft"
     attention_backend: str = "auto"
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
+    experts: ExpertOptions = ExpertOptions()
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis
     sp: bool = field(init=False)  # whether sequence parallelism has an effect

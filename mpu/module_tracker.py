@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follow a model through a training step: which module runs, in which phase, on which tensors.
 
-tools/explain.py, the rehearsal, tools/fork_check.py and the search for the first value that is not
-finite read it. The trainer and the layers do not know of it.
+tools/explain.py, the rehearsal, tools/bisect (and so fork-check) and the search for the first value
+that is not finite read it. The trainer and the layers do not know of it.
 
     forward             hooks before and after each module's forward keep a stack of names
     backward            the hook after a forward writes the module's name on the autograd nodes of

@@ -61,6 +61,8 @@ class Placement:
         expert's. Which ranks sum its gradient and share its state follows from it (mpu.grid.DATA).
     sections: sizes along dim 0 of the tensors fused into this one (q, k, v; gate, up). Each is cut
         on its own, so that a checkpoint can name q_proj whatever the layout.
+    whole_sections: the axis deals sections out instead of cutting each: rank r holds the r-th of
+        `axis.size` equal runs of them (the matrices of experts).
     local_size: rows of this rank along `dim`, padding included; unused where dim is None.
     reduce_axes: axes over which gradients are added before the data-parallel ranks (norm weights
         under sequence parallelism: tp; tied embeddings: embd). LayerContext.replicated_parameter
@@ -75,6 +77,7 @@ class Placement:
     local_size: int = 0
     reduce_axes: tuple[Axis, ...] = ()
     copies: tuple[Axis, ...] = ()
+    whole_sections: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -94,11 +97,17 @@ class Placement:
         return self.copies if self.dim is not None else (self.axis, *self.copies)
 
     def pieces(self, names: Sequence[str]) -> list[Piece]:
-        """Return this rank's rectangles of the canonical tensors `names`, one per section."""
+        """Return this rank's rectangles of the canonical tensors `names`: one per section, or per
+        section that it holds.
+        """
         sizes = self.sections or (self.shape[0],)
         assert len(names) == len(sizes), (names, self.sections)
         found, local, t, r = [], 0, self.axis.size, self.axis.rank
-        for name, rows in zip(names, sizes, strict=True):
+        pairs = list(zip(names, sizes, strict=True))
+        if self.whole_sections:  # this rank's run of them, of which nothing is cut
+            run = len(sizes) // t
+            pairs, t, r = pairs[r * run : (r + 1) * run], 1, 0
+        for name, rows in pairs:
             shape = (rows, *self.shape[1:])
             if self.dim is None:
                 found.append(Piece(name, shape, 0, 0, rows, 0))

@@ -3,12 +3,13 @@
 
 `full` wraps whole blocks, `selective` only core attention, whose activations are large and cheap
 to make again (Korthikanti et al. 2022). Nothing here draws random numbers, so there is no
-generator state to restore.
+generator state to restore. What a layer decides from values, such as which experts a token goes to,
+is decided once: `Decisions` gives the second run what the first one decided.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,40 +17,87 @@ from torch import Tensor
 from mpu.activation_offload import Offload
 
 Blocks = Sequence[Callable[..., Tensor]]
+Decision = TypeVar("Decision")
+
+
+class Decisions:
+    """What layers decided from values while recomputed blocks ran first, in order.
+
+    At most one list is written or read at a time, as units are not recomputed inside one another.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[Any] | None = None  # by the unit that runs for the first time
+        self._again: Iterator[Any] | None = None  # what it made, for its second run
+
+    def first(self, run: Callable[..., Tensor], *inputs: Any) -> tuple[Tensor, list[Any]]:
+        """Return run(*inputs) and what layers decide in it."""
+        made: list[Any] = []
+        self._made = made
+        try:
+            return run(*inputs), made
+        finally:
+            self._made = None
+
+    def second(self, made: Sequence[Any], run: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """Return run(*inputs), in which layers decide what they decided first."""
+        self._again = iter(made)
+        try:
+            return run(*inputs)
+        finally:
+            self._again = None
+
+    def keep(self, decide: Callable[[], Decision]) -> Decision:
+        """Return decide(), or in a second run what it returned in the first."""
+        if self._again is not None:
+            kept: Decision = next(self._again)
+            return kept
+        decision = decide()
+        if self._made is not None:
+            self._made.append(decision)
+        return decision
 
 
 class _Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(saved_ctx: Any, run: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        saved_ctx.run = run
+    def forward(
+        saved_ctx: Any, decisions: Decisions, run: Callable[..., Tensor], *inputs: Any
+    ) -> Tensor:
+        saved_ctx.decisions, saved_ctx.run = decisions, run
         saved_ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
         saved_ctx.others = [
             None if t else x for x, t in zip(inputs, saved_ctx.is_tensor, strict=True)
         ]
         saved_ctx.save_for_backward(*[x for x in inputs if isinstance(x, Tensor)])
         with torch.no_grad():
-            return run(*inputs)
+            y, saved_ctx.made = decisions.first(run, *inputs)
+        return y
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         saved = iter(saved_ctx.saved_tensors)
         inputs = []
         for is_tensor, other, needs in zip(
-            saved_ctx.is_tensor, saved_ctx.others, saved_ctx.needs_input_grad[1:], strict=True
+            saved_ctx.is_tensor, saved_ctx.others, saved_ctx.needs_input_grad[2:], strict=True
         ):
             inputs.append(next(saved).detach().requires_grad_(needs) if is_tensor else other)
         with torch.enable_grad():
-            y = saved_ctx.run(*inputs)
+            y = saved_ctx.decisions.second(saved_ctx.made, saved_ctx.run, *inputs)
         torch.autograd.backward(y, dy)
         grads = [x.grad if isinstance(x, Tensor) else None for x in inputs]
-        return None, *grads
+        return None, None, *grads
 
 
-def recompute(run: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tensor:
+def recompute(
+    run: Callable[..., Tensor],
+    *inputs: Any,
+    decisions: Decisions | None = None,
+    **options: Any,
+) -> Tensor:
     """Return run(*inputs, **options), keeping only these for backward, which runs it again.
 
-    Parameters inside send their gradients to the sink. At least one tensor input must require
-    grad, else nothing inside gets a gradient.
+    decisions: of the layers in `run`, which are kept too. Parameters inside send their gradients
+    to the sink. At least one tensor input must require grad, else nothing inside gets a gradient.
     """
     tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
     rest = {name: x for name, x in options.items() if name not in tensors}
@@ -59,7 +107,7 @@ def recompute(run: Callable[..., Tensor], *inputs: Any, **options: Any) -> Tenso
         inputs = (*inputs, *tensors.values())
     if not torch.is_grad_enabled():
         return run(*inputs)
-    return _Recompute.apply(run, *inputs)
+    return _Recompute.apply(decisions or Decisions(), run, *inputs)
 
 
 def _by_name(run: Callable[..., Tensor], names: tuple[str, ...], *inputs: Any) -> Tensor:
@@ -90,6 +138,7 @@ class Recompute:
             )
         self.granularity, self.method, self.num_layers = granularity, method, num_layers
         self.offload = offload
+        self.decisions = Decisions()
         # whether a model runs its blocks by `blocks`, instead of one after another
         self.runs_blocks = granularity == "full" or offload is not None
 
@@ -110,7 +159,8 @@ class Recompute:
                 self.method != "block" or first < self.num_layers
             )
             run = self.in_turn(some)
-            units.append((some, partial(recompute, run) if full else run))
+            again = partial(recompute, run, decisions=self.decisions)
+            units.append((some, again if full else run))
         if self.offload is not None:
             return self.offload.run(units, h, *shared)
         for _, each in units:

@@ -36,6 +36,9 @@ import torch
 import torch.distributed as dist
 
 from mpu.launch import bind_loopback
+from tools.bisect.compare import Allowed
+from tools.bisect.side import Side
+from tools.bisect.verdict import Verdict, verdict_of
 from tools.forks.case import Case, Desk, told
 from tools.forks.layouts import cases, sizes
 from tools.forks.rank import work
@@ -187,6 +190,26 @@ def chosen(full: bool, only: str) -> list[Case]:
     return [c for c in every if c in picked or c in needed or (c.oracle and c.tied in tied)]
 
 
+def first_difference(world: World, case: Case, number: int) -> Verdict:
+    """Record a step of a case and of one rank, and say which tensor differs first.
+
+    Raises RuntimeError where a rank does not end the step.
+    """
+    number = 2 if case.load else number
+    one = cases(False)[int(case.tied)]
+    sides = []
+    for each in (one, case):
+        again = each._replace(name=f"{case.name}, recorded as {each.name}", record=number)
+        folder = world.desk.record(again)
+        answers = world.run(again._replace(save=""))
+        wrong = [answer for answer in answers if answer is None or "error" in answer]
+        if wrong:
+            raise RuntimeError(f"a record of {each.name} failed: {wrong[0]}")
+        sides.append(Side(folder))
+    why = "fp64, in other orders of sums"
+    return verdict_of(sides[0], sides[1], Allowed(False, why, begins=not number))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the cases and print the table; see above for the exit code."""
     options, own = read(sys.argv[1:] if argv is None else argv)
@@ -224,6 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     answers = world.run(case)
                     seconds = time.monotonic() - began
                     row = row_of(case, answers, seconds, world.hung, desk)
+                    if row.to_record >= 0:
+                        row.told_by(first_difference(world, case, row.to_record))
                 except Exception as error:
                     world.close()
                     line = f"fork-check itself failed: {told(error, model)}"

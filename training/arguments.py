@@ -23,7 +23,9 @@ from training.setting import (
     DIRECTORY,
     FILE,
     FRACTION,
+    PATTERN,
     POSITIVE,
+    REALS,
     SWITCH,
     TEXTS,
     WHOLES,
@@ -155,6 +157,100 @@ class ModelConfig:
         return -(-self.vocab_size // step) * step
 
 
+EXPERTS = "--num-experts"
+# the sizes of a model with experts beside a Llama's: fields of MoEConfig, here and in model/moe.py
+EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
+    moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
+    moe_shared_expert_intermediate_size qk_layernorm""".split()
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts: its sizes, its router, and what balances it."""
+
+    num_experts: int = setting(
+        0,
+        "experts of a layer, E; the model is model/moe.py: a Mixtral, with --qk-layernorm a "
+        "Qwen3-MoE",
+        "experts",
+        whole(0, 16384),
+        off="left out or 1, a dense model",
+        older=0,
+    )
+    moe_router_topk: int = setting(
+        2, "experts that a token meets, k", "experts", whole(1, 16384), EXPERTS, older=2
+    )
+    moe_ffn_hidden_size: int = setting(
+        0,
+        "width of an expert",
+        "channels",
+        whole(1, 8_388_608),
+        EXPERTS,
+        derived="--ffn-hidden-size",
+        older=0,
+    )
+    moe_layer_freq: Any = setting(
+        1,
+        "every how many-th layer has experts, or a list of 1 and 0 for each layer",
+        "layers",
+        PATTERN,
+        EXPERTS,
+        older=1,
+    )
+    moe_router_pre_softmax: bool = setting(
+        False,
+        "weights are the chosen part of a softmax over all experts; without it a softmax over the "
+        "chosen ones",
+        needs=EXPERTS,
+        older=False,
+    )
+    moe_router_score_function: str = setting(
+        "softmax", "what turns logits into scores", "", one_of("softmax", "sigmoid"), EXPERTS,
+        older="softmax",
+    )  # fmt: skip
+    moe_router_topk_scaling_factor: float = setting(
+        1.0, "what the weights of experts are multiplied by", "ratio", POSITIVE, EXPERTS, older=1.0
+    )
+    moe_shared_expert_intermediate_size: int = setting(
+        0,
+        "width of an expert that every token meets",
+        "channels",
+        whole(0, 8_388_608),
+        EXPERTS,
+        off="0",
+        older=0,
+    )
+    moe_router_load_balancing_type: tuple[str, ...] = setting(
+        ("aux_loss",),
+        "losses that balance experts: of each sequence (seq_aux_loss), the same on every layout; "
+        "or of a micro-batch (aux_loss), which depends on --micro-batch-size",
+        "names",
+        one_of("none", "aux_loss", "seq_aux_loss", several=True),
+        EXPERTS,
+        older=("aux_loss",),
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = setting(
+        (0.0,), "what each of them is multiplied by", "ratios", REALS, EXPERTS, older=(0.0,)
+    )
+    moe_z_loss_coeff: float = setting(
+        0.0, "what the mean square of the router's logsumexp is multiplied by", "ratio", real(),
+        EXPERTS, older=0.0,
+    )  # fmt: skip
+    moe_router_force_load_balancing: bool = setting(
+        False, "give every expert as many tokens, for a measurement", needs=EXPERTS, older=False
+    )
+    qk_layernorm: bool = setting(
+        False,
+        "normalise queries and keys, as Qwen3 does; a dense model is then model/qwen3.py",
+        older=False,
+    )
+
+    @property
+    def experts(self) -> int:
+        """Return the experts of a layer, 0 where the model is dense."""
+        return self.num_experts if self.num_experts > 1 else 0
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the model and the batch are divided among the ranks."""
@@ -171,6 +267,22 @@ class Layout:
     )
     sequence_parallel: bool = setting(
         False, "cut the residual stream along the sequence over the t ranks"
+    )
+    expert_model_parallel_size: int = setting(
+        1,
+        "deal the experts out over this many neighbours of a stage's tp x cp x dp ranks, ep",
+        "ranks",
+        whole(1),
+        EXPERTS,
+        off="1",
+    )
+    expert_tensor_parallel_size: int = setting(
+        0,
+        "ranks that cut one expert: 1, experts are not cut",
+        "ranks",
+        whole(1),
+        EXPERTS,
+        derived="--tensor-model-parallel-size, so that more than 1 asks for 1 in so many words",
     )
     context_parallel_size: int = setting(
         1,
@@ -436,6 +548,14 @@ class Communication:
         "takes the fastest",
         rule=one_of("none", "auto", "ring", "symmetric", bare="auto"),
         off="none",
+    )
+    moe_token_dispatcher_type: str = setting(
+        "allgather",
+        "how tokens reach their experts: allgather (all tokens to all ranks of ep), alltoall (each "
+        "to its experts' ranks) or auto, the one that sends fewer bytes",
+        "",
+        one_of("allgather", "alltoall", "auto"),
+        "--num-experts",
     )
     nccl_communicator_config_path: str | None = setting(
         None,
@@ -813,6 +933,14 @@ class LogConfig:
     wandb_exp_name: str | None = setting(
         None, "name of the run there", "name", derived="W&B's own", needs="--wandb-project"
     )
+    log_digests: int | None = setting(
+        None,
+        "every so many steps write a line of digests, of the batch and of each tensor's gradient "
+        "and weight, by which tools/bisect_runs.py finds the first step that differs",
+        "steps",
+        whole(1),
+        ours=True,
+    )
     log_params_norm: bool = setting(False, "log the norm of the parameters")
     sample_interval: int | None = setting(
         None,
@@ -1159,6 +1287,7 @@ GROUPS: dict[str, tuple[Any, str]] = {
     "run": (RunConfig, "run"),
     "checkpoint": (CheckpointConfig, "checkpoint"),
     "log": (LogConfig, "log"),
+    "experts": (MoEConfig, "moe"),
     "layout": (Layout, "parallel"),
     "zero": (Zero, "parallel"),
     "pipeline": (Pipeline, "parallel"),

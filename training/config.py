@@ -22,6 +22,7 @@ from training.arguments import (
     GpuConfig,
     LogConfig,
     ModelConfig,
+    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     RehearseConfig,
@@ -35,12 +36,16 @@ class UsageError(ValueError):
 
 # The settings that define a run's numbers, but for those of `changes_numbers=False`. Layout, output
 # paths and logging do not.
-_MATHEMATICS = ("model", "batch", "optimizer", "data", "run.seed", "run.dtype")
+_MATHEMATICS = ("model", "moe", "batch", "optimizer", "data", "run.seed", "run.dtype")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run; `notes`: to print; `extra`: of a fork; `given`: flags as typed."""
+    """Every setting of a run.
+
+    notes: to print. extra: of a fork. given: the names of the flags as typed. command_line: all of
+    its words.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -54,17 +59,20 @@ class Config:
     gpu: GpuConfig = field(default_factory=GpuConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     extra: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
     given: tuple[str, ...] = field(default=(), compare=False)
+    command_line: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def expert_model_parallel_size(self) -> int:
         """Return the ranks of the axis ep, 0 where the model has no experts.
 
-        A fork's own flag of this name sets it (docs/forking.md).
+        A fork's own flag of this name may set it (docs/forking.md).
         """
-        return int(dict(self.extra).get("expert_model_parallel_size", 0))
+        own = self.parallel.expert_model_parallel_size if self.moe.experts else 0
+        return int(dict(self.extra).get("expert_model_parallel_size", own))
 
     def flat(self) -> dict[str, Any]:
         """Return every setting under its dotted name ("model.hidden_size"), in JSON's types."""
@@ -73,7 +81,7 @@ class Config:
             value = getattr(self, part.name)
             if part.name == "extra":
                 out |= {f"extra.{k}": v for k, v in value}
-            elif part.name not in ("notes", "given"):
+            elif part.name not in ("notes", "given", "command_line"):
                 out |= {f"{part.name}.{k}": v for k, v in asdict(value).items()}
         older = {name: row.older for name, row in SETTINGS.items() if row.older is not None}
         return {k: _plain(v) for k, v in out.items() if k not in older or v != older[k]}

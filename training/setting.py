@@ -4,6 +4,7 @@
 A rule reads the text of a flag.
 """
 
+import ast
 import math
 import re
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,45 @@ class Choice(Rule):
         return int(text) if text.isdigit() else text
 
 
+@dataclass(frozen=True)
+class Pattern(Rule):
+    """Every how many-th layer, or a list of 1 and 0 for each layer, as ([0]*3+[1]*45)."""
+
+    @property
+    def what(self) -> str:
+        """Return the rule in words."""
+        return "a whole number >= 1, or a list of 1 and 0 for each layer, as ([0]*3+[1]*45)"
+
+    def read(self, text: str) -> int | tuple[int, ...]:
+        """Return the number, or the list. Nothing is evaluated: lists, + and * are read."""
+        if WHOLE.fullmatch(text) and 1 <= int(text) <= 1024:
+            return int(text)
+        try:
+            found = _listed(ast.parse(text, mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            found = None
+        if not isinstance(found, tuple) or not found:
+            raise ValueError(f"must be {self.what}")
+        return found
+
+
+def _listed(node: ast.expr) -> int | tuple[int, ...]:
+    """Return the list or number that +, * and [...] write out. Raises ValueError for all else."""
+    if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= 1024:
+        return node.value
+    if isinstance(node, ast.List):
+        items = tuple(_listed(each) for each in node.elts)
+        if all(type(each) is int and each in (0, 1) for each in items):
+            return items  # type: ignore[return-value]
+    if isinstance(node, ast.BinOp):
+        left, right = _listed(node.left), _listed(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, tuple) and isinstance(right, tuple):
+            return (left + right)[:1025]
+        if isinstance(node.op, ast.Mult) and isinstance(left, tuple) != isinstance(right, tuple):
+            return (left * right)[:1025]  # type: ignore[operator, index]
+    raise ValueError
+
+
 def whole(low: int = 0, high: int | None = None, auto: bool = False) -> Number:
     """Return the rule of a whole number that fits into 64 bits."""
     return Number("N", low=low, high=high, auto=auto)
@@ -105,17 +145,25 @@ def real(low: float = 0, high: float | None = None, open: bool = False) -> Numbe
 
 
 def one_of(
-    *choices: str, bare: str | None = None, other: tuple[tuple[str, str], ...] = ()
+    *choices: str,
+    bare: str | None = None,
+    other: tuple[tuple[str, str], ...] = (),
+    several: bool = False,
 ) -> Choice:
-    """Return the rule of a name; `bare`: the flag may have no value, and then means this name."""
+    """Return the rule of a name; `bare`: the flag may have no value, and then means this name.
+
+    several: of any number of names.
+    """
     shown = "{" + ",".join(choices) + "}"
     metavar = shown if len(shown) <= 40 else "NAME"
-    return Choice(metavar, "?" if bare else None, bare, choices, other)
+    return Choice(metavar, "*" if several else "?" if bare else None, bare, choices, other)
 
 
 POSITIVE = real(open=True)
 FRACTION = real(0, 1, open=True)
 WHOLES = Number("N", "*")
+REALS = Number("X", "*", whole=False)
+PATTERN = Pattern("N")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from mpu.comm.mappings import (
 )
 from mpu.context import LayerContext
 from mpu.layers.linear import column_placement
-from mpu.param import parameter
+from mpu.param import Region, parameter
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -23,6 +23,8 @@ class VocabParallelEmbedding(nn.Module):
     rank looks up the tokens it holds and gives zero for the others; the ranks' results are summed.
     Only one term of each sum is not zero, so the result does not depend on the layout.
     """
+
+    gives = Region.SEQUENCE_PARALLEL  # what of the activations a rank has of the output
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, ctx: LayerContext, pad_to: int = 1

@@ -91,6 +91,7 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.ctx, self.eps = ctx, eps
+        self.takes = self.gives = region  # what of the activations a rank has
         self.check_backend(ctx.norm_backend)
         self.passes = norm_backend(ctx.norm_backend)  # where csrc/ does not take it
         self.weight = ctx.replicated_parameter((hidden_size,), region)

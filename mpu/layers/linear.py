@@ -38,7 +38,7 @@ from mpu.context import LayerContext
 from mpu.gradients import use
 from mpu.overlap.choices import OverlapMap
 from mpu.overlap.method import OverlapMethod
-from mpu.param import Placement, Region, divide, parameter
+from mpu.param import Placement, Region, divide, parameter, placement_of
 
 
 class Recipe:
@@ -105,6 +105,8 @@ class _ParallelLinear(nn.Module):
     """What both layers share: a weight, its Recipe and its OverlapMethod."""
 
     cuts: dict[str, str]  # see Recipe.operand
+    takes: Region  # what of the activations a rank has of its input, and of its output
+    gives: Region
 
     def __init__(
         self, sizes: tuple[int, int], weight: nn.Parameter, ctx: LayerContext, recipe: Recipe | None
@@ -184,6 +186,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     cuts = {"x": "sp", "w": "rows", "dy": "k", "wt": "k"}
+    takes, gives = Region.SEQUENCE_PARALLEL, Region.TENSOR_PARALLEL
 
     def __init__(
         self,
@@ -205,6 +208,13 @@ class ColumnParallelLinear(_ParallelLinear):
         self.output_layer = output_layer
         if bias:
             self.bias = column_vector(sections, ctx=ctx, pad_to=pad_to)
+
+    def output_sections(self) -> list[tuple[int, int]]:
+        """Return the features of the output, section by section: (of all ranks, of this one)."""
+        place, t = placement_of(self.weight), self.ctx.tp.size
+        if len(place.sections) == 1:
+            return [(place.shape[0], place.local_size)]
+        return [(size, size // t) for size in place.sections]
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, gathering x along s first under SP."""
@@ -269,6 +279,7 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     cuts = {"x": "k", "w": "k", "dy": "sp", "wt": "rows"}
+    takes, gives = Region.TENSOR_PARALLEL, Region.SEQUENCE_PARALLEL
 
     def __init__(
         self,

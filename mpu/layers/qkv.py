@@ -63,6 +63,12 @@ def qkv_linear(
 class SharedHeadsLinear(ColumnParallelLinear):
     """A column-parallel q, k and v, whose key/value head the ranks of tp_kv share."""
 
+    def output_sections(self) -> list[tuple[int, int]]:
+        """Return the features of q, k and v: (of all ranks, of this one). Ranks share k and v."""
+        shared = self.ctx.grid.tp_kv.size
+        q, k, v = super().output_sections()
+        return [q, (k[0], k[1] * shared), (v[0], v[1] * shared)]
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, then gather the head of k and that of v over tp_kv."""
         return self.whole_heads(super().forward(x))

@@ -69,8 +69,9 @@ def test_a_checkpoint_says_which_of_our_models_it_is():
     sizes = qwen3.hf_config(qwen3.ModelConfig(100, 32, 48, 2, 4, 2))
     path, config = of_checkpoint(sizes)
     assert path == "model/qwen3.py" and qwen3.hf_config(config) == sizes
-    with pytest.raises(ValueError, match="model_type is 'mixtral', and Weft has llama, qwen2"):
-        model_file_of({"model_type": "mixtral"})
+    refused = "model_type is 'deepseek_v3', and Weft has llama, moe, qwen2"
+    with pytest.raises(ValueError, match=refused):
+        model_file_of({"model_type": "deepseek_v3"})
 
 
 @pytest.mark.parametrize("place", ["{folder}/evil.py", "model/../../../{folder}/evil.py"])
@@ -93,7 +94,8 @@ def test_megatron_s_flag_names_another_model(flag, file):
 
 
 def test_two_models_exclude_each_other():
-    with pytest.raises(ValueError, match="--qk-layernorm and --add-qkv-bias set the same"):
+    both = "--qk-layernorm and --model-file model/qwen2.py set the same"
+    with pytest.raises(ValueError, match=both):
         read("--qk-layernorm --add-qkv-bias")
 
 

@@ -5,6 +5,7 @@ The models themselves pass.
 """
 
 import pickle
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from model import llama
-from tests.tools import fork_mistakes
+from tests.tools import fork_mistakes, fork_tensors
 from tools import fork_check
 from tools.fork_check import main
 from tools.forks import huggingface
@@ -57,6 +58,8 @@ MISTAKES = {
         (
             "tp 2: layers.0.attention.k_norm.weight: its gradient differs among the ranks of tp",
             "Region.TENSOR_PARALLEL",
+            "(in layers.3.attention.k_norm), before it is summed over data-parallel ranks, differs",
+            "a sum over tp is missing",
         ),
     ),
     "double sum": (
@@ -70,6 +73,8 @@ MISTAKES = {
         (
             "the gradient of layers.0.attention.gain is 2 times what it should be",
             "added more than once: by the layer itself",
+            "the gradient of layers.3.attention.gain (in layers.3.attention), before it is summed",
+            "added over tp twice",
             "warning, tp 2: layers.0.attention.gain: its gradients are added over tp",
         ),
     ),
@@ -77,7 +82,11 @@ MISTAKES = {
         "llama",
         {"h, (f, f), ctx": "h, 2 * f, ctx", '("mlp.gate_proj", "mlp.up_proj")': '("mlp.gate_up",)'},
         "tp 2; pp 2 1f1b",
-        ("that of layers.0.mlp", "only with tensor parallelism", "a Placement cuts wrongly"),
+        (
+            "what layers.0.mlp.down (RowParallelLinear) takes differs first",
+            "only with tensor parallelism",
+            "a Placement cuts wrongly",
+        ),
     ),
     "a section without a name": (
         "llama",
@@ -101,7 +110,11 @@ MISTAKES = {
             "        return self.down(nn.functional.rms_norm(y, y.shape[-1:]))\n"
         },
         "tp 2; dp 2",
-        ("that of layers.0.mlp.down", "only with tensor parallelism", "(a norm, a mean"),
+        (
+            "what layers.0.mlp.down (RowParallelLinear) takes differs first",
+            "only with tensor parallelism",
+            "(a norm, a mean",
+        ),
     ),
     "forgotten decode": (
         "llama",
@@ -130,7 +143,11 @@ MISTAKES = {
         "llama",
         {"position_ids, tokens.shape[1] * self.ctx.grid.cp.size": "None, tokens.shape[1]"},
         "cp 2 all_gather",
-        ("only under context parallelism", "positions counted from 0"),
+        (
+            "what layers.0 (Block) takes, tensor 1 differs first",
+            "only under context parallelism",
+            "positions counted from 0",
+        ),
     ),
     "parameter outside the sink": (
         "llama",
@@ -175,7 +192,11 @@ MISTAKES = {
             + "        cos, sin = cos[at], sin[at]\n"
         },
         "tp 2; tp 2 + SP",
-        ("tp 2 + SP: the loss of the first step", "that of layers.0.attention", "only under SP"),
+        (
+            "tp 2 + SP: the loss of the first step",
+            "what layers.0.attention.proj (RowParallelLinear) takes differs first",
+            "only under SP",
+        ),
     ),
     "random numbers": (
         "llama",
@@ -307,11 +328,18 @@ def test_a_planted_mistake_ends_in_a_sentence_with_its_cause(name, tmp_path):
     assert code == 1 or "warning" in out, out
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("name", fork_tensors.TENSORS)
+def test_the_tensor_that_is_named_first_is_the_right_one(name, tmp_path):
+    code, out = fork_mistakes.checked(fork_tensors.TENSORS[name], tmp_path)
+    assert code == 1 and re.search(fork_tensors.TENSORS[name].said, out), out
+
+
 def test_restarted_ranks_are_not_sent_tensors(tmp_path):
     """Each tensor took a file descriptor, and a process is started with at most 256."""
     tensors = {"start": {str(i): torch.zeros(1) for i in range(300)}}
     desk = Desk("model/llama.py", str(tmp_path), (), ())
-    desk.oracles[False] = Oracle(tensors, {}, [], 0.0)
+    desk.oracles[False] = Oracle(tensors, [], 0.0)
     sent = pickle.loads(pickle.dumps(desk))
     assert sent.oracles == {} and desk.oracles and sent.model == desk.model
 

@@ -20,6 +20,7 @@ from mpu.module_tracker import OUTPUT, Event, ModuleTracker
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
 from pretrain_llama import LlamaRun, run_schedule, train_step
+from tools.bisect.record import recorded
 from training.config import Config
 from training.data.batch import Batch
 from training.data.context_part import context_part
@@ -27,7 +28,10 @@ from training.flags.parse import parse
 
 
 class Case(NamedTuple):
-    """One row of the table. load, save: folders under the desk's; what: see `work`."""
+    """One row of the table. load, save: folders under the desk's.
+
+    record: the step, counted from 0, of which every tensor is recorded instead; -1: none.
+    """
 
     name: str
     ranks: int
@@ -36,6 +40,7 @@ class Case(NamedTuple):
     load: str = ""
     save: str = ""
     oracle: bool = False
+    record: int = -1
 
 
 @dataclass
@@ -52,6 +57,10 @@ class Desk:
     def __getstate__(self) -> dict[str, Any]:
         """Leave tensors out: each would take a file descriptor on its way to a rank."""
         return {**vars(self), "oracles": {}}
+
+    def record(self, case: Case) -> Path:
+        """Return where the ranks of a case record a step."""
+        return Path(self.folder, "records", case.name.replace("/", "-"))
 
     def config(self, case: Case) -> Config:
         """Return the config of a case. Raises UsageError."""
@@ -75,7 +84,6 @@ class Oracle:
     """What one rank computed: tensors by kind and canonical name, and numbers."""
 
     tensors: dict[str, dict[str, Tensor]]
-    outputs: dict[str, list[float]]
     losses: list[float]
     norm: float
 
@@ -83,7 +91,7 @@ class Oracle:
         """Keep it for the other ranks."""
         flat = {f"{kind}/{name}": t for kind, of in self.tensors.items() for name, t in of.items()}
         save_file({k: t.contiguous() for k, t in flat.items()}, folder / f"oracle-{tied}.tensors")
-        text = json.dumps([self.outputs, self.losses, self.norm])
+        text = json.dumps([self.losses, self.norm])
         (folder / f"oracle-{tied}.json").write_text(text)
 
     @classmethod
@@ -108,7 +116,6 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
-    outputs: dict[str, list[float]] = field(default_factory=dict)
     held: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def error(self, kind: str, value: float) -> None:
@@ -231,9 +238,14 @@ def forward(run: LlamaRun) -> tuple[float, dict[str, list[float]]]:
     return (total[0] / total[1]).item() if total[1] else 0.0, seen
 
 
-def step(run: LlamaRun, number: int) -> tuple[float, float]:
-    """Train a step; return the loss and the gradient's norm."""
-    loss, norm, _ = train_step(run, batches_of(run, number), run.config.optimizer.lr)
+def step(run: LlamaRun, number: int, record: Path | None = None) -> tuple[float, float]:
+    """Train a step; return the loss and the gradient's norm. record: a folder for its tensors."""
+    batches, lr = batches_of(run, number), run.config.optimizer.lr
+    take = train_step
+    if record is not None:
+        file = run.config.model.model_file
+        take = recorded(train_step, load_model_file(file).hf_names(run.model), record, file)
+    loss, norm, _ = take(run, batches, lr)
     run.iteration += 1
     run.consumed += run.config.batch.global_batch_size
     return loss.item(), norm.item()

@@ -6,7 +6,6 @@ The case "one rank" computes what all others are held against, in fp64, and keep
     initial    the weights as `initialize` draws them; every layout must draw the same bits
     start      these and some noise: no weight is at 0 or 1, where a mistake may have no effect.
                Every layout starts from it, so that what follows says nothing about `initialize`
-    outputs    the size of every module's output in a forward pass
     gradients  of the first step; the second step's batch has documents and a loss mask
     two        weights after two steps; three: after one more, which a loaded run must repeat
 
@@ -32,6 +31,7 @@ from estimate.traffic import traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
+from mpu.param import PlacementError
 from mpu.zero.gradient_check import GradientCheck
 from pretrain_llama import LlamaRun, build, model_provider
 from tools.forks.case import (
@@ -126,6 +126,9 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
         if report.findings:
             return asdict(report)
     with started(desk, case, rank, store, limit) as (run, sent):
+        if case.record >= 0:
+            record(desk, case, run)
+            return asdict(report)
         if case.oracle:
             ask_one_rank(desk, case, run, report)
         else:
@@ -142,6 +145,17 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
         if case.save:
             saver_of(run).save(2, 2 * run.config.batch.global_batch_size, must=True)
     return asdict(report)
+
+
+def record(desk: Desk, case: Case, run: LlamaRun) -> None:
+    """Go to the step that is to be recorded, as `compare` or `go_on` does, and record it."""
+    if case.load:
+        saver_of(run).load()
+    else:
+        put(run, desk.oracle(case.tied).tensors["start"])
+    for number in range(2 if case.load else 0, case.record):
+        step(run, number)
+    step(run, case.record, desk.record(case))
 
 
 def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
@@ -173,7 +187,7 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
         kind, where = kept[number]
         tensors[kind] = {name: values.clone() for name, (_, values) in pieces(run, where).items()}
     report.errors["loss"] = abs(first - losses[0])
-    Oracle(tensors, outputs, losses, norms[0]).write(Path(desk.folder), case.tied)
+    Oracle(tensors, losses, norms[0]).write(Path(desk.folder), case.tied)
     put(run, start)
     found = derivatives(list(rectangles(run)), tensors["gradients"], lambda: forward(run)[0])
     report.error("derivative", found[0])
@@ -205,10 +219,7 @@ def decode(run: LlamaRun, report: Report) -> None:
 
 
 def compare(run: LlamaRun, oracle: Oracle, report: Report, sent: Sent) -> None:
-    """Hold initial weights, a forward pass, two steps and the plan of the run against one rank's.
-
-    Raises PlacementError where the run's own check of the first gradients finds a mistake.
-    """
+    """Hold initial weights, two steps and the plan of the run against one rank's."""
     for name, (piece, values) in pieces(run, "param_shard").items():
         want = oracle.tensors["initial"].get(name)
         if want is None or want.shape != piece.shape:
@@ -227,19 +238,22 @@ def compare(run: LlamaRun, oracle: Oracle, report: Report, sent: Sent) -> None:
     if any(kind == "shape" for kind, _, _ in report.findings):
         return
     put(run, oracle.tensors["start"])
-    _, report.outputs = forward(run)
     run.sink.check = GradientCheck(run.grid, report.warnings.append)
-    loss, norm = step(run, 0)
+    try:
+        loss, norm = step(run, 0)
+    except PlacementError as error:  # the run's own check of the first gradients; on all ranks
+        report.findings.append(("replicas", str(error).partition(":")[0], str(error)))
+        return
     gradients = pieces(run, "grad_shard")
     losses_differ(report, loss, oracle.losses[0], "first")
     total = sum(t.square().sum() for t in oracle.tensors["gradients"].values()) ** 0.5
     for name, (piece, values) in gradients.items():
         full = oracle.tensors["gradients"][name]
         want, least = cut(full, piece), max(full.norm(), FLOOR * total)
-        error = float((values - want).norm() / least)
-        report.error("gradients", error)
-        if not error <= EXACT:
-            report.findings.append(("gradient", name, how(name, values, want, error)))
+        apart = float((values - want).norm() / least)
+        report.error("gradients", apart)
+        if not apart <= EXACT:
+            report.findings.append(("gradient", name, how(name, values, want, apart)))
     off = abs(norm - oracle.norm) / oracle.norm
     report.error("gradients", off)
     if not off <= EXACT:

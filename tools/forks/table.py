@@ -2,23 +2,23 @@
 """Put together what the ranks of tools/fork_check.py found: a row each layout, then sentences."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tools.bisect.verdict import Verdict
 from tools.forks.case import Case, Desk
 from tools.forks.layouts import pattern
 
-SAME = 1e-10  # largest error of the size of a module's output
 COLUMNS = ("loss", "gradients", "weights", "decode")
 HIDDEN_BY = {  # findings of a kind say nothing new where there are some of these
     "initial": ("shape",),
-    "output": ("shape",),
-    "loss": ("shape", "output"),
-    "gradient": ("shape", "output", "loss"),
-    "norm": ("shape", "output", "loss", "gradient"),
-    "update": ("shape", "output", "loss", "gradient", "norm", "load"),
-    "later": ("shape", "output", "loss", "gradient", "norm", "load"),
+    "loss": ("shape",),
+    "replicas": ("shape", "loss"),
+    "gradient": ("shape", "loss"),
+    "norm": ("shape", "loss", "gradient"),
+    "update": ("shape", "loss", "gradient", "norm", "load"),
+    "later": ("shape", "loss", "gradient", "norm", "load"),
     "held": ("shape",),
 }
 ALONE = {
@@ -37,6 +37,14 @@ ALONE = {
 }  # they say themselves what the cause is
 NUMBER = re.compile(r"(?<=layers\.)\d+")
 FACTOR = re.compile(r"is ([0-9.]+) times what it should be")
+RECORDED = {  # the step, counted from 0, that differs where there is a finding of a kind
+    "loss": 0,
+    "replicas": 0,
+    "gradient": 0,
+    "norm": 0,
+    "update": 1,
+    "later": 1,
+}
 WORDY = {
     "raised",
     "refused",
@@ -75,6 +83,21 @@ class Row:
     def blocks(self) -> bool:
         """Whether other layouts cannot be held against this one."""
         return any(kind in BLOCKING for kind, _, _ in self.findings)
+
+    @property
+    def to_record(self) -> int:
+        """Return the step of which a record would say what differs first, or -1."""
+        steps = [RECORDED[kind] for kind, _, _ in self.findings if kind in RECORDED]
+        return min(steps, default=-1) if not self.case.oracle else -1
+
+    def told_by(self, verdict: Verdict) -> None:
+        """Let the engine's sentence stand for the findings that it explains."""
+        if verdict.same:
+            return
+        known = [f for f in self.findings if f[0] in RECORDED]
+        text = f"{known[0][2]}; {verdict.sentence}"
+        rest = [f for f in self.findings if f[0] not in RECORDED]
+        self.findings = [("tensor", verdict.name or verdict.what, text), *rest]
 
     def line(self, width: int) -> str:
         """Return the row as it stands in the table."""
@@ -122,11 +145,6 @@ def row_of(
     row.warnings = list(dict.fromkeys(row.warnings))
     if not case.oracle and not row.findings or any(f[0] == "loss" for f in row.findings):
         row.findings += covered([report["held"] for report in answers], desk, case)
-    if any(kind == "loss" for kind, _, _ in row.findings):
-        tp = desk.config(case).parallel.tensor_model_parallel_size
-        outputs = [report["outputs"] for report in answers]
-        loss = next(text for kind, _, text in row.findings if kind == "loss")
-        row.findings += first_output(loss, outputs, desk.oracle(case.tied).outputs, tp)
     kinds = {kind for kind, _, _ in row.findings}
     shown = [f for f in row.findings if not kinds & set(HIDDEN_BY.get(f[0], ()))]
     order = list(HIDDEN_BY)
@@ -167,29 +185,6 @@ def covered(
     return found
 
 
-def first_output(
-    loss: str,
-    seen: Sequence[Mapping[str, Sequence[float]]],
-    wanted: Mapping[str, Sequence[float]],
-    tp: int,
-) -> list[tuple[str, str, str]]:
-    """Return a finding for the first module whose outputs do not add up to one rank's.
-
-    Over all ranks the parts of a tensor that is cut add up to it once, and to tp times where every
-    tensor-parallel rank has all of it.
-    """
-    for name, want in wanted.items():
-        parts = [own[name] for own in seen if name in own]
-        total = [sum(part[i] for part in parts) for i in range(2)]
-        fits = any(
-            all(abs(t - n * w) <= SAME * n * w for t, w in zip(total, want, strict=True))
-            for n in {1, tp}
-        )
-        if not fits and parts:
-            return [("output", name, f"{loss}; the first output that differs is that of {name}")]
-    return []
-
-
 def table(rows: Sequence[Row]) -> list[str]:
     """Return what stands under the rows: sentences, each with its layouts, and the likely cause."""
     told: dict[tuple[str, str], list[str]] = {}
@@ -214,7 +209,8 @@ def table(rows: Sequence[Row]) -> list[str]:
         more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
         lines.append(f"warning, {texts[0]}{more}")
     failed = [row.case.name for row in rows if row.differs]
-    texts = [text for row in rows for kind, _, text in row.findings if kind == "gradient"]
+    wrong = ("gradient", "tensor")
+    texts = [text for row in rows for kind, _, text in row.findings if kind in wrong]
     factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]
     factor = factors[0] if factors and len(set(factors)) == 1 else 0.0
     lines += filter(None, [pattern(failed, [row.case.name for row in rows], factor)])

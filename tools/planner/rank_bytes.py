@@ -19,6 +19,7 @@ import torch
 
 import pretrain_llama
 from estimate import activations
+from estimate.buffers import matmul_workspaces
 from estimate.dry_run import memories
 from estimate.model_profile import rank_parameters
 from estimate.rank_memory import NORM_BYTES
@@ -180,6 +181,7 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     work = np.where(last > 0, u.end_working + (b - 1) * u.end_more,
                     u.working + (b - 1) * u.more)  # fmt: skip
     told = np.asarray((state + b * (kept + u.again + logits) + work).max(1))
+    told += matmul_workspaces(model.config)
     return np.where(away > host, np.inf, told) if e.offload else told
 
 
@@ -240,6 +242,7 @@ def exactly(model: Model, each: Layout) -> list[Exact]:
             "tied look-ups": 4 * own.embedding * (tied and first * last),
             "activations": kept.activations, "logits": kept.logits,
             "working memory": kept.working, "offloaded": kept.under_way,
+            "workspaces": matmul_workspaces(config),
         }  # fmt: skip
         told.append(Exact(kinds, kept.in_host))
     return told

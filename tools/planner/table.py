@@ -34,7 +34,7 @@ KINDS = {  # of the table: kinds of memory as --dry-run names them
     "optimizer": ("masters", "moments", "norm's index"),
     "activations": ("activations", "offloaded"),
     "logits": ("logits",),
-    "working memory": ("working memory",),
+    "working memory": ("working memory", "workspaces"),
 }
 
 

@@ -302,7 +302,8 @@ class Distributed:
             communicator=over.name,
             urgent=over.urgent,
         )
-        recorder.asked[transfer.id] = self.trace_who
+        if self.trace_who is not None and not isinstance(self.trace_who, (str, tuple)):
+            recorder.asked[transfer.id] = self.trace_who
         return Work(recorder, transfer)
 
     def handle(self, work: Any, keep: tuple[Tensor, ...], *args: Any, **named: Any) -> Handle:

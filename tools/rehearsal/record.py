@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
@@ -69,7 +70,8 @@ class Recorder:
         self.pinned: list[tuple[Any, str]] = []  # page-locked storages, and who made them
         self.pinned_at: list[Counter[str]] = []  # of those that live, at each turn of the loop
         self.led: dict[str, tuple[str, ...]] = {}  # line -> the lines that led to it, at first
-        self.asked: dict[int, Any] = {}  # transfer -> who asked for it, as its label says
+        # transfer -> the module or bucket that asked for it: a record keeps neither alive
+        self.asked: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._spans: dict[Any, Any] = {}
         self.paused = False
         self.found: list[Finding] = []  # what is wrong by itself, whatever comes before and after

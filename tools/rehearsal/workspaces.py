@@ -8,13 +8,14 @@ and not how large it is, or lies outside of that allocator, is named instead: `n
 from collections.abc import Sequence
 from math import prod
 
+from estimate.buffers import CUBLAS_WORKSPACE
 from tools.rehearsal.events import Event, Launch, Transfer
 from tools.rehearsal.roofline import MATMULS, short_name
 
 OF_OPERATORS, OF_MATMULS = "workspaces of operators", "workspaces of cuBLAS"
 # bytes for each handle and stream: pytorch aten/src/ATen/cuda/CublasHandlePool.cpp,
 # parseChosenWorkspaceSize, by the major compute capability; other devices have OTHER
-CUBLAS, OTHER = {9: 4096 * 8 * 1024, 10: 4096 * 8 * 1024}, 4096 * 1024 * 2 + 16 * 1024 * 8
+CUBLAS, OTHER = dict.fromkeys((9, 10), CUBLAS_WORKSPACE), 4096 * 1024 * 2 + 16 * 1024 * 8
 FLASH_BACKWARD = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
 ROWS, CHANNELS = 128, 32  # to which flash's backward rounds up the queries and the head
 AHEAD = ("forward", "")  # phases in the host's own thread; autograd's has another handle

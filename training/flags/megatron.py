@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from training.arguments import OptimizerConfig
+from training.arguments import EXPERTS, OptimizerConfig
 from training.setting import SWITCH, TEXT, TEXTS, Rule
 
 
@@ -55,6 +55,29 @@ class Refused:
         return f"{self.feature} is not available here" + f"; {self.instead}" * bool(self.instead)
 
 
+# What stops a run with --num-experts, which alone gives these flags of Megatron-LM an effect
+WITH_EXPERTS = {
+    "--moe-shared-expert-gate": "the shared expert has no gate",
+    "--moe-shared-expert-overlap": "the shared expert runs after the routed ones",
+    "--moe-router-padding-for-quantization": "experts are not in float8",
+    "--moe-router-padding-for-fp8": "experts are not in float8",
+    "--moe-router-enable-expert-bias": "there is no bias of the choice; a balance loss is "
+    "--moe-router-load-balancing-type seq_aux_loss",
+    "--moe-router-bias-update-rate": "there is no bias of the choice",
+    "--moe-enable-deepep": "the dispatchers are allgather and alltoall",
+    "--moe-flex-dispatcher-backend": "the dispatchers are allgather and alltoall",
+    "--moe-deepep-num-sms": "the dispatchers are allgather and alltoall",
+    "--moe-per-layer-logging": "the losses of routers are logged as one sum",
+    "--moe-pad-expert-input-to-capacity": "no token is dropped, so there is no capacity",
+    "--moe-expert-capacity-factor": "no token is dropped, so there is no capacity",
+    "--moe-token-drop-policy": "no token is dropped",
+    "--moe-apply-probs-on-input": "weights multiply the outputs of experts",
+    "--moe-router-num-groups": "experts are chosen from all, not from groups",
+    "--moe-router-group-topk": "experts are chosen from all, not from groups",
+    "--moe-input-jitter-eps": "nothing here draws random numbers",
+}
+
+
 class Difference(NamedTuple):
     """What a flag, or its absence, means in Megatron-LM and here; --dry-run prints it."""
 
@@ -79,7 +102,6 @@ class Difference(NamedTuple):
 
 # {flag: the flags and the value that it stands for; its own value follows}
 SPELLED = {
-    "--qk-layernorm": ("--model-file", "model/qwen3.py"),
     "--add-qkv-bias": ("--model-file", "model/qwen2.py"),
     "--use-tp-pp-dp-mapping": ("--rank-order", "tp-cp-pp-dp"),
     "--fp8-e4m3": ("--fp8-format", "e4m3"),
@@ -143,12 +165,16 @@ ACCEPTED = (
         says=True,
     ),
     Accepted("--vocab-extra-ids", "there are no span tokens", TEXT, only=("0",)),
-    Accepted("--num-experts", "there are no experts", TEXT, only=("1",)),
+    Accepted("--moe-grouped-gemm", "the matrices of a rank's experts are one parameter, always"),
+    Accepted("--moe-permute-fusion", "the permutation of tokens is one gather, always"),
     Accepted(
-        "--expert-model-parallel-size --expert-tensor-parallel-size",
-        "there are no experts",
+        "--moe-router-fusion", "the router is torch's operations: the same function", says=True
+    ),
+    Accepted(
+        "--moe-router-dtype",
+        "the router computes in fp32, or with --fp64 in fp64",
         TEXT,
-        only=("1",),
+        only=("fp32",),
     ),
     Accepted(
         "--pipeline-model-parallel-comm-backend",
@@ -629,20 +655,14 @@ ACCEPTED = (
 )
 IDLE = (
     Idle(
-        "--num-experts",
+        EXPERTS,
         """--moe-shared-expert-gate --moe-shared-expert-overlap
         --moe-router-padding-for-quantization --moe-router-padding-for-fp8
-        --moe-router-pre-softmax --moe-router-enable-expert-bias
-        --moe-router-force-load-balancing --moe-router-fusion --moe-enable-deepep
-        --moe-grouped-gemm --moe-per-layer-logging --moe-pad-expert-input-to-capacity
-        --moe-permute-fusion --moe-apply-probs-on-input""",
-        values="""--moe-shared-expert-intermediate-size --moe-ffn-hidden-size --moe-router-topk
-        --moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor
-        --moe-router-score-function --moe-router-dtype --moe-router-bias-update-rate
-        --moe-z-loss-coeff --moe-input-jitter-eps --moe-token-dispatcher-type
-        --moe-expert-capacity-factor --moe-token-drop-policy --moe-layer-freq
+        --moe-router-enable-expert-bias --moe-enable-deepep --moe-per-layer-logging
+        --moe-pad-expert-input-to-capacity --moe-apply-probs-on-input""",
+        values="""--moe-router-num-groups --moe-router-group-topk --moe-router-bias-update-rate
+        --moe-input-jitter-eps --moe-expert-capacity-factor --moe-token-drop-policy
         --moe-deepep-num-sms --moe-flex-dispatcher-backend""",
-        lists="""--moe-router-load-balancing-type --moe-aux-loss-coeff""",
     ),
     Idle(
         "--optimizer muon, lion or sgd",
@@ -825,7 +845,7 @@ REFUSED = (
         "--seq-length",
     ),
     Refused(
-        "a mixture of experts",
+        "this part of a mixture of experts",
         """--expert-tensor-parallel-num-weight-shards --overlap-moe-expert-parallel-comm
         --overlap-dispatch-backward-with-experts-wgrad
         --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from training.arguments import ModelConfig
+from training.arguments import EXPERT_SIZES, ModelConfig
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.find import candidates, open_checkpoint
 from training.checkpoint.huggingface import HuggingFaceDirectory
@@ -114,6 +114,10 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
                 "only 8192"
             )
         out |= {"--use-rope-scaling": True, "--rope-scaling-factor": sizes.rope_scaling_factor}
+    for name in EXPERT_SIZES:
+        value = getattr(sizes, name, None)
+        if value:  # else it is the default
+            out["--" + name.replace("_", "-")] = list(value) if type(value) is tuple else value
     if not sizes.tied:
         out["--untie-embeddings-and-output-weights"] = True
     if (length := found.state.get("config", {}).get("model.seq_length")) is not None:

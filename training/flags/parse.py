@@ -20,6 +20,7 @@ from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import (
     compute_rules,
+    expert_rules,
     foreign,
     model_sizes,
     parallel_rules,
@@ -70,7 +71,8 @@ def parse(
     rules.check(made)
     said = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     said += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
-    return replace(made, notes=tuple(dict.fromkeys(said)), given=names)
+    notes = list(dict.fromkeys(said))
+    return replace(made, notes=tuple(notes), given=names, command_line=tuple(argv))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -345,5 +347,6 @@ def _assemble(
     if data.get("tokenizer_type") == "HuggingFaceTokenizer" and load:
         if "--use-checkpoint-args" not in given:  # it takes the checkpoint's tokenizer
             data.setdefault("tokenizer_model", load)
+    parts["moe"] = expert_rules.choose_file(parts["moe"], model)
     built = {section: cls(**parts[section]) for section, cls in SECTIONS.items()}
     return Config(**built, extra=own, notes=tuple(notes))

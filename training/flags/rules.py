@@ -11,7 +11,14 @@ from typing import Any
 from mpu.pipeline.schedules import V_SHAPED
 from training import schedule
 from training.config import Config, UsageError
-from training.flags import compute_rules, parallel_rules, run_rules, size_rules, table
+from training.flags import (
+    compute_rules,
+    expert_rules,
+    parallel_rules,
+    run_rules,
+    size_rules,
+    table,
+)
 from training.setting import Setting
 
 # Pairs of flags of which only one may be given.
@@ -78,6 +85,7 @@ def check_given(given: dict[str, Any]) -> None:
         )
     if given.get("--main-grads-dtype") == "bf16" and ACCUMULATE in given:
         raise UsageError(f"--main-grads-dtype bf16 and {ACCUMULATE} contradict each other")
+    expert_rules.check_given(given)
     heads, hidden = given["--num-attention-heads"], given["--hidden-size"]
     if "--kv-channels" not in given and hidden % heads:
         raise UsageError(
@@ -128,6 +136,7 @@ def check(config: Config) -> None:
     compute_rules.check_kernels(config)
     parallel_rules.check_context(config)
     parallel_rules.check_backend(config)
+    expert_rules.check(config)
     size_rules.check_batch(config)
     schedule.check(config)
     parallel_rules.check_zero(config)

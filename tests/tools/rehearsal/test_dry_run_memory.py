@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dry run's bytes are within 2% of what a rehearsal counts, for the examples' ranks."""
+"""The dry run's bytes are within 2% of what a rehearsal counts, for the examples' ranks.
+
+Of layouts drawn at random tests/tools/planner/test_ten_plans.py holds the same.
+"""
 
 import json
 import os
@@ -67,3 +70,14 @@ def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, pp_ra
     held = activations.held(config, provider)[pp_rank]
     stated = sum(memory(config, provider, pp_rank, held).values())
     assert abs(stated - counted) <= 0.02 * counted, (stated / 1e9, counted / 1e9)
+
+
+def test_a_step_has_no_memory_of_the_model_that_warms_up(rehearse):
+    """A record keeps nothing alive: the model that loads kernels before a pipeline's first message
+    is gone when steps run, with its largest weight and gradient.
+    """
+    flags = "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2"
+    code, report, text = rehearse(f"{flags} --tp-comm-overlap ring --global-batch-size 4", 4)
+    assert (code, report["findings"]) == (0, []), text
+    places = {each["place"] for each in report["memory"]["largest"]}
+    assert places and not any("warm_up" in place for place in places)

@@ -42,8 +42,9 @@ def test_every_spelling_of_megatron_lm_0_20_has_a_class():
     [
         ("--swiglu", "checked"),
         ("--use-distributed-optimizer", "live"),
-        ("--num-experts", "checked"),
-        ("--moe-router-topk", "checked"),
+        ("--num-experts", "live"),
+        ("--moe-router-topk", "live"),
+        ("--moe-router-fusion", "checked"),
         ("--moe-use-upcycling", "refused"),
         ("--use-torch-fsdp2", "checked"),
         ("--use-megatron-fsdp", "live"),

@@ -71,7 +71,7 @@ def test_a_flag_that_changes_nothing_there_changes_nothing_here(words):
     assert read(words).digest() == read("").digest()
 
 
-@pytest.mark.parametrize("words", ["--num-experts 8", "--optimizer muon", "--use-mup"])
+@pytest.mark.parametrize("words", ["--mtp-num-layers 1", "--optimizer muon", "--use-mup"])
 def test_what_would_switch_it_on_is_refused(words):
     with pytest.raises(UsageError, match=words.split()[0]):
         read(f"--moe-router-topk 2 --muon-momentum 0.95 --mup-width-mult 2 {words}")
@@ -84,10 +84,10 @@ def test_the_size_of_the_model_s_vocabulary_is_megatron_s():
 
 def test_a_fork_may_have_a_flag_that_changes_nothing_here():
     def extra(parser):
-        parser.add_argument("--moe-router-topk", type=int)
+        parser.add_argument("--moe-router-num-groups", type=int)
 
-    config = parse(shlex.split(f"{BASE} --num-layers 2 --moe-router-topk 3"), 1, extra)
-    assert dict(config.extra) == {"moe_router_topk": 3}
+    config = parse(shlex.split(f"{BASE} --num-layers 2 --moe-router-num-groups 3"), 1, extra)
+    assert dict(config.extra) == {"moe_router_num_groups": 3}
 
 
 def test_a_fork_s_own_flag_of_such_a_name_stays_its_own():

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtral and Qwen3-MoE: a Llama whose MLPs are mixtures of experts. What differs, and no more.
+
+    T tokens of a rank = s/t x b   E experts   k experts a token   f ffn hidden of an expert
+
+    x [s/t, b, h] -> router logits [T, E], fp32 -> k experts and weights a token [T, k]
+    -> rows by expert [n, h] -> SwiGLU MLP of each expert -> weighted sum over k -> [s/t, b, h]
+
+The router's weight is replicated, as a norm's is. The experts are dealt out over the axis ep, and
+mpu/layers/dispatch.py brings the tokens to them. A token's k experts are those of its k highest
+scores, the lower number first among equal ones. They are chosen once: backward and recomputation
+take what forward chose. (Mixtral: Jiang et al. 2024; Qwen3 technical report, 2025; sigmoid scores
+and shared experts: DeepSeek-V3 technical report, 2024)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from model import llama, qwen3
+from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, read_hf_config
+from mpu.comm.collectives import sum_in_order
+from mpu.comm.transport import Label
+from mpu.context import LayerContext
+from mpu.layers.dispatch import Plan, dispatcher
+from mpu.layers.experts import Experts, RouterLinear
+from mpu.pipeline.layout import Stage
+from mpu.recompute import Decisions, Recompute
+
+__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclass(frozen=True)
+class MoEConfig(LlamaConfig):
+    """Sizes of a Llama, and those of its experts; the names are those of Megatron-LM's flags.
+
+    ffn_hidden_size is that of dense layers. moe_ffn_hidden_size: of an expert; 0 means the same.
+    moe_layer_freq: every how many-th layer has experts, from layer 0 on, or 1 and 0 for each layer.
+    moe_router_pre_softmax: weights are the chosen part of a softmax over all experts; else they are
+    a softmax over the chosen ones, so their sum is 1. moe_router_topk_scaling_factor: what weights
+    are multiplied by. moe_shared_expert_intermediate_size: ffn hidden of an expert that every token
+    meets; 0: there is none. qk_layernorm: queries and keys are normalised, as in Qwen3.
+    """
+
+    num_experts: int = 8
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 0
+    moe_layer_freq: int | tuple[int, ...] = 1
+    moe_router_pre_softmax: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_router_topk_scaling_factor: float = 1.0
+    moe_shared_expert_intermediate_size: int = 0
+    qk_layernorm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        e, freq, layers = self.num_experts, self.moe_layer_freq, self.num_layers
+        whole = "a whole number"
+        self._rule("num_experts", 2 <= e <= 1 << 14, f"{whole} from 2 to {1 << 14}")
+        self._rule("moe_router_topk", 1 <= self.moe_router_topk <= e, f"{whole} from 1 to {e}")
+        for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+            size = getattr(self, name)
+            self._rule(name, 0 <= size <= 1 << 23, f"{whole} from 0 to {1 << 23}")
+        rule = "a whole number, or 1 and 0 for each layer"
+        listed = isinstance(freq, tuple) and len(freq) == layers and {*freq} <= {0, 1}
+        self._rule("moe_layer_freq", listed or isinstance(freq, int) and freq >= 0, rule)
+        score = self.moe_router_score_function
+        self._rule("moe_router_score_function", score in SCORES, f"one of {', '.join(SCORES)}")
+        factor = self.moe_router_topk_scaling_factor
+        self._rule("moe_router_topk_scaling_factor", 0 < factor < float("inf"), "above 0")
+        if self.moe_router_topk == 1 and score == "softmax" and not self.moe_router_pre_softmax:
+            raise ValueError(
+                "--moe-router-topk 1: the softmax over one chosen expert is 1 whatever the router "
+                "says, so it would not be trained: give --moe-router-pre-softmax"
+            )
+        if self.moe_router_pre_softmax and score != "softmax":
+            raise ValueError(f"--moe-router-pre-softmax: scores are a {score}, not a softmax")
+
+    def _rule(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {rule}")
+
+    def sparse(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        freq = self.moe_layer_freq
+        return bool(freq[layer] if isinstance(freq, tuple) else freq and layer % freq == 0)
+
+    @property
+    def expert_ffn(self) -> int:
+        """Return f, the ffn hidden size of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+
+class Attention(qwen3.Attention):
+    """Grouped-query attention; queries and keys are normalised where qk_layernorm says so."""
+
+    def __init__(self, config: MoEConfig, ctx: LayerContext, recompute: Recompute) -> None:
+        of = qwen3.Attention if config.qk_layernorm else llama.Attention
+        of.__init__(self, config, ctx, recompute)
+        self.forward_of = of.forward
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
+    ) -> Tensor:
+        """x [s/t, b, h] -> [s/t, b, h]."""
+        return self.forward_of(self, x, cos, sin, packed, cache)
+
+
+class Routing(NamedTuple):
+    """What the router decided for a micro-batch, once.
+
+    counts: for each balance loss, the tokens that chose each expert: of each sequence [b, E], or of
+    all sequences of the micro-batch [1, E].
+    """
+
+    plan: Plan
+    counts: tuple[Tensor, ...]
+
+
+class SparseMLP(nn.Module):
+    """A mixture of experts, and perhaps an expert that every token meets."""
+
+    def __init__(self, config: MoEConfig, ctx: LayerContext, decisions: Decisions) -> None:
+        super().__init__()
+        h, e = config.hidden_size, config.num_experts
+        self.config, self.ctx, self.decisions = config, ctx, decisions
+        self.router = RouterLinear(h, e, ctx=ctx)
+        self.experts = Experts(e, h, config.expert_ffn, ctx=ctx)
+        kind, k = ctx.experts.dispatcher, config.moe_router_topk
+        self.dispatcher = dispatcher(kind, e, k, ctx.grid.ep, self)
+        self.shared: nn.Module | None = None
+        if size := config.moe_shared_expert_intermediate_size:
+            self.shared = llama.MLP(replace(config, ffn_hidden_size=size), ctx)
+        self.label = Label(self, "forward")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s/t, b, h] -> [s/t, b, h]."""
+        tokens = x.flatten(0, 1)  # [T, h]
+        logits = self.router(tokens)  # [T, E]
+        scores = logits.sigmoid() if self.config.moe_router_score_function == "sigmoid" else logits
+        routing = self.decisions.keep(lambda: self.decide(scores.detach(), x.shape[1]))
+        plan, d = routing.plan, self.dispatcher
+        rows = self.experts(d.rows(tokens, plan), plan.counts)  # [n, h]
+        y = d.combine(rows, self.weights(scores, plan.choice), plan).view_as(x)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        losses = self.losses(logits, scores, routing.counts)
+        return y if losses is None else self.ctx.auxiliary_loss(y, losses)
+
+    def decide(self, scores: Tensor, batch: int) -> Routing:
+        """Choose k experts for each token by its scores [T, E], and plan what goes where."""
+        plan = self.dispatcher.plan(self.choose(scores))
+        each = (batch if kind == "seq_aux_loss" else 1 for kind, _ in self.ctx.experts.balance)
+        return Routing(plan, tuple(self.count(plan.choice, sequences) for sequences in each))
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """Return the numbers of the k highest of scores [T, E], lower numbers first among equals:
+        [T, k].
+        """
+        k, e = self.config.moe_router_topk, self.config.num_experts
+        if self.ctx.experts.force_balance:
+            pairs = torch.arange(len(scores) * k, device=scores.device)
+            return pairs.view(-1, k) % e
+        return torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]
+
+    def weights(self, scores: Tensor, choice: Tensor) -> Tensor:
+        """Return the weight of each chosen expert, of scores [T, E] and choice [T, k]: [T, k]."""
+        c = self.config
+        if c.moe_router_score_function == "sigmoid":
+            chosen = scores.gather(1, choice)
+            if c.moe_router_topk > 1:
+                chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20)
+        elif c.moe_router_pre_softmax:
+            chosen = scores.softmax(1).gather(1, choice)
+        else:
+            chosen = scores.gather(1, choice).softmax(1)
+        factor = c.moe_router_topk_scaling_factor
+        return chosen if factor == 1.0 else chosen * factor
+
+    def count(self, choice: Tensor, sequences: int) -> Tensor:
+        """Return the tokens that chose each expert [sequences, E], of all ranks of tp and cp."""
+        t, e = len(choice), self.config.num_experts
+        at = torch.arange(t, device=choice.device) % sequences  # tokens are [s/t, b]
+        found = torch.zeros((sequences * e,), dtype=torch.long, device=choice.device)
+        keys = (at[:, None] * e + choice).flatten()
+        found.index_add_(0, keys, torch.ones_like(keys))  # of whole numbers, so in any order
+        axes = (self.ctx.tp,) * self.ctx.sp + (self.ctx.grid.cp,)
+        for axis in axes:
+            found = sum_in_order(found, axis, self.label)
+        return found.view(sequences, e)
+
+    def losses(
+        self, logits: Tensor, scores: Tensor, counted: tuple[Tensor, ...]
+    ) -> Tensor | None:
+        """Return the sum of the router's losses over this rank's tokens, or None where none is on.
+
+        balance    E sum_i f_i P_i, f_i the share of the pairs that chose expert i, P_i the mean of
+                   its probability: 1 at balance (Fedus et al. 2021). Over each sequence
+                   (seq_aux_loss, DeepSeek-V3) or over the micro-batch of a data-parallel rank
+                   (aux_loss). f has no gradient and P is a sum, so each rank adds its own tokens'.
+        z-loss     the mean of logsumexp(logits)^2 (Zoph et al. 2022)
+        """
+        options, found = self.ctx.experts, list[Tensor]()
+        if counted:
+            if self.config.moe_router_score_function == "sigmoid":
+                probabilities = scores / (scores.sum(1, keepdim=True) + 1e-20)
+            else:
+                probabilities = logits.softmax(1)
+        for counts, (_, coefficient) in zip(counted, options.balance, strict=True):
+            each = probabilities.unflatten(0, (-1, len(counts))).sum(0)  # [sequences, E]
+            ranks = self.ctx.grid.cp.size * (self.ctx.tp.size if self.ctx.sp else 1)
+            pairs = len(logits) * ranks // len(counts) * self.config.moe_router_topk
+            scale = coefficient * self.config.num_experts / pairs
+            found.append((counts.to(each.dtype) * each).sum() * scale)
+        if options.z_coefficient:
+            found.append(logits.logsumexp(1).square().sum() * options.z_coefficient)
+        return sum(found[1:], found[0]) if found else None
+
+
+class Block(llama.Block):
+    """One transformer layer, pre-norm, with experts or a dense MLP."""
+
+    def __init__(self, config: MoEConfig, ctx: LayerContext, recompute: Recompute) -> None:
+        nn.Module.__init__(self)
+        h, eps = config.hidden_size, config.norm_epsilon
+        self.attention_norm = self.norm_type(h, ctx=ctx, eps=eps)
+        self.attention = Attention(config, ctx, recompute)
+        self.mlp_norm = self.norm_type(h, ctx=ctx, eps=eps)
+        self.mlp: nn.Module = (
+            SparseMLP(config, ctx, recompute.decisions)
+            if config.sparse(0)
+            else llama.MLP(config, ctx)
+        )
+
+
+class MoE(llama.Llama):
+    """The model, or this pipeline rank's stages of it, as model/llama.py."""
+
+    block = Block
+    config: MoEConfig
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        ctx: LayerContext,
+        recompute: Recompute | None = None,
+        stages: Sequence[Stage] | None = None,
+    ) -> None:
+        super().__init__(config, ctx, recompute, stages)
+        self.hf_modules = hf_modules(config)
+
+    def layer_config(self, i: int) -> MoEConfig:
+        """Return the sizes of layer i, as those of a model of this layer alone."""
+        return replace(self.config, moe_layer_freq=int(self.config.sparse(i)))
+
+
+def hf_modules(config: MoEConfig) -> Mapping[str, tuple[str, ...]]:
+    """Return a block's modules, and Hugging Face's modules that are fused in each."""
+    mixtral = hf_kind(config) == "mixtral"
+    at = "block_sparse_moe" if mixtral else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    numbers = range(config.num_experts)
+    return {
+        **(qwen3.Qwen3 if config.qk_layernorm else llama.Llama).hf_modules,
+        "mlp.router": (f"{at}.gate",),
+        "mlp.experts.gate_up": tuple(f"{at}.experts.{i}.{n}" for i in numbers for n in (gate, up)),
+        "mlp.experts.down": tuple(f"{at}.experts.{i}.{down}" for i in numbers),
+        "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        "mlp.shared.down": ("mlp.shared_experts.down_proj",),
+    }
+
+
+def dense_names(config: MoEConfig) -> dict[str, str]:
+    """Return, for each tensor of an expert, that of a dense model's MLP, to copy it from."""
+    ours, dense = hf_modules(config), llama.Llama.hf_modules
+    found = {}
+    for i in range(config.num_layers):
+        for name in ("gate_up", "down") if config.sparse(i) else ():
+            theirs = dense[f"mlp.{name}"]
+            for j, module in enumerate(ours[f"mlp.experts.{name}"]):
+                at = f"model.layers.{i}."
+                found[f"{at}{module}.weight"] = f"{at}{theirs[j % len(theirs)]}.weight"
+    return found
+
+
+def hf_kind(config: MoEConfig) -> str:
+    """Return Hugging Face's model_type of the same model, "moe" where there is none."""
+    c = config
+    plain = c.moe_router_score_function == "softmax" and c.moe_router_topk_scaling_factor == 1.0
+    if not plain or c.moe_shared_expert_intermediate_size:
+        return "moe"
+    if c.qk_layernorm:
+        return "qwen3_moe"
+    dense = not all(c.sparse(i) for i in range(c.num_layers))
+    mixtral = not (dense or c.moe_router_pre_softmax or c.expert_ffn != c.ffn_hidden_size)
+    return "mixtral" if mixtral else "moe"
+
+
+OWN = (
+    "moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function", "qk_layernorm",
+    "moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size",
+)  # fmt: skip
+
+
+def hf_config(config: MoEConfig, dtype: str = "float32") -> dict[str, Any]:
+    """Return Hugging Face's config.json of the same model; model_type "moe" is Weft's own."""
+    kind, e, k = hf_kind(config), config.num_experts, config.moe_router_topk
+    made = {**llama.hf_config(config, dtype), "model_type": kind, "num_experts_per_tok": k}
+    if kind == "mixtral":
+        own: dict[str, Any] = {"num_local_experts": e, "architectures": ["MixtralForCausalLM"]}
+        return {**made, **own, "sliding_window": None}
+    made |= {"num_experts": e, "moe_intermediate_size": config.expert_ffn}
+    if kind == "moe":
+        return {**made, "architectures": ["MoE"], **{n: getattr(config, n) for n in OWN}}
+    dense = [i for i in range(config.num_layers) if not config.sparse(i)]
+    return {
+        **made,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": dense,
+    }
+
+
+NO_WINDOW: dict[str, Callable[[Any], bool]] = {"sliding_window": lambda v: v is None}
+# what a config.json that does not say it means
+MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+           "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}  # fmt: skip
+QWEN3 = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+         "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+         "max_position_embeddings": 32768}  # fmt: skip
+
+
+def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
+    """Read a config.json of a Mixtral, a Qwen3-MoE or of Weft's own model_type "moe".
+
+    The coefficient of their balance loss is not read: it is a flag, and theirs is another loss.
+    Raises ValueError naming the field, its value and what is supported.
+    """
+    kind = hf.get("model_type", "mixtral")
+    if kind == "mixtral":
+        rope = {} if hf.get("rope_parameters") else {"rope_theta": 1e6}
+        hf = {**MIXTRAL, **rope, **hf}
+        own = {"num_experts": hf["num_local_experts"], "moe_router_topk": hf["num_experts_per_tok"]}
+        return _read(hf, kind, NO_WINDOW, own)
+    if kind == "qwen3_moe":
+        hf = {**QWEN3, **hf}
+        layers, step = range(hf["num_hidden_layers"]), hf["decoder_sparse_step"]
+        only = hf["mlp_only_layers"] or ()
+        freq = tuple(int(i not in only and (i + 1) % step == 0) for i in layers)
+        own = {
+            "num_experts": hf.get("num_experts") or hf.get("num_local_experts", 128),
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"], "qk_layernorm": True,
+            "moe_router_pre_softmax": not hf["norm_topk_prob"],
+            "moe_layer_freq": 1 if all(freq) else freq,
+        }  # fmt: skip
+        return _read(hf, kind, {}, own)
+    if kind == "moe":
+        own = {name: hf[name] for name in OWN}
+        freq = hf["moe_layer_freq"]
+        own |= {
+            "num_experts": hf["num_experts"], "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_layer_freq": tuple(freq) if isinstance(freq, list) else freq,
+        }  # fmt: skip
+        return _read(hf, kind, {}, own)
+    raise ValueError(
+        f"config.json: model_type is {kind!r}, and this --model-file's are 'mixtral', 'qwen3_moe' "
+        "and 'moe'"
+    )
+
+
+def _read(
+    hf: dict[str, Any], kind: str, rules: Mapping[str, Callable[[Any], bool]], own: dict[str, Any]
+) -> MoEConfig:
+    made: MoEConfig = read_hf_config(hf, kind, MoEConfig, rules, **own)
+    same = made.moe_ffn_hidden_size == made.ffn_hidden_size
+    return replace(made, moe_ffn_hidden_size=0) if same else made
+
+
+Model, ModelConfig = MoE, MoEConfig

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multiply each row by its expert's matrix: forward, dgrad and wgrad of a mixture of experts.
+
+    n rows, in the order of their experts   E experts, of which this rank holds E/ep
+    i in features   o out features
+
+    GroupedLinear   y[rows of e] = x[rows of e] A_e^T    x [n, i], A [E/ep, o, i] -> y [n, o]
+    Experts         down(swiglu(gate_up(x)))             x [n, h] -> [n, h]
+    RouterLinear    logits = x A^T, in the accumulation dtype    x [T, h], A [E, h] -> [T, E]
+
+Whose rows they are is decided before (mpu/layers/dispatch.py). The matrices of all experts of a
+rank are one parameter. The axis ep deals them out, so gradients are summed over edp, the ranks that
+hold the same experts (mpu.grid.DATA). An expert without rows has a gradient of zeros.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpu.context import LayerContext
+from mpu.layers.fused import swiglu
+from mpu.layers.linear import Recipe
+from mpu.param import Placement, Region, divide, parameter
+
+RECIPE = Recipe()
+Counts = tuple[int, ...]  # rows of each expert of this rank, which follow one another
+
+
+class GroupedLinear(nn.Module):
+    """y = x A_e^T for the rows of each expert e.
+
+    sections: sizes of the matrices that are fused into each expert's (gate, up), along o. Raises
+    ValueError where the experts do not divide over the ranks of ep.
+    """
+
+    def __init__(
+        self, experts: int, in_features: int, sections: Sequence[int], *, ctx: LayerContext
+    ) -> None:
+        super().__init__()
+        ep, out = ctx.grid.ep, sum(sections)
+        local = divide("expert-parallel", experts, ep, "the number of experts")
+        place = Placement(
+            (experts * out, in_features), 0, ep, tuple(sections) * experts, local * out,
+            whole_sections=True,
+        )  # fmt: skip
+        self.experts, self.in_features, self.out_features = local, in_features, out
+        self.ctx, self.weight = ctx, parameter(place, ctx.dtype, ctx.device, ctx.sink)
+
+    def forward(self, x: Tensor, counts: Counts) -> Tensor:
+        """x [n, i] -> [n, o]. counts: rows of each expert of this rank, n in all."""
+        assert sum(counts) == len(x) and len(counts) == self.experts, (counts, x.shape)
+        y: Tensor = _GroupedMatmul.apply(x, self.weight, self, counts)
+        return y
+
+    def acquire(self) -> Tensor:
+        """Return the whole local weight as [E/ep, o, i]; then call `end_use`."""
+        return self.ctx.sink.acquire(self.weight).view(-1, self.out_features, self.in_features)
+
+    def end_use(self) -> None:
+        """End the use of the weight, which the sink may then free."""
+        self.ctx.sink.end_use(self.weight)
+
+    def wgrad(self, x: Tensor, dy: Tensor, counts: Counts) -> None:
+        """Add dy^T x of each expert's rows to the weight's main gradient."""
+        main_grad, fresh = self.ctx.sink.grad_slot(self.weight)
+        grads = main_grad.view(-1, self.out_features, self.in_features)
+        for e, low, high in runs(counts):
+            if high > low:
+                RECIPE.accumulate(grads[e], fresh, x[low:high], dy[low:high])
+            elif fresh:
+                grads[e].zero_()
+        self.ctx.sink.register_grad_ready(self.weight)
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the rank."""
+        ep = self.ctx.grid.ep
+        sizes = f"{self.experts} x {self.in_features} -> {self.out_features}"
+        return f"{sizes}, rank {ep.rank} of {ep.size}"
+
+
+def runs(counts: Counts) -> Iterator[tuple[int, int, int]]:
+    """Yield (expert, first row, last row + 1)."""
+    for e, high in enumerate(accumulate(counts)):
+        yield e, high - counts[e], high
+
+
+def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+    """Return x w_e^T of each expert's rows: x [n, i], weights [E, o, i] -> [n, o].
+
+    In bf16 on a GPU it is one kernel, torch's grouped_mm. Elsewhere it is a loop, which on a CPU
+    is as fast; each row's product is then that of a plain matmul. On meta tensors it is one matmul
+    of as many FLOPs.
+    """
+    if x.is_meta:
+        return RECIPE.product(x, weights[0])
+    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
+        ends = torch.tensor([*accumulate(counts)], dtype=torch.int32).to(x.device)
+        y: Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+        return y
+    parts = [
+        RECIPE.product(x[low:high], weights[e]) for e, low, high in runs(counts) if high > low
+    ]
+    return torch.cat(parts) if parts else x.new_empty((0, weights.shape[1]))
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: GroupedLinear, counts: Counts
+    ) -> Tensor:
+        saved_ctx.layer, saved_ctx.counts = layer, counts
+        saved_ctx.save_for_backward(x)
+        y = grouped_product(x, layer.acquire(), counts)
+        layer.end_use()
+        return y
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        layer: GroupedLinear = saved_ctx.layer
+        counts: Counts = saved_ctx.counts
+        (x,), queue = saved_ctx.saved_tensors, layer.ctx.queue
+        dy = dy.contiguous()
+        dx = grouped_product(dy, layer.acquire().transpose(1, 2), counts)
+        layer.end_use()
+        x = x.detach() if queue.defers() else x  # else the graph lives on
+        queue.put(lambda: layer.wgrad(x, dy, counts), (x, dy))
+        return dx, None, None, None
+
+
+class Experts(nn.Module):
+    """The SwiGLU MLPs of this rank's experts; gate and up of each are one matmul."""
+
+    def __init__(self, experts: int, hidden: int, ffn: int, *, ctx: LayerContext) -> None:
+        super().__init__()
+        self.gate_up = GroupedLinear(experts, hidden, (ffn, ffn), ctx=ctx)
+        self.down = GroupedLinear(experts, ffn, (hidden,), ctx=ctx)
+
+    def forward(self, x: Tensor, counts: Counts) -> Tensor:
+        """x [n, h], rows in the order of their experts -> [n, h]."""
+        return self.down(swiglu(self.gate_up(x, counts)), counts)
+
+
+class RouterLinear(nn.Module):
+    """logits = x A^T, computed in the accumulation dtype, and so is the gradient of A [E, h].
+
+    Every rank holds A whole and applies it to its own part of s, so its gradient is partial there.
+    """
+
+    def __init__(self, hidden: int, experts: int, *, ctx: LayerContext) -> None:
+        super().__init__()
+        self.ctx = ctx
+        self.weight = ctx.replicated_parameter((experts, hidden), Region.SEQUENCE_PARALLEL)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, h] -> [T, E]."""
+        logits: Tensor = _Router.apply(x, self.weight, self)
+        return logits
+
+
+class _Router(torch.autograd.Function):
+    @staticmethod
+    def forward(saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: RouterLinear) -> Tensor:
+        saved_ctx.layer = layer
+        saved_ctx.save_for_backward(x)
+        kind, sink = layer.ctx.accumulate, layer.ctx.sink
+        logits = F.linear(x.to(kind), sink.acquire(weight).to(kind))
+        sink.end_use(weight)
+        return logits
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        layer: RouterLinear = saved_ctx.layer
+        (x,), sink, kind = saved_ctx.saved_tensors, layer.ctx.sink, layer.ctx.accumulate
+        dx = torch.mm(dy, sink.acquire(layer.weight).to(kind)).to(x.dtype)
+        sink.end_use(layer.weight)
+        sink.add(layer.weight, torch.mm(dy.t(), x.to(kind)))
+        sink.register_grad_ready(layer.weight)
+        return dx, None, None

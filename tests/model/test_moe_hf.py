@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixtral and Qwen3-MoE as Hugging Face has them: configs, weights, logits, and back again."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model import moe
+from model.load import model_file_of
+from mpu.grid import Grid
+from tests.sampling import sampled
+from tools.checkpoint import main as convert
+from tools.generate import generate, load_model
+
+CPU = torch.device("cpu")
+# the published config.json of mistralai/Mixtral-8x7B-v0.1 and Qwen/Qwen3-30B-A3B
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
+    "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mixtral",
+    "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+QWEN3 = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+    "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+    "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+    "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+FREE = {
+    "attention_dropout", "bos_token_id", "eos_token_id", "max_window_layers",
+    "output_router_logits", "router_aux_loss_coef", "sliding_window", "transformers_version",
+    "use_cache", "use_sliding_window",
+}  # fmt: skip
+TINY = dict(
+    vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=2, initializer_range=0.2,
+    bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+QWEN_TINY = dict(num_experts=8, moe_intermediate_size=24, head_dim=16)
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", dict(num_local_experts=8)),
+    "qwen3": ("Qwen3Moe", QWEN_TINY | dict(norm_topk_prob=True)),
+    "qwen3, not normalised, dense layers": (
+        "Qwen3Moe",
+        QWEN_TINY | dict(norm_topk_prob=False, mlp_only_layers=[0], decoder_sparse_step=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("hf", [MIXTRAL, QWEN3], ids=["mixtral", "qwen3"])
+def test_published_configs(hf: dict[str, Any]) -> None:
+    config = moe.from_hf_config(hf)
+    assert model_file_of(hf) is moe and config.num_experts in (8, 128)
+    back = moe.hf_config(config, "bfloat16")
+    same = hf.keys() - FREE
+    assert {name: back[name] for name in same} == {name: hf[name] for name in same}
+    assert replace(moe.from_hf_config(back), kv_channels=config.kv_channels) == config
+
+
+@pytest.mark.parametrize(
+    "hf, field, value",
+    [
+        (MIXTRAL, "sliding_window", 4096),
+        (MIXTRAL, "hidden_act", "gelu"),
+        (QWEN3, "use_sliding_window", True),
+        (QWEN3, "attention_bias", True),
+        (QWEN3, "model_type", "qwen2_moe"),
+        (MIXTRAL, "model_type", "llama"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(hf, field, value):
+    with pytest.raises(ValueError, match=f"config.json: {field} is "):
+        moe.from_hf_config(hf | {field: value})
+
+
+def hugging_face(folder: Path, kind: str) -> Any:
+    """Save a random model of transformers, whose norms are not 1; return it."""
+    import transformers
+
+    name, more = KINDS[kind]
+    config = getattr(transformers, f"{name}Config")(**TINY, **more, attn_implementation="eager")
+    theirs = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    for param in theirs.parameters():
+        if param.dim() == 1:
+            param.data.normal_(1.0, 0.3)
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+@torch.no_grad()
+def logits_in(comm: Any, root: str, ep: int, tokens: torch.Tensor) -> torch.Tensor:
+    model, _ = load_model(root, comm.grid(ep=ep), CPU, torch.float32)
+    assert type(model).__name__ == "MoE"
+    return model(tokens)[..., : model.config.vocab_size].transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize("kind", sampled(list(KINDS)[::-1], 3))
+def test_logits_and_tensors_are_those_of_transformers(world, tmp_path, kind):
+    """As it is, imported, and exported again; experts dealt out over 1, 2 and 4 ranks."""
+    torch.manual_seed(3)
+    theirs = hugging_face(tmp_path / "hf", kind)
+    convert(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    convert(["convert", "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft")])
+    one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "out"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+    tokens = torch.randint(0, 99, (2, 24))
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+        text = theirs.generate(tokens[:1, :8], max_new_tokens=12, do_sample=False)[0, 8:].tolist()
+        out = type(theirs).from_pretrained(tmp_path / "out", attn_implementation="eager")
+        assert torch.equal(out(tokens).logits, wanted)
+    for ranks, place in ((1, "weft"), (2, "hf"), (4, "weft")):
+        for ours in world(ranks).run(logits_in, str(tmp_path / place), ranks, tokens):
+            assert (ours - wanted).norm() < 1e-5 * wanted.norm(), (ranks, place)
+    model, _ = load_model(str(tmp_path / "hf"), Grid(), CPU, torch.float32)
+    assert generate(model, tokens[0, :8].tolist(), max_new_tokens=12, temperature=0) == [text]

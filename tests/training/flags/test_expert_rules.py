@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of experts: which model they make, what they refuse, what they change."""
+
+import shlex
+
+import pytest
+
+from training.config import Config, UsageError
+from training.experts import expert_options, own_sizes
+from training.flags.parse import parse
+
+BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3
+    --train-iters 1 --vocab-size 100 --mock-data"""
+# the model, router and layout of NVIDIA's example of Mixtral 8x7B (Megatron-LM, moe/README.md)
+NVIDIA = """--disable-bias-linear --seq-length 4096 --max-position-embeddings 32768
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --init-method-std 0.01 --attention-dropout 0.0 --hidden-dropout 0.0 --normalization RMSNorm
+    --position-embedding-type rope --swiglu --untie-embeddings-and-output-weights
+    --group-query-attention --num-query-groups 8 --no-masked-softmax-fusion
+    --no-position-embedding --rotary-base 1000000
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall
+    --overlap-param-gather --overlap-grad-reduce
+    --micro-batch-size 1 --global-batch-size 256 --lr 1e-4 --train-iters 500000
+    --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 0.1
+    --lr-warmup-iters 500 --clip-grad 1.0 --bf16
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 4
+    --expert-model-parallel-size 8 --use-distributed-optimizer --sequence-parallel
+    --mock-data --vocab-size 32000"""
+
+
+def read(more: str, world: int = 1, base: str = BASE) -> Config:
+    return parse(shlex.split(f"{base} {more}"), world)
+
+
+def test_num_experts_makes_the_model() -> None:
+    assert read("--num-experts 4").model.model_file == "model/moe.py"
+    normalised = read("--num-experts 4 --qk-layernorm")
+    assert normalised.model.model_file == "model/moe.py" and own_sizes(normalised)["qk_layernorm"]
+    assert read("--num-experts 4 --model-file mine.py").model.model_file == "mine.py"
+    assert read("--qk-layernorm").model.model_file == "model/qwen3.py"
+    for dense in ("", "--num-experts 1", "--moe-router-topk 4 --moe-aux-loss-coeff 1"):
+        assert read(dense).model.model_file == "model/llama.py" and not own_sizes(read(dense))
+        assert read(dense).digest() == read("").digest() and read(dense).flat() == read("").flat()
+        assert read(dense).expert_model_parallel_size == 0  # no axis
+
+
+def test_the_example_of_nvidia_parses() -> None:
+    config = read("", 128, NVIDIA)
+    assert config.expert_model_parallel_size == 8 and config.parallel.data_parallel_size == 32
+    options = expert_options(config)
+    assert options.balance == (("aux_loss", 1e-2),) and options.dispatcher == "alltoall"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("2", 2), ("[1,0,1,1]", (1, 0, 1, 1)), ("([0]*1+[1]*3)", (0, 1, 1, 1)),
+     ("[0,1]*2", (0, 1, 0, 1))],
+)  # fmt: skip
+def test_layers_with_experts(text: str, value: object) -> None:
+    assert read(f"--num-experts 4 --moe-layer-freq '{text}'").moe.moe_layer_freq == value
+
+
+@pytest.mark.parametrize("text", ["0", "[]", "[2]", "[1,[0]]", "__import__('os')", "[1]*-1", "("])
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--moe-layer-freq .*: must be a whole number >= 1, or a"):
+        read(f'--num-experts 4 --moe-layer-freq "{text}"')
+
+
+MISTAKES = [
+    ("--expert-model-parallel-size 2", 2, "needs --num-experts"),
+    ("--expert-tensor-parallel-size 2", 2, "--expert-tensor-parallel-size 2 needs --num-experts"),
+    ("--num-experts 6 --expert-model-parallel-size 4", 4, "is not a multiple of --expert-model"),
+    ("--num-experts 8 --expert-model-parallel-size 4", 2, "does not divide the 2 ranks of a pipe"),
+    ("--num-experts 8 --expert-tensor-parallel-size 2", 2, "2: an expert is not cut here"),
+    ("--num-experts 8 --tensor-model-parallel-size 2 --sequence-parallel", 2,
+     "--expert-tensor-parallel-size 2, which left out is --tensor-model-parallel-size"),
+    ("--num-experts 8 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1", 2,
+     "--num-experts 8 at --tensor-model-parallel-size 2 needs --sequence-parallel"),
+    ("--num-experts 2 --moe-router-topk 3", 1, "--moe-router-topk 3 is more than --num-experts 2"),
+    ("--num-experts 8 --moe-router-topk 1", 1, "1 needs --moe-router-pre-softmax"),
+    ("--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax", 1,
+     "--moe-router-pre-softmax has no meaning with"),
+    ("--num-experts 8 --moe-layer-freq [1]", 1, "lists 1 layers, and --num-layers is 4"),
+    ("--num-experts 8 --moe-aux-loss-coeff 1 2", 1, "--moe-aux-loss-coeff has 2 values and"),
+    ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", 1, "must be one of none,"),
+    ("--num-experts 8 --moe-expert-capacity-factor 1.0", 1, "no token is dropped"),
+    ("--num-experts 8 --moe-router-enable-expert-bias", 1, "there is no bias of the choice"),
+    ("--num-experts 8 --moe-router-dtype fp64", 1, "only fp32 is accepted"),
+    ("--num-experts 8 --fp8-format e4m3 --bf16 --fp8-recipe tensorwise", 1, "--fp8-format is not"),
+    ("--num-experts 8 --overlap-moe-expert-parallel-comm", 1, "this part of a mixture of experts"),
+    ("--qk-layernorm --model-file mine.py", 1, "--qk-layernorm and --model-file mine.py set the"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "world", "sentence"), MISTAKES)
+def test_a_mistake_is_one_sentence(more: str, world: int, sentence: str) -> None:
+    with pytest.raises(UsageError) as mistake:
+        read(more, world)
+    assert sentence in str(mistake.value) and "\n" not in str(mistake.value)

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare two recorded steps, tensor by tensor in the order of the step: which differs first?
+
+    batch -> weights and state before -> forward -> loss -> backward, each weight's own gradient
+    when it is complete -> sums over ranks -> gradient norm -> learning rate -> weights after
+
+What two layouts allow (docs/numerics.md): equal bits, or a distance by the dtype, in fp64. What
+both sides begin with, the batch and the weights, has equal bits in any layout.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.bisect.side import Key, Part, Side, Whole, distance
+
+# by how much of its norm a tensor may differ where sums have another order
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+FLOOR = 1e-4  # a tensor smaller than that part of the largest of its kind counts as so large
+# settings with which bits change, as numerics.md says; every other setting keeps them
+OF_THE_LAYOUT = (
+    "parallel.tensor_model_parallel_size", "parallel.sequence_parallel",
+    "parallel.context_parallel_size", "parallel.cp_comm_type", "parallel.world_size",
+    "parallel.hierarchical_context_parallel_sizes", "batch.micro_batch_size",
+    "parallel.rank_order", "parallel.num_distributed_optimizer_instances",
+    "parallel.zero_reduce_each_microbatch", "parallel.tp_comm_overlap",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What two sides may differ by.
+
+    exact: equal bits are due. begins: equal bits of what the step begins with, as both have loaded
+    it, or drawn it. why: in words.
+    """
+
+    exact: bool
+    why: str = ""
+    begins: bool = True
+
+
+@dataclass
+class Difference:
+    """The first quantity that differs. one, other: whole tensors of the two sides, or numbers.
+
+    parts: of side one, and of the other, from which line and module come. line: of the program.
+    replicas: the tp ranks of the other side differ among themselves where they should not.
+    """
+
+    key: Key
+    one: Any
+    other: Any
+    error: float
+    parts: tuple[list[Part], list[Part]] = field(default_factory=lambda: ([], []))
+    tensor: str = ""  # the canonical name of a parameter's tensor
+    replicas: bool = False
+    wholes: tuple[Whole | None, Whole | None] = (None, None)
+
+    @property
+    def site(self) -> str:
+        """Return file:line of the program where the tensor was taken or given."""
+        for parts in self.parts[::-1]:
+            for part in parts:
+                if part.entry.get("site"):
+                    return str(part.entry["site"])
+        return ""
+
+
+@dataclass
+class Comparison:
+    """What a comparison found: the first difference, or None; and how much was compared."""
+
+    first: Difference | None
+    compared: int = 0
+    worst: float = 0.0
+    left_out: list[Key] = field(default_factory=list)
+
+
+def compare(one: Side, other: Side, allowed: Allowed) -> Comparison:
+    """Return the first difference between two sides."""
+    found = Comparison(None)
+    judge = _Judge(one, other, allowed, found)
+    for step in STEPS:
+        for difference in step(judge):
+            found.first = difference
+            return found
+    return found
+
+
+class _Judge:
+    """Two sides and what they may differ by; counts what is compared."""
+
+    def __init__(self, one: Side, other: Side, allowed: Allowed, found: Comparison) -> None:
+        self.one, self.other, self.allowed, self.found = one, other, allowed, found
+        self.sizes: dict[tuple[str, str], float] = {}  # the largest norm of a kind
+
+    def unlike(self, one: Whole, other: Whole, exact: bool, kind: tuple[str, str]) -> float:
+        """Return by how much two tensors differ beyond what is allowed, or 0."""
+        self.found.compared += 1
+        a, b = one.values, other.values
+        if exact:
+            if same_bits(a, b):
+                return 0.0
+            return max(distance(a, b), 1e-300)
+        norm = float(a.double().norm())
+        self.sizes[kind] = max(self.sizes.get(kind, 0.0), norm if norm == norm else 0.0)
+        error = distance(a, b, FLOOR * self.sizes[kind])
+        self.found.worst = max(self.found.worst, error if error < 1 else 0.0)
+        dtypes = {str(x.dtype).removeprefix("torch.") for x in (a, b)}
+        limit = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+        return error if not error <= limit else 0.0
+
+    def keys(self, chosen: Callable[[Key], bool]) -> Iterator[Key]:
+        """Yield the keys that both sides have, in the order of the step; note the others."""
+        every = dict.fromkeys([*self.one.parts, *self.other.parts])
+        both = [k for k in every if k in self.one.parts and k in self.other.parts and chosen(k)]
+        self.found.left_out += [k for k in every if chosen(k) and k not in both]
+        yield from sorted(both, key=lambda k: self.one.order[k])
+
+    def pair(self, key: Key) -> tuple[list[Part], list[Part]]:
+        """Return both sides' parts of a key."""
+        return self.one.parts[key], self.other.parts[key]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same bits; zeros of either sign are the same."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if torch.equal(a, b):
+        return True
+    both = a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros(())
+    return bool(both.any()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+
+
+def _batch(judge: _Judge) -> Iterator[Difference]:
+    names = ("samples", "tokens of a sample", "first sample")
+    sizes = ((side.rows, side.length, side.first) for side in (judge.one, judge.other))
+    for name, a, b in zip(names, *sizes, strict=True):
+        if a != b:
+            yield Difference(Key("batch", "", name), a, b, error=float("inf"))
+    for key in judge.keys(lambda k: k.group == "batch"):
+        one, other = judge.one.activation(key), judge.other.activation(key)
+        assert one is not None and other is not None
+        if error := judge.unlike(one, other, True, ("batch", key.name)):
+            yield Difference(key, one.values, other.values, error, judge.pair(key))
+
+
+def _parameters(
+    judge: _Judge, kinds: tuple[str, ...] | None, when: str, exact: bool
+) -> Iterator[Difference]:
+    """Compare parameters of some kinds, or of all others that hold the optimizer's state."""
+    known = ("weight", "master", "own gradient", "gradient")
+    keys = judge.keys(
+        lambda k: k.group == "parameter" and k.phase == when
+        and (k.kind in kinds if kinds else k.kind not in known)
+    )  # fmt: skip
+    for key in keys:
+        yield from _of_parameter(judge, key, exact, judge.one.parameter, judge.other.parameter)
+
+
+def _of_parameter(
+    judge: _Judge,
+    key: Key,
+    exact: bool,
+    read: Callable[[Key], Mapping[str, Whole]],
+    read_other: Callable[[Key], Mapping[str, Whole]],
+) -> Iterator[Difference]:
+    ours, theirs = read(key), read_other(key)
+    for name, one in ours.items():
+        other = theirs.get(name)
+        if other is None:
+            continue
+        error = judge.unlike(one, other, exact, (key.kind, key.phase))
+        replicas = not error and other.apart > _limit(other.values, exact)
+        if error or replicas:
+            far, whole = other.apart if replicas else error, (one, other)
+            values = one.values, other.values
+            pair = judge.pair(key)
+            yield Difference(key, *values, far, pair, tensor=name, replicas=replicas, wholes=whole)
+
+
+def _limit(x: Tensor, exact: bool) -> float:
+    return 0.0 if exact else TOLERANCE.get(str(x.dtype).removeprefix("torch."), 0.0)
+
+
+def _before(judge: _Judge) -> Iterator[Difference]:
+    exact = judge.allowed.exact or judge.allowed.begins
+    for kinds in (("master",), ("weight",), None):
+        yield from _parameters(judge, kinds, "before", exact)
+
+
+def _activations(judge: _Judge, keys: list[Key]) -> Iterator[Difference]:
+    for key in keys:
+        if key.group == "collective":
+            yield from _collective(judge, key)
+        elif key.group == "parameter":
+            side = judge.one.own_total, judge.other.own_total
+            yield from _of_parameter(judge, key, judge.allowed.exact, *side)
+        else:
+            yield from _activation(judge, key)
+
+
+def _activation(judge: _Judge, key: Key) -> Iterator[Difference]:
+    stated = judge.one.states(key) == judge.other.states(key)
+    one = judge.one.activation(key, stated=stated)
+    other = judge.other.activation(key, None if one is None else one.values.shape, stated)
+    if one is not None and other is not None and one.values.shape != other.values.shape:
+        again = judge.one.activation(key, other.values.shape, stated)  # neither has all of it
+        one = again if again is not None else one
+    if one is None or other is None:
+        if one is not None and judge.other.sizes["tp"] > 1 and _no_fit(judge.other, key):
+            pair = judge.pair(key)
+            a, b = (some[0].entry["shape"] for some in pair)
+            yield Difference(key, a, b, float("inf"), pair)
+        else:
+            judge.found.left_out.append(key)
+        return
+    error = judge.unlike(one, other, judge.allowed.exact, (key.kind, key.phase))
+    wholes = (one, other)
+    if error:
+        pair = judge.pair(key)
+        yield Difference(key, one.values, other.values, error, pair, wholes=wholes)
+    elif other.apart > _limit(other.values, judge.allowed.exact) >= one.apart:
+        pair = judge.pair(key)
+        yield Difference(
+            key, one.values, other.values, other.apart, pair, replicas=True, wholes=wholes
+        )
+
+
+def _no_fit(side: Side, key: Key) -> bool:
+    """Return whether tokens could be placed, but no way of joining the ranks has the shape."""
+    return side.activation(key) is not None
+
+
+def _collective(judge: _Judge, key: Key) -> Iterator[Difference]:
+    """Compare what each rank takes and returns, where the sides have the same ranks."""
+    ours, theirs = (
+        {(p.rank, p.entry["micro_batch"]): p for p in parts} for parts in judge.pair(key)
+    )
+    if judge.one.sizes != judge.other.sizes or ours.keys() != theirs.keys():
+        return
+    for at, part in ours.items():
+        one, other = Whole(part.values()), Whole(theirs[at].values())
+        if error := judge.unlike(one, other, judge.allowed.exact, ("collective", key.phase)):
+            pair = ([part], [theirs[at]])
+            yield Difference(key, one.values, other.values, error, pair)
+
+
+def _forward(judge: _Judge) -> Iterator[Difference]:
+    kinds = ("activation", "collective")
+    keys = judge.keys(lambda k: k.group in kinds and k.phase == "forward")
+    yield from _activations(judge, list(keys))
+
+
+def _number(name: str) -> Callable[[_Judge], Iterator[Difference]]:
+    def step(judge: _Judge) -> Iterator[Difference]:
+        key, a, b = (
+            Key("number", "", name),
+            judge.one.numbers.get(name),
+            judge.other.numbers.get(name),
+        )
+        if a is None or b is None:
+            if a != b:
+                yield Difference(key, a, b, error=float("inf"))
+            return
+        one, other = (torch.tensor(v, dtype=torch.float64) for v in (a, b))
+        exact = judge.allowed.exact or "rate" in name
+        error = 0.0 if exact and same_bits(one, other) else distance(one, other)
+        dtype = _dtype(judge.one)
+        if error > (0.0 if exact else TOLERANCE.get(dtype, 0.0)):
+            yield Difference(key, a, b, error=error)
+
+    return step
+
+
+def _dtype(side: Side) -> str:
+    """Return the dtype of a run's activations."""
+    kinds = (parts[0].entry["dtype"] for k, parts in side.parts.items() if k.group == "activation")
+    return str(next(kinds, "float64"))
+
+
+def _backward(judge: _Judge) -> Iterator[Difference]:
+    """Gradients of activations and of weights, as they come; recomputed forwards in between."""
+    kinds = ("activation", "collective")
+    keys = list(judge.keys(lambda k: k.group in kinds and k.phase != "forward"))
+    own = list(judge.keys(lambda k: k.group == "parameter" and k.kind == "own gradient"))
+
+    def when(key: Key) -> tuple[Any, ...]:
+        if key.group != "parameter":
+            return judge.one.order[key]
+        at = judge.one.ready.get(key.name)
+        return judge.one.order[key] if at is None else (0, *at[1:])  # as if of micro-batch 0
+
+    yield from _activations(judge, sorted([*keys, *own], key=when))
+
+
+def _sums(judge: _Judge) -> Iterator[Difference]:
+    yield from _parameters(judge, ("gradient",), "", judge.allowed.exact)
+
+
+def _after(judge: _Judge) -> Iterator[Difference]:
+    for kinds in (None, ("master",), ("weight",)):  # in the order of an update
+        yield from _parameters(judge, kinds, "after", judge.allowed.exact)
+
+
+STEPS = (
+    _batch, _before, _forward, _number("loss"), _backward, _sums, _number("factor of the mask"),
+    _number("gradient norm"), _number("learning rate"), _number("decoupled learning rate"), _after,
+)  # fmt: skip
+
+
+def allowed(one: Mapping[str, Any], other: Mapping[str, Any]) -> Allowed:
+    """Return what two runs may differ by, from all their settings by dotted name."""
+    unlike = [name for name in OF_THE_LAYOUT if one.get(name) != other.get(name)]
+    zero = "parallel.zero_stage"
+    each = [side.get("parallel.zero_reduce_each_microbatch") for side in (one, other)]
+    if any(each) and one.get(zero) != other.get(zero):
+        unlike.append(zero)
+    if "parallel.world_size" in unlike:  # it may differ by pipeline ranks alone
+        stages = "parallel.pipeline_model_parallel_size"
+        ranks = [side.get("parallel.world_size", 1) // side.get(stages, 1) for side in (one, other)]
+        if ranks[0] == ranks[1]:
+            unlike.remove("parallel.world_size")
+    flags = ["--" + name.rpartition(".")[2].replace("_", "-") for name in unlike]
+    if not unlike:
+        return Allowed(True, "their layouts have equal bits")
+    return Allowed(False, f"sums have another order ({', '.join(flags)})")

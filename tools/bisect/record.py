@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record one training step of a rank: every tensor by which two runs are compared.
+
+    batch        tokens, labels, masks of each micro-batch
+    weight       masters or weights, and the optimizer's state, before the step and after it
+    activation   what each module takes and gives, and the gradients of both
+    collective   what a collective inside the model takes and returns
+    gradient     of each parameter: this rank's own sum over micro-batches, then the sum over ranks
+    number       loss, gradient norm, learning rates
+
+Tensors go to rank-N.bin as they come, one after another, so a rank keeps one copy at a time; what
+they are goes to rank-N.json. tools/bisect/side.py puts the ranks' parts together. Nothing of the
+step changes: readers copy, and nothing is drawn or sent.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.transport import Axis, Handle
+from mpu.module_tracker import (
+    BACKWARD,
+    INPUT,
+    MAIN_GRAD,
+    OUTPUT,
+    OUTPUT_GRAD,
+    Event,
+    ModuleTracker,
+    site,
+)
+from mpu.param import Piece, Region, placement_of, unique_parameters
+from mpu.zero.bucket import ParamAndGradBucket
+from training.data.batch import Batch
+from training.run.state import Run
+
+INPUT_GRAD = "input gradient"
+WHERE = re.compile(r"chunk (\d+) micro-batch (\d+) in stage (\d+)")
+DEFERRED = re.compile(r"deferred W of (micro-batch) (\d+) in stage (\d+)")
+NEAR = 16  # tensors that are remembered: an input that is one of them is not written again
+VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+INSIDE = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep")  # axes whose collectives are in the model
+Names = dict[str, tuple[str, ...]]
+TrainStep = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class _Written(NamedTuple):
+    """A tensor that was written, what it was then, and where."""
+
+    tensor: Tensor
+    version: int
+    entry: dict[str, Any]
+
+
+class _Of(NamedTuple):
+    """Which tensor of a module."""
+
+    kind: str
+    name: str
+    module: nn.Module | nn.Parameter
+    item: int
+
+
+class Recorder:
+    """Writes one rank's record of a step to a folder. A context manager around the step.
+
+    names: the model's table of canonical names (hf_names). fork: the model's file, if it is not
+    Weft's own: lines in it are named, too.
+    """
+
+    def __init__(
+        self, run: Run, batches: list[Batch], names: Names, folder: Path, fork: str = ""
+    ) -> None:
+        self.run, self.batches, self.names, self.fork = run, batches, names, fork
+        self.folder, self.rank = folder, run.grid.rank
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = open(folder / f"rank-{self.rank}.bin", "wb")
+        self.entries: list[dict[str, Any]] = []
+        self.numbers: dict[str, float] = {}
+        self._calls: Counter[tuple[Any, ...]] = Counter()
+        self._near: list[_Written] = []  # the newest last
+        self._replaced: list[tuple[Any, str]] = []
+        self._pieces: dict[str, list[Piece]] = {
+            name: placement_of(param).pieces(names[name])
+            for name, param in unique_parameters(run.module)
+        }
+        self._params = dict(unique_parameters(run.module))
+
+    def __enter__(self) -> "Recorder":
+        self._batch()
+        self.state("before")
+        run = self.run
+        readers = {
+            INPUT: self._input,
+            OUTPUT: self._output,
+            OUTPUT_GRAD: self._output_grad,
+            MAIN_GRAD: self._main_grad,
+        }
+        self.tracker = ModuleTracker(run.module, run.engine.queue, run.sink, readers)
+        self._follow_gradients()
+        self._follow_collectives()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for owner, name in self._replaced:
+            delattr(owner, name)
+        self.tracker.close()
+        if error[0] is None:
+            self.state("after")
+        self.file.close()
+        header = {"rank": self.rank, "axes": self._axes(), "sp": self.run.model.ctx.sp}
+        record = {**header, "numbers": self.numbers, "entries": self.entries}
+        (self.folder / f"rank-{self.rank}.json").write_text(json.dumps(record))
+
+    def _axes(self) -> dict[str, list[int]]:
+        grid = self.run.grid
+        return {n: [a.rank, a.size] for n in ("tp", "cp", "dp", "pp") if (a := getattr(grid, n))}
+
+    # what is written
+
+    def write(self, group: str, name: str, tensor: Tensor, **more: Any) -> None:
+        """Write one tensor; one that was written last, and is as it was, is only named again."""
+        x = tensor.detach()
+        known = next((w for w in self._near if w.tensor is tensor), None)
+        if known is not None and known.version == tensor._version:
+            self._near = [*(w for w in self._near if w is not known), known]
+            self.entries.append({**known.entry, "group": group, "name": name, **more})
+            return
+        flat = x.to("cpu", copy=False).contiguous().view(-1).view(torch.uint8)
+        at = self.file.tell()
+        flat.numpy().tofile(self.file)
+        self.file.flush()
+        dtype = str(x.dtype).removeprefix("torch.")
+        entry = {"shape": list(x.shape), "dtype": dtype, "at": at, "bytes": flat.numel()}
+        self.entries.append({**entry, "group": group, "name": name, **more})
+        if group == "activation":
+            self._near = [*self._near[-NEAR + 1 :], _Written(tensor, tensor._version, entry)]
+
+    def _batch(self) -> None:
+        for i, batch in enumerate(self.batches):
+            rows = len(batch.tokens)
+            where = {"first": batch.first_sample, "rows": rows, "micro_batch": i}
+            for field in ("tokens", "labels", "loss_mask", "position_ids"):
+                value = getattr(batch, field)
+                if value is not None and field != "position_ids":
+                    self.write("batch", field, value, **where)
+            self.write("places", "places", self._places(batch), **where)
+
+    def _places(self, batch: Batch) -> Tensor:
+        cp = self.run.grid.cp
+        if cp.size == 1:
+            return torch.arange(batch.tokens.shape[1]).repeat(len(batch.tokens), 1)
+        from training.data.context_part import places_of  # older commits have none
+
+        return places_of(batch, cp.rank, cp.size)
+
+    @torch.no_grad()
+    def state(self, when: str) -> None:
+        """Write what this rank owns of weights, masters and the optimizer's state."""
+        run = self.run
+        run.sink.wait_for_weights()
+        for bucket, master in zip(run.sink.buckets, run.optimizer.masters, strict=True):
+            for name, low, high, start in bucket.owned():
+                for kind, flat in (("weight", bucket.param_shard), ("master", master)):
+                    if kind == "weight" or master.dtype != bucket.param_shard.dtype:
+                        part = flat[low - bucket.low : high - bucket.low]
+                        self._part((kind, when), bucket, name, low - start, part)
+        buckets = {name: b for b in run.sink.buckets for name, _, _ in b.params}
+        for name, kind, first, values in run.optimizer.named_state():
+            if kind != "master":
+                self._part((kind, when), buckets[name], name, first, values)
+
+    def _part(
+        self, of: tuple[str, str], bucket: ParamAndGradBucket, name: str, first: int, part: Tensor
+    ) -> None:
+        """Write elements [first, ...) of a flattened local parameter, or of what belongs to it.
+
+        of: the kind, and whether before or after the step.
+        """
+        param, place = self._params[name], placement_of(self._params[name])
+        _, every, _, _ = self.run.grid.data(bucket.layout.sharing.cut)
+        axis = place.axis.name if place.dim is not None and place.axis.size > 1 else ""
+        self.write(
+            "parameter", self.names[name][0], part, module=name, kind=of[0], when=of[1],
+            first=first, local=list(param.shape), data=list(every.ranks), cut=axis,
+            sums=[axis.name for axis in place.reduce_axes if axis.size > 1],
+            pieces=[[p.name, list(p.shape), p.dim, p.start, p.size, p.local]
+                    for p in self._pieces[name]],
+        )  # fmt: skip
+
+    # what happens in the step
+
+    def _where(self) -> dict[str, int]:
+        action = self.run.monitor.action
+        found = WHERE.search(action) or DEFERRED.search(action)
+        number, stage = (int(found[2]), int(found[3])) if found else (0, 0)
+        batch = self.batches[min(number, len(self.batches) - 1)]
+        return {
+            "micro_batch": number, "stage": stage,
+            "first": batch.first_sample, "rows": len(batch.tokens),
+        }  # fmt: skip
+
+    def _activation(
+        self, of: _Of, x: Tensor, call: int, line: str = "", phase: str = BACKWARD
+    ) -> None:
+        into = of.kind in (INPUT, INPUT_GRAD)
+        region = getattr(of.module, "takes" if into else "gives", None)
+        sections = getattr(of.module, "output_sections", None)
+        cut = region == Region.TENSOR_PARALLEL and sections is not None and not into
+        self.write(
+            "activation", of.name, x, kind=of.kind, phase=phase, index=of.item, call=call,
+            of=type(of.module).__name__, region=region.value if region else "", site=line,
+            sections=sections() if cut and sections else [], **self._where(),
+        )  # fmt: skip
+
+    def _count(self, kind: str, name: str, phase: str) -> int:
+        key = (kind, name, phase, self._where()["micro_batch"])
+        self._calls[key] += 1
+        return self._calls[key]
+
+    def _input(self, event: Event) -> None:
+        line, call = self._line(), self._count(INPUT, event.name, event.phase)
+        for i, x in enumerate(event.tensors):
+            if not x.is_floating_point():
+                continue
+            given = any(w.tensor is x for w in self._near)  # by a module, whose gradient is read
+            of = _Of(INPUT, event.name, event.of, i)
+            self._activation(of, x, call, line, event.phase)
+            if x.requires_grad and not given and not isinstance(x, nn.Parameter):
+                of = of._replace(kind=INPUT_GRAD)
+                x.register_hook(partial(self._activation, of, call=call, line=line))
+
+    def _output(self, event: Event) -> None:
+        line, call = self._line(), self._count(OUTPUT, event.name, event.phase)
+        for i, x in enumerate(event.tensors):
+            of = _Of(OUTPUT, event.name, event.of, i)
+            self._activation(of, x, call, line, event.phase)
+
+    def _output_grad(self, event: Event) -> None:
+        # hooks of one call's outputs fire in the order of the outputs: `call` tells them apart
+        call = self._count(OUTPUT_GRAD, event.name, BACKWARD)
+        (x,) = event.tensors
+        self._activation(_Of(OUTPUT_GRAD, event.name, event.of, 0), x, call)
+
+    def _main_grad(self, event: Event) -> None:
+        where = {k: v for k, v in self._where().items() if k in ("micro_batch", "stage")}
+        names = self.names.get(event.name, (event.name,))
+        self.entries.append({"group": "order", "name": names[0], **where})
+
+    def _line(self) -> str:
+        found = site(self.fork)
+        return found.use or found.call
+
+    def _follow_gradients(self) -> None:
+        run, replace = self.run, self._instead
+        for each in run.sink.buckets:
+            replace(each, "start_grad_sync", partial(self._leaves, each, each.start_grad_sync))
+        replace(run.sink, "finish_grad_sync", partial(self._summed, run.sink.finish_grad_sync))
+        replace(run.optimizer, "step", partial(self._updated, run.optimizer.step))
+
+    def _leaves(self, bucket: ParamAndGradBucket, go_on: Callable[[], None]) -> None:
+        assert bucket.grad is not None
+        for name, param, start in bucket.params:
+            own = bucket.grad[start : start + param.numel()]
+            self._part(("own gradient", ""), bucket, name, 0, own)
+        go_on()
+
+    def _summed(self, go_on: Callable[[], None]) -> None:
+        go_on()
+        for bucket in self.run.sink.buckets:
+            for name, low, high, start in bucket.owned():
+                part = bucket.grad_shard[low - bucket.low : high - bucket.low]
+                self._part(("gradient", ""), bucket, name, low - start, part)
+
+    def _updated(self, go_on: Callable[..., Any], lr: float, *rest: Any) -> Any:
+        decoupled, scale = (*rest, None, None)[:2]
+        norm, found_inf = go_on(lr, *rest)
+        self.numbers |= {"learning rate": lr, "gradient norm": norm.item()}
+        if decoupled is not None:
+            self.numbers["decoupled learning rate"] = decoupled
+        if scale is not None:
+            self.numbers["factor of the mask"] = float(scale)
+        return norm, found_inf
+
+    def _follow_collectives(self) -> None:
+        seen: set[int] = set()
+        for name in INSIDE:
+            axis: Axis | None = getattr(self.run.grid, name, None)
+            carrier = None if axis is None else axis.transport
+            if axis is None or carrier is None or axis.size == 1 or id(carrier) in seen:
+                continue
+            seen.add(id(carrier))
+            for verb in VERBS:
+                call = partial(self._collective, verb, getattr(carrier, verb))
+                self._instead(carrier, verb, call)
+
+    def _instead(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Let an object have another method, until the step is over."""
+        self._replaced.append((owner, name))
+        setattr(owner, name, call)
+
+    def _collective(
+        self, verb: str, go_on: Callable[..., Any], x: Tensor, axis: Axis, *rest: Any
+    ) -> tuple[Tensor, Handle]:
+        label = rest[-1]
+        inside = axis.name in INSIDE and (label is None or label.phase in PHASES)
+        if not inside:
+            return cast(tuple[Tensor, Handle], go_on(x, axis, *rest))
+        name, phase, line = self.tracker.running(), self.tracker.phase, self._line()
+        call = self._count(f"{verb} {axis.name}", name, phase)
+        more = {
+            "phase": phase, "verb": verb, "axis": axis.name, "ranks": list(axis.ranks),
+            "call": call, "site": line, **self._where(),
+        }  # fmt: skip
+        self.write("collective", name, x, kind="taken", **more)
+        out, handle = go_on(x, axis, *rest)
+        given = partial(self.write, "collective", name, out, kind="returned", **more)
+        if handle._work is None and handle._finish is None:
+            given()
+        else:
+            done = handle._finish
+
+            def finish() -> None:
+                if done is not None:
+                    done()
+                given()
+
+            handle._finish = finish
+        return out, handle
+
+
+PHASES = {"forward", "backward", "wgrad"}
+
+
+def recorded(train_step: TrainStep, names: Names, folder: Path, fork: str = "") -> TrainStep:
+    """Return a function with the arguments of train_step that also records the step."""
+
+    def step(
+        run: Run, batches: list[Batch], lr: float, decoupled_lr: float | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        compute, run.compute = run.compute, None  # a CUDA graph has no modules
+        with Recorder(run, batches, names, folder, fork) as recorder:
+            loss, norm, found_inf = train_step(run, batches, lr, decoupled_lr)
+            recorder.numbers["loss"] = loss.item()
+        run.compute = compute
+        return loss, norm, found_inf
+
+    return step

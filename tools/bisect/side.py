@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read what the ranks of one run recorded of a step, and put each tensor together from its parts.
+
+A parameter's parts are placed by the rectangles that the record names (Placement.pieces). Those of
+an activation are placed by tokens, [samples, positions, ...], and over tp by the region that the
+layer states: whole on each rank, a part of the sequence, or a part of the features. Where a layer
+states none, the shape of the other side says it.
+
+Nothing of the product is imported: a record may be of another commit.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+INSIDE, STREAM, WHOLE = "tensor-parallel", "sequence-parallel", "whole"
+DTYPES = {str(d).removeprefix("torch."): d for d in (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+    torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+)}  # fmt: skip
+
+
+class Key(NamedTuple):
+    """Which quantity of a step: the same on both sides."""
+
+    group: str  # batch, parameter, activation, collective
+    kind: str
+    name: str
+    phase: str = ""
+    item: int = 0  # among the tensors that a module takes or gives
+    call: int = 1
+    more: str = ""  # of a collective: verb and axis
+
+
+@dataclass(frozen=True)
+class Part:
+    """One entry of one rank's record; `values` reads it."""
+
+    file: Path
+    axes: Mapping[str, Sequence[int]]
+    rank: int
+    sp: bool
+    entry: Mapping[str, Any]
+
+    def values(self) -> Tensor:
+        """Return the tensor, in its own dtype."""
+        count, dtype = self.entry["bytes"], DTYPES[self.entry["dtype"]]
+        with open(self.file, "rb") as file:
+            file.seek(self.entry["at"])
+            data = np.fromfile(file, np.uint8, count)
+        return torch.from_numpy(data).view(dtype).view(self.entry["shape"])
+
+    @property
+    def tp(self) -> tuple[int, int]:
+        """Return the rank's place over tp, and the number of ranks there."""
+        rank, size = self.axes["tp"]
+        return rank, size
+
+
+@dataclass
+class Whole:
+    """A tensor put together. replicas: what each tp rank has, where each should have all of it.
+
+    values: of rank 0, or of all ranks' parts. apart: by how much of the norm replicas differ.
+    cut: how the parts were joined over tp, in words; ranks: how many.
+    """
+
+    values: Tensor
+    replicas: list[Tensor] = field(default_factory=list)
+    cut: str = ""
+    dim: int = -1
+
+    @property
+    def apart(self) -> float:
+        """Return how far replicas are apart, by the norm."""
+        if len(self.replicas) < 2:
+            return 0.0
+        first = self.replicas[0].double()
+        return max(distance(first, other.double()) for other in self.replicas[1:])
+
+
+def distance(one: Tensor, other: Tensor, floor: float = 0.0) -> float:
+    """Return the norm of a difference over the larger norm, at least `floor`: 0 where both are 0.
+
+    NaN on one side alone is infinity.
+    """
+    if one.shape != other.shape:
+        return float("inf")
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return float("inf")
+    one, other = (x.double().nan_to_num(0.0, 0.0, 0.0) for x in (one, other))
+    size = max(float(one.norm()), float(other.norm()), floor)
+    return float((one - other).norm()) / size if size else 0.0
+
+
+class Side:
+    """One run's record of a step: rank-N.json and rank-N.bin of each rank in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.parts: dict[Key, list[Part]] = defaultdict(list)
+        self.order: dict[Key, tuple[Any, ...]] = {}  # where in the step a key comes first
+        self.ready: dict[str, tuple[Any, ...]] = {}  # when a parameter has its whole gradient
+        self.numbers: dict[str, float] = {}
+        self.sizes: dict[str, int] = {}
+        self.places: dict[tuple[int, int], Tensor] = {}  # by rank and micro-batch [b, s/cp]
+        files = sorted(folder.glob("rank-*.json"), key=lambda p: int(p.stem[5:]))
+        if not files:
+            raise ValueError(f"{folder}: no rank has recorded a step there")
+        for path in files:
+            self._read(path)
+        batch = [p.entry for p in self.parts[Key("batch", "", "tokens")]]
+        self.first = min(entry["first"] for entry in batch)  # sample of the global order
+        self.rows = max(entry["first"] + entry["rows"] for entry in batch) - self.first
+
+    def _read(self, path: Path) -> None:
+        record = json.loads(path.read_text())
+        data, axes = path.with_suffix(".bin"), record["axes"]
+        self.sizes = {name: size for name, (_, size) in axes.items()}
+        self.numbers |= record["numbers"]
+        for number, entry in enumerate(record["entries"]):
+            if entry["group"] == "order":
+                at = _when(entry, number, backward=True)
+                self.ready[entry["name"]] = max(at, self.ready.get(entry["name"], at))
+                continue
+            part = Part(data, axes, record["rank"], record["sp"], entry)
+            if entry["group"] == "places":
+                self.places[record["rank"], entry["micro_batch"]] = part.values()
+                continue
+            key = _key(entry)
+            self.parts[key].append(part)
+            at = _when(entry, number, backward=key.kind.endswith("gradient"))
+            self.order[key] = min(at, self.order.get(key, at))
+
+    @cached_property
+    def length(self) -> int:
+        """Return s, the tokens of a row."""
+        return 1 + max(int(places.max()) for places in self.places.values())
+
+    @cached_property
+    def modules(self) -> dict[str, str]:
+        """Return each parameter's name in the model, by the first of its canonical names."""
+        return {
+            key.name: parts[0].entry["module"]
+            for key, parts in self.parts.items()
+            if key.group == "parameter"
+        }
+
+    def states(self, key: Key) -> tuple[Any, ...]:
+        """Return what the layer states of an activation."""
+        entry = self.parts[key][0].entry
+        return entry.get("region"), [full for full, _ in entry.get("sections", ())]
+
+    @cached_property
+    def sites(self) -> dict[str, str]:
+        """Return the line of the program that calls each module."""
+        return {
+            key.name: parts[0].entry["site"]
+            for key, parts in self.parts.items()
+            if key.group == "activation" and parts[0].entry["site"]
+        }
+
+    # activations
+
+    def activation(
+        self, key: Key, like: Sequence[int] | None = None, stated: bool = True
+    ) -> Whole | None:
+        """Put an activation together: [samples, positions, ...]; None where it cannot be.
+
+        like: the shape of the other side's whole tensor, if that is known. stated: go by what the
+        layer states of its features; an older commit's layers state nothing.
+        """
+        parts = self.parts.get(key, [])
+        by_rank: dict[int, list[Part]] = defaultdict(list)
+        for part in parts:
+            by_rank[part.tp[0]].append(part)
+        if not parts:
+            return None
+        size, first = parts[0].tp[1], parts[0].entry if stated else {}
+        grids = {rank: self._tokens(some) for rank, some in by_rank.items()}
+        if any(grid is None for grid in grids.values()) or len(grids) != size:
+            return None
+        placed = [grid for _, grid in sorted(grids.items()) if grid is not None]
+        if all(cut for _, cut, _ in placed) and size > 1:  # each has other tokens of the rows
+            values = placed[0][0].clone()
+            for tensor, _, seen in placed[1:]:
+                values[seen] = tensor[seen]
+            return Whole(values, cut="a part of the sequence", dim=1)
+        each = [tensor for tensor, _, _ in placed]
+        if size == 1:
+            return Whole(_narrowed(each[0], first.get("sections", ())))
+        return joined(each, first.get("region", ""), first.get("sections", ()), like)
+
+    def _tokens(self, parts: Sequence[Part]) -> tuple[Tensor, bool, Tensor] | None:
+        """Place one tp rank's parts of all micro-batches: (tensor, sequence is cut, which tokens).
+
+        None where the tensor has no tokens.
+        """
+        out: Tensor | None = None
+        seen = torch.zeros(self.rows, self.length, dtype=torch.bool)
+        was_cut = False
+        for part in parts:
+            entry, x = part.entry, part.values()
+            places = self.places[part.rank, entry["micro_batch"]]
+            rows, tokens = places.shape
+            rank, size = part.tp
+            slices = {tokens: slice(None)}
+            if part.sp and tokens % size == 0:
+                low = rank * tokens // size
+                slices[tokens // size] = slice(low, low + tokens // size)
+            shape = tuple(x.shape)
+            if x.dim() == 2 and shape == (rows, tokens):
+                x, own = x.unsqueeze(-1), slices[tokens]
+            elif x.dim() >= 2 and shape[0] in slices and shape[1] in (rows, 1):
+                x = x.transpose(0, 1).expand(rows, *x.transpose(0, 1).shape[1:])
+                own = slices[shape[0]]
+                was_cut = was_cut or (size > 1 and shape[0] != tokens)
+            else:
+                return None
+            if out is None:
+                out = x.new_zeros((self.rows, self.length, *x.shape[2:]))
+            if out.shape[2:] != x.shape[2:]:
+                return None
+            low = entry["first"] - self.first
+            at = torch.arange(low, low + rows)[:, None]
+            out[at, places[:, own]] = x
+            seen[at, places[:, own]] = True
+        return None if out is None else (out, was_cut, seen)
+
+    # parameters
+
+    def parameter(self, key: Key) -> dict[str, Whole]:
+        """Put a parameter's weight, state, or summed gradient together, by canonical name."""
+        return _placed(_locals(self.parts.get(key, [])))
+
+    def contributions(self, key: Key) -> dict[tuple[int, ...], dict[str, Whole]]:
+        """Return each rank's own gradient by its canonical tensors, [(rank,)]."""
+        return {
+            (part.rank,): _placed({(part.rank,): (part, part.values())})
+            for part in self.parts.get(key, [])
+        }
+
+    def own_total(self, key: Key) -> dict[str, Whole]:
+        """Add the ranks' own gradients, in fp64, as the placement says that they are to be."""
+        added: dict[tuple[Any, ...], tuple[Part, Tensor]] = {}
+        for part in self.parts.get(key, []):
+            entry = part.entry
+            # ranks that hold the same part: their gradients are parts of one sum
+            group = ("all",) if entry["sums"] else tuple(entry["data"])
+            where = (group, tuple(tuple(piece[:1] + piece[2:]) for piece in entry["pieces"]))
+            values = part.values().double()
+            added[where] = (part, added[where][1] + values if where in added else values)
+        return _placed(added)
+
+
+def _narrowed(x: Tensor, sections: Sequence[Sequence[int]]) -> Tensor:
+    """Drop the padding of one rank's only section."""
+    if len(sections) == 1 and sections[0][0] < x.shape[-1]:
+        return x[..., : sections[0][0]]
+    return x
+
+
+def joined(
+    each: Sequence[Tensor],
+    region: str,
+    sections: Sequence[Sequence[int]],
+    like: Sequence[int] | None,
+) -> Whole | None:
+    """Join what the tp ranks have of the same tokens: each [samples, positions, ...].
+
+    like: the shape of the whole; None where it is not known: features are then taken to be cut
+    where the layer says so. None where no way of joining has that shape.
+    """
+    shape, size = list(each[0].shape), len(each)
+    if sections:
+        found = [_section(each, at, full, local) for at, full, local in _at(sections)]
+        whole = torch.cat(found, -1)
+        return Whole(whole, cut="a part of the features", dim=whole.dim() - 1)
+    if region != INSIDE and (like is None or list(like) == shape):
+        return Whole(each[0], list(each), cut="whole on each rank")
+    if like is None:
+        dim = 2 if len(shape) == 4 else len(shape) - 1
+        return Whole(torch.cat(list(each), dim), cut="a part of the features", dim=dim)
+    if len(like) == len(shape):
+        unlike = [i for i, (n, m) in enumerate(zip(shape, like, strict=True)) if n != m]
+        if not unlike:
+            return Whole(each[0], list(each), cut="whole on each rank")
+        if len(unlike) == 1:
+            (dim,) = unlike
+            times = like[dim] / shape[dim]
+            if times == int(times) and size % int(times) == 0:
+                own = each[:: size // int(times)]
+                return Whole(torch.cat(list(own), dim), cut="a part of the features", dim=dim)
+    return None
+
+
+def _at(sections: Iterable[Sequence[int]]) -> Iterable[tuple[int, int, int]]:
+    low = 0
+    for full, local in sections:
+        yield low, full, local
+        low += local
+
+
+def _section(each: Sequence[Tensor], low: int, full: int, local: int) -> Tensor:
+    """Join one section of the features: without padding, and each shared part once."""
+    shared = max(1, len(each) * local // full) if full % local == 0 else 1
+    own = [x[..., low : low + local] for x in each[::shared]]
+    return torch.cat(own, -1)[..., :full]
+
+
+def _locals(parts: Iterable[Part]) -> dict[tuple[Any, ...], tuple[Part, Tensor]]:
+    """Put each local parameter together from the shards that its data-parallel ranks own."""
+    found: dict[tuple[Any, ...], tuple[Part, Tensor]] = {}
+    for part in parts:
+        entry, values = part.entry, part.values().flatten()
+        count = int(np.prod(entry["local"]))
+        # a rank that owns all of it has a copy of its own
+        holder = (part.rank,) if len(values) == count else tuple(entry["data"])
+        if holder not in found:
+            found[holder] = (part, values.new_zeros(count))
+        found[holder][1][entry["first"] : entry["first"] + len(values)] = values
+    return {at: (part, flat.view(part.entry["local"])) for at, (part, flat) in found.items()}
+
+
+def _placed(held: Mapping[tuple[Any, ...], tuple[Part, Tensor]]) -> dict[str, Whole]:
+    """Place local parameters in the canonical tensors; keep replicas of the same rectangle."""
+    full: dict[str, Tensor] = {}
+    copies: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for part, values in held.values():
+        for name, shape, dim, start, size, local in part.entry["pieces"]:
+            x = values.view(part.entry["local"]).narrow(dim, local, size)
+            if name not in full:
+                full[name] = x.new_zeros(shape)
+            copies[name, dim, start, size].append(x)
+            full[name].narrow(dim, start, size).copy_(copies[name, dim, start, size][0])
+    most = {
+        name: max((c for k, c in copies.items() if k[0] == name), key=len, default=[])
+        for name in full
+    }
+    return {name: Whole(values, most[name]) for name, values in full.items()}
+
+
+def _key(entry: Mapping[str, Any]) -> Key:
+    group, name = entry["group"], entry["name"]
+    if group == "batch":
+        return Key(group, "", name)
+    if group == "parameter":
+        return Key(group, entry["kind"], name, entry["when"])
+    phase, call = entry["phase"], entry["call"]
+    if group == "collective":
+        what = f"{entry['verb']} over {entry['axis']}"
+        return Key(group, entry["kind"], name, phase, call=call, more=what)
+    return Key(group, entry["kind"], name, phase, entry["index"], call)
+
+
+def _when(entry: Mapping[str, Any], number: int, backward: bool) -> tuple[Any, ...]:
+    """Return what sorts entries of a phase: by stage, then as they came."""
+    stage = entry.get("stage", 0)
+    return (entry.get("micro_batch", 0), -stage if backward else stage, number)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say in one sentence which tensor of a step differs first, where, how far, and of which kind."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tools.bisect.compare import Allowed, Comparison, Difference, compare
+from tools.bisect.kinds import kind_of, region_of
+from tools.bisect.side import Key, Side
+
+PLACES = {
+    "input": "what {} takes",
+    "output": "what {} gives",
+    "input gradient": "the gradient of what {} takes",
+    "output gradient": "the gradient of what {} gives",
+}
+PHASES = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "wgrad": "W"}
+
+
+@dataclass
+class Verdict:
+    """What a comparison of a step says. sentence: for people; the rest for programs.
+
+    name: of the module or the canonical tensor. error: the norm of the difference over the norm.
+    """
+
+    sentence: str
+    same: bool
+    name: str = ""
+    module: str = ""
+    what: str = ""
+    phase: str = ""
+    kind: str = ""
+    site: str = ""
+    error: float = 0.0
+    compared: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+    def json(self) -> dict[str, Any]:
+        """Return it as JSON's types."""
+        return asdict(self)
+
+
+def verdict_of(one: Side, other: Side, allowed: Allowed) -> Verdict:
+    """Compare two recorded steps and say what differs first."""
+    return said(compare(one, other, allowed), one, other, allowed)
+
+
+def said(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Verdict:
+    """Return the verdict on a comparison."""
+    left = sorted({f"{key.kind} {key.name}".strip() for key in found.left_out})
+    if found.first is None:
+        worst = f", at most {found.worst:.2g} of a norm apart" if found.worst else ""
+        how = "have equal bits" if allowed.exact else f"agree{worst}"
+        text = f"all {found.compared:,} tensors of the step {how}"
+        return Verdict(text, True, compared=found.compared, left_out=left)
+    first = found.first
+    kind = kind_of(first, one, other)
+    what, name, module = _tensor(first, other)
+    where, phase = region_of(first), _phase(first.key)
+    text = f"in {phase}, {what} differs first" if phase else f"{what} differs first"
+    text += f", by {_far(first)}"
+    text += f": {kind.text}" if kind else ""
+    text += f"; {where}" if where and not (kind and kind.name in ("a flipped bit",)) else ""
+    text += f" ({place})" if (place := _place(first, module, one)) else ""
+    return Verdict(
+        text, False, name=name, module=module, what=first.key.kind or first.key.group,
+        phase=phase, kind=kind.name if kind else "", site=place, error=first.error,
+        compared=found.compared, left_out=left,
+    )  # fmt: skip
+
+
+def _tensor(found: Difference, other: Side) -> tuple[str, str, str]:
+    """Return what differs in words, its name, and the module that it belongs to."""
+    key = found.key
+    of = next((p.entry.get("of", "") for parts in found.parts for p in parts), "")
+    if key.group == "batch":
+        return f"the batch ({key.name})", key.name, ""
+    if key.group == "number":
+        return f"the {key.name}", key.name, ""
+    if key.group == "collective":
+        verb = f"what {key.more} of {key.name or 'the model'} "
+        return verb + ("returns" if key.kind == "returned" else "takes"), key.name, key.name
+    if key.group == "parameter":
+        module = other.modules.get(key.name, "").rpartition(".")[0]
+        return _of_parameter(found, module), found.tensor or key.name, module
+    name = f"{key.name} ({of})" if key.name else f"the model ({of})"
+    number = f", tensor {key.item}" if key.item else ""
+    number += f", call {key.call}" if key.call > 1 else ""
+    return PLACES[key.kind].format(name) + number, key.name, key.name
+
+
+def _of_parameter(found: Difference, module: str) -> str:
+    key, name = found.key, f"{found.tensor} (in {module})"
+    if key.kind == "own gradient":
+        return f"the gradient of {name}, before it is summed over data-parallel ranks,"
+    if key.kind == "gradient":
+        return f"the summed gradient of {name}"
+    what = "weight" if key.kind in ("weight", "master") else f"optimizer's {key.kind} of"
+    return f"the {what} {name} {key.phase} the step"
+
+
+def _phase(key: Key) -> str:
+    if key.group == "parameter" and key.kind == "own gradient":
+        return "backward"
+    if key.group == "parameter" and key.kind == "gradient":
+        return "the sum over ranks"
+    if key.group == "parameter" and key.phase == "after":
+        return "the update"
+    return PHASES.get(key.phase, "")
+
+
+def _far(found: Difference) -> str:
+    if isinstance(found.one, Tensor):
+        if found.error == float("inf"):
+            return "all of it"
+        return f"{found.error:.2g} of its norm" if found.error > 1e-200 else "bits alone"
+    return f"{found.one!r} against {found.other!r}"
+
+
+def _place(found: Difference, module: str, one: Side) -> str:
+    """Return the line of the program; of a gradient or a weight that of its module's forward."""
+    if found.key.group in ("batch", "number"):
+        return ""
+    file, _, line = (found.site or one.sites.get(module, "")).rpartition(":")
+    return f"{Path(file).name if Path(file).is_absolute() else file}:{line}" if file else ""

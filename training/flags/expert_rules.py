@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check the flags of a mixture of experts."""
+
+from typing import Any
+
+from training.arguments import EXPERTS
+from training.config import Config, UsageError
+from training.flags.megatron import WITH_EXPERTS
+
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+OURS, NORMALISED = "model/moe.py", "model/qwen3.py"
+
+
+def choose_file(moe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the model's file where --model-file is left out; return the settings of experts.
+
+    Without --num-experts these are the defaults, whatever is given. Raises UsageError where
+    --model-file names another dense model than --qk-layernorm does.
+    """
+    if moe.get("num_experts", 0) > 1:
+        model.setdefault("model_file", OURS)
+        return moe
+    if moe.get("qk_layernorm") and model.setdefault("model_file", NORMALISED) != NORMALISED:
+        raise UsageError(
+            f"--qk-layernorm and --model-file {model['model_file']} set the same: give one of them"
+        )
+    return {}
+
+
+def check_given(given: dict[str, Any]) -> None:
+    """Raise UsageError for a flag of experts that is not obeyed."""
+    if given.get(EXPERTS, 0) > 1:
+        for name, why in WITH_EXPERTS.items():
+            if name in given:
+                raise UsageError(f"{name} with {EXPERTS} {given[EXPERTS]}: {why}; leave it out")
+
+
+def check(config: Config) -> None:
+    """Raise UsageError where experts do not fit the layout, or another flag."""
+    p, m = config.parallel, config.moe
+    ep, tp = p.expert_model_parallel_size, p.tensor_model_parallel_size
+    if not m.experts:
+        if ep > 1:
+            raise UsageError(f"{EP} {ep} needs {EXPERTS}: a dense model has no experts to deal out")
+        if p.expert_tensor_parallel_size > 1:
+            raise UsageError(f"{ETP} {p.expert_tensor_parallel_size} needs {EXPERTS}")
+        return
+    etp = p.expert_tensor_parallel_size or tp
+    if etp > 1:
+        left = "" if p.expert_tensor_parallel_size else ", which left out is --tensor-model-"
+        left += "" if p.expert_tensor_parallel_size else "parallel-size"
+        raise UsageError(f"{ETP} {etp}{left}: an expert is not cut here; give {ETP} 1")
+    if tp > 1 and not p.sequence_parallel:
+        raise UsageError(
+            f"{EXPERTS} {m.experts} at --tensor-model-parallel-size {tp} needs --sequence-parallel:"
+            " a rank routes its own part of the sequence"
+        )
+    if m.experts % ep:
+        raise UsageError(f"{EXPERTS} {m.experts} is not a multiple of {EP} {ep}")
+    stage = tp * p.context_parallel_size * p.data_parallel_size
+    if stage % ep:
+        raise UsageError(
+            f"{EP} {ep} does not divide the {stage} ranks of a pipeline stage "
+            "(tensor x context x data)"
+        )
+    kinds, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
+    if not kinds or len(coefficients) not in (1, len(kinds)):
+        raise UsageError(
+            f"--moe-aux-loss-coeff has {len(coefficients)} values and --moe-router-load-balancing-"
+            f"type {len(kinds)}: give one for each"
+        )
+    if m.moe_router_topk > m.experts:
+        raise UsageError(
+            f"--moe-router-topk {m.moe_router_topk} is more than {EXPERTS} {m.experts}"
+        )
+    softmax = m.moe_router_score_function == "softmax"
+    if m.moe_router_topk == 1 and softmax and not m.moe_router_pre_softmax:
+        raise UsageError(
+            "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is 1, "
+            "so the router would not be trained"
+        )
+    if m.moe_router_pre_softmax and not softmax:
+        raise UsageError(
+            f"--moe-router-pre-softmax has no meaning with --moe-router-score-function "
+            f"{m.moe_router_score_function}"
+        )
+    freq = m.moe_layer_freq
+    if isinstance(freq, tuple) and len(freq) != config.model.num_layers:
+        raise UsageError(
+            f"--moe-layer-freq lists {len(freq)} layers, and --num-layers is "
+            f"{config.model.num_layers}"
+        )
+    unfit = {
+        "--fp8-format": config.float8.fp8_format is not None,
+        "--cuda-graph": bool(config.gpu.cuda_graph),
+        "--rehearse": config.rehearse.rehearse,
+    }
+    for name, given in unfit.items():
+        if given:
+            raise UsageError(f"{name} is not available with {EXPERTS} {m.experts}: {WHY[name]}")
+
+
+WHY = {
+    "--fp8-format": "experts multiply in the dtype of the weights",
+    "--cuda-graph": "the number of an expert's tokens changes from step to step",
+    "--rehearse": "what runs depends on where tokens go; --dry-run takes an even choice",
+}
