@@ -271,9 +271,9 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     layers = r.cut.max(1) * r.virtual
     calls = np.where(r.zero > 0, c["sum_calls"], c["sum_calls_0"]) * layers
     gradient, parameter = c["gradient_bytes"] * weights, c["parameter_bytes"] * weights
-    scatter = collective(c, r, "reduce_scatter", gradient, size, inner, calls)
-    whole = collective(c, r, "all_reduce", gradient, size, inner, calls)
-    gather = collective(c, r, "all_gather", parameter, size, inner, calls)
+    scatter = collective(c, r, "reduce_scatter", gradient, size, inner, calls=calls)
+    whole = collective(c, r, "all_reduce", gradient, size, inner, calls=calls)
+    gather = collective(c, r, "all_gather", parameter, size, inner, calls=calls)
     sums = np.where((r.zero > 0) & (c["sum_whole"] == 0), scatter, whole) * r.reduces
     hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward * r.reduces
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)

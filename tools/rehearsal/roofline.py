@@ -62,7 +62,7 @@ def matmul_of(
     low = dtype.startswith("float8")
     rate = device.peak(dtype) * device["matmul.float8" if low else "matmul"]
     size = 1 if low else 4 if dtype in ("float32", "tf32") else 2
-    return Kernel(*map(float, matmul(device, m, n, k, rate, size, batch, sms)))
+    return Kernel(*map(float, matmul(device, m, n, k, rate, size, batch=batch, sms=sms)))
 
 
 def matmul(
@@ -192,7 +192,13 @@ def _other_seconds(device: Device, launch: Launch, op: str, sms: float) -> float
         kernel = "cudnn" if "cudnn" in op else "flash"
         length = launch.shapes[1][-2] if len(launch.shapes) > 1 else MEASURED  # of k, or of q
         seconds = attention_seconds(
-            device, launch.flops, launch.bytes, dtype, kernel, "backward" in op, length
+            device,
+            launch.flops,
+            launch.bytes,
+            dtype,
+            kernel,
+            backward="backward" in op,
+            length=length,
         )
         return seconds * (device["sms"] / sms if sms else 1.0)
     whole = device.peak(dtype) * device["matmul"] * (sms / device["sms"] if sms else 1.0)
