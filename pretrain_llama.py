@@ -79,6 +79,7 @@ from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
 from training.run.trial import agreed
 from training.run.watch import (
+    Digests,
     GarbageCollection,
     Guard,
     Intervals,
@@ -248,6 +249,7 @@ def train(
         guard,  # signals, time, bad numbers: stops, or goes back; reads what Intervals asked for
         profile,
         Replicas(run, rewind, loaders.train, log, train_step),  # --check-replicas: goes back
+        Digests(run, saver.names, saver.digests, log),  # --log-digests
         GarbageCollection(config),
         OverlapNotes(overlap, log),
     ]

@@ -42,7 +42,8 @@ if __name__ == "__main__":
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.checkouts import (  # noqa: E402
+from benchmarks.differences import rows, rows_differ, saves_differ  # noqa: E402
+from tools.bisect.checkouts import (  # noqa: E402
     ROOT,
     NoCheckout,
     build,
@@ -50,7 +51,6 @@ from benchmarks.checkouts import (  # noqa: E402
     describe,
     describe_here,
 )
-from benchmarks.differences import rows, rows_differ, saves_differ  # noqa: E402
 
 STEPS, MORE = 6, 2
 LIMIT = 300.0  # seconds that one training may take

@@ -30,7 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_step import BATCH, SIZES, run_weft  # noqa: E402
-from benchmarks.checkouts import (  # noqa: E402
+from tools.bisect.checkouts import (  # noqa: E402
     ROOT,
     NoCheckout,
     build,

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.checkouts import checkout, describe  # noqa: E402
+from tools.bisect.checkouts import checkout, describe  # noqa: E402
 
 FLAGS = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --hidden-size 4096

@@ -21,8 +21,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.checkouts import checkout  # noqa: E402
 from benchmarks.fused_launches import report  # noqa: E402
+from tools.bisect.checkouts import checkout  # noqa: E402
 from tools.rehearsal.device_file import path_of  # noqa: E402
 
 SPLIT = "--tensor-model-parallel-size=8 --sequence-parallel"

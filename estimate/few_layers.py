@@ -65,14 +65,17 @@ def _profile_of(
 ) -> RankProfile:
     first, last = (any(getattr(s, end) for s in stages) for end in ("embedding", "loss"))
     if len(stages) > 1 and not (first and last) and alike(config, provider):
-        return _together([_profile_of(config, provider, (s,), pp_rank, split) for s in stages])
+        parts = [_profile_of(config, provider, (s,), pp_rank, split) for s in stages]
+        if not any(part.auxiliary for part in parts):
+            return _together(parts)
     p = config.parallel
     block = p.recompute_granularity == "full" and p.recompute_method == "block"
     alone = p.pipeline_model_parallel_size == 1
     if alike(config, provider) and not (block and alone):
         how = _blocks if block else _units
         try:
-            if (found := how(config, provider, stages, pp_rank, split)) is not None:
+            found = how(config, provider, stages, pp_rank, split)
+            if found is not None and not found.auxiliary:  # these sums are of the rank, no line
                 return found
         except _NoLine:
             pass

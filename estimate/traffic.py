@@ -87,7 +87,7 @@ def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[T
         *_amaxes(grid, found),
         *_data(config, provider, grid, pp_rank),
         *_norms(config, provider, grid, pp_rank),
-        *_ends(grid),
+        *_ends(grid, found),
     ]
     return [row for row in rows if row.size > 1 and row.times]
 
@@ -274,8 +274,11 @@ def _norms(
     yield _row(grid, "pp", "all_gather", ("the model", "norm"), 8 * every * grid.pp.size, times)
 
 
-def _ends(grid: Grid) -> Iterator[Traffic]:
+def _ends(grid: Grid, found: RankProfile) -> Iterator[Traffic]:
     """Yield the sums of losses, tokens and auxiliary losses, and the flags on which ranks agree."""
+    for axis in found.auxiliary:
+        nbytes = 8 * getattr(grid, axis).size
+        yield _row(grid, axis, "all_gather", ("auxiliary_loss", "loss sum"), nbytes)
     for axis in ("dp_cp", "pp"):
         whole = 3 * 8 * getattr(grid, axis).size
         yield _row(grid, axis, "all_gather", ("losses", "loss sum"), whole)

@@ -274,6 +274,19 @@ def hf_modules(config: MoEConfig) -> Mapping[str, tuple[str, ...]]:
     }
 
 
+def dense_names(config: MoEConfig) -> dict[str, str]:
+    """Return, for each tensor of an expert, that of a dense model's MLP, to copy it from."""
+    ours, dense = hf_modules(config), llama.Llama.hf_modules
+    found = {}
+    for i in range(config.num_layers):
+        for name in ("gate_up", "down") if config.sparse(i) else ():
+            theirs = dense[f"mlp.{name}"]
+            for j, module in enumerate(ours[f"mlp.experts.{name}"]):
+                at = f"model.layers.{i}."
+                found[f"{at}{module}.weight"] = f"{at}{theirs[j % len(theirs)]}.weight"
+    return found
+
+
 def hf_kind(config: MoEConfig) -> str:
     """Return Hugging Face's model_type of the same model, "moe" where there is none."""
     c = config

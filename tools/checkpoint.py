@@ -8,6 +8,7 @@
     python tools/checkpoint.py diff runs/a runs/b          where two differ, to the bit
     python tools/checkpoint.py convert --from-hf Llama-3.2-1B --save runs/llama
     python tools/checkpoint.py convert --from-mcore ckpt --hf-config Llama-3.2-1B --save runs/llama
+    python tools/checkpoint.py convert --upcycle runs/llama --num-experts 8 --save runs/moe
     python tools/checkpoint.py convert --to-hf out --load runs/llama --dtype bfloat16
     python tools/checkpoint.py consolidate runs/llama --save runs/whole
     python tools/checkpoint.py prune runs/llama --keep-last-k 2 --save-retain-interval 1000
@@ -39,6 +40,7 @@ from tools.checkpoints.diff import diff
 from tools.checkpoints.huggingface import export_hf, import_hf
 from tools.checkpoints.mcore import import_mcore
 from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify
+from tools.checkpoints.upcycle import upcycle
 from tools.command_line import Parser, whole
 from tools.waiting import waiting
 from training.checkpoint import Checkpoint
@@ -49,6 +51,7 @@ from training.checkpoint.retain import choose, clear_rubbish, prune, step_direct
 from training.untrusted import printable, sentence
 
 Words = dict[str, Any]  # keywords of add_argument
+MUST = ("save", "hf_config", "load", "num_experts")  # where the way that they go with is taken
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -114,6 +117,12 @@ def do_diff(args: argparse.Namespace) -> int:
 
 def do_convert(args: argparse.Namespace) -> int:
     """Convert a model from or to another program's format."""
+    if args.upcycle:
+        counts = args.num_experts, args.moe_router_topk or 2
+        with waiting("converting"):
+            read, made = upcycle(args.upcycle, args.save, *counts, seed=1234)
+        say(f"{read} -> {made}; train on from it with --load {args.save} --finetune")
+        return 0
     if args.to_hf is None:
         source = args.from_hf or args.from_mcore
         with waiting("converting"):
@@ -227,8 +236,18 @@ def parser() -> Parser:
     way = sub.add_mutually_exclusive_group(required=True)
     way.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
     way.add_argument("--from-mcore", type=Path, metavar="DIR", help="Megatron's --save to read")
+    way.add_argument(
+        "--upcycle", type=Path, metavar="PLACE",
+        help="dense model to read; its MLPs become the experts of a mixture",
+    )  # fmt: skip
     way.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face directory to write")
-    sub.add_argument("--save", type=Path, metavar="RUN", help="with --from-*: where to write")
+    sub.add_argument(
+        "--save", type=Path, metavar="RUN", help="with --from-*, --upcycle: where to write"
+    )
+    sub.add_argument("--num-experts", type=positive, metavar="E", help="with --upcycle")
+    sub.add_argument(
+        "--moe-router-topk", type=positive, metavar="K", help="with --upcycle (default: 2)"
+    )
     sub.add_argument(
         "--hf-config", type=Path, metavar="DIR",
         help="with --from-mcore: a directory with the model's config.json, and its tokenizer",
@@ -273,14 +292,16 @@ def spelt(name: str) -> str:
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that do not go together."""
     if args.do is do_convert:
-        goes: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore")}
+        goes: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore", "upcycle")}
+        goes |= dict.fromkeys(("num_experts", "moe_router_topk"), ("upcycle",))
         goes |= {"hf_config": ("from_mcore",)}
         goes |= dict.fromkeys(("load", "dtype", "max_shard_size", "tokenizer"), ("to_hf",))
-        (way,) = (name for name in ("from_hf", "from_mcore", "to_hf") if getattr(args, name))
+        ways_in = ("from_hf", "from_mcore", "upcycle", "to_hf")
+        (way,) = (name for name in ways_in if getattr(args, name))
         for name, ways in goes.items():
             given = getattr(args, name) is not None
             flag, those = spelt(name), " or ".join(map(spelt, ways))
-            if way in ways and not given and name in ("save", "hf_config", "load"):
+            if way in ways and not given and name in MUST:
                 raise ValueError(f"{spelt(way)} needs {flag}")
             if way not in ways and given:
                 raise ValueError(f"{flag} goes with {those} only")

@@ -236,8 +236,11 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
     parser.add_argument("--fp8-recipe", choices=[*RECIPES], help="float8, in bf16 beside it")
     parser.add_argument("--fp8-param-gather", action="store_true", help="with --fp8-recipe, --zero")
+    parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that experts are dealt out over")
+    parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
     a = parser.parse_args(argv)
-    for flag in ("tp", "cp", "dp", "pp", "layers", "micro_batches"):
+    for flag in ("tp", "cp", "dp", "pp", "ep", "layers", "micro_batches"):
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(a, flag)} must be at least 1")
     if (world := a.tp * a.cp * a.dp * a.pp) > MOST_RANKS:
@@ -253,6 +256,11 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         more += ["--recompute-granularity", a.recompute_granularity]
     if a.fp8_recipe:
         more += ["--bf16", "--fp8-format", "hybrid", "--fp8-recipe", a.fp8_recipe]
+    if a.num_experts:
+        more += ["--num-experts", str(a.num_experts), "--moe-router-force-load-balancing"]
+        more += ["--moe-token-dispatcher-type", a.dispatcher, "--expert-tensor-parallel-size", "1"]
+    if a.ep > 1:
+        more += ["--expert-model-parallel-size", str(a.ep)]
     if a.fp8_param_gather:
         more.append("--fp8-param-gather")
     return tiny(

@@ -933,6 +933,14 @@ class LogConfig:
     wandb_exp_name: str | None = setting(
         None, "name of the run there", "name", derived="W&B's own", needs="--wandb-project"
     )
+    log_digests: int | None = setting(
+        None,
+        "every so many steps write a line of digests, of the batch and of each tensor's gradient "
+        "and weight, by which tools/bisect_runs.py finds the first step that differs",
+        "steps",
+        whole(1),
+        ours=True,
+    )
     log_params_norm: bool = setting(False, "log the norm of the parameters")
     sample_interval: int | None = setting(
         None,

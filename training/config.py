@@ -41,7 +41,11 @@ _MATHEMATICS = ("model", "moe", "batch", "optimizer", "data", "run.seed", "run.d
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting of a run; `notes`: to print; `extra`: of a fork; `given`: flags as typed."""
+    """Every setting of a run.
+
+    notes: to print. extra: of a fork. given: the names of the flags as typed. command_line: all of
+    its words.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -59,6 +63,7 @@ class Config:
     extra: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
     given: tuple[str, ...] = field(default=(), compare=False)
+    command_line: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def expert_model_parallel_size(self) -> int:
@@ -76,7 +81,7 @@ class Config:
             value = getattr(self, part.name)
             if part.name == "extra":
                 out |= {f"extra.{k}": v for k, v in value}
-            elif part.name not in ("notes", "given"):
+            elif part.name not in ("notes", "given", "command_line"):
                 out |= {f"{part.name}.{k}": v for k, v in asdict(value).items()}
         older = {name: row.older for name, row in SETTINGS.items() if row.older is not None}
         return {k: _plain(v) for k, v in out.items() if k not in older or v != older[k]}

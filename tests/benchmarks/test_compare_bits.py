@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from benchmarks.checkouts import ROOT, NoCheckout, checkout
 from benchmarks.compare_bits import FORK, fork
 from benchmarks.differences import rows, rows_differ, saves_differ
+from tools.bisect.checkouts import ROOT, NoCheckout, checkout
 
 SCRIPT = ROOT / "benchmarks" / "compare_bits.py"
 STEPS = ["step_00000006", "step_00000008"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of many layers, worked out from stages of few, is what the whole rank is measured to be."""
+"""A rank of many layers, worked out from stages of few, is what all of it is measured to be."""
 
 from collections import Counter
 from dataclasses import replace

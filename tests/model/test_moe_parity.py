@@ -127,8 +127,9 @@ def held(world: Any, cases: list[dict[str, Any]], steps: int = 1, within: float 
     twins: dict[str, Any] = {}
     for size in sorted({size_of(case) for case in cases}):
         mine = [case for case in cases if size_of(case) == size]
-        for first in range(0, len(mine), 12):
-            some = mine[first : first + 12]
+        count = 32 // size  # a world answers within its time-out
+        for first in range(0, len(mine), count):
+            some = mine[first : first + count]
             results = world(size).run(run_cases, some, steps)
             for i, case in enumerate(some):
                 b = case["rows"] // (case["dp"] * case["m"])

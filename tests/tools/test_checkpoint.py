@@ -189,7 +189,7 @@ REFUSED = [
     (["convert", "--from-hf", "{dir}/no", "--save", "{dir}/x"], "{dir}/no is not a directory"),
     (["convert", "--from-hf", "a", "--save", "b", "--dtype", "float32"], "goes with --to-hf only"),
     (["convert", "--from-hf", "a", "--save", "b", "--max-shard-size", "1"], "with --to-hf only"),
-    (["convert", "--to-hf", "a", "--load", "b", "--save", "c"], "--from-hf or --from-mcore only"),
+    (["convert", "--to-hf", "a", "--load", "b", "--save", "c"], "--from-mcore or --upcycle only"),
 ]  # fmt: skip
 
 

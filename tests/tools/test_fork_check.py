@@ -5,6 +5,7 @@ The models themselves pass.
 """
 
 import pickle
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from model import llama
-from tests.tools import fork_mistakes
+from tests.tools import fork_mistakes, fork_tensors
 from tools import fork_check
 from tools.fork_check import main
 from tools.forks import huggingface
@@ -325,6 +326,13 @@ def test_a_planted_mistake_ends_in_a_sentence_with_its_cause(name, tmp_path):
     code, out = fork_mistakes.checked(mistake, tmp_path)
     assert mistake.said in out and "fork-check itself failed" not in out, out
     assert code == 1 or "warning" in out, out
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", fork_tensors.TENSORS)
+def test_the_tensor_that_is_named_first_is_the_right_one(name, tmp_path):
+    code, out = fork_mistakes.checked(fork_tensors.TENSORS[name], tmp_path)
+    assert code == 1 and re.search(fork_tensors.TENSORS[name].said, out), out
 
 
 def test_restarted_ranks_are_not_sent_tensors(tmp_path):

@@ -137,9 +137,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _batch(judge: _Judge) -> Iterator[Difference]:
-    if (judge.one.rows, judge.one.length) != (judge.other.rows, judge.other.length):
-        a, b = ((side.rows, side.length) for side in (judge.one, judge.other))
-        yield Difference(Key("batch", "", "shape"), a, b, error=float("inf"))
+    names = ("samples", "tokens of a sample", "first sample")
+    sizes = ((side.rows, side.length, side.first) for side in (judge.one, judge.other))
+    for name, a, b in zip(names, *sizes, strict=True):
+        if a != b:
+            yield Difference(Key("batch", "", name), a, b, error=float("inf"))
     for key in judge.keys(lambda k: k.group == "batch"):
         one, other = judge.one.activation(key), judge.other.activation(key)
         assert one is not None and other is not None
@@ -203,10 +205,11 @@ def _activations(judge: _Judge, keys: list[Key]) -> Iterator[Difference]:
 
 
 def _activation(judge: _Judge, key: Key) -> Iterator[Difference]:
-    one = judge.one.activation(key)
-    other = judge.other.activation(key, None if one is None else one.values.shape)
+    stated = judge.one.states(key) == judge.other.states(key)
+    one = judge.one.activation(key, stated=stated)
+    other = judge.other.activation(key, None if one is None else one.values.shape, stated)
     if one is not None and other is not None and one.values.shape != other.values.shape:
-        again = judge.one.activation(key, other.values.shape)  # neither side has all of it
+        again = judge.one.activation(key, other.values.shape, stated)  # neither has all of it
         one = again if again is not None else one
     if one is None or other is None:
         if one is not None and judge.other.sizes["tp"] > 1 and _no_fit(judge.other, key):

@@ -34,7 +34,7 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return _of_numbers(found)
     if found.key.group == "batch":
-        return _of_batch(a, b)
+        return _of_batch(a, b, one.first)
     if a.shape != b.shape:
         return _of_shapes(a.shape, b.shape, other)
     if not torch.equal(a.isfinite(), b.isfinite()):
@@ -66,7 +66,10 @@ def _near(a: Tensor, b: Tensor) -> Near:
 def _of_numbers(found: Difference) -> Kind | None:
     if isinstance(found.one, float) and isinstance(found.other, float) and found.one:
         ratio = found.other / found.one
-        return Kind("another number", f"it is {ratio:.6g} times the other")
+        how = (
+            f"it is {ratio:.6g} times the other" if abs(ratio - 1) > 1e-6 else "in its last digits"
+        )
+        return Kind("another number", how)
     return None
 
 
@@ -78,21 +81,24 @@ def _of_shapes(a: Sequence[int], b: Sequence[int], other: Side) -> Kind:
     return Kind("another shape", f"the shapes are {list(a)} and {list(b)}")
 
 
-def _of_batch(a: Tensor, b: Tensor) -> Kind:
-    """Say which samples of the batch differ, and whether they are others or in another order."""
+def _of_batch(a: Tensor, b: Tensor, first: int) -> Kind:
+    """Say which samples of the batch differ, and whether they are others or in another order.
+
+    first: the number of the batch's first sample.
+    """
     rows = [i for i in range(min(len(a), len(b))) if not torch.equal(a[i], b[i])]
-    samples = _numbers(rows)
+    samples = _numbers([first + i for i in rows])
     ours = {tuple(row.flatten().tolist()) for row in a}
     theirs = [tuple(b[i].flatten().tolist()) for i in rows]
     if rows and all(row in ours for row in theirs):
-        return Kind("another order", f"the same samples in another order ({samples})")
+        return Kind("another order", f"the same samples in another order, samples {samples}")
     where = [int((a[i] != b[i]).sum()) for i in rows]
     if len(rows) == 1 and where[0] <= 2:
-        first = (a[rows[0]] != b[rows[0]]).nonzero()[0].tolist()
-        values = a[rows[0]][tuple(first)], b[rows[0]][tuple(first)]
-        text = f"sample {samples} of the batch, token {first[0]}: {values[0]:g} and {values[1]:g}"
-        return Kind("a token", text)
-    return Kind("other samples", f"other samples: {samples} of the batch")
+        at = (a[rows[0]] != b[rows[0]]).nonzero()[0].tolist()
+        values = (int(x[rows[0]][tuple(at)]) for x in (a, b))
+        numbers = " and ".join(map(str, values))
+        return Kind("a token", f"sample {samples}, token {at[0]}: {numbers}")
+    return Kind("other samples", f"other tokens in samples {samples}")
 
 
 def _numbers(values: Sequence[int]) -> str:

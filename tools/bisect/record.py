@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.transport import Axis, Handle
-from mpu.layers.attention.shards import batch_shards, documents_of_rows
 from mpu.module_tracker import (
     BACKWARD,
     INPUT,
@@ -44,11 +43,19 @@ from training.run.state import Run
 INPUT_GRAD = "input gradient"
 WHERE = re.compile(r"chunk (\d+) micro-batch (\d+) in stage (\d+)")
 DEFERRED = re.compile(r"deferred W of (micro-batch) (\d+) in stage (\d+)")
-NEAR = 16  # tensors that are remembered: an input that is one of them is not copied again
+NEAR = 16  # tensors that are remembered: an input that is one of them is not written again
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 INSIDE = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep")  # axes whose collectives are in the model
 Names = dict[str, tuple[str, ...]]
 TrainStep = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class _Written(NamedTuple):
+    """A tensor that was written, what it was then, and where."""
+
+    tensor: Tensor
+    version: int
+    entry: dict[str, Any]
 
 
 class _Of(NamedTuple):
@@ -77,7 +84,7 @@ class Recorder:
         self.entries: list[dict[str, Any]] = []
         self.numbers: dict[str, float] = {}
         self._calls: Counter[tuple[Any, ...]] = Counter()
-        self._near: list[Tensor] = []  # the newest last
+        self._near: list[_Written] = []  # the newest last
         self._replaced: list[tuple[Any, str]] = []
         self._pieces: dict[str, list[Piece]] = {
             name: placement_of(param).pieces(names[name])
@@ -118,33 +125,40 @@ class Recorder:
     # what is written
 
     def write(self, group: str, name: str, tensor: Tensor, **more: Any) -> None:
-        """Write one tensor."""
+        """Write one tensor; one that was written last, and is as it was, is only named again."""
         x = tensor.detach()
+        known = next((w for w in self._near if w.tensor is tensor), None)
+        if known is not None and known.version == tensor._version:
+            self._near = [*(w for w in self._near if w is not known), known]
+            self.entries.append({**known.entry, "group": group, "name": name, **more})
+            return
         flat = x.to("cpu", copy=False).contiguous().view(-1).view(torch.uint8)
         at = self.file.tell()
         flat.numpy().tofile(self.file)
         self.file.flush()
         dtype = str(x.dtype).removeprefix("torch.")
-        entry = {"group": group, "name": name, "shape": list(x.shape), "dtype": dtype}
-        self.entries.append({**entry, "at": at, "bytes": flat.numel(), **more})
+        entry = {"shape": list(x.shape), "dtype": dtype, "at": at, "bytes": flat.numel()}
+        self.entries.append({**entry, "group": group, "name": name, **more})
+        if group == "activation":
+            self._near = [*self._near[-NEAR + 1 :], _Written(tensor, tensor._version, entry)]
 
     def _batch(self) -> None:
         for i, batch in enumerate(self.batches):
-            b, s = batch.tokens.shape
-            where = {"first": batch.first_sample, "rows": b, "micro_batch": i}
+            rows = len(batch.tokens)
+            where = {"first": batch.first_sample, "rows": rows, "micro_batch": i}
             for field in ("tokens", "labels", "loss_mask", "position_ids"):
                 value = getattr(batch, field)
                 if value is not None and field != "position_ids":
                     self.write("batch", field, value, **where)
-            cp = self.run.grid.cp
-            places = torch.arange(s).repeat(b, 1)
-            if cp.size > 1:  # as training/data/context_part.py cuts them
-                packed = batch.packed_seq_params
-                lengths = (s * cp.size,) * b if packed is None else packed.lengths
-                held = batch_shards(cp.size, documents_of_rows(lengths, b))[cp.rank]
-                at = torch.cat([torch.arange(r.start, r.stop) for r in held])
-                places = (at % (s * cp.size)).view(b, s)
-            self.write("places", "places", places, **where)
+            self.write("places", "places", self._places(batch), **where)
+
+    def _places(self, batch: Batch) -> Tensor:
+        cp = self.run.grid.cp
+        if cp.size == 1:
+            return torch.arange(batch.tokens.shape[1]).repeat(len(batch.tokens), 1)
+        from training.data.context_part import places_of  # older commits have none
+
+        return places_of(batch, cp.rank, cp.size)
 
     @torch.no_grad()
     def state(self, when: str) -> None:
@@ -213,11 +227,12 @@ class Recorder:
     def _input(self, event: Event) -> None:
         line, call = self._line(), self._count(INPUT, event.name, event.phase)
         for i, x in enumerate(event.tensors):
-            if self._known(x) or not x.is_floating_point():
+            if not x.is_floating_point():
                 continue
+            given = any(w.tensor is x for w in self._near)  # by a module, whose gradient is read
             of = _Of(INPUT, event.name, event.of, i)
             self._activation(of, x, call, line, event.phase)
-            if x.requires_grad and not isinstance(x, nn.Parameter):
+            if x.requires_grad and not given and not isinstance(x, nn.Parameter):
                 of = of._replace(kind=INPUT_GRAD)
                 x.register_hook(partial(self._activation, of, call=call, line=line))
 
@@ -226,14 +241,6 @@ class Recorder:
         for i, x in enumerate(event.tensors):
             of = _Of(OUTPUT, event.name, event.of, i)
             self._activation(of, x, call, line, event.phase)
-            self._known(x)
-
-    def _known(self, x: Tensor) -> bool:
-        """Return whether a tensor is among those written last; remember it."""
-        rest = [other for other in self._near if other is not x]
-        known = len(rest) < len(self._near)
-        self._near = [*rest[-NEAR + 1 :], x]
-        return known
 
     def _output_grad(self, event: Event) -> None:
         # hooks of one call's outputs fire in the order of the outputs: `call` tells them apart

@@ -117,9 +117,9 @@ class Side:
             raise ValueError(f"{folder}: no rank has recorded a step there")
         for path in files:
             self._read(path)
-        self.rows = 1 + max(
-            p.entry["first"] + p.entry["rows"] - 1 for p in self.parts[Key("batch", "", "tokens")]
-        )
+        batch = [p.entry for p in self.parts[Key("batch", "", "tokens")]]
+        self.first = min(entry["first"] for entry in batch)  # sample of the global order
+        self.rows = max(entry["first"] + entry["rows"] for entry in batch) - self.first
 
     def _read(self, path: Path) -> None:
         record = json.loads(path.read_text())
@@ -154,6 +154,11 @@ class Side:
             if key.group == "parameter"
         }
 
+    def states(self, key: Key) -> tuple[Any, ...]:
+        """Return what the layer states of an activation."""
+        entry = self.parts[key][0].entry
+        return entry.get("region"), [full for full, _ in entry.get("sections", ())]
+
     @cached_property
     def sites(self) -> dict[str, str]:
         """Return the line of the program that calls each module."""
@@ -165,10 +170,13 @@ class Side:
 
     # activations
 
-    def activation(self, key: Key, like: Sequence[int] | None = None) -> Whole | None:
+    def activation(
+        self, key: Key, like: Sequence[int] | None = None, stated: bool = True
+    ) -> Whole | None:
         """Put an activation together: [samples, positions, ...]; None where it cannot be.
 
-        like: the shape of the other side's whole tensor, if that is known.
+        like: the shape of the other side's whole tensor, if that is known. stated: go by what the
+        layer states of its features; an older commit's layers state nothing.
         """
         parts = self.parts.get(key, [])
         by_rank: dict[int, list[Part]] = defaultdict(list)
@@ -176,7 +184,7 @@ class Side:
             by_rank[part.tp[0]].append(part)
         if not parts:
             return None
-        size, first = parts[0].tp[1], parts[0].entry
+        size, first = parts[0].tp[1], parts[0].entry if stated else {}
         grids = {rank: self._tokens(some) for rank, some in by_rank.items()}
         if any(grid is None for grid in grids.values()) or len(grids) != size:
             return None
@@ -221,7 +229,8 @@ class Side:
                 out = x.new_zeros((self.rows, self.length, *x.shape[2:]))
             if out.shape[2:] != x.shape[2:]:
                 return None
-            at = torch.arange(entry["first"], entry["first"] + rows)[:, None]
+            low = entry["first"] - self.first
+            at = torch.arange(low, low + rows)[:, None]
             out[at, places[:, own]] = x
             seen[at, places[:, own]] = True
         return None if out is None else (out, was_cut, seen)

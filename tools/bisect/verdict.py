@@ -123,5 +123,7 @@ def _far(found: Difference) -> str:
 
 def _place(found: Difference, module: str, one: Side) -> str:
     """Return the line of the program; of a gradient or a weight that of its module's forward."""
+    if found.key.group in ("batch", "number"):
+        return ""
     file, _, line = (found.site or one.sites.get(module, "")).rpartition(":")
     return f"{Path(file).name if Path(file).is_absolute() else file}:{line}" if file else ""

@@ -45,6 +45,13 @@ class Model:
         return told.embedding, told.layers[0], told.head
 
 
+EXPERTS = (
+    "the model has experts, and the search does not deal experts out over ranks; --dry-run says "
+    "what a layout of yours keeps and sends"
+)
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a config.json
+
+
 def read_model(name: str, sequence: int) -> Model:
     """Return the model of a size name, a config.json, or flags. Raises ModelError, UsageError."""
     if name.lstrip().startswith("-"):
@@ -61,6 +68,8 @@ def read_model(name: str, sequence: int) -> Model:
         flags = _hugging_face(Path(name))
     if "--seq-length" not in flags:
         flags = [*flags, "--seq-length", str(sequence)]
+    if "--num-experts" in flags and flags[flags.index("--num-experts") + 1] not in ("0", "1"):
+        raise ModelError(f"{name}: {EXPERTS}")
     config = parse([*flags, *REST.split()], 1)
     if config.model.vocab_size is None:
         raise ModelError(f"{name}: --vocab-size is needed, as memory and FLOPs depend on it")
@@ -73,6 +82,8 @@ def _hugging_face(path: Path) -> list[str]:
         known = ", ".join(LLAMA)
         raise ModelError(f"{path}: neither a file, nor flags, nor a size of {known}")
     content = read_json(path, limit=1 << 20, foreign=True)
+    if isinstance(content, dict) and any(content.get(key) for key in EXPERT_KEYS):
+        raise ModelError(f"{path}: {EXPERTS}")
     flags: list[str] = []
     for key, flag in HUGGING_FACE.items():
         if not isinstance(content, dict) or not isinstance(content.get(key), int | float):

@@ -14,7 +14,13 @@ from tools.rehearsal.order import Finding, order
 from tools.rehearsal.overlap_rules import not_hidden
 from tools.rehearsal.roofline import MATMULS, short_name
 from tools.rehearsal.step_rules import in_whole_step, unplaced
-from tools.rehearsal.traffic_rules import one_way, out_of_order, unlike_formulas
+from tools.rehearsal.traffic_rules import (
+    left_out,
+    one_way,
+    out_of_order,
+    unlike_formulas,
+    unlike_layers,
+)
 from tools.rehearsal.work_rules import loss_scale, stand_ins, work_of_layers
 from tools.rehearsal.write_rules import unwritten
 
@@ -80,6 +86,8 @@ OF_STEPS = (
     one_way,
     out_of_order,
     unlike_formulas,
+    unlike_layers,
+    left_out,
     unwritten,
     grown,
     not_hidden,

@@ -92,8 +92,10 @@ def sort_of(seen: "Rehearsed", event: Transfer) -> str:
     if event.axis == "tp" and event.verb == "send" and p.tp_comm_overlap == "ring":
         return "parts of a ring of matmuls"
     if event.axis == "tp" and label.startswith("ColumnParallelLinear: backward"):
-        split = seen.run.engine.schedule is not None and seen.run.engine.schedule.split
-        if not split and not event.where.place.startswith(IN_ONE_PIECE):
+        deferred = seen.run.engine.schedule is not None and seen.run.engine.schedule.split
+        if getattr(seen.recorder.asked.get(event.id), "output_layer", False):
+            deferred = deferred or p.defer_embedding_wgrad_compute
+        if not deferred and not event.where.place.startswith(IN_ONE_PIECE):
             return "gathers and sums of a column-parallel layer's backward"
     if event.axis == "cp" and label.startswith("core_attention") and event.verb != "all_to_all":
         return "keys and values under attention"

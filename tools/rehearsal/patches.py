@@ -15,7 +15,10 @@ class Patches:
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Give a module or a class another attribute of this name."""
         # as it stands there: a class method that is looked up is bound to its class
-        self._before.append((owner, name, inspect.getattr_static(owner, name)))
+        old = inspect.getattr_static(owner, name)
+        if isinstance(old, property):  # of the owner's own class: setting goes through it
+            old = getattr(owner, name)
+        self._before.append((owner, name, old))
         setattr(owner, name, new)
 
     def everywhere(self, old: Any, new: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold what a rehearsed rank sends in a step against estimate/traffic.py.
+"""Compare what a rehearsed rank sends in a step with estimate/traffic.py and with its layers.
 
 Bytes are compared for each axis and purpose, whatever the verbs: by the ideal algorithm a
 reduce-scatter and an all-gather send what an all-reduce does, and a ring of messages what a gather
@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from estimate.traffic import traffic
 from mpu.layers.embedding import VocabParallelEmbedding
+from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.param import placement_of
 from pretrain_llama import model_provider
 from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import beginning, defined, end_of
+from training.schedule import schedule_of
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
@@ -41,6 +44,14 @@ ATTENTION = ("cp", "cp_a2a", "cp_p2p")
 CONJUGATE = {
     "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_to_all": "all_to_all",
 }  # fmt: skip
+# hidden states that a layer's class sends over tp, in forward and in backward: of s rows times
+# (t - 1) / t. The key is whether they are cut along s, so gathered and scattered; an all-reduce is
+# both. Where W is on its own, a row-parallel layer gathers twice in backward.
+SENDS: dict[type, dict[bool, tuple[int, int]]] = {
+    ColumnParallelLinear: {True: (1, 2), False: (0, 2)},
+    RowParallelLinear: {True: (1, 1), False: (2, 0)},
+    VocabParallelEmbedding: {True: (1, 1), False: (2, 0)},
+}
 WATCHERS = "training/run/"  # a median of the last steps' losses needs their order
 REORDERS = ("flip", "roll", "sort", "argsort", "rot90", "randperm")
 
@@ -72,6 +83,78 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
             said = "; ".join([*dict.fromkeys(rows.get(purpose, ("nobody",)))][:5])
             words += f"estimate/traffic.py works out {wanted:,} ({said})"
             yield at_line(seen, purpose, words, indices, found < wanted)
+
+
+def unlike_layers(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield the layers that send another number of bytes over tp than SENDS says of their class.
+
+    The estimate measures what the model sends, so a sum that the model leaves out is missing there,
+    too.
+    """
+    tp, model, config = seen.grid.tp, seen.run.model, seen.config
+    if not is_own_llama(seen) or tp.size == 1:
+        return
+    events = seen.recorder.events
+    names = {id(module): name for name, module in model.named_modules()}
+    sent, at, first = Counter[Purpose](), dict[Purpose, list[int]](), dict[Purpose, int]()
+    for index in range(seen.first, len(events)):
+        event = events[index]
+        if not isinstance(event, (Launch, Transfer)) or event.where.phase == "recompute":
+            continue
+        phase = "forward" if event.where.phase == "forward" else "backward"
+        if isinstance(event, Launch):
+            if event.flops or "embedding" in event.op:
+                first.setdefault((event.where.layer, phase), index)
+        elif event.axis == "tp" and (purpose := purpose_of(event)) is not None:
+            key = names.get(id(seen.recorder.asked.get(event.id)), event.where.layer), purpose[1]
+            sent[key] += event.sent
+            at.setdefault(key, []).append(index)
+    tokens = seen.micro_batches * config.batch.micro_batch_size * config.model.seq_length
+    tokens //= config.parallel.context_parallel_size
+    split = schedule_of(config, seen.micro_batches).split
+    for name, module in model.named_modules():
+        kind: Any = next((one for one in type(module).__mro__ if one in SENDS), None)
+        fused = config.parallel.fused_linear_cross_entropy
+        if kind is None or (fused and getattr(module, "output_layer", False)):
+            continue  # what is fused calls no layer
+        width = placement_of(module.weight).shape[kind is not RowParallelLinear]
+        part = tokens * width * config.run.dtype.itemsize * (tp.size - 1) // tp.size
+        for phase, times in zip(("forward", "backward"), SENDS[kind][model.ctx.sp], strict=True):
+            found, least = sent[name, phase], times * part
+            most = least + part * (split and phase == "backward" and kind is RowParallelLinear)
+            if isinstance(getattr(module, "recipe", None), Float8):  # what is gathered is narrower
+                least, most = min(found, least) or least, max(found, most)
+            indices = at.get((name, phase), [])
+            slack = ROUNDING * max(len(indices), 1)
+            if least - slack <= found <= most + slack:
+                continue
+            words = f"{name} sends {found:,} bytes over tp in {phase} of a step; a "
+            words += f"{kind.__name__} of its size sends {least:,}"
+            if found < most and (name, phase) in first:
+                indices = [first[name, phase], *indices]
+            one: Any = events[indices[0]] if indices else None
+            place = one.where.place if one else beginning(kind.forward)
+            yield Finding("traffic", place, words, "", lines_of_all(seen, indices))
+
+
+def left_out(seen: "Rehearsed") -> Iterator[Finding]:
+    """Yield whether the loss is not summed over tp, or scales of float8 are not agreed on."""
+    model, needed = seen.run.model, list[Purpose]()
+    if not is_own_llama(seen):
+        return
+    if seen.grid.tp.size > 1 and any(stage.loss for stage in model.stages):
+        needed.append(("tp", "softmax"))
+    for module in model.modules():
+        recipe = getattr(module, "recipe", None)
+        if isinstance(recipe, Float8) and recipe.slot is None:
+            cut: Any = getattr(module, "cuts", None)
+            needed += [(axis.name, "scales") for axis in recipe.shared("x", cut["x"])]
+    events = seen.recorder.events[seen.first :]
+    done = {purpose_of(event) for event in events if type(event) is Transfer}
+    for purpose in dict.fromkeys(needed):
+        if purpose not in done:
+            words = f"nothing is sent over {purpose[0]} in a step, purpose {purpose[1]}"
+            yield Finding("traffic", beginning_of(seen, *purpose), words, "", ())
 
 
 def one_way(seen: "Rehearsed") -> Iterator[Finding]:
@@ -190,9 +273,6 @@ def at_line(
     """Return the finding, at the line of a layer that sends nothing, or at those that send."""
     recorder, (axis, what) = seen.recorder, purpose
     through = lines_of_all(seen, indices)
-    if missing and axis == "tp" and what in ("forward", "backward"):
-        for place, chain, layer in silent(seen, axis, what):
-            return Finding("traffic", place, f"{words}: {layer} sends nothing", "", chain)
     if missing and what == "messages":
         return Finding("traffic", *of_stage(seen, indices, words), through)
     places = [recorder.events[i].where.place for i in indices]  # type: ignore[union-attr]
@@ -209,47 +289,6 @@ def caller(seen: "Rehearsed", index: int) -> str:
     place = seen.recorder.events[index].where.place  # type: ignore[union-attr]
     at = chain.index(place) + 1 if place in chain else len(chain)
     return (*chain[at : at + 1], "")[0]
-
-
-def silent(seen: "Rehearsed", axis: str, phase: str) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """Yield the matmuls of layers that send nothing over tp though their class does."""
-    sp = seen.run.model.ctx.sp
-    speaks = {
-        ("forward", RowParallelLinear): True,
-        ("forward", ColumnParallelLinear): sp,
-        ("forward", VocabParallelEmbedding): True,
-        ("backward", ColumnParallelLinear): True,
-        ("backward", RowParallelLinear): sp,
-        ("backward", VocabParallelEmbedding): sp,
-    }
-    modules = list(seen.run.model.named_modules())
-    head = next((name for name, one in modules if getattr(one, "output_layer", False)), "")
-    names = {id(module): name for name, module in modules}
-    wanted = {
-        name
-        for name, module in modules
-        if any(speaks.get((phase, kind)) for kind in type(module).__mro__)
-    }
-    phases = ("forward", "recompute") if phase == "forward" else ("backward", "wgrad")
-    matmuls: dict[str, int] = {}
-    spoke = set[str]()
-    events = seen.recorder.events
-    for index in range(seen.first, len(events)):
-        event = events[index]
-        if type(event) is Transfer and event.axis == axis and event.where.phase in phases:
-            asks = seen.recorder.asked.get(event.id)
-            spoke.add(names.get(id(asks), event.where.layer))
-        elif type(event) is Launch and event.where.phase in phases:
-            layer = event.where.layer
-            if event.flops and event.where.function.startswith("_LinearCrossEntropy"):
-                layer = head  # which is not called
-            if layer in wanted and (event.flops or "embedding" in event.op):
-                matmuls.setdefault(layer, index)
-    for layer, index in matmuls.items():
-        if layer not in spoke:
-            event = events[index]
-            assert type(event) is Launch
-            yield event.where.place, seen.recorder.chains.get(index, ()), layer
 
 
 def of_stage(seen: "Rehearsed", indices: list[int], words: str) -> tuple[str, str, str]:

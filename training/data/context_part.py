@@ -22,8 +22,7 @@ def context_part(batch: Batch, rank: int, size: int) -> Batch:
         return batch
     b, s = batch.tokens.shape
     packed = batch.packed_seq_params or PackedSeqParams.of((s,) * b)
-    ranges = batch_shards(size, documents_of_rows(packed.lengths, b))[rank]
-    at = torch.cat([torch.arange(r.start, r.stop) for r in ranges])
+    at = _places(packed, b, rank, size)
 
     def part(whole: Tensor) -> Tensor:
         return whole.flatten()[at].view(b, s // size)
@@ -39,3 +38,18 @@ def context_part(batch: Batch, rank: int, size: int) -> Batch:
         packed_seq_params=packed,
         token_count=at.numel() if mask is None else int(mask.sum()),
     )
+
+
+def places_of(batch: Batch, rank: int, size: int) -> Tensor:
+    """Return the positions in whole rows of a rank's part of a micro-batch: [b, s / size]."""
+    b, s = batch.tokens.shape
+    if size == 1:
+        return torch.arange(s).expand(b, s)
+    assert batch.packed_seq_params is not None, "context_part gives the documents of whole rows"
+    return (_places(batch.packed_seq_params, b, rank, size) % (s * size)).view(b, s)
+
+
+def _places(packed: PackedSeqParams, rows: int, rank: int, size: int) -> Tensor:
+    """Return which tokens of rows that follow one another a rank has."""
+    ranges = batch_shards(size, documents_of_rows(packed.lengths, rows))[rank]
+    return torch.cat([torch.arange(r.start, r.stop) for r in ranges])

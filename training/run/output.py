@@ -62,8 +62,8 @@ def hushed(make: Callable[[], T]) -> T:
     return made
 
 
-def open_json(path: Path) -> Any:
-    """Open the JSON log to append, dropping a last line that a killed run left torn."""
+def open_json(path: Path, flag: str = "--log-json") -> Any:
+    """Open a file of JSON lines to append, dropping a last line that a killed run left torn."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:
@@ -73,7 +73,7 @@ def open_json(path: Path) -> Any:
                 os.truncate(path, last)
         return open(path, "a", encoding="utf-8", opener=private)
     except OSError as error:
-        raise ValueError(f"--log-json {path}: cannot be written ({error.strerror})") from None
+        raise ValueError(f"{flag} {path}: cannot be written ({error.strerror})") from None
 
 
 def open_tensorboard(directory: str, start_iteration: int) -> Any:

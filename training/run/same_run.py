@@ -126,6 +126,7 @@ def progress(
         "lr": learning_rate(config, consumed),
         "seed": config.run.seed,
         "tokenizer_type": config.data.tokenizer_type,
+        "command_line": list(config.command_line),
         "config": config.flat(),
         "config_digest": config.digest(),
     }

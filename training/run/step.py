@@ -89,6 +89,7 @@ class Step:
     decoupled_lr: float | None
     begin: float = field(default_factory=time.perf_counter)
     waited: float = 0.0  # seconds, for its data
+    micro_batches: list[Batch] = field(default_factory=list)  # of this rank, once they are read
     loss: Tensor = NOT_YET
     norm: Tensor = NOT_YET
     found_inf: Tensor = NOT_YET
@@ -112,7 +113,8 @@ class Step:
     def batches(self, data: Loader, device: torch.device) -> list[Batch]:
         """Return this rank's micro-batches."""
         batches = data.next_global_batch(self.consumed, self.size)
-        return [batch.to(device) for batch in batches]
+        self.micro_batches = [batch.to(device) for batch in batches]
+        return self.micro_batches
 
     def count(self, run: Run) -> None:
         """Count it as made."""

@@ -301,11 +301,15 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert read_model(str(tmp_path), 1024).config.model == read_model(UNTIED, 1024).config.model
+    (tmp_path / "config.json").write_text(json.dumps(content | {"num_local_experts": 8}))
+    with pytest.raises(ValueError, match="the model has experts, and the search does not deal"):
+        read_model(str(tmp_path), 1024)
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        ([SMALL + " --num-experts 8", "h100_8_nodes"], "the model has experts, and the search"),
         (["9B", "h100_8_nodes"], "9B: neither a file, nor flags, nor a size of 1B"),
         (["8B", "h100"], "h100: no cluster file h100.json; known by name are a100_16_nodes"),
         (["8B"], "MODEL and CLUSTER are needed"),

@@ -6,6 +6,7 @@ guard.py            a norm that is not finite, a spike; first_nonfinite.py names
 replicas.py         replicas of a weight that differ
 rewind.py           go back to a checkpoint, pass over iterations
 slow_ranks.py       the rank or the link that slows all others down
+digests.py          --log-digests: a line of digests, to compare runs by
 profile.py          --profile, --record-memory-history
 
 training/run/step.py says what a watcher is, and how their decisions are combined. The log, the
@@ -13,6 +14,7 @@ saver, the memory report and the notes on overlap are watchers, too. train() of 
 lists all of them, in order.
 """
 
+from training.run.watch.digests import Digests
 from training.run.watch.guard import Guard
 from training.run.watch.intervals import GarbageCollection, Intervals
 from training.run.watch.profile import Profile
@@ -21,5 +23,6 @@ from training.run.watch.rewind import Rewind
 from training.run.watch.slow_ranks import SlowRanks
 
 __all__ = [
-    "GarbageCollection", "Guard", "Intervals", "Profile", "Replicas", "Rewind", "SlowRanks",
+    "Digests", "GarbageCollection", "Guard", "Intervals", "Profile", "Replicas", "Rewind",
+    "SlowRanks",
 ]  # fmt: skip

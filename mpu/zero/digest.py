@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digest gradients and weights where they are: a few numbers a tensor, the same for every layout.
+
+    exact     sum over the elements of bits x row key x column key, modulo 2^64
+    sketch    the norm, and two sums of the elements with random signs: row sign x column sign
+
+Keys and signs follow from the tensor's canonical name and the element's place in the whole tensor,
+so the parts that ranks hold add up, however the tensor is cut: each rank digests what it owns, and
+one sum over all ranks of these few numbers completes them. A flipped bit always changes the exact
+sum, as keys are odd. A sketch's sums are as far apart as two tensors are, on average (Alon, Matias
+and Szegedy 1996; signs that are products of two are the sketch of Braverman et al. 2010).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from ctypes import c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpu import native
+from mpu.comm.collectives import all_reduce, gather_bytes
+from mpu.comm.transport import Label
+from mpu.grid import Grid
+from mpu.param import placement_of
+from mpu.zero.bucket import ParamAndGradBucket
+
+SIGNS = 2  # sums with random signs
+AT_ONCE = 1 << 16  # elements that are widened to 64 bits at a time
+WIDTHS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+LABEL = Label("digests", "digests")
+KINDS = ("gradient", "weight")
+
+
+def keys(text: str, first: int, count: int, device: torch.device) -> Tensor:
+    """Return odd 64-bit numbers for places first, first + 1, ...: SplitMix64 (Steele et al. 2014).
+
+    text: names the sequence.
+    """
+    seed = 0xCBF29CE484222325  # FNV-1a
+    for byte in text.encode():
+        seed = ((seed ^ byte) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+    place = torch.arange(first + 1, first + count + 1, device=device)
+    x = place * _signed(0x9E3779B97F4A7C15) + _signed(seed)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ _shifted(x, shift)) * _signed(factor)
+    return (x ^ _shifted(x, 31)) | 1
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift to the right without the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def signs(key: Tensor, number: int, dtype: torch.dtype) -> Tensor:
+    """Return 1 or -1 for each key, from another bit of it for each number."""
+    return (((key >> (40 + number)) & 1) * 2 - 1).to(dtype)
+
+
+class _Cut(NamedTuple):
+    """A rectangle of a canonical tensor in a flat local parameter: rows of `width` elements.
+
+    base: the flat place of its first element. stride: from row to row. rows, width: of the part
+    here. row, column: the places of its first element in the whole tensor.
+    """
+
+    number: int  # of the canonical name
+    base: int
+    stride: int
+    rows: int
+    width: int
+    row: int
+    column: int
+
+
+class StateDigest:
+    """Digests the gradients and the weights, or masters, of one run. Every rank makes the calls.
+
+    optimizer: mpu.optim.optimizer.Optimizer. table: the canonical names of each parameter. names:
+    those of all tensors of the model, in the order of what `run` returns.
+    """
+
+    def __init__(self, grid: Grid, optimizer: Any, table: Mapping[str, Sequence[str]]) -> None:
+        self.grid, self.optimizer = grid, optimizer
+        buckets: Sequence[ParamAndGradBucket] = optimizer.sink.buckets
+        self.device = buckets[0].param_shard.device
+        own = [n for b in buckets for name, _, _ in b.params for n in table[name]]
+        for axis in (grid.pp, grid.ep):
+            texts = gather_bytes("\n".join(own).encode(), axis, self.device)
+            own = list(dict.fromkeys(n for text in texts for n in text.decode().split("\n")))
+        self.names = sorted(own)
+        number = {name: i for i, name in enumerate(self.names)}
+        self._work = [[*self._parts(bucket, table, number)] for bucket in buckets]
+        self._keys: dict[tuple[int, str, int, int], Tensor] = {}
+
+    def _parts(
+        self,
+        bucket: ParamAndGradBucket,
+        table: Mapping[str, Sequence[str]],
+        number: Mapping[str, int],
+    ) -> Iterator[tuple[int, int, int, _Cut]]:
+        """Yield (low, high, start, cut): elements [low, high) of the bucket are of this rank to do.
+
+        Where several ranks own the same elements, each does an equal part.
+        """
+        params = {name: param for name, param, _ in bucket.params}
+        for name, low, high, start in bucket.owned():
+            param = params[name]
+            place, peers = placement_of(param), self.optimizer.sink.holders(param)
+            if not place.first_holder:
+                continue
+            count = high - low
+            low, high = (low + count * (peers.rank + i) // peers.size for i in range(2))
+            for piece in place.pieces(table[name]):
+                behind = torch.Size(param.shape[piece.dim + 1 :]).numel()
+                before = torch.Size(param.shape[: piece.dim]).numel()
+                stride, size = param.shape[piece.dim] * behind, piece.size * behind
+                if piece.dim == 0:  # rows of the matrix are rows here
+                    cut = (piece.local * behind, behind, piece.size, behind, piece.start, 0)
+                else:
+                    at = (piece.local * behind, stride, before, size)
+                    cut = (*at, 0, piece.start * behind)
+                yield low, high, start, _Cut(number[piece.name], *cut)
+
+    @torch.no_grad()
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Return the digests of all tensors: exact [n, 2] int64, sketches [n, 2, 3] fp64.
+
+        The second dimension is KINDS; a sketch is (norm, signed sum, signed sum).
+        """
+        n = len(self.names)
+        exact = torch.zeros(n, 2, dtype=torch.int64, device=self.device)
+        sketch = torch.zeros(n, 2, 1 + SIGNS, dtype=torch.float64, device=self.device)
+        optimizer = self.optimizer
+        optimizer.sink.wait_for_weights()
+        for bucket, master, work in zip(
+            optimizer.sink.buckets, optimizer.masters, self._work, strict=True
+        ):
+            for low, high, start, cut in work:
+                for kind, flat in enumerate((bucket.grad_shard, master.detach())):
+                    values = flat[low - bucket.low : high - bucket.low]
+                    self._add(values.to(self.device), low - start, cut, exact, sketch, kind)
+        all_reduce(exact, self.grid.world, label=LABEL)
+        all_reduce(sketch, self.grid.world, label=LABEL)
+        sketch[..., 0].sqrt_()
+        return exact, sketch
+
+    def _add(
+        self, values: Tensor, first: int, cut: _Cut, exact: Tensor, sketch: Tensor, kind: int
+    ) -> None:
+        """Add elements [first, ...) of a flat local parameter, as far as they are in the cut."""
+        end, at = first + len(values), cut.number
+        row = max(0, (first - cut.base) // cut.stride)
+        while row < cut.rows and (begin := cut.base + row * cut.stride) < end:
+            low, high = max(begin, first), min(begin + cut.width, end)
+            if low >= high:
+                row += 1
+                continue
+            rows = 1
+            if low == begin and high - low == cut.width:  # as many whole rows as there are
+                rows = min(cut.rows - row, 1 + (end - high) // cut.stride)
+            size = (rows, high - low)
+            x = values.as_strided(size, (cut.stride, 1), values.storage_offset() + low - first)
+            by_row = self._key(at, "row", cut.row + row, rows)
+            by_column = self._key(at, "column", cut.column + low - begin, high - low)
+            add(x, by_row, by_column, exact[at, kind], sketch[at, kind])
+            row += rows
+
+    def _key(self, number: int, which: str, first: int, count: int) -> Tensor:
+        made = self._keys.get((number, which, first, count))
+        if made is None:
+            made = keys(f"{self.names[number]}/{which}", first, count, self.device)
+            self._keys[number, which, first, count] = made
+        return made
+
+
+def add(x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor) -> None:
+    """Add rows x [n, m] with keys by_row [n], by_column [m] to an exact sum and to a sketch's.
+
+    sums [3]: of the squares, then with signs. fp32 and fp64 on a CPU go through csrc/digest.cpp.
+    """
+    library, kind = native.load(), (torch.float32, torch.float64)
+    if library is None or x.is_cuda or x.dtype not in kind or not hasattr(library, "weft_digest"):
+        for low in range(0, len(x), max(1, AT_ONCE // x.shape[1])):
+            part = slice(low, low + max(1, AT_ONCE // x.shape[1]))
+            _add_by_torch(x[part], by_row[part], by_column, exact, sums)
+        return
+    columns = [signs(by_column, i, x.dtype) for i in range(SIGNS)]
+    tensors = (x, by_row, by_column, *columns, exact, sums)
+    sizes = (*x.shape, x.stride(0))
+    library.weft_digest(
+        c_int64(kind.index(x.dtype)), c_int64(1), *(c_void_p(t.data_ptr()) for t in tensors),
+        *map(c_int64, sizes),
+    )  # fmt: skip
+
+
+def _add_by_torch(
+    x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor
+) -> None:
+    exact += (_dot(x.view(WIDTHS[x.element_size()]), by_column) * by_row).sum()
+    sums[0] += torch.linalg.vector_norm(x, dim=1).double().square().sum()
+    for i in range(SIGNS):
+        signed = (x @ signs(by_column, i, x.dtype)).double()
+        sums[1 + i] += (signed * signs(by_row, i, torch.float64)).sum()
+
+
+def _dot(bits: Tensor, key: Tensor) -> Tensor:
+    """Return the sum of bits x key in each row, modulo 2^64: bits [n, m], key [m] -> [n]."""
+    if bits.is_cuda:
+        return (bits.long() * key).sum(1)
+    return torch.mv(bits.long(), key)

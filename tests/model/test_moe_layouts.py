@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What experts ask of the rest: bits, checkpoints, the dry run's bytes and memory."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_llama
+from estimate import buffers, rank_memory
+from estimate.traffic import totals, traffic
+from model.load import load_model_file
+from mpu.comm.transport import Axis
+from tests.model.moe_twin import SPARSE
+from tests.model.test_moe_parity import BASE, KINDS, held
+from tests.model.twin import batch_of, config_of, micro_batches, run_layout, same_bits
+from tests.saved import check_equal, stored
+from training.arguments import CheckpointConfig
+from training.faults.monitor import FailureMonitor
+from training.run import memory as memory_report
+from training.run.saver import Saver
+
+RUN = BASE | dict(layers=3, lr=1e-2, clip=0.5, sp=False)
+
+
+def run_cases(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    return [run_layout(comm, case, steps) for case in cases]
+
+
+@pytest.mark.prove
+def test_five_steps_are_the_twins(world: Any) -> None:
+    layouts = [dict(dp=2, ep=2, zero=1, dispatch="alltoall"), dict(tp=2, sp=True, ep=2)]
+    for case in (RUN | each for each in layouts):
+        held(world, [case | dict(moe=KINDS["sigmoid, shared"])], steps=5, within=1e-11)
+
+
+# --- bits
+
+WAYS = [
+    dict(zero=0),
+    dict(zero=3, recompute="full"),
+    dict(zero=2, gather=True, recompute="selective"),
+    dict(zero=1, overlap=False, gather=True, bucket=3000),
+]
+VIRTUAL = {"1f1b": None, "zb-h1": None, "interleaved": 2, "zb-v": 2}
+PIPES = [dict(pp=2, schedule=name, v=v) for name, v in VIRTUAL.items()]
+
+
+@pytest.mark.parametrize(
+    "base, ways",
+    [
+        (dict(dp=2, ep=2, dispatch="alltoall"), WAYS),
+        (dict(dp=2, ep=2, m=2), PIPES),
+        pytest.param(dict(dp=2, ep=2), WAYS, marks=pytest.mark.prove),
+        pytest.param(dict(dp=2, tp=2, sp=True, ep=4), WAYS, marks=pytest.mark.prove),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.prove)])
+def test_bits_do_not_depend_on(world: Any, base: Any, ways: Any, dtype: str) -> None:
+    """ZeRO stages, recomputation and schedules."""
+    cases = [RUN | dict(dtype=dtype, layers=4) | base | way for way in ways]
+    size = cases[0]["dp"] * cases[0]["tp"] * cases[0]["pp"]
+    results = world(size).run(run_cases, cases, 4)
+    for ranks in results:
+        for case, other in zip(cases[1:], ranks[1:], strict=True):
+            assert other["losses"] == ranks[0]["losses"], case
+            assert other["norms"] == ranks[0]["norms"], case
+            assert same_bits(other["weights"], ranks[0]["weights"]), case
+
+
+def choices(comm: Any, cases: list[dict[str, Any]]) -> list[dict[int, torch.Tensor]]:
+    """Return {sample x s + position: experts} of layer 1 for this rank's tokens."""
+    found = []
+    for case in cases:
+        config = config_of(case)
+        grid = comm.grid(case["tp"], case["cp"], ep=config.expert_model_parallel_size)
+        run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+        seen: dict[int, torch.Tensor] = {}
+        mlp = run.model.layers["1"].mlp
+        for batch in micro_batches(case, grid.dp.rank, 0, (grid.cp.rank, grid.cp.size)):
+            plans = []
+            plan = mlp.dispatcher.plan
+            mlp.dispatcher.plan = lambda choice, plan=plan, to=plans: (
+                to.append(choice) or plan(choice)
+            )
+            with torch.no_grad():
+                run.model(batch.tokens, None, batch.position_ids, batch.packed_seq_params)
+            del mlp.dispatcher.plan
+            b, s = batch.tokens.shape
+            positions = torch.arange(s).expand(b, s)
+            if batch.position_ids is not None:
+                positions = batch.position_ids
+            numbers = (batch.first_sample + torch.arange(b))[:, None] * 1000 + positions
+            rows = numbers.t().chunk(grid.tp.size)[grid.tp.rank].flatten()
+            (choice,) = plans
+            seen |= {int(n): chosen for n, chosen in zip(rows, choice, strict=True)}
+        found.append(seen)
+    return found
+
+
+@pytest.mark.prove
+def test_every_layout_makes_the_same_choices(world: Any) -> None:
+    """In fp64, where no score hangs on rounding."""
+    layouts = [dict(dp=4), dict(dp=4, ep=2), dict(dp=4, ep=4, dispatch="alltoall"),
+               dict(tp=2, sp=True, dp=2, ep=4), dict(tp=2, sp=True, cp=2, ep=2)]  # fmt: skip
+    cases = [RUN | each for each in layouts]
+    results = world(4).run(choices, cases)
+    joined = []
+    for i in range(len(cases)):
+        every: dict[int, torch.Tensor] = {}
+        for ranks in results:
+            every |= ranks[i]
+        joined.append(every)
+    assert len(joined[0]) == batch_of(RUN)["tokens"].numel()
+    for case, every in zip(cases, joined, strict=True):
+        assert every.keys() == joined[0].keys()
+        assert all(torch.equal(chosen, joined[0][n]) for n, chosen in every.items()), case
+
+
+# --- checkpoints
+
+
+def build(comm: Any, case: dict[str, Any]) -> pretrain_llama.LlamaRun:
+    config = config_of(case)
+    ep = config.expert_model_parallel_size
+    grid = comm.grid(case["tp"], case["cp"], case["pp"], ep=ep)
+    return pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+
+
+def saver_of(run: pretrain_llama.LlamaRun, load: str, save: str) -> Saver:
+    file = load_model_file(run.config.model.model_file)
+    places = CheckpointConfig(save=save, load=load)
+    return Saver(
+        replace(run.config, checkpoint=places), run.model.ctx, run.model, run.optimizer,
+        file.hf_names(run.model), hf_config=file.hf_config, from_hf_config=file.from_hf_config,
+        digests={}, note=lambda line: None,
+    )  # fmt: skip
+
+
+def train(
+    run: pretrain_llama.LlamaRun, case: dict[str, Any], first: int, steps: int
+) -> list[float]:
+    rank = run.grid.dp.rank
+    every = (micro_batches(case, rank, step) for step in range(first, first + steps))
+    return [pretrain_llama.train_step(run, batches, case["lr"])[0].item() for batches in every]
+
+
+def save(comm: Any, case: dict[str, Any], to: str) -> list[float]:
+    run = build(comm, case)
+    train(run, case, 0, 2)
+    saver_of(run, "", to).save(2, 2 * case["rows"], must=True)
+    return train(run, case, 2, 2)
+
+
+def load_and_save(comm: Any, case: dict[str, Any], load: str, to: str) -> list[float]:
+    run = build(comm, case)
+    saver = saver_of(run, load, to)
+    assert saver.load() == (2, 2 * case["rows"])
+    saver.save(2, 2 * case["rows"], must=True)
+    return train(run, case, 2, 2)
+
+
+def test_any_ep_loads_any_ep(world: Any, tmp_path: Path) -> None:
+    """A tensor a matrix of an expert, with its moments; on the same layout with the same bits."""
+    case = RUN | dict(
+        dp=4, ep=4, zero=1, dispatch="alltoall", moe=KINDS["sigmoid, shared"], layers=4
+    )
+    went_on = world(4).run(save, case, str(tmp_path / "first"))[0]
+    want = stored(tmp_path / "first" / "step_00000002")
+    name = "model.layers.1.mlp.experts.13.down_proj.weight"
+    assert want[name].shape == (28, 12) and want[f"{name}.exp_avg_sq"].shape == (28, 12)
+    others = [
+        dict(dp=4, ep=4, zero=1, dispatch="alltoall"),
+        dict(dp=2, tp=2, sp=True, ep=2, zero=3),
+        dict(dp=2, pp=2, ep=1, zero=2),
+    ]
+    for i, other in enumerate(others):
+        to, mine = tmp_path / str(i), RUN | dict(moe=KINDS["sigmoid, shared"], layers=4) | other
+        size = mine["dp"] * mine["tp"] * mine["pp"]
+        losses = world(size).run(load_and_save, mine, str(tmp_path / "first"), str(to))[0]
+        check_equal(stored(to / "step_00000002"), want)
+        if i == 0:
+            assert losses == went_on
+        assert losses[0] == pytest.approx(went_on[0], rel=1e-11)
+
+
+# --- what is computed without a run
+
+
+class Sent:
+    """A trace that adds up the bytes of a step by axis and verb."""
+
+    def __init__(self) -> None:
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+    def issued(self, verb: str, axis: Axis, tensor: Any, sent: int, is_async: bool, label: Any):
+        if label is not None:
+            self.bytes[axis.name, verb] += sent
+
+
+def measured(comm: Any, case: dict[str, Any]) -> Any:
+    """Return (memory, as said), (bytes sent, as said) of this rank, at an even choice."""
+    run, sent = build(comm, case), Sent()
+    config, grid = run.config, comm.grid(case["tp"], case["cp"], case["pp"], ep=case["ep"])
+    train(run, case, 0, 1)
+    run = pretrain_llama.build(config, grid.traced(sent), torch.device("cpu"), FailureMonitor())
+    train(run, case, 0, 2)
+    sent.bytes.clear()
+    train(run, case, 2, 1)
+    run.sink.wait_for_weights()
+    grid.traced(None)
+    provider, rank = pretrain_llama.model_provider, grid.pp.rank
+    flats = rank_memory.flats(config, provider, rank)
+    assert [flat.length for flat in flats] == [bucket.length for bucket in run.sink.buckets]
+    said = rank_memory.state(config, flats) | buffers.transient(config, provider, rank)
+    said.pop("tied look-ups")
+    here = replace(config, parallel=replace(config.parallel, device="cpu"))
+    rows = totals(traffic(here, provider, rank))
+    planned = {key: sent for key, (_, sent) in rows.items() if key[0] != "world"}
+    have = run.optimizer.memory() | memory_report.transient(run.sink)
+    return (have, said), (dict(sent.bytes), planned)
+
+
+EVEN = SPARSE | dict(moe_router_force_load_balancing=True, moe_aux_loss_coeff=(0.5,))
+
+
+@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        dict(dp=4, ep=2, zero=1),
+        pytest.param(dict(dp=4, ep=4, zero=3, m=2), marks=pytest.mark.prove),
+        dict(dp=2, tp=2, sp=True, ep=4, zero=3, recompute="full"),
+        pytest.param(dict(dp=2, pp=2, ep=2, zero=2, m=2), marks=pytest.mark.prove),
+    ],
+)
+def test_bytes_and_memory_are_those_of_the_dry_run(world: Any, layout: Any, dispatch: str) -> None:
+    """At an even choice: a rank's pairs divide by the experts."""
+    case = RUN | dict(dtype="float32", moe=EVEN, dispatch=dispatch, s=16, layers=4) | layout
+    k, b = SPARSE["moe_router_topk"], case["rows"] // (case["dp"] * case["m"])
+    tokens = b * 16 // case["tp"]
+    assert tokens * k % SPARSE["num_experts"] == 0
+    for found in world(4).run(measured, case):
+        (have, said), (sent, planned) = found
+        assert have == said
+        assert sent == planned
+        layers, ep = case["layers"] // case["pp"], case["ep"]
+        again = 2 if case["recompute"] == "full" else 1  # the forward runs again
+        if dispatch == "alltoall":
+            rows = tokens * k * (ep - 1) // ep * 28 * 4  # bytes of the rows for other ranks
+            assert sent["ep", "all_to_all"] == case["m"] * layers * rows * 2 * (again + 1)
+        else:
+            whole = tokens * (ep - 1) * 28 * 4
+            weights = tokens * (ep - 1) * k * 4
+            assert sent["ep", "reduce_scatter"] >= case["m"] * layers * (2 * whole + weights)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/bisect_runs.py names the step and the operation of a planted difference (planted.py)."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.bisect.compare import Allowed
+from tools.bisect.lines import Lines, first_step, read
+from tools.bisect.sides import named, without
+
+ROOT = Path(__file__).resolve().parents[3]
+FOUND = re.compile(r"(\d+) of (\d+) differences of (\d+) kinds: step and operation right")
+EQUAL = re.compile(r"(\d+) of (\d+) equal pairs: nothing is named")
+
+
+def planted(*words):
+    script = ROOT / "tests" / "tools" / "bisect" / "planted.py"
+    done = subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, cwd=ROOT
+    )
+    return done.stdout + done.stderr
+
+
+def test_a_planted_difference_is_named():
+    out = planted("two samples exchanged", "equal pp 2, zb-v")
+    assert FOUND.search(out).groups() == ("1", "1", "1"), out
+    assert EQUAL.search(out).groups() == ("1", "1"), out
+
+
+@pytest.mark.prove
+def test_planted_differences_are_named_and_nothing_is_in_equal_pairs():
+    out = planted()
+    right, count, kinds = map(int, FOUND.search(out).groups())
+    assert count >= 60 and kinds >= 12 and right >= 0.9 * count, out
+    assert EQUAL.search(out).groups() == ("20", "20"), out
+
+
+def digests(loss=1.0, weight="0" * 16, sketch=1.0):
+    lines = Lines(head={"names": ["a", "b"], "config": {"run.dtype": "float32"}})
+    for i in (1, 2, 3):
+        at = i == 2
+        lines.steps[i] = {
+            "iteration": i, "samples": [8 * i, 8], "batch": "f", "norm": 1.0, "lr": 0.1,
+            "loss": loss if at else 1.0, "gradient": ["1", "2"],
+            "weight": ["1", weight if at else "0" * 16],
+            "gradient sketch": [[1.0, 0.0, 0.0]] * 2,
+            "weight sketch": [[1.0, 0.5, 0.5], [1.0, sketch if at else 1.0, 0.1]],
+        }  # fmt: skip
+    return lines
+
+
+@pytest.mark.parametrize(
+    "other, exact, what, names",
+    [
+        (digests(loss=1.5), True, "loss", []),
+        (digests(weight="1" * 16), True, "weight", ["b"]),
+        (digests(weight="1" * 16), False, None, []),
+        (digests(sketch=1.01), False, "weight", ["b"]),
+        (digests(sketch=1.00001), False, None, []),
+    ],
+)
+def test_the_first_step_that_differs(other, exact, what, names):
+    found = first_step(digests(), other, Allowed(exact))
+    if what is None:
+        assert found is None
+    else:
+        assert (found.iteration, found.what, found.names) == (2, what, names)
+        assert found.between == 1
+
+
+def test_losses_and_norms_say_it_where_there_are_no_digests(tmp_path):
+    for name, loss in (("a", 3.5), ("b", 3.25)):
+        (tmp_path / name).mkdir()
+        rows = ['{"iteration": 1, "loss": 4.0, "grad_norm": 1.0}']
+        rows += [f'{{"iteration": 2, "loss": {loss}, "grad_norm": 1.0}}', '{"iteration": 3, "lo']
+        (tmp_path / name / "log.jsonl").write_text("\n".join(rows))
+    one, other = (read(tmp_path / name) for name in "ab")
+    found = first_step(one, other, Allowed(True))
+    assert found.iteration == 2 and "of losses and norms alone" in found.text
+    with pytest.raises(ValueError, match="no step in common"):
+        first_step(one, Lines(), Allowed(True))
+    (tmp_path / "a" / "digests.jsonl").write_text('{"format": "weft digests 9", "iteration": 0}\n')
+    with pytest.raises(ValueError, match="weft digests 9"):
+        read(tmp_path / "a")
+
+
+def test_what_names_a_side(tmp_path):
+    side = named("A", "--num-layers 2 --tensor-model-parallel-size=2", ROOT, None, tmp_path)
+    assert side.program.world == 2 and side.program.script == ROOT / "pretrain_llama.py"
+    words = "torchrun --nproc-per-node 4 pretrain_llama.py --seed 1"
+    side = named("A", words, ROOT, None, tmp_path)
+    assert side.program.world == 4 and side.program.argv == ("--seed", "1")
+    other = named("B", "", tmp_path, None, tmp_path, like=side)
+    assert other.program.tree == tmp_path and other.program.argv == ("--seed", "1")
+    with pytest.raises(ValueError, match="there is no such folder"):
+        named("A", "runs/none", ROOT, None, tmp_path)
+    side = named("A", str(tmp_path), ROOT, None, tmp_path)
+    assert side.program is None and "command line" in side.why_not
+    argv = ["--save", "x", "--seed", "1", "--log_json=y", "--async-save"]
+    assert without(argv, {"--save": 1, "--log-json": 1, "--async-save": 0}) == ["--seed", "1"]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that only some layouts have: is the tensor that fork-check names first the right one?
+
+    python tests/tools/fork_tensors.py            prints a table: right or not, what was said
+
+Sums, axes, cuts and positions, in Llama, Qwen3 and the worked forks. `said` is a regular expression
+of what fork-check must print: the first tensor that a reader who knows the mistake would look for.
+"""
+
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.tools.fork_mistakes import (  # noqa: E402
+    BACK,
+    DOWN,
+    GEMMA2,
+    GRANITE,
+    LLAMA,
+    MLP,
+    OLMO2,
+    PHI,
+    QWEN3,
+    SUM,
+    Mistake,
+    checked,
+)
+
+ARCEE, WINDOWS = "examples/forks/arcee.py", "examples/forks/windows.py"
+PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
+QKV = '        qkv, more = self.project(x), {"window": self.window}\n'
+CORE = "        return self.proj(y)\n"
+LOOP = "            for i, block in enumerate(self.blocks[chunk]):\n"
+RUN = "                h = block(h, cos, sin, packed_seq_params, caches and caches[i])\n"
+CONTEXT = "from mpu.context import LayerContext\n"
+PARAM = "from mpu.param import draw_normal, placement_of, tie, unique_parameters\n"
+IMPORTS = {
+    CONTEXT: CONTEXT
+    + "from mpu.comm.mappings import copy_to_tensor_model_parallel_region as copy_to\n"
+    + "from mpu.comm.mappings import reduce_from_tensor_model_parallel_region as reduce_from\n"
+    + "from mpu.gradients import use\n",
+    PARAM: PARAM.replace("import ", "import Region, "),
+}
+
+
+def mlp(new: str, more: str = "", layouts: str = "tp 2", said: str = "") -> Mistake:
+    """Return a mistake in the forward of a Llama's MLP. more: lines before it."""
+    text = "".join(f"        {line}\n" for line in more.split("; ") if line)
+    return Mistake(LLAMA, IMPORTS | {MLP: f"{text}        return {new}\n"}, said, layouts)
+
+
+def hidden_gain(region: str, layouts: str, said: str) -> Mistake:
+    """Return a gain on the output of an MLP, in a region."""
+    make = f"        self.gain = ctx.replicated_parameter((h,), Region.{region})\n"
+    new = "        return self.down(swiglu(self.gate_up(x))) * use(self.gain, self.down.ctx.sink)\n"
+    return Mistake(LLAMA, IMPORTS | {DOWN: DOWN + make, MLP: new}, said, layouts)
+
+
+def head_gain(region: str, gain: str, layouts: str, said: str) -> Mistake:
+    """Return a gain on this rank's queries, keys and values."""
+    make = f"        self.gain = ctx.replicated_parameter((d,), Region.{region})\n"
+    line = f"        qkv = (qkv.unflatten(-1, (-1, self.head_size)) * {gain}).flatten(2)\n"
+    edits = {PROJ: PROJ + make, QKV: QKV + line}
+    return Mistake(LLAMA, IMPORTS | edits, said, layouts)
+
+
+def llama(old: str, new: str, layouts: str, said: str) -> Mistake:
+    """Return an edit of a Llama."""
+    return Mistake(LLAMA, IMPORTS | {old: new}, said, layouts)
+
+
+Y = "swiglu(self.gate_up(x))"
+GAIN = "use(self.gain, self.ctx.sink)"
+TAKES = r"what layers\.0\.mlp\.down \(RowParallelLinear\) takes differs first"
+GIVES = r"what layers\.0\.mlp \(MLP\) gives differs first"
+PROJ_TAKES = r"what layers\.0\.attention\.proj \(RowParallelLinear\) takes differs first"
+FIRST = r"what layers\.0 \(Block\) takes.* differs first|layers\.0\.attention_norm \(\w+\) takes"
+
+TENSORS: dict[str, Mistake] = {
+    # what a rank computes from its own features
+    "a norm over a shard": mlp("self.down(nn.functional.rms_norm(y, y.shape[-1:]))", f"y = {Y}",
+                               said=TAKES),
+    "a mean over a shard": mlp("self.down(y - y.mean(-1, keepdim=True))", f"y = {Y}", said=TAKES),
+    "a softmax over a shard": mlp("self.down(y * y.softmax(-1))", f"y = {Y}", "tp 2 + SP", TAKES),
+    "divided by the local width": mlp("self.down(y / y.shape[-1])", f"y = {Y}", "tp 2; tp 4",
+                                      TAKES + ".*it is 2 times"),
+    "features counted from 0": mlp("self.down(y * at)", f"y = {Y}; at = 1 + torch.arange("
+                                   "y.shape[-1], dtype=y.dtype, device=y.device)", said=TAKES),
+    "heads counted on a rank": llama(CORE, "        return self.proj(y / self.heads)\n", "tp 2",
+                                     PROJ_TAKES + ".*it is 2 times"),
+    "heads flipped on a rank": llama(
+        CORE, "        y = y.unflatten(-1, (self.heads, -1)).flip(2)\n"
+        "        return self.proj(y.flatten(2))\n", "tp 2", PROJ_TAKES),
+    "a gate of a rank's heads": llama(CORE, "        return self.proj(y * y.mean(-1, "
+                                      "keepdim=True).sigmoid())\n", "tp 2 + SP", PROJ_TAKES),
+    "a gate of squares of a rank": Mistake(ARCEE, {"self.up(x).relu().square()": (
+        "(y := self.up(x)).relu().square() / y.square().mean(-1, keepdim=True)")}, TAKES, "tp 2"),
+    "a GELU of a rank's mean": Mistake(GEMMA2, {"F.gelu(gate, approximate=\"tanh\") * up": (
+        "F.gelu(gate - gate.mean(-1, keepdim=True), approximate=\"tanh\") * up")}, TAKES, "tp 2"),
+    "a mean of a rank's heads": Mistake(OLMO2, {SUM: "", BACK: ""},
+                                        r"what layers\.0\.attention\.q_norm \(WholeNorm\) gives",
+                                        "tp 2"),
+    "shared heads counted twice": Mistake(OLMO2, {"keepdim=True) / copies": "keepdim=True)"},
+                                          r"what layers\.0\.attention\.k_norm \(WholeNorm\) gives",
+                                          "tp 4"),
+    # cuts
+    "two sections as one": Mistake(LLAMA, {"h, (f, f), ctx": "h, 2 * f, ctx",
+                                           '("mlp.gate_proj", "mlp.up_proj")': '("mlp.gate_up",)'},
+                                   TAKES, "tp 2"),
+    "three sections as one": Mistake(LLAMA, {
+        "qkv_linear(h, (a * d, g * d, g * d), ctx=ctx": "ColumnParallelLinear(h, (a + 2 * g) * d, "
+        "ctx=ctx", '("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")': '("qkv",)'},
+        PROJ_TAKES, "tp 2"),
+    # sums of activations
+    "a sum twice": mlp(f"reduce_from(self.down({Y}), self.down.ctx.tp)",
+                       said=GIVES + ".*2 times the other: added over tp twice"),
+    "a sum left out": mlp(f"nn.functional.linear({Y}, use(self.down.weight, self.down.ctx.sink))",
+                          said=GIVES + ".*a sum over tp is missing"),
+    "a mean in place of a sum": mlp(f"self.down({Y}) / self.down.ctx.tp.size",
+                                    said=GIVES + ".*1/2 of the other"),
+    "embeddings summed twice": llama("        return self.embedding(tokens)\n",
+                                     "        return reduce_from(self.embedding(tokens), "
+                                     "self.ctx.tp)\n", "tp 2", FIRST),
+    "embeddings divided": llama("        return self.embedding(tokens)\n",
+                                "        return self.embedding(tokens) / self.ctx.tp.size\n",
+                                "tp 2", FIRST),
+    "a sum of squares twice": Mistake(OLMO2, {SUM: SUM + SUM}, r"layers\.0\.attention\.q_norm",
+                                      "tp 2"),
+    "what depends on the rank": mlp(f"self.down({Y}) * (1 + 0.1 * self.down.ctx.tp.rank)",
+                                    said=GIVES + ".*only on rank 1 of tp"),
+    "a loss by rank": llama("        return self.loss(h, labels.t()).t()  # [b, s]\n",
+                            "        return self.loss(h, labels.t()).t() * (1 + self.ctx.tp.rank)"
+                            "\n", "tp 2", r"what the model \(Llama\) gives"),
+    "a multiplier by ranks": Mistake(GRANITE, {
+        "config.residual_multiplier": "config.residual_multiplier / ctx.tp.size"},
+        r"what layers\.0\.mlp_norm \(ResidualRMSNorm\) takes|what layers\.0 \(Block\) gives",
+        "tp 2 + SP"),
+    "a last norm by ranks": llama("        return self.norm(h)\n",
+                                  "        return self.norm(h) * self.ctx.tp.size\n", "tp 2",
+                                  r"what head \(ColumnParallelLinear\) (takes|gives)"),
+    # sums of gradients
+    "a norm of keys in no region": Mistake(QWEN3, {
+        "self.k_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)":
+        "self.k_norm = RMSNorm(d, ctx=ctx, eps=eps)"},
+        r"self_attn\.k_norm\.weight.*a sum over tp is missing", "tp 2"),
+    "a norm of queries in no region": Mistake(QWEN3, {
+        "self.q_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)":
+        "self.q_norm = RMSNorm(d, ctx=ctx, eps=eps)"},
+        r"self_attn\.q_norm\.weight.*a sum over tp is missing", "tp 2"),
+    "a bias in no region": Mistake(PHI, {
+        "        self.bias = ctx.replicated_parameter((width,), Region.SEQUENCE_PARALLEL)":
+        "        self.bias = ctx.replicated_parameter((width,), Region.WHOLE)"},
+        r"layernorm\.bias \(in [^)]*norm\).*a sum over tp is missing", "tp 2 + SP"),
+    "a gain of heads in no region": head_gain(
+        "WHOLE", GAIN, "tp 2", r"attention\.gain \(in .*a sum over tp is missing"),
+    "a gain of heads, twice": head_gain(
+        "TENSOR_PARALLEL", f"copy_to({GAIN}, self.ctx.tp)", "tp 2",
+        r"attention\.gain \(in .*added over tp twice"),
+    "a gain of hidden states in no region": hidden_gain(
+        "WHOLE", "tp 2 + SP", r"mlp\.gain \(in .*a sum over tp is missing"),
+    "a gain of hidden states in another region": hidden_gain(
+        "TENSOR_PARALLEL", "tp 2", r"mlp\.gain \(in .*added over tp twice"),
+    "a sum forward and none backward": Mistake(
+        OLMO2, {BACK: ""}, r"in backward, the gradient of what layers\.3\.attention\.q_norm",
+        "tp 2"),
+    # positions and tokens
+    "positions of a shard": llama(
+        QKV, QKV + "        at = torch.arange(x.shape[0]).repeat(qkv.shape[0] // x.shape[0])\n"
+        "        cos, sin = cos[at], sin[at]\n", "tp 2 + SP", PROJ_TAKES),
+    "positions of a context rank": llama(
+        "position_ids, tokens.shape[1] * self.ctx.grid.cp.size", "None, tokens.shape[1]",
+        "cp 2 all_gather", r"what layers\.0 \(Block\) takes, tensor 1"),
+    "a mean over a shard of tokens": mlp("self.down(swiglu(self.gate_up(x - x.mean(0))))",
+                                         layouts="tp 2 + SP",
+                                         said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+    "a shift of a shard of tokens": mlp(
+        "self.down(swiglu(self.gate_up(torch.cat([x[:1], x[:-1]]))))", layouts="tp 2 + SP",
+        said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+    "a shift of a context rank's tokens": mlp(
+        "self.down(swiglu(self.gate_up(torch.cat([x[:1], x[:-1]]))))", layouts="cp 2 all_gather",
+        said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+    "a mean over rows": mlp("self.down(swiglu(self.gate_up(x - x.mean(1, keepdim=True))))",
+                            layouts="dp 2", said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+    # stages, micro-batches, recomputation
+    "layers counted in a stage": llama(
+        LOOP + RUN, LOOP + RUN + "                h = h * (1 + 0.1 * i)\n", "pp 2 1f1b",
+        r"what layers\.3 \(Block\) takes"),
+    "the size of a micro-batch": mlp(
+        f"self.down({Y}) * (1 + 0.01 * x.shape[1])", "", "one rank, 4 micro-batches", GIVES),
+    "a state in recomputation": mlp(
+        f"self.down({Y}) * (1 + 0.01 * torch.is_grad_enabled())", "", "recompute full",
+        r"layers\.\d"),
+}  # fmt: skip
+
+
+def first(said: str) -> str:
+    """Return the sentence on the tensor that differs first, of all that fork-check prints."""
+    found = re.search(r"[^;]*; ([^;\n]*differs first[^\n]*)", said)
+    return found[1] if found else said.strip().splitlines()[-1] if said.strip() else ""
+
+
+def measure(names: list[str]) -> None:
+    """Print a row for each mistake."""
+    right = 0
+    for name, mistake in TENSORS.items():
+        if names and not any(word in name for word in names):
+            continue
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                _, out = checked(mistake, Path(folder))
+            except Exception as error:
+                out = f"fork-check crashed: {type(error).__name__}: {error}"
+        found = bool(re.search(mistake.said, out))
+        right += found
+        print(f"{name:<44} {'right' if found else 'WRONG':<6} {time.monotonic() - began:4.0f} s",
+              flush=True)  # fmt: skip
+        print(f"    {first(out)}", flush=True)
+    total = sum(not names or any(word in name for word in names) for name in TENSORS)
+    print(f"{right} of {total}: the tensor that is named first is the right one")
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1:])

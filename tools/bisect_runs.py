@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Name the first tensor in which two runs differ that should be the same: step, module, line, kind.
+
+    python tools/bisect_runs.py runs/monday runs/tuesday
+    python tools/bisect_runs.py "--num-layers 2 ... --seed 1" "--num-layers 2 ... --seed 2"
+    python tools/bisect_runs.py "--num-layers 2 ..." --commit-a HEAD~20 --commit-b HEAD
+
+A and B: a folder of a finished run, or a command line in quotes, which is run first. The first step
+that differs is found from --log-digests, or from losses and norms. Both sides then make that step
+again, from the nearest checkpoint before it or from the start, on CPUs of this machine, and record
+every tensor. Printed: one sentence. Written to --out: report.json and report.md. Exit code: 0 where
+nothing differs, 1 where something does, 2 for a mistake in the command line.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from tools.bisect.checkouts import NoCheckout, checkout
+from tools.bisect.compare import Allowed, allowed
+from tools.bisect.lines import Step, first_step, same_machine
+from tools.bisect.ranks import ROOT, Ran, RunError, run
+from tools.bisect.report import page
+from tools.bisect.side import Side
+from tools.bisect.sides import Named, named, replay_flags, run_side
+from tools.bisect.verdict import Verdict, verdict_of
+
+
+@dataclass
+class Outcome:
+    """What was found. sentence: for people. notes: what could not be told, and why."""
+
+    sentence: str = ""
+    same: bool = False
+    step: Step | None = None
+    verdict: Verdict | None = None
+    start: str = ""
+    settings: dict[str, list[Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    replays: list[Ran] = field(default_factory=list)
+
+    def json(self) -> dict[str, Any]:
+        """Return it as JSON's types."""
+        return {
+            "sentence": self.sentence, "same": self.same,
+            "step": None if self.step is None else vars(self.step),
+            "verdict": None if self.verdict is None else self.verdict.json(),
+            "start": self.start, "settings": self.settings, "notes": self.notes,
+            "replays": [{"seconds": r.seconds, "peak_bytes": r.peak} for r in self.replays],
+        }  # fmt: skip
+
+
+def read(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], allow_abbrev=False,
+        epilog="docs/bisect.md has three worked cases.",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("a", metavar="A", help="a folder of a run, or a command line in quotes")
+    add("b", metavar="B", nargs="?", default="", help="the same; left out, the flags of A")
+    for side in "ab":
+        commit = f"--commit-{side}"
+        add(commit, metavar="COMMIT", help=f"the checkout that makes {side.upper()}'s steps")
+        add(f"--ranks-{side}", type=int, metavar="N", help=f"the ranks of {side.upper()}")
+    add("--steps", type=int, metavar="N", help="of a command line, make at most so many steps")
+    add("--step", type=int, metavar="N", help="compare this step, and look for none")
+    add("--out", type=Path, metavar="FOLDER", help="where the report and all files go")
+    add("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run (900)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare two runs; see above for the exit code."""
+    options = read(argv)
+    with tempfile.TemporaryDirectory(prefix="bisect-") as temporary:
+        work = options.out or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            trees = [
+                checkout(commit, Path(temporary) / f"tree-{side}") if commit else ROOT
+                for side, commit in zip("ab", (options.commit_a, options.commit_b), strict=True)
+            ]
+            a = named("A", options.a, trees[0], options.ranks_a, work)
+            b = named("B", options.b, trees[1], options.ranks_b, work, like=a)
+            found = bisect(a, b, work, options.steps, options.step, options.timeout)
+        except (ValueError, OSError, NoCheckout, RunError) as error:
+            print(f"tools/bisect_runs.py: {error}", file=sys.stderr)
+            return 2
+        for note in found.notes:
+            print(f"note: {note}")
+        print(found.sentence)
+        if options.out:
+            (work / "report.json").write_text(json.dumps(found.json(), indent=1) + "\n")
+            (work / "report.md").write_text(page(found.json(), a.text, b.text))
+    return int(not found.same)
+
+
+def bisect(
+    a: Named, b: Named, work: Path, steps: int | None, number: int | None, limit: float
+) -> Outcome:
+    """Find the first step that differs, make it again on both sides, and compare its tensors.
+
+    Raises ValueError, RunError.
+    """
+    found = Outcome()
+    for side in (a, b):
+        if side.program is not None and side.folder is None:
+            if failed := run_side(side, work, steps, limit):
+                found.notes.append(f"{side.letter} failed: {failed}")
+    sides = (a.lines, b.lines)
+    may = allowed(*(lines.config for lines in sides))
+    if why := same_machine(*sides):
+        found.notes.append(f"{why}: equal bits are not due, so sketches are compared")
+        may = replace(may, exact=False, why=why)
+    found.settings = settings_apart(a, b)
+    if not all(lines.steps for lines in sides):
+        missing = " and ".join(s.letter for s in (a, b) if not s.lines.steps)
+        found.notes.append(
+            f"{missing} has no digests (--log-digests): losses and norms alone say which step "
+            "differs first, so an earlier step may differ in what they do not show"
+        )
+    for side in (a, b):
+        if not side.ran and (was := side.lines.head.get("torch")) not in (None, torch.__version__):
+            found.notes.append(
+                f"{side.letter} was made with torch {was} and this is {torch.__version__}: its "
+                "steps are made again by another torch"
+            )
+    step = Step(number, "", f"step {number}, as asked for", number - 1) if number else None
+    step = step or first_step(*sides, may)
+    if step is None:
+        ends = [max(lines.steps.keys() | lines.log.keys()) for lines in sides]
+        last, failures = min(ends), [note for note in found.notes if " failed: " in note]
+        found.same, found.sentence = not failures, f"no step differs up to step {last}"
+        if failures:
+            found.sentence += f"; then {'; '.join(failures)}"
+        return found
+    found.step = step
+    replay(a, b, may, found, work, limit)
+    return found
+
+
+def settings_apart(a: Named, b: Named) -> dict[str, list[Any]]:
+    """Return the settings that differ, but for places, by dotted name."""
+    ours, theirs = a.lines.config, b.lines.config
+    places = ("checkpoint.", "log.", "model.model_file")  # model_digest says it of the file
+    names = [name for name in {**ours, **theirs} if not name.startswith(places)]
+    found = {n: [ours.get(n), theirs.get(n)] for n in names if ours.get(n) != theirs.get(n)}
+    for name in {**a.lines.head.get("digests", {}), **b.lines.head.get("digests", {})}:
+        pair = [side.lines.head.get("digests", {}).get(name) for side in (a, b)]
+        if pair[0] != pair[1] and None not in pair:
+            found[name] = pair
+    return found
+
+
+def start_of(a: Named, b: Named, step: Step) -> tuple[Path | None, int]:
+    """Return the newest checkpoint of either side from before a step, and its iteration.
+
+    None: where the runs began.
+    """
+    saves = {i: path for side in (b, a) for i, path in side.lines.saves.items()}
+    last = max((i for i in saves if i <= step.between and i < step.iteration), default=0)
+    return (saves[last], last) if last else (None, 0)
+
+
+def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: float) -> None:
+    """Make the step that was found again on both sides, recorded, and compare."""
+    step = found.step
+    assert step is not None
+    differ = f"{step.text}; flags that differ: {flags(found)}" if found.settings else step.text
+    for side in (a, b):
+        if side.program is None:
+            found.sentence = f"{differ}. {side.letter} cannot be run again: {side.why_not}"
+            return
+    start, iteration = start_of(a, b, step)
+    found.start = f"the checkpoint {start.name}" if start else "the start of the run"
+    records = []
+    for side in (a, b):
+        assert side.program is not None
+        folder = work / f"replay-{side.letter}"
+        if folder.exists():
+            shutil.rmtree(folder)
+        program = replace(side.program, argv=tuple(replay_flags(side, start)))
+        try:
+            ran = run(program, folder, record=step.iteration, limit=limit)
+        except RunError as error:
+            found.sentence = f"{differ}. {side.letter} cannot make it again: {error}"
+            return
+        found.replays.append(ran)
+        records.append(folder / "record")
+    may = replace(may, begins=iteration == step.iteration - 1 or may.exact)
+    found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
+    found.sentence = conclude(a, b, found, differ, records)
+    found.same = not step.what and found.verdict.same
+
+
+def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[Path]) -> str:
+    """Return the sentence of both: which step, and which tensor."""
+    verdict, step = found.verdict, found.step
+    assert verdict is not None and step is not None
+    if not verdict.same:
+        return f"{differ}. Made again from {found.start}, {verdict.sentence}"
+    if not step.what:
+        return f"{differ}. Made again from {found.start}, {verdict.sentence}"
+    apart = [side.letter for side, record in zip((a, b), records, strict=True)
+             if not repeats(side, step, record)]  # fmt: skip
+    which = " and ".join(apart) or "neither"
+    return (
+        f"{differ}. Made again from {found.start}, {verdict.sentence}: what differed is in no "
+        "flag, code or data, but a fault of that time, of a machine or of its memory ("
+        f"{which} does not repeat what it wrote of that step)"
+    )
+
+
+def repeats(side: Named, step: Step, record: Path) -> bool:
+    """Return whether a replay has the loss and the norm that the run wrote."""
+    said = json.loads((record / "step.json").read_text())
+    line = side.lines.steps.get(step.iteration) or side.lines.log.get(step.iteration) or {}
+    norm = line.get("norm", line.get("grad_norm"))
+    return bool(line.get("loss") == said["loss"] and norm in (None, said["norm"]))
+
+
+def flags(found: Outcome) -> str:
+    """Return the settings that differ, as flags."""
+    said = []
+    for name, (one, other) in found.settings.items():
+        flag = name if "." not in name else "--" + name.rpartition(".")[2].replace("_", "-")
+        known = "_digest" in name or "_sketch" in name
+        said.append(flag if known else f"{flag} {one!r} and {other!r}")
+    return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
+
+
+if __name__ == "__main__":
+    began = time.monotonic()
+    sys.exit(main())
