@@ -110,8 +110,8 @@ def record_peer() -> dict[str, dict[str, Any]]:
     })  # fmt: skip
     for module in (torch.nn.Linear, torch.nn.Embedding, torch.nn.RMSNorm):
         module.reset_parameters = lambda self: None  # type: ignore[method-assign]
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake, Watch(recorder, fake=True):
-        with Reads(recorder, fake), torch.device("cuda"):
+    with FakeTensorMode(allow_non_fake_inputs=True), Watch(recorder, fake=True):
+        with Reads(recorder), torch.device("cuda"):
             model = native.Transformer(a)
             params = list(model.parameters())
             optimizer = torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), fused=True)

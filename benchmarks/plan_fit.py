@@ -37,7 +37,6 @@ CAP = 0.5  # a run that is off by more counts as off by this: failures are among
 ROUNDS, PRICE = 20, 0.001
 COMMON = (
     "matmul",
-    "wave",
     "memory_share",
     "attention",
     "host_layer",
@@ -62,10 +61,10 @@ KEYS = {  # what the runs of a framework can tell
     "megatron-deepspeed": (*COMMON, *TENSOR, *PIPELINE, "sum_hidden_0", "host_recompute"),
     "fsdp": (*COMMON, "network_share", "network_step", "network_decay", "fsdp_hidden",
              "fsdp_least", "jitter", "matmul.float8"),
-    "nemo": ("matmul", "wave", "matmul.float8", "memory_share", "host_layer", "host_layer_tp",
+    "nemo": ("matmul", "ramp", "matmul.float8", "memory_share", "host_layer", "host_layer_tp",
              "tp_backward", "network_share", "network_step", *PIPELINE, "host_stage", "link_share",
              "jitter"),
-    "megatron": ("matmul", "wave", "memory_share", "attention", "host_layer", "host_stage",
+    "megatron": ("matmul", "layer_start", "memory_share", "attention", "host_layer", "host_stage",
                  *PIPELINE),
 }  # fmt: skip
 

@@ -91,9 +91,9 @@ def runs(counts: Counts) -> Iterator[tuple[int, int, int]]:
 def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """Return x w_e^T of each expert's rows: x [n, i], weights [E, o, i] -> [n, o].
 
-    In bf16 on a GPU it is one kernel, torch's grouped_mm. Elsewhere it is a loop, which on a CPU
-    is as fast; each row's product is then that of a plain matmul. On meta tensors it is one matmul
-    of as many FLOPs.
+    In bf16 on a GPU it is one kernel, torch's grouped_mm. Elsewhere it is a loop of torch.mm, which
+    on a CPU is as fast: oneDNN's linear, which Recipe takes there, prepares anew for each number of
+    rows. On meta tensors it is one matmul of as many FLOPs.
     """
     if x.is_meta:
         return RECIPE.product(x, weights[0])
@@ -101,10 +101,11 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
         ends = torch.tensor([*accumulate(counts)], dtype=torch.int32).to(x.device)
         y: Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
         return y
-    parts = [
-        RECIPE.product(x[low:high], weights[e]) for e, low, high in runs(counts) if high > low
-    ]
-    return torch.cat(parts) if parts else x.new_empty((0, weights.shape[1]))
+    y = x.new_empty((len(x), weights.shape[1]))
+    for e, low, high in runs(counts):
+        if high > low:
+            torch.mm(x[low:high], weights[e].t(), out=y[low:high])
+    return y
 
 
 class _GroupedMatmul(torch.autograd.Function):

@@ -15,13 +15,16 @@ NAMES = {
         "copy_to_tensor_model_parallel_region", "gather_from_sequence_parallel_region",
         "reduce_from_tensor_model_parallel_region",
     ),
+    "mpu.comm.transport": ("Label",),
     "mpu.context": ("LayerContext",),
     "mpu.comm.collectives": ("sum_in_order",),
     "mpu.gradients": ("use",),
     "mpu.grid": ("Grid",),
     "mpu.layers.context_attention": ("core_attention_of",),
     "mpu.layers.cross_entropy": ("output_loss", "vocab_parallel_cross_entropy"),
+    "mpu.layers.dispatch": ("Plan", "dispatcher"),
     "mpu.layers.embedding": ("VocabParallelEmbedding",),
+    "mpu.layers.experts": ("Experts", "RouterLinear"),
     "mpu.layers.fused": ("RMSNorm", "ResidualRMSNorm", "apply_rope", "swiglu"),
     "mpu.layers.linear": (
         "ColumnParallelLinear", "Recipe", "RowParallelLinear", "column_vector",
@@ -34,7 +37,7 @@ NAMES = {
     ),
     "mpu.param_grad": ("ParamGrad",),
     "mpu.pipeline.layout": ("Stage",),
-    "mpu.recompute": ("Recompute",),
+    "mpu.recompute": ("Decisions", "Recompute"),
 }  # fmt: skip
 IMPORT = re.compile(r"^[ +]*from (mpu[\w.]*) import ([\w, ]+)$", re.MULTILINE)
 

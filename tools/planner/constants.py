@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.rehearsal.device_file import read_device
+from tools.rehearsal.device_file import PROTOCOLS, read_device
+from tools.rehearsal.links import links_of
+from tools.rehearsal.roofline import ATTENTION_RAMP, MEASURED, attention_share
 from training.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "fitted"
+LINKS = ("link", "network")  # the levels of a device file
 DEVICES = ("a100", "b200", "h100", "h200")
 
 
@@ -32,7 +35,7 @@ class Constant(NamedTuple):
 
 TIME = {
     "matmul": Constant(0.65, 0.3, 0.87, "share of the peak that long matmuls reach"),
-    "wave": Constant(0.5, 0.05, 2.0, "waves of tiles lost at a matmul's end"),
+    "ramp": Constant(96.0, 16.0, 1024.0, "numbers of k that fill and drain a tile's pipeline"),
     "memory_share": Constant(0.8, 0.4, 0.95, "share of the memory's bandwidth"),
     "attention": Constant(0.35, 0.1, 0.8, "share of the peak that attention reaches"),
     "link_share": Constant(0.7, 0.2, 0.9, "share of the links in a node"),
@@ -69,9 +72,12 @@ TIME = {
     "matmul.float8": Constant(0.5, 0.2, 0.75, "share of the float8 peak that long matmuls reach"),
 }
 FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
-    # attention_ramp: tokens of a sequence at which attention reaches half of its share
-    "tile_m": 128.0, "tile_n": 128.0, "ramp": 64.0, "kernel_seconds": 3e-6,
-    "attention_ramp": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
+    # attention_ramp: tokens of keys at which attention reaches half of its share;
+    # attention_backward: backward's rate, over forward's. every_way: 1 where a collective takes
+    # the fastest of NCCL's protocols and algorithms, 0 where it takes a ring of Simple
+    "attention_ramp": 0.0, "attention_backward": 1.0,
+    "every_way": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
+    "host_ring": 0.0,
     # sum_whole: 1 where ZeRO 1 sums whole gradients on all ranks. update_whole: bytes of a number's
     # passes that ZeRO does not share, such as the clip's
     # float8_bytes: of the passes that turn a number into float8: it is read in bf16, and written
@@ -108,20 +114,20 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         hidden_bytes=16, inner_bytes=8, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=26, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
         act_hidden=7, act_ffn=2.5, logit_memory=10, weight_bytes=4,  # gradients in bfloat16
-        attention=0.5, attention_ramp=512,  # cuDNN's kernels: devices/h100.json
+        attention=0.5, attention_ramp=ATTENTION_RAMP["cudnn"],  # cuDNN's: devices/h100.json
         # where a fit starts: graphs and fused kernels leave few launches
         host_layer=1.5e-3, host_layer_tp=2e-3, matmul=0.72, memory_share=0.85, jitter=0.004,
         **{"matmul.float8": 0.65},
         sum_hidden=0.8, sum_hidden_0=0.8, gather_exposed=0.3, sum_calls=0.1,  # its overlap is on
     ),
     # this repository with its fused kernels (docs/fused.md: 3.43 GB between a layer's matmuls for
-    # 8,192 tokens of 8B); the host issues 30 launches a layer
+    # 8,192 tokens of 8B). Its kernels, links and host are the device file's: see `own`
     "weft": dict(
         hidden_bytes=14, inner_bytes=6, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
-        logit_bytes=25, accumulate_bytes=0, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
-        host_layer=4e-4, host_layer_tp=8e-4, host_stage=2e-4, sum_hidden=0.8, sum_hidden_0=0.8,
-        sum_calls=0.1, message_start=5e-5, message_exposed=0.3, network_step=1.4e-5, jitter=0.005,
+        logit_bytes=6, accumulate_bytes=0, update_bytes=42, gradient_bytes=4, parameter_bytes=2,
+        sum_hidden=0.8, sum_hidden_0=0.8, sum_calls=0.1, message_exposed=0.3, jitter=0.005,
         gather_exposed=0.3, sharp=8.0, float8_bytes=6,  # one more read, for a scale
+        network_decay=0.0, every_way=1.0,
     ),
     "megatron": dict(
         hidden_bytes=22, inner_bytes=8, ffn_bytes=4, backward_bytes=1.3, scores_bytes=0,
@@ -137,8 +143,19 @@ NANOTRON = {  # what no other program shows: a host that waits beside messages o
     "host_beside": 1e-7, "host_crossing": 1e-7,
 }  # fmt: skip
 HOST_SHARE = 0.73  # of PCIe's rate from a GPU to its host: 46.8 GB/s of 64 on nodes of 8 H100
-OF_DEVICE = ("matmul", "wave", "memory_share", "matmul.float8")  # not of a program's own kernels
-UNFITTED = ("weft", "titan")  # nothing to fit on: they take OF_DEVICE of another fit on the device
+OF_DEVICE = ("matmul", "memory_share", "matmul.float8")  # not of a program's own kernels
+HOST_COSTS = ("launch", "function", "triton", "triton_argument", "transfer", "message")
+LAYER = {"launch": 15.0, "function": 16.0, "triton": 10.0, "triton_argument": 127.0}
+# what the host asks for, by the device file's HOST_COSTS: F and B of a layer, of one with tp, more
+# for each tp rank but one where tp's transfers are in a ring, of the head and the embedding,
+# counted in a rehearsal (benchmarks/plan_clocks.py compares)
+LAUNCHES: dict[str, dict[str, float]] = {
+    "host_layer": LAYER, "host_layer_tp": {**LAYER, "transfer": 10}, "host_stage": {},
+    "host_ring": {"launch": 14, "message": 10},
+    "host_head": {"launch": 27, "function": 8, "triton": 5, "triton_argument": 52},
+    "host_step": {"launch": 67}, "host_socket": {},
+}  # fmt: skip
+TIMED = 14  # of a layer's launches, matmuls and attention: their own seconds have the start
 SLOWER = {  # factors on a profile's constants: torchtitan's H100s are of 500 W, with 2.4 TB/s
     "titan_h100": {"matmul": 0.85, "matmul.float8": 0.85, "attention": 0.85,
                    "memory_share": 2.4 / 3.35},
@@ -148,27 +165,50 @@ SLOWER = {  # factors on a profile's constants: torchtitan's H100s are of 500 W,
 def device_constants(name: str) -> dict[str, float]:
     """Return what a device file says: peaks, SMs, bandwidths of memory and of the inner links."""
     device = read_device(name)
-    return {
-        "peak": device["peak.bfloat16"],
+    found = {
+        **device.numbers,
         "peak.float8": device["peak.float8"] or device["peak.bfloat16"],
-        "sms": device["sms"],
-        "bandwidth": device["bandwidth"],
         "link": device.levels[0].bandwidth,
         "host_bandwidth": device["host_bandwidth"] * HOST_SHARE,
     }
+    for key, level in zip(LINKS, device.levels, strict=True):
+        found[f"{key}_step"] = level.step_seconds[-1]
+        for place, protocol in enumerate(PROTOCOLS):
+            found[f"{key}.ring.{protocol}"] = level.step_seconds[place]
+            found[f"{key}.tree.{protocol}"] = level.tree_seconds[place]
+    return found
 
 
 def defaults(framework: str, device: str) -> dict[str, float]:
     """Return the constants with which the fit of a profile starts."""
     fitted = {name: constant.start for name, constant in TIME.items()}
     return {
+        **device_constants(device),
         **FIXED,
         **MEMORY,
         **fitted,
         **(NANOTRON if framework != "nanotron" else {}),
         **FRAMEWORKS[framework],
-        **device_constants(device),
     }
+
+
+def own(name: str) -> dict[str, float]:
+    """Return the constants of this repository: the device file's, and what its host launches."""
+    device, found = read_device(name), defaults("weft", name)
+    found |= {key: value for key, value in device_constants(name).items() if key in TIME}
+    kernel = "cudnn" if device.major >= 9 else "flash"
+    found["attention_ramp"] = ATTENTION_RAMP[kernel]
+    forward, backward = (attention_share(device, kernel, way) for way in (False, True))
+    found["attention"] = forward * (1 + ATTENTION_RAMP[kernel] / MEASURED)  # of endless rows
+    found["attention_backward"] = backward / forward
+    costs = {name: device[f"{name}_seconds"] for name in HOST_COSTS}
+    on_host = {key: sum(costs[name] * count for name, count in counts.items())
+               for key, counts in LAUNCHES.items()}  # fmt: skip
+    launched = sum(LAUNCHES["host_layer"][name] for name in ("launch", "triton"))
+    return found | on_host | {
+        "layer_start": (launched - TIMED) * device["kernel_seconds"],
+        "message_start": float(links_of(device).message[-1]),
+    }  # fmt: skip
 
 
 def profile(name: str) -> dict[str, float]:
@@ -181,29 +221,18 @@ def profile(name: str) -> dict[str, float]:
     if framework not in FRAMEWORKS or device not in DEVICES:
         known = ", ".join(sorted(FRAMEWORKS))
         raise ProfileError(f"{name}: no such profile; frameworks are {known}, with a _device")
-    if framework in UNFITTED:
-        fitted = read_fitted(FOLDER / f"{'fsdp_a100' if device == 'a100' else 'nemo_h100'}.json")
-        found = {**defaults(framework, device), **{key: fitted[key] for key in OF_DEVICE}}
-        if framework == "weft":
-            found |= own_attention(device)
-        return found | {key: found[key] * by for key, by in SLOWER.get(name, {}).items()}
+    if framework == "weft":
+        return own(device)
+    if framework == "titan":  # nothing to fit on
+        path = FOLDER / f"{'fsdp_a100' if device == 'a100' else 'nemo_h100'}.json"
+        fitted = {key: read_fitted(path)[key] for key in OF_DEVICE}
+        fitted |= {key: (defaults(framework, device) | fitted)[key] * by
+                   for key, by in SLOWER.get(name, {}).items()}  # fmt: skip
+        return {**defaults(framework, device), **fitted}
     path = FOLDER / f"{name}.json"
     for other in [f"{framework}_{d}" for d in ("h100", "a100")] + ["fsdp_h100", "fsdp_a100"]:
         path = path if path.is_file() else FOLDER / f"{other}.json"
     return {**defaults(framework, device), **read_fitted(path)}
-
-
-def own_attention(name: str) -> dict[str, float]:
-    """Return the share of the peak of torch's attention: cuDNN's from Hopper on, Flash before.
-
-    Backward has 2.5 times forward's FLOPs. The device file's shares are those of 8,192 tokens.
-    """
-    device = read_device(name)
-    kernel = "cudnn" if device.major >= 9 else "flash"
-    forward, backward = (device[f"attention.{kernel}.{way}"] for way in ("forward", "backward"))
-    both = 3.5 / (1 / forward + 2.5 / backward)
-    ramp = FRAMEWORKS["nemo"]["attention_ramp"] if kernel == "cudnn" else 0.0
-    return {"attention": both * (1 + ramp / 8192), "attention_ramp": ramp}
 
 
 def read_fitted(path: Path) -> dict[str, float]:

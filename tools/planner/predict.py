@@ -108,7 +108,7 @@ def predict(
         seconds, gib = times(c, runs).step * filled, memory(c, runs)
         values["seconds"][at] = seconds
         values["rate"][at] = runs.tokens * filled / seconds / runs.gpus
-        values["mfu"][at] = values["rate"][at] * runs.flops / c["peak"]
+        values["mfu"][at] = values["rate"][at] * runs.flops / c["peak.bfloat16"]
         values["gib"][at] = gib
         values["fits"][at] = (gib <= POOL * limit) & (runs.idle == 0)
     return Predictions(**values)

@@ -20,7 +20,7 @@ from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, 
 from tools.planner.model import Model
 from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
 from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
-from tools.planner.step_time import Times, layer, times
+from tools.planner.step_time import Times, host_layer, layer, times
 from tools.rehearsal.device_file import read_device
 
 OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
@@ -71,7 +71,7 @@ class Plans:
 
     @property
     def mfu(self) -> Array:
-        return self.rate * self.runs.flops / device_constants(self.cluster.device)["peak"]
+        return self.rate * self.runs.flops / device_constants(self.cluster.device)["peak.bfloat16"]
 
     @cached_property
     def _known(self) -> dict[int, list[Exact]]:
@@ -232,9 +232,11 @@ def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, i
     ]  # fmt: skip
     if not tried:
         return {}
-    compute, exposed = layer(_constants(cluster), runs_of(model, cluster, tried))
+    c, runs = _constants(cluster), runs_of(model, cluster, tried)
+    kernels, exposed = layer(c, runs)
+    times_of = np.maximum(kernels.seconds + sum(exposed), host_layer(c, runs))
     told: dict[tuple[int, int, int], tuple[float, Choice]] = {}
-    for e, seconds in zip(tried, compute + sum(exposed), strict=True):
+    for e, seconds in zip(tried, times_of, strict=True):
         key, way = (e.tp, e.cp, e.micro_batch), Choice(e.comm, e.overlap)
         if key not in told or seconds < told[key][0] - 1e-12:
             told[key] = (float(seconds), way)

@@ -11,7 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tools.planner.constants import LINKS
 from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
+from tools.rehearsal import links as cost
+from tools.rehearsal import roofline
+from tools.rehearsal.device_file import PROTOCOLS
+from tools.rehearsal.links import Links, Way, strided, ways_of
+from tools.rehearsal.roofline import memory_seconds
 
 Constants = Mapping[str, float]
 SOCKET = 4  # GPUs of one socket
@@ -24,17 +30,20 @@ class Times:
     """What a step is made of, in seconds.
 
     slot: F and B of a micro-batch on the slowest pipeline rank. It is the sum of that rank's
-    compute, its exposed transfers (tp, cp, fsdp: of weights and gradients layer by layer), copies
-    to and from the host, waits for the host (host), and waits for messages. bubble: the pipeline's
-    ends. sums: exposed transfers of gradients and parameters beside micro-batches. update: the
-    optimizer's. stages: [runs, stages], F and B of each. message: between them. host_share: what
-    the host needs to issue the slowest rank, over what that rank computes and waits for transfers.
-    jitter: factor by which other nodes slow micro-batches and bubble. step is
-    (micro-batches x slot + bubble) x jitter + sums + update, exactly.
+    compute (matmul and attention are parts of it, the rest passes over memory), its exposed
+    transfers (tp, cp, fsdp: of weights and gradients layer by layer), copies to and from the
+    host, waits for the host (host), and waits for messages. bubble: the pipeline's ends. sums:
+    exposed transfers of gradients and parameters beside micro-batches. update: the optimizer's.
+    stages: [runs, stages], F and B of each. message: between them. host_share: what the host
+    needs to issue the slowest rank, over what that rank computes and waits for transfers.
+    jitter: factor by which other nodes slow micro-batches and bubble. step is (micro-batches x
+    slot + bubble) x jitter + sums + update, exactly.
     """
 
     slot: Array
     compute: Array
+    matmul: Array
+    attention: Array
     tp: Array
     cp: Array
     fsdp: Array
@@ -51,37 +60,65 @@ class Times:
     jitter: Array
 
 
-def matmul(c: Constants, r: Runs, m: Array, n: Array, k: Array, batch: float = 1.0) -> Array:
-    """Return the time of [m, k] x [k, n] on whole tiles of the SMs, and at least its bytes'."""
-    tiles = batch * np.ceil(m / c["tile_m"]) * np.ceil(n / c["tile_n"])
-    waves = tiles / c["sms"] + c["wave"]
-    low, full = c["peak.float8"] * c["matmul.float8"], c["peak"] * c["matmul"]
-    rate = np.where(r.float8 > 0, low, full) / c["sms"]
-    work = 2 * c["tile_m"] * c["tile_n"] * (k + c["ramp"])
-    bytes_ = 2 * batch * (m * k + k * n + m * n)
-    return np.maximum(waves * work / rate, passes(c, bytes_)) + c["kernel_seconds"]
+def matmul(c: Constants, r: Runs, m: Array, n: Array, k: Array) -> Array:
+    """Return the time of [m, k] x [k, n] in the dtype of the layers' matmuls."""
+    low, full = c["peak.float8"] * c["matmul.float8"], c["peak.bfloat16"] * c["matmul"]
+    is_low = r.float8 > 0
+    rate, size = np.where(is_low, low, full), np.where(is_low, 1, 2)
+    return np.asarray(roofline.matmul(c, m, n, k, rate, size).seconds)
 
 
 def passes(c: Constants, bytes_: Array) -> Array:
-    return bytes_ / (c["bandwidth"] * c["memory_share"])
+    """Return the time of passes over memory; layer_start has the starts of their kernels."""
+    return np.asarray(memory_seconds(c, bytes_, starts=False))
+
+
+def links(c: Constants, r: Runs) -> Links:
+    """Return the links in a node, and those between nodes.
+
+    A fit knows rings of one protocol: what NCCL's others gain is in its constants.
+    """
+    ways = [Way(False, 1.0, 0.0, [c[f"{level}_step"] for level in LINKS])]
+    if c["every_way"]:
+        rings, trees = ([[c[f"{level}.{kind}.{protocol}"] for protocol in PROTOCOLS]
+                         for level in LINKS] for kind in ("ring", "tree"))  # fmt: skip
+        ways = ways_of(c, rings, trees)
+    return Links(
+        rates=[np.full(len(r), c["link"] * c["link_share"]), r.network * c["network_share"]],
+        start=c["collective_start"],
+        ways=ways,
+        message=[c["message_start"]] * 2,
+        decay=c["network_decay"],
+    )
 
 
 def collective(
-    c: Constants, r: Runs, bytes_: Array, size: Array, inner: Array, calls: Array | float = 1.0
-) -> Array:
-    """Return the time of an all-gather or reduce-scatter of so many whole bytes, in so many calls.
+    c: Constants, r: Runs, verb: str, whole: Array, size: Array, inner: Array,
+    calls: Array | float = 1.0,
+) -> Array:  # fmt: skip
+    """Return the time of a collective of so many whole bytes, in so many calls.
 
-    size: ranks of the group. inner: neighbours in rank order that belong to other groups, so that
-    node / inner of the group's ranks share a node.
+    whole: of all ranks' parts together. size: ranks of the group. inner: neighbours in rank order
+    that belong to other groups.
     """
-    members = np.minimum(size, np.maximum(1.0, np.floor(r.node / inner)))
-    blocks = np.ceil(size / members)
-    inside = c["link"] * c["link_share"]
-    network = r.network * c["network_share"] / np.maximum(1.0, blocks) ** c["network_decay"]
-    bus = np.where(blocks > 1, np.minimum(inside, network * members), inside)
-    steps = (size - 1) * np.where(blocks > 1, c["network_step"], c["link_step"])
-    time = (c["collective_start"] + steps) * calls + bytes_ * (size - 1) / size / bus
-    return np.where(size > 1, time, 0.0)
+    sent = whole / calls / (size if verb == "all_gather" else 1)
+    crossed = strided(size, inner, r.node)
+    return np.asarray(calls * cost.collective(links(c, r), verb, sent, size, crossed))
+
+
+class Kernels(NamedTuple):
+    """Seconds of kernels, by the rehearsal's kinds: roofline.KINDS."""
+
+    matmul: Array
+    attention: Array
+    passes: Array
+
+    @property
+    def seconds(self) -> Array:
+        return self.matmul + self.attention + self.passes
+
+    def plus(self, other: "Kernels", times: Array | float = 1.0) -> "Kernels":
+        return Kernels(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 class Exposed(NamedTuple):
@@ -93,8 +130,8 @@ class Exposed(NamedTuple):
     copies: Array
 
 
-def layer(c: Constants, r: Runs) -> tuple[Array, Exposed]:
-    """Return compute and exposed transfers of F and B of a layer."""
+def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
+    """Return kernels and exposed transfers of F and B of a layer."""
     t = r.micro_batch * r.sequence / r.cp
     h, f, tp = r.hidden, r.ffn, r.tp
     qkv = h + 2 * r.kv_heads * r.head_size
@@ -112,8 +149,11 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Exposed]:
     score = 4 * t * r.sequence * h / tp * np.where(r.causal > 0, 0.5, 1.0)
     ring = (r.cp > 1) & (r.comm == COMMS.index("p2p"))  # a kernel for each pair of blocks
     length = np.where(ring, r.sequence / (2 * r.cp), r.sequence)
-    full = c["attention"] * length / (length + c["attention_ramp"])
-    attention = score / (c["peak"] * full)
+    rate = c["peak.bfloat16"] * c["attention"] * length / (length + c["attention_ramp"])
+    read = 4 * t * (h + r.kv_heads * r.head_size) / tp  # q, k, v and the output
+    f_attention = roofline.attention(c, score, read, rate)
+    rate = rate * c["attention_backward"]
+    b_attention = roofline.attention(c, 2.5 * score, 2 * read, rate)
     scores = c["scores_bytes"] * t * r.sequence * r.heads / tp
     own = t / np.where(r.sequence_parallel > 0, tp, 1)
     moved = own * c["hidden_bytes"] * h + t / tp * (c["inner_bytes"] * h + c["ffn_bytes"] * f)
@@ -122,14 +162,15 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Exposed]:
     f_passes = passes(c, moved + scores + inputs)
     b_passes = passes(c, c["backward_bytes"] * moved + scores + sent + c["accumulate_bytes"]
                       * r.layer_weights / tp)  # fmt: skip
-    f_compute = forward + attention + f_passes
-    b_compute = backward + 2.5 * attention + b_passes + r.recompute * f_compute
-    b_compute = b_compute + r.core_again * (1 - r.recompute) * attention
+    first = Kernels(forward, f_attention, f_passes)
+    again = r.core_again * (1 - r.recompute) * f_attention
+    second = Kernels(backward, b_attention + again, b_passes).plus(first, r.recompute)
+    f_compute, b_compute = first.seconds, second.seconds
     down, fsdp = r.offload / c["host_bandwidth"], np.zeros(len(r))
     if (r.zero >= 3).any():  # in a pipeline a stage's weights stay whole for a step: gradients()
         size, weights = r.dp * r.cp, r.layer_weights / tp
-        gather = collective(c, r, c["parameter_bytes"] * weights, size, tp)
-        scatter = collective(c, r, c["gradient_bytes"] * weights, size, tp)
+        gather = collective(c, r, "all_gather", c["parameter_bytes"] * weights, size, tp)
+        scatter = collective(c, r, "reduce_scatter", c["gradient_bytes"] * weights, size, tp)
         moved = (2 * gather + scatter * c["fsdp"]) * ((r.zero >= 3) & (r.pp == 1))
         fsdp = np.maximum(
             moved - c["fsdp_hidden"] * (f_compute + b_compute), c["fsdp_least"] * moved
@@ -140,12 +181,13 @@ def layer(c: Constants, r: Runs) -> tuple[Array, Exposed]:
         fsdp=fsdp,
         copies=np.maximum(0.0, down - f_compute) + np.maximum(0.0, down - b_compute),
     )
-    return f_compute + b_compute + c["layer_start"] * (1 + r.recompute / 3), exposed
+    starts = c["layer_start"] * (1 + r.recompute / 3)
+    return first.plus(second)._replace(passes=f_passes + second.passes + starts), exposed
 
 
 def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
     """Return the exposed tp transfers of F and B of a layer. matmuls: seconds beside them."""
-    one = collective(c, r, 2 * t * r.hidden, r.tp, np.ones_like(r.tp))
+    one = _of_rows(c, r, t)
     shown = np.where(r.sequence_parallel > 0, c["tp_backward"], np.minimum(4, c["tp_backward"]))
     plain = one * (4 + (shown + 4 * r.recompute))  # an all-reduce is two of these
     first = plain / r.tp  # a ring's first part has no matmul beside it, and parts slow matmuls
@@ -159,16 +201,17 @@ def _context(c: Constants, r: Runs, t: Array, compute: Array) -> Array:
     if not (r.cp > 1).any():
         return np.zeros(len(r))
     kv, q = 4 * r.kv_heads * r.head_size, 2 * r.hidden
-    ring = collective(c, r, t * r.cp * kv / r.tp, r.cp, r.tp)
+    ring = collective(c, r, "all_gather", t * r.cp * kv / r.tp, r.cp, r.tp)
     moved = ring * (3 + r.recompute)  # K and V forward; K, V and their gradients backward
-    heads = collective(c, r, t * (2 * q + kv) / r.tp, r.cp, r.tp) * (2 + r.recompute)
+    heads = collective(c, r, "all_to_all", t * (2 * q + kv) / r.tp, r.cp, r.tp)
+    heads = heads * (2 + r.recompute)
     round_ = np.maximum(moved - compute * c["cp_hidden"], 0.2 * ring)
     told = np.where(r.comm == COMMS.index("all_gather"), moved, round_)
     return np.asarray(np.where(r.comm == COMMS.index("a2a"), heads, told))
 
 
-def head(c: Constants, r: Runs) -> tuple[Array, Array]:
-    """Return compute and exposed transfers of the output layer and the loss."""
+def head(c: Constants, r: Runs) -> tuple[Kernels, Array]:
+    """Return kernels and exposed transfers of the output layer and the loss."""
     t = r.micro_batch * r.sequence / r.cp
     own = r.vocab / r.tp
     plain = Runs(**{**r.__dict__, "float8": np.zeros_like(r.float8)})
@@ -176,13 +219,25 @@ def head(c: Constants, r: Runs) -> tuple[Array, Array]:
         matmul(c, plain, t, own, r.hidden) + matmul(c, plain, t, r.hidden, own)
         + matmul(c, plain, own, r.hidden, t)
     )  # fmt: skip
-    one = collective(c, r, 2 * t * r.hidden, r.tp, np.ones_like(r.tp))
-    return products + passes(c, c["logit_bytes"] * t * own), 3 * one
+    moved = passes(c, c["logit_bytes"] * t * own)
+    return Kernels(products, np.zeros(len(r)), moved), 3 * _of_rows(c, r, t)
+
+
+def _of_rows(c: Constants, r: Runs, t: Array) -> Array:
+    """Return the time of gathering the rows of t tokens over tp, or of half an all-reduce of them.
+
+    Without sequence parallelism two of these are one all-reduce.
+    """
+    whole, inner = 2 * t * r.hidden, np.ones_like(r.tp)
+    gather = collective(c, r, "all_gather", whole, r.tp, inner)
+    both = collective(c, r, "all_reduce", whole, r.tp, inner)
+    return np.where(r.sequence_parallel > 0, gather, both / 2)
 
 
 def host_layer(c: Constants, r: Runs) -> Array:
     """Return the seconds in which a host, or the latency of its collectives, passes a layer."""
     seconds = np.where(r.tp > 1, c["host_layer_tp"], c["host_layer"])
+    seconds = seconds + np.where(r.overlap > 0, (r.tp - 1) * c["host_ring"], 0.0)
     seconds = seconds + np.where(r.tp > SOCKET, c["host_socket"], 0.0)
     beside = (r.pp > 1) & (r.nodes > 1) & (r.tp > 1)
     each = c["host_beside"] + c["host_crossing"] * (r.tp > r.node)
@@ -195,8 +250,7 @@ def messages(c: Constants, r: Runs) -> Array:
     sent = 2 * r.micro_batch * r.sequence / r.cp * r.hidden
     far = r.tp * r.cp * r.dp >= r.node
     sent = sent / np.where((r.sequence_parallel > 0) | far, r.tp, 1)  # each rank sends its part
-    rate = np.where(far, r.network * c["network_share"], c["link"] * c["link_share"])
-    return np.where(r.pp > 1, c["message_start"] + sent / rate, 0.0)
+    return np.where(r.pp > 1, cost.message(links(c, r), sent, far.astype(int)), 0.0)
 
 
 def rank_weights(r: Runs) -> Array:
@@ -216,10 +270,11 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     size = r.dp * r.cp
     layers = r.cut.max(1) * r.virtual
     calls = np.where(r.zero > 0, c["sum_calls"], c["sum_calls_0"]) * layers
-    scatter = collective(c, r, c["gradient_bytes"] * weights, size, inner, calls)
-    gather = collective(c, r, c["parameter_bytes"] * weights, size, inner, calls)
-    shares = (r.zero > 0) & (c["sum_whole"] == 0)
-    sums = np.where(shares, scatter, 2 * scatter) * r.reduces
+    gradient, parameter = c["gradient_bytes"] * weights, c["parameter_bytes"] * weights
+    scatter = collective(c, r, "reduce_scatter", gradient, size, inner, calls=calls)
+    whole = collective(c, r, "all_reduce", gradient, size, inner, calls=calls)
+    gather = collective(c, r, "all_gather", parameter, size, inner, calls=calls)
+    sums = np.where((r.zero > 0) & (c["sum_whole"] == 0), scatter, whole) * r.reduces
     hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward * r.reduces
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
     by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() has these gathers, and FSDP's sums
@@ -231,7 +286,7 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
 def ties(c: Constants, r: Runs) -> Array:
     """Return the seconds in which a pipeline's ends sum the gradient of the matrix they share."""
     shared = c["gradient_bytes"] * r.vocab * r.hidden / r.tp
-    both = 2 * collective(c, r, shared, np.full(len(r), 2.0), r.tp * r.cp * r.dp)
+    both = collective(c, r, "all_reduce", shared, np.full(len(r), 2.0), r.tp * r.cp * r.dp)
     return np.where((r.tied > 0) & (r.pp > 1), both, 0.0)
 
 
@@ -243,10 +298,11 @@ def update(c: Constants, r: Runs) -> Array:
 
 def times(c: Constants, r: Runs) -> Times:
     """Return the times of steps of these runs."""
-    compute, shown = layer(c, r)
-    exposed = sum(shown)
+    of_layer, shown = layer(c, r)
+    compute, exposed = of_layer.seconds, sum(shown)
     on_layer = host_layer(c, r)
-    head_compute, head_exposed = head(c, r)
+    of_head, head_exposed = head(c, r)
+    head_compute = of_head.seconds
     stages = r.cut.shape[1]
     number = np.arange(stages)[None, :]
     count = (r.pp * r.virtual)[:, None]
@@ -272,8 +328,9 @@ def times(c: Constants, r: Runs) -> Times:
     step = (body + ends) * jitter + sums + optimizer
     busy, launches = r.by_rank(gpu)[at], r.by_rank(host)[at]
     layers, has_head = r.by_rank(r.cut)[at], r.by_rank(is_head * 1.0)[at]
+    kernels = Kernels(*(each * layers for each in of_layer)).plus(of_head, has_head)
     return Times(
-        slot=slot, compute=compute * layers + head_compute * has_head,
+        slot=slot, compute=kernels.seconds, matmul=kernels.matmul, attention=kernels.attention,
         tp=shown.tp * layers + head_exposed * has_head, cp=shown.cp * layers,
         fsdp=shown.fsdp * layers, copies=shown.copies * layers, waits=waits, host=slowest - busy,
         bubble=ends, sums=sums, update=optimizer, step=step, stages=both,

@@ -41,6 +41,7 @@ from tools.rehearsal.roofline import (
     Kernel,
     host_seconds,
     kernel_of,
+    kind_of,
     matmul_dtype,
     short_name,
 )
@@ -80,14 +81,19 @@ class Busy(NamedTuple):
 class Timing:
     """How long a rank's step takes and why.
 
+    Its computing stream is busy, waits for communication or waits for the host: the step is the sum
+    of busy_seconds, exposed_seconds and host_seconds.
+
     step_seconds: of the last iteration recorded. mfu: share of the device's dense peak of the
-    matmuls' dtype that the model's FLOPs reach. exposed_seconds: by axis, communication that
-    nothing hides. bounds: what each resource alone would need; bound_seconds is the largest and
-    bound_by its name. host_seconds: the computing stream idle because the host issues too slowly.
+    matmuls' dtype that the model's FLOPs reach. busy_seconds: of kernels on the computing stream,
+    by KINDS. exposed_seconds: by axis, communication that nothing hides. bounds: what each resource
+    alone would need; bound_seconds is the largest and bound_by its name. host_seconds: the
+    computing stream idle because the host issues too slowly.
     """
 
     step_seconds: float
     mfu: float = 0.0
+    busy_seconds: dict[str, float] = field(default_factory=dict)
     exposed_seconds: dict[str, float] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
     host_seconds: float = 0.0
@@ -130,6 +136,7 @@ class Clock:
         self.timing = Timing(0.0)
         self.exposed: dict[str, float] = defaultdict(float)
         self.bounds: dict[str, float] = defaultdict(float)
+        self.kinds: dict[str, float] = defaultdict(float)  # Timing.busy_seconds
         self.words, self.began, self.from_span = "", 0.0, 0
         self.iteration, self.iteration_began = "", 0.0
         self.seconds: dict[tuple[object, ...], float] = {}
@@ -163,16 +170,20 @@ class Clock:
         self._action("")
         for waiting in list(self.queued):
             self._settle(waiting)
-        computed = self.free[0]
         last = max([self.host, *self.free.values()])
         late = max(self.free, key=lambda stream: self.free[stream])
-        if self.free[late] == last > computed and self.waits_for[late]:
-            self.exposed[self.waits_for[late]] += last - max(computed, self.iteration_began)
+        done = max(self.ready.get(0, self.free[0]), self.iteration_began)  # of the last kernel
+        for stream in (0, late):  # what the computing stream waits for, then what else goes on
+            if self.free[stream] > done and self.waits_for[stream]:
+                self.exposed[self.waits_for[stream]] += self.free[stream] - done
+                done = self.free[stream]
+        self.timing.host_seconds += max(0.0, last - max(done, self.free[late]))
         timing = self.timing
         timing.step_seconds = last - self.iteration_began
         if flops and timing.step_seconds:
             timing.mfu = flops / (timing.step_seconds * self.device.peak(dtype))
         timing.exposed_seconds, timing.bounds = dict(self.exposed), dict(self.bounds)
+        timing.busy_seconds = dict(self.kinds)
         return timing
 
     def _asks(self, seconds: float) -> None:
@@ -191,13 +202,17 @@ class Clock:
             self._begin_before(begin)
         end = begin + self._kernel(event, begin)
         if stream == 0:
+            self.kinds[kind_of(event)] += end - begin
             tail = self.alone[key_of(event)].tail
             self.kernels.append(Busy(begin, end, min(tail, end - begin)))
             self._begin_behind(self.kernels[-1])
         self.free[stream] = end
         self.ready.pop(stream, None)
         copies = event.op.startswith("memcpy ")
-        self.waits_for[stream] = HOST_LINK if copies and stream else ""
+        if copies and stream:
+            self.waits_for[stream] = HOST_LINK
+        elif not stream or begin > free:  # else it is late by what the stream waited for
+            self.waits_for[stream] = ""
         if event.flops:
             self.bounds["matmul"] += event.flops / device.peak(matmul_dtype(event))
         link = HOST_LINK if copies else "memory"
@@ -354,6 +369,7 @@ class Clock:
                 self.timing.host_seconds = 0.0
                 self.exposed.clear()
                 self.bounds.clear()
+                self.kinds.clear()
             self.iteration = found[1]
 
 

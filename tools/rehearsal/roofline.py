@@ -7,18 +7,34 @@ rehearsal's clock and for a planner. The model of a matmul is that of tiles and 
 quantization".
 """
 
-from math import ceil, prod
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Call, Event, Launch, Transfer
 
-TILES = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5), (0.5, 0.25), (0.25, 0.5))  # of the largest
-SPLITS = (1, 2, 4, 8)  # parts of k, each with its own tiles
+# of each tile size that is tried, its part of the largest, and the parts of k, each with its tiles
+TILES = ((1.0, 1.0), (1.0, 0.5), (0.5, 1.0), (0.5, 0.5), (0.5, 0.25), (0.25, 0.5))
+SPLITS = (1, 2, 4, 8)
+TRIED = np.array([(m, n, split) for m, n in TILES for split in SPLITS]).T
+# of kernels: passes only move memory; update: all of the optimizer's
+KINDS = ("matmul", "attention", "passes", "copies", "update")
+# tokens of keys at which a kernel reaches half of its best share: docs/planning.md; and the tokens
+# that the device files' shares are of
+ATTENTION_RAMP, MEASURED = {"flash": 0.0, "cudnn": 512.0}, 8192
 MESSAGES = ("send", "receive")
 PARTIAL = 4  # bytes of a partial sum, fp32
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_scaled_mm_v2": 0,
            "matmul": 0}  # fmt: skip
+Quantity = Any  # a number, or an array with one for each run
+
+
+class Numbers(Protocol):
+    """A device's numbers by the keys of device_file.NUMBERS: a Device, or a planner's profile."""
+
+    def __getitem__(self, key: str, /) -> float: ...
 
 
 class Kernel(NamedTuple):
@@ -26,59 +42,83 @@ class Kernel(NamedTuple):
     another stream has queued behind it, as many as a collective takes.
     """
 
-    seconds: float
-    tail: float = 0.0
+    seconds: Quantity
+    tail: Quantity = 0.0
 
 
 def matmul_seconds(
     device: Device, m: int, n: int, k: int, dtype: str, batch: int = 1, sms: float = 0.0
 ) -> float:
     """Return the seconds of `batch` products [m, k] x [k, n], kernel start included."""
-    return matmul(device, m, n, k, dtype, batch=batch, sms=sms).seconds
+    return matmul_of(device, m, n, k, dtype, batch=batch, sms=sms).seconds
+
+
+def matmul_of(
+    device: Device, m: int, n: int, k: int, dtype: str, batch: int = 1, sms: float = 0.0
+) -> Kernel:
+    """Return the seconds of `batch` products of a dtype, and their tail: see `matmul`."""
+    if min(m, n, k, batch) < 1:
+        return Kernel(device["kernel_seconds"])
+    low = dtype.startswith("float8")
+    rate = device.peak(dtype) * device["matmul.float8" if low else "matmul"]
+    size = 1 if low else 4 if dtype in ("float32", "tf32") else 2
+    return Kernel(*map(float, matmul(device, m, n, k, rate, size, batch=batch, sms=sms)))
 
 
 def matmul(
-    device: Device, m: int, n: int, k: int, dtype: str, batch: int = 1, sms: float = 0.0
-) -> Kernel:
+    device: Numbers, m: Quantity, n: Quantity, k: Quantity, rate: Quantity, size: Quantity = 2,
+    batch: Quantity = 1, sms: float = 0.0,
+) -> Kernel:  # fmt: skip
     """Return the seconds of `batch` products [m, k] x [k, n], and their tail.
 
-    sms: those that it may use; 0 means all. Of the tile sizes and splits of k the fastest counts,
-    as a library's heuristics would choose. A tile of tm x tn does 2 tm tn (k + ramp) FLOPs at an
-    SM's share of the peak: `ramp` numbers of k fill and drain its pipeline. A smaller tile reads
-    more from shared memory for each FLOP, by tile_cost (1/tm + 1/tn). The last wave is the tail
-    where it leaves the SMs of a collective.
+    rate: FLOP/s of a long matmul on all SMs. size: bytes of a number of the operands; the result
+    has 2. sms: those that it may use; 0 means all. Of the tile sizes and splits of k the fastest
+    counts, as a library's heuristics would choose. A tile of tm x tn does 2 tm tn (k + ramp) FLOPs
+    at an SM's share of the rate: `ramp` numbers of k fill and drain its pipeline. A smaller tile
+    reads more from shared memory for each FLOP, by tile_cost (1/tm + 1/tn). The last wave is the
+    tail where it leaves the SMs of a collective.
     """
-    if min(m, n, k, batch) < 1:
-        return Kernel(device["kernel_seconds"])
     use = sms or device["sms"]
-    share = device["matmul.float8" if dtype.startswith("float8") else "matmul"]
-    rate = device.peak(dtype) * share / device["sms"]  # of one SM
-    size = 1 if dtype.startswith("float8") else 4 if dtype in ("float32", "tf32") else 2
-    moved = memory_seconds(device, batch * ((m * k + k * n) * size + 2 * m * n), False)
+    moved = memory_seconds(device, batch * ((m * k + k * n) * size + 2 * m * n))
+    m, n, k, rate = (np.asarray(each, float)[..., None] for each in (m, n, k, rate))
     big_m, big_n, cost = device["tile_m"], device["tile_n"], device["tile_cost"]
-    best, tail = float("inf"), 0.0
-    for scale_m, scale_n in TILES:
-        tm, tn = big_m * scale_m, big_n * scale_n
-        slower = (1 + cost * (1 / tm + 1 / tn)) / (1 + cost * (1 / big_m + 1 / big_n))
-        tiles = batch * ceil(m / tm) * ceil(n / tn)
-        for split in SPLITS:
-            waves = ceil(tiles * split / use)
-            seconds = waves * 2 * tm * tn * (k / split + device["ramp"]) * slower / rate
-            if split > 1:
-                sums = batch * m * n * PARTIAL * split
-                spilled = sums if sums > device["l2"] else 0
-                seconds += memory_seconds(device, 2 * spilled)
-            if seconds < best:
-                left = use * waves - tiles * split
-                best = seconds
-                tail = seconds / waves if left >= device["collective_sms"] else 0.0
-    return Kernel(max(best, moved) + device["kernel_seconds"], tail)
+    tm, tn, split = big_m * TRIED[0], big_n * TRIED[1], TRIED[2]
+    slower = (1 + cost * (1 / tm + 1 / tn)) / (1 + cost * (1 / big_m + 1 / big_n))
+    tiles = batch * np.ceil(m / tm) * np.ceil(n / tn) * split
+    waves = np.ceil(tiles / use)
+    seconds = waves * (2 * tm * tn * slower) * (k / split + device["ramp"])
+    seconds = seconds * device["sms"] / rate
+    sums = batch * m * n * PARTIAL * split
+    spilled = memory_seconds(device, 2 * np.where(sums > device["l2"], sums, 0.0))
+    seconds = seconds + np.where(split > 1, spilled, 0.0)
+    best = seconds.argmin(-1)[..., None]
+    seconds, waves, tiles = (np.take_along_axis(each, best, -1)[..., 0]
+                             for each in (seconds, waves, tiles))  # fmt: skip
+    tail = np.where(use * waves - tiles >= device["collective_sms"], seconds / waves, 0.0)
+    return Kernel(np.maximum(seconds + device["kernel_seconds"], moved), tail)
 
 
-def memory_seconds(device: Device, moved: float, starts: bool = True) -> float:
+def memory_seconds(device: Numbers, moved: Quantity, starts: bool = True) -> Quantity:
     """Return the seconds of a kernel that reads and writes so many bytes; starts: a start too."""
     seconds = moved / (device["bandwidth"] * device["memory_share"])
     return seconds + device["kernel_seconds"] * starts
+
+
+def attention_share(
+    device: Numbers, kernel: str, backward: bool, length: Quantity = MEASURED
+) -> Quantity:
+    """Return the share of the peak that an attention of so many keys a row reaches.
+
+    kernel: "flash" or "cudnn". A device file has the shares of MEASURED tokens.
+    """
+    ramp = ATTENTION_RAMP[kernel]
+    share = device[f"attention.{kernel}.{'backward' if backward else 'forward'}"]
+    return share * (1 + ramp / MEASURED) * length / (length + ramp)
+
+
+def attention(device: Numbers, flops: Quantity, moved: Quantity, rate: Quantity) -> Quantity:
+    """Return the seconds of a fused attention. moved: bytes. rate: FLOP/s."""
+    return np.maximum(flops / rate + device["kernel_seconds"], memory_seconds(device, moved))
 
 
 def attention_seconds(
@@ -88,11 +128,11 @@ def attention_seconds(
     dtype: str,
     kernel: str = "flash",
     backward: bool = False,
+    length: int = MEASURED,
 ) -> float:
-    """Return the seconds of a fused attention that does so many FLOPs and moves so many bytes."""
-    way = "backward" if backward else "forward"
-    rate = device.peak(dtype) * device[f"attention.{kernel}.{way}"]
-    return max(flops / rate + device["kernel_seconds"], memory_seconds(device, moved))
+    """Return the seconds of a fused attention: see `attention_share`."""
+    rate = device.peak(dtype) * attention_share(device, kernel, backward, length)
+    return float(attention(device, flops, moved, rate))
 
 
 def short_name(launch: Launch) -> str:
@@ -115,6 +155,18 @@ def matmul_dtype(launch: Launch) -> str:
     return launch.dtype
 
 
+def kind_of(launch: Launch) -> str:
+    """Return which of KINDS a recorded kernel is."""
+    if launch.where.phase == "update":
+        return "update"
+    if launch.op.startswith("memcpy "):
+        return "copies"
+    if not launch.flops:
+        return "passes"
+    op = short_name(launch)
+    return "attention" if "attention" in op or "flash" in op else "matmul"
+
+
 def launch_seconds(device: Device, launch: Launch, sms: float = 0.0) -> float:
     """Return the seconds of a recorded kernel alone on the device, or on `sms` of its SMs."""
     return kernel_of(device, launch, sms).seconds
@@ -126,7 +178,7 @@ def kernel_of(device: Device, launch: Launch, sms: float = 0.0) -> Kernel:
     if launch.flops and op in MATMULS:
         a, b = launch.shapes[MATMULS[op] :][:2]
         sizes = a[-2], b[-1], a[-1], matmul_dtype(launch)
-        return matmul(device, *sizes, batch=prod(a[:-2]), sms=sms)
+        return matmul_of(device, *sizes, batch=prod(a[:-2]), sms=sms)
     return Kernel(_other_seconds(device, launch, op, sms))
 
 
@@ -138,10 +190,17 @@ def _other_seconds(device: Device, launch: Launch, op: str, sms: float) -> float
     dtype = matmul_dtype(launch)
     if "attention" in op or "flash" in op:
         kernel = "cudnn" if "cudnn" in op else "flash"
-        backward = "backward" in op
-        return attention_seconds(device, launch.flops, launch.bytes, dtype, kernel, backward) * (
-            device["sms"] / sms if sms else 1.0
+        length = launch.shapes[1][-2] if len(launch.shapes) > 1 else MEASURED  # of k, or of q
+        seconds = attention_seconds(
+            device,
+            launch.flops,
+            launch.bytes,
+            dtype,
+            kernel,
+            backward="backward" in op,
+            length=length,
         )
+        return seconds * (device["sms"] / sms if sms else 1.0)
     whole = device.peak(dtype) * device["matmul"] * (sms / device["sms"] if sms else 1.0)
     return max(
         launch.flops / whole + device["kernel_seconds"], memory_seconds(device, launch.bytes)

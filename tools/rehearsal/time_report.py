@@ -19,7 +19,9 @@ def as_json(timing: Timing, other: Timing | None = None) -> dict[str, Any]:
         "step_seconds": timing.step_seconds,
         "mfu": timing.mfu,
         "range": [{"step_seconds": one.step_seconds, "mfu": one.mfu} for one in ends],
+        "busy_seconds": timing.busy_seconds,
         "exposed_seconds": timing.exposed_seconds,
+        "host_seconds": timing.host_seconds,
         "bound_seconds": timing.bound_seconds,
         "bound_by": timing.bound_by,
         "bounds": timing.bounds,
@@ -41,6 +43,8 @@ def lines(timing: Timing, device: Device, other: Timing | None = None) -> list[s
         f"bound by {timing.bound_by}: at least {1e3 * timing.bound_seconds:.1f} ms",
         f"the device waits for the host {100 * timing.launch_bound_share:.1f} % of the step",
     ]
+    for kind, seconds in sorted(timing.busy_seconds.items(), key=lambda item: -item[1]):
+        told.append(f"busy: {kind} {1e3 * seconds:.1f} ms, {100 * seconds / step:.1f} %")
     for axis, seconds in sorted(timing.exposed_seconds.items(), key=lambda item: -item[1]):
         told.append(f"exposed: {axis} {1e3 * seconds:.1f} ms, {100 * seconds / step:.1f} %")
     return told

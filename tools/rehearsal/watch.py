@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """See every operation of torch, and tell a Recorder what it launches, reads and writes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ NO_KERNEL = {  # they make or change tensors, and launch nothing
     "_has_compatible_shallow_copy_type",
 }  # fmt: skip
 RUN_BACKWARD = ("", "mpu/pipeline/engine.py", "mpu/recompute.py")  # where a step calls autograd
+OVERWRITE = ("copy_", "zero_", "fill_")  # in place, whatever was there before
+OF_ROWS = ("embedding", "index_select", "index_add_", "index_put_", "gather")
 COPIES = ("_to_copy", "copy_", "clone")
 FLASH = ("_flash_attention_forward", "_flash_attention_backward")
 UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
@@ -123,12 +126,7 @@ class Watch(TorchDispatchMode):
             return out
         flops = flops_of(func, args, kwargs, out)
         recorder.chain()
-        involved = {id(t): t for t in (*inputs, *outputs)}.values()
-        seen: dict[tuple[int, int], int] = {}
-        for t in involved:
-            if t.device.type == device:
-                where_it_lies = (t.untyped_storage()._cdata, int(t.storage_offset()))
-                seen[where_it_lies] = t.numel() * t.element_size()
+        here = [[x for x in side if x.device.type == device] for side in (taken, changed)]
         recorder.events.append(
             Launch(
                 name,
@@ -137,7 +135,7 @@ class Watch(TorchDispatchMode):
                 dtype=str((outputs or inputs)[0].dtype).removeprefix("torch."),
                 read=read,
                 written=written,
-                bytes=sum(seen.values()),
+                bytes=moved(short, *here),
                 flops=flops,
                 where=where,
                 spans=spans,
@@ -283,3 +281,27 @@ def _causal(func: Any, args: Any, kwargs: Any) -> bool:
 def name_of(func: Any) -> str:
     """Return an operation's name."""
     return str(func._schema.name)
+
+
+def moved(op: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
+    """Return the bytes that a kernel reads and writes, each tensor once each way.
+
+    What OVERWRITE writes it does not read. Of the table that is the first tensor of OF_ROWS only
+    rows move, as many bytes as its largest other tensor has.
+    """
+
+    def sizes(tensors: Sequence[Tensor]) -> dict[tuple[int, int], int]:
+        places = ((x.untyped_storage()._cdata, int(x.storage_offset())) for x in tensors)
+        return {place: x.numel() * x.element_size()
+                for place, x in zip(places, tensors, strict=True)}  # fmt: skip
+
+    reads, writes = sizes(read), sizes(written)
+    if op in OVERWRITE:
+        reads = {place: size for place, size in reads.items() if place not in writes}
+    if op in OF_ROWS and reads:
+        table = next(iter(reads))
+        rows = max((size for side in (reads, writes) for place, size in side.items()
+                    if place != table), default=0)  # fmt: skip
+        reads, writes = ({place: min(size, rows) if place == table else size
+                          for place, size in side.items()} for side in (reads, writes))  # fmt: skip
+    return sum(reads.values()) + sum(writes.values())

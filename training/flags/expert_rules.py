@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the flags of a mixture of experts."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from training.arguments import EXPERTS
@@ -33,6 +34,22 @@ def check_given(given: dict[str, Any]) -> None:
         for name, why in WITH_EXPERTS.items():
             if name in given:
                 raise UsageError(f"{name} with {EXPERTS} {given[EXPERTS]}: {why}; leave it out")
+        order = str(given.get("--rank-order", "")).split("-")
+        if "ep" in order and "dp" in order and order.index("ep") > order.index("dp"):
+            raise UsageError(
+                f"--rank-order {given['--rank-order']}: the ranks that experts are dealt out over "
+                "are neighbours in a stage, so ep must stand before dp"
+            )
+
+
+def notes(config: Config) -> Iterator[str]:
+    """Yield a line on a balance loss that another layout changes."""
+    m = config.moe
+    if m.experts and "aux_loss" in m.moe_router_load_balancing_type and any(m.moe_aux_loss_coeff):
+        yield (
+            "--moe-router-load-balancing-type aux_loss is the loss of a micro-batch: it depends on "
+            "--micro-batch-size; seq_aux_loss is the same for every layout"
+        )
 
 
 def check(config: Config) -> None:

@@ -54,7 +54,7 @@ def check_world(layout: ParallelConfig) -> None:
 
 def rank_order(text: str) -> str:
     """Return --rank-order as the names of the four axes, fastest first. Raises UsageError."""
-    names = [name for name in text.split("-") if name != "ep"]  # Megatron's; there are no experts
+    names = [name for name in text.split("-") if name != "ep"]  # always neighbours in a stage
     if sorted(names) != sorted(ORDER):
         raise UsageError(
             f"{RANKS} {text}: must name each of {', '.join(ORDER)} once, the fastest first, "

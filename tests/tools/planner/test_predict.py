@@ -4,6 +4,7 @@
 import csv
 import hashlib
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,10 @@ from tools.planner.constants import ProfileError, profile, read_fitted
 from tools.planner.predict import COLUMNS, predict
 from tools.planner.published import RowError, playbook_cut, read_table
 from tools.planner.runs import even_cut, stacked
-from tools.planner.step_time import collective
+from tools.planner.step_time import collective, matmul
+from tools.rehearsal.device_file import read_device
+from tools.rehearsal.links import collective_seconds
+from tools.rehearsal.roofline import matmul_seconds
 
 COMMITTED = "c93f07764da56701e8df3b8ddae0b634115c129d9d1cdd50553dc285dd1f641b"  # of blind_runs.csv
 PLAYBOOK = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status"
@@ -63,8 +67,33 @@ def test_a_ring_has_a_step_for_each_rank_of_its_group() -> None:
     runs = stacked([read_table(BLIND).rows[0].record] * 2)
     c = profile("nemo_h100")
     size, inner = np.array([256.0, 32.0]), np.array([1.0, 8.0])
-    one = collective(c, runs, np.zeros(2), size, inner) - c["collective_start"]
+    one = collective(c, runs, "all_gather", np.full(2, 1e-9), size, inner) - c["collective_start"]
     assert one == pytest.approx(np.array([255, 31]) * c["network_step"])
+
+
+@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+def test_the_planner_and_the_rehearsal_have_one_cost_of_a_collective(verb: str) -> None:
+    """Of groups in a node, over nodes and across both, for this repository's own runs."""
+    device, c = read_device("h100"), profile("weft_h100")
+    runs = stacked([read_table(BLIND).rows[0].record] * 4)
+    runs = replace(runs, network=np.full(4, device.levels[1].bandwidth))
+    groups = [range(8), range(0, 64, 8), range(64), range(0, 32, 2)]
+    size, inner = np.array([[len(g), g.step] for g in groups], float).T
+    for whole in (1e3, 1e6, 1e10):
+        told = collective(c, runs, verb, np.full(4, whole), size, inner)
+        sent = whole / size if verb == "all_gather" else np.full(4, whole)
+        wanted = [collective_seconds(device, verb, s, g) for s, g in zip(sent, groups, strict=True)]
+        assert told == pytest.approx(np.array(wanted))
+
+
+@pytest.mark.parametrize("float8", [0, 1])
+def test_the_planner_and_the_rehearsal_have_one_cost_of_a_matmul(float8: int) -> None:
+    device, c = read_device("h100"), profile("weft_h100")
+    sizes = np.array([[8192, 28672, 4096], [1024, 128, 8192], [3, 5, 7]], float).T
+    runs = stacked([read_table(BLIND).rows[0].record | {"float8": float8}] * 3)
+    dtype = "float8" if float8 else "bfloat16"
+    wanted = [matmul_seconds(device, *map(int, mnk), dtype) for mnk in sizes.T]
+    assert matmul(c, runs, *sizes) == pytest.approx(np.array(wanted))
 
 
 def test_blind_runs_are_as_they_were_when_nobody_had_compared_them() -> None:

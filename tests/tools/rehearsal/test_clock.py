@@ -8,7 +8,7 @@ import pytest
 from tests.tools.rehearsal.clock_device import HERE, device, gather, kernel, matmul
 from tools.rehearsal.clock import time_record
 from tools.rehearsal.events import Action, Call, Event, HostWait, Launch, Record, Transfer, Wait
-from tools.rehearsal.roofline import matmul as product_seconds
+from tools.rehearsal.roofline import matmul_of as product_seconds
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 
 
@@ -46,17 +46,33 @@ def test_only_what_nothing_hides_is_exposed_and_counts_for_its_axis() -> None:
     timing = time_record(events, device())
     assert timing.step_seconds == 3 + 1 + 4 + 1
     assert timing.exposed_seconds == {"tp": 2}
+    assert timing.busy_seconds == {"passes": 7}
+
+
+def test_a_kernel_behind_a_transfer_is_waited_for_as_the_transfer_is() -> None:
+    """A stream waits for a transfer, casts its result, and the computing stream waits for that."""
+    events: list[Event] = [
+        gather(1, 3, "dp_cp"), Wait(-1, 2, "", 1), kernel(1, 2), Record(7, 2, ""), kernel(1),
+        Wait(7, 0, ""), kernel(1),
+    ]  # fmt: skip
+    timing = time_record(events, device())
+    assert timing.step_seconds == 3 + 1 + 1
+    assert timing.exposed_seconds == {"dp_cp": 3} and timing.busy_seconds == {"passes": 2}
 
 
 def test_a_transfer_that_ends_after_all_else_is_exposed() -> None:
     timing = time_record([kernel(1), gather(1, 5, "dp_cp")], device())
     assert timing.step_seconds == 6 and timing.exposed_seconds == {"dp_cp": 5}
+    waits = [kernel(1), gather(1, 5, "dp_cp"), Wait(-1, 0, "", 1), HostWait(-1, 0, "", HERE)]
+    timing = time_record([*waits, gather(2, 1, "world")], device())
+    assert timing.exposed_seconds == {"dp_cp": 5, "world": 1}
+    assert timing.step_seconds == 7 and timing.busy_seconds == {"passes": 1}
 
 
 def test_a_slow_host_keeps_the_device_waiting() -> None:
     timing = time_record([kernel(1), kernel(1), kernel(1)], device(launch_seconds=3))
     assert timing.step_seconds == 10
-    assert timing.host_seconds == 3 + 2 + 2
+    assert timing.host_seconds == 3 + 2 + 2 and timing.busy_seconds == {"passes": 3}
     assert timing.launch_bound_share == 0.7
     assert timing.bound_by == "host" and timing.bound_seconds == 9
 

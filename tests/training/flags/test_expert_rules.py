@@ -52,6 +52,14 @@ def test_the_example_of_nvidia_parses() -> None:
     assert options.balance == (("aux_loss", 1e-2),) and options.dispatcher == "alltoall"
 
 
+def test_a_loss_that_depends_on_the_micro_batch_is_said() -> None:
+    assert read("--num-experts 4 --rank-order tp-cp-ep-dp-pp").parallel.rank_order == "tp-cp-dp-pp"
+    for more, said in (("--moe-aux-loss-coeff 1", 1), ("", 0),
+                       ("--moe-aux-loss-coeff 1 --moe-router-load-balancing-type seq_aux_loss", 0)):
+        notes = [n for n in read(f"--num-experts 4 {more}").notes if "depends on --micro" in n]
+        assert len(notes) == said
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("2", 2), ("[1,0,1,1]", (1, 0, 1, 1)), ("([0]*1+[1]*3)", (0, 1, 1, 1)),
@@ -89,6 +97,7 @@ MISTAKES = [
     ("--num-experts 8 --moe-router-dtype fp64", 1, "only fp32 is accepted"),
     ("--num-experts 8 --fp8-format e4m3 --bf16 --fp8-recipe tensorwise", 1, "--fp8-format is not"),
     ("--num-experts 8 --overlap-moe-expert-parallel-comm", 1, "this part of a mixture of experts"),
+    ("--num-experts 8 --rank-order tp-cp-dp-ep-pp", 1, "so ep must stand before dp"),
     ("--qk-layernorm --model-file mine.py", 1, "--qk-layernorm and --model-file mine.py set the"),
 ]  # fmt: skip
 
