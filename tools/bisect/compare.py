@@ -97,6 +97,7 @@ class _Judge:
     def __init__(self, one: Side, other: Side, allowed: Allowed, found: Comparison) -> None:
         self.one, self.other, self.allowed, self.found = one, other, allowed, found
         self.sizes: dict[tuple[str, str], float] = {}  # the largest norm of a kind
+        self.dtypes = {_dtype(side) for side in (one, other)}  # a gradient is as exact as these
 
     def unlike(self, one: Whole, other: Whole, exact: bool, kind: tuple[str, str]) -> float:
         """Return by how much two tensors differ beyond what is allowed, or 0."""
@@ -110,7 +111,7 @@ class _Judge:
         self.sizes[kind] = max(self.sizes.get(kind, 0.0), norm if norm == norm else 0.0)
         error = distance(a, b, FLOOR * self.sizes[kind])
         self.found.worst = max(self.found.worst, error if error < 1 else 0.0)
-        dtypes = {str(x.dtype).removeprefix("torch.") for x in (a, b)}
+        dtypes = {str(x.dtype).removeprefix("torch.") for x in (a, b)} | self.dtypes
         limit = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
         return error if not error <= limit else 0.0
 
@@ -175,7 +176,7 @@ def _of_parameter(
         if other is None:
             continue
         error = judge.unlike(one, other, exact, (key.kind, key.phase))
-        replicas = not error and other.apart > _limit(other.values, exact)
+        replicas = not error and other.apart > _limit(judge, other.values, exact)
         if error or replicas:
             far, whole = other.apart if replicas else error, (one, other)
             values = one.values, other.values
@@ -183,8 +184,9 @@ def _of_parameter(
             yield Difference(key, *values, far, pair, tensor=name, replicas=replicas, wholes=whole)
 
 
-def _limit(x: Tensor, exact: bool) -> float:
-    return 0.0 if exact else TOLERANCE.get(str(x.dtype).removeprefix("torch."), 0.0)
+def _limit(judge: _Judge, x: Tensor, exact: bool) -> float:
+    dtypes = {str(x.dtype).removeprefix("torch."), *judge.dtypes}
+    return 0.0 if exact else max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
 
 
 def _before(judge: _Judge) -> Iterator[Difference]:
@@ -224,7 +226,7 @@ def _activation(judge: _Judge, key: Key) -> Iterator[Difference]:
     if error:
         pair = judge.pair(key)
         yield Difference(key, one.values, other.values, error, pair, wholes=wholes)
-    elif other.apart > _limit(other.values, judge.allowed.exact) >= one.apart:
+    elif other.apart > _limit(judge, other.values, judge.allowed.exact) >= one.apart:
         pair = judge.pair(key)
         yield Difference(
             key, one.values, other.values, other.apart, pair, replicas=True, wholes=wholes
@@ -252,8 +254,24 @@ def _collective(judge: _Judge, key: Key) -> Iterator[Difference]:
 
 def _forward(judge: _Judge) -> Iterator[Difference]:
     kinds = ("activation", "collective")
-    keys = judge.keys(lambda k: k.group in kinds and k.phase == "forward")
-    yield from _activations(judge, list(keys))
+    keys = list(judge.keys(lambda k: k.group in kinds and k.phase == "forward"))
+    alone = {key: side for side in (judge.one, judge.other) for key in _alone(judge, side)}
+    order = {**judge.other.order, **judge.one.order}
+    for key in sorted([*keys, *alone], key=lambda k: order[k]):
+        if key not in alone:
+            yield from _activations(judge, [key])
+            continue
+        parts = (judge.one.parts.get(key, []), judge.other.parts.get(key, []))
+        yield Difference(key, bool(parts[0]), bool(parts[1]), error=float("inf"), parts=parts)
+
+
+def _alone(judge: _Judge, side: Side) -> Iterator[Key]:
+    """Yield the outputs of modules that only this side runs: in any layout each module runs."""
+    both = judge.one.parts.keys() & judge.other.parts.keys()
+    for key in side.parts:
+        if key.group == "activation" and key.kind == "output" and key.phase == "forward":
+            if key.name and key.call == 1 and not key.item and key not in both:
+                yield key
 
 
 def _number(name: str) -> Callable[[_Judge], Iterator[Difference]]:

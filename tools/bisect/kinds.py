@@ -41,7 +41,17 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
         count = int((a.isfinite() & ~b.isfinite()).sum())
         return Kind("not finite", f"{count} of {b.numel()} values are not finite")
     near = _near(a, b)
-    for look in (_flipped, _summed, _missing, _scaled, _rounded, _dropped, _update, _moved):
+    for look in (
+        _carried,
+        _flipped,
+        _summed,
+        _missing,
+        _scaled,
+        _rounded,
+        _dropped,
+        _update,
+        _moved,
+    ):
         if kind := look(found, one, other, near):
             return kind
     return _order(a, b) or (_drawn(a, b) if found.key.group == "parameter" else None)
@@ -149,6 +159,26 @@ def _missing(found: Difference, one: Side, other: Side, near: Near) -> Kind | No
         which = f"only on rank {_numbers(wrong)} {over}".strip()
         return Kind("one rank", f"{which}, of {n} that should be equal")
     return Kind("replicas", f"the {n} ranks {over}".strip() + " differ, which should have the same")
+
+
+def _carried(found: Difference, one: Side, other: Side, near: Near) -> Kind | None:
+    """Of a collective: does it return what the rank gave, without the others'?"""
+    key = found.key
+    if key.group != "collective" or key.kind != "returned":
+        return None
+    mine = found.parts[1][0]
+    for part in other.parts.get(key._replace(kind="taken"), []):
+        at = (part.rank, part.entry["micro_batch"])
+        if at != (mine.rank, mine.entry["micro_batch"]):
+            continue
+        gave, b, ranks = part.values(), found.other, mine.entry["ranks"]
+        if len(gave) == len(ranks) * len(b):
+            gave = gave.chunk(len(ranks))[ranks.index(mine.rank)]
+        if gave.shape == b.shape and near(gave, b) and mine.entry["verb"] != "all_gather":
+            over = mine.entry["axis"]
+            text = f"a sum over {over} is missing: it returns what this rank gave"
+            return Kind("a missing sum", text)
+    return None
 
 
 def _summed(found: Difference, one: Side, other: Side, near: Near) -> Kind | None:

@@ -245,8 +245,8 @@ class Recorder:
     def _output_grad(self, event: Event) -> None:
         # hooks of one call's outputs fire in the order of the outputs: `call` tells them apart
         call = self._count(OUTPUT_GRAD, event.name, BACKWARD)
-        (x,) = event.tensors
-        self._activation(_Of(OUTPUT_GRAD, event.name, event.of, 0), x, call)
+        for x in event.tensors:  # none where autograd has no gradient of it
+            self._activation(_Of(OUTPUT_GRAD, event.name, event.of, 0), x, call)
 
     def _main_grad(self, event: Event) -> None:
         where = {k: v for k, v in self._where().items() if k in ("micro_batch", "stage")}

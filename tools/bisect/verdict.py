@@ -62,7 +62,10 @@ def said(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Verdict
     what, name, module = _tensor(first, other)
     where, phase = region_of(first), _phase(first.key)
     text = f"in {phase}, {what} differs first" if phase else f"{what} differs first"
-    text += f", by {_far(first)}"
+    if isinstance(first.one, bool):
+        text += f": only {'A' if first.one else 'B'} has it, and the other never calls {module}"
+    else:
+        text += f", by {_far(first)}"
     text += f": {kind.text}" if kind else ""
     text += f"; {where}" if where and not (kind and kind.name in ("a flipped bit",)) else ""
     text += f" ({place})" if (place := _place(first, module, one)) else ""
@@ -87,7 +90,9 @@ def _tensor(found: Difference, other: Side) -> tuple[str, str, str]:
     if key.group == "parameter":
         module = other.modules.get(key.name, "").rpartition(".")[0]
         return _of_parameter(found, module), found.tensor or key.name, module
-    name = f"{key.name} ({of})" if key.name else f"the model ({of})"
+    stage = next((p.entry["stage"] for parts in found.parts[::-1] for p in parts), 0)
+    whole = f"stage {stage} of the model" if other.sizes["pp"] > 1 else "the model"
+    name = f"{key.name or whole} ({of})"
     number = f", tensor {key.item}" if key.item else ""
     number += f", call {key.call}" if key.call > 1 else ""
     return PLACES[key.kind].format(name) + number, key.name, key.name

@@ -273,10 +273,11 @@ def gradient_sum(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[An
         start, wait, own = bucket.start_grad_sync, bucket.wait, {}
 
         def start_grad_sync(bucket: Any = bucket, start: Any = start, own: Any = own) -> None:
-            own["grad"] = bucket.grad.clone()
+            grad = bucket.grad.clone()
             if plant["how"] == "twice":
                 bucket.grad *= 2
-            start()
+            start()  # it waits for an earlier sum first
+            own["grad"] = grad
 
         def waited(bucket: Any = bucket, wait: Any = wait, own: Any = own) -> None:
             wait()

@@ -65,7 +65,7 @@ def _module(name: str, step: int, how: str, says: str = "", **more: Any) -> Plan
 
 def _order(name: str, step: int, **more: Any) -> Planted:
     plant = {"what": "order", "name": name, "step": step}
-    says = re.escape(f"what {name} (") + ".* gives .*another order of its operations"
+    says = re.escape(name) + " .*another order of its operations"
     return Planted("order of operations", step, says, plant=plant, **more)
 
 
@@ -182,7 +182,7 @@ PLANTED: dict[str, Planted] = {
     "no sum over tp, SP": _sum("tp", "reduce_scatter", 3, "left out", r"layers\.0\.mlp\.down",
                                SP, 2),
     "gradients not over dp": _gradients("layers.1.mlp.down.weight", "only", [],
-                                        "down_proj.*not over dp", "", 2),
+                                        "summed gradient of .*not over dp", "", 2),
     "gradients over dp, not cp": _gradients("layers.2.mlp.down.weight", "only", ["dp"],
                                             "over dp, and not over cp", CP, 4),
     "gradients twice": _gradients("layers.0.mlp.down.weight", "twice", [], "2 times", "", 2),
@@ -196,8 +196,8 @@ PLANTED: dict[str, Planted] = {
                                 plant={"what": "stage", "layer": "1", "how": "left out"}),
     "two blocks exchanged": Planted("stage's cut", 1, r"layers\.[23]", PP, ranks=(2, 2),
                                     plant={"what": "stage", "layer": "3", "how": "exchanged"}),
-    "a message rounded": Planted("stage's cut", 3, r"layers\.2.*takes.*rounded", PP, ranks=(2, 2),
-                                 plant={"what": "message", "step": 3}),
+    "a message rounded": Planted("stage's cut", 3, "stage 1 of the model.*takes.*rounded", PP,
+                                 ranks=(2, 2), plant={"what": "message", "step": 3}),
     # commits
     "a commit of the block": _edit("model/llama.py", "return h + self.mlp(x)",
                                    "return h + 1.01 * self.mlp(x)", 1,
