@@ -136,6 +136,20 @@ def _units(
     )
 
 
+def _whole(
+    config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
+) -> RankProfile | None:
+    """Return the profile of stages of as many layers, wherever these stand in the model."""
+    same = _placed(config, stages, [len(stage.layers) for stage in stages])
+    if same is None:
+        return None
+    bare, rank = _bare(config, stages, pp_rank)
+    found = rank_profile(bare, provider, same, rank, split)
+    chunks = [_Chunk(s, other) for s, other in zip(stages, same, strict=True)]
+    gradients = _longer(found.gradients, chunks, forward=False)
+    return replace(found, uses=(), gradients=gradients, living=())
+
+
 def _blocks(
     config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
 ) -> RankProfile | None:
@@ -146,8 +160,8 @@ def _blocks(
     """
     again = [recomputed_layers(config, stage) for stage in stages]
     plain = [len(stage.layers) - n for stage, n in zip(stages, again, strict=True)]
-    if max(*again, *plain) <= FEW:
-        return None
+    if max(*again, *plain) <= FEW:  # nothing is left out
+        return _whole(config, provider, stages, pp_rank, split)
     (bare, rank), found = _bare(config, stages, pp_rank), list[RankProfile]()
     for a, b in ((1, 1), (1, 2), (2, 1)):
         counts = [min(n, a) + min(m, b) for n, m in zip(again, plain, strict=True)]

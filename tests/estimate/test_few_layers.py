@@ -23,6 +23,7 @@ RUNS = [  # flags, ranks
     (f"--num-layers 14 {SP}--pipeline-model-parallel-size 2 --pipeline-schedule zb-v", 4),
     (f"--num-layers 26 --pipeline-model-parallel-size 2 {FULL}block --recompute-num-layers 5 "
      "--num-virtual-stages-per-pipeline-rank 2 --global-batch-size 8", 2),
+    (f"--num-layers 8 --pipeline-model-parallel-size 4 {FULL}block --recompute-num-layers 1", 4),
     ("--num-layers 9 --device cuda --cpu-offload-activations --bf16", 1),
 ]  # fmt: skip
 
