@@ -76,7 +76,7 @@ EXAMPLES = [
             "4,194,304,000 tokens in all": "1,000 steps = 4.2e9 tokens",
             "2.2 days": "2.2 days",
             "activations        32.54 GB": "33 GB activations",
-            "56.9 GB": "57 GB",
+            "56.96 GB": "57 GB",
             "2,688 of  201.3 MB": "sends 294 MB",
         },
     ),

@@ -18,7 +18,7 @@ SAID = {
     "5.147e+10 FLOPs a token": "5.15e10 FLOPs a token",
     "50,000,297,984 tokens in all": "47,684 steps = 5e10 tokens",
     "4.7 days": "4.7 days",
-    "27.94 GB": "= 28 GB",
+    "28.01 GB": "= 28 GB",
 }
 POLICIES = {"Always", "OnFailure", "Never", "ExitCode"}
 

@@ -90,7 +90,7 @@ def by_train(case, monkeypatch):
         run=settings,
         checkpoint=kept,
         model=SimpleNamespace(seq_length=1),
-        log=SimpleNamespace(sample_interval=None),
+        log=SimpleNamespace(sample_interval=None, log_digests=None),
         fault=FaultConfig(rerun_mode="disabled"),
     )
     run = SimpleNamespace(
@@ -142,6 +142,8 @@ def by_train(case, monkeypatch):
                 failed=None,
                 save=save,
                 passed_over=set(),
+                names={},
+                digests={},
                 after_step=watcher.after_step,
             ),
             log,
