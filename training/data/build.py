@@ -24,7 +24,6 @@ from training.data.one_pass import OnePass
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
 
 if TYPE_CHECKING:
-    from training.arguments import DataConfig
     from training.config import Config
     from training.data.tokenizer import Tokenizer
 
@@ -146,20 +145,22 @@ def build_datasets(
         whole = data.full_validation and split == "valid"
         sets = {split: paths}
         if data.multiple_validation_sets and split == "valid":
-            sets = {f"valid-{name}": (path,) for name, path in validation_sets(data).items()}
+            sets = {
+                f"valid-{name}": (path,)
+                for name, path in validation_sets(own, data.validation_set_names).items()
+            }
         for name, each in sets.items():
             found[name] = opener.open(each, flag, split, shares, whole) if each else None
     return found
 
 
-def validation_sets(data: "DataConfig") -> dict[str, str]:
+def validation_sets(paths: Sequence[str], names: Sequence[str] = ()) -> dict[str, str]:
     """Return {name: prefix} of --multiple-validation-sets.
 
     Without --validation-set-names a name is the last part of a prefix, less what
     tools/preprocess_data.py adds to it; where two are equal, they are numbered as in Megatron.
     """
-    paths = data.valid_data_path
-    names = data.validation_set_names or tuple(
+    names = names or tuple(
         os.path.basename(path).removesuffix("_document").removesuffix("_text") for path in paths
     )
     if len(set(names)) < len(names):

@@ -3,7 +3,6 @@
 
 import os
 import shlex
-from dataclasses import replace
 
 import pytest
 import torch
@@ -536,11 +535,10 @@ def test_what_a_validation_set_must_be(more, why):
 def test_the_names_of_validation_sets():
     base = f"--dry-run --train-data-path t {SETS} --multiple-validation-sets"
     config = read(base, base=SMALL.replace("--mock-data", ""))
-    assert validation_sets(config.data) == {"a": "a_text_document", "c": "b/c"}
-    twice = replace(config.data, valid_data_path=("x/a", "y/a"))
-    assert validation_sets(twice) == {"0": "x/a", "1": "y/a"}
+    assert validation_sets(config.data.valid_data_path) == {"a": "a_text_document", "c": "b/c"}
+    assert validation_sets(("x/a", "y/a")) == {"0": "x/a", "1": "y/a"}
     config = read(f"{base} --validation-set-names p q", base=SMALL.replace("--mock-data", ""))
-    assert list(validation_sets(config.data)) == ["p", "q"]
+    assert list(validation_sets(("u", "v"), config.data.validation_set_names)) == ["p", "q"]
     config = read(
         f"--dry-run --train-data-path t {SETS} --eval-iters 0 --full-validation",
         base=SMALL.replace("--mock-data", ""),
