@@ -109,7 +109,7 @@ def allowed(seen: "Rehearsed", sort: str, count: int) -> int:
     if sort.startswith("gathers of weights"):
         return max(2 * seen.micro_batches, count // 2)
     if sort.startswith("messages"):
-        return count // 2
+        return count if seen.micro_batches == 1 else count // 2  # nothing else is there
     if sort.startswith("parts") and seen.grid.tp.size > 2:
         return count // 2  # what is gathered beside a matmul travels in several turns
     if sort.startswith("sums of gradients"):
