@@ -665,11 +665,7 @@ IDLE = (
         --moe-deepep-num-sms --moe-flex-dispatcher-backend""",
     ),
     Idle(
-        "--optimizer muon, lion or sgd",
-        """--muon-no-split-qkv --muon-nesterov --muon-use-syrk""",
-        values="""--sgd-momentum --muon-momentum --muon-scale-mode --muon-fp32-matmul-prec
-        --muon-coefficient-type --muon-num-ns-steps --muon-tp-mode
-        --muon-extra-scale-factor --muon-scalar-optimizer --lion-beta1 --lion-beta2""",
+        "--optimizer lion or sgd", "", values="""--sgd-momentum --lion-beta1 --lion-beta2"""
     ),
     Idle("--mtp-num-layers", "", values="""--mtp-loss-scaling-factor"""),
     Idle(
