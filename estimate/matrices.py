@@ -142,8 +142,8 @@ def _load(config: Config, rank: int, rule: UpdateRule, plan: Plan) -> str:
     at = f"pipeline rank {rank}: " if config.parallel.pipeline_model_parallel_size > 1 else ""
     more = f"; the fullest has {100 * (max(loads) / even - 1):.1f} % more than an even share"
     return (
-        f"{at}{rule.name} orthogonalises {len(plan.matrices):,} matrices a step on {count:,} ranks"
-        + (more if count > 1 and even else "")
+        f"{at}{rule.name} has {len(plan.matrices):,} matrices"
+        + (f" on {count:,} ranks" + more if count > 1 and even else "")
     )
 
 

@@ -669,7 +669,7 @@ class OptimizerConfig:
 
     optimizer: str = setting(  # a key of training.optimizer.RULES
         "adam",
-        "what updates the weights; adam is AdamW, muon is Muon for matrices and AdamW for the rest",
+        "what updates the weights; adam is AdamW; muon is Muon for matrices, AdamW for the rest",
         rule=one_of("adam", "muon", other=(("dist_muon", "muon"),)),
         older="adam",
     )
@@ -755,20 +755,20 @@ class OptimizerConfig:
         **MUON,
         older="quintic",
     )
-    muon_coefficients: tuple[tuple[float, float, float], ...] | None = setting(
-        None,
+    muon_coefficients: tuple[tuple[float, float, float], ...] = setting(
+        (),
         "coefficients of these iterations by hand, one triple a step",
         '"a,b,c;a,b,c;..."',
         TRIPLES,
         derived="--muon-coefficient-type",
         ours=True,
         **MUON,
-        older=None,
+        older=(),
     )
     muon_scale_mode: str = setting(
         "spectral",
-        "what an update [outputs, inputs] is multiplied by: sqrt(max(outputs, inputs)), "
-        "sqrt(outputs / inputs), or sqrt(max(1, outputs / inputs))",
+        "what an update of o outputs and i inputs is multiplied by: sqrt(max(o, i)), sqrt(o / i), "
+        "or sqrt(max(1, o / i))",
         rule=one_of("spectral", "unit_rms_norm", "shape_scaling"),
         **MUON,
         older="spectral",
@@ -785,16 +785,6 @@ class OptimizerConfig:
         ours=True,
         **MUON,
         older=False,
-    )
-    muon_scalar_optimizer: str = setting(
-        "adam", "what updates all but matrices", rule=one_of("adam"), **MUON, older="adam"
-    )
-    muon_tp_mode: str = setting(
-        "duplicated",
-        "each matrix is whole on one rank whatever this says; blockwise is refused",
-        rule=one_of("duplicated", "distributed", "blockwise"),
-        **MUON,
-        changes_numbers=False,
     )
     muon_fp32_matmul_prec: str = setting(
         "medium",

@@ -652,6 +652,16 @@ ACCEPTED = (
         TEXT,
     ),
     Accepted("--enable-experimental", "nothing here depends on it"),
+    Accepted(
+        "--muon-tp-mode",
+        "each matrix is whole on one rank, as in duplicated and distributed; blockwise is refused: "
+        "its update depends on the number of tensor-parallel ranks",
+        TEXT,
+        only=("duplicated", "distributed"),
+    ),
+    Accepted(
+        "--muon-scalar-optimizer", "what is no matrix is updated by AdamW", TEXT, only=("adam",)
+    ),
 )
 IDLE = (
     Idle(
