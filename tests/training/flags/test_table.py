@@ -21,9 +21,10 @@ OLDER = """
 --layernorm-epsilon --local_rank --mmap-warmup --no-contiguous-buffers-in-local-ddp
 --no-delay-grad-reduce --no-scatter-gather-tensors-in-pipeline --override-lr-scheduler
 --use-checkpoint-lr-scheduler --use-contiguous-buffers-in-ddp --use-custom-fsdp --use-legacy-models
---muon-use-nesterov --DDP-impl --async-tensor-model-parallel-allreduce --data-impl --log-batch-size-to-tensorboard
+--DDP-impl --async-tensor-model-parallel-allreduce --data-impl --log-batch-size-to-tensorboard
 --log-learning-rate-to-tensorboard --no-async-tensor-model-parallel-allreduce
 --no-log-learnig-rate-to-tensorboard --no-query-key-layer-scaling --use-flash-attn-v2
+--muon-use-nesterov
 """.split()
 
 
