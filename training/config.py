@@ -28,7 +28,6 @@ from training.arguments import (
     RehearseConfig,
     RunConfig,
 )
-from training.setting import Setting
 
 
 class UsageError(ValueError):
@@ -119,7 +118,7 @@ class Config:
 SECTIONS: dict[str, Any] = {p.name: p.type for p in fields(Config) if is_dataclass(p.type)}
 
 
-def _idle(row: Setting, flat: dict[str, Any]) -> bool:
+def _idle(row: Any, flat: dict[str, Any]) -> bool:
     """Return whether a setting that older checkpoints lack has nothing to act on."""
     if row.older is None or not row.needs_value:
         return False
