@@ -54,7 +54,8 @@ SINGLE = (
     "mpu/layers/softmax_rows.py", "mpu/zero/", "mpu/optim/", "pretrain_llama.py", "training/run/",
     "training/data/batch.py", "mpu/layers/attention/block_attention.py",
     "mpu/layers/attention/exchange.py",
-    "model/moe.py", "mpu/layers/dispatch.py", "mpu/layers/experts.py",  # a router's scores; sums over a token's experts
+    # a router's scores, sums over a token's experts, gradients of experts without rows
+    "model/moe.py", "mpu/layers/dispatch.py", "mpu/layers/experts.py",
 )  # fmt: skip
 ENGINE = "mpu/recompute.py"  # the innermost line of what autograd itself runs in a recomputed block
 IN_SINGLE = ("_Router", "_Router.backward")  # autograd functions that multiply in fp32
