@@ -81,7 +81,7 @@ def matmul(
     """
     use = sms or device["sms"]
     moved = memory_seconds(device, batch * ((m * k + k * n) * size + 2 * m * n))
-    m, n, k, rate = (np.asarray(each, float)[..., None] for each in (m, n, k, rate))
+    m, n, k, rate, batch = (np.asarray(each, float)[..., None] for each in (m, n, k, rate, batch))
     big_m, big_n, cost = device["tile_m"], device["tile_n"], device["tile_cost"]
     tm, tn, split = big_m * TRIED[0], big_n * TRIED[1], TRIED[2]
     slower = (1 + cost * (1 / tm + 1 / tn)) / (1 + cost * (1 / big_m + 1 / big_n))

@@ -222,10 +222,11 @@ def out_of_order(seen: "Rehearsed") -> Iterator[Finding]:
                 yield Finding("order of values", place, what, "", chains.get(index, ()))
         if not isinstance(event, (Launch, Transfer)) or not (name := event.where.function):
             continue
-        tokens = type(event) is Transfer and "float" in event.dtype
-        if tokens and event.axis in ATTENTION and event.verb in CONJUGATE:
-            moved[name] += 1
-            first.setdefault(name, index)
+        if type(event) is Transfer:
+            tokens = event.axis in ATTENTION and "float" in event.dtype
+            if tokens and event.verb in CONJUGATE:
+                moved[name] += 1
+                first.setdefault(name, index)
         elif type(event) is Launch and event.op == "aten::index_select":
             put[name] += 1
     for name, index in first.items():
