@@ -261,6 +261,21 @@ def test_every_level_has_its_time():
     )
 
 
+@pytest.mark.parametrize(
+    "axis, words", [("tp", "--tp-comm-overlap ring"), ("cp", "--cp-comm-type p2p")]
+)
+def test_messages_round_a_ring_have_their_time(axis, words):
+    size = "--tensor-model-parallel-size" if axis == "tp" else "--context-parallel-size"
+    more = " --sequence-parallel" if axis == "tp" else ""
+    config = parse([*MODEL, *f"--bf16 {size} 4 {words}{more}".split()], 4)
+    sizes = Sizes.of(config)
+    flows = [flow for flow in ledger(config) if flow.axis == axis and flow.verb == "send"]
+    calls, sent = sum(flow.calls for flow in flows), sum(flow.sent for flow in flows)
+    assert calls and seconds(ORDER, sizes, LEVELS[1:], flows) == {
+        axis: pytest.approx(calls * 5e-6 + sent / 50e9)
+    }
+
+
 def test_a_cluster_file_has_one_to_four_levels(tmp_path):
     old = read_cluster("h100_8_nodes")
     assert [level.gpus for level in old.levels] == [8, 0] and old.network == 50e9
