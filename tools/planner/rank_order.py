@@ -10,7 +10,7 @@ Ranks count along the axes of an order, the fastest first: --rank-order tp-cp-dp
 """
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -229,7 +229,7 @@ def seconds(
     for axis in dict.fromkeys(flow.axis for flow in flows):
         found = groups(axis, order, sizes)
         n, ways = found.shape[1], [spans(blocks, group) for group in unlike(levels, found)]
-        of_rank = Counter[int]()
+        of_rank = defaultdict[int, float](float)
         for flow in flows:
             if flow.axis != axis:
                 continue
