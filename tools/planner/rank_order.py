@@ -122,6 +122,13 @@ def groups(axis: str, order: Sequence[str], sizes: Sizes) -> Ranks:
         return apart.reshape(-1, found.shape[1] // size)
 
     both = sizes.dp * sizes.cp
+    if axis in ("tp_dp_cp_shard", "ep_edp_shard"):  # an instance: its shares, each with all parts
+        cut, _, shard = axis.partition("_")
+        found = groups(cut, order, sizes)
+        parts = np.empty((sizes.world, found.shape[1]), dtype=np.intp)
+        parts[found] = found[:, None, :]
+        shares = groups(shard, order, sizes)
+        return np.unique(np.sort(parts[shares].reshape(len(shares), -1), axis=1), axis=0)
     if axis in ORDER:
         return rows(axis)
     if axis == "world":
