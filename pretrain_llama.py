@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import getfile
@@ -154,7 +154,10 @@ def run_schedule(
 
 
 def evaluate(run: Run, loader: Loader) -> float:
-    """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
+    """Return the mean loss over --eval-iters global batches of held-out data, on every rank.
+
+    With --full-validation it is the mean over all of the data.
+    """
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
     total = torch.zeros(3, dtype=torch.float64, device=run.device)
@@ -168,10 +171,12 @@ def evaluate(run: Run, loader: Loader) -> float:
     return loss / max(tokens, 1)
 
 
-def validate(run: Run, loader: Loader | None, log: Log, name: str = "validation") -> None:
-    """Evaluate, where there is held-out data, and log its loss."""
-    if loader is not None:
-        log.validation(run.iteration, evaluate(run, loader), loader, name=name)
+def validate(run: Run, sets: Mapping[str, Loader], log: Log, name: str = "validation") -> None:
+    """Evaluate on each set of held-out data, and log its loss; --eval-iters 0 asks for none."""
+    for part, loader in sets.items():
+        if loader.dataset.length is None and run.config.run.eval_iters <= 0:
+            continue
+        log.validation(run.iteration, evaluate(run, loader), loader, name=name, part=part)
 
 
 def name_fork(argv: list[str]) -> list[str]:
@@ -370,7 +375,7 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")
         if config.run.eval_interval and run.iteration == total:
-            validate(run, loaders.test, log, name="test")
+            validate(run, {"": loaders.test} if loaders.test else {}, log, name="test")
         log.finished(run.iteration)
 
 

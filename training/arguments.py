@@ -762,6 +762,25 @@ class DataConfig:
     split: str | None = setting(
         None, "training, validation, test shares of --data-path", "shares", derived="969,30,1"
     )
+    multiple_validation_sets: bool = setting(
+        False,
+        "evaluate each prefix of --valid-data-path by itself, with a loss of its own",
+        changes_numbers=False,
+    )
+    validation_set_names: tuple[str, ...] = setting(
+        (),
+        "names of these sets, in their order",
+        "names",
+        TEXTS,
+        derived="the last part of each prefix",
+        needs="--multiple-validation-sets",
+        changes_numbers=False,
+    )
+    full_validation: bool = setting(
+        False,
+        "evaluate on each token of validation once, not on --eval-iters batches",
+        changes_numbers=False,
+    )
     data_cache_path: str | None = setting(
         None,
         "where index files are kept",

@@ -1045,8 +1045,7 @@ REFUSED = (
     ),
     Refused(
         "another way to evaluate",
-        """--start-eval-at-iter --skip-train --test-mode --full-validation
-        --multiple-validation-sets --validation-set-names""",
+        "--start-eval-at-iter --skip-train --test-mode",
         "use --eval-interval and --eval-iters, which take batches of the validation split",
     ),
     Refused(
