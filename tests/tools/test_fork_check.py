@@ -290,7 +290,7 @@ def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, la
         pytest.param("llama", [], marks=pytest.mark.prove),
         pytest.param("qwen3", [], marks=pytest.mark.prove),
         pytest.param("moe", [], marks=pytest.mark.prove),
-        pytest.param("moe", ["--", "--num-experts", "4", "--qk-layernorm"], marks=pytest.mark.prove),
+        pytest.param("moe", "-- --num-experts 4 --qk-layernorm".split(), marks=pytest.mark.prove),
     ],
 )
 def test_the_models_pass(model, only, capfd):
