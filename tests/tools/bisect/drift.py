@@ -20,7 +20,7 @@ from tools.bisect.compare import allowed  # noqa: E402
 from tools.bisect.lines import Lines, apart_by_sketch, first_step, read  # noqa: E402
 from tools.bisect.ranks import ROOT, Program, run  # noqa: E402
 
-PAIRS = {"tp 2": (TP, 2), "dp 2": ("", 2), "cp 2": (CP, 2), "micro": ("--micro-batch-size 1", 1)}
+PAIRS = {"tp2": (TP, 2), "dp2": ("", 2), "cp2": (CP, 2), "micro": ("--micro-batch-size 1", 1)}
 SHOWN = (2, 3, 4, 6, 8, 12, 16, 20, 30, 50, 100)
 
 
@@ -41,7 +41,7 @@ def main(steps: int) -> None:
             with tempfile.TemporaryDirectory() as work:
                 one = trained(Path(work, "one"), flags, 1, steps)
                 for name, (more, ranks) in PAIRS.items():
-                    other = trained(Path(work, name.replace(" ", "")), f"{flags} {more}", ranks, steps)
+                    other = trained(Path(work, name), f"{flags} {more}", ranks, steps)
                     rows(f"{dtype.strip('-') or 'fp32':<7} {rate}  {name:<6}", one, other)
 
 
