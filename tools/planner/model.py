@@ -137,7 +137,7 @@ def _mixture(name: str) -> list[str]:
 def _experts_of(path: Path, content: dict[str, Any]) -> list[str]:
     """Return the flags of a Mixtral's or a Qwen3-MoE's experts, as model/moe.py reads them."""
     try:
-        found = from_hf_config(content)
+        found = from_hf_config({"model_type": "", **content})
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: {error}") from None
     if found.moe_layer_freq != 1:

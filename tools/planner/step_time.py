@@ -163,10 +163,14 @@ def experts(c: Constants, r: Runs, own: Array) -> Experts:
     def product(m: Array, n: Array, k: Array) -> Array:
         return matmul(c, r, m, n, k, local)
 
-    one = np.ones_like(m)
-    m = np.where(has, m, one)
+    def wgrad(n: Array, k: Array) -> Array:
+        # each expert's gradient is read and written in fp32, whatever its rows
+        alone = local * matmul(c, r, n, k, m) if c["expert_loop"] else matmul(c, r, n, k, m, local)
+        return np.maximum(alone, passes(c, 8 * local * n * k))
+
+    m = np.where(has, m, 1.0)
     forward = product(m, up, h) + product(m, h, f)
-    backward = product(m, h, up) + product(up, h, m) + product(m, f, h) + product(h, f, m)
+    backward = product(m, h, up) + wgrad(up, h) + product(m, f, h) + wgrad(h, f)
     gathers = spread & (r.ep <= r.topk)
     moved = np.where(gathers, r.ep, 1.0) * rows * h
     width = c["ffn_bytes"] * f * rows
