@@ -45,6 +45,7 @@ class MatrixUpdater(SegmentUpdater):
             if self.plan.matrices[turn.matrices[0]].parameter in mine
         ]
         device = parts.matrices[0].param.device
+        self._names = mine.keys()
         self._wire = rule.wire(parts.master)
         self._count: Tensor | None = torch.zeros((), dtype=torch.float64, device=device)
         self._arriving: list[tuple[Tensor, Handle]] = []
@@ -139,7 +140,9 @@ class MatrixUpdater(SegmentUpdater):
         for axis in {turn.axis.name: turn.axis for turn in self.turns}.values():
             own = torch.full_like(self._count, made[axis.name])
             every = int(sum_in_order(own, axis, Label(self.rule.name, "count")))
-            wanted = sum(len(t.turn.matrices) for t in self.turns if t.axis.name == axis.name)
+            pairs = zip(self.plan.matrices, self.plan.cuts, strict=True)
+            cuts = {turn.turn.cut for turn in self.turns if turn.axis.name == axis.name}
+            wanted = sum(which.parameter in self._names and cut in cuts for which, cut in pairs)
             if every != wanted:
                 raise RuntimeError(
                     f"{self.rule.name}: the ranks {list(axis.ranks)} updated {every} matrices "
