@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import pretrain_llama
+from model import llama
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.grid import Grid
@@ -444,3 +446,85 @@ def test_coefficients():
     assert coefficients_of("quintic", 7)[5:] == SETS["quintic"][:2]
     tall, wide = (orthogonalise(x, SETS["quintic"]) for x in (g.T.clone(), g.clone()))
     assert torch.allclose(tall, wide.T, atol=1e-5)
+
+
+def skipped(comm, case: dict) -> tuple[bool, bool, list[int]]:
+    """Make a step whose gradients are not numbers on one rank, between two others."""
+    run = build(comm, case)
+    give_gradients(run, 0)
+    run.optimizer.step(LR)
+    state = lambda: [v.clone() for *_, v in run.optimizer.named_state()]  # noqa: E731
+    before, moments = weights_of(run), state()
+    give_gradients(run, 1)
+    if run.grid.rank == 0 or not case["zero"]:  # at stage 0 all ranks have the sum
+        run.sink.buckets[0].grad_shard[0] = torch.nan
+    _, found_inf = run.optimizer.step(LR)
+    assert found_inf == 1
+    same = all(
+        torch.equal(torch.from_numpy(one[-1]), torch.from_numpy(other[-1]))
+        for name, values in weights_of(run).items()
+        for one, other in zip(values, before[name], strict=True)
+    )
+    kept = all(torch.equal(one, other) for one, other in zip(state(), moments, strict=True))
+    give_gradients(run, 1)
+    run.optimizer.step(LR)
+    return same, kept, [run.optimizer.steps]
+
+
+@pytest.mark.parametrize("zero, offload", [(0, False), (1, True), (3, False)])
+def test_a_step_that_is_not_finite_changes_nothing(world, zero, offload):
+    case = BASE | dict(dp=2, zero=zero, offload=offload, dtype="float32", layers=1)
+    assert world(2).run(skipped, case) == [(True, True, [2])] * 2
+
+
+WRONG = {  # what a fork's file does: what is said
+    "three sections as one": (
+        {
+            "qkv_linear(h, (a * d, g * d, g * d), ctx=ctx": "ColumnParallelLinear(h, "
+            "(a + 2 * g) * d, ctx=ctx",
+            '("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")': '("qkv",)',
+        },
+        "--optimizer muon: layers.0.attention.qkv.weight, of shape [128, 64], has as many rows as "
+        "queries, keys and values together, and its Placement names no sections: make it by "
+        "qkv_linear (mpu/layers/qkv.py), or give --muon-no-split-qkv",
+    ),
+    "three dimensions": (
+        {
+            "        self.gate_up = ": "        self.cube = ctx.replicated_parameter((2, 3, 4), "
+            "Region.WHOLE)\n        self.gate_up = ",
+        },
+        "--optimizer muon: parameter_group of the --model-file returns 'matrix' for "
+        "layers.1.mlp.cube, of shape [2, 3, 4], which is not a matrix: let it return 'vector', or "
+        "place the matrices of experts below one another as sections (mpu/layers/experts.py)",
+    ),
+}
+FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2
+    --group-query-attention --seq-length 32 --max-position-embeddings 32 --vocab-size 128
+    --mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-2"""
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_fork_without_matrices_is_refused(what, tmp_path, capsys):
+    changes, said = WRONG[what]
+    text = Path(llama.__file__).read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    fork = tmp_path / "fork.py"
+    fork.write_text(text.replace("import draw_normal,", "import Region, draw_normal,"))
+    argv = [*FLAGS.split(), "--optimizer", "muon", "--model-file", str(fork)]
+    for more in ([], ["--dry-run"]):
+        assert pretrain_llama.main([*argv, *more]) == 2
+        assert capsys.readouterr().err.strip().splitlines()[-1] == f"pretrain_llama.py: {said}"
+
+
+def test_a_checkpoint_of_adamw_is_refused(tmp_path, capsys):
+    argv = [*FLAGS.split(), "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert pretrain_llama.main(argv) == 0
+    capsys.readouterr()
+    more = ["--train-iters", "4", "--optimizer", "muon"]
+    assert pretrain_llama.main([*argv, *more]) == 2
+    assert (
+        "lacks optimizer state (model.layers.1.mlp.down_proj.weight.momentum_buffer): give "
+        "--finetune or --no-load-optim to take the weights only\n"
+    ) in capsys.readouterr().err
