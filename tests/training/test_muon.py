@@ -355,7 +355,7 @@ FAULTS = [  # a fault, where it is planted, and what finds it: the twin, or the 
     ("stale owner", dict(tp=2, dp=2, zero=1), "do not agree on which rank owns which matrix"),
     ("lost sections", dict(tp=2, dp=2, zero=1), "layers.0.* from the serial twin"),
     ("padding", dict(tp=2, dp=2, zero=1, file=ENDS), "(embed|head).* from the serial twin"),
-    ("a matrix left out", dict(dp=4, zero=1), r"updated \d matrices together, and have 7"),
+    ("a matrix left out", dict(dp=4, zero=1), r"the plan moves \d matrices, and there are 7"),
     ("wrong scale", dict(dp=4, zero=1), "layers.0.* from the serial twin"),
     ("momentum twice", dict(dp=4, zero=2), "layers.0.* from the serial twin"),
 ]
