@@ -33,6 +33,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from estimate import matrices
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
 from estimate.model_profile import accumulate_dtype, make_grid
@@ -213,6 +214,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     recompute = recompute_of(config, device)
     check_attention(config, model_provider)
     check_flags(config, model_provider)
+    matrices.check(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
