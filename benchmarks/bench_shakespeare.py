@@ -43,7 +43,7 @@ NANOGPT = f"""
 """
 OWN = f"""
     {SIZE} --ffn-hidden-size 320 --seq-length 64 --micro-batch-size 12 --global-batch-size 12
-    --optimizer muon --lr 5e-3 --min-lr 1e-4 --lr-warmup-iters 50
+    --optimizer muon --lr 2.5e-3 --min-lr 1e-4 --lr-warmup-iters 50
 """
 
 
