@@ -292,10 +292,16 @@ class _Opener:
     def _in_order(
         self, file: IndexedTokens, cut: range, split: str, samples: int | None
     ) -> MegatronDataset:
-        cache, length = self._cache(file.prefix), self._seq_length
         return MegatronDataset(
-            file, split, cut, length, self._seed, samples, cache, native.load()
-        )  # fmt: skip
+            file,
+            split,
+            cut,
+            self._seq_length,
+            self._seed,
+            samples=samples,
+            cache=self._cache(file.prefix),
+            library=native.load(),
+        )
 
     def _cut(
         self, prefix: str, split: str, shares: tuple[float, float, float] | None
