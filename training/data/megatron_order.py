@@ -45,7 +45,9 @@ class MegatronDataset(GPTDataset):
         cache: IndexCache,
         library: ctypes.CDLL | None = None,
     ) -> None:
-        super().__init__(data, split, documents, seq_length, seed, cache, library)
+        super().__init__(
+            data, split, documents, seq_length, seed, cache=cache, library=library
+        )  # fmt: skip
         needed = 0 if samples is None else samples * seq_length + 1
         self.epochs = max(1, -(-needed // self.tokens))
         self.samples = (self.epochs * self.tokens - 1) // seq_length
