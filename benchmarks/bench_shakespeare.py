@@ -20,6 +20,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,8 +77,8 @@ def prepare(text: str, out: Path) -> dict[str, int]:
 def train(name: str, recipe: str, out: Path, threads: int) -> tuple[list[dict[str, float]], float]:
     """Run a recipe; return its evaluations and the CPU seconds that it took."""
     folder = out / name
-    folder.mkdir(exist_ok=True)
-    (folder / "log.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     words = [*COMMON.split(), *recipe.split(), "--save", str(folder / "checkpoints")]
     words += ["--train-data-path", str(out / "train"), "--valid-data-path", str(out / "heldout")]
     words += ["--tokenizer-model", str(out / "tokenizer" / "tokenizer.json")]
@@ -94,7 +95,7 @@ def train(name: str, recipe: str, out: Path, threads: int) -> tuple[list[dict[st
 
 def steps_of(recipe: str, out: Path, threads: int, seconds: float) -> int:
     """Return how many steps of a recipe fill so many CPU seconds, from two short runs of it."""
-    few, more = 20, 120
+    few, more = 60, 160
     times = [
         train("timing", f"{recipe} --train-iters {n} --eval-iters 0", out, threads)[1]
         for n in (few, more)
