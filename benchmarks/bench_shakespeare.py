@@ -146,9 +146,10 @@ def main() -> None:
     evaluations, seconds = train("own", recipe, args.output, args.threads)
     print(told("our own", evaluations, seconds, steps), flush=True)
     logs = [str(args.output / name / "log.jsonl") for name in ("nanogpt", "own")]
-    picture = [sys.executable, str(ROOT / "tools" / "plot_loss.py"), *logs, "--names", "nanoGPT's"]
-    picture += ["own", "--axis", "tokens", "--output", str(args.output / "loss.png"), "--title"]
-    picture += [f"{args.text.stem}, characters", "--reference", str(PUBLISHED), "published"]
+    title = f"{args.text.stem}, characters: nanoGPT's recipe (ref) and our own"
+    picture = [sys.executable, str(ROOT / "tools" / "plot_loss.py"), *logs, "--names", "ref", "own"]
+    picture += ["--axis", "tokens", "--output", str(args.output / "loss.png"), "--title", title]
+    picture += ["--reference", str(PUBLISHED), "published"]
     subprocess.run(picture, check=True)
     for name in ("nanogpt", "own"):
         prompt = "ROMEO:" if "ROMEO:" in text else text[:6]
