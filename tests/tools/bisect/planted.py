@@ -217,7 +217,9 @@ EXPERTS = "--num-experts 4 --expert-tensor-parallel-size 1 --tied"
 EP = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 
 
-def _held(kind: str, step: int, says: str, base: str = "", ranks: int = 1, **plant: Any) -> Planted:
+def _held(
+    kind: str, step: int, says: str, base: str = "", ranks: int = 1, /, **plant: Any
+) -> Planted:
     return Planted(kind, step, says, base, plant=plant, ranks=(ranks, ranks))
 
 
