@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from tools.bisect.checkouts import NoCheckout, checkout
-from tools.bisect.compare import Allowed, allowed
+from tools.bisect.compare import OF_THE_LAYOUT, Allowed, allowed
 from tools.bisect.lines import Step, first_step, same_machine
 from tools.bisect.ranks import ROOT, Ran, RunError, run
 from tools.bisect.report import page
 from tools.bisect.side import Side
-from tools.bisect.sides import Named, named, replay_flags, run_side
+from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
 from tools.bisect.verdict import Verdict, verdict_of
 
 
@@ -121,7 +121,7 @@ def bisect(
             if failed := run_side(side, work, steps, limit):
                 found.notes.append(f"{side.letter} failed: {failed}")
     sides = (a.lines, b.lines)
-    may = allowed(*(lines.config for lines in sides))
+    may = allowed(*layouts(a, b))
     if why := same_machine(*sides):
         found.notes.append(f"{why}: equal bits are not due, so sketches are compared")
         may = replace(may, exact=False, why=why)
@@ -152,9 +152,29 @@ def bisect(
     return found
 
 
+def layouts(a: Named, b: Named) -> list[dict[str, Any]]:
+    """Return the settings of both; of a side that wrote none, and then of both, those of the flags
+    that say its layout.
+    """
+    if all(side.lines.config for side in (a, b)) or None in (a.program, b.program):
+        return [side.lines.config for side in (a, b)]
+    found = []
+    for side in (a, b):
+        assert side.program is not None
+        argv, layout = side.program.argv, {}
+        for name in (*OF_THE_LAYOUT, "parallel.pipeline_model_parallel_size"):
+            flag = "--" + name.rpartition(".")[2].replace("_", "-")
+            size = value_of(argv, flag) or "1" * flag.endswith("-size") or flag in argv
+            layout[name] = int(size) if str(size).isdigit() else size
+        found.append({**layout, "parallel.world_size": side.program.world})
+    return found
+
+
 def settings_apart(a: Named, b: Named) -> dict[str, list[Any]]:
     """Return the settings that differ, but for places, by dotted name."""
     ours, theirs = a.lines.config, b.lines.config
+    if not ours or not theirs:  # an older commit's run without a save says none
+        return {}
     places = ("checkpoint.", "log.", "model.model_file")  # model_digest says it of the file
     names = [name for name in {**ours, **theirs} if not name.startswith(places)]
     found = {n: [ours.get(n), theirs.get(n)] for n in names if ours.get(n) != theirs.get(n)}

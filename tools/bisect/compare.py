@@ -290,8 +290,10 @@ def _activation(judge: _Judge, key: Key) -> Iterator[Difference]:
             pair = judge.pair(key)
             a, b = (some[0].entry["shape"] for some in pair)
             yield Difference(key, a, b, float("inf"), pair)
-        else:
+        elif len({part.entry["stage"] for part in judge.one.parts[key]}) == 1:
             yield from _by_rank(judge, key)
+        else:  # the model itself, of which each stage gives something else
+            judge.found.left_out.append(key)
         return
     error = judge.unlike(one, other, judge.allowed.exact, (key.kind, key.phase))
     wholes = (one, other)

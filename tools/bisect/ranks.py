@@ -118,7 +118,9 @@ def _own_model(program: Program) -> list[str]:
         if flag.replace("_", "-") == "--model-file":
             name = text if has else value
     file = program.tree / name
-    other = program.tree != ROOT and not Path(name).is_absolute() and file.is_file()
+    arguments = program.tree / "training" / "arguments.py"
+    known = arguments.is_file() and "model_file" in arguments.read_text()  # an older one has it not
+    other = program.tree != ROOT and not Path(name).is_absolute() and file.is_file() and known
     return ["--model-file", str(file)] if other else []
 
 
