@@ -195,15 +195,18 @@ def _summed(found: Difference, one: Side, other: Side, near: Near) -> Kind | Non
 
 def axes_of_sum(key: Key, tensor: str, side: Side, near: Near) -> Kind | None:
     """Find the sum of ranks' own gradients that a rank's summed gradient is."""
-    own = {part.rank: part for part in side.parts.get(key._replace(kind="own gradient"), [])}
+    every = {part.rank: part for part in side.parts.get(key._replace(kind="own gradient"), [])}
     for part in side.parts[key]:
         count = math.prod(part.entry["local"])
-        mine = own.get(part.rank)
+        mine = every.get(part.rank)
         if mine is None or part.entry["bytes"] != mine.entry["bytes"] or not count:
             continue
         value = part.values().double().flatten()
         sums = ("tp",) if "tp" in part.entry["sums"] else ()
-        axes = [a for a in ("dp", "cp", *sums) if part.axes[a][1] > 1]
+        # ranks of ep have other experts: of the same ones are those that hold the same pieces
+        same = [p for p in every.values() if p.entry["pieces"] == mine.entry["pieces"]]
+        own = {p.rank: p for p in same}
+        axes = [a for a in ("dp", "cp", *sums) if len({p.axes[a][0] for p in same}) > 1]
         full = tuple(axes)
         for some in _subsets(axes):
             total = torch.zeros_like(value)
