@@ -19,14 +19,17 @@ class ExpertOptions(NamedTuple):
     """What the flags ask of a mixture of experts beside its sizes.
 
     dispatcher: "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py). balance: the losses that
-    balance experts, "aux_loss" or "seq_aux_loss", each with its coefficient. z_coefficient: of the
-    z-loss. force_balance: every expert gets as many tokens, whatever the router says.
+    balance experts, "aux_loss", "seq_aux_loss" or "lagged_global_aux_loss", each with its
+    coefficient. z_coefficient: of the z-loss. force_balance: every expert gets as many tokens,
+    whatever the router says. bias_update_rate: how far the bias of the choice moves in a step
+    (mpu/layers/expert_load.py).
     """
 
     dispatcher: str = "allgather"
     balance: tuple[tuple[str, float], ...] = ()
     z_coefficient: float = 0.0
     force_balance: bool = False
+    bias_update_rate: float = 1e-3
 
 
 @dataclass(frozen=True)

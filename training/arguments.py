@@ -161,7 +161,8 @@ EXPERTS = "--num-experts"
 # the sizes of a model with experts beside a Llama's: fields of MoEConfig, here and in model/moe.py
 EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
     moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
-    moe_shared_expert_intermediate_size qk_layernorm""".split()
+    moe_shared_expert_intermediate_size qk_layernorm moe_router_enable_expert_bias
+    moe_router_num_groups moe_router_group_topk""".split()
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,39 @@ class MoEConfig:
     moe_router_topk_scaling_factor: float = setting(
         1.0, "what the weights of experts are multiplied by", "ratio", POSITIVE, EXPERTS, older=1.0
     )
+    moe_router_enable_expert_bias: bool = setting(
+        False,
+        "add a bias to sigmoid scores where experts are chosen; it follows from the tokens of each "
+        "expert in the global batch",
+        needs=EXPERTS,
+        older=False,
+    )
+    moe_router_bias_update_rate: float = setting(
+        1e-3,
+        "what an expert's bias moves by in a step: up, where it had fewer tokens than the mean",
+        "score",
+        POSITIVE,
+        "--moe-router-enable-expert-bias",
+        older=1e-3,
+    )
+    moe_router_num_groups: int = setting(
+        0,
+        "cut the experts into so many groups, of which a token chooses --moe-router-group-topk",
+        "groups",
+        whole(1, 16384),
+        EXPERTS,
+        off="left out or 1",
+        older=0,
+    )
+    moe_router_group_topk: int = setting(
+        0,
+        "groups that a token chooses experts from, by the sums of their best scores",
+        "groups",
+        whole(1, 16384),
+        "--moe-router-num-groups",
+        off="left out, all",
+        older=0,
+    )
     moe_shared_expert_intermediate_size: int = setting(
         0,
         "width of an expert that every token meets",
@@ -222,10 +256,11 @@ class MoEConfig:
     )
     moe_router_load_balancing_type: tuple[str, ...] = setting(
         ("aux_loss",),
-        "losses that balance experts: of each sequence (seq_aux_loss), the same on every layout; "
-        "or of a micro-batch (aux_loss), which depends on --micro-batch-size",
+        "losses that balance experts: of each sequence (seq_aux_loss), or of the global batch with "
+        "the tokens of each expert in the step before (lagged_global_aux_loss), both the same on "
+        "every layout; or of a micro-batch (aux_loss), which depends on --micro-batch-size",
         "names",
-        one_of("none", "aux_loss", "seq_aux_loss", several=True),
+        one_of("none", "aux_loss", "seq_aux_loss", "lagged_global_aux_loss", several=True),
         EXPERTS,
         older=("aux_loss",),
     )
@@ -238,6 +273,13 @@ class MoEConfig:
     )  # fmt: skip
     moe_router_force_load_balancing: bool = setting(
         False, "give every expert as many tokens, for a measurement", needs=EXPERTS, older=False
+    )
+    moe_per_layer_logging: bool = setting(
+        False,
+        "log each layer's load and router's losses, and with --log-json the tokens of each expert",
+        needs=EXPERTS,
+        older=False,
+        changes_numbers=False,
     )
     qk_layernorm: bool = setting(
         False,

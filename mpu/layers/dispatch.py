@@ -74,6 +74,15 @@ def sort_pairs(keys: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.empty_like(order).scatter_(0, order, _numbers(order))
 
 
+def count_of(numbers: Tensor, most: int) -> Tensor:
+    """Return how often each whole number from 0 to most - 1 is in `numbers`: [most], int64.
+
+    Sums of whole numbers are exact in any order, and nothing waits for the device.
+    """
+    found = torch.zeros(most, dtype=torch.long, device=numbers.device)
+    return found.index_add_(0, numbers.flatten(), torch.ones_like(numbers).flatten())
+
+
 def _numbers(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), device=like.device)
 
@@ -89,9 +98,12 @@ class Dispatcher:
         self.local = experts // ep.size
         self.label = Label(who, "forward")
 
-    def plan(self, choice: Tensor) -> Plan:
-        """Return the plan for the experts chosen: choice [T, k], of different experts a token."""
-        counts = self.on_host(self.count(choice)[None], choice.numel())[0]
+    def plan(self, choice: Tensor, load: Tensor) -> Plan:
+        """Return the plan for the experts chosen: choice [T, k], of different experts a token.
+
+        load: how often each is chosen [E].
+        """
+        counts = self.on_host(load[None], choice.numel())[0]
         order, place = sort_pairs(choice.flatten())
         return Plan(choice, tuple(counts), order, place.view_as(choice))
 
@@ -105,12 +117,6 @@ class Dispatcher:
         y: Tensor = _Combine.apply(rows, weights, plan.flat, plan.place)
         return y
 
-    def count(self, choice: Tensor) -> Tensor:
-        """Return the pairs of each expert [E]."""
-        if choice.is_meta:  # bincount looks at values
-            return choice.new_empty(self.experts)
-        return torch.bincount(choice.flatten(), minlength=self.experts)
-
     def on_host(self, counts: Tensor, total: int) -> list[list[int]]:
         """Return counts [ranks, E] on the host. On meta tensors each rank's `total` is even."""
         if counts.is_meta:
@@ -122,11 +128,11 @@ class Dispatcher:
 class AllGather(Dispatcher):
     """Every rank gets every token: 4 T h (ep - 1) numbers a layer, whatever k, in equal parts."""
 
-    def plan(self, choice: Tensor) -> Plan:
+    def plan(self, choice: Tensor, load: Tensor) -> Plan:
         """Gather the choices of all ranks of ep; plan the rows of this rank's experts."""
         every = all_gather(choice.int(), self.ep, label=self.label)[0].long()
         first = self.ep.rank * self.local
-        (all_counts,) = self.on_host(self.count(every)[None], every.numel())
+        (all_counts,) = self.on_host(count_of(every, self.experts)[None], every.numel())
         counts = tuple(all_counts[first : first + self.local])
         keys = every.flatten() - first
         foreign = (keys < 0) | (keys >= self.local)
@@ -147,10 +153,10 @@ class AllGather(Dispatcher):
 class AllToAll(Dispatcher):
     """Every token goes to its experts' ranks: 4 k T h (ep - 1) / ep numbers a layer at balance."""
 
-    def plan(self, choice: Tensor) -> Plan:
+    def plan(self, choice: Tensor, load: Tensor) -> Plan:
         """Exchange the counts, which say how many rows come from each rank for each expert."""
         ep, first = self.ep, self.ep.rank * self.local
-        every = all_gather(self.count(choice)[None].int(), ep, label=self.label)[0]  # [ep, E]
+        every = all_gather(load[None].int(), ep, label=self.label)[0]  # [ep, E]
         counts = self.on_host(every, choice.numel())
         mine = [row[first : first + self.local] for row in counts]  # [ep, E/ep]
         there = (counts[ep.rank][r * self.local : (r + 1) * self.local] for r in range(ep.size))

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from model.llama import LlamaConfig
+from model.llama import Llama, LlamaConfig
 from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.param import unique_parameters
 from tools.checkpoints.auto_tokenizer import auto_tokenizer
 from tools.checkpoints.copy import attached, check_empty, from_hf, open_newest, stream
-from training.checkpoint import Checkpoint, parameter_pieces
+from training.checkpoint import Checkpoint, buffer_pieces, weight_pieces
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.files import (
     fsync_directory,
@@ -42,10 +41,13 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, 
 
 def expected_tensors(file: ModelFile, config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return {canonical name: full shape} of a model, without allocating it."""
-    grid = Grid()
-    model = file.Model(config, LayerContext(grid, device=torch.device("meta")))
-    pieces = parameter_pieces(unique_parameters(model), file.hf_names(model), grid)
+    model = _on_meta(file, config)
+    pieces = weight_pieces(model, file.hf_names(model), model.ctx.grid)
     return {piece.name: piece.shape for piece in pieces}
+
+
+def _on_meta(file: ModelFile, config: LlamaConfig) -> Llama:
+    return file.Model(config, LayerContext(Grid(), device=torch.device("meta")))
 
 
 def check_shapes(found: Checkpoint, expected: dict[str, tuple[int, ...]]) -> None:
@@ -146,7 +148,10 @@ def export_hf(
     file = model_file_of(sizes, saved, own)
     expected = expected_tensors(file, saved_config(file, sizes, saved))
     check_shapes(found, expected)
-    pieces = stream(found, expected, dtype)
+    model = _on_meta(file, saved_config(file, sizes, saved))
+    buffers = {p.name for p in buffer_pieces(model, file.hf_names(model), Grid())}
+    pieces = stream(found, [name for name in expected if name not in buffers], dtype)
+    pieces += stream(found, sorted(buffers))  # a bias of the choice stays in fp32
     files = into_files(pieces, shard_bytes)
     kept = str(pieces[0].tensor.dtype).removeprefix("torch.")
     config = {**sizes, "torch_dtype": kept}

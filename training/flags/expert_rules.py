@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from training.arguments import EXPERTS
+from training.arguments import EXPERTS, MoEConfig
 from training.config import Config, UsageError
 from training.flags.megatron import WITH_EXPERTS
 
@@ -101,6 +101,12 @@ def check(config: Config) -> None:
             f"--moe-router-pre-softmax has no meaning with --moe-router-score-function "
             f"{m.moe_router_score_function}"
         )
+    if m.moe_router_enable_expert_bias and softmax:
+        raise UsageError(
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: the bias "
+            "is added to scores from 0 to 1"
+        )
+    _check_groups(m)
     freq = m.moe_layer_freq
     if isinstance(freq, tuple) and len(freq) != config.model.num_layers:
         raise UsageError(
@@ -115,6 +121,25 @@ def check(config: Config) -> None:
     for name, given in unfit.items():
         if given:
             raise UsageError(f"{name} is not available with {EXPERTS} {m.experts}: {WHY[name]}")
+
+
+def _check_groups(m: MoEConfig) -> None:
+    """Raise UsageError where groups of experts do not fit the experts, or k."""
+    groups, best, k = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
+    if not groups:
+        return
+    if m.experts % groups:
+        raise UsageError(f"--moe-router-num-groups {groups} does not divide {EXPERTS} {m.experts}")
+    if not 1 <= best <= groups or k % best:
+        raise UsageError(
+            f"--moe-router-group-topk {best or 'left out'}: must be from 1 to "
+            f"--moe-router-num-groups {groups} and divide --moe-router-topk {k}"
+        )
+    if best * (m.experts // groups) < k:
+        raise UsageError(
+            f"--moe-router-group-topk {best}: {best} groups of {m.experts // groups} experts have "
+            f"fewer than the --moe-router-topk {k} that a token chooses"
+        )
 
 
 WHY = {

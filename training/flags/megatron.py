@@ -61,19 +61,13 @@ WITH_EXPERTS = {
     "--moe-shared-expert-overlap": "the shared expert runs after the routed ones",
     "--moe-router-padding-for-quantization": "experts are not in float8",
     "--moe-router-padding-for-fp8": "experts are not in float8",
-    "--moe-router-enable-expert-bias": "there is no bias of the choice; a balance loss is "
-    "--moe-router-load-balancing-type seq_aux_loss",
-    "--moe-router-bias-update-rate": "there is no bias of the choice",
     "--moe-enable-deepep": "the dispatchers are allgather and alltoall",
     "--moe-flex-dispatcher-backend": "the dispatchers are allgather and alltoall",
     "--moe-deepep-num-sms": "the dispatchers are allgather and alltoall",
-    "--moe-per-layer-logging": "the losses of routers are logged as one sum",
     "--moe-pad-expert-input-to-capacity": "no token is dropped, so there is no capacity",
     "--moe-expert-capacity-factor": "no token is dropped, so there is no capacity",
     "--moe-token-drop-policy": "no token is dropped",
     "--moe-apply-probs-on-input": "weights multiply the outputs of experts",
-    "--moe-router-num-groups": "experts are chosen from all, not from groups",
-    "--moe-router-group-topk": "experts are chosen from all, not from groups",
     "--moe-input-jitter-eps": "nothing here draws random numbers",
 }
 
@@ -658,10 +652,9 @@ IDLE = (
         EXPERTS,
         """--moe-shared-expert-gate --moe-shared-expert-overlap
         --moe-router-padding-for-quantization --moe-router-padding-for-fp8
-        --moe-router-enable-expert-bias --moe-enable-deepep --moe-per-layer-logging
+        --moe-enable-deepep
         --moe-pad-expert-input-to-capacity --moe-apply-probs-on-input""",
-        values="""--moe-router-num-groups --moe-router-group-topk --moe-router-bias-update-rate
-        --moe-input-jitter-eps --moe-expert-capacity-factor --moe-token-drop-policy
+        values="""--moe-input-jitter-eps --moe-expert-capacity-factor --moe-token-drop-policy
         --moe-deepep-num-sms --moe-flex-dispatcher-backend""",
     ),
     Idle(
