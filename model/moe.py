@@ -25,7 +25,7 @@ from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, r
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
-from mpu.layers.dispatch import Plan, count_of, dispatcher
+from mpu.layers.dispatch import Capacity, Plan, count_of, dispatcher
 from mpu.layers.expert_load import ExpertLoad
 from mpu.layers.experts import Experts, RouterLinear
 from mpu.pipeline.layout import Stage
@@ -139,7 +139,8 @@ class Attention(qwen3.Attention):
 class Routing(NamedTuple):
     """What the router decided for a micro-batch, once.
 
-    load: this rank's tokens that chose each expert [E]. shares: for each balance loss its f, the
+    load: this rank's tokens that chose each expert [E], and where experts have a capacity the pairs
+    that were dropped [E + 1]. shares: for each balance loss its f, the
     share of the pairs (token, choice) that each expert got: of each sequence [b, E], of all
     sequences of the micro-batch or of the step before [1, E].
     """
@@ -192,6 +193,15 @@ class SparseMLP(nn.Module):
         # f of a loss is of the scores, as in DeepSeek-V3: the bias would hide what is uneven
         best = choice if bias is None or not kinds else self.choose(scores)
         shares = tuple(self.share(best, kind, batch) for kind in kinds)
+        capacity, options = None, self.ctx.experts
+        if options.capacity_factor is not None:
+            first = self.weights(scores, choice) if options.drop_policy == "probs" else None
+            capacity = Capacity.of(
+                choice, load, options.capacity_factor, first, options.pad_to_capacity
+            )
+            dropped = (load - capacity.size).clamp(min=0).sum()
+            plan = self.dispatcher.plan(choice, load, capacity)
+            return Routing(plan, torch.cat([load, dropped[None]]), shares)
         return Routing(self.dispatcher.plan(choice, load), load, shares)
 
     def choose(self, scores: Tensor) -> Tensor:

@@ -274,6 +274,30 @@ class MoEConfig:
     moe_router_force_load_balancing: bool = setting(
         False, "give every expert as many tokens, for a measurement", needs=EXPERTS, older=False
     )
+    moe_expert_capacity_factor: float = setting(
+        0.0,
+        "an expert takes at most this times the mean number of pairs (token, choice) of a rank's "
+        "tokens of a micro-batch; what is more is dropped",
+        "ratio",
+        POSITIVE,
+        EXPERTS,
+        off="left out, no token is dropped",
+        older=0.0,
+    )
+    moe_token_drop_policy: str = setting(
+        "probs",
+        "which tokens an expert takes: those with the highest weights (probs), or the first ones",
+        "",
+        one_of("probs", "position"),
+        "--moe-expert-capacity-factor",
+        older="probs",
+    )
+    moe_pad_expert_input_to_capacity: bool = setting(
+        False,
+        "fill every expert up to its capacity with zeros, so that sizes are known without a wait",
+        needs="--moe-expert-capacity-factor",
+        older=False,
+    )
     moe_per_layer_logging: bool = setting(
         False,
         "log each layer's load and router's losses, and with --log-json the tokens of each expert",

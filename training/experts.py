@@ -24,4 +24,7 @@ def expert_options(config: Config) -> ExpertOptions:
         m.moe_z_loss_coeff,
         m.moe_router_force_load_balancing,
         m.moe_router_bias_update_rate,
+        m.moe_expert_capacity_factor or None,
+        m.moe_token_drop_policy,
+        m.moe_pad_expert_input_to_capacity,
     )

@@ -20,6 +20,7 @@ the exchange reversed. AllToAll needs the sizes of what it sends on the host, an
 of experts: one wait for the device a layer.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ class Plan(NamedTuple):
     choice: the experts of each of this rank's tokens [T, k]. counts: rows of each expert of this
     rank. flat: the pair, token x k + j, of each row; of the rows to be sent, where there is an
     exchange. place: the row of each pair [T, k], where there is none a number past the last row.
-    AllGather: flat and place count the tokens of all ranks of ep.
+    AllGather: flat and place count the tokens of all ranks of ep. padded: some rows may be of no
+    pair: zeros, whose number in flat is past the last pair.
     """
 
     choice: Tensor
@@ -61,6 +63,48 @@ class Plan(NamedTuple):
     flat: Tensor
     place: Tensor
     exchange: Exchange | None = None
+    padded: bool = False
+
+
+class Capacity(NamedTuple):
+    """How many rows an expert takes of a rank's tokens, and which.
+
+    size: at most so many, C. slot: the place of each pair [T, k], expert x C + its rank among the
+    expert's pairs; E x C where the expert was full. padded: every expert has C rows, empty places
+    being zeros, so all sizes are known without looking at values.
+    """
+
+    size: int
+    slot: Tensor
+    padded: bool
+
+    @classmethod
+    def of(
+        cls, choice: Tensor, load: Tensor, factor: float, first: Tensor | None, padded: bool
+    ) -> "Capacity":
+        """Return the capacity for the experts chosen [T, k], of which load [E] counts the pairs.
+
+        C = ceil(T k / E x factor) as in Megatron-LM, at most T. first [T, k]: an expert takes the
+        pairs with the highest of these numbers; None: those that come first. Earlier pairs win
+        among equal ones.
+        """
+        (t, k), e = choice.shape, len(load)
+        size = min(t, math.ceil(t * k / e * factor))
+        flat = choice.flatten()
+        if first is None:
+            order = torch.argsort(flat, stable=True)
+        else:
+            best = torch.argsort(first.flatten(), descending=True, stable=True)
+            order = best[torch.argsort(flat[best], stable=True)]
+        begins = load.cumsum(0) - load
+        rank = _numbers(flat) - begins.index_select(0, flat[order])
+        rank = torch.empty_like(rank).scatter_(0, order, rank)
+        slot = torch.where(rank < size, flat * size + rank, e * size)
+        return cls(size, slot.view_as(choice), padded)
+
+    def kept(self, choice: Tensor, experts: int) -> Tensor:
+        """Return the choice [T, k], of pairs that found their expert full the number `experts`."""
+        return torch.where(self.slot < experts * self.size, choice, experts)
 
 
 def even(total: int, parts: int) -> list[int]:
@@ -98,46 +142,79 @@ class Dispatcher:
         self.local = experts // ep.size
         self.label = Label(who, "forward")
 
-    def plan(self, choice: Tensor, load: Tensor) -> Plan:
+    def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
         """Return the plan for the experts chosen: choice [T, k], of different experts a token.
 
-        load: how often each is chosen [E].
+        load: how often each is chosen [E]. capacity: what of it the experts take; None: all.
         """
-        counts = self.on_host(load[None], choice.numel())[0]
-        order, place = sort_pairs(choice.flatten())
-        return Plan(choice, tuple(counts), order, place.view_as(choice))
+        if capacity is not None and capacity.padded:
+            counts = (capacity.size,) * self.experts
+            flat = _pairs_of(capacity.slot, sum(counts))
+            return Plan(choice, counts, flat, capacity.slot, padded=True)
+        counts = tuple(self.on_host(load[None], choice.numel(), capacity)[0])
+        flat, place = self.sort(choice, capacity)
+        return Plan(choice, counts, flat[: sum(counts)], place)
+
+    def sort(self, choice: Tensor, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
+        """Return the pairs in the order of (expert, token), dropped ones last, and the place of
+        each [T, k].
+        """
+        keys = choice if capacity is None else capacity.kept(choice, self.experts)
+        order, place = sort_pairs(keys.flatten())
+        return order, place.view_as(choice)
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts [n, h]."""
-        y: Tensor = _Rows.apply(x, plan.flat, plan.place)
+        y: Tensor = _Rows.apply(x, plan.flat, plan.place, plan.padded)
         return y
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         """rows [n, h], weights [T, k] in the accumulation dtype -> y [T, h] in the rows' dtype."""
-        y: Tensor = _Combine.apply(rows, weights, plan.flat, plan.place)
+        y: Tensor = _Combine.apply(rows, weights, plan.flat, plan.place, plan.padded)
         return y
 
-    def on_host(self, counts: Tensor, total: int) -> list[list[int]]:
-        """Return counts [ranks, E] on the host. On meta tensors each rank's `total` is even."""
-        if counts.is_meta:
-            return [even(total, self.experts)] * len(counts)
-        found: list[list[int]] = counts.tolist()
+    def on_host(self, load: Tensor, total: int, capacity: Capacity | None) -> list[list[int]]:
+        """Return the pairs of each expert that are not dropped, of load [ranks, E], on the host.
+
+        On meta tensors each rank's `total` is even.
+        """
+        if load.is_meta:
+            most = total if capacity is None else capacity.size
+            return [[min(n, most) for n in even(total, self.experts)]] * len(load)
+        load = load if capacity is None else load.clamp(max=capacity.size)
+        found: list[list[int]] = load.tolist()
         return found
 
 
 class AllGather(Dispatcher):
     """Every rank gets every token: 4 T h (ep - 1) numbers a layer, whatever k, in equal parts."""
 
-    def plan(self, choice: Tensor, load: Tensor) -> Plan:
+    def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
         """Gather the choices of all ranks of ep; plan the rows of this rank's experts."""
-        every = all_gather(choice.int(), self.ep, label=self.label)[0].long()
         first = self.ep.rank * self.local
-        (all_counts,) = self.on_host(count_of(every, self.experts)[None], every.numel())
+        if capacity is not None and capacity.padded:
+            return self._padded(choice, capacity)
+        keys = choice if capacity is None else capacity.kept(choice, self.experts)
+        every = all_gather(keys.int(), self.ep, label=self.label)[0].long()
+        # ranks drop apart, so what is kept of an expert is more than one rank's capacity
+        found = count_of(every, self.experts + 1)[None, :-1]
+        (all_counts,) = self.on_host(found, every.numel(), None)
         counts = tuple(all_counts[first : first + self.local])
         keys = every.flatten() - first
         foreign = (keys < 0) | (keys >= self.local)
         order, place = sort_pairs(torch.where(foreign, self.local, keys))
         return Plan(choice, counts, order[: sum(counts)], place.view_as(every))
+
+    def _padded(self, choice: Tensor, capacity: Capacity) -> Plan:
+        """Plan rows in the order of (expert, rank, slot), all of sizes that are known."""
+        ep, size, first = self.ep, capacity.size, self.ep.rank * self.local
+        every = all_gather(capacity.slot.int()[None], ep, label=self.label)[0].long()  # [ep, T, k]
+        expert, rank = every // size - first, _numbers(every[:, 0, 0])[:, None, None]
+        counts = (ep.size * size,) * self.local
+        place = (expert * ep.size + rank) * size + every % size
+        here = (expert >= 0) & (expert < self.local)
+        place = torch.where(here, place, sum(counts)).flatten(0, 1)
+        return Plan(choice, counts, _pairs_of(place, sum(counts)), place, padded=True)
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts, from all ranks of ep [n, h]."""
@@ -153,11 +230,15 @@ class AllGather(Dispatcher):
 class AllToAll(Dispatcher):
     """Every token goes to its experts' ranks: 4 k T h (ep - 1) / ep numbers a layer at balance."""
 
-    def plan(self, choice: Tensor, load: Tensor) -> Plan:
+    def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
         """Exchange the counts, which say how many rows come from each rank for each expert."""
+        if capacity is not None and capacity.padded:
+            return self._padded(choice, load, capacity)
         ep, first = self.ep, self.ep.rank * self.local
         every = all_gather(load[None].int(), ep, label=self.label)[0]  # [ep, E]
-        counts = self.on_host(every, choice.numel())
+        if capacity is not None:
+            every = every.clamp(max=capacity.size)
+        counts = self.on_host(every, choice.numel(), capacity)
         mine = [row[first : first + self.local] for row in counts]  # [ep, E/ep]
         there = (counts[ep.rank][r * self.local : (r + 1) * self.local] for r in range(ep.size))
         splits = Splits(tuple(map(sum, there)), tuple(map(sum, mine)))
@@ -165,23 +246,33 @@ class AllToAll(Dispatcher):
         experts = torch.arange(self.local, device=choice.device).repeat(ep.size)
         keys = torch.repeat_interleave(experts, came, output_size=sum(splits.output))
         back = Exchange(splits, *sort_pairs(keys))
-        flat, place = sort_pairs(choice.flatten())
+        flat, place = self.sort(choice, capacity)
         rows = tuple(map(sum, zip(*mine, strict=True)))
-        return Plan(choice, rows, flat, place.view_as(choice), back)
+        return Plan(choice, rows, flat[: sum(splits.input)], place, back)
+
+    def _padded(self, choice: Tensor, load: Tensor, capacity: Capacity) -> Plan:
+        """Plan an exchange of as many rows for each expert: no rank tells another a count."""
+        ranks, size, plan = self.ep.size, capacity.size, super().plan(choice, load, capacity)
+        splits = Splits((self.local * size,) * ranks, (self.local * size,) * ranks)
+        came = torch.arange(ranks * self.local * size, device=choice.device)
+        order = came.view(ranks, self.local, size).transpose(0, 1).flatten()
+        place = came.view(self.local, ranks, size).transpose(0, 1).flatten()
+        counts = (ranks * size,) * self.local
+        return plan._replace(counts=counts, exchange=Exchange(splits, order, place))
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts, from all ranks of ep [n, h]."""
         assert plan.exchange is not None
         splits, order, place = plan.exchange
         came = differentiable_all_to_all(super().rows(x, plan), self.ep, splits, self.who)
-        y: Tensor = _Rows.apply(came, order, place[:, None])
+        y: Tensor = _Rows.apply(came, order, place[:, None], False)
         return y
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         """Send each row back to its token's rank; combine them there."""
         assert plan.exchange is not None
         splits, order, place = plan.exchange
-        back = _Rows.apply(rows, place, order[:, None])
+        back = _Rows.apply(rows, place, order[:, None], False)
         own = differentiable_all_to_all(back, self.ep, splits.reversed, self.who)
         return super().combine(own, weights, plan)
 
@@ -205,14 +296,19 @@ class _Rows(torch.autograd.Function):
     """x [T, h] -> the row of each pair [n, h]; a token's gradients are added in the order of j."""
 
     @staticmethod
-    def forward(saved_ctx: Any, x: Tensor, flat: Tensor, place: Tensor) -> Tensor:
+    def forward(saved_ctx: Any, x: Tensor, flat: Tensor, place: Tensor, padded: bool) -> Tensor:
         saved_ctx.save_for_backward(place)
-        return x.index_select(0, _token(flat, place.shape[1]))
+        saved_ctx.padded = padded
+        if not padded:
+            return x.index_select(0, _token(flat, place.shape[1]))
+        full = flat < place.numel()
+        some = x.index_select(0, _token(flat.clamp(max=place.numel() - 1), place.shape[1]))
+        return torch.where(full[:, None], some, 0.0)
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = saved_ctx.saved_tensors
-        return _sum(dy, place), None, None
+        return _sum(dy, place, None, saved_ctx.padded), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -220,30 +316,46 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        saved_ctx: Any, rows: Tensor, weights: Tensor, flat: Tensor, place: Tensor
+        saved_ctx: Any, rows: Tensor, weights: Tensor, flat: Tensor, place: Tensor, padded: bool
     ) -> Tensor:
         saved_ctx.save_for_backward(rows, weights, flat, place)
-        return _sum(rows, place, weights)
+        saved_ctx.padded = padded
+        return _sum(rows, place, weights, padded)
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         rows, weights, flat, place = saved_ctx.saved_tensors
+        if saved_ctx.padded:  # an empty row has no token: zero times any
+            weights = torch.cat([weights.flatten(), weights.new_zeros(1)])
         own = weights.flatten().index_select(0, flat)[:, None]  # [n, 1]
-        drows = dy.index_select(0, _token(flat, place.shape[1])).to(own.dtype).mul_(own)
+        token = _token(flat, place.shape[1])
+        token = token.clamp(max=len(dy) - 1) if saved_ctx.padded else token
+        drows = dy.index_select(0, token).to(own.dtype).mul_(own)
         wide = dy.to(own.dtype)
-        dots = [(wide * part).sum(1) for part in _parts(rows, place, own.dtype)]
-        return drows.to(rows.dtype), torch.stack(dots, 1), None, None
+        parts = _parts(rows, place, own.dtype, saved_ctx.padded)
+        dots = [(wide * part).sum(1) for part in parts]
+        return drows.to(rows.dtype), torch.stack(dots, 1), None, None, None
+
+
+def _pairs_of(place: Tensor, rows: int) -> Tensor:
+    """Return the pair of each row [rows] where place [T, k] has their rows; its number is past the
+    last pair where there is none.
+    """
+    flat = torch.full((rows + 1,), place.numel(), device=place.device)
+    return flat.scatter_(0, place.flatten(), _numbers(place))[:-1]
 
 
 def _token(flat: Tensor, k: int) -> Tensor:
     return flat if k == 1 else torch.div(flat, k, rounding_mode="floor")
 
 
-def _parts(rows: Tensor, place: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+def _parts(
+    rows: Tensor, place: Tensor, dtype: torch.dtype, padded: bool = False
+) -> Iterator[Tensor]:
     """Yield the rows of each token's first pair, second pair, ... [T, h]; zeros where elsewhere."""
     n = len(rows)
     for at in place.unbind(1):
-        if n == place.numel():
+        if n == place.numel() and not padded:  # every pair has a row
             yield rows.index_select(0, at).to(dtype)
         elif n:
             here = rows.index_select(0, at.clamp(max=n - 1)).to(dtype)
@@ -252,13 +364,15 @@ def _parts(rows: Tensor, place: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
             yield torch.zeros((len(at), *rows.shape[1:]), dtype=dtype, device=rows.device)
 
 
-def _sum(rows: Tensor, place: Tensor, weights: Tensor | None = None) -> Tensor:
+def _sum(
+    rows: Tensor, place: Tensor, weights: Tensor | None = None, padded: bool = False
+) -> Tensor:
     """Add each token's rows, times its weights if any, in the order of j: [n, h] -> [T, h]."""
     kind = torch.promote_types(rows.dtype, torch.float32) if weights is None else weights.dtype
-    if place.shape[1] == 1 and weights is None and len(rows) == len(place):
+    if place.shape[1] == 1 and weights is None and len(rows) == len(place) and not padded:
         return rows.index_select(0, place[:, 0])
     total = None
-    for j, part in enumerate(_parts(rows, place, kind)):
+    for j, part in enumerate(_parts(rows, place, kind, padded)):
         part = part if weights is None else part * weights[:, j, None]
         total = part if total is None else total + part
     assert total is not None

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The serial twin of a model with experts: a loop over tokens' experts, in plain torch."""
 
+import math
 from typing import Any
 
 import torch
@@ -17,13 +18,23 @@ class ExpertTwin(Twin):
 
     moe: as the case's. b: rows of a micro-batch, for the loss of a micro-batch. margin: the least
     difference of a layer's last chosen score from the next. counts: tokens of each expert, by
-    layer, of the last loss; before: of the one before. bias: of each layer's choice.
+    layer, of the last loss; before: of the one before. bias: of each layer's choice. parts: the
+    positions of a row that each rank has, for the capacity of experts; dropped: pairs of the last
+    loss.
     """
 
-    def __init__(self, moe: dict[str, Any], b: int = 1, tied: bool = False, layers: int = 3):
+    def __init__(
+        self,
+        moe: dict[str, Any],
+        b: int = 1,
+        tied: bool = False,
+        layers: int = 3,
+        parts: list[list[int]] | None = None,
+    ):
         super().__init__(tied, layers, ROWS, FILE, moe=moe)
         self.moe, self.b = moe, b
         self.margin, self.counts, self.own = float("inf"), {}, 0.0
+        self.parts, self.dropped = parts, 0
         self.before: dict[str, torch.Tensor] = {}
         self.bias: dict[str, torch.Tensor] = {}
 
@@ -37,7 +48,7 @@ class ExpertTwin(Twin):
         for at, counts in self.counts.items():
             few = counts.double().mean() - counts.double()
             self.bias[at] = self.bias.get(at, 0.0) + rate * torch.sign(few)
-        self.counts = {}
+        self.counts, self.dropped = {}, 0
 
     def mlp(self, x: torch.Tensor, at: str) -> torch.Tensor:
         moe, k = self.moe, self.moe["moe_router_topk"]
@@ -62,6 +73,8 @@ class ExpertTwin(Twin):
         else:
             weights = logits.masked_fill(~chosen, -torch.inf).softmax(-1)
         weights = weights * moe.get("moe_router_topk_scaling_factor", 1.0)
+        if moe.get("moe_expert_capacity_factor"):
+            weights = weights * self.kept(weights.detach(), chosen)
         names = ("w1", "w3", "w2") if experts != "mlp" else ("gate_proj", "up_proj", "down_proj")
         y = torch.zeros_like(x)
         for e in range(moe["num_experts"]):  # a token of an expert at a time has its own row
@@ -81,6 +94,29 @@ class ExpertTwin(Twin):
             return torch.ones_like(scores, dtype=torch.bool)
         self.margin = min(self.margin, (best[..., k - 1] - best[..., k]).min().item())
         return scores >= best[..., k - 1 : k]
+
+    def kept(self, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return which pairs [b, s, E] their experts take, rank by rank and micro-batch by
+        micro-batch, one token after another.
+        """
+        moe, (b, s, e) = self.moe, weights.shape
+        kept = torch.zeros_like(chosen)
+        for first in range(0, b, self.b):
+            for part in self.parts or [list(range(s))]:
+                tokens = [(row, at) for at in part for row in range(first, first + self.b)]
+                pairs = len(tokens) * moe["moe_router_topk"]
+                most = math.ceil(pairs / e * moe["moe_expert_capacity_factor"])
+                for expert in range(e):
+                    mine = [at for at in tokens if chosen[at][expert]]
+                    if moe.get("moe_token_drop_policy", "probs") == "probs":
+                        mine.sort(key=lambda at: -weights[at][expert].item())  # stable
+                        if len(mine) > most:
+                            last, next_one = (weights[mine[i]][expert] for i in (most - 1, most))
+                            self.margin = min(self.margin, (last - next_one).item())
+                    self.dropped += max(0, len(mine) - most)
+                    for at in mine[:most]:
+                        kept[at][expert] = True
+        return kept
 
     def of_groups(self, scores: torch.Tensor) -> torch.Tensor:
         """Return the scores [b, s, E], below all others where a group is not chosen."""

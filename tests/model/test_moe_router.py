@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bias of the choice, groups of experts, and the loss of the global batch: the serial twin's.
+"""The bias of the choice, groups, the loss of the global batch, capacities: the serial twin's.
 
 Counts are of the global batch, so the bias has the same bits on every layout.
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import pretrain_llama
+from mpu.grid import Grid
+from mpu.layers import dispatch
 from tests.model.moe_twin import SPARSE, ExpertTwin
-from tests.model.test_moe_parity import BASE, held
-from tests.model.twin import config_of, micro_batches
+from tests.model.test_moe_parity import BASE, held, run_cases, size_of
+from tests.model.twin import S, check, config_of, micro_batches
 from training.faults.monitor import FailureMonitor
 
 BIASED = SPARSE | dict(
@@ -54,6 +57,76 @@ def test_three_steps_are_the_twins(world: Any, layouts: list[dict[str, Any]]) ->
     held(world, [RUN | each for each in layouts], steps=3, within=1e-11)
 
 
+FULL = SPARSE | dict(
+    moe_router_topk=3,
+    moe_expert_capacity_factor=0.8,
+    moe_router_load_balancing_type=("seq_aux_loss",),
+    moe_aux_loss_coeff=(0.5,),
+)
+POSITION = dict(moe_token_drop_policy="position")
+PADDED = dict(moe_pad_expert_input_to_capacity=True)
+DROPPING = [
+    (dict(dp=2, ep=2, zero=1, dispatch="alltoall"), {}),
+    (dict(dp=2, ep=2, m=2, recompute="full"), POSITION),
+    (dict(dp=2, ep=2, zero=3, dispatch="alltoall"), PADDED),
+    (dict(tp=2, sp=True, ep=2, recompute="full"), PADDED),
+]
+LONG_DROPPING = [
+    (dict(m=2), PADDED | POSITION),
+    (dict(), dict(moe_router_topk=1, moe_router_pre_softmax=True) | PADDED),
+    (dict(dp=2, ep=2), dict(moe_router_topk=1, moe_router_score_function="sigmoid") | PADDED),
+    (dict(dp=2, ep=2), dict(moe_expert_capacity_factor=4.0) | PADDED),
+    (dict(dp=2, ep=2), dict(moe_expert_capacity_factor=0.01)),
+    (dict(dp=2, ep=2, dispatch="alltoall"), dict(moe_expert_capacity_factor=0.01) | PADDED),
+    (dict(dp=4, ep=4, dispatch="alltoall", zero=2), POSITION),
+    (dict(tp=2, sp=True, cp=2, ep=4, dispatch="alltoall"), PADDED),
+    (dict(tp=2, sp=True, cp=2, dp=2, ep=8), {}),
+    (dict(cp=2, dp=2, ep=2, dispatch="alltoall", recompute="full"), PADDED | POSITION),
+    (dict(pp=2, schedule="zb-v", v=2, dp=2, ep=2, m=2), PADDED),
+    (dict(tp=2, sp=True, dp=2, ep=4, dispatch="auto", recompute="full", m=2), PADDED),
+]
+
+
+def parts_of(case: dict[str, Any]) -> list[list[int]]:
+    """Return the positions of a row that each rank of tp x cp routes."""
+    found, cp = [], case["cp"]
+    for rank in range(cp):
+        batch = micro_batches(case, 0, 0, (rank, cp))[0]
+        own = torch.arange(S) if batch.position_ids is None else batch.position_ids[0]
+        found += [part.tolist() for part in own.chunk(case["tp"])]
+    return found
+
+
+@pytest.mark.parametrize(
+    "cases", [DROPPING, pytest.param(LONG_DROPPING, marks=pytest.mark.prove)], ids=["few", "many"]
+)
+def test_gradients_of_a_capacity_are_the_twins(world: Any, cases: list[Any]) -> None:
+    """With the same pairs dropped. Which these are depends on the ranks' tokens."""
+    for layout, more in cases:
+        moe = FULL | more
+        case = BASE | dict(sp=False, layers=3 + bool(layout.get("pp")), moe=moe) | layout
+        b = case["rows"] // (case["dp"] * case["m"])
+        twin = ExpertTwin(moe, b, layers=case["layers"], parts=parts_of(case))
+        (loss,), (norm,) = twin.train(1, 0.0, 0.0)
+        assert twin.margin > 1e-9, "a choice hangs on rounding"
+        assert bool(twin.dropped) == (moe["moe_expert_capacity_factor"] < 1)
+        results = world(size_of(case)).run(run_cases, [case], 1)
+        try:
+            check([ranks[0] for ranks in results], twin, loss, norm)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def test_a_padded_plan_looks_at_no_value() -> None:
+    """So nothing waits for the device, with one rank's experts as with an exchange."""
+    choice = torch.randint(0, 8, (12, 2), device="meta")
+    load = torch.zeros(8, dtype=torch.long, device="meta")
+    capacity = dispatch.Capacity.of(choice, load, 1.0, None, True)
+    with patch.object(torch.Tensor, "tolist", side_effect=AssertionError("a wait")):
+        plan = dispatch.Dispatcher(8, Grid().ep, None).plan(choice, load, capacity)
+    assert plan.counts == (3,) * 8 and len(plan.flat) == 24
+
+
 def biased(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
     """Return the bias and the counts of each layer of this rank, after steps and an evaluation."""
     found = []
@@ -92,7 +165,7 @@ def test_the_bias_has_the_same_bits_on_every_layout(world: Any) -> None:
 def test_a_skipped_step_and_a_measurement_leave_the_bias() -> None:
     case = RUN | dict(m=2)
     run = pretrain_llama.build(
-        config_of(case), pretrain_llama.Grid(), torch.device("cpu"), FailureMonitor()
+        config_of(case), Grid(), torch.device("cpu"), FailureMonitor()
     )
     batches = micro_batches(case, 0)
     pretrain_llama.train_step(run, batches, 1e-2)

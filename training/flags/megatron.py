@@ -64,9 +64,6 @@ WITH_EXPERTS = {
     "--moe-enable-deepep": "the dispatchers are allgather and alltoall",
     "--moe-flex-dispatcher-backend": "the dispatchers are allgather and alltoall",
     "--moe-deepep-num-sms": "the dispatchers are allgather and alltoall",
-    "--moe-pad-expert-input-to-capacity": "no token is dropped, so there is no capacity",
-    "--moe-expert-capacity-factor": "no token is dropped, so there is no capacity",
-    "--moe-token-drop-policy": "no token is dropped",
     "--moe-apply-probs-on-input": "weights multiply the outputs of experts",
     "--moe-input-jitter-eps": "nothing here draws random numbers",
 }
@@ -653,8 +650,8 @@ IDLE = (
         """--moe-shared-expert-gate --moe-shared-expert-overlap
         --moe-router-padding-for-quantization --moe-router-padding-for-fp8
         --moe-enable-deepep
-        --moe-pad-expert-input-to-capacity --moe-apply-probs-on-input""",
-        values="""--moe-input-jitter-eps --moe-expert-capacity-factor --moe-token-drop-policy
+        --moe-apply-probs-on-input""",
+        values="""--moe-input-jitter-eps
         --moe-deepep-num-sms --moe-flex-dispatcher-backend""",
     ),
     Idle(

@@ -58,12 +58,12 @@ def told(rows: list[list[float]], tokens: int, config: Config) -> dict[str, Any]
         loads.append(max(counts) * len(counts) / sum(counts))
         dropped, pairs = dropped + lost, pairs + sum(counts)
         each |= {f"layer_{i}/expert_load": loads[-1], f"layer_{i}/router_loss": losses / tokens}
-        if lost:
+        if config.moe.moe_expert_capacity_factor:
             each[f"layer_{i}/dropped_share"] = lost / sum(counts)
         counted.append([i, [round(count) for count in counts]])
     if loads:
         values["expert_load"] = max(loads)
-    if dropped:
+    if pairs and config.moe.moe_expert_capacity_factor:
         values["dropped_share"] = dropped / pairs
     if config.moe.moe_per_layer_logging:
         values |= each | {"expert_tokens": counted}
