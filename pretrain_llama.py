@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -34,6 +34,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
+from estimate import matrices
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
 from estimate.model_profile import accumulate_dtype, make_grid
@@ -156,7 +157,10 @@ def run_schedule(
 
 
 def evaluate(run: Run, loader: Loader) -> float:
-    """Return the mean loss over --eval-iters global batches of held-out data, on every rank."""
+    """Return the mean loss over --eval-iters global batches of held-out data, on every rank.
+
+    With --full-validation it is the mean over all of the data.
+    """
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
     total = torch.zeros(3, dtype=torch.float64, device=run.device)
@@ -170,10 +174,12 @@ def evaluate(run: Run, loader: Loader) -> float:
     return loss / max(tokens, 1)
 
 
-def validate(run: Run, loader: Loader | None, log: Log, name: str = "validation") -> None:
-    """Evaluate, where there is held-out data, and log its loss."""
-    if loader is not None:
-        log.validation(run.iteration, evaluate(run, loader), loader, name=name)
+def validate(run: Run, sets: Mapping[str, Loader], log: Log, name: str = "validation") -> None:
+    """Evaluate on each set of held-out data, and log its loss; --eval-iters 0 asks for none."""
+    for part, loader in sets.items():
+        if loader.dataset.length is None and run.config.run.eval_iters <= 0:
+            continue
+        log.validation(run.iteration, evaluate(run, loader), loader, name=name, part=part)
 
 
 def name_fork(argv: list[str]) -> list[str]:
@@ -210,6 +216,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     recompute = recompute_of(config, device)
     check_attention(config, model_provider)
     check_flags(config, model_provider)
+    matrices.check(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
     sink.attach(model, model.chunk_of)
@@ -375,7 +382,7 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")
         if config.run.eval_interval and run.iteration == total:
-            validate(run, loaders.test, log, name="test")
+            validate(run, {"": loaders.test} if loaders.test else {}, log, name="test")
         log.finished(run.iteration)
 
 

@@ -8,7 +8,15 @@ device is touched. The tokenizer's file is read where --vocab-size is left out a
 import os
 from collections.abc import Sequence
 
-from estimate import activations, buffers, context_parallel, rank_memory, stages, traffic
+from estimate import (
+    activations,
+    buffers,
+    context_parallel,
+    matrices,
+    rank_memory,
+    stages,
+    traffic,
+)
 from estimate.activations import Held
 from estimate.fit import fit_lines
 from estimate.model_profile import ModelProvider, grid_of, model_profile
@@ -42,6 +50,7 @@ def report(config: Config, provider: ModelProvider) -> str:
         sections += [("Batch", _batch(config)), ("Not known", [NO_VOCABULARY])]
     else:
         check_flags(config, provider)
+        matrices.check(config, provider)
         sections += _of_the_model(config, provider)
     sections += [
         ("Rehearsal", [REHEARSAL]),
@@ -73,6 +82,7 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
         ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
         (f"Memory of {rank}", _memory(config, provider, held, kinds[fullest], fullest)),
+        ("Optimizer", matrices.lines(config, provider)),
         ("Batch", _batch(config)),
         ("Work", _work(config, model_profile(config, provider).flops)),
         (
@@ -106,7 +116,7 @@ def memories(
     return [kinds | now for now in buffers.moments(config, provider, held)]
 
 
-BUCKETS = ("grad sum", "update", "gather")  # purposes whose transfers have many sizes
+BUCKETS = ("grad sum", "update", "gather", "exchange")  # purposes whose transfers have many sizes
 
 
 def _layout(config: Config) -> list[str]:

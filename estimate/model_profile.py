@@ -27,7 +27,7 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.layers.packed_seq_params import PackedSeqParams
-from mpu.param import group_of, placement_of
+from mpu.param import Placement, group_of, placement_of
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.layout import ParamEntry, block_of, entries_of
@@ -35,6 +35,7 @@ from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
 from training.experts import expert_options
 from training.nccl import nccl_groups
+from training.optimizer import whole_matrices
 from training.recompute import recompute_of
 
 SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # of a module
@@ -121,13 +122,15 @@ class ParameterProfile(NamedTuple):
     """A parameter of a rank: its local shape and its entry in the layout of buckets.
 
     holders: how many modules hold it; a tied weight has several. first: no earlier rank of another
-    axis than the one that cuts it holds the same part (mpu/param.py, Placement.copies).
+    axis than the one that cuts it holds the same part (mpu/param.py, Placement.copies). place:
+    which part of the whole tensor it is.
     """
 
     shape: tuple[int, ...]
     entry: ParamEntry
     holders: int
     first: bool = True
+    place: Placement = Placement(())
 
 
 def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
@@ -213,7 +216,7 @@ def make_grid(config: Config, launch: Launch) -> Grid:
         query_groups=config.model.num_query_groups,
         hierarchical=p.hierarchical_context_parallel_sizes,
         order=tuple(p.rank_order.split("-")), ep_size=config.expert_model_parallel_size,
-        nccl=nccl_groups(p.nccl_communicator_config_path),
+        nccl=nccl_groups(p.nccl_communicator_config_path), whole_matrices=whole_matrices(config),
     )  # fmt: skip
 
 
@@ -274,7 +277,7 @@ def _rank_parameters(
     return {
         name: ParameterProfile(
             tuple(param.shape), entry, holders[param],
-            not any(axis.rank for axis in placement_of(param).copies),
+            not any(axis.rank for axis in placement_of(param).copies), placement_of(param),
         )
         for (name, param), entry in zip(named, entries_of(named, model.chunk_of), strict=True)
     }

@@ -18,15 +18,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from estimate import activations, buffers, rank_memory
+from estimate import activations, buffers, matrices, rank_memory
 from estimate.model_profile import ModelProvider, grid_of
 from estimate.rank_profile import RankProfile
 from mpu.grid import Grid
-from mpu.optim.interface import rules_of, whole
 from mpu.zero.layout import BLOCK, BucketLayout
 from training import batch_size
 from training.config import Config
-from training.optimizer import optimizer_groups
 from training.schedule import own_stages, schedule_of
 
 SMALL = ("norm", "loss sum", "agreement")  # purposes that send a few numbers
@@ -76,9 +74,15 @@ def totals(rows: Iterable[Traffic]) -> Totals:
     return found
 
 
-def traffic(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Traffic]:
-    """Return what a rank sends in a step that is not the first one."""
-    grid = grid_of(config, pp_rank)
+def traffic(
+    config: Config, provider: ModelProvider, pp_rank: int = 0, grid: Grid | None = None
+) -> list[Traffic]:
+    """Return what a rank sends in a step that is not the first one.
+
+    grid: the rank's; None: the first one's at pp_rank. Others there send as much, but as owners of
+    matrices.
+    """
+    grid = grid or grid_of(config, pp_rank)
     found = activations.profile(config, provider, pp_rank)
     rows = [
         *_model(config, grid, found),
@@ -222,7 +226,7 @@ def _data(
         who = f"bucket {numbers[flat]}"
         yield _row(grid, shard, "all_gather", (who, "gather"), flat.wire(weight), times)
     yield from _scales(config, provider, grid, flats, pp_rank)
-    yield from _exchanges(config, grid, flats)
+    yield from _exchanges(config, provider, grid, pp_rank)
 
 
 def _scales(
@@ -243,21 +247,16 @@ def _scales(
                 yield _row(grid, axis, "all_reduce", ("optimizer", "float8 scales"), count)
 
 
-def _exchanges(config: Config, grid: Grid, flats: Sequence[BucketLayout]) -> Iterator[Traffic]:
-    """Yield what optimizers of whole matrices declare, over the ranks that share a bucket."""
-    groups, several = optimizer_groups(config), config.parallel.num_distributed_optimizer_instances
-    for sharing in dict.fromkeys(flat.sharing for flat in flats if flat.sharing.zero_stage):
-        shard = f"{sharing.data}_shard" if several > 1 else sharing.data
-        for rule in rules_of(groups):
-            elements = sum(
-                high - low
-                for flat in flats
-                if flat.sharing == sharing
-                for low, high, name in flat.runs(whole(groups))
-                if groups[name].rule == rule
-            )
-            for verb, nbytes in rule.exchanges:
-                yield _row(grid, shard, verb, (rule.name, "exchange"), elements * nbytes)
+def _exchanges(
+    config: Config, provider: ModelProvider, grid: Grid, pp_rank: int
+) -> Iterator[Traffic]:
+    """Yield what an optimizer of whole matrices sends to owners, and back: uneven all-to-alls."""
+    for found in matrices.exchanges(config, provider, pp_rank, grid):
+        size = getattr(grid, found.axis).size
+        yield Traffic(
+            found.axis, "all_to_all", f"bucket {found.bucket}", "exchange",
+            times=1, bytes=found.bytes, sent=found.sent, size=size,
+        )  # fmt: skip
 
 
 def _norms(

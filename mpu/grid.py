@@ -11,13 +11,15 @@ of that array, a product axis a plane, its ranks ascending. Further axes:
     ep, edp          groups of neighbours among a stage's ranks, over which experts are cut, and the
                      ranks at the same place in each group, over which experts' gradients are summed
     edp_shard, edp_replicate    parts of edp, as those of dp_cp
+    tp_dp_cp_shard, ep_edp_shard    product of tp and dp_cp_shard, and of ep and edp_shard: the
+                     ranks of a stage that share an instance of the optimizer (`instance`)
     cp_a2a, cp_p2p   parts of cp: neighbours, which exchange heads of attention, and their groups
     embd             first and last rank of a pipeline, which hold a copy of tied embeddings each
     tp_kv            ranks of tp in a row that share a key/value head, where there are fewer heads
 
 With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. cp_a2a and cp_p2p are
 the rank alone too, unless `hierarchical` has their sizes (--hierarchical-context-parallel-sizes),
-and so are ep and edp, unless `ep_size` is given.
+and so are ep and edp, unless `ep_size` is given, and the two products, unless `whole_matrices`.
 
 A stage (one place on pp) has two views: tp x dp_cp and ep x edp. A parameter is cut over the first
 axis of a view; the ranks of the second hold the same part of it, so its gradient is summed and its
@@ -120,7 +122,8 @@ class Grid:
 
     query_groups: key/value heads of the model; 0: no fewer than tp. order: the axes, fastest first.
     ep_size: ranks over which experts are cut; 0: the model has none. nccl: settings of groups by
-    the axis, for `group_options`; an axis with settings has a group of its own.
+    the axis, for `group_options`; an axis with settings has a group of its own. whole_matrices: the
+    optimizer makes matrices whole, over tp_dp_cp_shard and ep_edp_shard.
 
     Raises ValueError where tp x cp x pp do not divide the world, `ep_size` not a stage, `instances`
     not dp_cp or edp, or fewer `query_groups` not tp.
@@ -138,6 +141,7 @@ class Grid:
     order: tuple[str, ...] = ORDER
     ep_size: int = 0
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    whole_matrices: bool = False
 
     def __post_init__(self) -> None:
         parts = self.tp_size * self.cp_size * self.pp_size
@@ -176,6 +180,7 @@ class Grid:
             self.ep, self.edp = _parts(stage, self.ep_size, "ep", "edp")
         self.dp_cp_shard, self.dp_cp_replicate = self._instances(self.dp_cp)
         self.edp_shard, self.edp_replicate = self._instances(self.edp)
+        self.tp_dp_cp_shard, self.ep_edp_shard = map(self._instance, DATA)
         self.tp_kv = self._alone("tp_kv")
         if 0 < self.query_groups < self.tp.size:
             if self.tp.size % self.query_groups:
@@ -254,11 +259,37 @@ class Grid:
         found = (getattr(self, each) for each in (cut, name, f"{name}_shard", f"{name}_replicate"))
         return DataAxes(*found)
 
+    def instance(self, cut: str) -> Axis:
+        """Return the ranks of a stage that share an instance of the optimizer: cut x its shard."""
+        found: Axis = getattr(self, f"{cut}_{DATA[cut]}_shard")
+        return found
+
+    def _instance(self, cut: str) -> Axis:
+        name = f"{cut}_{DATA[cut]}_shard"
+        if not self.whole_matrices or (cut == "ep" and not self.ep_size):
+            return self._alone(name)
+        ranks = tuple(sorted(rank for row in self.places(cut) for rank in row))
+        return Axis(name, ranks.index(self.rank), len(ranks), ranks)
+
+    def places(self, cut: str) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of `instance` as rows: places(cut)[s][c] is at place s of the axis of
+        shares, and at place c of the axis `cut`.
+        """
+        shard = self.data(cut).shard
+        if cut == "tp":
+            rows = {rank: row for row in self.groups("tp") for rank in row}
+        else:
+            stage = self._axis("stage", "tp", "cp", "dp").ranks
+            n = self.ep.size
+            rows = {rank: stage[i // n * n : i // n * n + n] for i, rank in enumerate(stage)}
+        return tuple(rows[rank] for rank in shard.ranks)
+
     # `pp` carries messages to a higher rank, `pp_back` to a lower one: on NCCL a receive that waits
     # must not hold up a send the other way.
     AXES = (
         "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
         "embd", "tp_kv", "cp_a2a", "cp_p2p", "ep", "edp", "edp_shard", "edp_replicate",
+        "tp_dp_cp_shard", "ep_edp_shard",
     )  # fmt: skip
 
     def connect(self, device: torch.device, store: Any, timeout: timedelta) -> "Grid":

@@ -68,6 +68,9 @@ class Placement:
         under sequence parallelism: tp; tied embeddings: embd). LayerContext.replicated_parameter
         finds them from a Region.
     copies: axes over which other ranks hold the same part for another layer (embd).
+    fused: how many neighbours of `sections` one matrix product makes; 0: all of them. qkv: they are
+        queries, keys and values. An optimizer of whole matrices takes sections one by one, or as
+        they are fused.
     """
 
     shape: tuple[int, ...]
@@ -78,6 +81,8 @@ class Placement:
     reduce_axes: tuple[Axis, ...] = ()
     copies: tuple[Axis, ...] = ()
     whole_sections: bool = False
+    fused: int = 0
+    qkv: bool = False
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -110,7 +115,8 @@ class Placement:
         for name, rows in pairs:
             shape = (rows, *self.shape[1:])
             if self.dim is None:
-                found.append(Piece(name, shape, 0, 0, rows, 0))
+                found.append(Piece(name, shape, 0, 0, rows, local))
+                local += rows
                 continue
             full = shape[self.dim]
             step = self.local_size if len(sizes) == 1 else full // t

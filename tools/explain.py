@@ -174,7 +174,7 @@ def explain(config: Config, grid: Grid) -> Explained:
             agreement.close()
     finally:
         grid.traced(None)
-    rows = traffic(config, model_provider, grid.pp.rank)
+    rows = traffic(config, model_provider, grid.pp.rank, grid)
     stated = totals(rows)
     counted: Totals = {}
     for event in explainer.events:

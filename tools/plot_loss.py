@@ -6,9 +6,10 @@
     python tools/plot_loss.py base/log.jsonl wide/log.jsonl --names base wide --axis tokens \\
         --output both.svg
 
-A run has one colour: its training loss is a line, its validation loss the dots on a line. Each
-curve ends in its name and its last value, so no legend has to be looked up. The value of the
-training loss is a mean over the run's last steps, as many as the label says.
+A run has one colour: its training loss is a line, its validation loss the dots on a line. Sets of
+--multiple-validation-sets have a curve each, with dots of their own shape. Each curve ends in its
+name and its last value, so no legend has to be looked up. The value of the training loss is a mean
+over the run's last steps, as many as the label says.
 """
 
 import sys
@@ -30,7 +31,8 @@ from training.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log
 AXES = {"iterations": "iteration", "tokens": "tokens", "time": "hours of training steps"}
-CURVES = ("loss", "validation_loss")
+HELD_OUT = "validation_loss"  # a set's name follows, after "/"
+MARKERS = "osD^vP*X"  # of the sets
 APART = 13  # points between two labels, at least
 Curve = list[tuple[float, float]]
 
@@ -39,6 +41,7 @@ Curve = list[tuple[float, float]]
 class Run:
     """What a log says: {"loss": {iteration: value}, ...}, and where its iterations lie.
 
+    curves: "loss", "validation_loss", and "validation_loss/NAME" for each of several sets.
     at: {iteration: (tokens consumed, seconds of steps)}.
     """
 
@@ -84,7 +87,8 @@ def read_log(path: Path) -> Run:
             trained = 0
         legs[-1].append(read)
         last, trained = read.iteration, read.iteration if read.trains else trained
-    curves: dict[str, dict[int, float]] = {name: {} for name in CURVES}
+    names = {"loss", HELD_OUT}.union(*(read.points for leg in legs for read in leg))
+    curves: dict[str, dict[int, float]] = {name: {} for name in sorted(names)}
     at: dict[int, tuple[float, float]] = {}
     for leg in legs:
         first = min((read.first for read in leg), default=0)
@@ -127,7 +131,8 @@ def _read(record: dict[str, Any]) -> _Line:
     OverflowError for one that Log did not write.
     """
     iteration = int(record["iteration"])
-    points: dict[str, dict[int, Any]] = {n: {iteration: record.get(n)} for n in CURVES}
+    names = ["loss", *(n for n in record if n.partition("/")[0] == HELD_OUT)]
+    points: dict[str, dict[int, Any]] = {n: {iteration: record.get(n)} for n in names}
     points["loss"] |= {int(i): value for i, value in record.get("step_losses") or ()}
     tokens = record.get("consumed_tokens")
     speed = record.get("tokens_per_second") or 0.0, record.get("step_seconds") or 0.0
@@ -194,7 +199,8 @@ def draw(
         labels: list[tuple[float, str, str]] = []  # height, text, colour
         end = 0.0
         for colour, (name, run) in zip(PALETTE, runs.items(), strict=False):
-            loss, held_out = (run.curve(c, axis) for c in ("loss", "validation_loss"))
+            loss = run.curve("loss", axis)
+            held_out = {n: run.curve(n, axis) for n in run.curves if n != "loss" and run.curves[n]}
             prefix = f"{name}, " if name else ""
             axes.plot(*zip(*loss, strict=True), color=colour, alpha=0.25, linewidth=0.7)
             smoothed = smooth(loss)
@@ -202,12 +208,14 @@ def draw(
             final, count = smoothed[-1][1], half_window(len(loss)) + 1
             mean = f" (mean of {count})" if count > 1 else ""
             labels.append((final, f"{prefix}train {final:.2f}{mean}", colour))
-            if held_out:
-                of_one = PALETTE[1] if len(runs) == 1 else colour
+            for i, (what, points) in enumerate(held_out.items()):
+                of_one = PALETTE[1 + i % 7] if len(runs) == 1 else colour
+                marker = MARKERS[i % len(MARKERS)] if len(held_out) > 1 else "o"
                 dots: dict[str, Any] = {"markersize": 4.5, "clip_on": False, "zorder": 3}
-                axes.plot(*zip(*held_out, strict=True), "o-", color=of_one, linewidth=1, **dots)
-                last = held_out[-1][1]
-                labels.append((last, f"{prefix}validation {last:.2f}", of_one))
+                style = f"{marker}-"
+                axes.plot(*zip(*points, strict=True), style, color=of_one, linewidth=1, **dots)
+                last, of = points[-1][1], what.partition("/")[2]
+                labels.append((last, f"{prefix}{of or 'validation'} {last:.2f}", of_one))
             end = max(end, loss[-1][0])
         for value, name in references:
             axes.axhline(value, color=QUIET, linewidth=1, linestyle=(0, (5, 4)))

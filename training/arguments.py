@@ -28,6 +28,7 @@ from training.setting import (
     REALS,
     SWITCH,
     TEXTS,
+    TRIPLES,
     WHOLES,
     Setting,
     one_of,
@@ -158,6 +159,7 @@ class ModelConfig:
 
 
 EXPERTS = "--num-experts"
+MUON: dict[str, Any] = {"needs": "--optimizer", "needs_value": "muon"}
 # the sizes of a model with experts beside a Llama's: fields of MoEConfig, here and in model/moe.py
 EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
     moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
@@ -732,7 +734,10 @@ class OptimizerConfig:
     """
 
     optimizer: str = setting(  # a key of training.optimizer.RULES
-        "adam", "what updates the weights; adam is AdamW", rule=one_of("adam"), older="adam"
+        "adam",
+        "what updates the weights; adam is AdamW; muon is Muon for matrices, AdamW for the rest",
+        rule=one_of("adam", "muon", other=(("dist_muon", "muon"),)),
+        older="adam",
     )
     lr: float = setting(3e-4, "peak learning rate", "per step", real(), required=True, start=True)
     min_lr: float = setting(0.0, "floor of the decay", "per step", real(), off="0")
@@ -800,6 +805,63 @@ class OptimizerConfig:
     adam_beta1: float = setting(0.9, "decay of the first moment", rule=FRACTION)
     adam_beta2: float = setting(0.999, "decay of the second moment", rule=FRACTION)
     adam_eps: float = setting(1e-8, "added to the root of the second moment", rule=POSITIVE)
+    muon_momentum: float = setting(
+        0.9, "Muon's momentum: the average keeps this share", rule=FRACTION, **MUON, older=0.9
+    )
+    muon_use_nesterov: bool = setting(
+        False, "Muon's momentum looks a step ahead", also=("--muon-nesterov",), **MUON, older=False
+    )
+    muon_num_ns_steps: int = setting(
+        5, "Newton-Schulz iterations of a matrix", "steps", whole(1, 99), **MUON, older=5
+    )
+    muon_coefficient_type: str = setting(
+        "quintic",
+        "coefficients of these iterations",
+        rule=one_of("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
+        **MUON,
+        older="quintic",
+    )
+    muon_coefficients: tuple[tuple[float, float, float], ...] = setting(
+        (),
+        "coefficients of these iterations by hand, one triple a step",
+        '"a,b,c;a,b,c;..."',
+        TRIPLES,
+        derived="--muon-coefficient-type",
+        ours=True,
+        **MUON,
+        older=(),
+    )
+    muon_scale_mode: str = setting(
+        "spectral",
+        "what an update of o outputs and i inputs is multiplied by: sqrt(max(o, i)), sqrt(o / i), "
+        "or sqrt(max(1, o / i))",
+        rule=one_of("spectral", "unit_rms_norm", "shape_scaling"),
+        **MUON,
+        older="spectral",
+    )
+    muon_extra_scale_factor: float = setting(
+        1.0, "what it is multiplied by beside that", rule=POSITIVE, **MUON, older=1.0
+    )
+    muon_no_split_qkv: bool = setting(
+        False, "take queries, keys and values of a layer as one matrix", **MUON, older=False
+    )
+    muon_no_split_gate_up: bool = setting(
+        False,
+        "take gate and up of an MLP as one matrix, as Megatron-LM does",
+        ours=True,
+        **MUON,
+        older=False,
+    )
+    muon_fp32_matmul_prec: str = setting(
+        "medium",
+        "precision of these iterations: medium is bf16, high and highest are fp32",
+        rule=one_of("medium", "high", "highest"),
+        **MUON,
+        older="medium",
+    )
+    muon_use_syrk: bool = setting(
+        False, "compute half of the symmetric products of these iterations", **MUON, older=False
+    )
     clip_grad: float = setting(
         1.0, "scale the gradients down to at most this norm", "global norm", real(), off="0"
     )
@@ -827,6 +889,25 @@ class DataConfig:
     )
     split: str | None = setting(
         None, "training, validation, test shares of --data-path", "shares", derived="969,30,1"
+    )
+    multiple_validation_sets: bool = setting(
+        False,
+        "evaluate each prefix of --valid-data-path by itself, with a loss of its own",
+        changes_numbers=False,
+    )
+    validation_set_names: tuple[str, ...] = setting(
+        (),
+        "names of these sets, in their order",
+        "names",
+        TEXTS,
+        derived="the last part of each prefix",
+        needs="--multiple-validation-sets",
+        changes_numbers=False,
+    )
+    full_validation: bool = setting(
+        False,
+        "evaluate on each token of validation once, not on --eval-iters batches",
+        changes_numbers=False,
     )
     data_cache_path: str | None = setting(
         None,

@@ -89,9 +89,10 @@ class Config:
     def digest(self) -> str:
         """Return the SHA-256 of the settings that define the numbers of the run, in hex."""
         starts = tuple(m if "." in m else f"{m}." for m in _MATHEMATICS)
+        flat = self.flat()
         without = {name for name, row in SETTINGS.items() if not row.changes_numbers}
-        found = self.flat().items()
-        taken = {k: v for k, v in found if k.startswith(starts) and k not in without}
+        without |= {name for name, row in SETTINGS.items() if _idle(row, flat)}
+        taken = {k: v for k, v in flat.items() if k.startswith(starts) and k not in without}
         return hashlib.sha256(_json(taken).encode()).hexdigest()
 
     def canonical_json(self) -> str:
@@ -115,6 +116,14 @@ class Config:
 
 # {section: its dataclass}
 SECTIONS: dict[str, Any] = {p.name: p.type for p in fields(Config) if is_dataclass(p.type)}
+
+
+def _idle(row: Any, flat: dict[str, Any]) -> bool:
+    """Return whether a setting that older checkpoints lack has nothing to act on."""
+    if row.older is None or not row.needs_value:
+        return False
+    field = row.needs[0].removeprefix("--").replace("-", "_")
+    return all(v != row.needs_value for k, v in flat.items() if k.rpartition(".")[2] == field)
 
 
 def _plain(value: Any) -> Any:

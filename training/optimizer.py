@@ -14,6 +14,9 @@ from collections.abc import Callable
 
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group, UpdateRule
+from mpu.optim.muon import Muon
+from mpu.optim.newton_schulz import coefficients_of
+from mpu.optim.owners import Split
 from mpu.param import GROUPS
 from training.config import Config
 
@@ -23,8 +26,27 @@ def _adamw(config: Config) -> UpdateRule:
     return AdamW((o.adam_beta1, o.adam_beta2), o.adam_eps, config.parallel.optimizer_backend)
 
 
+def _muon(config: Config) -> UpdateRule:
+    o = config.optimizer
+    return Muon(
+        o.muon_momentum,
+        o.muon_use_nesterov,
+        o.muon_coefficients or coefficients_of(o.muon_coefficient_type, o.muon_num_ns_steps),
+        o.muon_scale_mode,
+        o.muon_extra_scale_factor,
+        Split(qkv=not o.muon_no_split_qkv, others=not o.muon_no_split_gate_up),
+        bf16=o.muon_fp32_matmul_prec == "medium",
+        symmetric=o.muon_use_syrk,
+    )
+
+
 # what --optimizer names: the rule, with the flags that are its constants
-RULES: dict[str, Callable[[Config], UpdateRule]] = {"adam": _adamw}
+RULES: dict[str, Callable[[Config], UpdateRule]] = {"adam": _adamw, "muon": _muon}
+
+
+def whole_matrices(config: Config) -> bool:
+    """Return whether the optimizer takes whole matrices, which need an axis (Grid.instance)."""
+    return RULES[config.optimizer.optimizer](config).whole_matrices
 
 
 def optimizer_groups(config: Config) -> dict[str, Group]:

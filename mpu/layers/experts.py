@@ -45,7 +45,7 @@ class GroupedLinear(nn.Module):
         local = divide("expert-parallel", experts, ep, "the number of experts")
         place = Placement(
             (experts * out, in_features), 0, ep, tuple(sections) * experts, local * out,
-            whole_sections=True,
+            whole_sections=True, fused=len(sections),
         )  # fmt: skip
         self.experts, self.in_features, self.out_features = local, in_features, out
         self.ctx, self.weight = ctx, parameter(place, ctx.dtype, ctx.device, ctx.sink)

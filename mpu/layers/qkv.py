@@ -14,6 +14,7 @@ A rank sends 2 s b d (1 - g/t) numbers a layer each way, and no key or value is 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -57,7 +58,9 @@ def qkv_linear(
     x [s/t, b, h] (SP) or [s, b, h] -> [s, b, (heads + 2 groups) d], those of `local_heads`.
     """
     kind = ColumnParallelLinear if ctx.grid.tp_kv.size == 1 else SharedHeadsLinear
-    return kind(hidden, sections, ctx=ctx, bias=bias)
+    layer = kind(hidden, sections, ctx=ctx, bias=bias)
+    layer.weight.placement = replace(placement_of(layer.weight), qkv=True)  # type: ignore[attr-defined]
+    return layer
 
 
 class SharedHeadsLinear(ColumnParallelLinear):

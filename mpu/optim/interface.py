@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.transport import Axis
+from mpu.optim.owners import Plan, Split
 
 
 class StateKind(NamedTuple):
@@ -34,20 +35,17 @@ class StateKind(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A matrix, for a rule of whole matrices. Every rank that shares its bucket lists it.
+    """A parameter, for a rule of whole matrices. Every rank that shares its bucket lists it.
 
-    param: has its shape on a tensor-parallel rank, and its placement, which names its sections.
-    group: as in Parts.groups. axis: the ranks that share it; None: this rank has all of it. cuts:
-    rank r of the axis has elements [cuts[r], cuts[r + 1]) of the flattened matrix. segment: this
-    rank's slice of the masters, or None where the slice is empty.
+    group: as in Parts.groups. segment: this rank's slice of the masters, which begins at element
+    `low` of the flattened parameter, or None where the slice is empty.
     """
 
     name: str
     param: nn.Parameter
     group: str
-    axis: Axis | None
-    cuts: tuple[int, ...]
     segment: Tensor | None
+    low: int
 
 
 @dataclass
@@ -56,14 +54,19 @@ class Parts:
 
     groups: dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the
     decoupled learning rate applies. A segment is a flat leaf tensor with `.grad`, a view of the
-    masters: neighbours of one group, or for a rule of whole matrices the slice of one matrix.
-    rounded: the narrower weights that a segment is rounded into, if there are any. matrices: all
-    those of the rule, in the same order on every rank that shares them.
+    masters: neighbours of one group, or for a rule of whole matrices the slice of one parameter.
+    rounded: the narrower weights that a segment is rounded into, if there are any. master: the
+    dtype of masters. Of a rule of whole matrices also: matrices, its parameters among those that
+    are updated at once, in the same order on every rank that shares them; plan, the owners of all
+    its matrices; instances, the ranks among which these are (Grid.instance), by the axis that cuts.
     """
 
     groups: list[dict[str, Any]]
     rounded: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    master: torch.dtype = torch.float32
     matrices: Sequence[Matrix] = ()
+    plan: Plan | None = None
+    instances: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
     def segments(self) -> list[Tensor]:
@@ -84,6 +87,9 @@ class Updater(ABC):
 
     groups: list[dict[str, Any]]
     rounds = False  # whether `step` also writes the narrower weights, which then need no copy
+
+    def start(self, factor: Tensor, found_inf: Tensor) -> None:  # noqa: B027
+        """Begin what may run under the steps of other rules; `step` follows, with the same."""
 
     @abstractmethod
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
@@ -115,19 +121,22 @@ class UpdateRule(ABC):
     """What an optimizer declares. A rule's own constants are the fields of its dataclass.
 
     name: in reports. kinds: its state beside the master, which every narrower weight has.
-    whole_matrices: it updates matrices, and makes them whole by collectives of its own; vectors and
-    embeddings go to AdamW in the same step. exchanges: these collectives over the ranks that share
-    a bucket, (verb as a trace names it, bytes of an element of all matrices).
+    whole_matrices: it updates matrices, which it gets whole (mpu/optim/exchange.py); vectors and
+    embeddings go to AdamW in the same step. split: of such a rule, which sections are matrices.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[StateKind, ...]]
     whole_matrices: ClassVar[bool] = False
-    exchanges: ClassVar[tuple[tuple[str, int], ...]] = ()
+    split = Split()
 
     @abstractmethod
     def updater(self, parts: Parts) -> Updater:
         """Return the rule at work on a rank's parts."""
+
+    def wire(self, master: torch.dtype) -> torch.dtype:
+        """Return the dtype in which matrices travel to their owners, and updates back."""
+        return master
 
     def state_bytes(self, master: torch.dtype) -> int:
         """Return the bytes of state for one number of a parameter; master: the masters' dtype."""

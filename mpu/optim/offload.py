@@ -92,4 +92,3 @@ class Offload:
         """Widen the weights into the masters, at the start and after weights were loaded."""
         for master, weight in zip(self.masters, self._weights, strict=True):
             master.copy_(weight)
-

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mpu.grid import Grid
-from mpu.optim.interface import Group, Matrix, Parts, Updater, UpdateRule, whole
+from mpu.grid import DATA, Grid
+from mpu.optim.interface import Group, Matrix, Parts, Updater, UpdateRule, rules_of, whole
 from mpu.optim.offload import Offload
+from mpu.optim.owners import Plan, members_of, plan_of
+from mpu.param import placement_of
 from mpu.zero.bucket import ParamAndGradBucket
 from mpu.zero.norm import GlobalNorm
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
@@ -64,9 +66,23 @@ class Optimizer:
         each = [[i] for i in range(len(grads))] if self.offload else [[*range(len(grads))]]
         self.segments: list[list[Segment]] = []  # of each bucket
         self.updaters: list[list[Updater]] = []  # of each of `each`, one a rule
+        self.plans = self._plans(groups)
         for buckets in each:
             self._add(buckets, grads, groups)
         self.norm = GlobalNorm(module, sink.buckets, grid)
+
+    def _plans(self, groups: Mapping[str, Group]) -> dict[UpdateRule, Plan]:
+        """Return the owners of matrices, for each rule of whole matrices."""
+        plans: dict[UpdateRule, Plan] = {}
+        params = [(name, param) for bucket in self.sink.buckets for name, param, _ in bucket.params]
+        for rule in rules_of(groups):
+            mine = {name for name, group in groups.items() if group.rule == rule}
+            if rule.whole_matrices:
+                layouts = [bucket.layout for bucket in self.sink.buckets]
+                placements = {name: (placement_of(param), param.shape) for name, param in params}
+                members = members_of(self.grid)
+                plans[rule] = plan_of(layouts, placements, mine, rule.split, members)
+        return plans
 
     def _add(self, buckets: list[int], grads: list[Tensor], groups: Mapping[str, Group]) -> None:
         """Make the updaters of some buckets, and their segments."""
@@ -104,11 +120,17 @@ class Optimizer:
                 cut[-1].append((low, high, segment, group.rule))
             for each in _matrices(bucket, apart, segment_at):
                 matrices.setdefault(groups[each.group].rule, []).append(each)
+        instances = {cut: self.grid.instance(cut) for cut in DATA}
         made = {
-            rule: rule.updater(Parts([*found.values()], rounded, matrices.get(rule, ())))
+            rule: rule.updater(
+                Parts(
+                    [*found.values()], rounded, self.sink.dtype,
+                    matrices.get(rule, ()), self.plans.get(rule), instances,
+                )
+            )
             for rule, found in of_rule.items()
-        }
-        self.updaters.append([*made.values()])
+        }  # fmt: skip
+        self.updaters.append([made[rule] for rule in sorted(made, key=_exchanges_last)])
         self.segments += [
             [Segment(low, high, segment, made[rule]) for low, high, segment, rule in here]
             for here in cut
@@ -151,6 +173,8 @@ class Optimizer:
             self.sink.gather_weights()
             return norm, found_inf
         (updaters,) = self.updaters
+        for updater in updaters:
+            updater.start(factor, found_inf)
         for updater in updaters:
             updater.step(factor, found_inf)
         rounded = all(updater.rounds for updater in updaters)
@@ -241,26 +265,16 @@ class Optimizer:
 def _matrices(
     bucket: ParamAndGradBucket, groups: Collection[str], segment_at: Mapping[int, Tensor]
 ) -> Iterator[Matrix]:
-    """Yield the parameters of some groups as matrices. Raises ValueError where one is none.
+    """Yield the parameters of some groups, for a rule of whole matrices.
 
     segment_at: this rank's slices, by where the parameter begins in the bucket.
     """
-    own = bucket.high - bucket.low
     for (name, param, start), group in zip(bucket.params, bucket.layout.groups, strict=True):
         if group not in groups:
             continue
-        if param.dim() != 2:
-            raise ValueError(
-                f"parameter_group of the --model-file returns {group!r} for {name}, of shape "
-                f"{list(param.shape)}, which is not a matrix: let it return 'vector'"
-            )
-        numel = param.numel()
-        cuts = [min(max(low - start, 0), numel) for low in range(0, bucket.length + own, own)]
-        yield Matrix(
-            name,
-            param,
-            group,
-            axis=bucket.shard,
-            cuts=tuple(cuts),
-            segment=segment_at.get(start),
-        )
+        yield Matrix(name, param, group, segment_at.get(start), max(bucket.low - start, 0))
+
+
+def _exchanges_last(rule: UpdateRule) -> bool:
+    """Return a sort key: what a rule of whole matrices has started runs under the others' steps."""
+    return rule.whole_matrices

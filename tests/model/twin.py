@@ -41,7 +41,7 @@ from training.config import Config
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor
-from training.optimizer import optimizer_groups
+from training.optimizer import optimizer_groups, whole_matrices
 from training.run.autotune.overlap import projections
 
 ROWS, S, V = 6, 12, 97
@@ -101,6 +101,7 @@ def config_of(case: dict) -> Config:
             clip_grad=case.get("clip", 0.0),
             weight_decay=0.1,
             optimizer=case.get("optimizer", "adam"),
+            **case.get("muon", {}),
         ),
         DataConfig(eod_mask_loss=case.get("masks", False)),
         run=RunConfig(seed=5, dtype=getattr(torch, case.get("dtype", "float64"))),
@@ -157,6 +158,19 @@ def packed(ids: torch.Tensor) -> PackedSeqParams:
     return PackedSeqParams.of([length for lengths in of_row for length in lengths])
 
 
+def grid_of(comm, config: Config, memory: bool = False) -> Grid:
+    """Return the grid of a config over a running world."""
+    p = config.parallel
+    return comm.grid(
+        p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size,
+        p.num_distributed_optimizer_instances, memory=memory,
+        query_groups=config.model.num_query_groups,
+        hierarchical=p.hierarchical_context_parallel_sizes,
+        order=tuple(p.rank_order.split("-")), ep=config.expert_model_parallel_size,
+        whole_matrices=whole_matrices(config),
+    )  # fmt: skip
+
+
 def run_layout(comm, case: dict, steps: int = 1) -> dict:
     """Run on one rank: losses, norms, and this rank's rectangles of the last gradient.
 
@@ -164,12 +178,8 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     """
     linear_cross_entropy.CHUNK_BYTES, linear_cross_entropy.ALIGNED = 0, case.get("chunk", 1)
     config = config_of(case)
-    instances, memory = case.get("instances", 1), case.get("memory", True)
-    grid = comm.grid(
-        case["tp"], case.get("cp", 1), case.get("pp", 1), instances, memory=memory,
-        query_groups=config.model.num_query_groups, hierarchical=case.get("levels"),
-        order=tuple(config.parallel.rank_order.split("-")), ep=config.expert_model_parallel_size,
-    )  # fmt: skip
+    memory = case.get("memory", True)
+    grid = grid_of(comm, config, memory)
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     if case.get("path") == "auto":  # one after the other instead of what is fastest
         ways = itertools.cycle(METHODS if memory else ("ring", "none"))

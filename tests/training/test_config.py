@@ -100,6 +100,8 @@ def test_flat_names_every_field_of_every_part():
     later = {"fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"}  # at their defaults
     left_out = {"optimizer.optimizer", *(f"float8.{name}" for name in later)}
     left_out |= {f"moe.{f.name}" for f in fields(CONFIG.moe)}  # of a dense model
+    muon = (f.name for f in fields(CONFIG.optimizer) if f.name.startswith("muon_"))
+    left_out |= {f"optimizer.{name}" for name in muon}  # at their defaults
     assert set(CONFIG.flat()) == expected - left_out
     other = replace(CONFIG, optimizer=replace(CONFIG.optimizer, optimizer="other"))
     assert set(other.flat()) == expected - left_out | {"optimizer.optimizer"}

@@ -25,12 +25,21 @@ from estimate.dry_run import report
 from mpu.grid import Grid
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group, Parts
+from mpu.optim.muon import Muon
 from mpu.optim.optimizer import Optimizer
 from mpu.param import GROUPS, name_groups
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from mpu.zero.replica_check import ReplicaCheck
 from pretrain_llama import model_provider
-from tests.model.twin import Twin, config_of, gathered, micro_batches, run_layout, same_bits
+from tests.model.twin import (
+    Twin,
+    config_of,
+    gathered,
+    grid_of,
+    micro_batches,
+    run_layout,
+    same_bits,
+)
 from tests.sampling import sampled
 from tests.training.checkpoint import canonical
 from tests.training.momentum import Momentum
@@ -41,6 +50,7 @@ from training.checkpoint import MismatchError
 from training.faults.monitor import FailureMonitor
 
 NEW = {"momentum": lambda config: Momentum(0.9), "normalised": lambda config: Normalised(0.9)}
+ALL = [*NEW, "muon"]
 BASE = dict(tp=1, sp=False, recompute=None, tied=False, m=2, rows=12, lr=1e-2, clip=0.5, dp=2)
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,7 +88,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", ALL)
 def test_levels_and_offload_change_no_bit(world, name, dtype):
     case = BASE | dict(optimizer=name, dtype=dtype)
     first, *others = [world(2).run(train, case | way, 4) for way in WAYS]
@@ -102,8 +112,9 @@ def test_momentum_equals_the_serial_twin(world):
 
 
 def run_of(comm, case: dict):
-    grid = comm.grid(case["tp"], pp=case.get("pp", 1))
-    return pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
+    config = config_of(case)
+    grid = grid_of(comm, config)
+    return pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
 
 
 def three_steps(comm, case: dict) -> list[dict]:
@@ -119,9 +130,10 @@ def three_steps(comm, case: dict) -> list[dict]:
             for name, grad in gathered(run.sink, "grad_shard").items():
                 found[-1][name].append(grad.clone().numpy())
         last = gathered(run.sink, "param_shard")
-        seen = [vars(u).get("seen", []) for some in run.optimizer.updaters for u in some]
         rules = [type(u).__name__ for some in run.optimizer.updaters for u in some]
-    return [*found, {n: [w.numpy()] for n, w in last.items()}, sum(seen, []), sorted(rules)]
+        (plan,) = run.optimizer.plans.values()
+        seen = [matrix.name for matrix in plan.matrices]
+    return [*found, {n: [w.numpy()] for n, w in last.items()}, seen, sorted(rules)]
 
 
 def test_whole_matrices_equal_a_serial_update(world):
@@ -134,7 +146,8 @@ def test_whole_matrices_equal_a_serial_update(world):
         for *steps, last, seen, rules in world(2).run(three_steps, case | dict(zero=zero)):
             assert rules == ["NormalisedUpdater", "TorchAdam"]
             matrices = sorted(n for n, (w, _) in steps[0].items() if w.ndim > 1 and "layers" in n)
-            assert sorted(seen) == matrices and len(matrices) == 4 * 3
+            assert {n.partition("[")[0] for n in seen} == {*matrices} and len(seen) == 7 * 3
+            sections = {"qkv": (48, 24, 24), "gate_up": (20, 20)}
             for name, (weight, _) in steps[0].items():
                 w, buffer = torch.from_numpy(weight).clone().requires_grad_(), 0.0
                 decay = 0.1 if w.dim() > 1 else 0.0
@@ -146,7 +159,11 @@ def test_whole_matrices_equal_a_serial_update(world):
                         continue
                     buffer = 0.9 * buffer + w.grad
                     w.data.mul_(1 - 1e-2 * decay)
-                    w.data.sub_(1e-2 * buffer / torch.linalg.matrix_norm(buffer))
+                    cut = sections.get(name.split(".")[-2], (len(w),))
+                    norms = [torch.linalg.matrix_norm(part) for part in buffer.split(cut)]
+                    parts = zip(w.data.split(cut), buffer.split(cut), norms, strict=True)
+                    for part, moved, norm in parts:
+                        part.sub_(1e-2 * moved / norm)
                 got = torch.from_numpy(last[name][0])
                 assert (got - w).norm() <= 1e-9 * w.norm(), (zero, name)
                 assert not torch.equal(got, torch.from_numpy(weight)), name
@@ -159,14 +176,19 @@ LAYOUTS = [  # where it is saved, where it goes on
 SAVED = dict(model=24, pp=1, sp=False, tied=True, dtype="bfloat16")
 
 
+def whole_grid(comm, case: dict):
+    """Return a grid for any optimizer."""
+    return comm.grid(case["tp"], whole_matrices=True)
+
+
 def save_and_go_on(comm, name: str, saved: dict, loaded: dict, root: str, other: str) -> list:
     """Train, save, go on in another layout and save there what was loaded; also go on in place."""
     with registered():
         case = SAVED | dict(optimizer=name)
-        first = canonical.build(comm.grid(saved["tp"]), case | saved)
+        first = canonical.build(whole_grid(comm, saved), case | saved)
         canonical.train(first, range(3))
         canonical.saver_of(first, root).save(3, 3 * 24, must=True)
-        second = canonical.build(comm.grid(loaded["tp"]), case | loaded, seed=6)
+        second = canonical.build(whole_grid(comm, loaded), case | loaded, seed=6)
         assert canonical.saver_of(second, root).load() == (3, 3 * 24)
         assert second.optimizer.steps == 3
         canonical.saver_of(second, other).save(3, 3 * 24, must=True)
@@ -194,7 +216,7 @@ def tensors_of(root: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("saved, loaded", sampled(LAYOUTS, 2))
 def test_saves_resumes_and_reshards(world, tmp_path, name, saved, loaded):
     here, there = tmp_path / "here", tmp_path / "there"
@@ -219,17 +241,19 @@ def on_tp(comm, name: str, root: str) -> list[list[float]]:
     """Save on two data-parallel ranks, go on on two tensor-parallel ones, and stay, in fp64."""
     with registered():
         case = SAVED | dict(optimizer=name, dtype="float64")
-        first = canonical.build(comm.grid(1), case | dict(tp=1, dp=2, zero=2))
+        first = canonical.build(whole_grid(comm, dict(tp=1)), case | dict(tp=1, dp=2, zero=2))
         canonical.train(first, range(3))
         canonical.saver_of(first, root).save(3, 3 * 24, must=True)
-        second = canonical.build(comm.grid(2), case | dict(tp=2, dp=1, zero=0), seed=6)
+        grid = whole_grid(comm, dict(tp=2))
+        second = canonical.build(grid, case | dict(tp=2, dp=1, zero=0), seed=6)
         canonical.saver_of(second, root).load()
         return [canonical.train(run, range(3, 6)) for run in (first, second)]
 
 
-def test_momentum_goes_on_over_tp(world, tmp_path):
-    for stayed, moved in world(2).run(on_tp, "momentum", str(tmp_path)):
-        assert moved == pytest.approx(stayed, rel=1e-12)
+@pytest.mark.parametrize("name", ["momentum", "muon"])
+def test_it_goes_on_over_tp(world, tmp_path, name):
+    for stayed, moved in world(2).run(on_tp, name, str(tmp_path)):
+        assert moved == pytest.approx(stayed, rel=1e-11)
 
 
 def kept(comm, case: dict) -> tuple[dict, dict]:
@@ -242,7 +266,7 @@ def kept(comm, case: dict) -> tuple[dict, dict]:
         return run.optimizer.memory(), rank_memory.state(run.config, flats, ranks)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", ALL)
 def test_the_dry_run_counts_its_bytes(world, name):
     for zero, dtype in itertools.product(range(4), ("float32", "bfloat16")):
         case = BASE | dict(optimizer=name, zero=zero, dtype=dtype)
@@ -265,6 +289,7 @@ def test_the_report_names_it():
         ("adam", "AdamW's two"),
         ("momentum", "SGD's one"),
         ("normalised", "Normalised's one, AdamW's two"),
+        ("muon", "Muon's one, AdamW's two"),
     ):
         config = read("--zero-stage 1 --bf16", 4)
         config = replace(config, optimizer=replace(config.optimizer, optimizer=name))
@@ -282,20 +307,44 @@ def test_the_host_keeps_its_bytes():
         assert rank_memory.host_bytes(each, flats) == own * (2 * 4 + count * 4 + 2)
 
 
-def test_the_exchange_is_in_the_traffic():
-    config = read("--zero-stage 1", 4)
-    whole = replace(config, optimizer=replace(config.optimizer, optimizer="normalised"))
-    rows = traffic.traffic(whole, model_provider)
-    (row,) = [row for row in rows if row not in traffic.traffic(config, model_provider)]
-    params = rank_memory.parameters(config, model_provider).items()
-    count = sum(p.entry.numel for n, p in params if "layers" in n and len(p.shape) > 1)
-    assert (row.axis, row.verb, row.times, row.bytes, row.size) == (
-        "dp_cp",
-        "all_reduce",
-        1,
-        4 * count,
-        4,
-    )
+def exchanged(comm, case: dict) -> tuple[dict, dict]:
+    """Return what a rank's trace hears of the exchange in a step, and what the estimate says."""
+    heard = Heard()
+    with registered():
+        run = run_of(comm, case)
+        batches = micro_batches(case, run.grid.dp.rank)
+        pretrain_llama.train_step(run, batches, 1e-2)  # the first one checks the count
+        axes = set()
+        for updater in run.optimizer.updaters[0]:
+            for turn in vars(updater).get("turns", ()):
+                turn.axis = replace(turn.axis, trace=heard)
+                axes.add(turn.axis.name)
+        pretrain_llama.train_step(run, batches, 1e-2)
+        rows = traffic.traffic(run.config, model_provider, run.grid.pp.rank, run.grid)
+    said = [(r.axis, r.verb, r.who, r.bytes, r.sent) for r in rows if r.purpose == "exchange"]
+    assert {row[0] for row in said} <= axes
+    return sorted(heard.seen), sorted(said)
+
+
+class Heard:
+    """A trace of the exchange."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+
+    def issued(self, verb, axis, tensor, sent, is_async, label):
+        if label.phase == "exchange":
+            self.seen.append((axis.name, verb, label.who, tensor.nbytes, sent))
+
+
+@pytest.mark.parametrize("name", ["normalised", "muon"])
+def test_the_exchange_is_in_the_traffic(world, name):
+    """To the byte, on every rank, though owners send other bytes than ranks that own nothing."""
+    for way in (dict(dp=2, zero=1), dict(dp=2, zero=0), dict(tp=2, sp=True, zero=0, dp=1)):
+        case = BASE | dict(optimizer=name, dtype="bfloat16") | way
+        for heard, said in world(2).run(exchanged, case):
+            assert heard == said and len(said) > 4, way
+            assert sum(row[-1] for row in said)
 
 
 def flipped(comm, case: dict) -> list[str]:
@@ -360,8 +409,11 @@ def test_a_vector_among_whole_matrices_is_refused():
     module = torch.nn.Linear(2, 3)
     name_groups(module, lambda n, p: "matrix")
     sink.attach(module)
-    with pytest.raises(ValueError, match=r"'matrix' for bias, of shape \[3\], which is not a matr"):
-        Optimizer(module, sink, Grid(), {"matrix": Group(Normalised())})
+    for rule in (Normalised(), Muon()):
+        with pytest.raises(
+            ValueError, match=r"'matrix' for bias, of shape \[3\], which is not a m"
+        ):
+            Optimizer(module, sink, Grid(), {"matrix": Group(rule)})
 
 
 def test_no_other_file_knows_the_kinds_of_adamw():

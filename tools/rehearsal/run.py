@@ -107,7 +107,7 @@ def rehearsable(config: Config, steps: int) -> Config:
     """Return the rehearsal's config: made-up data, nothing read or written, a few eager steps."""
     data = replace(
         config.data, mock_data=True, data_path=(), train_data_path=(), valid_data_path=(),
-        test_data_path=(), num_workers=0,
+        test_data_path=(), num_workers=0, multiple_validation_sets=False, full_validation=False,
     )  # fmt: skip
     checkpoint = replace(
         config.checkpoint, save=None, load=None, pretrained_checkpoint=None, save_interval=None
@@ -214,7 +214,7 @@ def rehearse(
         config = config.with_vocab(tokenizer_for(config).vocab_size)
     model_profile(config, script.model_provider)
     grid: Grid = script.make_grid(config, launch)
-    loaders = Loaders(loader(config, grid), None, None)
+    loaders = Loaders(loader(config, grid), {}, None)
     grid.traced(network)
     network.said = partial(of_stages, config, script.model_provider)
 

@@ -70,7 +70,7 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
             at.setdefault(purpose, []).append(index)
     stated: dict[Purpose, int] = {}
     rows: dict[Purpose, list[str]] = {}
-    for row in traffic(seen.config, model_provider, seen.grid.pp.rank):
+    for row in traffic(seen.config, model_provider, seen.grid.pp.rank, seen.grid):
         if (known := of_words(row.axis, row.verb, row.who, row.purpose)) is not None:
             stated[known] = stated.get(known, 0) + row.sent
             rows.setdefault(known, []).append(f"{row.who}: {row.purpose}")

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from mpu.layers.packed_seq_params import PackedSeqParams
 
+PAD = -1  # Megatron's: a place of a sample that holds no token
+
 
 @dataclass(frozen=True)
 class DocumentRules:
@@ -64,7 +66,12 @@ class Batch:
 
 
 def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Batch:
-    """Return the batch of these samples, int64 [b, s + 1]."""
+    """Return the batch of these samples, int64 [b, s + 1].
+
+    The loss is ignored where the label is PAD; the model reads token 0 in its place.
+    """
+    padded = rows[:, 1:] == PAD
+    rows = np.maximum(rows, 0) if padded.any() else rows
     tokens = rows[:, :-1]
     loss_mask = position_ids = packed = None
     token_count = tokens.size
@@ -78,8 +85,8 @@ def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Bat
     if rules.reset_attention_mask:
         begins[:, 0] = True
         packed = PackedSeqParams.of(np.diff(np.flatnonzero(begins), append=tokens.size).tolist())
-    if rules.eod_mask_loss:
-        counts = tokens != rules.eod
+    if rules.eod_mask_loss or padded.any():
+        counts = ~padded & (tokens != rules.eod) if rules.eod_mask_loss else ~padded
         loss_mask = torch.from_numpy(counts.astype(np.float32))
         token_count = int(counts.sum())
     return Batch(

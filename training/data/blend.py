@@ -26,6 +26,8 @@ class Blend:
     Each dataset is asked for its samples 0, 1, 2, ... in order.
     """
 
+    length = None
+
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
         assert len(datasets) == len(weights) and max(weights) > 0
         self.datasets = list(datasets)

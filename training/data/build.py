@@ -4,7 +4,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from training.data.indexed import IndexedTokens
 from training.data.loader import Loader
 from training.data.local_copy import local_copy
 from training.data.mock import MockDataset
+from training.data.one_pass import OnePass
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
 
 if TYPE_CHECKING:
@@ -29,22 +30,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaders:
-    """The loaders of a run; valid and test are None where their split is empty.
+    """The loaders of a run; test is None where its split is empty.
+
+    valid: {name: loader} of the validation sets; the name is "" unless --multiple-validation-sets
+    was given, and there is none where the split is empty.
 
     `digest` identifies the sample order of all three: it depends on data, blend, split, sequence
     length and seed, and on nothing else. The first time it reads every token of large files.
     """
 
     train: Loader
-    valid: Loader | None
+    valid: Mapping[str, Loader]
     test: Loader | None
     tokenizer: "Tokenizer | None" = None  # of all three
 
     @property
     def digest(self) -> str:
         """Return a SHA-256 of the datasets' digests."""
-        parts = {"train": self.train, "valid": self.valid, "test": self.test}
-        digests = {split: part and part.dataset.digest for split, part in parts.items()}
+        valid = {name: loader.dataset.digest for name, loader in self.valid.items()}
+        held_out = valid[""] if valid.keys() == {""} else valid or None
+        test = self.test and self.test.dataset.digest
+        digests = {"train": self.train.dataset.digest, "valid": held_out, "test": test}
         return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
@@ -87,8 +93,16 @@ def build_loaders(
     train = load(datasets["train"])
     if train is None:
         raise ValueError("the train split holds no document: check --split and the data paths")
-    valid = load(datasets["valid"])
-    if valid is None and config.run.eval_interval and config.run.eval_iters > 0:
+    held_out = {
+        name.partition("-")[2]: load(dataset)
+        for name, dataset in datasets.items()
+        if name.startswith("valid")
+    }
+    valid = {name: loader for name, loader in held_out.items() if loader is not None}
+    for name in held_out.keys() - valid.keys() if data.multiple_validation_sets else ():
+        raise ValueError(f"--multiple-validation-sets: the set {name} holds no token")
+    evaluates = config.run.eval_iters > 0 or data.full_validation
+    if not valid and config.run.eval_interval and evaluates:
         why = "--valid-data-path holds no token"
         if data.data_path:
             why = (
@@ -105,7 +119,10 @@ def build_loaders(
 def build_datasets(
     config: "Config", tokenizer: "Tokenizer", report: Callable[[str], None] = print
 ) -> dict[str, Dataset | None]:
-    """Return {split: dataset}, None for an empty split."""
+    """Return {split: dataset}, None for an empty split.
+
+    With --multiple-validation-sets each set has a key of its own, "valid-" and its name.
+    """
     data, seq_length, seed = config.data, config.model.seq_length, config.run.seed
     if data.mock_data:
         return {
@@ -121,15 +138,34 @@ def build_datasets(
     opener = _Opener(
         data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report, data.data_local_copy
     )
-    if data.data_path:
-        shares = parse_split(data.split or DEFAULT_SPLIT)
-        return {
-            split: opener.open(data.data_path, "--data-path", split, shares) for split in SPLITS
-        }
-    return {
-        split: opener.open(paths, f"--{split}-data-path", split, None) if paths else None
-        for split, paths in zip(SPLITS, own_paths, strict=True)
-    }
+    shares = parse_split(data.split or DEFAULT_SPLIT) if data.data_path else None
+    found: dict[str, Dataset | None] = {}
+    for split, own in zip(SPLITS, own_paths, strict=True):
+        paths, flag = (data.data_path, "--data-path") if shares else (own, f"--{split}-data-path")
+        whole = data.full_validation and split == "valid"
+        sets = {split: paths}
+        if data.multiple_validation_sets and split == "valid":
+            sets = {
+                f"valid-{name}": (path,)
+                for name, path in validation_sets(own, data.validation_set_names).items()
+            }
+        for name, each in sets.items():
+            found[name] = opener.open(each, flag, split, shares, whole) if each else None
+    return found
+
+
+def validation_sets(paths: Sequence[str], names: Sequence[str] = ()) -> dict[str, str]:
+    """Return {name: prefix} of --multiple-validation-sets.
+
+    Without --validation-set-names a name is the last part of a prefix, less what
+    tools/preprocess_data.py adds to it; where two are equal, they are numbered as in Megatron.
+    """
+    names = names or tuple(
+        os.path.basename(path).removesuffix("_document").removesuffix("_text") for path in paths
+    )
+    if len(set(names)) < len(names):
+        names = tuple(str(i) for i in range(len(paths)))
+    return dict(zip(names, paths, strict=True))
 
 
 class _Opener:
@@ -153,9 +189,17 @@ class _Opener:
         self._caches: dict[tuple[str, int], IndexCache] = {}
 
     def open(
-        self, paths: Sequence[str], flag: str, split: str, shares: tuple[float, float, float] | None
+        self,
+        paths: Sequence[str],
+        flag: str,
+        split: str,
+        shares: tuple[float, float, float] | None,
+        whole: bool = False,
     ) -> Dataset | None:
-        """Return the dataset of a split, None if empty; `shares` cut each file, None takes all."""
+        """Return the dataset of a split, None if empty; `shares` cut each file, None takes all.
+
+        whole: each token once; else the samples have no end.
+        """
         prefixes, weights = parse_blend(paths, flag)
         found: list[GPTDataset] = []
         kept: list[float] = []
@@ -167,13 +211,15 @@ class _Opener:
             file = self._files[prefix]
             cut = split_documents(shares, len(file))[split] if shares else range(len(file))
             if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):
-                dataset = self._dataset(file, split, cut)
-                found.append(dataset)
-                kept.append(float(dataset.tokens) if weights is None else weights[i])
+                found.append(part := self._dataset(file, split, cut))
+                kept.append(float(part.tokens) if weights is None else weights[i])
             elif weights and weights[i] > 0 and split == "train":
                 raise ValueError(
                     f"{flag}: {prefix} has weight {weights[i]:g} but no {split} tokens"
                 )
+        if whole and found:
+            once = OnePass(found)
+            return once if once.length else None
         if len(found) > 1:
             return Blend(found, kept)
         return found[0] if found else None

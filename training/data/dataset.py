@@ -13,9 +13,17 @@ class DataError(ValueError):
 
 
 class Dataset(Protocol):
-    """An endless sequence of samples in a fixed order; `digest` identifies that order."""
+    """A sequence of samples in a fixed order; `digest` identifies that order."""
 
     seq_length: int
+
+    @property
+    def length(self) -> int | None:
+        """Return how many samples it has, None where it is endless.
+
+        Where it ends, tokens after a sample's last one are PAD (training/data/batch.py), and so is
+        all of a sample after the last.
+        """
 
     @property
     def digest(self) -> str:

@@ -12,12 +12,14 @@ import ctypes
 import hashlib
 import json
 import threading
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from training.data.batch import PAD
 from training.data.cache import IndexCache
-from training.data.dataset import WHOLE
+from training.data.dataset import WHOLE, DataError
 from training.data.indexed import IndexedTokens
 from training.data.sample_index import sample_index
 
@@ -39,6 +41,8 @@ class GPTDataset:
     Raises ValueError when the range holds no token; sample() raises DataError where the file was
     changed since it was opened.
     """
+
+    length = None  # endless
 
     def __init__(
         self,
@@ -116,6 +120,34 @@ class GPTDataset:
     def under_way(self) -> str:
         """Return the file and the byte of the longest read that now goes on, or ""."""
         return self._data.under_way()
+
+    def place_in_order(self, i: int) -> tuple[int, int]:
+        """Return (document, offset) of token i * seq_length in the order of the file."""
+        first = i * self.seq_length
+        place = int(np.searchsorted(self._ends, first, side="right"))
+        return self._documents[place], first - (int(self._ends[place - 1]) if place else 0)
+
+    def in_order(self, i: int) -> np.ndarray:
+        """Return tokens i * seq_length to (i + 1) * seq_length in the order of the file, once.
+
+        int64 [seq_length + 1], PAD after the last token. Raises DataError for a negative token.
+        """
+        out = np.full(self.seq_length + 1, PAD, np.int64)
+        document, offset = self.place_in_order(i)
+        done = 0
+        while done < len(out) and document < self._documents.stop:
+            count = min(int(self._data.lengths[document]) - offset, len(out) - done)
+            out[done : done + count] = self._data.read(document, offset, count)
+            if count and out[done : done + count].min() < 0:
+                raise DataError(f"{self.name}: document {document} holds a negative token")
+            done, document, offset = done + count, document + 1, 0
+        self._data.check()
+        return out
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        lengths = self._data.lengths[self._documents.start : self._documents.stop]
+        return np.cumsum(lengths, dtype=np.int64)
 
     def _start(self, i: int) -> tuple[int, int, int]:
         """Return (epoch, place in its documents, offset) of the first token of sample i."""

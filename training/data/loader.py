@@ -15,7 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from training.data.batch import Batch, DocumentRules, make_batch
+from training.data.batch import PAD, Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.dataset import DataError, Dataset
 from training.data.workers import FIRST, Workers, wanted_workers
@@ -120,7 +120,12 @@ class Loader:
             )
 
     def global_batches(self, count: int, global_batch_size: int) -> Iterator[list[Batch]]:
-        """Yield the first `count` global batches, the same in every evaluation."""
+        """Yield the first `count` global batches, the same in every evaluation.
+
+        Of a dataset that ends, all of them: the last one is filled up with tokens without a loss.
+        """
+        if (length := self.dataset.length) is not None:
+            count = -(-length // global_batch_size)
         for k in range(count):
             yield self.next_global_batch(k * global_batch_size, global_batch_size)
 
@@ -148,9 +153,10 @@ class Loader:
         """
         first = start + self._first_row
         rows = np.stack([self.dataset.sample(i) for i in range(first, first + self._rows)])
-        if rows.min() < 0 or rows.max() >= self._vocab_size:
-            bad = int(np.argmax(((rows < 0) | (rows >= self._vocab_size)).any(axis=1)))
-            worst = rows[bad].min() if rows[bad].min() < 0 else rows[bad].max()
+        least = 0 if self.dataset.length is None else PAD
+        if rows.min() < least or rows.max() >= self._vocab_size:
+            bad = int(np.argmax(((rows < least) | (rows >= self._vocab_size)).any(axis=1)))
+            worst = rows[bad].min() if rows[bad].min() < least else rows[bad].max()
             raise DataError(
                 f"{self.dataset.describe(first + bad)}: token id {worst} is outside of the "
                 f"vocabulary of {self._vocab_size}; was the file made with this tokenizer?"

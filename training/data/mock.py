@@ -15,6 +15,8 @@ class MockDataset:
     A document takes a quarter of a sample on average and ends with `eod`, if there is one.
     """
 
+    length = None
+
     def __init__(
         self, split: str, seq_length: int, seed: int, vocab_size: int, eod: int | None
     ) -> None:

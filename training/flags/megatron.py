@@ -643,6 +643,16 @@ ACCEPTED = (
         TEXT,
     ),
     Accepted("--enable-experimental", "nothing here depends on it"),
+    Accepted(
+        "--muon-tp-mode",
+        "each matrix is whole on one rank, as in duplicated and distributed; blockwise is refused: "
+        "its update depends on the number of tensor-parallel ranks",
+        TEXT,
+        only=("duplicated", "distributed"),
+    ),
+    Accepted(
+        "--muon-scalar-optimizer", "what is no matrix is updated by AdamW", TEXT, only=("adam",)
+    ),
 )
 IDLE = (
     Idle(
@@ -655,11 +665,7 @@ IDLE = (
         --moe-deepep-num-sms --moe-flex-dispatcher-backend""",
     ),
     Idle(
-        "--optimizer muon, lion or sgd",
-        """--muon-no-split-qkv --muon-nesterov --muon-use-syrk""",
-        values="""--sgd-momentum --muon-momentum --muon-scale-mode --muon-fp32-matmul-prec
-        --muon-coefficient-type --muon-num-ns-steps --muon-tp-mode
-        --muon-extra-scale-factor --muon-scalar-optimizer --lion-beta1 --lion-beta2""",
+        "--optimizer lion or sgd", "", values="""--sgd-momentum --lion-beta1 --lion-beta2"""
     ),
     Idle("--mtp-num-layers", "", values="""--mtp-loss-scaling-factor"""),
     Idle(
@@ -1035,8 +1041,7 @@ REFUSED = (
     ),
     Refused(
         "another way to evaluate",
-        """--start-eval-at-iter --skip-train --test-mode --full-validation
-        --multiple-validation-sets --validation-set-names""",
+        "--start-eval-at-iter --skip-train --test-mode",
         "use --eval-interval and --eval-iters, which take batches of the validation split",
     ),
     Refused(

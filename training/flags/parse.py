@@ -336,7 +336,8 @@ def _assemble(
     if data.get("data_path"):
         data.setdefault("split", DEFAULT_SPLIT)
     paths = (bool(data.get(f"{name}_data_path")) for name in ("train", "valid"))
-    evaluates = run.get("eval_interval") and run.get("eval_iters", 1) > 0
+    evaluates = run.get("eval_iters", 1) > 0 or data.get("full_validation")
+    evaluates = run.get("eval_interval") and evaluates
     if evaluates and not holds_validation(data.get("split"), *paths):
         notes.append(
             f"--eval-interval {run.pop('eval_interval')} has nothing to evaluate on, so there is "

@@ -7,11 +7,12 @@ only the form of the flags is checked.
 
 import glob
 import os
+import re
 import shlex
 
 import torch
 
-from training.arguments import CHANGES
+from training.arguments import CHANGES, DataConfig
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.split import parse_split
@@ -127,6 +128,7 @@ def _data(config: Config) -> None:
             _blend("--" + name.replace("_", "-"), paths, dry)
     if d.split is not None:
         _split(d.split)
+    _validation(d)
     if d.tokenizer_type is None and not dry:
         raise UsageError(
             "--tokenizer-type is missing: it says how large the vocabulary is and which token "
@@ -143,6 +145,40 @@ def _data(config: Config) -> None:
             raise UsageError(f"{flag} {d.tokenizer_model}: no such file ({why})")
         if d.merge_file is not None and not os.path.exists(d.merge_file) and not dry:
             raise UsageError(f"--merge-file {d.merge_file}: no such file (nothing is downloaded)")
+
+
+def _validation(d: DataConfig) -> None:
+    """Raise UsageError for validation sets that cannot be told apart or have no end."""
+    if d.multiple_validation_sets:
+        if not d.valid_data_path:
+            raise UsageError(
+                "--multiple-validation-sets needs --valid-data-path, whose prefixes are the sets"
+            )
+        _unweighted("--multiple-validation-sets", "--valid-data-path", d.valid_data_path)
+        names, count = d.validation_set_names, len(d.valid_data_path)
+        if names and (len(names) != count or len(set(names)) != count):
+            raise UsageError(
+                f"--validation-set-names {' '.join(names)}: --valid-data-path has {count} "
+                "prefixes, and each needs a name of its own"
+            )
+        for name in names:
+            if not re.fullmatch(r"[\w.+-]+", name):
+                raise UsageError(
+                    f"--validation-set-names {name!r}: must be of letters, digits, '.', '_', '+' "
+                    "and '-'"
+                )
+    if d.full_validation:
+        if d.mock_data:
+            raise UsageError("--full-validation needs data with an end; --mock-data has none")
+        _unweighted("--full-validation", "--data-path", d.data_path)
+        _unweighted("--full-validation", "--valid-data-path", d.valid_data_path)
+
+
+def _unweighted(who: str, flag: str, paths: tuple[str, ...]) -> None:
+    if paths and parse_blend(paths, flag)[1] is not None:
+        raise UsageError(
+            f"{who} takes no weights, as each set is read by itself: give {flag} prefixes alone"
+        )
 
 
 def holds_validation(split: str | None, train: bool, valid: bool) -> bool:

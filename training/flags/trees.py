@@ -533,7 +533,7 @@ TREES = {
             --legacy-tokenizer --log-activation-stats --log-angular-metrics
             --log-delta-y --log-gradient-stats --log-model-internals
             --log-params-norm-per-param --log-relative-updates --log-update-step-stats
-            --moe-extended-tp --moe-use-legacy-grouped-gemm --muon-use-nesterov
+            --moe-extended-tp --moe-use-legacy-grouped-gemm
             --no-attn-layernorm --no-final-layernorm --no-learnable-norms
             --no-mlp-layernorm --no-pre-norm --no-use-orthogonal-embeddings
             --poor-mans-ortho --post-block-norm --post-layer-norm --post-norm

@@ -207,19 +207,27 @@ class Log:
         return max(0, total - done) / a_step * sum(self.recent) / len(self.recent)
 
     def validation(
-        self, iteration: int, loss: float, loader: Loader | None = None, *, name: str = "validation"
+        self,
+        iteration: int,
+        loss: float,
+        loader: Loader | None = None,
+        *,
+        name: str = "validation",
+        part: str = "",
     ) -> None:
-        """Write the loss on held-out data, under the key {name}_loss.
+        """Write the loss on held-out data, under the key {name}_loss, or {name}_loss/{part}.
 
         loader: of that data, which knows how many bytes of text a token is (bytes_per_token).
+        part: the name of one of several sets.
         """
         if not self.writes:
             return
-        line = f"{name} at iteration {iteration} | loss {loss:.4f}"
+        of = f"/{part}" if part else ""
+        line = f"{name}{part and f'-{part}'} at iteration {iteration} | loss {loss:.4f}"
         line += f" | perplexity {math.exp(min(loss, 700.0)):.2f}"
-        record = {"iteration": iteration, f"{name}_loss": loss}
+        record = {"iteration": iteration, f"{name}_loss{of}": loss}
         if loader is not None and (size := loader.bytes_per_token()):
-            record[f"{name}_bits_per_byte"] = bits = loss / math.log(2) / size
+            record[f"{name}_bits_per_byte{of}"] = bits = loss / math.log(2) / size
             line += f" | {bits:.3f} bits per byte"
         self.print(line)
         self.write(record)

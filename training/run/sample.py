@@ -76,7 +76,7 @@ def prompt_of(config: Config, loaders: Loaders) -> list[int]:
         ids = tokenizer.encode(config.log.sample_prompt, bos=tokenizer.starts_with_bos)
         if ids:
             return ids[-most:]
-    held_out = loaders.valid or loaders.train
+    held_out = next(iter(loaders.valid.values()), loaders.train)
     return [int(i) for i in held_out.dataset.sample(0)[: min(GIVEN, most)]]
 
 

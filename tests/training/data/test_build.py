@@ -97,7 +97,7 @@ def test_loaders_hand_out_batches_with_the_rules(prefixes):
     (batch,) = loaders.train.next_global_batch(0, 2)
     assert batch.tokens.shape == (2, 10) and batch.loss_mask is not None
     assert batch.position_ids is None and batch.packed_seq_params is None
-    assert len(list(loaders.valid.global_batches(2, 2))) == 2
+    assert len(list(loaders.valid[""].global_batches(2, 2))) == 2
     mock = build_loaders(config(mock_data=True), TOKENIZER, 0, 1)
     assert mock.test.next_global_batch(0, 2)[0].token_count == 20
 

@@ -16,7 +16,7 @@ ROW = np.array([0, 1, 2, EOD, 0, 2])  # the labels are é ☃ . a ☃, of 2, 3, 
 
 
 def data(asked):
-    return SimpleNamespace(seq_length=5, sample=lambda i: asked.append(i) or ROW)
+    return SimpleNamespace(seq_length=5, length=None, sample=lambda i: asked.append(i) or ROW)
 
 
 def test_the_labels_are_counted_and_the_end_of_a_document_has_no_text():

@@ -7,6 +7,7 @@ import shlex
 import pytest
 import torch
 
+from training.data.build import validation_sets
 from training.flags.parse import UsageError, parse
 from training.run.step import CONTINUE, Step
 from training.run.watch.intervals import Intervals
@@ -506,3 +507,40 @@ def test_a_dry_run_opens_no_file():
 def test_a_command_line_without_a_flag_is_told_what_is_missing():
     with pytest.raises(UsageError, match="^--num-layers"):
         parse([], 1)
+
+
+SETS = "--valid-data-path a_text_document b/c --eval-interval 5"
+
+
+@pytest.mark.parametrize(
+    "more, why",
+    [
+        ("--multiple-validation-sets --data-path a", "needs --valid-data-path, whose prefixes"),
+        (f"{SETS} --validation-set-names x y z --multiple-validation-sets", "has 2 prefixes"),
+        (f"{SETS} --validation-set-names x x --multiple-validation-sets", "a name of its own"),
+        (f"{SETS} --validation-set-names x y/z --multiple-validation-sets", "'y/z': must be of"),
+        ("--valid-data-path 1 a 2 b --multiple-validation-sets", "takes no weights"),
+        ("--data-path 1 a 2 b --full-validation", "--full-validation takes no weights"),
+        ("--mock-data --full-validation", "--mock-data has none"),
+    ],
+)
+def test_what_a_validation_set_must_be(more, why):
+    data = "" if "data-path a" in more or "mock" in more else "--train-data-path t"
+    if "--data-path 1" in more:
+        data = ""
+    with pytest.raises(UsageError, match=why):
+        read(f"--dry-run {data} {more}", base=SMALL.replace("--mock-data", ""))
+
+
+def test_the_names_of_validation_sets():
+    base = f"--dry-run --train-data-path t {SETS} --multiple-validation-sets"
+    config = read(base, base=SMALL.replace("--mock-data", ""))
+    assert validation_sets(config.data.valid_data_path) == {"a": "a_text_document", "c": "b/c"}
+    assert validation_sets(("x/a", "y/a")) == {"0": "x/a", "1": "y/a"}
+    config = read(f"{base} --validation-set-names p q", base=SMALL.replace("--mock-data", ""))
+    assert list(validation_sets(("u", "v"), config.data.validation_set_names)) == ["p", "q"]
+    config = read(
+        f"--dry-run --train-data-path t {SETS} --eval-iters 0 --full-validation",
+        base=SMALL.replace("--mock-data", ""),
+    )
+    assert config.run.eval_interval == 5

@@ -24,6 +24,7 @@ OLDER = """
 --DDP-impl --async-tensor-model-parallel-allreduce --data-impl --log-batch-size-to-tensorboard
 --log-learning-rate-to-tensorboard --no-async-tensor-model-parallel-allreduce
 --no-log-learnig-rate-to-tensorboard --no-query-key-layer-scaling --use-flash-attn-v2
+--muon-use-nesterov
 """.split()
 
 

@@ -39,7 +39,8 @@ WARM = 3  # steps that are left out at the start
 LINKS = {
     "tp": ("tp", "tp_kv"),
     "cp": ("cp",),
-    "dp": ("dp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "edp", "edp_shard", "edp_replicate"),
+    "dp": ("dp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "edp", "edp_shard", "edp_replicate",
+           "tp_dp_cp_shard", "ep_edp_shard"),
     "pp": ("pp", "pp_back", "embd"),
 }
 

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what an optimizer of whole matrices does in a run: which parameters, owners, bytes, FLOPs.
+
+A run asks the same plan (mpu/optim/owners.py), so the bytes are those of a trace. `lines` is for a
+start and for a dry run.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from estimate import rank_memory
+from estimate.model_profile import ModelProvider, accumulate_dtype, grid_of
+from mpu.grid import DATA, Grid
+from mpu.optim.interface import UpdateRule, rules_of
+from mpu.optim.muon import Muon
+from mpu.optim.owners import Plan, members_of, plan_of
+from training.config import Config, UsageError
+from training.optimizer import optimizer_groups
+
+
+class Exchange(NamedTuple):
+    """One all-to-all of a rank: its bytes, and those of them that leave the rank."""
+
+    axis: str
+    bucket: int
+    bytes: int
+    sent: int
+
+
+def plans(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[UpdateRule, Plan]:
+    """Return the owners of matrices of a pipeline rank, for each rule of whole matrices.
+
+    Raises UsageError where a parameter is no matrix, or its sections are not known.
+    """
+    return _plans(config, provider, pp_rank)
+
+
+@lru_cache(maxsize=16)
+def _plans(config: Config, provider: ModelProvider, pp_rank: int) -> dict[UpdateRule, Plan]:
+    groups, found = optimizer_groups(config), dict[UpdateRule, Plan]()
+    rules = [rule for rule in rules_of(groups) if rule.whole_matrices]
+    if not rules:
+        return found
+    named = rank_memory.parameters(config, provider, pp_rank)
+    placements = {name: (p.place, p.shape) for name, p in named.items()}
+    members = members_of(grid_of(config, pp_rank))
+    flats = rank_memory.flats(config, provider, pp_rank)
+    for rule in rules:
+        mine = {name for name, group in groups.items() if group.rule == rule}
+        try:
+            found[rule] = plan_of(flats, placements, mine, rule.split, members)
+        except ValueError as error:
+            raise UsageError(f"--optimizer {config.optimizer.optimizer}: {error}") from None
+    return found
+
+
+def check(config: Config, provider: ModelProvider) -> None:
+    """Raise UsageError where the optimizer needs matrices that the model does not name."""
+    sizes = config.model
+    heads = sizes.num_attention_heads + 2 * (sizes.num_query_groups or sizes.num_attention_heads)
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        for rule in plans(config, provider, rank):
+            named = rank_memory.parameters(config, provider, rank)
+            if not rule.split.qkv or any(p.place.qkv for p in named.values()):
+                continue
+            rows = heads * (sizes.kv_channels or sizes.hidden_size // sizes.num_attention_heads)
+            for name, p in named.items():
+                if p.place.shape == (rows, sizes.hidden_size) and not p.place.sections:
+                    raise UsageError(
+                        f"--optimizer {config.optimizer.optimizer}: {name}, of shape "
+                        f"{list(p.place.shape)}, has as many rows as queries, keys and values "
+                        "together, and its Placement names no sections: make it by qkv_linear "
+                        "(mpu/layers/qkv.py), or give --muon-no-split-qkv"
+                    )
+
+
+def exchanges(
+    config: Config, provider: ModelProvider, pp_rank: int, grid: Grid
+) -> Iterator[Exchange]:
+    """Yield what a rank of a grid sends for its optimizer: matrices to owners, and updates back."""
+    for rule, plan in plans(config, provider, pp_rank).items():
+        size = rule.wire(accumulate_dtype(config)).itemsize
+        for turn in plan.rounds:
+            axis = grid.instance(turn.cut)
+            for splits in (plan.splits(turn, axis.rank), plan.back(turn, axis.rank)):
+                whole = sum(splits.input)
+                away = whole - splits.input[axis.rank]
+                yield Exchange(axis.name, turn.bucket, whole * size, away * size)
+
+
+def lines(config: Config, provider: ModelProvider) -> list[str]:
+    """Return which parameters go where, the owners' load, and what the flags of Muon come to."""
+    groups = optimizer_groups(config)
+    if not any(rule.whole_matrices for rule in rules_of(groups)):
+        return []
+    names: dict[tuple[str, str], dict[str, int]] = {}
+    found = []
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        for rule, plan in plans(config, provider, rank).items():
+            found.append((rank, rule, plan))
+            labels: dict[str, list[str]] = {}
+            for matrix in plan.matrices:
+                labels.setdefault(matrix.parameter, []).append(matrix.label)
+            for name, own in labels.items():
+                _count(names, (rule.name, "matrix"), name, own)
+        for name, p in rank_memory.parameters(config, provider, rank).items():
+            group = groups[p.entry.group]
+            if not group.rule.whole_matrices:
+                kind = p.entry.group.partition("_")[0]
+                _count(names, (group.rule.name, kind), name, [""])
+    out = []
+    for (rule_name, kind), counts in names.items():
+        said = ", ".join(name + f" x {n}" * (n > 1) for name, n in counts.items())
+        out.append(f"{rule_name}, group {kind}: {said}")
+    return out + [_load(config, rank, rule, plan) for rank, rule, plan in found] + _scale(found)
+
+
+def _count(
+    names: dict[tuple[str, str], dict[str, int]],
+    key: tuple[str, str],
+    name: str,
+    labels: Sequence[str],
+) -> None:
+    starred = ".".join("*" if part.isdigit() else part for part in name.split("."))
+    if labels != [""]:
+        some = labels if len(labels) <= 4 else [*labels[:2], "...", labels[-1]]
+        starred += f"[{', '.join(some)}]"
+    own = names.setdefault(key, {})
+    own[starred] = own.get(starred, 0) + 1
+
+
+def _load(config: Config, rank: int, rule: UpdateRule, plan: Plan) -> str:
+    """Return the line of one pipeline rank: its matrices, and the fullest owner's share of work."""
+    loads = [0] * max(len(members) for members in plan.members.values())
+    for load in plan.loads.values():
+        for i, work in enumerate(load):
+            loads[i] += work
+    used = {cut for cut in DATA if cut in plan.cuts}
+    count = max((len(plan.members[cut]) for cut in used), default=1)
+    even = sum(loads) / count
+    at = f"pipeline rank {rank}: " if config.parallel.pipeline_model_parallel_size > 1 else ""
+    more = f"; the fullest has {100 * (max(loads) / even - 1):.1f} % more than an even share"
+    return (
+        f"{at}{rule.name} has {len(plan.matrices):,} matrices"
+        + (f" on {count:,} ranks" + more if count > 1 and even else "")
+    )
+
+
+def _scale(found: Sequence[tuple[int, UpdateRule, Plan]]) -> list[str]:
+    rule = next((rule for _, rule, _ in found if isinstance(rule, Muon)), None)
+    if rule is None or rule.scale_mode != "spectral":
+        return []
+    if rule.extra_scale == 0.2:
+        return ["Muon's scale is 0.2 x spectral: torch.optim.Muon's match_rms_adamw"]
+    return [
+        f"Muon's scale is {rule.extra_scale:g} x spectral; --muon-extra-scale-factor 0.2 would be "
+        f"match_rms_adamw, an update {rule.extra_scale / 0.2:g} times smaller, whose RMS is "
+        "about AdamW's"
+    ]

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Update whole matrices, though each rank has a slice: to the owner, there whole, and back.
+
+    start   prepare(slice)   every rank, its slices: state, and what travels to the owner
+            all_to_all       slices to the owners, a bucket at a time, a bucket ahead
+    step    whole(matrix)    the owner alone: each matrix once in an instance of the optimizer
+            all_to_all       the update's slices back, a bucket at a time
+            apply(slice)     every rank, its slices
+
+Between `start` and `step` other rules update, so the first exchange runs under AdamW's part. The
+exchange of a bucket runs under the matrices of the one before it. Updates are applied when all
+matrices are done: a rank without work in one bucket does not wait for those with more.
+mpu/optim/owners.py says who owns what, and what is sent.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpu.comm.collectives import all_to_all, gather_bytes, sum_in_order
+from mpu.comm.transport import Axis, Handle, Label, Splits
+from mpu.optim.interface import Matrix, Parts, SegmentUpdater, UpdateRule
+from mpu.optim.owners import Plan, Round, Whole, part_at
+
+
+class MatrixUpdater(SegmentUpdater):
+    """Keeps the state of its slices, and makes matrices whole. A rule writes three methods.
+
+    Raises ValueError where ranks of an instance do not agree on the plan.
+    """
+
+    def __init__(self, rule: UpdateRule, parts: Parts) -> None:
+        super().__init__(rule, parts)
+        assert parts.plan is not None, "a rule of whole matrices has a plan"
+        self.plan, axes = parts.plan, parts.instances
+        self.group_of = {group["name"]: group for group in self.groups}
+        mine = {matrix.name: matrix for matrix in parts.matrices}
+        self.turns = [
+            _Turn(self.plan, turn, axes[turn.cut], mine)
+            for turn in self.plan.rounds
+            if self.plan.matrices[turn.matrices[0]].parameter in mine
+        ]
+        device = parts.matrices[0].param.device
+        self._wire = rule.wire(parts.master)
+        self._count: Tensor | None = torch.zeros((), dtype=torch.float64, device=device)
+        self._arriving: list[tuple[Tensor, Handle]] = []
+        self._last: tuple[Tensor, Tensor] | None = None  # factor and found_inf of this step
+        said = sha256(repr((self.plan.matrices, self.plan.owners)).encode()).digest()
+        for axis in {turn.axis.name: turn.axis for turn in self.turns}.values():
+            heard = gather_bytes(said, axis, device)
+            if different := [r for r, one in zip(axis.ranks, heard, strict=True) if one != said]:
+                raise ValueError(
+                    f"{rule.name}: rank {axis.ranks[axis.rank]} and rank {different[0]} do not "
+                    "agree on which rank owns which matrix: they have other parameters, or places"
+                )
+
+    @abstractmethod
+    def prepare(
+        self, grad: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return what travels of a slice, and the slice's new state; change nothing in place."""
+
+    @abstractmethod
+    def whole(self, matrix: Tensor, which: Whole) -> Tensor:
+        """Return the update of a whole matrix, of its shape and dtype; `matrix` may be used up."""
+
+    @abstractmethod
+    def apply(
+        self, weight: Tensor, update: Tensor, which: Whole, group: Mapping[str, Any]
+    ) -> Tensor:
+        """Return new values of a slice of a matrix, from its part of the update."""
+
+    @torch.no_grad()
+    def start(self, factor: Tensor, found_inf: Tensor) -> None:
+        self._last = factor, found_inf
+        self._steps += 1 - found_inf.double()
+        self._arriving = [self._send(self.turns[0])]
+
+    @torch.no_grad()
+    def step(self, factor: Tensor, found_inf: Tensor) -> None:
+        if self._last is None:
+            self.start(factor, found_inf)
+        back, done = [], 0
+        for i, turn in enumerate(self.turns):
+            arrived, handle = self._arriving.pop(0)
+            if i + 1 < len(self.turns):
+                self._arriving.append(self._send(self.turns[i + 1]))
+            handle.wait()
+            updates = {number: self.whole(m, w) for number, w, m in turn.matrices(arrived)}
+            done += len(updates)
+            out = turn.updates(updates, arrived)
+            back.append(all_to_all(out, turn.axis, True, turn.back, turn.label))
+        self._check(done)
+        skip = found_inf == 1
+        for turn, (update, handle) in zip(self.turns, back, strict=True):
+            handle.wait()
+            for piece, (low, high) in turn.pieces_back():
+                assert (segment := piece.matrix.segment) is not None
+                part, mine = segment[piece.low : piece.high], update[low:high].to(segment.device)
+                new = self.apply(part, mine, piece.which, self.group_of[piece.matrix.group])
+                part.copy_(torch.where(skip, part, new))
+        self._last = None
+
+    def _send(self, turn: "_Turn") -> tuple[Tensor, Handle]:
+        """Update a bucket's state, and start what travels to its owners."""
+        assert self._last is not None
+        factor, found_inf = self._last
+        skip = found_inf == 1
+        travels: dict[str, Tensor] = {}
+        for matrix in turn.slices:
+            assert (segment := matrix.segment) is not None and segment.grad is not None
+            state = self._state[segment]
+            grad = segment.grad * factor.to(segment.dtype)
+            travels[matrix.name], new = self.prepare(grad, state, self.group_of[matrix.group])
+            for name, values in state.items():
+                values.copy_(torch.where(skip, values, new[name]))
+        parts = [travels[p.matrix.name][p.low : p.high] for p in turn.pieces if p.sends]
+        wire = torch.empty(sum(turn.there.input), dtype=self._wire, device=turn.device)
+        at = 0
+        for part in parts:
+            wire[at : at + len(part)] = part
+            at += len(part)
+        return all_to_all(wire, turn.axis, True, turn.there, turn.label)
+
+    def _check(self, done: int) -> None:
+        """Hold what was made whole to the plan; in the first step over all ranks."""
+        owned = sum(len(turn.owned) for turn in self.turns)
+        if done != owned:
+            raise RuntimeError(f"{self.rule.name}: {done} matrices were updated, not {owned}")
+        if self._count is None:
+            return
+        made: dict[str, int] = {}
+        for turn in self.turns:
+            made[turn.axis.name] = made.get(turn.axis.name, 0) + len(turn.owned)
+        for axis in {turn.axis.name: turn.axis for turn in self.turns}.values():
+            own = torch.full_like(self._count, made[axis.name])
+            every = int(sum_in_order(own, axis, Label(self.rule.name, "count")))
+            wanted = sum(len(t.turn.matrices) for t in self.turns if t.axis.name == axis.name)
+            if every != wanted:
+                raise RuntimeError(
+                    f"{self.rule.name}: the ranks {list(axis.ranks)} updated {every} matrices "
+                    f"together, and have {wanted}"
+                )
+        self._count = None
+
+
+class _Piece:
+    """A rank's part of one matrix: elements [low, high) of its slice of the parameter."""
+
+    def __init__(
+        self, number: int, which: Whole, matrix: Matrix, low: int, high: int, sends: bool
+    ) -> None:
+        self.number, self.which, self.matrix = number, which, matrix
+        self.low, self.high, self.sends = low, high, sends
+
+
+class _Turn:
+    """One round of a plan, as this rank takes part: what it sends, makes whole and gets back."""
+
+    def __init__(self, plan: Plan, turn: Round, axis: Axis, mine: Mapping[str, Matrix]) -> None:
+        self.plan, self.turn, self.axis = plan, turn, axis
+        self.label = Label(f"bucket {turn.bucket}", "exchange")
+        names = dict.fromkeys(plan.matrices[n].parameter for n in turn.matrices)
+        self.slices = [mine[name] for name in names if mine[name].segment is not None]
+        self.device = next(mine[name].param.device for name in names)
+        me, members = axis.rank, plan.members[turn.cut]
+        self.there: Splits = plan.splits(turn, me)
+        self.back: Splits = plan.back(turn, me)
+        self.pieces: list[_Piece] = []  # in the order in which they travel: by owner
+        for number in sorted(turn.matrices, key=lambda n: (plan.owners[n], n)):
+            which = plan.matrices[number]
+            low, high = plan.range_of(which, members[me])
+            if low < high:
+                matrix, sends = mine[which.parameter], plan.is_source(number, members[me])
+                first = matrix.low
+                self.pieces.append(_Piece(number, which, matrix, low - first, high - first, sends))
+        self.owned = [n for n in turn.matrices if plan.owners[n] == me]
+        # (sender, number, place on the cutting axis, low, high), as they arrive: by sender
+        self._from = sorted(
+            (i, n, member.cut, low, high)
+            for n in self.owned
+            for i, member, low, high in plan.sources(n)
+        )
+        self._to = sorted(
+            (i, n, member.cut, low, high)
+            for n in self.owned
+            for i, member, low, high in plan.holders(n)
+        )
+
+    def matrices(self, arrived: Tensor) -> Iterator[tuple[int, Whole, Tensor]]:
+        """Yield (number, matrix, its values) of each one that this rank owns."""
+        where: dict[int, list[tuple[int, int, int, int]]] = {n: [] for n in self.owned}
+        at = 0
+        for _, number, place, low, high in self._from:
+            where[number].append((place, low, high, at))
+            at += high - low
+        for number, pieces in where.items():
+            which = self.plan.matrices[number]
+            flats: dict[int, Tensor] = {}
+            for place, low, high, at in pieces:
+                part = part_at(which, place)
+                assert part is not None
+                if part.place not in flats:
+                    flats[part.place] = arrived.new_empty(part.high - part.low)
+                flats[part.place][low - part.low : high - part.low] = arrived[at : at + high - low]
+            yield number, which, _assembled(which, flats, arrived)
+
+    def updates(self, made: Mapping[int, Tensor], like: Tensor) -> Tensor:
+        """Return the updates of this rank's matrices as they travel back: by receiver."""
+        out = like.new_empty(sum(self.back.input))
+        flats: dict[tuple[int, int], Tensor] = {}
+        at = 0
+        for _, number, place, low, high in self._to:
+            part = part_at(self.plan.matrices[number], place)
+            assert part is not None
+            key = number, part.place
+            if key not in flats:
+                flat = made[number].new_zeros((part.high - part.low) // part.width, part.width)
+                for cut in part.cuts:
+                    own = made[number].narrow(cut.dim, cut.to, cut.size)
+                    flat.narrow(cut.dim, cut.at, cut.size).copy_(own)
+                flats[key] = flat.view(-1)
+            out[at : at + high - low] = flats[key][low - part.low : high - part.low]
+            at += high - low
+        return out
+
+    def pieces_back(self) -> Iterator[tuple[_Piece, tuple[int, int]]]:
+        """Yield each piece, and where its update stands in what came back."""
+        at = 0
+        for piece in self.pieces:
+            size = piece.high - piece.low
+            yield piece, (at, at + size)
+            at += size
+
+
+def _assembled(which: Whole, flats: Mapping[int, Tensor], like: Tensor) -> Tensor:
+    """Return a matrix from the parts of all places of the cutting axis."""
+    out = like.new_empty((which.rows, which.columns))
+    for part in which.parts:
+        if part.low == part.high:
+            continue
+        rows = flats[part.place].view(-1, part.width)
+        for cut in part.cuts:
+            own = rows.narrow(cut.dim, cut.at, cut.size)
+            out.narrow(cut.dim, cut.to, cut.size).copy_(own)
+    return out
