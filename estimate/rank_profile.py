@@ -160,8 +160,8 @@ def _rank_profile(
         tuple(sink.gradients),
         frozenset(sink.looked_up),
         tuple(sink.living),
-        sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
-        sink.loads.nbytes if sink.loads is not None else 0,
+        amaxes=sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
+        loads=sink.loads.nbytes if sink.loads is not None else 0,
         auxiliary=tuple(
             axis.name for axes in model.ctx.auxiliary_losses.sums for axis in axes
         ),

@@ -233,18 +233,18 @@ class MoEConfig:
         0,
         "cut the experts into so many groups, of which a token chooses --moe-router-group-topk",
         "groups",
-        whole(1, 16384),
+        whole(0, 16384),
         EXPERTS,
-        off="left out or 1",
+        off="0 or 1",
         older=0,
     )
     moe_router_group_topk: int = setting(
         0,
         "groups that a token chooses experts from, by the sums of their best scores",
         "groups",
-        whole(1, 16384),
+        whole(0, 16384),
         "--moe-router-num-groups",
-        off="left out, all",
+        off="0",
         older=0,
     )
     moe_shared_expert_intermediate_size: int = setting(
@@ -281,9 +281,9 @@ class MoEConfig:
         "an expert takes at most this times the mean number of pairs (token, choice) of a rank's "
         "tokens of a micro-batch; what is more is dropped",
         "ratio",
-        POSITIVE,
+        real(),
         EXPERTS,
-        off="left out, no token is dropped",
+        off="0, no token is dropped",
         older=0.0,
     )
     moe_token_drop_policy: str = setting(

@@ -143,13 +143,22 @@ def test_logits_and_tensors_are_those_of_transformers(world, tmp_path, kind):
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+    fused = ["--to-hf", str(tmp_path / "fused"), "--load", str(tmp_path / "weft")]
+    assert convert(["convert", *fused, "--fused-experts"]) == 0
+    again = ["--from-hf", str(tmp_path / "fused"), "--save", str(tmp_path / "again")]
+    assert convert(["convert", *again]) == 0
+    assert convert(["diff", str(tmp_path / "weft"), str(tmp_path / "again"), "--tensors"]) == 0
+    held = load_file(tmp_path / "fused" / "model.safetensors")
+    state = theirs.state_dict()
+    assert held.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in held.items())
     tokens = torch.randint(0, 99, (2, 24))
     with torch.no_grad():
         wanted = theirs(tokens).logits
         text = theirs.generate(tokens[:1, :8], max_new_tokens=12, do_sample=False)[0, 8:].tolist()
         out = type(theirs).from_pretrained(tmp_path / "out", attn_implementation="eager")
         assert torch.equal(out(tokens).logits, wanted)
-    for ranks, place in ((1, "weft"), (2, "hf"), (4, "weft")):
+    for ranks, place in ((1, "weft"), (2, "hf"), (4, "fused")):
         for ours in world(ranks).run(logits_in, str(tmp_path / place), ranks, tokens):
             assert (ours - wanted).norm() < 1e-5 * wanted.norm(), (ranks, place)
     model, _ = load_model(str(tmp_path / "hf"), Grid(), CPU, torch.float32)

@@ -20,6 +20,7 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from tools.checkpoints.auto_tokenizer import auto_tokenizer
 from tools.checkpoints.copy import attached, check_empty, from_hf, open_newest, stream
+from tools.checkpoints.fused import fused_pieces
 from training.checkpoint import Checkpoint, buffer_pieces, weight_pieces
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.files import (
@@ -137,8 +138,12 @@ def export_hf(
     shard_bytes: int,
     tokenizer: Path | None,
     own: str | None = None,
+    fused: bool = False,
 ) -> Path:
-    """Write the newest whole checkpoint as a Hugging Face directory; return what was read."""
+    """Write the newest whole checkpoint as a Hugging Face directory; return what was read.
+
+    fused: experts as two tensors a layer (tools/checkpoints/fused.py).
+    """
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to-hf {target} exists and is not an empty directory")
     found = open_newest(place, hashed=True)
@@ -152,6 +157,7 @@ def export_hf(
     buffers = {p.name for p in buffer_pieces(model, file.hf_names(model), Grid())}
     pieces = stream(found, [name for name in expected if name not in buffers], dtype)
     pieces += stream(found, sorted(buffers))  # a bias of the choice stays in fp32
+    pieces = fused_pieces(found, pieces, dtype) if fused else pieces
     files = into_files(pieces, shard_bytes)
     kept = str(pieces[0].tensor.dtype).removeprefix("torch.")
     config = {**sizes, "torch_dtype": kept}

@@ -126,7 +126,7 @@ def check(config: Config) -> None:
 def _check_groups(m: MoEConfig) -> None:
     """Raise UsageError where groups of experts do not fit the experts, or k."""
     groups, best, k = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
-    if not groups:
+    if groups < 2:
         return
     if m.experts % groups:
         raise UsageError(f"--moe-router-num-groups {groups} does not divide {EXPERTS} {m.experts}")

@@ -92,7 +92,7 @@ MISTAKES = [
     ("--num-experts 8 --moe-layer-freq [1]", 1, "lists 1 layers, and --num-layers is 4"),
     ("--num-experts 8 --moe-aux-loss-coeff 1 2", 1, "--moe-aux-loss-coeff has 2 values and"),
     ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", 1, "must be one of none,"),
-    ("--num-experts 8 --moe-expert-capacity-factor 0", 1, "must be a number above 0"),
+    ("--num-experts 8 --moe-expert-capacity-factor -1", 1, "-1: must be a number >= 0"),
     ("--num-experts 8 --moe-token-drop-policy random", 1, "must be one of probs, position"),
     ("--num-experts 8 --moe-router-enable-expert-bias", 1, "needs --moe-router-score-function sig"),
     ("--num-experts 8 --moe-router-num-groups 3", 1, "3 does not divide --num-experts 8"),
