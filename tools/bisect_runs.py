@@ -139,7 +139,7 @@ def bisect(
                 "steps are made again by another torch"
             )
     step = Step(number, "", f"step {number}, as asked for", number - 1) if number else None
-    step = step or first_step(*sides, may)
+    step = step or first_step(*sides, may, found.notes)
     if step is None:
         ends = [max(lines.steps.keys() | lines.log.keys()) for lines in sides]
         last, failures = min(ends), [note for note in found.notes if " failed: " in note]
@@ -200,7 +200,8 @@ def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: 
             return
         found.replays.append(ran)
         records.append(folder / "record")
-    may = replace(may, begins=iteration == step.iteration - 1 or may.exact)
+    begins = iteration == step.iteration - 1 or may.exact
+    may = replace(may, begins=begins, apart=step.apart)
     found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
     found.sentence = conclude(a, b, found, differ, records)
     found.same = not step.what and found.verdict.same

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,11 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
+from model.load import load_model_file
 from mpu.launch import bind_loopback
 from tools.bisect.compare import Allowed
 from tools.bisect.side import Side
+from tools.bisect.sides import value_of
 from tools.bisect.verdict import Verdict, verdict_of
 from tools.forks.case import Case, Desk, told
 from tools.forks.layouts import cases, sizes
@@ -174,9 +177,21 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, list(argv[at + 1 :])
 
 
-def chosen(full: bool, only: str) -> list[Case]:
-    """Return the cases, those of one rank first. Raises ValueError for a name that is none's."""
-    every = cases(full)
+def experts_of(model: str, own: Sequence[str]) -> int:
+    """Return how many experts a model has if no flag says it: its file's default, 0 for none."""
+    kinds = {kind.name: kind for kind in fields(load_model_file(model).ModelConfig)}
+    if "num_experts" not in kinds:
+        return 0
+    given, default = value_of(own, "--num-experts"), kinds["num_experts"].default
+    return int(given) if given and given.isdigit() else default if isinstance(default, int) else 0
+
+
+def chosen(full: bool, only: str, experts: bool = False) -> list[Case]:
+    """Return the cases, those of one rank first. Raises ValueError for a name that is none's.
+
+    experts: of a model that has some, whose layouts deal them out, too.
+    """
+    every = cases(full, experts)
     names = [name.strip() for name in only.split(";") if name.strip()]
     for name in names:
         if name not in [case.name for case in every]:
@@ -216,9 +231,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="fork-check-") as folder:
         model = str(Path(options.model).resolve())
-        desk = Desk(model, folder, sizes(options.full), tuple(own), options.own_loss)
+        desk = Desk(model, folder, (), tuple(own), options.own_loss)
         try:
-            some = chosen(options.full, options.only)
+            experts = experts_of(model, own)
+            desk.sizes = sizes(options.full, experts)
+            some = chosen(options.full, options.only, experts > 0)
             for case in some:
                 if case.oracle:
                     desk.config(case)
@@ -233,10 +250,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(head(width))
         world = World(desk, max(case.ranks for case in some), options.timeout)
         broken: set[bool] = set()  # models, tied or not, of which one rank could not be run
-        spoiled: set[str] = set()  # checkpoints of layouts that are wrong
+        spoiled: set[str] = set()  # checkpoints of layouts that are wrong, or not run
         try:
             for case in some:
                 if case.tied in broken:
+                    continue
+                if why := desk.refusal(case):
+                    rows.append(Row(case, 0.0, refused=why))
+                    spoiled.add(case.save or case.name)
+                    print(rows[-1].line(width), flush=True)
                     continue
                 if case.load in spoiled:
                     rows.append(Row(case, 0.0, result="not run: what it would load is wrong"))

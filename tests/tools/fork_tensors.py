@@ -30,6 +30,7 @@ from tests.tools.fork_mistakes import (  # noqa: E402
     checked,
 )
 
+MOE = "model/moe.py"
 ARCEE, WINDOWS = "examples/forks/arcee.py", "examples/forks/windows.py"
 PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
 QKV = '        qkv, more = self.project(x), {"window": self.window}\n'
@@ -185,6 +186,27 @@ TENSORS: dict[str, Mistake] = {
         said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
     "a mean over rows": mlp("self.down(swiglu(self.gate_up(x - x.mean(1, keepdim=True))))",
                             layouts="dp 2", said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+    # experts
+    "experts counted on a rank": Mistake(
+        MOE, {"self.weights(scores, plan.choice), plan).view_as(x)": (
+            "self.weights(scores, plan.choice), plan).view_as(x) / self.dispatcher.local")},
+        r"layers\.0\.mlp \(SparseMLP\) gives.*it is 2 times", "dp 2, ep 2 allgather"),
+    "what an expert's rank gives": Mistake(
+        MOE, {"rows = self.experts(d.rows(tokens, plan), plan.counts)": (
+            "rows = self.experts(d.rows(tokens, plan), plan.counts) "
+            "* (1 + 0.1 * self.ctx.grid.ep.rank)")},
+        r"layers\.0\.mlp \(SparseMLP\) gives", "tp 2 + SP, ep 2 alltoall"),
+    "weights of a rank's tokens": Mistake(
+        MOE, {"chosen = scores.gather(1, choice).softmax(1)": (
+            "chosen = scores.gather(1, choice).softmax(1) * (1 + 0.01 * len(scores))")},
+        r"layers\.0\.mlp \(SparseMLP\) gives", "cp 2 all_gather"),
+    "a router in no region": Mistake(
+        MOE, {
+            "self.router = RouterLinear(h, e, ctx=ctx)": (
+                "self.router = RouterLinear(h, e, ctx=ctx)\n"
+                "        self.router.weight = ctx.replicated_parameter((e, h), Region.WHOLE)"),
+            CONTEXT: CONTEXT + "from mpu.param import Region\n"},
+        r"block_sparse_moe\.gate.*a sum over tp is missing", "tp 2 + SP"),
     # stages, micro-batches, recomputation
     "layers counted in a stage": llama(
         LOOP + RUN, LOOP + RUN + "                h = h * (1 + 0.1 * i)\n", "pp 2 1f1b",

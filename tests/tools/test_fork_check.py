@@ -17,7 +17,7 @@ from model import llama
 from tests.tools import fork_mistakes, fork_tensors
 from tools import fork_check
 from tools.fork_check import main
-from tools.forks import huggingface
+from tools.forks import huggingface, layouts
 from tools.forks.case import Desk, Oracle
 from tools.forks.fields import logits_of
 
@@ -289,6 +289,8 @@ def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, la
         ("qwen3", ["--only", "tp 2 + SP; dp 2 + ZeRO 3"]),
         pytest.param("llama", [], marks=pytest.mark.prove),
         pytest.param("qwen3", [], marks=pytest.mark.prove),
+        pytest.param("moe", [], marks=pytest.mark.prove),
+        pytest.param("moe", "-- --num-experts 4 --qk-layernorm".split(), marks=pytest.mark.prove),
     ],
 )
 def test_the_models_pass(model, only, capfd):
@@ -296,6 +298,19 @@ def test_the_models_pass(model, only, capfd):
     out = capfd.readouterr().out
     assert code == 0, out
     assert "layouts agree" in out and "warning" not in out
+
+
+def test_experts_are_dealt_out_and_a_layout_that_their_rule_refuses_is_not_run(tmp_path):
+    model = str(ROOT / "model" / "moe.py")
+    assert [fork_check.experts_of(model, own) for own in ([], ["--num-experts=4"])] == [8, 4]
+    assert fork_check.experts_of(str(ROOT / "model" / "llama.py"), []) == 0
+    desk = Desk(model, str(tmp_path), layouts.sizes(False, 8), ())
+    why = {case.name: desk.refusal(case) for case in layouts.cases(False, experts=True)}
+    refused = {name for name, text in why.items() if text}
+    assert refused == {"tp 2", "tp 4", "tp 2, dp 2 + ZeRO 3, tied, loads pp 2 1f1b"}
+    assert "needs --sequence-parallel" in why["tp 2"] and "dp 4 + ZeRO 3, ep 2 alltoall" in why
+    every = [case.name for case in layouts.cases(True, experts=True)]
+    assert len(every) == len(set(every)) and sum(", ep " in name for name in every) > 30
 
 
 def test_mistakes_in_the_command_line(tmp_path, capsys):

@@ -4,10 +4,12 @@
     batch -> weights and state before -> forward -> loss -> backward, each weight's own gradient
     when it is complete -> sums over ranks -> gradient norm -> learning rate -> weights after
 
-What two layouts allow (docs/numerics.md): equal bits, or a distance by the dtype, in fp64. What
-both sides begin with, the batch and the weights, has equal bits in any layout.
+What two layouts allow (docs/numerics.md): equal bits, or a distance by the dtype, in fp64, and what
+the step makes of the distance of the weights that it begins with. What both sides begin a run with,
+the batch and the weights, has equal bits in any layout.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +21,10 @@ from tools.bisect.side import Key, Part, Side, Whole, distance
 
 # by how much of its norm a tensor may differ where sums have another order
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+# by how many times the distance of the weights a step's tensors may be apart, and its loss and norm
+GROWS, GROWS_ALL = 120.0, 20.0
 FLOOR = 1e-4  # a tensor smaller than that part of the largest of its kind counts as so large
+WEIGHTS = ("weight", "master")
 # settings with which bits change, as numerics.md says; every other setting keeps them
 OF_THE_LAYOUT = (
     "parallel.tensor_model_parallel_size", "parallel.sequence_parallel",
@@ -30,17 +35,29 @@ OF_THE_LAYOUT = (
 )  # fmt: skip
 
 
+def after_rounding(gradient: float) -> float:
+    """Return how far two updates of Adam are apart, of their norm, whose gradients nearly agree.
+
+    gradient: how far these are apart, of their norm. Early updates have the sign of an element: an
+    error e turns it where an element is smaller than e, which is so for about e of them. Of fewer
+    than a million elements the smallest is seldom below 1e-6, so tiny errors turn none.
+    """
+    return 2 * min(math.sqrt(gradient), 1000 * gradient)
+
+
 @dataclass(frozen=True)
 class Allowed:
     """What two sides may differ by.
 
     exact: equal bits are due. begins: equal bits of what the step begins with, as both have loaded
-    it, or drawn it. why: in words.
+    it, or drawn it. apart: else, by how much of their norm the weights may differ that it begins
+    with, by name; "" of all others. why: in words.
     """
 
     exact: bool
     why: str = ""
     begins: bool = True
+    apart: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -98,9 +115,28 @@ class _Judge:
         self.one, self.other, self.allowed, self.found = one, other, allowed, found
         self.sizes: dict[tuple[str, str], float] = {}  # the largest norm of a kind
         self.dtypes = {_dtype(side) for side in (one, other)}  # a gradient is as exact as these
+        self.begin = _Far()  # of the weights that the step begins with
+        self.gradient = _Far()
 
-    def unlike(self, one: Whole, other: Whole, exact: bool, kind: tuple[str, str]) -> float:
-        """Return by how much two tensors differ beyond what is allowed, or 0."""
+    def limit(self, *tensors: Tensor, begin: float | None = None) -> float:
+        """Return what tensors may differ by, where bits may, of their norm.
+
+        begin: by how much more they may than the dtype says; None: by what the step makes of the
+        distance of the weights that it begins with.
+        """
+        dtypes = {str(x.dtype).removeprefix("torch.") for x in tensors} | self.dtypes
+        more = GROWS * self.begin.share if begin is None else begin
+        return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes) + more
+
+    def unlike(
+        self,
+        one: Whole,
+        other: Whole,
+        exact: bool,
+        kind: tuple[str, str],
+        begin: float | None = None,
+    ) -> float:
+        """Return by how much two tensors differ beyond what is allowed, or 0. begin: of `limit`."""
         self.found.compared += 1
         a, b = one.values, other.values
         if exact:
@@ -111,9 +147,7 @@ class _Judge:
         self.sizes[kind] = max(self.sizes.get(kind, 0.0), norm if norm == norm else 0.0)
         error = distance(a, b, FLOOR * self.sizes[kind])
         self.found.worst = max(self.found.worst, error if error < 1 else 0.0)
-        dtypes = {str(x.dtype).removeprefix("torch.") for x in (a, b)} | self.dtypes
-        limit = max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
-        return error if not error <= limit else 0.0
+        return error if not error <= self.limit(a, b, begin=begin) else 0.0
 
     def keys(self, chosen: Callable[[Key], bool]) -> Iterator[Key]:
         """Yield the keys that both sides have, in the order of the step; note the others."""
@@ -125,6 +159,24 @@ class _Judge:
     def pair(self, key: Key) -> tuple[list[Part], list[Part]]:
         """Return both sides' parts of a key."""
         return self.one.parts[key], self.other.parts[key]
+
+
+class _Far:
+    """How far tensors of a kind are apart, all of them together."""
+
+    def __init__(self) -> None:
+        self.off = self.size = 0.0
+
+    def add(self, a: Tensor, b: Tensor) -> None:
+        """Add a pair."""
+        if a.shape == b.shape:
+            self.off += float((a.double() - b.double()).nan_to_num(0.0).square().sum())
+            self.size += float(a.double().nan_to_num(0.0).square().sum())
+
+    @property
+    def share(self) -> float:
+        """Return the distance of all, of their norm."""
+        return math.sqrt(self.off / self.size) if self.size else 0.0
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -175,8 +227,12 @@ def _of_parameter(
         other = theirs.get(name)
         if other is None:
             continue
-        error = judge.unlike(one, other, exact, (key.kind, key.phase))
-        replicas = not error and other.apart > _limit(judge, other.values, exact)
+        begin = _begin(judge, key, name, one)
+        error = judge.unlike(one, other, exact, (key.kind, key.phase), begin)
+        limit = 0.0 if exact else judge.limit(other.values, begin=begin)
+        replicas = not error and other.apart > limit
+        if not exact:
+            _note(judge, key, one.values, other.values)
         if error or replicas:
             far, whole = other.apart if replicas else error, (one, other)
             values = one.values, other.values
@@ -184,9 +240,25 @@ def _of_parameter(
             yield Difference(key, *values, far, pair, tensor=name, replicas=replicas, wholes=whole)
 
 
-def _limit(judge: _Judge, x: Tensor, exact: bool) -> float:
-    dtypes = {str(x.dtype).removeprefix("torch."), *judge.dtypes}
-    return 0.0 if exact else max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
+def _begin(judge: _Judge, key: Key, name: str, one: Whole) -> float | None:
+    """Return by how much more than by its dtype a weight may differ; None for what is no weight."""
+    if key.kind not in WEIGHTS:
+        return None
+    apart = judge.allowed.apart
+    begin = apart.get(name, apart.get("", 0.0))
+    if key.phase == "before":
+        return begin
+    was = judge.one.parameter(key._replace(phase="before")).get(name)
+    moved = 1.0 if was is None else distance(was.values, one.values)
+    return begin + after_rounding(judge.gradient.share) * moved
+
+
+def _note(judge: _Judge, key: Key, a: Tensor, b: Tensor) -> None:
+    """Add what the step begins with, and its gradients, to what later tolerances stand on."""
+    if key.kind in WEIGHTS and key.phase == "before":
+        judge.begin.add(a, b)
+    elif key.kind == "gradient":
+        judge.gradient.add(a, b)
 
 
 def _before(judge: _Judge) -> Iterator[Difference]:
@@ -226,7 +298,7 @@ def _activation(judge: _Judge, key: Key) -> Iterator[Difference]:
     if error:
         pair = judge.pair(key)
         yield Difference(key, one.values, other.values, error, pair, wholes=wholes)
-    elif other.apart > _limit(judge, other.values, judge.allowed.exact) >= one.apart:
+    elif other.apart > (0.0 if judge.allowed.exact else judge.limit(other.values)) >= one.apart:
         pair = judge.pair(key)
         yield Difference(
             key, one.values, other.values, other.apart, pair, replicas=True, wholes=wholes
@@ -288,8 +360,8 @@ def _number(name: str) -> Callable[[_Judge], Iterator[Difference]]:
         one, other = (torch.tensor(v, dtype=torch.float64) for v in (a, b))
         exact = judge.allowed.exact or "rate" in name
         error = 0.0 if exact and same_bits(one, other) else distance(one, other)
-        dtype = _dtype(judge.one)
-        if error > (0.0 if exact else TOLERANCE.get(dtype, 0.0)):
+        limit = judge.limit(begin=GROWS_ALL * judge.begin.share)
+        if error > (0.0 if exact else limit):
             yield Difference(key, a, b, error=error)
 
     return step

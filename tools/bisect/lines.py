@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.bisect.compare import TOLERANCE, Allowed
+from tools.bisect.compare import GROWS, GROWS_ALL, TOLERANCE, Allowed, after_rounding
 
 DIGESTS, FORMAT = "digests.jsonl", "weft digests 1"
-KINDS = ("gradient", "weight")
+CHANCE = 4  # a signed sum is as far as the tensors are, on average: 4 times as far is one in 10^4
+BLIND = 0.5  # a tolerance, of the norm, at which nothing can be told
 
 
 @dataclass
@@ -44,7 +45,8 @@ class Lines:
 class Step:
     """The first step that differs. what: batch, loss, ...; names: of tensors, in words `text`.
 
-    between: the last step before it that is known to be equal.
+    between: the last step before it that is known to be equal. apart: how far the weights that it
+    begins with may be apart by rounding, of the norm, by name; "" of a name that is not there.
     """
 
     iteration: int
@@ -52,6 +54,52 @@ class Step:
     text: str
     between: int
     names: list[str] = field(default_factory=list)
+    apart: dict[str, float] = field(default_factory=dict)
+
+
+Sketch = Sequence[float]
+
+
+@dataclass
+class Grown:
+    """How far two sides that began alike are apart by rounding, as their sketches have said.
+
+    before: the last line of the first side. every: the distance of all weights after it, of their
+    norm; each: of single ones. gradient: that of all gradients.
+    """
+
+    before: Mapping[str, Any] | None = None
+    every: float = 0.0
+    each: dict[str, float] = field(default_factory=dict)
+    gradient: float = 0.0
+
+
+@dataclass
+class Limits:
+    """What a step of sides that differ by rounding may differ by (docs/numerics.md).
+
+    base: of the dtype. begin: how far the weights are apart that it begins with, of their norm.
+    moved: how far weights have moved since the line before, by name.
+    """
+
+    base: float
+    begin: float = 0.0
+    gradient: float = 0.0
+    each: Mapping[str, float] = field(default_factory=dict)
+    moved: Mapping[str, float] | None = None
+
+    @property
+    def number(self) -> float:
+        """Return that of the loss, and of the gradient's norm."""
+        return self.base + GROWS_ALL * self.begin
+
+    def tensor(self, kind: str, name: str) -> float:
+        """Return that of a sketch of a gradient or of a weight, of its norm."""
+        if kind == "gradient":
+            return CHANCE * self.base + GROWS * self.begin
+        moved = 1.0 if self.moved is None else self.moved[name]
+        begin = max(self.begin, self.each.get(name, 0.0))
+        return CHANCE * (self.base + begin + after_rounding(self.gradient) * moved)
 
 
 def read(folder: Path) -> Lines:
@@ -89,24 +137,99 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def first_step(one: Lines, other: Lines, allowed: Allowed) -> Step | None:
+def first_step(
+    one: Lines, other: Lines, allowed: Allowed, notes: list[str] | None = None
+) -> Step | None:
     """Return the first step that differs, None where no step does.
 
-    Raises ValueError where the runs have no step in common.
+    notes: to which it adds where rounding hides what follows. Raises ValueError where the runs have
+    no step in common.
     """
     digests = bool(one.steps and other.steps)
     ours, theirs = (one.steps, other.steps) if digests else (one.log, other.log)
     common = sorted(ours.keys() & theirs.keys())
     if not common:
         raise ValueError("the two runs have written no step in common: no digests and no log")
-    before = 0
+    before, base = 0, _base(one, other)
+    limits, grown = Limits(0.0 if allowed.exact else base), Grown()
+    blind = 0
     for i in common:
-        differ = _digest_differs if digests else _log_differs
-        what, names = differ(ours[i], theirs[i], one, other, allowed)
+        a, b = ours[i], theirs[i]
+        if digests and not allowed.exact:
+            limits = _limits(a, b, (one, other), base, grown, begins=i == _start(one, other) + 1)
+            blind = blind or i * (limits.tensor("gradient", "") > BLIND)
+        if digests:
+            what, names = _digest_differs(a, b, (one, other), limits, allowed.exact)
+        else:
+            what, names = _log_differs(a, b, limits), []
         if what:
-            return Step(i, what, _text(i, what, names, digests), before, names)
+            each = {n: CHANCE * max(v, limits.begin) for n, v in limits.each.items()}
+            apart = {"": CHANCE * limits.begin, **each}
+            if not digests:  # nothing says how far the weights are apart
+                apart = {"": after_rounding(base)}
+            return Step(i, what, _text(i, what, names, digests), before, names, apart)
+        if digests and not allowed.exact:
+            far, each = apart_by_sketch(a, b, "weight", (one, other))
+            grown = Grown(a, far, each, limits.gradient)
         before = i
+    if blind and notes is not None:
+        notes.append(
+            f"from step {blind} on rounding has grown so far that gradients of these two layouts "
+            "cannot be told apart: compare from a common checkpoint"
+        )
     return None
+
+
+def _start(one: Lines, other: Lines) -> int:
+    """Return the iteration at which both runs began alike, -1 where they began elsewhere."""
+    starts = [side.head.get("iteration", 0) for side in (one, other)]
+    return int(starts[0]) if starts[0] == starts[1] else -1
+
+
+def _limits(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    sides: tuple[Lines, Lines],
+    base: float,
+    grown: Grown,
+    begins: bool,
+) -> Limits:
+    """Return what a line of digests may differ by. begins: the step is the first of both runs."""
+    gradient, _ = apart_by_sketch(a, b, "gradient", sides)
+    gradient = max(gradient, grown.gradient)
+    last, moved, far = grown.before, None, 1.0
+    if last is not None:
+        far, some = apart_by_sketch(last, a, "weight", (sides[0], sides[0]))
+        moved = {name: max(far, value) for name, value in some.items()}
+    begin = grown.every
+    if not begins and (last is None or last["iteration"] + 1 != a["iteration"]):
+        now, _ = apart_by_sketch(a, b, "weight", sides)
+        begin = min(begin + after_rounding(gradient) * far, max(now, begin))
+    return Limits(base, begin, gradient, grown.each, moved)
+
+
+def _pairs(
+    a: Mapping[str, Any], b: Mapping[str, Any], kind: str, sides: tuple[Lines, Lines]
+) -> Iterator[tuple[str, Sketch, Sketch]]:
+    """Yield (name, sketch, sketch) of the tensors that two lines have."""
+    number = {name: i for i, name in enumerate(sides[1].head["names"])}
+    for i, name in enumerate(sides[0].head["names"]):
+        if name in number:
+            yield name, a[f"{kind} sketch"][i], b[f"{kind} sketch"][number[name]]
+
+
+def apart_by_sketch(
+    a: Mapping[str, Any], b: Mapping[str, Any], kind: str, sides: tuple[Lines, Lines]
+) -> tuple[float, dict[str, float]]:
+    """Return about how far all tensors of a kind are apart, and each, of their norms."""
+    each, total, size = {}, 0.0, 0.0
+    for name, x, y in _pairs(a, b, kind, sides):
+        off = [p - q for p, q in zip(x[1:], y[1:], strict=True)]
+        total += (off[0] ** 2 + off[1] ** 2) / 2
+        size += x[0] ** 2
+        each[name] = max(abs(off[0]), abs(off[1])) / x[0] if x[0] else 0.0
+    far = math.sqrt(total / size) if size else 0.0
+    return (far if math.isfinite(far) else 1.0), each
 
 
 def _text(i: int, what: str, names: Sequence[str], digests: bool) -> str:
@@ -117,34 +240,36 @@ def _text(i: int, what: str, names: Sequence[str], digests: bool) -> str:
     return f"step {i} is the first that differs, in its {what}{more}"
 
 
-def _log_differs(
-    a: Mapping[str, Any], b: Mapping[str, Any], one: Lines, other: Lines, allowed: Allowed
-) -> tuple[str, list[str]]:
-    limit = 0.0 if allowed.exact else _limit(one, other)
+def _log_differs(a: Mapping[str, Any], b: Mapping[str, Any], limits: Limits) -> str:
     for key, what in (("loss", "loss"), ("grad_norm", "gradient norm"), ("lr", "learning rate")):
-        if key in a and key in b and _apart(a[key], b[key]) > (0.0 if key == "lr" else limit):
-            return what, []
-    return "", []
+        limit = 0.0 if key == "lr" else limits.number
+        if key in a and key in b and _apart(a[key], b[key]) > limit:
+            return what
+    return ""
 
 
 def _digest_differs(
-    a: Mapping[str, Any], b: Mapping[str, Any], one: Lines, other: Lines, allowed: Allowed
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    sides: tuple[Lines, Lines],
+    limits: Limits,
+    exact: bool,
 ) -> tuple[str, list[str]]:
     """Return what differs first, in the order of a step, and the tensors of which."""
-    limit = 0.0 if allowed.exact else _limit(one, other)
+    limit = limits.number
     if a["samples"] != b["samples"]:
         return "sample numbers", []
     if a["batch"] != b["batch"]:
         return "batch", []
     if _apart(a["loss"], b["loss"]) > limit:
         return "loss", []
-    for kind in KINDS:
+    for kind in ("gradient", "weight"):
         if kind == "weight":
             if _apart(a["norm"], b["norm"]) > limit:
                 return "gradient norm", []
             if _apart(a["lr"], b["lr"]):
                 return "learning rate", []
-        names = _tensors(a, b, kind, (one, other), limit if not allowed.exact else None)
+        names = _tensors(a, b, kind, sides, None if exact else limits)
         if names:
             return kind, names
     return "", []
@@ -155,27 +280,19 @@ def _tensors(
     b: Mapping[str, Any],
     kind: str,
     sides: tuple[Lines, Lines],
-    limit: float | None,
+    limits: Limits | None,
 ) -> list[str]:
-    """Return the tensors whose digests of a kind differ; limit None: exactly."""
-    names = sides[0].head["names"]
-    number = {name: i for i, name in enumerate(sides[1].head["names"])}
-    found = [name for name in names if name not in number]
+    """Return the tensors whose digests of a kind differ; limits None: exactly."""
+    ours, theirs = (side.head["names"] for side in sides)
+    found = [name for name in ours if name not in set(theirs)]
+    if limits is None:
+        number = {name: i for i, name in enumerate(theirs)}
+        same = ((i, number[name]) for i, name in enumerate(ours) if name in number)
+        return found + [ours[i] for i, j in same if a[kind][i] != b[kind][j]]
     largest = max((sketch[0] for sketch in a[f"{kind} sketch"]), default=0.0)
-    for i, name in enumerate(names):
-        if name not in number:
-            continue
-        j = number[name]
-        if limit is None:
-            if a[kind][i] != b[kind][j]:
-                found.append(name)
-            continue
-        x, y = a[f"{kind} sketch"][i], b[f"{kind} sketch"][j]
-        size = max(x[0], y[0], 1e-4 * largest)
-        # a signed sum is as far as the tensors are, on average: 4 times as far is one in 10^4.
-        # Adam's update has the sign of a gradient, however small: weights are further apart
-        times = 4 if kind == "gradient" else 16
-        if any(not _apart(p, q, size) <= times * limit for p, q in zip(x, y, strict=True)):
+    for name, x, y in _pairs(a, b, kind, sides):
+        size, limit = max(x[0], y[0], 1e-4 * largest), limits.tensor(kind, name)
+        if any(not _apart(p, q, size) <= limit for p, q in zip(x, y, strict=True)):
             found.append(name)
     return found
 
@@ -189,7 +306,8 @@ def _apart(a: float | None, b: float | None, size: float = 0.0) -> float:
     return abs(a - b) / size if size else 0.0
 
 
-def _limit(one: Lines, other: Lines) -> float:
+def _base(one: Lines, other: Lines) -> float:
+    """Return what a step that two layouts begin with the same weights may differ by."""
     dtypes = [str(side.config.get("run.dtype", "float32")) for side in (one, other)]
     return max(TOLERANCE.get(dtype, 0.0) for dtype in dtypes)
 

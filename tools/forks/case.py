@@ -21,7 +21,7 @@ from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
 from pretrain_llama import LlamaRun, run_schedule, train_step
 from tools.bisect.record import recorded
-from training.config import Config
+from training.config import Config, UsageError
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.flags.parse import parse
@@ -71,6 +71,14 @@ class Desk:
             flags += [flag, str(Path(self.folder, folder))] if folder else []
         own = getattr(file, "extra_args_provider", None)
         return parse([*flags, *self.own], case.ranks, own, of_checkpoint)
+
+    def refusal(self, case: Case) -> str:
+        """Return why the flags of a layout are refused, where those of one rank are not, or ""."""
+        try:
+            self.config(case)
+        except UsageError as error:
+            return "" if case.oracle else str(error)
+        return ""
 
     def oracle(self, tied: bool) -> "Oracle":
         """Read what one rank has computed."""

@@ -75,7 +75,7 @@ def fields_of_config(file: ModelFile, config: LlamaConfig, tokens: Tensor) -> li
             if not values or unscaled:
                 continue
             some = [replace(base, **{name: value}) for value in values]
-            lost.append(_after_saving(file, some[0], name))
+            lost.append(_after_saving(file, base, some[0], name, tokens))
             idle.append(all(_same(logits, logits_of(file, one, tokens)) for one in some))
         if lost and all(lost) and name not in OF_THE_RUN:
             found.append(("config", name, lost[0]))
@@ -97,8 +97,14 @@ def _valid(config: LlamaConfig, name: str, value: Any) -> bool:
     return True
 
 
-def _after_saving(file: ModelFile, config: LlamaConfig, name: str) -> str:
-    """Return what is wrong with a field after hf_config and from_hf_config, or ""."""
+def _after_saving(
+    file: ModelFile, base: LlamaConfig, config: LlamaConfig, name: str, tokens: Tensor
+) -> str:
+    """Return what is wrong with a field after hf_config and from_hf_config, or "".
+
+    config: base with another value of it. The value may come back in another form of the same model
+    (every second layer; a list of the layers).
+    """
     value = getattr(config, name)
     try:
         written = json.loads(json.dumps(file.hf_config(config)))
@@ -110,6 +116,10 @@ def _after_saving(file: ModelFile, config: LlamaConfig, name: str) -> str:
         return f"from_hf_config refuses what hf_config writes for {name} = {value!r}: {error}"
     if got == value:
         return ""
+    if got != getattr(base, name):
+        other = logits_of(file, replace(config, **{name: got}), tokens)
+        if _same(other, logits_of(file, config, tokens)):
+            return ""
     return (
         f"{name} = {value!r} is {got!r} after hf_config and from_hf_config: one of them drops it, "
         "so a checkpoint would be loaded as another model"

@@ -44,6 +44,7 @@ def compare(
         return [], [f"logits were not compared with transformers: {said}"]
     quiet = library.logging.get_verbosity()
     library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
     try:
         try:
             return _Theirs(library, file, config, tokens).compare()
@@ -68,6 +69,15 @@ def some_weights(file: ModelFile, config: LlamaConfig) -> dict[str, Tensor]:
             noise = torch.randn(value.shape, generator=g, dtype=value.dtype)
             found[piece.name] = value + 0.1 * noise
     return found
+
+
+def _unfit(unknown: list[str], missing: list[str]) -> str:
+    """Say which names do not fit."""
+    return "; ".join(
+        f"{what} {names[0]}" + f" (and {len(names) - 1} more)" * (len(names) > 1)
+        for what, names in (("it has no", unknown), ("it also needs", missing))
+        if names
+    )
 
 
 class _Theirs:
@@ -102,7 +112,7 @@ class _Theirs:
 
     def made(self, config: Any) -> Any:
         """Return transformers' model, in fp64."""
-        config._attn_implementation = "eager"
+        config._attn_implementation = config._experts_implementation = "eager"
         if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size:  # the type's own
             config.pad_token_id = None
         model = self.library.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -117,18 +127,34 @@ class _Theirs:
         }
         unknown = sorted(self.weights.keys() - params.keys())
         missing = sorted(params.keys() - self.weights.keys() - tied)
+        if unknown and missing:
+            return self.read(theirs)
         if unknown or missing:
-            no = [
-                f"{what} {names[0]}" + f" (and {len(names) - 1} more)" * (len(names) > 1)
-                for what, names in (("it has no", unknown), ("it also needs", missing))
-                if names
-            ]
-            return "; ".join(no)  # fmt: skip
+            return _unfit(unknown, missing)
         for name, value in self.weights.items():
             if params[name].shape != value.shape:
                 return f"{name} is {list(value.shape)} here and {list(params[name].shape)} there"
         with torch.no_grad():
             for name, value in self.weights.items():
+                params[name].copy_(value)
+        return ""
+
+    def read(self, theirs: Any) -> str:
+        """Let transformers read the weights as a checkpoint's: it changes names and fuses experts.
+
+        Returns what does not fit, or "".
+        """
+        made, odd = type(theirs).from_pretrained(
+            None, config=theirs.config, state_dict=dict(self.weights), dtype=torch.float64,
+            output_loading_info=True,
+        )  # fmt: skip
+        if odd["unexpected_keys"] or odd["missing_keys"]:
+            return _unfit(sorted(odd["unexpected_keys"]), sorted(odd["missing_keys"]))
+        if odd["mismatched_keys"]:
+            return f"these have other shapes: {sorted(odd['mismatched_keys'])[:2]}"
+        with torch.no_grad():
+            params = dict(theirs.named_parameters(remove_duplicate=False))
+            for name, value in made.named_parameters(remove_duplicate=False):
                 params[name].copy_(value)
         return ""
 
@@ -156,17 +182,16 @@ class _Theirs:
         kinds: dict[str, list[str]] = {}
         for name in self.weights:
             kinds.setdefault(NUMBER.sub(".N.", name), []).append(name)
-        params = dict(theirs.named_parameters(remove_duplicate=False))
+        right = self.weights
         for one, two in combinations(kinds, 2):
             pairs = list(zip(kinds[one], kinds[two], strict=False))
-            if any(self.weights[a].shape != self.weights[b].shape for a, b in pairs):
+            if any(right[a].shape != right[b].shape for a, b in pairs):
                 continue
-            with torch.no_grad():
-                for a, b in pairs:
-                    params[a].copy_(self.weights[b])
-                    params[b].copy_(self.weights[a])
-            off = (self.logits(theirs) - ours).norm() / ours.norm()
+            self.weights = right | {a: right[b] for a, b in pairs}
+            self.weights |= {b: right[a] for a, b in pairs}
             self.load(theirs)
+            off = (self.logits(theirs) - ours).norm() / ours.norm()
+            self.weights = right
             if off <= SAME:
                 return f", and agree where {one} and {two} are exchanged: hf_names has them swapped"
         return ": hf_names gives a weight another one's name, or the model computes something else"

@@ -9,9 +9,9 @@ from mpu.pipeline.schedules import CHUNKS
 from tools.forks.case import Case
 
 
-def sizes(full: bool) -> tuple[str, ...]:
+def sizes(full: bool, experts: int = 0) -> tuple[str, ...]:
     """Return the flags of every case: small sizes, odd where they may be. At tp 4 two ranks share
-    a key/value head.
+    a key/value head. experts: how many the model has.
     """
     given = {
         "--num-layers": 8 if full else 4,
@@ -22,7 +22,7 @@ def sizes(full: bool) -> tuple[str, ...]:
         "--kv-channels": 16,  # a quarter of it, 2 pairs, may be rotated
         "--vocab-size": 97,
         "--make-vocab-size-divisible-by": 3,
-        "--seq-length": 12,
+        "--seq-length": 16 if experts else 12,
         "--global-batch-size": 8 if full else 4,
         "--micro-batch-size": 2,
         "--init-method-std": 0.2,
@@ -31,6 +31,7 @@ def sizes(full: bool) -> tuple[str, ...]:
         "--train-iters": 3,
         "--ddp-bucket-size": 1000,
         "--device": "cpu",
+        **({"--num-experts": experts, "--expert-tensor-parallel-size": 1} if experts else {}),
     }
     switches = ("--group-query-attention", "--mock-data", "--fp64", "--overlap-grad-reduce")
     return (*(str(word) for pair in given.items() for word in pair), *switches)
@@ -49,6 +50,8 @@ def layout(
     save: str = "",
     cp: int = 1,
     comm: str = "p2p",
+    ep: int = 1,
+    dispatcher: str = "alltoall",
 ) -> Case:
     """Return a case with the name and the flags of a layout."""
     words, flags = [], []
@@ -66,6 +69,10 @@ def layout(
     if dp > 1:
         words.append(f"dp {dp}" + f" + ZeRO {zero}" * (zero > 0))
         micro = 1
+    if ep > 1:
+        words.append(f"ep {ep} {dispatcher}")
+        flags += ["--expert-model-parallel-size", str(ep)]
+        flags += ["--moe-token-dispatcher-type", dispatcher]
     if zero:
         flags += ["--zero-stage", str(zero), "--overlap-param-gather"]
     if recompute:
@@ -80,8 +87,8 @@ def layout(
     return Case(", ".join(words), tp * cp * pp * dp, tuple(flags), tied, save=save)
 
 
-def cases(full: bool) -> list[Case]:
-    """Return the cases, those that others are held against first."""
+def cases(full: bool, experts: bool = False) -> list[Case]:
+    """Return the cases, those that others are held against first. experts: of a model with some."""
     oracle = [Case("one rank", 1, ("--micro-batch-size", "4"), oracle=True)]
     oracle.append(Case("one rank, tied", 1, ("--micro-batch-size", "4"), True, oracle=True))
     every = [
@@ -102,13 +109,24 @@ def cases(full: bool) -> list[Case]:
         layout(cp=2, comm="all_gather"),
         layout(tp=2, sp=True, cp=2, recompute="full", tied=True),
     ]
+    if experts:
+        every += [
+            layout(dp=2, ep=2, dispatcher="allgather"),
+            layout(tp=2, sp=True, ep=2, save="c"),
+            layout(cp=2, comm="all_gather", ep=2, recompute="full"),
+            layout(dp=4, zero=3, ep=2),
+            layout(tp=2, sp=True, dp=2, zero=1, ep=4, tied=True),
+            layout(pp=2, schedule="zb-v", dp=2, ep=2),
+        ]
     if full:
         known = {case.name for case in every}
-        every += [case for case in all_layouts() if case.name not in known]
+        every += [case for case in all_layouts(experts) if case.name not in known]
     loads = [
         (layout(pp=2), "a", "tp 2 + SP"),
         (layout(tp=2, dp=2, zero=3, tied=True), "b", "pp 2 1f1b"),
     ]
+    if experts:
+        loads.append((layout(dp=4, ep=4), "c", "tp 2 + SP, ep 2"))
     every += [
         case._replace(name=f"{case.name}, loads {what}", load=folder)
         for case, folder, what in loads
@@ -116,7 +134,7 @@ def cases(full: bool) -> list[Case]:
     return oracle + every
 
 
-def all_layouts() -> Iterator[Case]:
+def all_layouts(experts: bool) -> Iterator[Case]:
     """Yield every layout of up to 8 ranks; recomputation in turn."""
     kinds = cycle(("", "selective", "full"))
     for tp, pp, dp in product((1, 2, 4), repeat=3):
@@ -133,6 +151,13 @@ def all_layouts() -> Iterator[Case]:
         if tp * cp * pp * dp <= 8:
             zero = 3 * (dp > 1)
             yield layout(tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp, comm=comm)
+    for ep, tp, cp, pp, dp in product((2, 4, 8) if experts else (), *((1, 2),) * 3, (1, 2, 4)):
+        if tp * cp * pp * dp <= 8 and tp * cp * dp % ep == 0:
+            zero = 3 * (dp > 1)
+            yield layout(
+                tp, tp > 1, pp, dp=dp, zero=zero, recompute=next(kinds), cp=cp,
+                comm="all_gather", ep=ep,
+            )  # fmt: skip
 
 
 class Pattern(NamedTuple):
@@ -180,6 +205,12 @@ PATTERNS = (  # of two that fit the same layouts, the first is told
         "with data-parallel ranks",
         lambda name: "dp " in name,
         "something in the model depends on the rows of the batch that a rank has",
+    ),
+    Pattern(
+        "where experts are dealt out",
+        lambda name: ", ep " in name,
+        "a rank computes something from the experts or from the tokens that it has and that needs "
+        "all of them (a count, a mean over rows), or a weight of an expert has no Placement on ep",
     ),
     Pattern(
         "at ZeRO 3",

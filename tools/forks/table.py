@@ -73,6 +73,7 @@ class Row:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     result: str = "agrees"  # where there are no findings
+    refused: str = ""  # why it is not run: the rule that its flags break
 
     @property
     def differs(self) -> bool:
@@ -103,6 +104,7 @@ class Row:
         """Return the row as it stands in the table."""
         cells = [f"{self.errors[c]:.1e}" if c in self.errors else "-" for c in COLUMNS]
         result = f"DISAGREES: {short(self.findings[0])}" if self.findings else self.result
+        result = "not run: the model refuses it" if self.refused else result
         if self.warnings:
             result += ", with a warning"
         row = f"{self.case.name:<{width}}{''.join(f'{c:>10}' for c in cells)}"
@@ -189,6 +191,12 @@ def table(rows: Sequence[Row]) -> list[str]:
     """Return what stands under the rows: sentences, each with its layouts, and the likely cause."""
     told: dict[tuple[str, str], list[str]] = {}
     first: dict[tuple[str, str], str] = {}
+    refused = [row for row in rows if row.refused]
+    rows = [row for row in rows if not row.refused]
+    for row in refused:
+        same = ("not run", row.refused)
+        first.setdefault(same, f"not run, as the model refuses it: {row.refused}")
+        told.setdefault(same, []).append(row.case.name)
     for row in rows:
         for kind, name, text in row.findings:
             same = (kind, name or (text if kind in WORDY else ""))
@@ -218,4 +226,5 @@ def table(rows: Sequence[Row]) -> list[str]:
     lines.append(
         f"{bad} of {len(rows)} layouts disagree" if bad else f"all {len(rows)} layouts agree"
     )
+    lines[-1] += f", and {len(refused)} were not run" if refused else ""
     return lines
