@@ -26,8 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -38,6 +37,7 @@ from mpu.context import LayerContext
 from mpu.layers.experts import RECIPE, grouped_product
 from mpu.recompute import Decisions
 
+ROOT = Path(__file__).resolve().parent.parent
 EXPERTS, TOPK = 8, 2
 
 
