@@ -175,10 +175,11 @@ class SparseMLP(nn.Module):
         scores = logits.sigmoid() if self.config.moe_router_score_function == "sigmoid" else logits
         routing = self.decisions.keep(lambda: self.decide(scores.detach(), x.shape[1]))
         plan, d = routing.plan, self.dispatcher
-        rows = self.experts(d.rows(tokens, plan), plan.counts)  # [n, h]
+        sent = d.start(tokens, plan)
+        shared = None if self.shared is None else self.shared(x)  # while the rows are on their way
+        rows = self.experts(d.finish(sent, plan), plan.counts, sent.later)  # [n, h]
         y = d.combine(rows, self.weights(scores, plan.choice), plan).view_as(x)
-        if self.shared is not None:
-            y = y + self.shared(x)
+        y = y if shared is None else y + shared
         losses = self.losses(logits, scores, routing.shares)
         if losses is not None:
             y = self.ctx.auxiliary_loss(y, losses)

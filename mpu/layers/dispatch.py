@@ -16,25 +16,27 @@
 Rows are sorted stably, and a token's outputs are added in the order of j, in the accumulation
 dtype. Nothing is added by scatter, so the bits do not depend on the device's order of threads.
 Gradients travel the same ways back: that of a gather is a sum in rank order, that of an exchange
-the exchange reversed. AllToAll needs the sizes of what it sends on the host, and so do the products
+the exchange reversed. What is computed between `start` and `finish` runs while rows are on their way,
+and in backward so do the weight gradients of the experts' first matmul. AllToAll needs the sizes of what it sends on the host, and so do the products
 of experts: one wait for the device a layer.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpu.comm.collectives import all_gather
+from mpu.comm.collectives import all_gather, all_to_all
 from mpu.comm.mappings import (
     differentiable_all_to_all,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from mpu.comm.transport import Axis, Label, Splits
-from mpu.layers.experts import Counts
+from mpu.comm.transport import Axis, Handle, Label, Splits
+from mpu.layers.experts import Counts, Later
 
 
 class Exchange(NamedTuple):
@@ -131,6 +133,25 @@ def _numbers(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), device=like.device)
 
 
+@dataclass
+class Sent:
+    """Rows on their way to their experts, and in backward their gradients on the way back.
+
+    handle: of the exchange under way. later: work that backward runs meanwhile; None where nothing
+    travels between `start` and `finish`.
+    """
+
+    rows: Tensor | None
+    handle: Handle | None = None
+    later: Later | None = None
+
+    def take(self) -> Tensor:
+        """Return the rows and forget them: their graph holds this object."""
+        rows, self.rows = self.rows, None
+        assert rows is not None, "they were taken before"
+        return rows
+
+
 class Dispatcher:
     """What brings tokens to the experts of a rank that holds them all.
 
@@ -167,6 +188,14 @@ class Dispatcher:
         """x [T, h] -> the rows of this rank's experts [n, h]."""
         y: Tensor = _Rows.apply(x, plan.flat, plan.place, plan.padded)
         return y
+
+    def start(self, x: Tensor, plan: Plan) -> Sent:
+        """Begin `rows`: what is computed before `finish` runs while the rows are on their way."""
+        return Sent(self.rows(x, plan))
+
+    def finish(self, sent: Sent, plan: Plan) -> Tensor:
+        """Return the rows of this rank's experts [n, h]."""
+        return sent.take()
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         """rows [n, h], weights [T, k] in the accumulation dtype -> y [T, h] in the rows' dtype."""
@@ -262,9 +291,20 @@ class AllToAll(Dispatcher):
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts, from all ranks of ep [n, h]."""
+        return self.finish(self.start(x, plan), plan)
+
+    def start(self, x: Tensor, plan: Plan) -> Sent:
+        """Send each row on its way to its expert's rank."""
+        assert plan.exchange is not None
+        sent = Sent(None, later=[])
+        sent.rows = _Start.apply(super().rows(x, plan), self, plan.exchange.splits, sent)
+        return sent
+
+    def finish(self, sent: Sent, plan: Plan) -> Tensor:
+        """Wait for the rows; put them in the order of their experts."""
         assert plan.exchange is not None
         splits, order, place = plan.exchange
-        came = differentiable_all_to_all(super().rows(x, plan), self.ep, splits, self.who)
+        came = _Finish.apply(sent.take(), self, splits, sent)
         y: Tensor = _Rows.apply(came, order, place[:, None], False)
         return y
 
@@ -290,6 +330,58 @@ def dispatcher(kind: str, experts: int, topk: int, ep: Axis, who: object) -> Dis
     if kind == "auto":
         kind = "allgather" if ep.size <= topk else "alltoall"
     return DISPATCHERS[kind](experts, ep, who)
+
+
+class _Start(torch.autograd.Function):
+    """Start to exchange rows; in backward wait for their gradients.
+
+    Between the two halves of an exchange its result is not there yet, and no operation takes it. In
+    backward autograd runs what was computed between the two forwards between the two backwards.
+    """
+
+    @staticmethod
+    def forward(
+        saved_ctx: Any, x: Tensor, dispatcher: Dispatcher, splits: Splits, sent: Sent
+    ) -> Tensor:
+        saved_ctx.sent = sent
+        label = dispatcher.label
+        y, sent.handle = all_to_all(x, dispatcher.ep, async_op=True, splits=splits, label=label)
+        return y
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        _wait(saved_ctx.sent)  # for the gradients of x, which are not as many as those of y
+        return saved_ctx.sent.take(), None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Wait for the rows; in backward start to send their gradients back, and run the work that was
+    kept to be done meanwhile: the experts' weight gradients.
+    """
+
+    @staticmethod
+    def forward(
+        saved_ctx: Any, y: Tensor, dispatcher: Dispatcher, splits: Splits, sent: Sent
+    ) -> Tensor:
+        saved_ctx.dispatcher, saved_ctx.splits, saved_ctx.sent = dispatcher, splits, sent
+        _wait(sent)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, dispatcher = saved_ctx.sent, saved_ctx.dispatcher
+        splits, label = saved_ctx.splits.reversed, Label(dispatcher.who, "backward")
+        exchange = all_to_all(dy, dispatcher.ep, async_op=True, splits=splits, label=label)
+        sent.rows, sent.handle = exchange
+        while sent.later:
+            sent.later.pop(0)()
+        return dy, None, None, None  # _Start takes `rows` instead
+
+
+def _wait(sent: Sent) -> None:
+    assert sent.handle is not None, "nothing is under way"
+    sent.handle.wait()
+    sent.handle = None
 
 
 class _Rows(torch.autograd.Function):

@@ -58,7 +58,6 @@ class Refused:
 # What stops a run with --num-experts, which alone gives these flags of Megatron-LM an effect
 WITH_EXPERTS = {
     "--moe-shared-expert-gate": "the shared expert has no gate",
-    "--moe-shared-expert-overlap": "the shared expert runs after the routed ones",
     "--moe-router-padding-for-quantization": "experts are not in float8",
     "--moe-router-padding-for-fp8": "experts are not in float8",
     "--moe-enable-deepep": "the dispatchers are allgather and alltoall",
@@ -158,6 +157,14 @@ ACCEPTED = (
     Accepted("--vocab-extra-ids", "there are no span tokens", TEXT, only=("0",)),
     Accepted("--moe-grouped-gemm", "the matrices of a rank's experts are one parameter, always"),
     Accepted("--moe-permute-fusion", "the permutation of tokens is one gather, always"),
+    Accepted(
+        "--moe-shared-expert-overlap",
+        "alltoall always sends tokens while the shared expert computes",
+    ),
+    Accepted(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "alltoall always sends gradients back while the experts' first weight gradient is computed",
+    ),
     Accepted(
         "--moe-router-fusion", "the router is torch's operations: the same function", says=True
     ),
@@ -657,7 +664,7 @@ ACCEPTED = (
 IDLE = (
     Idle(
         EXPERTS,
-        """--moe-shared-expert-gate --moe-shared-expert-overlap
+        """--moe-shared-expert-gate
         --moe-router-padding-for-quantization --moe-router-padding-for-fp8
         --moe-enable-deepep
         --moe-apply-probs-on-input""",
@@ -843,7 +850,6 @@ REFUSED = (
     Refused(
         "this part of a mixture of experts",
         """--expert-tensor-parallel-num-weight-shards --overlap-moe-expert-parallel-comm
-        --overlap-dispatch-backward-with-experts-wgrad
         --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream
         --use-grouped-gemm-for-shared-expert --moe-shared-expert-glu-interleave-size
         --moe-enable-routing-replay --moe-router-quantile-balancing-ema
