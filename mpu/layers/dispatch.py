@@ -16,9 +16,10 @@
 Rows are sorted stably, and a token's outputs are added in the order of j, in the accumulation
 dtype. Nothing is added by scatter, so the bits do not depend on the device's order of threads.
 Gradients travel the same ways back: that of a gather is a sum in rank order, that of an exchange
-the exchange reversed. What is computed between `start` and `finish` runs while rows are on their way,
-and in backward so do the weight gradients of the experts' first matmul. AllToAll needs the sizes of what it sends on the host, and so do the products
-of experts: one wait for the device a layer.
+the exchange reversed. What is computed between `start` and `finish` runs while rows are on their
+way, and in backward so do the weight gradients of the experts' first matmul. AllToAll needs the
+sizes of what it sends on the host, and so do the products of experts: one wait for the device a
+layer, and none where experts are padded to a capacity.
 """
 
 import math
