@@ -205,11 +205,12 @@ class _Unit:
         self, offload: Offload, layers: Sequence[Any], h: Tensor, shared: Sequence[Any]
     ) -> None:
         self.offload, self.carrier = offload, offload.carrier
-        stays = [p for layer in layers for p in getattr(layer, "parameters", tuple)()]
-        stays += [x for x in shared if isinstance(x, Tensor)]
+        self.parameters = [p for layer in layers for p in getattr(layer, "parameters", tuple)()]
+        given = [x for x in shared if isinstance(x, Tensor)]
         if h.is_leaf and h.requires_grad:  # a message, which the engine keeps for its gradient
-            stays.append(h)
-        self.stays = {x.untyped_storage()._cdata for x in stays}
+            given.append(h)
+        # a storage that lives no more leaves its key to another one, so these are kept
+        self.stays = {x.untyped_storage()._cdata: x.untyped_storage() for x in given}
         self.stored: dict[int, Stored] = {}
         self.gone: list[Stored] = []
         self.sent: Event = None
@@ -217,9 +218,12 @@ class _Unit:
 
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves."""
-        key = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if any(p.untyped_storage()._cdata == key for p in self.parameters):  # as it lies now
+            return self.offload.keep(tensor)
         if key in self.stays or not self.offload.chooses(tensor):
-            self.stays.add(key)  # so it would not help to copy it for another module
+            self.stays[key] = storage  # so it would not help to copy it for another module
             return self.offload.keep(tensor)
         stored = self.stored.get(key)
         if stored is None:
@@ -239,7 +243,7 @@ class _Unit:
         for stored in self.gone:
             assert stored.flat is not None
             stored.version = stored.flat._version
-        self.stored, self.stays = {}, set()
+        self.stored, self.stays, self.parameters = {}, {}, []
         self.sent = self.carrier.down(self.gone)
 
     def leave(self) -> None:

@@ -138,7 +138,8 @@ def run(name, *flags, **environment):
 
 def test_every_example_is_tested():
     scripts = {p.name for p in (ROOT / "examples").iterdir() if p.suffix in (".sh", ".slurm")}
-    assert scripts == {name for name, _, _ in EXAMPLES} | {"slurm_ranks.sh"}  # in test_slurm.py
+    elsewhere = {"slurm_ranks.sh", "eval.slurm"}  # in test_slurm.py and tools/test_evaluate.py
+    assert scripts == {name for name, _, _ in EXAMPLES} | elsewhere
 
 
 # those whose model or arithmetic another one has too (test_kubernetes.py for 8B)

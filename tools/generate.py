@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,8 +60,12 @@ def generate(
     top_p: float = 1.0,
     seed: int = 1234,
     stop: int | None = None,
+    until: Callable[[list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """Return `samples` continuations of the ids `prompt`, each cut before the token `stop`."""
+    """Return `samples` continuations of the ids `prompt`, each cut before the token `stop`.
+
+    until: asked about a continuation after each token; True ends it.
+    """
     config, device = model.config, model.ctx.device
     generator = torch.Generator().manual_seed(seed)
     caches: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
@@ -78,6 +82,8 @@ def generate(
         chosen.append(new)
         if stop is not None:
             ended |= new == stop
+        if until is not None:
+            ended |= torch.tensor([until(row) for row in torch.stack(chosen, 1).tolist()])
         tokens = new[:, None].to(device)
     rows = torch.stack(chosen, 1).tolist() if chosen else [[] for _ in range(samples)]
     return [row[: row.index(stop)] if stop in row else row for row in rows]

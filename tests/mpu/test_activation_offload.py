@@ -131,6 +131,25 @@ def test_what_stays():
     y.sum().backward()
 
 
+def test_a_weight_stays_where_it_lies_when_it_is_saved():
+    """ZeRO stage 3 gives a parameter other memory within its layer's forward."""
+
+    class Gathered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(1).expand(64))
+
+        def forward(self, h):
+            self.weight.data = torch.randn(64)
+            return h * self.weight  # saves both
+
+    carrier = Carrier(CPU)
+    layers = [Gathered(), Gathered()]
+    h = Recompute(offload=Offload(carrier)).blocks(layers, torch.randn(64, requires_grad=True) * 1)
+    h.sum().backward()
+    assert carrier.host_bytes == 64 * 4  # of h alone
+
+
 def test_a_storage_that_another_module_keeps_is_not_copied():
     class Alone(nn.Module):
         def __init__(self):

@@ -10,7 +10,7 @@ Ranks count along the axes of an order, the fastest first: --rank-order tp-cp-dp
 """
 
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -26,6 +26,7 @@ from mpu.grid import ORDER
 from tools.planner.cluster import Cluster, Level
 from tools.planner.model import REST, Model
 from tools.planner.rank_bytes import PROVIDER
+from tools.rehearsal.links import ROUNDS, Links, Way, collective, message, spans
 from training.config import Config
 from training.flags.parse import parse
 
@@ -121,6 +122,13 @@ def groups(axis: str, order: Sequence[str], sizes: Sizes) -> Ranks:
         return apart.reshape(-1, found.shape[1] // size)
 
     both = sizes.dp * sizes.cp
+    if axis in ("tp_dp_cp_shard", "ep_edp_shard"):  # an instance: its shares, each with all parts
+        cut, _, shard = axis.partition("_")
+        found = groups(cut, order, sizes)
+        parts = np.empty((sizes.world, found.shape[1]), dtype=np.intp)
+        parts[found] = found[:, None, :]
+        shares = groups(shard, order, sizes)
+        return np.unique(np.sort(parts[shares].reshape(len(shares), -1), axis=1), axis=0)
     if axis in ORDER:
         return rows(axis)
     if axis == "world":
@@ -213,35 +221,64 @@ def across(
 
 
 def seconds(
-    order: Sequence[str], sizes: Sizes, levels: Sequence[Level], flows: Sequence[Flow],
-    spread: Collection[str] = NCCL,
-) -> dict[str, float]:  # fmt: skip
+    order: Sequence[str], sizes: Sizes, levels: Sequence[Level], flows: Sequence[Flow]
+) -> dict[str, float]:
     """Return {axis: seconds that its bytes of a step need}, each axis alone, nothing hidden.
 
-    On each level the block below that sends or receives most decides; its ranks share its links.
-    Each call waits for its steps over the outermost level that the axis crosses: those of a ring,
-    or of a binary tree for an all-reduce.
+    Each call takes what the rehearsal's clock says of it (tools/rehearsal/links.py), on links of
+    one protocol with rings and trees; a flow's calls are equal parts. The pipeline rank with the
+    most seconds counts, and of groups that lie differently the slowest.
     """
+    links = links_of(levels)
+    blocks = [level.gpus for level in levels]
+    places = array_of(order, sizes).reshape(-1, sizes.pp)  # [others, pp]
     told = {}
     for axis in dict.fromkeys(flow.axis for flow in flows):
-        sent = pairs(axis, order, sizes, flows, spread)
-        at, worst, outer, below = level_of(levels, sent.source, sent.target), 0.0, 0, 1
-        for n, level in enumerate(levels):
-            here = at == n
-            if here.any():
-                outer = n
-                homes = (sent.source[here] // below, sent.target[here] // below)
-                most = max(np.bincount(home, weights=sent.sent[here]).max() for home in homes)
-                worst = max(worst, float(most) / (level.share * min(below, sizes.world)))
-            below = level.gpus or sizes.world
-        size, steps = groups(axis, order, sizes).shape[1], Counter[int]()
+        found = groups(axis, order, sizes)
+        n, ways = found.shape[1], [spans(blocks, group) for group in unlike(levels, found)]
+        of_rank = defaultdict[int, float](float)
         for flow in flows:
-            if flow.axis == axis:
-                tree = 2 * (size - 1).bit_length()  # up and down
-                rounds = {"send": 1, "all_reduce": tree}.get(flow.verb, size - 1)
-                steps[flow.pp_rank] += flow.calls * rounds
-        told[axis] = worst + max(steps.values()) * levels[outer].latency
+            if flow.axis != axis:
+                continue
+            sent = flow.sent / flow.calls
+            if flow.verb == "send":  # to another stage, or to the next rank of a ring
+                source, target = found, np.roll(found, -1, axis=1)
+                if flow.to >= 0:
+                    source, target = places[:, flow.pp_rank], places[:, flow.to]
+                far = level_of(levels, source, target).max()
+                each = float(message(links, sent, int(far)))
+            else:
+                given = input_of(flow.verb, sent, n)
+                each = max(float(collective(links, flow.verb, given, n, way)) for way in ways)
+            of_rank[flow.pp_rank] += flow.calls * each
+        told[axis] = max(of_rank.values())
     return told
+
+
+def links_of(levels: Sequence[Level]) -> Links:
+    """Return the links of a cluster's levels."""
+    latencies = [level.latency for level in levels]
+    return Links(
+        rates=[level.share for level in levels],
+        start=0.0,
+        ways=[Way(tree, 1.0, 0.0, latencies) for tree in (True, False)],
+        message=latencies,
+    )
+
+
+def unlike(levels: Sequence[Level], found: Ranks) -> list[list[int]]:
+    """Return one of the groups, which ascend, of each way in which these lie on the levels."""
+    if found.shape[1] == 1:
+        return []
+    joints = level_of(levels, found[:, :-1], found[:, 1:])
+    _, first = np.unique(joints, axis=0, return_index=True)
+    return [found[n].tolist() for n in first]
+
+
+def input_of(verb: str, sent: float, n: int) -> float:
+    """Return the bytes of one rank's input where it sends so many in a ring: see sent_of."""
+    whole = sent * n / (n - 1) / ROUNDS.get(verb, 1)
+    return whole / n if verb == "all_gather" else whole
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ class Clock:
         device = self.device
         if event.sent:
             ends = (self.rank, event.peer) if event.verb in MESSAGES else event.group
-            level = spans(device, ends)[-1].level
+            level = spans(device.blocks, ends)[-1].level
             self.bounds[device.levels[level].name] += event.sent / bandwidth(device, level)
         if self.trace:
             name = f"{event.verb} {event.axis} {event.bytes}"

@@ -94,6 +94,11 @@ class Device:
         return self.numbers[key]
 
     @property
+    def blocks(self) -> list[int]:
+        """Return the ranks that each level joins, inner levels first; 0: all."""
+        return [level.ranks for level in self.levels]
+
+    @property
     def major(self) -> int:
         """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
         if not self["peak.float8"]:

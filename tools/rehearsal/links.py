@@ -97,12 +97,15 @@ def links_of(device: Device) -> Links:
     )
 
 
-def spans(device: Device, group: Sequence[int]) -> list[Span]:
-    """Return the levels that a group of world ranks crosses, inner ones first."""
+def spans(blocks: Sequence[int], group: Sequence[int]) -> list[Span]:
+    """Return the levels that a group of world ranks crosses, inner ones first.
+
+    blocks: the ranks that each level joins, inner levels first; 0: all.
+    """
     found = []
     below = 1
-    for number, level in enumerate(device.levels):
-        block = level.ranks or max(group) + 1
+    for number, size in enumerate(blocks):
+        block = size or max(group) + 1
         members = Counter(rank // below for rank in group)
         homes = Counter(home * below // block for home in members)
         if max(homes.values()) > 1:
@@ -212,9 +215,9 @@ def collective_seconds(device: Device, verb: str, sent: float, group: Sequence[i
     """Return the seconds of a collective of world ranks: see `collective`."""
     if len(group) == 1:
         return 0.0
-    return float(collective(links_of(device), verb, sent, len(group), spans(device, group)))
+    return float(collective(links_of(device), verb, sent, len(group), spans(device.blocks, group)))
 
 
 def message_seconds(device: Device, sent: float, a: int, b: int) -> float:
     """Return the seconds of a message between two world ranks."""
-    return float(message(links_of(device), sent, spans(device, (a, b))[-1].level))
+    return float(message(links_of(device), sent, spans(device.blocks, (a, b))[-1].level))

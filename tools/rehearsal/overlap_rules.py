@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mpu.pipeline.plan import last_needed
+from mpu.pipeline.schedules import Action, Schedule
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from mpu.zero.weights import Gatherer
 from tools.rehearsal.events import Launch, Record, Transfer, Wait
@@ -109,12 +111,28 @@ def allowed(seen: "Rehearsed", sort: str, count: int) -> int:
     if sort.startswith("gathers of weights"):
         return max(2 * seen.micro_batches, count // 2)
     if sort.startswith("messages"):
-        return count // 2
+        return answers(seen.run.engine.schedule, seen.grid.pp.rank)
     if sort.startswith("parts") and seen.grid.tp.size > 2:
         return count // 2  # what is gathered beside a matmul travels in several turns
     if sort.startswith("sums of gradients"):
         return 1 + count // 4
     return 0
+
+
+def answers(schedule: Schedule, rank: int) -> int:
+    """Return how many messages a rank is sent in answer to the action before their use.
+
+    No computation can stand between their start and their wait, whoever posts them: of one
+    micro-batch all are of this kind. B and W of a schedule that is not split are one action.
+    """
+    actions, count = schedule.ranks[rank], 0
+    for message, needed in last_needed(schedule).items():
+        if message.to == rank:
+            before = actions.index(Action(*message[:3])) - 1
+            if before >= 0 and not schedule.split and actions[before].kind == "W":
+                before -= 1
+            count += needed >= before
+    return count
 
 
 def copies(seen: "Rehearsed") -> Iterator[Finding]:

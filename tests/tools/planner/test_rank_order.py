@@ -190,7 +190,9 @@ def test_the_bytes_of_real_runs_of_eight(world, name):
 def test_the_groups_are_the_grids(order):
     sizes = Sizes(4, 4, 4, 2, instances=2, sharing=2, near=2, ep=8)
     grids = [
-        Grid(128, 4, 4, 2, Launch(r, 128), None, 2, 2, (2, 2), order, ep_size=8)
+        Grid(
+            128, 4, 4, 2, Launch(r, 128), None, 2, 2, (2, 2), order, ep_size=8, whole_matrices=True
+        )  # fmt: skip
         for r in range(sizes.world)
     ]
     for name in set(Grid.AXES) - {"pp_back", "embd"}:
@@ -259,6 +261,21 @@ def test_every_level_has_its_time():
     assert seconds(ORDER, sizes, LEVELS, flows)["dp_cp"] == pytest.approx(
         max(spine, rail, 7_000 / 400e9) + 3 * 7 * 8e-6
     )
+
+
+@pytest.mark.parametrize(
+    "axis, words", [("tp", "--tp-comm-overlap ring"), ("cp", "--cp-comm-type p2p")]
+)
+def test_messages_round_a_ring_have_their_time(axis, words):
+    size = "--tensor-model-parallel-size" if axis == "tp" else "--context-parallel-size"
+    more = " --sequence-parallel" if axis == "tp" else ""
+    config = parse([*MODEL, *f"--bf16 {size} 4 {words}{more}".split()], 4)
+    sizes = Sizes.of(config)
+    flows = [flow for flow in ledger(config) if flow.axis == axis and flow.verb == "send"]
+    calls, sent = sum(flow.calls for flow in flows), sum(flow.sent for flow in flows)
+    assert calls and seconds(ORDER, sizes, LEVELS[1:], flows) == {
+        axis: pytest.approx(calls * 5e-6 + sent / 50e9)
+    }
 
 
 def test_a_cluster_file_has_one_to_four_levels(tmp_path):

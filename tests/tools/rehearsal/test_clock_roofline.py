@@ -92,9 +92,9 @@ def test_no_matmul_beats_the_peak_and_more_work_takes_no_less(m: int, n: int, k:
 
 def test_a_group_s_place_on_the_levels_is_found() -> None:
     round_ = device()  # nodes of 4
-    assert spans(round_, (0, 1, 2, 3)) == [Span(0, 4, 1)]
-    assert spans(round_, (0, 4, 8)) == [Span(1, 3, 1)]
-    assert spans(round_, tuple(range(8))) == [Span(0, 4, 1), Span(1, 2, 4)]
+    assert spans(round_.blocks, (0, 1, 2, 3)) == [Span(0, 4, 1)]
+    assert spans(round_.blocks, (0, 4, 8)) == [Span(1, 3, 1)]
+    assert spans(round_.blocks, tuple(range(8))) == [Span(0, 4, 1), Span(1, 2, 4)]
 
 
 def test_collectives_take_what_their_bytes_take_on_the_slowest_level() -> None:

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from mpu.comm.transport import Axis
+from mpu.pipeline.schedules import build
 from mpu.zero.norm import GlobalNorm
 from mpu.zero.reduce import sum_over_data, sum_over_extra_axes
 from tools.rehearsal.events import Transfer, Where
 from tools.rehearsal.group import Communicator, Distributed, Group
+from tools.rehearsal.overlap_rules import answers
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.step_rules import beginning, in_whole_step
 from tools.rehearsal.watch import cast_by_autograd, scalars_are_single
@@ -146,3 +148,24 @@ def test_the_batches_of_micro_batches_that_are_copied_are_not_unread(rehearse):
     """Of eight micro-batches four run, and the copies of the third name its own batch."""
     found = rehearse("--global-batch-size 8")
     assert (found.code, found.report["findings"]) == (0, []), found.text
+
+
+@pytest.mark.parametrize(
+    "name, p, micro_batches, expected",
+    [
+        ("1f1b", 4, 1, [1, 2, 2, 1]),  # one micro-batch: each answers what the rank has just sent
+        ("zb-h1", 4, 1, [1, 2, 2, 1]),
+        ("1f1b", 4, 8, [0, 1, 1, 1]),  # of many the first alone, for which a rank has nothing to do
+        ("gpipe", 2, 4, [1, 1]),
+    ],
+)
+def test_messages_that_nothing_can_hide(name, p, micro_batches, expected):
+    schedule = build(name, p, micro_batches)
+    assert [answers(schedule, rank) for rank in range(p)] == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_pipeline_of_one_micro_batch_has_no_finding(rehearse, rank):
+    flags = f"--pipeline-model-parallel-size 2 --global-batch-size 1 --rehearse-rank {rank}"
+    code, report, text = rehearse(flags, 2)
+    assert (report["findings"], code) == ([], 0), text[-2000:]

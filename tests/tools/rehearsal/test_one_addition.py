@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A collective that no part of the program knows enters every reader by one line of a model.
+
+The line is a fork's: an all-to-all over tp in each block, a verb that nothing else sends there. The
+collectives of experts come the same way, from mpu/layers/dispatch.py.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import pretrain_llama
+from estimate.dry_run import report
+from tools.explain import explain
+from tools.planner.cluster import read_cluster
+from tools.planner.rank_order import ledger, orders
+from training.flags.parse import parse
+
+ROOT = Path(__file__).resolve().parents[3]
+OLD = "        return h + self.mlp(x)"
+NEW = "        return h + self.mlp(EXCHANGE(x, self.ctx.grid.tp))"
+IMPORT = "from mpu.comm.mappings import differentiable_all_to_all as EXCHANGE\nimport torch\n"
+KEPT = "        self.mlp = self.mlp_type(config, ctx)\n"
+EXPERTS = """
+    --num-experts 4 --moe-router-topk 2 --moe-router-force-load-balancing
+    --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
+    --expert-tensor-parallel-size 1
+""".split()
+LAYERS, BATCHES = 2, 3
+WORDS = f"""
+    --num-layers {LAYERS} --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --vocab-size 500 --seq-length 16 --lr 1e-3
+    --untie-embeddings-and-output-weights --tensor-model-parallel-size 2 --sequence-parallel
+    --micro-batch-size 2 --global-batch-size {2 * BATCHES} --overlap-grad-reduce --bf16
+    --mock-data --train-iters 8
+""".split()
+
+
+def fork(folder: Path) -> str:
+    """Copy the model, with one more collective in each block."""
+    text = (ROOT / "model" / "llama.py").read_text()
+    edits = {OLD: NEW, "import torch\n": IMPORT, KEPT: KEPT + "        self.ctx = ctx\n"}
+    for old, new in edits.items():
+        text = text.replace(old, new, 1)
+    path = folder / "exchanging.py"
+    path.write_text(text)
+    return str(path)
+
+
+def explained(comm, more):
+    """Explain a step on two ranks in earnest."""
+    config = parse([*WORDS, *more, "--device", "cpu"], 2)
+    found = explain(config, comm.grid(2, ep=config.expert_model_parallel_size or 1))
+    return found.equal, found.counted, found.text
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_a_new_collective_enters_every_reader(axis, world, rehearse, tmp_path):
+    more = ["--model-file", fork(tmp_path)] if axis == "tp" else EXPERTS
+    key = axis, "all_to_all"
+    equal, counted, text = world(2).run(explained, more)[0]
+    assert equal and "all_to_all" in text
+    times, sent = counted[key]
+    each = 1 if axis == "tp" else 2  # rows go to experts and come back
+    assert times == BATCHES * LAYERS * 2 * each and sent > 0  # forward and backward
+
+    config = parse([*WORDS, *more], 2)
+    listed = [line.split() for line in report(config, pretrain_llama.model_provider).splitlines()]
+    assert [axis, "all-to-all"] in [line[:2] for line in listed if f"{times}" in line]
+
+    flows = [flow for flow in ledger(config) if flow[:2] == key]
+    assert [(flow.calls, flow.sent) for flow in flows] == [(times, sent)]
+    first = orders(config, read_cluster("h100_8_nodes"))[0]
+    assert first.seconds[axis] > 0 and sum(first.bytes[axis]) >= 2 * sent
+
+    if axis == "ep":
+        return  # the rehearsal of experts has tests of its own: test_experts.py
+    found = rehearse(" ".join([*WORDS, *more]), 2, small=False)
+    assert (found.code, found.report["findings"]) == (0, []), found.text[-2000:]
+    played = Counter()
+    for row in found.report["collectives"]:
+        played[row["axis"], row["verb"]] += row["sent"]
+    assert played[key] == sent

@@ -1,0 +1,309 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluate a checkpoint on tasks of lm-evaluation-harness, without an export.
+
+    python tools/evaluate.py --load runs/llama/checkpoints --tasks arc_easy,hellaswag
+    torchrun --nproc-per-node 8 tools/evaluate.py --load runs/llama/checkpoints --tasks mmlu \\
+        --tensor-model-parallel-size 2 --output runs/llama/eval --watch 60
+
+It needs the package lm_eval (pip install 'weft-llm[eval]'). A model that Hugging Face does not know
+is evaluated as any other: its file is named by --model-file, or by the checkpoint. Ranks beyond the
+tensor-parallel size are replicas, which share the requests out. With --output each checkpoint's
+scores are a file named after its step; with --watch every checkpoint that a run makes is evaluated,
+and those that have such a file already are not evaluated again.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
+
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
+import torch
+
+from mpu.accelerators import own_gpu, unusable_gpu
+from mpu.grid import Grid
+from mpu.launch import Launch
+from tools.command_line import Parser, add_tokenizer, whole
+from tools.evaluator.harness import check_installed, find_tasks, harness_model
+from tools.evaluator.score import Scorer
+from tools.generate import TIMEOUT, load_model, tokenizer_of
+from training.checkpoint.agree import first_error, together
+from training.checkpoint.find import candidates
+from training.checkpoint.manifest import STEP
+from training.run.meeting import meet
+from training.run.output import open_tensorboard, open_wandb, write_scalars
+from training.run.startup import as_process
+from training.untrusted import nothing_downloaded, printable, sentence
+
+Scores = dict[str, dict[str, float]]  # by task, by metric
+
+
+def parse(argv: Iterable[str] | None) -> argparse.Namespace:
+    """Read the flags."""
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--load",
+        required=True,
+        metavar="DIR",
+        help="a run's checkpoints, one, or a Hugging Face folder",
+    )
+    add("--tasks", required=True, metavar="A,B", help="tasks and groups of lm_eval")
+    add("--include-path", metavar="DIR", help="where to look for more tasks (.yaml)")
+    add("--num-fewshot", type=whole(0), metavar="N", help="examples before a question (the task's)")
+    add("--limit", type=whole(1), metavar="N", help="take the first N questions of a task (all)")
+    add("--batch-size", type=whole(1), default=8, metavar="N", help="rows a forward (8)")
+    add("--max-length", type=whole(2), metavar="N", help="tokens a forward (the model's positions)")
+    add("--tensor-model-parallel-size", type=whole(1), metavar="N", help="ranks a replica (all)")
+    add("--output", metavar="DIR", help="write a file for each step's scores")
+    add("--watch", type=whole(1), metavar="S", help="look each S seconds for a new checkpoint")
+    add("--last-step", type=whole(1), metavar="N", help="with --watch: end after this step")
+    add(
+        "--tensorboard-dir",
+        metavar="DIR",
+        help="write scores as eval/TASK/METRIC at the run's step",
+    )
+    add("--wandb-project", metavar="NAME", help="log them to Weights & Biases")
+    add("--wandb-exp-name", metavar="NAME", help="the name of that run")
+    add_tokenizer(parser, "the checkpoint's")
+    add(
+        "--model-file",
+        metavar="PATH",
+        help="of a fork; left out: the one that the checkpoint names",
+    )
+    add("--dtype", choices=("float32", "bfloat16", "float64"), help="left out: as stored")
+    add("--device", choices=("cpu", "cuda"), help="left out: cuda where there is one")
+    args = parser.parse_args(None if argv is None else list(argv))
+    args.tasks = [name for name in args.tasks.split(",") if name]
+    if not args.tasks:
+        parser.error("--tasks names no task")
+    if args.watch and not args.output:
+        parser.error("--watch needs --output, which says what has been evaluated")
+    if args.last_step and not args.watch:
+        parser.error("--last-step needs --watch")
+    return args
+
+
+class Writer:
+    """Print and write scores, on rank 0."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.output = Path(args.output) if args.output else None
+        if self.output:
+            self.output.mkdir(parents=True, exist_ok=True)
+        folder, project = args.tensorboard_dir, args.wandb_project
+        self.tensorboard = open_tensorboard(folder, 0) if folder else None
+        about = {"load": args.load, "tasks": args.tasks, "num_fewshot": args.num_fewshot}
+        self.wandb = open_wandb(project, args.wandb_exp_name, about) if project else None
+
+    def write(self, name: str, step: int | None, scores: Scores, about: dict[str, Any]) -> None:
+        """Write a checkpoint's scores everywhere, its file last."""
+        print(f"{printable(name)}:")
+        for task, metrics in scores.items():
+            for metric, value in metrics.items():
+                if not metric.endswith("_stderr"):
+                    error = metrics.get(f"{metric}_stderr", math.nan)
+                    beside = "" if math.isnan(error) else f" +- {error:.4f}"
+                    print(f"  {task:24} {metric:18} {value:.4f}{beside}", flush=True)
+        numbers = {
+            f"eval/{task}/{metric}": value
+            for task, metrics in scores.items()
+            for metric, value in metrics.items()
+        }
+        if self.tensorboard is not None and step is not None:
+            write_scalars(self.tensorboard, numbers, step)
+            self.tensorboard.flush()
+        if self.wandb is not None:
+            self.wandb.log(numbers, step=step)
+        if self.output:
+            aside = self.output / f".{name}.json"
+            aside.write_text(
+                json.dumps({"checkpoint": name, "step": step, **about, "scores": scores}, indent=1)
+                + "\n"
+            )
+            os.replace(aside, self.output / f"{name}.json")
+
+    def close(self) -> None:
+        """Close what is open."""
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def evaluate(
+    args: argparse.Namespace, load: str, manager: Any, grid: Grid, device: torch.device
+) -> tuple[str, int | None, Scores, dict[str, Any]]:
+    """Load one checkpoint and play the tasks: its name, step, scores, and what was evaluated how.
+
+    Raises ValueError. Scores are empty on ranks other than 0.
+    """
+    from lm_eval import simple_evaluate
+
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    model, found = load_model(load, grid, device, dtype, args.model_file)
+    tokenizer = tokenizer_of(args, found)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
+            f"{model.config.vocab_size}: they do not belong together"
+        )
+    length = args.max_length or model.config.max_position_embeddings
+    if length > model.config.max_position_embeddings:
+        raise ValueError(
+            f"--max-length {length} is more than the model's max_position_embeddings "
+            f"({model.config.max_position_embeddings})"
+        )
+    scorer = Scorer(model, grid, args.batch_size, length)
+    began = time.monotonic()
+    results = simple_evaluate(
+        model=harness_model(scorer, tokenizer),
+        tasks=args.tasks,
+        task_manager=manager,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        log_samples=False,
+    )
+    name = found.directory.name
+    about = {
+        "seconds": round(time.monotonic() - began, 1),
+        "lm_eval": check_installed(),
+        "torch": torch.__version__,
+        "dtype": str(model.ctx.dtype).removeprefix("torch."),
+        "limit": args.limit,
+        "num_fewshot": (results or {}).get("n-shot"),
+        "versions": (results or {}).get("versions"),
+    }
+    return name, step_of(name), plain(results), about
+
+
+def plain(results: dict[str, Any] | None) -> Scores:
+    """Return lm_eval's numbers by task and metric; a filter's name follows where it is not none."""
+    scores: Scores = {}
+    for task, metrics in ((results or {}).get("results") or {}).items():
+        for key, value in metrics.items():
+            metric, _, chosen = key.partition(",")
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and chosen:
+                name, error = metric.removesuffix("_stderr"), metric.endswith("_stderr")
+                name += "" if chosen == "none" else f"/{chosen}"
+                scores.setdefault(task, {})[name + "_stderr" * error] = float(value)
+    return scores
+
+
+def to_do(load: str, output: Path, passed_over: set[str]) -> list[str]:
+    """Return the checkpoints below `load` that have no file of scores yet, the oldest first."""
+    found = [Path(name) for name in reversed(candidates(Path(load), None)[0])]
+    return [
+        str(path)
+        for path in found
+        if path.name not in passed_over and not (output / f"{path.name}.json").exists()
+    ]
+
+
+def watch(
+    args: argparse.Namespace, manager: Any, grid: Grid, device: torch.device, writer: Writer | None
+) -> None:
+    """Evaluate each checkpoint that appears, in order; one that is no longer whole is passed over.
+
+    All ranks look at what rank 0 finds. Returns after --last-step, else never.
+    """
+    passed_over: set[str] = set()
+    at = device if grid.world.size > 1 else None
+    last = 0
+    while True:
+
+        def look() -> list[str]:
+            return to_do(args.load, Path(args.output), passed_over) if grid.rank == 0 else []
+
+        outcome = together(look, grid.world, at)[0]
+        if outcome.error:
+            raise ValueError(outcome.error)
+        for path in outcome.value:
+            name = Path(path).name
+            try:
+                done = evaluate(args, path, manager, grid, device)
+            except (ValueError, OSError) as error:  # removed by the run's retention, or damaged
+                passed_over.add(name)
+                last = max(last, step_of(name) or 0)
+                if writer is not None:
+                    print(f"evaluate: {name} is passed over: {sentence(error)}", file=sys.stderr)
+                continue
+            if writer is not None:
+                writer.write(*done)
+            last = max(last, done[1] or 0)
+        if not outcome.value:
+            done_before = [step_of(file.stem) or 0 for file in Path(args.output).glob("*.json")]
+            if args.last_step and max([last, *done_before]) >= args.last_step:
+                return
+            time.sleep(args.watch)
+
+
+def step_of(name: str) -> int | None:
+    """Return the step that a directory's name says, or None for a Hugging Face folder's."""
+    match = STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    """Connect the ranks and evaluate; print a refusal as one sentence and exit with code 2."""
+    args = parse(argv)
+    launch = Launch.from_env()
+    kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tp = args.tensor_model_parallel_size or launch.world
+    grid = None
+    try:
+        if launch.world % tp:
+            raise ValueError(
+                f"--tensor-model-parallel-size {tp} must divide the {launch.world} ranks"
+            )
+        check_installed()
+        if args.device != "cpu" and (why := unusable_gpu()):
+            raise ValueError(f"{why}; or evaluate on the CPU with --device cpu")
+        if not Path(args.load).exists():
+            raise ValueError(f"--load {args.load}: not found ({nothing_downloaded(args.load)})")
+        manager = find_tasks(args.tasks, args.include_path)
+        device = own_gpu(launch) if kind == "cuda" else torch.device("cpu")
+        grid = Grid(launch.world, tp_size=tp, launch=launch)
+        if launch.world > 1:
+            launch.check_meeting()
+            grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)
+        at = device if launch.world > 1 else None
+        made: list[Writer] = []
+        failed = first_error(
+            together(lambda: made.append(Writer(args)) if grid.rank == 0 else None, grid.world, at)
+        )
+        if failed is not None:
+            raise ValueError(failed.error)
+        writer = made[0] if made else None
+        if args.watch:
+            watch(args, manager, grid, device, writer)
+        else:
+            done = evaluate(args, args.load, manager, grid, device)
+            if writer is not None:
+                writer.write(*done)
+        if writer is not None:
+            writer.close()
+    except (ValueError, OSError) as error:
+        who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own
+        print(f"evaluate: {who}{sentence(error)}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if grid is not None:
+            grid.close()
+    return 0
+
+
+if __name__ == "__main__":
+    as_process(main, None)
