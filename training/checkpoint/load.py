@@ -220,7 +220,10 @@ class Checkpoint:
                             opened = safe_open(str(self._at / file), framework="pt")
                             files[file] = stack.enter_context(opened)
                         stored = self.stored(files[file], key)
-                        filled += _fill(piece, files[file], stored, key, starts, sizes, dtype)
+                        filled += _fill(
+                            piece, files[file], stored,
+                            key=key, starts=starts, sizes=sizes, dtype=dtype,
+                        )  # fmt: skip
                     except (OSError, SafetensorError, CheckpointError) as error:
                         raise CheckpointError(f"{self.directory / file}: {key}: {error}") from None
                 if filled != piece.tensor.numel():
