@@ -60,13 +60,15 @@ def check(config: Config, provider: ModelProvider) -> None:
     sizes = config.model
     heads = sizes.num_attention_heads + 2 * (sizes.num_query_groups or sizes.num_attention_heads)
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        for rule in plans(config, provider, rank):
-            named = rank_memory.parameters(config, provider, rank)
+        for rule, plan in plans(config, provider, rank).items():
+            mine = {matrix.parameter for matrix in plan.matrices}
+            every = rank_memory.parameters(config, provider, rank)
+            named = {name: p for name, p in every.items() if name in mine}
             if not rule.split.qkv or any(p.place.qkv for p in named.values()):
                 continue
             rows = heads * (sizes.kv_channels or sizes.hidden_size // sizes.num_attention_heads)
             for name, p in named.items():
-                if p.place.shape == (rows, sizes.hidden_size) and not p.place.sections:
+                if p.place.shape == (rows, sizes.hidden_size) and len(p.place.sections) < 2:
                     raise UsageError(
                         f"--optimizer {config.optimizer.optimizer}: {name}, of shape "
                         f"{list(p.place.shape)}, has as many rows as queries, keys and values "

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.comm.collectives import all_to_all, gather_bytes, sum_in_order
+from mpu.comm.collectives import all_to_all, gather_bytes
 from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.optim.interface import Matrix, Parts, SegmentUpdater, UpdateRule
 from mpu.optim.owners import Plan, Round, Whole, part_at
@@ -46,10 +46,12 @@ class MatrixUpdater(SegmentUpdater):
         ]
         device = parts.matrices[0].param.device
         self._wire = rule.wire(parts.master)
-        self._count: Tensor | None = torch.zeros((), dtype=torch.float64, device=device)
         self._arriving: list[tuple[Tensor, Handle]] = []
         self._last: tuple[Tensor, Tensor] | None = None  # factor and found_inf of this step
-        said = sha256(repr((self.plan.matrices, self.plan.owners)).encode()).digest()
+        self._hold_to_the_plan(mine)
+        said = sha256(
+            repr((self.plan.owners, self.plan.rounds, self.plan.matrices)).encode()
+        ).digest()
         for axis in {turn.axis.name: turn.axis for turn in self.turns}.values():
             heard = gather_bytes(said, axis, device)
             if different := [r for r, one in zip(axis.ranks, heard, strict=True) if one != said]:
@@ -57,6 +59,21 @@ class MatrixUpdater(SegmentUpdater):
                     f"{rule.name}: rank {axis.ranks[axis.rank]} and rank {different[0]} do not "
                     "agree on which rank owns which matrix: they have other parameters, or places"
                 )
+
+    def _hold_to_the_plan(self, mine: Mapping[str, Matrix]) -> None:
+        """Raise RuntimeError unless the rounds have each matrix of these parameters once.
+
+        Ranks agree on the plan, and a step holds what a rank makes whole to what it owns: so all
+        ranks together make each matrix whole once.
+        """
+        wanted = {i for i, m in enumerate(self.plan.matrices) if m.parameter in mine}
+        found = [number for turn in self.turns for number in turn.turn.matrices]
+        if sorted(found) != sorted(wanted):
+            raise RuntimeError(
+                f"{self.rule.name}: the plan moves {len(found)} matrices, and there are "
+                f"{len(wanted)}"
+            )
+        self._owned = sum(len(turn.owned) for turn in self.turns)
 
     @abstractmethod
     def prepare(
@@ -77,7 +94,7 @@ class MatrixUpdater(SegmentUpdater):
     @torch.no_grad()
     def start(self, factor: Tensor, found_inf: Tensor) -> None:
         self._last = factor, found_inf
-        self._steps += 1 - found_inf.double()
+        self.count(found_inf)
         self._arriving = [self._send(self.turns[0])]
 
     @torch.no_grad()
@@ -94,14 +111,17 @@ class MatrixUpdater(SegmentUpdater):
             done += len(updates)
             out = turn.updates(updates, arrived)
             back.append(all_to_all(out, turn.axis, True, turn.back, turn.label))
-        self._check(done)
+        if done != self._owned:
+            raise RuntimeError(f"{self.rule.name}: {done} matrices were updated, not {self._owned}")
         skip = found_inf == 1
         for turn, (update, handle) in zip(self.turns, back, strict=True):
             handle.wait()
+            update = update.to(skip.device)  # where the weights are
             for piece, (low, high) in turn.pieces_back():
                 assert (segment := piece.matrix.segment) is not None
-                part, mine = segment[piece.low : piece.high], update[low:high].to(segment.device)
-                new = self.apply(part, mine, piece.which, self.group_of[piece.matrix.group])
+                part, group = segment[piece.low : piece.high], self.group_of[piece.matrix.group]
+                mine = update[low:high].to(part.dtype)
+                new = self.apply(part, mine, piece.which, group)
                 part.copy_(torch.where(skip, part, new))
         self._last = None
 
@@ -112,40 +132,20 @@ class MatrixUpdater(SegmentUpdater):
         skip = found_inf == 1
         travels: dict[str, Tensor] = {}
         for matrix in turn.slices:
-            assert (segment := matrix.segment) is not None and segment.grad is not None
-            state = self._state[segment]
-            grad = segment.grad * factor.to(segment.dtype)
+            assert (segment := matrix.segment) is not None
+            state, grad = self._state[segment], self.scaled(segment, factor)
             travels[matrix.name], new = self.prepare(grad, state, self.group_of[matrix.group])
             for name, values in state.items():
                 values.copy_(torch.where(skip, values, new[name]))
         parts = [travels[p.matrix.name][p.low : p.high] for p in turn.pieces if p.sends]
-        wire = torch.empty(sum(turn.there.input), dtype=self._wire, device=turn.device)
+        # state may lie in host memory, and the wire not
+        home = next((part.device for part in parts), turn.device)
+        wire = torch.empty(sum(turn.there.input), dtype=self._wire, device=home)
         at = 0
         for part in parts:
             wire[at : at + len(part)] = part
             at += len(part)
-        return all_to_all(wire, turn.axis, True, turn.there, turn.label)
-
-    def _check(self, done: int) -> None:
-        """Hold what was made whole to the plan; in the first step over all ranks."""
-        owned = sum(len(turn.owned) for turn in self.turns)
-        if done != owned:
-            raise RuntimeError(f"{self.rule.name}: {done} matrices were updated, not {owned}")
-        if self._count is None:
-            return
-        made: dict[str, int] = {}
-        for turn in self.turns:
-            made[turn.axis.name] = made.get(turn.axis.name, 0) + len(turn.owned)
-        for axis in {turn.axis.name: turn.axis for turn in self.turns}.values():
-            own = torch.full_like(self._count, made[axis.name])
-            every = int(sum_in_order(own, axis, Label(self.rule.name, "count")))
-            wanted = sum(len(t.turn.matrices) for t in self.turns if t.axis.name == axis.name)
-            if every != wanted:
-                raise RuntimeError(
-                    f"{self.rule.name}: the ranks {list(axis.ranks)} updated {every} matrices "
-                    f"together, and have {wanted}"
-                )
-        self._count = None
+        return all_to_all(wire.to(turn.device), turn.axis, True, turn.there, turn.label)
 
 
 class _Piece:

@@ -170,16 +170,24 @@ class SegmentUpdater(Updater):
         """
         raise NotImplementedError
 
+    def count(self, found_inf: Tensor) -> None:
+        """Count an update, unless it is skipped."""
+        self._steps += 1 - found_inf.double()
+
+    def scaled(self, segment: Tensor, factor: Tensor) -> Tensor:
+        """Return a segment's gradient times `factor`."""
+        assert segment.grad is not None
+        return segment.grad * factor.to(segment.dtype)
+
     @torch.no_grad()
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
-        self._steps += 1 - found_inf.double()
+        self.count(found_inf)
         skip = found_inf == 1
         for group in self.groups:
             for segment in group["params"]:
                 state = self._state[segment]
-                weight, new = self.update(
-                    segment, segment.grad * factor.to(segment.dtype), state, group
-                )
+                grad = self.scaled(segment, factor)
+                weight, new = self.update(segment, grad, state, group)
                 segment.copy_(torch.where(skip, segment, weight))
                 for name, values in state.items():
                     values.copy_(torch.where(skip, values, new[name]))

@@ -8,20 +8,25 @@ held against a twin that knows nothing of Weft.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import pretrain_llama
+from model import llama
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.grid import Grid
-from mpu.optim import owners
+from mpu.optim import muon, optimizer, owners
+from mpu.optim import newton_schulz as newton_schulz_file
 from mpu.optim.muon import MuonUpdater
 from mpu.optim.newton_schulz import SETS, coefficients_of, orthogonalise
 from mpu.param import Piece, draw_normal, placement_of, unique_parameters
 from tests.model.twin import config_of, grid_of
+from tests.sampling import sampled
 from training.faults.monitor import FailureMonitor
 
 LR, DECAY, STEPS = 1e-2, 0.1, 3
@@ -101,10 +106,24 @@ def shifted(by: int) -> Iterator[None]:
         owners._owners = rule
 
 
-def updated(comm, case: dict, steps: int = STEPS) -> tuple[dict, dict, list[str]]:
-    """Make steps on drawn gradients; return weights before, after, and what this rank owned."""
-    with shifted(case.get("shift", 0)):
-        run = build(comm, case)
+def updated(comm, case: dict, steps: int = STEPS) -> tuple[dict, dict, list[str]] | str:
+    """Make steps on drawn gradients; return weights before, after, and what this rank owned.
+
+    case["fault"]: what is broken first; where the run finds it, return what it says.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(shifted(case.get("shift", 0)))
+        if "fault" not in case:
+            return _updated(comm, case, steps)
+        stack.enter_context(planted(case["fault"], comm.rank))
+        try:
+            return _updated(comm, case, steps)
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+
+
+def _updated(comm, case: dict, steps: int) -> tuple[dict, dict, list[str]]:
+    run = build(comm, case)
     before = weights_of(run)
     for step in range(steps):
         give_gradients(run, step)
@@ -118,6 +137,66 @@ def updated(comm, case: dict, steps: int = STEPS) -> tuple[dict, dict, list[str]
         for number in turn.owned
     ]
     return before, weights_of(run), owned
+
+
+@contextmanager
+def planted(fault: str, rank: int) -> Iterator[None]:
+    """Break the product on a rank in one of the ways in which other programs were broken."""
+    patch = pytest.MonkeyPatch()
+    if fault == "fallback to AdamW":
+        groups = pretrain_llama.optimizer_groups
+
+        def fallen(config):
+            found = groups(config)
+            return found | {"matrix": replace(found["matrix"], rule=found["vector"].rule)}
+
+        patch.setattr(pretrain_llama, "optimizer_groups", fallen)
+    elif fault == "SGD":
+        patch.setattr(MuonUpdater, "whole", lambda self, matrix, which: matrix)
+    elif fault == "blockwise tp":
+
+        def blockwise(self, matrix, which):
+            dim, count = which.parts[0].cuts[0].dim, len(which.parts)
+            parts = matrix.chunk(count, dim)
+            return torch.cat([muon.orthogonalise(p.clone(), SETS["quintic"]) for p in parts], dim)
+
+        patch.setattr(MuonUpdater, "whole", blockwise)
+    elif fault == "lost sections":
+        cut = owners.matrices_of
+        fused = owners.Split(False, False)
+        patch.setattr(owners, "matrices_of", lambda n, p, s, split, g: cut(n, p, s, fused, g))
+    elif fault == "padding":
+        scale = newton_schulz_file.scale_of
+        patch.setattr(
+            muon, "scale_of", lambda rows, cols, mode: scale(-(-rows // 6) * 6, cols, mode)
+        )
+    elif fault == "wrong scale":
+        patch.setattr(
+            muon.Muon, "scale", lambda self, which: 0.2 * max(which.rows, which.columns) ** 0.5
+        )
+    elif fault == "momentum twice":
+        prepare = MuonUpdater.prepare
+
+        def twice(self, grad, state, group):
+            return prepare(self, grad, prepare(self, grad, state, group)[1], group)
+
+        patch.setattr(MuonUpdater, "prepare", twice)
+    elif fault == "stale owner":
+        rule = owners._owners
+        patch.setattr(owners, "_owners", lambda plan: rule(plan)[::-1] if rank == 1 else rule(plan))
+    elif fault == "a matrix left out":
+        make = optimizer.plan_of
+
+        def short(*args):
+            plan = make(*args)
+            rounds = (replace(r, matrices=r.matrices[len(r.matrices) > 1 :]) for r in plan.rounds)
+            return replace(plan, rounds=tuple(rounds))
+
+        patch.setattr(optimizer, "plan_of", short)
+    try:
+        yield
+    finally:
+        patch.undo()
 
 
 def together(parts: list[dict[str, list]]) -> dict[str, torch.Tensor]:
@@ -136,8 +215,8 @@ def together(parts: list[dict[str, list]]) -> dict[str, torch.Tensor]:
     return found
 
 
-def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    return len(shape) == 2 and name not in EMBEDDING
+def is_matrix(name: str, shape: tuple[int, ...], ends: bool = False) -> bool:
+    return len(shape) == 2 and (ends or name not in EMBEDDING)
 
 
 def newton_schulz(g: torch.Tensor, triples: list) -> torch.Tensor:
@@ -152,11 +231,14 @@ def newton_schulz(g: torch.Tensor, triples: list) -> torch.Tensor:
 
 def twin(
     weights: dict[str, torch.Tensor], steps: int, nesterov: bool = False, momentum: float = 0.9,
-    joined: tuple[tuple[str, ...], ...] = (),
+    joined: tuple[tuple[str, ...], ...] = (), ends: bool = False,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Update whole tensors serially. joined: endings of the names that are one matrix together."""
+    """Update whole tensors serially.
+
+    joined: endings of the names that are one matrix together. ends: embeddings are matrices, too.
+    """
     w = {name: values.clone().requires_grad_() for name, values in weights.items()}
-    rest = [n for n in w if not is_matrix(n, w[n].shape)]
+    rest = [n for n in w if not is_matrix(n, w[n].shape, ends)]
     decays = [{"params": [w[n]], "weight_decay": DECAY * (w[n].dim() > 1)} for n in rest]
     adam = torch.optim.AdamW(decays, lr=LR, betas=(0.9, 0.999), eps=1e-8)
     buffers = {n: torch.zeros_like(v) for n, v in w.items()}
@@ -191,70 +273,99 @@ JOINED = {
     "muon_no_split_gate_up": tuple(f"mlp.{n}_proj.weight" for n in ("gate", "up")),
 }
 MOE = dict(file="model/moe.py", ep=2, moe=dict(num_experts=4), dispatch="alltoall")
+ENDS = "tests/training/matrix_ends.py"
 SHORT = [  # in `make test`: tp and ZeRO, cp, pp with tied ends, experts
     (4, dict(tp=2, dp=2, zero=1, tied=True)),
     (4, dict(cp=2, pp=2, zero=0, tied=True)),
     (4, dict(tp=1, dp=4, zero=3, instances=2)),
     (4, dict(tp=2, sp=True, dp=2, zero=2, **MOE)),
     (4, dict(tp=4, zero=0, sizes=dict(num_query_groups=2), muon=dict(muon_no_split_qkv=True))),
+    (4, dict(tp=2, dp=2, zero=1, file=ENDS)),  # padding: 97 rows, padded to 102
 ]
 
 
+OPTIONS = [
+    {}, dict(muon_no_split_qkv=True), dict(muon_no_split_gate_up=True),
+    dict(muon_use_nesterov=True, muon_momentum=0.95),
+]  # fmt: skip
+INSTANCES = [
+    dict(dp=4, instances=2), dict(tp=2, sp=True, dp=2, instances=2),
+    dict(dp=4, instances=2, **MOE), dict(dp=4, instances=4),
+]  # fmt: skip
+LAYOUTS = [
+    dict(tp=2, dp=2), dict(tp=2, cp=2), dict(tp=2, pp=2), dict(dp=2, pp=2), dict(dp=4),
+    dict(cp=2, dp=2), dict(tp=4), dict(pp=2, cp=2), dict(tp=2, dp=2, tied=True),
+    dict(dp=2, pp=2, tied=True), dict(dp=2, tp=2, order="dp-tp-cp-pp"),
+    dict(dp=4, order="dp-cp-tp-pp"), dict(tp=2, dp=2, offload=True), dict(dp=4, offload=True),
+    dict(tp=4, sizes=dict(num_query_groups=2)),
+    dict(tp=4, sizes=dict(num_query_groups=1, kv_channels=8)),
+    dict(dp=4, **MOE), dict(tp=2, sp=True, dp=2, **MOE), dict(cp=2, dp=2, **MOE),
+    dict(dp=4, **MOE | dict(ep=4)), dict(dp=2, pp=2, **MOE | dict(ep=1)),
+    dict(tp=2, sp=True, dp=2, order="dp-tp-cp-pp", **MOE),
+]  # fmt: skip
+
+
 def every_layout() -> Iterator[tuple[int, dict]]:
+    """Yield each layout at each ZeRO stage, with one of OPTIONS in turn."""
     for zero in range(4):
-        for way in (
-            dict(tp=2, dp=2), dict(tp=2, cp=2), dict(tp=2, pp=2), dict(dp=2, pp=2), dict(dp=4),
-            dict(cp=2, dp=2), dict(tp=4), dict(pp=2, cp=2), dict(tp=2, dp=2, tied=True),
-            dict(dp=2, pp=2, tied=True), dict(dp=4, instances=2, some=zero > 0),
-            dict(tp=2, sp=True, dp=2, instances=2, some=zero > 0),
-            dict(dp=2, tp=2, order="dp-tp-cp-pp"), dict(dp=4, order="dp-cp-tp-pp"),
-            dict(tp=2, dp=2, offload=True), dict(dp=4, offload=True),
-            dict(tp=4, sizes=dict(num_query_groups=2)), dict(tp=4, sizes=dict(num_query_groups=1)),
-            dict(dp=4, **MOE), dict(tp=2, sp=True, dp=2, **MOE), dict(cp=2, dp=2, **MOE),
-            dict(dp=4, **MOE | dict(ep=4)), dict(dp=2, pp=2, **MOE | dict(ep=1)),
-            dict(dp=4, instances=2, some=zero > 0, **MOE),
-            dict(tp=2, sp=True, dp=2, order="dp-tp-cp-pp", **MOE),
-        ):  # fmt: skip
-            if not way.get("some", True):
-                continue
-            for options in (
-                {}, dict(muon_no_split_qkv=True), dict(muon_no_split_gate_up=True),
-                dict(muon_use_nesterov=True, muon_momentum=0.95),
-            ):  # fmt: skip
-                yield 4, dict(zero=zero, muon=options, **way)
+        for i, way in enumerate([*LAYOUTS, *(INSTANCES if zero else ())]):
+            yield 4, dict(zero=zero, muon=OPTIONS[(i + zero) % 4], **way)
 
 
 def check(world, size: int, some: dict) -> dict[str, torch.Tensor]:
     case = BASE | some
     results = world(size).run(updated, case)
+    assert not isinstance(results[0], str), results[0]
     before, after = (together([r[i] for r in results]) for i in (0, 1))
     options = case.get("muon", {})
     joined = tuple(JOINED[flag] for flag, on in options.items() if flag in JOINED and on)
-    if "file" in some and options.get("muon_no_split_gate_up"):
-        joined += (("w1.weight", "w3.weight"),)
+    moe, ends = "ep" in some, some.get("file") == ENDS
+    if moe and options.get("muon_no_split_gate_up"):
+        joined += ((".w1.weight", ".w3.weight"),)
     nesterov, momentum = options.get("muon_use_nesterov", False), options.get("muon_momentum", 0.9)
-    want = twin(before, STEPS, nesterov, momentum, joined)
+    want = twin(before, STEPS, nesterov, momentum, joined, ends)
     for name, values in after.items():
         moved = (want[name] - before[name]).norm()
-        assert (values - want[name]).norm() <= 1e-12 * moved, (some, name)
+        error = float((values - want[name]).norm() / moved)
+        assert error <= 1e-12, f"{name} is {error:.1e} from the serial twin: {some}"
         assert moved > 0, name
     instances = case.get("instances", 1)
     owned = [name for r in results for name in r[2]]
     stages = {name for name in owned}
-    count = sum(is_matrix(n, v.shape) for n, v in want.items())
+    count = sum(is_matrix(n, v.shape, ends) for n, v in want.items())
     assert all(owned.count(name) == instances for name in stages), "a matrix has two owners"
     fused = 0
     for flag, endings in JOINED.items():
         if options.get(flag):
-            fused += sum(n.endswith(endings[1:]) for n in want)
-    if "file" not in some:
-        assert len(stages) == count - fused
+            endings += (".w1.weight", ".w3.weight") if "gate" in flag else ()
+            fused += sum(n.endswith(tuple(e for e in endings[1:] if "w1" not in e)) for n in want)
+    assert len(stages) == count - fused, "some matrices are not orthogonalised"
     return after
 
 
 @pytest.mark.parametrize("size, some", SHORT)
 def test_the_update_equals_the_serial_twin(world, size, some):
     check(world, size, some)
+
+
+FAULTS = [  # a fault, where it is planted, and what finds it: the twin, or the run
+    ("blockwise tp", dict(tp=4, zero=0), "layers.0.* from the serial twin"),
+    ("fallback to AdamW", dict(dp=4, zero=3), "layers.0.* from the serial twin"),
+    ("SGD", dict(dp=4, zero=0), "layers.0.* from the serial twin"),
+    ("stale owner", dict(tp=2, dp=2, zero=1), "do not agree on which rank owns which matrix"),
+    ("lost sections", dict(tp=2, dp=2, zero=1), "layers.0.* from the serial twin"),
+    ("padding", dict(tp=2, dp=2, zero=1, file=ENDS), "(embed|head).* from the serial twin"),
+    ("a matrix left out", dict(dp=4, zero=1), r"the plan moves \d matrices, and there are 7"),
+    ("wrong scale", dict(dp=4, zero=1), "layers.0.* from the serial twin"),
+    ("momentum twice", dict(dp=4, zero=2), "layers.0.* from the serial twin"),
+]
+
+
+@pytest.mark.parametrize("fault, way, said", sampled(FAULTS, 3))
+def test_a_planted_fault_is_found(world, fault, way, said):
+    """By the check of test_the_update_equals_the_serial_twin, or by the run itself."""
+    with pytest.raises(AssertionError, match=said):
+        check(world, 4, dict(layers=1, fault=fault, **way))
 
 
 @pytest.mark.prove
@@ -335,3 +446,85 @@ def test_coefficients():
     assert coefficients_of("quintic", 7)[5:] == SETS["quintic"][:2]
     tall, wide = (orthogonalise(x, SETS["quintic"]) for x in (g.T.clone(), g.clone()))
     assert torch.allclose(tall, wide.T, atol=1e-5)
+
+
+def skipped(comm, case: dict) -> tuple[bool, bool, list[int]]:
+    """Make a step whose gradients are not numbers on one rank, between two others."""
+    run = build(comm, case)
+    give_gradients(run, 0)
+    run.optimizer.step(LR)
+    state = lambda: [v.clone() for *_, v in run.optimizer.named_state()]  # noqa: E731
+    before, moments = weights_of(run), state()
+    give_gradients(run, 1)
+    if run.grid.rank == 0 or not case["zero"]:  # at stage 0 all ranks have the sum
+        run.sink.buckets[0].grad_shard[0] = torch.nan
+    _, found_inf = run.optimizer.step(LR)
+    assert found_inf == 1
+    same = all(
+        torch.equal(torch.from_numpy(one[-1]), torch.from_numpy(other[-1]))
+        for name, values in weights_of(run).items()
+        for one, other in zip(values, before[name], strict=True)
+    )
+    kept = all(torch.equal(one, other) for one, other in zip(state(), moments, strict=True))
+    give_gradients(run, 1)
+    run.optimizer.step(LR)
+    return same, kept, [run.optimizer.steps]
+
+
+@pytest.mark.parametrize("zero, offload", [(0, False), (1, True), (3, False)])
+def test_a_step_that_is_not_finite_changes_nothing(world, zero, offload):
+    case = BASE | dict(dp=2, zero=zero, offload=offload, dtype="float32", layers=1)
+    assert world(2).run(skipped, case) == [(True, True, [2])] * 2
+
+
+WRONG = {  # what a fork's file does: what is said
+    "three sections as one": (
+        {
+            "qkv_linear(h, (a * d, g * d, g * d), ctx=ctx": "ColumnParallelLinear(h, "
+            "(a + 2 * g) * d, ctx=ctx",
+            '("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")': '("qkv",)',
+        },
+        "--optimizer muon: layers.0.attention.qkv.weight, of shape [128, 64], has as many rows as "
+        "queries, keys and values together, and its Placement names no sections: make it by "
+        "qkv_linear (mpu/layers/qkv.py), or give --muon-no-split-qkv",
+    ),
+    "three dimensions": (
+        {
+            "        self.gate_up = ": "        self.cube = ctx.replicated_parameter((2, 3, 4), "
+            "Region.WHOLE)\n        self.gate_up = ",
+        },
+        "--optimizer muon: parameter_group of the --model-file returns 'matrix' for "
+        "layers.1.mlp.cube, of shape [2, 3, 4], which is not a matrix: let it return 'vector', or "
+        "place the matrices of experts below one another as sections (mpu/layers/experts.py)",
+    ),
+}
+FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-query-groups 2
+    --group-query-attention --seq-length 32 --max-position-embeddings 32 --vocab-size 128
+    --mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 2 --lr 1e-2"""
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_fork_without_matrices_is_refused(what, tmp_path, capsys):
+    changes, said = WRONG[what]
+    text = Path(llama.__file__).read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    fork = tmp_path / "fork.py"
+    fork.write_text(text.replace("import draw_normal,", "import Region, draw_normal,"))
+    argv = [*FLAGS.split(), "--optimizer", "muon", "--model-file", str(fork)]
+    for more in ([], ["--dry-run"]):
+        assert pretrain_llama.main([*argv, *more]) == 2
+        assert capsys.readouterr().err.strip().splitlines()[-1] == f"pretrain_llama.py: {said}"
+
+
+def test_a_checkpoint_of_adamw_is_refused(tmp_path, capsys):
+    argv = [*FLAGS.split(), "--save", str(tmp_path), "--load", str(tmp_path)]
+    assert pretrain_llama.main(argv) == 0
+    capsys.readouterr()
+    more = ["--train-iters", "4", "--optimizer", "muon"]
+    assert pretrain_llama.main([*argv, *more]) == 2
+    assert (
+        "lacks optimizer state (model.layers.1.mlp.down_proj.weight.momentum_buffer): give "
+        "--finetune or --no-load-optim to take the weights only\n"
+    ) in capsys.readouterr().err

@@ -355,13 +355,16 @@ def flipped(comm, case: dict) -> list[str]:
         assert check.run() == []
         if run.grid.rank == 1:
             state = {(n, kind): values for n, kind, _, values in run.optimizer.named_state()}
-            state["norm.weight", "momentum_buffer"][3] += 1.0
+            state[case["where"], "momentum_buffer"][3] += 1.0
         return [difference.what for difference in check.run()]
 
 
-def test_replicas_of_its_state_are_compared(world):
-    case = BASE | dict(optimizer="momentum", zero=0, dtype="float32")
-    assert world(2).run(flipped, case) == [["norm.weight (momentum_buffer)"]] * 2
+@pytest.mark.parametrize(
+    "name, where", [("momentum", "norm.weight"), ("muon", "layers.1.attention.qkv.weight")]
+)
+def test_replicas_of_its_state_are_compared(world, name, where):
+    case = BASE | dict(optimizer=name, zero=0, dtype="float32", where=where)
+    assert world(2).run(flipped, case) == [[f"{where} (momentum_buffer)"]] * 2
 
 
 def test_a_skipped_step_changes_nothing():

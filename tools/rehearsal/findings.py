@@ -35,6 +35,8 @@ HOST_MAY_WAIT = {
     # --log-params-norm of masters in host memory
     "mpu/zero/norm.py": ("torch.cat(blocks).to(",),
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
+    # an offloaded rule of whole matrices, whose slices the host has
+    "mpu/optim/exchange.py": ("wire.to(turn.device)", "update.to(skip.device)"),
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
 # blocks, and what the update takes of them.

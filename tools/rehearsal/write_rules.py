@@ -20,6 +20,7 @@ from mpu.gradients import GradientSink
 from mpu.layers.embedding import VocabParallelEmbedding, _Lookup
 from mpu.layers.fused import RMSNorm, _RMSNorm
 from mpu.layers.linear import _ParallelLinear
+from mpu.optim.exchange import MatrixUpdater
 from mpu.optim.interface import rules_of
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.norm import _Part
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 OVERWRITES = ("aten::copy_", "aten::zero_", "aten::fill_")
 SMALL = 1 << 16  # bytes of the numbers from which the norm is made
+SCALAR = 64  # bytes of a number that scales an update, or skips it
 ZEROES = ("aten::zero_", "aten::fill_")
 # what they make has a tensor's shape, and nothing of its values
 SHAPED = (
@@ -382,7 +384,14 @@ def update(seen: "Rehearsed", writes: Writes) -> Iterator[Finding]:
                 masters = writes.to(writes.number(segment.weights), span(segment.weights))
                 last = max(last, *(w.at for w in masters))
                 grad = writes.number(grads[i])
-                if not any(grad in writes.events[w.at].read for w in masters):  # type: ignore[union-attr]
+                from_grad = any(grad in writes.events[w.at].read for w in masters)  # type: ignore[union-attr]
+                if isinstance(segment.updater, MatrixUpdater):  # by way of the owners
+                    from_grad = offload is not None or any(
+                        mask >> i & 1 and writes.recorder.sizes.get(number, 0) > SCALAR
+                        for w in masters
+                        for number, mask in scalars.get(w.at, {}).items()
+                    )
+                if not from_grad:
                     read = f"the master of bucket {i} is updated without its gradients"
                     yield missing(writes, read, masters)
                 yield from scaled(seen, writes, masters, scalars)
@@ -452,8 +461,10 @@ def weights(seen: "Rehearsed", writes: Writes, i: int, updated: int) -> Iterator
 def dependent(seen: "Rehearsed", writes: Writes) -> dict[int, dict[int, int]]:
     """Return, of each launch in the update, its inputs and the buckets whose gradients they are of.
 
-    Buckets are bits; one bit more is the tokens that count.
+    Buckets are bits; one bit more is the tokens that count. What comes of the exchange of matrices
+    depends on all that any rank has sent for one.
     """
+    exchanged = 0
     sink, bits = seen.run.sink, dict[int, int]()
     for i, bucket in enumerate(sink.buckets):
         number = writes.number(bucket.grad_shard)
@@ -480,6 +491,9 @@ def dependent(seen: "Rehearsed", writes: Writes) -> dict[int, dict[int, int]]:
                 mask |= bits.get(number, 0)
             if updating:
                 found[index] = {number: bits.get(number, 0) for number in event.read}
+            if updating and type(event) is Transfer and event.verb == "all_to_all":
+                exchanged |= mask
+                mask = exchanged
             shaped = type(event) is Launch and event.op.rpartition("::")[2] in SHAPED
             for number in event.written:
                 bits[number] = 0 if shaped else bits.get(number, 0) | mask
@@ -507,7 +521,7 @@ def scaled(
         sizes = {n: writes.recorder.sizes.get(n, 0) for n in event.read}
         inputs = {n: m for n, m in scalars.get(write.at, {}).items() if n not in kept}
         for number, mask in inputs.items():
-            if sizes[number] > 64 or not from_norm(writes, number):
+            if sizes[number] > SCALAR or not from_norm(writes, number):
                 continue
             lost = [i for i in range(count) if not mask >> i & 1]
             if lost and mask & wanted != wanted:
