@@ -84,8 +84,6 @@ class MoEConfig(LlamaConfig):
                 "--moe-router-topk 1: the softmax over one chosen expert is 1 whatever the router "
                 "says, so it would not be trained: give --moe-router-pre-softmax"
             )
-        if self.moe_router_pre_softmax and score != "softmax":
-            raise ValueError(f"--moe-router-pre-softmax: scores are a {score}, not a softmax")
         if self.moe_router_enable_expert_bias and score != "sigmoid":
             raise ValueError(
                 f"--moe-router-enable-expert-bias is a bias of sigmoid scores: with "

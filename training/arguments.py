@@ -225,7 +225,7 @@ class MoEConfig:
         1e-3,
         "what an expert's bias moves by in a step: up, where it had fewer tokens than the mean",
         "score",
-        POSITIVE,
+        real(),
         "--moe-router-enable-expert-bias",
         older=1e-3,
     )

@@ -43,8 +43,18 @@ def check_given(given: dict[str, Any]) -> None:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Yield a line on a balance loss that another layout changes."""
+    """Yield lines on what another layout changes, and on what has no effect."""
     m = config.moe
+    if m.experts and m.moe_router_pre_softmax and m.moe_router_score_function != "softmax":
+        yield (
+            "--moe-router-pre-softmax changes nothing with --moe-router-score-function "
+            f"{m.moe_router_score_function}, there as here: there is no softmax"
+        )
+    if m.experts and m.moe_expert_capacity_factor:
+        yield (
+            f"--moe-expert-capacity-factor {m.moe_expert_capacity_factor:g} is of a rank's tokens "
+            "of a micro-batch: what is dropped depends on the layout and on --micro-batch-size"
+        )
     if m.experts and "aux_loss" in m.moe_router_load_balancing_type and any(m.moe_aux_loss_coeff):
         yield (
             "--moe-router-load-balancing-type aux_loss is the loss of a micro-batch: it depends on "
@@ -95,11 +105,6 @@ def check(config: Config) -> None:
         raise UsageError(
             "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is 1, "
             "so the router would not be trained"
-        )
-    if m.moe_router_pre_softmax and not softmax:
-        raise UsageError(
-            f"--moe-router-pre-softmax has no meaning with --moe-router-score-function "
-            f"{m.moe_router_score_function}"
         )
     if m.moe_router_enable_expert_bias and softmax:
         raise UsageError(
