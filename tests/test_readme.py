@@ -220,3 +220,28 @@ def test_the_lines_of_explain_are_real():
     at = printed.index(bare(shown)[0])
     assert printed[at : at + len(bare(shown))] == bare(shown)
     assert len(bare(shown)) == 10
+
+
+@pytest.mark.prove
+def test_the_catch_of_a_wrong_model_is_real(tmp_path):
+    """README names the change; a float's last digits and numbers of lines may be others."""
+    (norm,) = re.findall(r"`(y / y\.norm[^`]*)`", README)
+    model, line = (ROOT / "model" / "llama.py").read_text(), "self.down(swiglu(self.gate_up(x)))"
+    assert model.count(f"return {line}") == 1
+    wrong = line.replace("swiglu(self.gate_up(x))", norm)
+    (tmp_path / "my_model.py").write_text(
+        model.replace(f"return {line}", f"y = swiglu(self.gate_up(x)); return {wrong}")
+    )
+    words = [sys.executable, "tools/fork_check.py", "--model", str(tmp_path / "my_model.py")]
+    done = subprocess.run(
+        [*words, "--only", "tp 2"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    (shown,) = re.findall(r"^    tp 2: .*\n(?:    .*\n)+", README, re.M)
+
+    def bare(text: str) -> str:
+        text = " ".join(text.split()).replace(f"{tmp_path}/", "")
+        return re.sub(r"(\d+\.\d\d)\d*|\.py:\d+", r"\1", text)
+
+    first, last = bare(shown).split(" likely cause ")
+    assert first in bare(done.stdout) and f"likely cause {last}" in bare(done.stdout)

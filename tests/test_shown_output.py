@@ -24,8 +24,9 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 
     --micro-batch-size 2 --mock-data --vocab-size 64 --device cpu --num-workers 0""".split()
 # how output begins: the trainer's, the tools', a failing rank's
 OUTPUT = re.compile(
-    r"iteration +\d|validation at|overlap: |\[rank \d|the checkpoint of|run again|stopped by|"
-    r"pretrain_llama\.py: |torchrun: |\S+: \d+ document|finished: | *\d+  (forward|backward|grad) "
+    r"iteration +\d|validation at|overlap: |\[rank \d|the checkpoint of|run again|tp 2: |"
+    r"stopped by|pretrain_llama\.py: |torchrun: |\S+: \d+ document|finished: |"
+    r" *\d+  (forward|backward|grad) "
 )
 
 
@@ -119,6 +120,7 @@ SHOWN: list[tuple[str, str, Maker]] = [
 # made elsewhere, where the fault that they tell is made: the page, the begin, the test
 ELSEWHERE = [
     ("README.md", "12  backward  head", "tests/test_readme.py", "test_the_lines_of_explain_are"),
+    ("README.md", "tp 2: the loss of", "tests/test_readme.py", "test_the_catch_of_a_wrong_model"),
     ("docs/reliability.md", "[rank 0] rank 1 hangs", "tests/faults/test_hangs.py", "hangs"),
     ("docs/reliability.md", "run again, the first", "tests/training", "the first value that is"),
     ("docs/overlap.md", "overlap: ", "tests/training/run", "less time expected"),

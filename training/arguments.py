@@ -1024,6 +1024,33 @@ class CheckpointConfig:
         "copy the state, and write the copy in the background while training goes on",
         needs="--save",
     )
+    save_hf: str | None = setting(
+        None,
+        "after each save write its weights there as a Hugging Face folder, behind the training",
+        "directory",
+        DIRECTORY,
+        needs="--save",
+        ours=True,
+    )
+    save_hf_dtype: str = setting(
+        "bfloat16",
+        "dtype of these weights",
+        rule=one_of("bfloat16", "float16", "float32"),
+        needs="--save-hf",
+        ours=True,
+    )
+    save_hf_max_shard_size: float = setting(
+        5.0, "size of one of its files of weights", "GB", POSITIVE, needs="--save-hf", ours=True
+    )
+    save_hf_keep_last_k: int | None = setting(
+        None,
+        "delete older folders of --save-hf until k are left",
+        "folders",
+        whole(1),
+        off="left out, keep every one",
+        needs="--save-hf",
+        ours=True,
+    )
     on_save_failure: str = setting(
         "continue",
         "what to do after a failed save: go on, or end the run",

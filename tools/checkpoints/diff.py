@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.checkpoints.copy import Room
 from training.checkpoint import Checkpoint, NamedPiece
 from training.checkpoint.header import BY_NAME
+from training.checkpoint.stream import Room
 
 BLOCK = 1 << 20  # elements of each side in memory
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # same bits, by bytes an element

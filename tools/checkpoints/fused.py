@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tools.checkpoints.copy import Room
 from training.checkpoint import Checkpoint, NamedPiece
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.pieces import whole
+from training.checkpoint.stream import Room
 
 EXPERT = re.compile(
     r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight"
@@ -24,7 +24,7 @@ PLACE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2
 
 
 def fused_pieces(
-    found: Checkpoint, pieces: Sequence[NamedPiece], dtype: torch.dtype | None
+    found: Checkpoint, pieces: Sequence[NamedPiece], *, dtype: torch.dtype | None
 ) -> list[NamedPiece]:
     """Return the pieces of an export, those of experts fused layer by layer, others as they are.
 

@@ -28,7 +28,7 @@ from model.llama import LlamaConfig
 from model.load import ModelFile, model_file_of, read_sizes
 from mpu.grid import Grid
 from tools.checkpoints.copy import check_empty
-from tools.checkpoints.huggingface import TOKEN_IDS, expected_tensors, tokenizer_files
+from tools.checkpoints.huggingface import expected_tensors
 from tools.checkpoints.inert_pickle import Record, read_inert
 from training.checkpoint import CheckpointError, NamedPiece
 from training.checkpoint import save as save_checkpoint
@@ -37,6 +37,7 @@ from training.checkpoint.huggingface import CONFIG, EMBEDDING, HEAD, read_json
 from training.checkpoint.manifest import intersection, tiles
 from training.checkpoint.pieces import whole
 from training.data.tokenizer import tokenizer_of
+from training.run.export import TOKEN_IDS, tokenizer_files
 
 LATEST, FORMAT, METADATA = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
 LIMIT = 1 << 30  # most bytes of .metadata that are read

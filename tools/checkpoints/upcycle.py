@@ -16,13 +16,15 @@ from model import llama, moe, qwen3
 from model.load import load_model_file, model_file_of, saved_config
 from mpu.grid import Grid
 from mpu.param import draw_normal
-from tools.checkpoints.copy import attached, check_empty, open_newest, stream
-from tools.checkpoints.huggingface import check_shapes, expected_tensors, tokenizer_files
+from tools.checkpoints.copy import check_empty, open_newest
+from tools.checkpoints.huggingface import check_shapes, expected_tensors
 from training.checkpoint import NamedPiece
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
+from training.checkpoint.stream import attached, stream
 from training.data.tokenizer import tokenizer_of
+from training.run.export import tokenizer_files
 
 DENSE = {llama.__file__: False, qwen3.__file__: True}  # whether queries and keys are normalised
 

@@ -19,6 +19,8 @@ retain       which checkpoints stay
 find         the newest directory that is whole, the same on every rank, or why not
 load         fill local tensors from whatever files hold their rectangles
 huggingface  the same for a Hugging Face directory
+stream       one whole tensor after another, for whoever writes them elsewhere
+write_huggingface  a Hugging Face directory, written by all ranks
 """
 
 from training.checkpoint.agree import first_error, together

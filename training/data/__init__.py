@@ -6,7 +6,8 @@ indexed      tokens on disk, Megatron's .bin and .idx; watched, cache, local_cop
 gpt          samples of a corpus, in an order of data and seed; sample_index, split, mock
 blend        several corpora, by weight
 loader       global batches, cut for each data-parallel rank; workers, batch, context_part
-tokenizer    text to ids and back; hf_tokenizer, tik_tokenizer, gpt2_tokenizer, tokenizer_files
+tokenizer    text to ids and back; hf_tokenizer, tik_tokenizer, gpt2_tokenizer, tokenizer_files,
+             auto_tokenizer
 text_files   the files of text for preprocessing; shards, parquet, bad_documents
 identity     whether two corpora are the same
 """

@@ -245,6 +245,7 @@ def _directories(config: Config) -> None:
     history = log.memory_snapshot_path
     directories = {
         "--save": config.checkpoint.save,
+        "--save-hf": config.checkpoint.save_hf,
         "--tensorboard-dir": log.tensorboard_dir,
         "--data-cache-path": config.data.data_cache_path,
         "--data-local-copy": config.data.data_local_copy,

@@ -27,11 +27,12 @@ from training import checkpoint
 from training.checkpoint.files import write_json
 from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.lock import PATIENCE, DirectoryLock
-from training.checkpoint.manifest import STATE, STEP
+from training.checkpoint.manifest import STATE, STEP, step_name
 from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.run import same_run
+from training.run.export import HuggingFaceSaves
 from training.run.step import CONTINUE, Decision, Step
 from training.untrusted import nothing_downloaded
 
@@ -75,6 +76,8 @@ class Saver:
         self._before = (0, 0)  # samples and tokens that earlier runs consumed
         self._background, self._pruning = Background(), Background()
         self._staging: Staging | None = None
+        c = config.checkpoint
+        self._hf = HuggingFaceSaves(c, ctx.grid, note) if c.save and c.save_hf else None
         self._lock: DirectoryLock | None = None
         self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
@@ -132,6 +135,8 @@ class Saver:
         def claim() -> None:
             if world.rank == 0:
                 self._lock = DirectoryLock(root, self.note, patience)
+                if self._hf is not None:
+                    self._hf.begin()
 
         self._together(claim)
         try:
@@ -146,6 +151,8 @@ class Saver:
             raise
         if c.async_save:
             self._staging = Staging(pieces)
+        if self._hf is not None and iteration and not self._later:
+            self._background.start(lambda: self._export(root / step_name(iteration), False))
         return iteration, consumed
 
     def _refuse_later(self, root: Path, iteration: int) -> None:
@@ -190,13 +197,34 @@ class Saver:
             staged = self._staging.copy(pieces)
 
             def behind() -> None:
-                self._write(iteration, staged, state, True)
+                path = self._write(iteration, staged, state, True)
+                if self._hf is not None:
+                    self._export(path)
                 self._prune()
 
             self._background.start(behind)
         else:
-            self._settle(lambda: self._write(iteration, pieces, state, False), must)
+            written: list[Path] = []
+            self._settle(lambda: written.append(self._write(iteration, pieces, state, False)), must)
             self._prune()
+            if self._hf is not None and written and hurry:
+                self.note(f"--save-hf: the next start writes the folder of {written[0].name}")
+            elif self._hf is not None and written:
+                self._background.start(lambda: self._export(written[0]))
+
+    def _export(self, saved: Path, again: bool = True) -> None:
+        """Write the Hugging Face folder of a checkpoint of --save, from the background thread.
+
+        again: also where there is one. Nothing is done where the checkpoint is not there.
+        """
+        assert self._hf is not None
+        hf, world = self._hf, self.ctx.grid.background
+
+        def wanted() -> bool:
+            return saved.is_dir() and (again or not hf.has(saved.name))
+
+        if checkpoint.together(wanted, world)[0].value:
+            hf.write(saved, world)
 
     def poll(self) -> None:
         """Print the failure of a background save that has ended; never wait for one."""
@@ -218,7 +246,7 @@ class Saver:
         pieces: Sequence[checkpoint.NamedPiece],
         state: Mapping[str, Any],
         behind: bool,
-    ) -> None:
+    ) -> Path:
         """Write a checkpoint. behind: from the background thread, over its own process group."""
         c, grid = self.config.checkpoint, self.ctx.grid
         assert c.save is not None, "there is no --save"
@@ -234,6 +262,7 @@ class Saver:
         )
         self.note(f"saved {path}")
         self._good.add(path.name)
+        return path
 
     def _prune(self) -> None:
         """Remove the checkpoints that need not stay, in a thread: there may be much to hash first.

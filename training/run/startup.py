@@ -166,7 +166,8 @@ def connect(
     """
     try:
         grid.connect(device, store, timeout)
-        if config.checkpoint.async_save or config.fault.peer_checkpoint:
+        c = config.checkpoint
+        if c.async_save or (c.save and c.save_hf) or config.fault.peer_checkpoint:
             grid.add_background(timeout)
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.checkpoints.auto_tokenizer import auto_tokenizer
 from tools.train_tokenizer import Texts, train
+from training.data.auto_tokenizer import auto_tokenizer
 from training.data.tokenizer import build_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ODD = ["", " ", "\n", "\n     z", "  lead", "x ", "a\tb", "é 中文 😀 ÿ", "\n\n\n    x:\n\n", "<s"]
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512}
 

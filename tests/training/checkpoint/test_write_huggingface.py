@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face directory is complete or absent, at whatever moment its writer dies."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mpu.grid import Grid
+from training.checkpoint import Checkpoint, SaveError, save
+from training.checkpoint.pieces import whole
+from training.checkpoint.write_huggingface import (
+    clear,
+    keep_newest,
+    weights_of,
+    write_huggingface,
+)
+
+NAMES = [f"layers.{i}.weight" for i in range(7)]
+MOMENTS = 20
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Checkpoint:
+    """A checkpoint of seven weights and their moments."""
+    pieces = [whole(n, torch.full((3, 4), float(i))) for i, n in enumerate(NAMES)]
+    pieces += [whole(f"{n}.exp_avg", torch.zeros(3, 4)) for n in NAMES]
+    state = {"hf_config": {"model_type": "llama"}}
+    return Checkpoint(save(tmp_path / "run", step=5, pieces=pieces, state=state, grid=Grid()))
+
+
+def write(saved: Checkpoint, target: Path, hook: Any = lambda at: None, extra: Any = None) -> None:
+    """Write the weights in bf16, two to a file."""
+    write_huggingface(
+        target, saved, weights_of(saved), extra or (lambda: ({"t.json": b"{}"}, {"eos": 3})),
+        dtype=torch.bfloat16, shard_bytes=2 * 24, grid=Grid(), hook=hook,
+    )  # fmt: skip
+
+
+def check_whole(target: Path) -> None:
+    """Raise AssertionError unless all tensors and small files are there."""
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 7 * 24} and sorted(index["weight_map"]) == NAMES
+    for i, name in enumerate(NAMES):
+        tensor = load_file(target / index["weight_map"][name])[name]
+        assert tensor.dtype == torch.bfloat16 and (tensor == i).all()
+    config = json.loads((target / "config.json").read_text())
+    assert config == {"model_type": "llama", "torch_dtype": "bfloat16", "eos": 3}
+    assert (target / "t.json").read_bytes() == b"{}"
+    assert sorted(p.name for p in target.glob("*.safetensors")) == [
+        f"model-{i:05d}-of-00004.safetensors" for i in range(1, 5)
+    ]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_killed_at_twenty_moments_there_is_no_half_folder(
+    saved: Checkpoint, tmp_path: Path, again: bool
+) -> None:
+    """again: a folder of that name is there before. A moment is a call of the hook, or of a system
+    call that makes, renames or syncs a file.
+    """
+    torch.set_num_threads(1)
+    outcomes, moment, status = [], 0, 1
+    while status:
+        root = tmp_path / str(moment)
+        if again:
+            write(saved, root / "step_00000005")
+        child = os.fork()
+        if child == 0:
+            count = 0
+
+            def tick(*args: Any, moment: int = moment) -> None:
+                nonlocal count
+                count += 1
+                if count > moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            def dying(call: Any) -> Any:
+                return lambda *args, **more: (tick(), call(*args, **more))[1]
+
+            for name in ("fsync", "rename", "mkdir"):
+                setattr(os, name, dying(getattr(os, name)))
+            write(saved, root / "step_00000005", hook=tick)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        there = (root / "step_00000005").is_dir()
+        if there:
+            check_whole(root / "step_00000005")
+        outcomes.append(there)
+        clear(root)
+        left = [] if not root.is_dir() else sorted(os.listdir(root))
+        assert left == ["step_00000005"] * there, "a next start removes what is not whole"
+        moment += 1
+    assert moment > MOMENTS and outcomes[-1], outcomes
+    assert outcomes[0] == again and (False in outcomes)
+
+
+def test_a_failure_leaves_nothing_and_names_the_folder(saved: Checkpoint, tmp_path: Path) -> None:
+    def fails() -> Any:
+        raise OSError(28, "No space left on device", "tokenizer.json")
+
+    with pytest.raises(SaveError, match="hf: no Hugging Face directory was written: No space left"):
+        write(saved, tmp_path / "hf", extra=fails)
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
+def test_the_newest_stay(tmp_path: Path) -> None:
+    for name in ("step_00000002", "step_00000010", "step_00000003", "other"):
+        (tmp_path / name).mkdir()
+    steps = re.compile(r"step_\d{8,}")
+    assert keep_newest(tmp_path, None, steps) == []
+    assert keep_newest(tmp_path, 2, steps) == ["step_00000002"]
+    assert sorted(os.listdir(tmp_path)) == ["other", "step_00000003", "step_00000010"]

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face weights beside each save (--save-hf), written behind the training.
+
+A folder is made from the checkpoint that was just saved, so it is the same from every layout. Each
+rank reads and writes a part of the files. tools/checkpoint.py convert --to-hf writes the same ones.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpu.comm.transport import Axis
+from mpu.grid import Grid
+from training.arguments import CheckpointConfig
+from training.checkpoint import Checkpoint
+from training.checkpoint.files import open_plain
+from training.checkpoint.huggingface import HuggingFaceDirectory
+from training.checkpoint.stream import attached
+from training.checkpoint.write_huggingface import (
+    Extra,
+    clear,
+    keep_newest,
+    weights_of,
+    write_huggingface,
+)
+from training.data.auto_tokenizer import auto_tokenizer
+from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
+STEP = re.compile(r"step_\d{8,}")
+
+
+class HuggingFaceSaves:
+    """The folders under --save-hf of one run. note: prints a line, on rank 0."""
+
+    def __init__(self, c: CheckpointConfig, grid: Grid, note: Callable[[str], None]) -> None:
+        assert c.save_hf is not None
+        self.root, self.config, self.grid, self.note = Path(c.save_hf), c, grid, note
+        self._extra: Extra | None = None
+        self._checked = False
+
+    def begin(self) -> None:
+        """Remove what a killed run left. Call it under the lock of --save."""
+        if self.grid.rank == 0:
+            clear(self.root)
+
+    def has(self, step: str) -> bool:
+        """Return whether the folder of a step is there; it is whole then."""
+        return (self.root / step).is_dir()
+
+    def write(self, saved: Path, world: Axis) -> None:
+        """Write the folder of a checkpoint, collectively; remove those that need not stay.
+
+        world: the axis over which a background thread may talk. Raises SaveError.
+        """
+        found = Checkpoint(saved)
+
+        def extra() -> Extra:
+            if self._extra is None:  # the tokenizer of a run is always the same
+                self._extra = exported_tokenizer(found, None)
+            return self._extra
+
+        write_huggingface(
+            self.root / saved.name, found, weights_of(found), extra,
+            dtype=getattr(torch, self.config.save_hf_dtype),
+            shard_bytes=int(self.config.save_hf_max_shard_size * 1e9),
+            grid=self.grid, world=world,
+        )  # fmt: skip
+        if self.grid.rank:
+            return
+        self.note(f"wrote {self.root / saved.name} for transformers")
+        if not self._checked:
+            self._checked = True
+            shapes = {name: tuple(found.index[name]["shape"]) for name in weights_of(found)}
+            if why := not_for_transformers(found.state["hf_config"], shapes):
+                self.note(f"--save-hf {self.root}: {why}")
+        try:
+            keep_newest(self.root, self.config.save_hf_keep_last_k, STEP)
+        except OSError as error:
+            self.note(f"no folder of --save-hf was removed: {error.strerror}: {error.filename}")
+
+
+def tokenizer_files(root: Path) -> dict[str, bytes]:
+    """Return {name: bytes} of the tokenizer's files in a directory."""
+    found = {}
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(root / name):
+            with open_plain(root / name) as file:
+                found[name] = file.read()
+    return found
+
+
+def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
+    """Return the tokenizer's files for an export, and the ids for its config.json.
+
+    given: --tokenizer. The files have the names that Hugging Face looks for, and those that
+    transformers.AutoTokenizer reads are added where they are missing. The ids of a model
+    that was imported are kept; else they are the tokenizer's own. Raises ValueError.
+    """
+    state = found.state if given is None else {}
+    directory = found.directory if given is None else given
+    if given is not None or isinstance(found, HuggingFaceDirectory):
+        extra = tokenizer_files(directory)
+    else:
+        kind, own = (str(state.get(f"tokenizer_{what}")) for what in ("type", "model"))
+        extra = attached(found, {*TOKENIZER_FILES, own})
+        if own in extra:
+            extra[STANDARD.get(kind, MODEL)] = extra.pop(own)
+    sizes = found.state["hf_config"]
+    ids = {k: sizes[k] for k in TOKEN_IDS if sizes.get(k) is not None}
+    if given is not None or not ids:
+        tokenizer = tokenizer_in(state, str(directory), sizes.get("vocab_size"))
+        if tokenizer is not None:
+            ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
+            extra |= auto_tokenizer(extra, tokenizer)
+    if ids and "generation_config.json" not in extra:
+        known = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
+        extra["generation_config.json"] = json.dumps(known, indent=2).encode()
+    return extra, ids
+
+
+def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why transformers cannot load a folder as it is, "" where it can.
+
+    Its model of this config is built on meta tensors, and its names and shapes are compared. A
+    mixture's experts are not: transformers renames them while it loads.
+    """
+    if find_spec("transformers") is None:
+        return "transformers is not installed here, so it is not known whether it loads the folders"
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    kind = str(config.get("model_type", ""))
+    own = "they hold the weights under the fork's own names, which tools/checkpoint.py reads"
+    if kind not in CONFIG_MAPPING:
+        return f"transformers {transformers.__version__} has no model_type {kind!r}: {own}"
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config))
+    except Exception as error:
+        return f"transformers' {kind} fails with this config ({type(error).__name__}): {own}"
+    theirs = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    wrong = [n for n, shape in shapes.items() if ".mlp." not in n and theirs.get(n) != shape]
+    if not config.get("num_experts") and not config.get("num_local_experts"):
+        wrong = [n for n, shape in shapes.items() if theirs.get(n) != shape]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return f"transformers' {kind} has no {wrong[0]} of this shape{more}: {own}"
+    return ""
