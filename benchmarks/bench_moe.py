@@ -169,15 +169,15 @@ def bound(ours: SparseMLP, x: Tensor) -> Callable[[], None]:
     products = []
     for linear in (ours.experts.gate_up, ours.experts.down):
         weight = linear.acquire().detach()
-        rows = torch.randn(sum(counts), linear.in_features)
-        products.append((weight, rows, torch.randn(sum(counts), linear.out_features)))
+        rows = torch.randn(sum(counts.each), linear.in_features)
+        products.append((weight, rows, torch.randn(sum(counts.each), linear.out_features)))
 
     def run() -> None:
         for weight, rows, dy in products:
             grouped_product(rows, weight, counts)
             grouped_product(dy, weight.transpose(1, 2), counts)
             first, made = 0, torch.empty_like(weight)
-            for e, count in enumerate(counts):
+            for e, count in enumerate(counts.each):
                 some = slice(first, first + count)
                 RECIPE.accumulate(made[e], True, rows[some], dy[some])
                 first += count

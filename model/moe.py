@@ -159,8 +159,9 @@ class SparseMLP(nn.Module):
         biased = config.moe_router_enable_expert_bias
         self.load = ExpertLoad(e, self.router.weight, ctx=ctx, bias=biased)
         self.experts = Experts(e, h, config.expert_ffn, ctx=ctx)
-        kind, k = ctx.experts.dispatcher, config.moe_router_topk
-        self.dispatcher = dispatcher(kind, e, k, ctx.grid.ep, self)
+        self.dispatcher = dispatcher(
+            ctx.experts, e, config.moe_router_topk, ctx.grid.ep, self
+        )
         self.shared: nn.Module | None = None
         if size := config.moe_shared_expert_intermediate_size:
             self.shared = llama.MLP(replace(config, ffn_hidden_size=size), ctx)

@@ -1441,6 +1441,15 @@ class RehearseConfig:
     rehearse_full: bool = setting(
         False, "run every micro-batch of the last step, and replay none", ours=True
     )
+    rehearse_expert_skew: float = setting(
+        1.0,
+        "with --rehearse or --dry-run: of the rows of experts, the first rank of each group that "
+        "experts are dealt out over gets so many times the mean; 1 is balance",
+        "ratio",
+        POSITIVE,
+        EXPERTS,
+        ours=True,
+    )
     rehearse_json: str | None = setting(None, "write what was found", "file", FILE, ours=True)
     rehearse_trace: str | None = setting(
         None,

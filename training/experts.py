@@ -24,6 +24,7 @@ def expert_options(config: Config) -> ExpertOptions:
         balance=tuple((kind, c) for kind, c in losses if kind != "none" and c),
         z_coefficient=m.moe_z_loss_coeff,
         force_balance=m.moe_router_force_load_balancing,
+        skew=config.rehearse.rehearse_expert_skew,
         bias_update_rate=m.moe_router_bias_update_rate,
         capacity_factor=m.moe_expert_capacity_factor or None,
         drop_policy=m.moe_token_drop_policy,

@@ -37,6 +37,7 @@ from mpu.comm.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from mpu.comm.transport import Axis, Handle, Label, Splits
+from mpu.context import ExpertOptions
 from mpu.layers.experts import Counts, Later
 
 
@@ -115,6 +116,16 @@ def even(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
+def spread(total: int, experts: int, ranks: int, skew: float) -> list[int]:
+    """Return the pairs of each expert where no values say it: as many for each; with skew the
+    experts of the first rank have together skew times the mean of a rank, and so the most.
+    """
+    if skew == 1.0 or ranks == 1:
+        return even(total, experts)
+    first, own = min(total, round(total * skew / ranks)), experts // ranks
+    return even(first, own) + even(total - first, experts - own)
+
+
 def sort_pairs(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the stable order of keys [n], and the place of each in it."""
     order = torch.argsort(keys, stable=True)
@@ -159,8 +170,8 @@ class Dispatcher:
     experts: their number on all ranks. who: the layer, for the trace of the axis.
     """
 
-    def __init__(self, experts: int, ep: Axis, who: object) -> None:
-        self.experts, self.ep, self.who = experts, ep, who
+    def __init__(self, experts: int, ep: Axis, who: object, skew: float = 1.0) -> None:
+        self.experts, self.ep, self.who, self.skew = experts, ep, who, skew
         self.local = experts // ep.size
         self.label = Label(who, "forward")
 
@@ -170,12 +181,13 @@ class Dispatcher:
         load: how often each is chosen [E]. capacity: what of it the experts take; None: all.
         """
         if capacity is not None and capacity.padded:
-            counts = (capacity.size,) * self.experts
-            flat = _pairs_of(capacity.slot, sum(counts))
+            counts = _equal(capacity.size, self.experts, choice)
+            flat = _pairs_of(capacity.slot, sum(counts.each))
             return Plan(choice, counts, flat, capacity.slot, padded=True)
-        counts = tuple(self.on_host(load[None], choice.numel(), capacity)[0])
+        found = self.on_host(load[None], choice.numel(), capacity)[0]
+        counts = Counts.of(found, kept_of(load, capacity))
         flat, place = self.sort(choice, capacity)
-        return Plan(choice, counts, flat[: sum(counts)], place)
+        return Plan(choice, counts, flat[: sum(counts.each)], place)
 
     def sort(self, choice: Tensor, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
         """Return the pairs in the order of (expert, token), dropped ones last, and the place of
@@ -204,16 +216,20 @@ class Dispatcher:
         return y
 
     def on_host(self, load: Tensor, total: int, capacity: Capacity | None) -> list[list[int]]:
-        """Return the pairs of each expert that are not dropped, of load [ranks, E], on the host.
+        """Return the pairs of each expert that are not dropped, of load [ranks, E], on the host:
+        the one wait for the device of a layer.
 
-        On meta tensors each rank's `total` is even.
+        On meta tensors each rank's `total` pairs are as `assumed`.
         """
         if load.is_meta:
             most = total if capacity is None else capacity.size
-            return [[min(n, most) for n in even(total, self.experts)]] * len(load)
-        load = load if capacity is None else load.clamp(max=capacity.size)
-        found: list[list[int]] = load.tolist()
+            return [[min(n, most) for n in self.assumed(total)]] * len(load)
+        found: list[list[int]] = kept_of(load, capacity).tolist()
         return found
+
+    def assumed(self, total: int) -> list[int]:
+        """Return what pairs each expert gets of `total` whose experts no values tell."""
+        return spread(total, self.experts, self.ep.size, self.skew)
 
 
 class AllGather(Dispatcher):
@@ -227,24 +243,24 @@ class AllGather(Dispatcher):
         keys = choice if capacity is None else capacity.kept(choice, self.experts)
         every = all_gather(keys.int(), self.ep, label=self.label)[0].long()
         # ranks drop apart, so what is kept of an expert is more than one rank's capacity
-        found = count_of(every, self.experts + 1)[None, :-1]
-        (all_counts,) = self.on_host(found, every.numel(), None)
-        counts = tuple(all_counts[first : first + self.local])
+        found, own = count_of(every, self.experts + 1)[:-1], slice(first, first + self.local)
+        counts = Counts.of(self.on_host(found[None], every.numel(), None)[0][own], found[own])
         keys = every.flatten() - first
         foreign = (keys < 0) | (keys >= self.local)
         order, place = sort_pairs(torch.where(foreign, self.local, keys))
-        return Plan(choice, counts, order[: sum(counts)], place.view_as(every))
+        return Plan(choice, counts, order[: sum(counts.each)], place.view_as(every))
 
     def _padded(self, choice: Tensor, capacity: Capacity) -> Plan:
         """Plan rows in the order of (expert, rank, slot), all of sizes that are known."""
         ep, size, first = self.ep, capacity.size, self.ep.rank * self.local
         every = all_gather(capacity.slot.int()[None], ep, label=self.label)[0].long()  # [ep, T, k]
         expert, rank = every // size - first, _numbers(every[:, 0, 0])[:, None, None]
-        counts = (ep.size * size,) * self.local
+        counts = _equal(ep.size * size, self.local, choice)
+        rows = sum(counts.each)
         place = (expert * ep.size + rank) * size + every % size
         here = (expert >= 0) & (expert < self.local)
-        place = torch.where(here, place, sum(counts)).flatten(0, 1)
-        return Plan(choice, counts, _pairs_of(place, sum(counts)), place, padded=True)
+        place = torch.where(here, place, rows).flatten(0, 1)
+        return Plan(choice, counts, _pairs_of(place, rows), place, padded=True)
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts, from all ranks of ep [n, h]."""
@@ -266,18 +282,17 @@ class AllToAll(Dispatcher):
             return self._padded(choice, load, capacity)
         ep, first = self.ep, self.ep.rank * self.local
         every = all_gather(load[None].int(), ep, label=self.label)[0]  # [ep, E]
-        if capacity is not None:
-            every = every.clamp(max=capacity.size)
+        every = kept_of(every, capacity)
         counts = self.on_host(every, choice.numel(), capacity)
         mine = [row[first : first + self.local] for row in counts]  # [ep, E/ep]
         there = (counts[ep.rank][r * self.local : (r + 1) * self.local] for r in range(ep.size))
         splits = Splits(tuple(map(sum, there)), tuple(map(sum, mine)))
-        came = every[:, first : first + self.local].flatten()
+        came = every[:, first : first + self.local]  # [ep, E/ep]
         experts = torch.arange(self.local, device=choice.device).repeat(ep.size)
-        keys = torch.repeat_interleave(experts, came, output_size=sum(splits.output))
+        keys = torch.repeat_interleave(experts, came.flatten(), output_size=sum(splits.output))
         back = Exchange(splits, *sort_pairs(keys))
         flat, place = self.sort(choice, capacity)
-        rows = tuple(map(sum, zip(*mine, strict=True)))
+        rows = Counts.of([*map(sum, zip(*mine, strict=True))], came.sum(0))
         return Plan(choice, rows, flat[: sum(splits.input)], place, back)
 
     def _padded(self, choice: Tensor, load: Tensor, capacity: Capacity) -> Plan:
@@ -287,7 +302,7 @@ class AllToAll(Dispatcher):
         came = torch.arange(ranks * self.local * size, device=choice.device)
         order = came.view(ranks, self.local, size).transpose(0, 1).flatten()
         place = came.view(self.local, ranks, size).transpose(0, 1).flatten()
-        counts = (ranks * size,) * self.local
+        counts = _equal(ranks * size, self.local, choice)
         return plan._replace(counts=counts, exchange=Exchange(splits, order, place))
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
@@ -321,16 +336,20 @@ class AllToAll(Dispatcher):
 DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGather, "alltoall": AllToAll}
 
 
-def dispatcher(kind: str, experts: int, topk: int, ep: Axis, who: object) -> Dispatcher:
-    """Return the dispatcher of a kind, "auto" the one that sends fewer bytes at balance.
+def dispatcher(
+    options: ExpertOptions, experts: int, topk: int, ep: Axis, who: object
+) -> Dispatcher:
+    """Return the dispatcher that the options name, "auto" the one that sends fewer bytes at
+    balance.
 
     An all-gather sends (ep - 1) T h numbers each way, an all-to-all k / ep of that.
     """
     if ep.size == 1:
         return Dispatcher(experts, ep, who)
+    kind = options.dispatcher
     if kind == "auto":
         kind = "allgather" if ep.size <= topk else "alltoall"
-    return DISPATCHERS[kind](experts, ep, who)
+    return DISPATCHERS[kind](experts, ep, who, options.skew)
 
 
 class _Start(torch.autograd.Function):
@@ -428,6 +447,16 @@ class _Combine(torch.autograd.Function):
         parts = _parts(rows, place, own.dtype, saved_ctx.padded)
         dots = [(wide * part).sum(1) for part in parts]
         return drows.to(rows.dtype), torch.stack(dots, 1), None, None, None
+
+
+def kept_of(load: Tensor, capacity: Capacity | None) -> Tensor:
+    """Return how many pairs of each expert are not dropped, of `load`."""
+    return load if capacity is None else load.clamp(max=capacity.size)
+
+
+def _equal(rows: int, experts: int, like: Tensor) -> Counts:
+    """Return as many rows for each of so many experts, on the device of `like`."""
+    return Counts.of((rows,) * experts, torch.full((experts,), rows, device=like.device))
 
 
 def _pairs_of(place: Tensor, rows: int) -> Tensor:

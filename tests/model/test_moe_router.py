@@ -124,7 +124,7 @@ def test_a_padded_plan_looks_at_no_value() -> None:
     capacity = dispatch.Capacity.of(choice, load, 1.0, None, True)
     with patch.object(torch.Tensor, "tolist", side_effect=AssertionError("a wait")):
         plan = dispatch.Dispatcher(8, Grid().ep, None).plan(choice, load, capacity)
-    assert plan.counts == (3,) * 8 and len(plan.flat) == 24
+    assert plan.counts.each == (3,) * 8 and len(plan.flat) == 24
 
 
 def biased(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
