@@ -37,7 +37,7 @@ HOST_MAY_WAIT = {
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
     "mpu/layers/dispatch.py": ("counts.tolist()",),  # once a layer: rows of each expert
     # an offloaded rule of whole matrices, whose slices the host has
-    "mpu/optim/exchange.py": ("wire.to(turn.device)", "update.to(skip.device)"),
+    "mpu/optim/exchange.py": ("wire.to(turn.device)", "update.to(found_inf.device)"),
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
 # blocks, and what the update takes of them.
