@@ -16,7 +16,6 @@ from model.load import load_model_file
 from mpu.comm.transport import Axis
 from tests.model.moe_twin import SPARSE
 from tests.model.test_moe_parity import BASE, KINDS, held
-from tests.model.test_moe_router import BIASED
 from tests.model.twin import batch_of, config_of, micro_batches, run_layout, same_bits
 from tests.saved import check_equal, stored
 from training.arguments import CheckpointConfig
@@ -166,6 +165,8 @@ def load_and_save(comm: Any, case: dict[str, Any], load: str, to: str) -> list[f
 
 def test_any_ep_loads_any_ep(world: Any, tmp_path: Path) -> None:
     """A tensor a matrix of an expert, with its moments; on the same layout with the same bits."""
+    from tests.model.test_moe_router import BIASED
+
     case = RUN | dict(
         dp=4, ep=4, zero=1, dispatch="alltoall", moe=BIASED, layers=4
     )
