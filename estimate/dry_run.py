@@ -111,9 +111,13 @@ def memories(
     kinds |= {"workspaces": buffers.matmul_workspaces(config)}
     if config.gpu.cpu_offload_activations:
         kinds["offloaded"] = held.under_way
-    if config.parallel.pipeline_model_parallel_size > 1:
-        return [kinds]
-    return [kinds | now for now in buffers.moments(config, provider, held)]
+    found = [kinds]
+    if config.parallel.pipeline_model_parallel_size == 1:
+        found = [kinds | now for now in buffers.moments(config, provider, held)]
+    if moving := matrices.memory(config, provider, pp_rank):  # in the update
+        gone = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
+        found.append(kinds | gone | {"matrices": moving})
+    return found
 
 
 BUCKETS = ("grad sum", "update", "gather", "exchange")  # purposes whose transfers have many sizes
@@ -205,6 +209,7 @@ def _memory(
         "offloaded": "activations on their way to host memory, or back: two units",
         "working memory": "gathered inputs, partial sums, a weight's gradient: of one operation",
         "workspaces": "cuBLAS's, on Hopper or later; less before",
+        "matrices": "in the update: on their way to owners, and their updates on the way back",
     }
     remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
     if rank_memory.offloaded(config):

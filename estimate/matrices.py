@@ -91,6 +91,32 @@ def exchanges(
                 yield Exchange(axis.name, turn.bucket, whole * size, away * size)
 
 
+def memory(config: Config, provider: ModelProvider, pp_rank: int) -> int:
+    """Return the most bytes that an update has of matrices on a rank, beside its state.
+
+    Updates are kept, as they leave and as they come, until all matrices are done. Beside them are
+    the matrices of one bucket, those of the next on their way, and what an iteration makes of one.
+    """
+    most = 0
+    for rule, plan in plans(config, provider, pp_rank).items():
+        item = rule.wire(accumulate_dtype(config)).itemsize
+        for cut in {turn.cut for turn in plan.rounds}:
+            turns = [turn for turn in plan.rounds if turn.cut == cut]
+            for me in range(len(plan.members[cut])):
+                there = [plan.splits(turn, me) for turn in turns]
+                back = [plan.back(turn, me) for turn in turns]
+                kept = sum(sum(s.input) + sum(s.output) for s in back)
+                came = [sum(s.output) for s in there]
+                sent = [sum(s.input) for s in there]
+                pairs = zip(came, [*came[1:], 0], [*sent[1:], 0], strict=True)
+                largest = max(
+                    (m.rows * m.columns for m, o in zip(plan.matrices, plan.owners, strict=True)
+                     if o == me), default=0,
+                )  # fmt: skip
+                most = max(most, item * (kept + max(map(sum, pairs)) + 5 * largest))
+    return most
+
+
 def lines(config: Config, provider: ModelProvider) -> list[str]:
     """Return which parameters go where, the owners' load, and what the flags of Muon come to."""
     groups = optimizer_groups(config)
@@ -115,7 +141,10 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
     for (rule_name, kind), counts in names.items():
         said = ", ".join(name + f" x {n}" * (n > 1) for name, n in counts.items())
         out.append(f"{rule_name}, group {kind}: {said}")
-    return out + [_load(config, rank, rule, plan) for rank, rule, plan in found] + _scale(found)
+    most = max(memory(config, provider, rank) for rank, _, _ in found)
+    out += [_load(config, rank, rule, plan) for rank, rule, plan in found]
+    moving = f"an update has at most {most / 1e6:,.1f} MB of matrices on a rank, beside the state"
+    return [*out, moving, *_scale(found)]
 
 
 def _count(

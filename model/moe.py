@@ -130,8 +130,9 @@ class SparseMLP(nn.Module):
         self.config, self.ctx, self.decisions = config, ctx, decisions
         self.router = RouterLinear(h, e, ctx=ctx)
         self.experts = Experts(e, h, config.expert_ffn, ctx=ctx)
-        kind, k = ctx.experts.dispatcher, config.moe_router_topk
-        self.dispatcher = dispatcher(kind, e, k, ctx.grid.ep, self)
+        self.dispatcher = dispatcher(
+            ctx.experts, e, config.moe_router_topk, ctx.grid.ep, self
+        )
         self.shared: nn.Module | None = None
         if size := config.moe_shared_expert_intermediate_size:
             self.shared = llama.MLP(replace(config, ffn_hidden_size=size), ctx)

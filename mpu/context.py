@@ -20,13 +20,15 @@ class ExpertOptions(NamedTuple):
 
     dispatcher: "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py). balance: the losses that
     balance experts, "aux_loss" or "seq_aux_loss", each with its coefficient. z_coefficient: of the
-    z-loss. force_balance: every expert gets as many tokens, whatever the router says.
+    z-loss. force_balance: every expert gets as many tokens, whatever the router says. skew: where
+    tokens have no values, as in a plan, the first rank of ep gets so many times the mean of them.
     """
 
     dispatcher: str = "allgather"
     balance: tuple[tuple[str, float], ...] = ()
     z_coefficient: float = 0.0
     force_balance: bool = False
+    skew: float = 1.0
 
 
 @dataclass(frozen=True)

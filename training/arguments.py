@@ -843,6 +843,14 @@ class DataConfig:
         "evaluate on each token of validation once, not on --eval-iters batches",
         changes_numbers=False,
     )
+    data_order: str = setting(
+        "weft",
+        "order of the samples: weft's has no end and does not depend on the run's length; "
+        "megatron's is that of Megatron-LM's GPTDataset and BlendedDataset",
+        rule=one_of("weft", "megatron"),
+        ours=True,
+        older="weft",
+    )
     data_cache_path: str | None = setting(
         None,
         "where index files are kept",
@@ -1374,6 +1382,15 @@ class RehearseConfig:
     )
     rehearse_full: bool = setting(
         False, "run every micro-batch of the last step, and replay none", ours=True
+    )
+    rehearse_expert_skew: float = setting(
+        1.0,
+        "with --rehearse or --dry-run: of the rows of experts, the first rank of each group that "
+        "experts are dealt out over gets so many times the mean; 1 is balance",
+        "ratio",
+        POSITIVE,
+        EXPERTS,
+        ours=True,
     )
     rehearse_json: str | None = setting(None, "write what was found", "file", FILE, ours=True)
     rehearse_trace: str | None = setting(

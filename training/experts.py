@@ -23,4 +23,5 @@ def expert_options(config: Config) -> ExpertOptions:
         tuple((k, c) for k, c in zip(kinds, coefficients, strict=True) if k != "none" and c),
         m.moe_z_loss_coeff,
         m.moe_router_force_load_balancing,
+        config.rehearse.rehearse_expert_skew,
     )

@@ -33,6 +33,7 @@ from mpu.comm.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from mpu.comm.transport import Axis, Label, Splits
+from mpu.context import ExpertOptions
 from mpu.layers.experts import Counts
 
 
@@ -68,6 +69,16 @@ def even(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
+def spread(total: int, experts: int, ranks: int, skew: float) -> list[int]:
+    """Return the pairs of each expert where no values say it: as many for each; with skew the
+    experts of the first rank have together skew times the mean of a rank, and so the most.
+    """
+    if skew == 1.0 or ranks == 1:
+        return even(total, experts)
+    first, own = min(total, round(total * skew / ranks)), experts // ranks
+    return even(first, own) + even(total - first, experts - own)
+
+
 def sort_pairs(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the stable order of keys [n], and the place of each in it."""
     order = torch.argsort(keys, stable=True)
@@ -84,16 +95,17 @@ class Dispatcher:
     experts: their number on all ranks. who: the layer, for the trace of the axis.
     """
 
-    def __init__(self, experts: int, ep: Axis, who: object) -> None:
-        self.experts, self.ep, self.who = experts, ep, who
+    def __init__(self, experts: int, ep: Axis, who: object, skew: float = 1.0) -> None:
+        self.experts, self.ep, self.who, self.skew = experts, ep, who, skew
         self.local = experts // ep.size
         self.label = Label(who, "forward")
 
     def plan(self, choice: Tensor) -> Plan:
         """Return the plan for the experts chosen: choice [T, k], of different experts a token."""
-        counts = self.on_host(self.count(choice)[None], choice.numel())[0]
+        found = self.count(choice)
+        counts = self.on_host(found[None], choice.numel())[0]
         order, place = sort_pairs(choice.flatten())
-        return Plan(choice, tuple(counts), order, place.view_as(choice))
+        return Plan(choice, Counts.of(counts, found), order, place.view_as(choice))
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts [n, h]."""
@@ -107,16 +119,23 @@ class Dispatcher:
 
     def count(self, choice: Tensor) -> Tensor:
         """Return the pairs of each expert [E]."""
-        if choice.is_meta:  # bincount looks at values
-            return choice.new_empty(self.experts)
-        return torch.bincount(choice.flatten(), minlength=self.experts)
+        pairs = choice.flatten().long()  # bincount would wait for a device, to see the largest
+        found = torch.zeros((self.experts,), dtype=torch.long, device=choice.device)
+        return found.index_add_(0, pairs, torch.ones_like(pairs))
 
     def on_host(self, counts: Tensor, total: int) -> list[list[int]]:
-        """Return counts [ranks, E] on the host. On meta tensors each rank's `total` is even."""
+        """Return counts [ranks, E] on the host: the one wait for the device of a layer.
+
+        On meta tensors each rank's `total` pairs are as `assumed`.
+        """
         if counts.is_meta:
-            return [even(total, self.experts)] * len(counts)
+            return [self.assumed(total)] * len(counts)
         found: list[list[int]] = counts.tolist()
         return found
+
+    def assumed(self, total: int) -> list[int]:
+        """Return what pairs each expert gets of `total` whose experts no values tell."""
+        return spread(total, self.experts, self.ep.size, self.skew)
 
 
 class AllGather(Dispatcher):
@@ -125,13 +144,13 @@ class AllGather(Dispatcher):
     def plan(self, choice: Tensor) -> Plan:
         """Gather the choices of all ranks of ep; plan the rows of this rank's experts."""
         every = all_gather(choice.int(), self.ep, label=self.label)[0].long()
-        first = self.ep.rank * self.local
-        (all_counts,) = self.on_host(self.count(every)[None], every.numel())
-        counts = tuple(all_counts[first : first + self.local])
+        first, found = self.ep.rank * self.local, self.count(every)
+        own = slice(first, first + self.local)
+        counts = Counts.of(self.on_host(found[None], every.numel())[0][own], found[own])
         keys = every.flatten() - first
         foreign = (keys < 0) | (keys >= self.local)
         order, place = sort_pairs(torch.where(foreign, self.local, keys))
-        return Plan(choice, counts, order[: sum(counts)], place.view_as(every))
+        return Plan(choice, counts, order[: sum(counts.each)], place.view_as(every))
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts, from all ranks of ep [n, h]."""
@@ -155,12 +174,12 @@ class AllToAll(Dispatcher):
         mine = [row[first : first + self.local] for row in counts]  # [ep, E/ep]
         there = (counts[ep.rank][r * self.local : (r + 1) * self.local] for r in range(ep.size))
         splits = Splits(tuple(map(sum, there)), tuple(map(sum, mine)))
-        came = every[:, first : first + self.local].flatten()
+        came = every[:, first : first + self.local]  # [ep, E/ep]
         experts = torch.arange(self.local, device=choice.device).repeat(ep.size)
-        keys = torch.repeat_interleave(experts, came, output_size=sum(splits.output))
+        keys = torch.repeat_interleave(experts, came.flatten(), output_size=sum(splits.output))
         back = Exchange(splits, *sort_pairs(keys))
         flat, place = sort_pairs(choice.flatten())
-        rows = tuple(map(sum, zip(*mine, strict=True)))
+        rows = Counts.of([*map(sum, zip(*mine, strict=True))], came.sum(0))
         return Plan(choice, rows, flat, place.view_as(choice), back)
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
@@ -183,16 +202,20 @@ class AllToAll(Dispatcher):
 DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGather, "alltoall": AllToAll}
 
 
-def dispatcher(kind: str, experts: int, topk: int, ep: Axis, who: object) -> Dispatcher:
-    """Return the dispatcher of a kind, "auto" the one that sends fewer bytes at balance.
+def dispatcher(
+    options: ExpertOptions, experts: int, topk: int, ep: Axis, who: object
+) -> Dispatcher:
+    """Return the dispatcher that the options name, "auto" the one that sends fewer bytes at
+    balance.
 
     An all-gather sends (ep - 1) T h numbers each way, an all-to-all k / ep of that.
     """
     if ep.size == 1:
         return Dispatcher(experts, ep, who)
+    kind = options.dispatcher
     if kind == "auto":
         kind = "allgather" if ep.size <= topk else "alltoall"
-    return DISPATCHERS[kind](experts, ep, who)
+    return DISPATCHERS[kind](experts, ep, who, options.skew)
 
 
 class _Rows(torch.autograd.Function):

@@ -15,7 +15,7 @@ hold the same experts (mpu.grid.DATA). An expert without rows has a gradient of 
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,21 @@ from mpu.layers.linear import Recipe
 from mpu.param import Placement, Region, divide, parameter
 
 RECIPE = Recipe()
-Counts = tuple[int, ...]  # rows of each expert of this rank, which follow one another
+
+
+class Counts(NamedTuple):
+    """Rows of each expert of this rank, which follow one another.
+
+    ends: where each expert's end, int32 on the device, so that a kernel need not wait for the host.
+    """
+
+    each: tuple[int, ...]
+    ends: Tensor
+
+    @classmethod
+    def of(cls, each: Sequence[int], on_device: Tensor) -> "Counts":
+        """Return the counts that the host has read of a device's, [E/ep]."""
+        return cls(tuple(each), on_device.cumsum(0, dtype=torch.int32))
 
 
 class GroupedLinear(nn.Module):
@@ -52,7 +66,8 @@ class GroupedLinear(nn.Module):
 
     def forward(self, x: Tensor, counts: Counts) -> Tensor:
         """x [n, i] -> [n, o]. counts: rows of each expert of this rank, n in all."""
-        assert sum(counts) == len(x) and len(counts) == self.experts, (counts, x.shape)
+        each = counts.each
+        assert sum(each) == len(x) and len(each) == self.experts, (each, x.shape)
         y: Tensor = _GroupedMatmul.apply(x, self.weight, self, counts)
         return y
 
@@ -84,8 +99,8 @@ class GroupedLinear(nn.Module):
 
 def runs(counts: Counts) -> Iterator[tuple[int, int, int]]:
     """Yield (expert, first row, last row + 1)."""
-    for e, high in enumerate(accumulate(counts)):
-        yield e, high - counts[e], high
+    for e, high in enumerate(accumulate(counts.each)):
+        yield e, high - counts.each[e], high
 
 
 def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
@@ -98,8 +113,7 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     if x.is_meta:
         return RECIPE.product(x, weights[0])
     if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
-        ends = torch.tensor([*accumulate(counts)], dtype=torch.int32).to(x.device)
-        y: Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=ends)
+        y: Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=counts.ends)
         return y
     y = x.new_empty((len(x), weights.shape[1]))
     for e, low, high in runs(counts):

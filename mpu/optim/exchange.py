@@ -113,30 +113,27 @@ class MatrixUpdater(SegmentUpdater):
             back.append(all_to_all(out, turn.axis, True, turn.back, turn.label))
         if done != self._owned:
             raise RuntimeError(f"{self.rule.name}: {done} matrices were updated, not {self._owned}")
-        skip = found_inf == 1
         for turn, (update, handle) in zip(self.turns, back, strict=True):
             handle.wait()
-            update = update.to(skip.device)  # where the weights are
+            update = update.to(found_inf.device)  # where the weights are
             for piece, (low, high) in turn.pieces_back():
                 assert (segment := piece.matrix.segment) is not None
                 part, group = segment[piece.low : piece.high], self.group_of[piece.matrix.group]
                 mine = update[low:high].to(part.dtype)
-                new = self.apply(part, mine, piece.which, group)
-                part.copy_(torch.where(skip, part, new))
+                _put(self.apply(part, mine, piece.which, group), part, found_inf)
         self._last = None
 
     def _send(self, turn: "_Turn") -> tuple[Tensor, Handle]:
         """Update a bucket's state, and start what travels to its owners."""
         assert self._last is not None
         factor, found_inf = self._last
-        skip = found_inf == 1
         travels: dict[str, Tensor] = {}
         for matrix in turn.slices:
             assert (segment := matrix.segment) is not None
             state, grad = self._state[segment], self.scaled(segment, factor)
             travels[matrix.name], new = self.prepare(grad, state, self.group_of[matrix.group])
             for name, values in state.items():
-                values.copy_(torch.where(skip, values, new[name]))
+                _put(new[name], values, found_inf)
         parts = [travels[p.matrix.name][p.low : p.high] for p in turn.pieces if p.sends]
         # state may lie in host memory, and the wire not
         home = next((part.device for part in parts), turn.device)
@@ -146,6 +143,14 @@ class MatrixUpdater(SegmentUpdater):
             wire[at : at + len(part)] = part
             at += len(part)
         return all_to_all(wire.to(turn.device), turn.axis, True, turn.there, turn.label)
+
+
+def _put(new: Tensor, into: Tensor, found_inf: Tensor) -> None:
+    """Write new values, unless found_inf is 1; on a GPU the host does not wait for it."""
+    if found_inf.is_cuda:
+        torch.where(found_inf == 1, into, new, out=into)
+    elif not found_inf:
+        into.copy_(new)
 
 
 class _Piece:

@@ -133,10 +133,10 @@ def held(world: Any, cases: list[dict[str, Any]], steps: int = 1, within: float 
             results = world(size).run(run_cases, some, steps)
             for i, case in enumerate(some):
                 b = case["rows"] // (case["dp"] * case["m"])
-                key = repr((case["moe"], b, case["tied"], case.get("lr")))
+                key = repr((case["moe"], b, *map(case.get, ("tied", "lr", "masks", "layers"))))
                 if key not in twins:
                     twin = ExpertTwin(case["moe"], b, case["tied"], case["layers"])
-                    told = twin.train(steps, case.get("lr", 0.0), case.get("clip", 0.0))
+                    told = twin.train(steps, case.get("lr", 0.0), case.get("clip", 0.0), case=case)
                     assert twin.margin > 1e-9, "a choice hangs on rounding"
                     twins[key] = twin, *told
                 twin, losses, norms = twins[key]

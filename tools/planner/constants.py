@@ -84,6 +84,13 @@ FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
     # passes that ZeRO does not share, such as the clip's
     # float8_bytes: of the passes that turn a number into float8: it is read in bf16, and written
     # as a row and as a column of codes
+    # of experts, fitted by benchmarks/planning/experts.py.
+    # expert_skew: rows of the fullest rank of ep, over the mean. dispatch: seconds of
+    # ep's transfers, over those of the links' rates. dispatch_forward, dispatch_backward: bytes of
+    # passes for each number of a row that goes to an expert. expert_host: seconds of a launch.
+    # expert_loop: 1 where the weight gradient of each expert is a launch of its own
+    "expert_skew": 1.05, "dispatch": 1.45, "dispatch_forward": 12.0, "dispatch_backward": 14.0,
+    "expert_host": 0.0, "expert_loop": 0.0,
     "sum_whole": 0.0, "update_whole": 0.0, "float8_bytes": 4.0,
 }  # fmt: skip
 FRAMEWORKS: dict[str, dict[str, float]] = {
@@ -131,6 +138,8 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         gather_exposed=0.3, sharp=8.0, float8_bytes=6,  # one more read, for a scale
         network_decay=0.0, every_way=1.0,
         split_backward=3.0,  # B hides none of its 4 transfers, and W gathers 4 operands
+        # counted in a rehearsal: 38 and 78 bytes at ep 4, 30 and 71 at ep 1
+        dispatch_forward=38, dispatch_backward=78, expert_loop=1,
     ),
     "megatron": dict(
         hidden_bytes=22, inner_bytes=8, ffn_bytes=4, backward_bytes=1.3, scores_bytes=0,
@@ -210,6 +219,7 @@ def own(name: str) -> dict[str, float]:
     launched = sum(LAUNCHES["host_layer"][name] for name in ("launch", "triton"))
     return found | on_host | {
         "layer_start": (launched - TIMED) * device["kernel_seconds"],
+        "expert_host": costs["launch"],
         "message_start": float(links_of(device).message[-1]),
     }  # fmt: skip
 

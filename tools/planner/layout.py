@@ -56,6 +56,7 @@ class Layout:
     overlap: str = "none"
     dtype: str = "bf16"
     each: bool = False  # --zero-reduce-each-microbatch
+    ep: int = 0  # ranks that experts are dealt out over; 0: the model has none
 
     def flags(self) -> str:
         """Return pretrain_llama.py's flags of the layout."""
@@ -65,6 +66,9 @@ class Layout:
             words += [f"--tp-comm-overlap {self.overlap}"] * (self.overlap != "none")
         if self.cp > 1:
             words.append(f"--context-parallel-size {self.cp} --cp-comm-type {self.comm}")
+        if self.ep:
+            words.append(f"--expert-model-parallel-size {self.ep} --expert-tensor-parallel-size 1")
+            words += ["--moe-token-dispatcher-type auto"] * (self.ep > 1)
         words.append(f"--pipeline-model-parallel-size {self.pp}")
         if self.pp > 1 and self.schedule not in ("1f1b", "interleaved"):
             words.append(f"--pipeline-schedule {self.schedule}")
@@ -92,10 +96,10 @@ class Layout:
     def mechanisms(self) -> int:
         """Return how many mechanisms a run of the layout relies on beside plain data parallelism.
 
-        One each: tensor, context and pipeline parallelism, a schedule that is neither 1F1B nor
-        interleaved, ZeRO 2 or 3, recomputation, activations in host memory.
+        One each: tensor, context, expert and pipeline parallelism, a schedule that is neither 1F1B
+        nor interleaved, ZeRO 2 or 3, recomputation, activations in host memory.
         """
-        return sum((self.tp > 1, self.cp > 1, self.pp > 1, self.split, self.zero > 1,
+        return sum((self.tp > 1, self.cp > 1, self.ep > 1, self.pp > 1, self.split, self.zero > 1,
                     self.recompute != "none", self.offload))  # fmt: skip
 
     @property
@@ -157,7 +161,8 @@ def layouts(
                     continue
                 assert schedule == "interleaved" or OWN[schedule] == virtual
                 longest = -(-layers // (pp * virtual))
-                for zero, recompute, offload in product(_zeros(pp, dp * cp), RECOMPUTE, (0, 1)):
+                kinds = product(_zeros(pp, dp * cp), RECOMPUTE, (0, 1), eps(model, tp * cp * dp))
+                for zero, recompute, offload, ep in kinds:
                     again = longest // 2 if recompute == "block" else 0
                     if (recompute == "block" and not again) or (offload and recompute != "none"):
                         continue
@@ -168,8 +173,16 @@ def layouts(
                         zero=zero, recompute=recompute, again=again, cp=cp,
                         comm=how[tp, cp, b].comm, overlap=how[tp, cp, b].overlap,
                         schedule=schedule, offload=bool(offload), dtype=dtype,
-                        each=zero > 1 and count > 1,
+                        each=zero > 1 and count > 1, ep=ep,
                     )  # fmt: skip
+
+
+def eps(model: Model, ranks: int) -> list[int]:
+    """Return the numbers of ranks of a stage that the experts can be dealt out over; 0: none."""
+    if not model.experts:
+        return [0]
+    powers = (1 << n for n in range(model.experts.bit_length()))
+    return [ep for ep in powers if model.experts % ep == 0 and ranks % ep == 0]
 
 
 def _zeros(pp: int, sharing: int) -> tuple[int, ...]:

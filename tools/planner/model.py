@@ -4,9 +4,11 @@
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pretrain_llama
 from estimate.model_profile import model_profile
+from model.moe import from_hf_config
 from training.config import Config
 from training.flags.parse import parse
 from training.untrusted import read_json
@@ -23,6 +25,12 @@ HUGGING_FACE = {  # pretrain_llama.py's flag of each key
     "vocab_size": "--vocab-size", "rope_theta": "--rotary-base",
 }  # fmt: skip
 REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # what a parse asks for beside a plan
+MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, their width, channels
+    "MIXTRAL-8X7B": ((32, 4096, 14336, 32, 8, 32000), (8, 2, 14336), 128, 1000000),
+    "MIXTRAL-8X22B": ((56, 6144, 16384, 48, 8, 32768), (8, 2, 16384), 128, 1000000),
+    "QWEN3-30B-A3B": ((48, 2048, 6144, 32, 4, 151936), (128, 8, 768), 128, 1000000),
+    "QWEN3-235B-A22B": ((94, 4096, 12288, 64, 4, 151936), (128, 8, 1536), 128, 1000000),
+}
 FEW = 1  # layers of a model whose parts are costed
 
 
@@ -45,9 +53,24 @@ class Model:
         return told.embedding, told.layers[0], told.head
 
 
-EXPERTS = (
-    "the model has experts, and the search does not deal experts out over ranks; --dry-run says "
-    "what a layout of yours keeps and sends"
+    @property
+    def experts(self) -> int:
+        """Return the experts of a layer; 0: the model is dense."""
+        return self.config.moe.experts
+
+    def own(self) -> dict[str, float]:
+        """Return the sizes of experts, and of a head, as Runs has them."""
+        moe, m = self.config.moe, self.config.model
+        found: dict[str, float] = {"channels": m.kv_channels or 0}
+        if self.experts:
+            ffn = moe.moe_ffn_hidden_size or m.ffn_hidden_size or 0
+            found |= {"experts": self.experts, "topk": moe.moe_router_topk, "expert_ffn": ffn}
+        return found
+
+
+MIXED = (
+    "its layers with experts stand among dense ones, and the search takes layers as alike; "
+    "--dry-run says what a layout of yours keeps and sends"
 )
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a config.json
 
@@ -64,13 +87,15 @@ def read_model(name: str, sequence: int) -> Model:
         if name.upper() not in TIED:
             flags.append("--untie-embeddings-and-output-weights")
         flags = " ".join(flags).split()
+    elif name.upper() in MIXTURES:
+        flags = _mixture(name.upper())
     else:
         flags = _hugging_face(Path(name))
     if "--seq-length" not in flags:
         flags = [*flags, "--seq-length", str(sequence)]
-    if "--num-experts" in flags and flags[flags.index("--num-experts") + 1] not in ("0", "1"):
-        raise ModelError(f"{name}: {EXPERTS}")
     config = parse([*flags, *REST.split()], 1)
+    if config.moe.experts and config.moe.moe_layer_freq != 1:
+        raise ModelError(f"{name}: {MIXED}")
     if config.model.vocab_size is None:
         raise ModelError(f"{name}: --vocab-size is needed, as memory and FLOPs depend on it")
     return Model(name, tuple(flags), config)
@@ -82,9 +107,9 @@ def _hugging_face(path: Path) -> list[str]:
         known = ", ".join(LLAMA)
         raise ModelError(f"{path}: neither a file, nor flags, nor a size of {known}")
     content = read_json(path, limit=1 << 20, foreign=True)
-    if isinstance(content, dict) and any(content.get(key) for key in EXPERT_KEYS):
-        raise ModelError(f"{path}: {EXPERTS}")
     flags: list[str] = []
+    if isinstance(content, dict) and any(content.get(key) for key in EXPERT_KEYS):
+        flags = _experts_of(path, content)
     for key, flag in HUGGING_FACE.items():
         if not isinstance(content, dict) or not isinstance(content.get(key), int | float):
             raise ModelError(f"{path}: {key} is missing, or no number")
@@ -97,6 +122,31 @@ def _hugging_face(path: Path) -> list[str]:
     if content.get("head_dim"):
         flags += ["--kv-channels", str(content["head_dim"])]
     return flags
+
+
+def _mixture(name: str) -> list[str]:
+    (layers, hidden, ffn, heads, kv, vocab), (experts, topk, width), channels, base = MIXTURES[name]
+    flags = f"""--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn}
+        --num-attention-heads {heads} --group-query-attention --num-query-groups {kv}
+        --kv-channels {channels} --vocab-size {vocab} --rotary-base {base}
+        --untie-embeddings-and-output-weights --num-experts {experts} --moe-router-topk {topk}
+        --moe-ffn-hidden-size {width}"""
+    return [*flags.split(), *["--qk-layernorm"] * name.startswith("QWEN3")]
+
+
+def _experts_of(path: Path, content: dict[str, Any]) -> list[str]:
+    """Return the flags of a Mixtral's or a Qwen3-MoE's experts, as model/moe.py reads them."""
+    try:
+        found = from_hf_config({"model_type": "", **content})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    if found.moe_layer_freq != 1:
+        raise ModelError(f"{path}: {MIXED}")
+    flags = ["--num-experts", str(found.num_experts)]
+    flags += ["--moe-router-topk", str(found.moe_router_topk)]
+    flags += ["--moe-ffn-hidden-size", str(found.expert_ffn)]
+    flags += ["--moe-router-pre-softmax"] * found.moe_router_pre_softmax
+    return flags + ["--qk-layernorm"] * found.qk_layernorm
 
 
 def last_of_each(argv: list[str]) -> list[str]:

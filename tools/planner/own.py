@@ -19,7 +19,7 @@ SECTIONS = ("parallel", "float8", "gpu")  # of a Config: what changes the time o
 ALIASES = {  # settings that Layout has under another name, or that change neither
     "zero_stage", "use_distributed_optimizer", "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank", "pipeline_schedule", "cp_comm_type", "fp8_format",
-    "distributed_timeout_minutes",
+    "distributed_timeout_minutes", "expert_tensor_parallel_size",
 }  # fmt: skip
 OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ: same layers
 
@@ -75,6 +75,7 @@ def layout_of(config: Config) -> Layout:
         overlap="none" if p.tp_comm_overlap == "none" else "ring",
         dtype=dtype_of(config),
         each=p.zero_reduce_each_microbatch,
+        ep=config.expert_model_parallel_size,
     )
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from tools.pictures.style import DASHES, INK, KINDS, PALETTE, axes_at, page
+from tools.pictures.style import DASHES, INK, KINDS, PALETTE, RULE, axes_at, page
 from tools.planner.search import Plans
 from tools.planner.table import TERMS, breakdown, timeline
 
 LEFT, WIDTH, ROW = 0.8, 8.0, 0.16  # inches; ROW: of a pipeline rank
 MOST_BOXES = 6000  # more are too many to see
 POINT, FRONT, LIMIT = PALETTE[0], PALETTE[2], PALETTE[6]
-PARTS = (*PALETTE, INK)
+PARTS = (*PALETTE, INK, RULE)
 
 
 def pareto(plans: Plans) -> list[int]:

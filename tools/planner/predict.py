@@ -44,9 +44,11 @@ def terms(r: Runs) -> Array:
     both = (r.tied > 0)[:, None] * home * first
     ends = (r.vocab * r.hidden)[:, None] * (home + first - both)
     numbers = (layers * r.layer_weights[:, None] + ends) / tp
-    shard = (r.dp * r.cp)[:, None]
-    kept = numbers / np.where(r.zero[:, None] >= 3, shard, 1)
-    shared = numbers / np.where(r.zero[:, None] >= 1, shard, 1)
+    dealt = layers * (r.experts * r.expert_weights / r.ep)[:, None]
+    shard, edp = (r.dp * r.cp)[:, None], r.edp[:, None]
+    above, share = r.zero[:, None] >= 3, r.zero[:, None] >= 1
+    kept = numbers / np.where(above, shard, 1) + dealt / np.where(above, edp, 1)
+    shared = numbers / np.where(share, shard, 1) + dealt / np.where(share, edp, 1)
     t = (r.micro_batch * r.sequence / r.cp)[:, None]
     h, f = r.hidden[:, None], r.ffn[:, None]
     waiting = np.minimum(np.clip(pp - number, 1, None), r.micro_batches[:, None])

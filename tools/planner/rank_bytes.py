@@ -59,20 +59,27 @@ class Unit(NamedTuple):
 class Sizes(NamedTuple):
     """What does not depend on the recomputation: numbers of a layer and of both ends, at a tp.
 
-    waits: bytes that a layer keeps from B to W, where the schedule separates them.
+    waits: bytes that a layer keeps from B to W, where the schedule separates them. experts: those
+    of the layer's numbers that are shared over edp.
     """
 
     layer: float
     embedding: float
     head: float
     waits: float
+    experts: float = 0.0
 
 
-def _config(flags: tuple[str, ...], tp: int, more: str) -> Config:
+def _config(flags: tuple[str, ...], tp: int, more: str, ep: int = 0) -> Config:
+    dp = max(1, ep // tp)
     argv = [*flags, *REST.split(), "--num-layers", "8", "--tensor-model-parallel-size", str(tp),
             "--pipeline-model-parallel-size", "2", *["--sequence-parallel"] * (tp > 1),
-            "--micro-batch-size", "1", "--global-batch-size", "4", *more.split()]  # fmt: skip
-    return parse(last_of_each(argv), 2 * tp)
+            "--micro-batch-size", "1", "--global-batch-size", str(4 * dp)]  # fmt: skip
+    argv += more.split()
+    if ep:
+        argv += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
+        argv += ["--moe-token-dispatcher-type", "auto"]
+    return parse(last_of_each(argv), 2 * tp * dp)
 
 
 def _profiled(config: Config, stage: Stage, split: bool = False) -> StageProfile:
@@ -80,13 +87,13 @@ def _profiled(config: Config, stage: Stage, split: bool = False) -> StageProfile
 
 
 @lru_cache(maxsize=256)
-def unit(flags: tuple[str, ...], tp: int, recompute: str, dtype: str) -> Unit:
+def unit(flags: tuple[str, ...], tp: int, recompute: str, dtype: str, ep: int = 0) -> Unit:
     """Return what is measured at a tp and a recomputation: "none", "selective" or "full"."""
     low = "" if dtype == "bf16" else f" --fp8-format hybrid --fp8-recipe {dtype}"
-    config = _config(flags, tp, RECOMPUTE_FLAGS[recompute] + low)
+    config = _config(flags, tp, RECOMPUTE_FLAGS[recompute] + low, ep)
     one, two = (_profiled(config, Stage(1, n)) for n in (2, 3))
     if recompute != "none":  # the ends do not depend on it
-        ends = unit(flags, tp, "none", dtype)
+        ends = unit(flags, tp, "none", dtype, ep)
         return ends._replace(
             layer=two.for_b - one.for_b, again=max(two.again, one.again),
             working=one.working, end_working=max(one.working, ends.end_working),
@@ -106,17 +113,18 @@ LAST = Stage(7, 8, loss=True)
 
 
 @lru_cache(maxsize=64)
-def sizes(flags: tuple[str, ...], tp: int) -> Sizes:
-    """Return the numbers of a layer and of both ends at a tp, and what waits for W."""
-    config = _config(flags, tp, "")
+def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
+    """Return the numbers of a layer and of both ends at a tp and an ep, and what waits for W."""
+    config = _config(flags, tp, "", ep)
 
-    def numbers(stage: Stage) -> int:
+    def numbers(stage: Stage, cut: str = "") -> int:
         found = rank_parameters(config, PROVIDER, (stage,), int(stage.loss))
-        return sum(each.entry.numel for each in found.values())
+        return sum(p.entry.numel for p in found.values() if cut in ("", p.entry.cut))
 
     layer = numbers(Stage(1, 2))
     ends = [numbers(stage) - layer for stage in (Stage(0, 1, embedding=True), LAST)]
-    return Sizes(layer, ends[0], ends[1], _profiled(config, Stage(1, 2), split=True).for_w)
+    waits = _profiled(config, Stage(1, 2), split=True).for_w
+    return Sizes(layer, ends[0], ends[1], waits, numbers(Stage(1, 2), "ep"))
 
 
 def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Array:
@@ -125,7 +133,7 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Arra
     host: bytes of a node's host memory for activations; a layout that needs more takes infinitely.
     """
     told = np.zeros(len(found))
-    key = [(e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual) for e in found]
+    key = [(e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.ep) for e in found]
     order = sorted(range(len(found)), key=lambda n: key[n])
     for _, members in groupby(order, key=lambda n: key[n]):
         at = np.array(list(members))
@@ -136,9 +144,10 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Arra
 def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array:
     """Return the bytes of layouts that are alike in all but cp, dp and their batches."""
     e = found[0]
-    own = sizes(model.flags, e.tp)
+    own = sizes(model.flags, e.tp, e.ep)
     kind = "full" if e.recompute == "block" else e.recompute
-    u, plain = unit(model.flags, e.tp, kind, e.dtype), unit(model.flags, e.tp, "none", e.dtype)
+    u = unit(model.flags, e.tp, kind, e.dtype, e.ep)
+    plain = unit(model.flags, e.tp, "none", e.dtype, e.ep)
     ranks = np.arange(e.pp)[None, :]
     layers = r.by_rank(r.cut)[:, : e.pp]
     stage = np.arange(r.cut.shape[1])[None, :]
@@ -146,8 +155,10 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     first = (ranks == 0) * np.ones_like(last)
     ends = first * own.embedding + last * own.head
     both = (r.tied > 0)[:, None] * first * last
-    numbers = layers * own.layer + ends - both * own.head
+    numbers = layers * (own.layer - own.experts) + ends - both * own.head
     state = _state(model, e.zero, numbers, (r.dp * r.cp)[:, None])
+    if own.experts:
+        state = state + _state(model, e.zero, layers * own.experts, r.edp[:, None], again=True)
     if e.zero >= 3:
         state = state + 2 * (2 * own.layer + (own.embedding + own.head) * 0.5)  # gathered weights
     b = (r.micro_batch / r.cp)[:, None]
@@ -173,9 +184,12 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     return np.where(away > host, np.inf, told) if e.offload else told
 
 
-def _state(model: Model, zero: int, numbers: Array, shard: Array) -> Array:
+def _state(
+    model: Model, zero: int, numbers: Array, shard: Array, again: bool = False
+) -> Array:
     """Return the bytes that ranks of so many numbers keep from step to step, as one bucket, and, at
-    ZeRO stages 2 and 3, those of the whole gradients of two buckets.
+    ZeRO stages 2 and 3, those of the whole gradients of two buckets. again: what a rank has once is
+    counted with other numbers.
     """
     arrays: Any = {"ranks": shard, "shard": shard}
     length: Any = numbers
@@ -183,7 +197,8 @@ def _state(model: Model, zero: int, numbers: Array, shard: Array) -> Array:
     each = max(state_bytes(optimizer_groups(model.config), torch.float32).values())
     kept: dict[str, Any] = layout.memory([whole], 2, 4, 4, state={"": each})
     two = 8 * np.clip(numbers / 8, layout.SMALLEST, layout.LARGEST) if zero >= 2 else 0
-    total = sum(kept.values()) + norm_bytes([whole]) + matmul_workspaces(model.config)
+    total = sum(kept.values()) + norm_bytes([whole])
+    total = total + (0 if again else matmul_workspaces(model.config))
     return np.asarray(total + np.minimum(two, 4 * numbers))
 
 

@@ -28,7 +28,9 @@ class Runs:
     pipeline rank has nothing to do. core_again: 1 where attention runs again in backward. comm: how
     keys and values travel, an index into COMMS. overlap: 1 where tp's transfers travel in a ring
     beside matmuls. offload: bytes of a layer and micro-batch that wait in host memory. reduces:
-    sums of gradients of a step.
+    sums of gradients of a step. experts, topk, expert_ffn: of a mixture of experts, of each layer;
+    ffn is then what every token meets. ep: the ranks that experts are dealt out over. channels: of
+    a head; 0 means hidden / heads.
     """
 
     layers: Array
@@ -62,6 +64,11 @@ class Runs:
     overlap: Array
     offload: Array
     reduces: Array
+    experts: Array
+    topk: Array
+    expert_ffn: Array
+    ep: Array
+    channels: Array
     cut: Array
 
     def __len__(self) -> int:
@@ -85,25 +92,45 @@ class Runs:
 
     @property
     def head_size(self) -> Array:
-        return self.hidden / self.heads
+        return np.where(self.channels > 0, self.channels, self.hidden / self.heads)
+
+    @property
+    def queries(self) -> Array:
+        """Return the numbers of a token's queries."""
+        return np.where(self.channels > 0, self.heads * self.channels, self.hidden)
 
     @property
     def layer_weights(self) -> Array:
-        """Return the numbers in a layer's matrices."""
-        attention = 2 * self.hidden + 2 * self.kv_heads * self.head_size
+        """Return the numbers in a layer's matrices, but for its experts'."""
+        attention = 2 * self.queries + 2 * self.kv_heads * self.head_size
         return self.hidden * (attention + (2 + self.gated) * self.ffn)
+
+    @property
+    def expert_weights(self) -> Array:
+        """Return the numbers in one expert's matrices."""
+        return (2 + self.gated) * self.hidden * self.expert_ffn
+
+    @property
+    def edp(self) -> Array:
+        """Return the ranks of a stage that hold the same experts."""
+        return self.tp * self.cp * self.dp / self.ep
 
     @property
     def weights(self) -> Array:
         """Return the numbers in all matrices, the embedding's and the output layer's too."""
-        return self.layers * self.layer_weights + (2 - self.tied) * self.vocab * self.hidden
+        each = self.layer_weights + self.experts * self.expert_weights
+        return self.layers * each + (2 - self.tied) * self.vocab * self.hidden
 
     @property
     def flops(self) -> Array:
-        """Return the model's FLOPs a token: 6 a weight in matmuls, and attention's."""
+        """Return the model's FLOPs a token: 6 a weight in matmuls, and attention's.
+
+        Of experts those count that a token meets.
+        """
         score = np.where(self.causal > 0, 6.0, 12.0)
-        matmuls = 6 * (self.layers * self.layer_weights + self.vocab * self.hidden)
-        return matmuls + score * self.layers * self.sequence * self.hidden
+        active = self.layer_weights + self.topk * self.expert_weights
+        matmuls = 6 * (self.layers * active + self.vocab * self.hidden)
+        return matmuls + score * self.layers * self.sequence * self.queries
 
     def by_rank(self, values: Array) -> Array:
         """Return [runs, ranks] of [runs, stages]: the sum over a pipeline rank's own stages."""
@@ -124,7 +151,9 @@ class Runs:
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "gpipe", "zb-2p")
 V_SHAPED = (SCHEDULES.index("zb-v"), SCHEDULES.index("v-half"))
 COMMS = ("p2p", "all_gather", "a2a")
-PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1}  # unless said
+PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1,
+         "experts": 0, "topk": 0, "expert_ffn": 0, "ep": 1,
+         "channels": 0}  # unless said  # fmt: skip
 
 
 def even_cut(layers: int, stages: int) -> list[int]:

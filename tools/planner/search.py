@@ -177,6 +177,7 @@ def runs_of(model: Model, cluster: Cluster, found: list[Layout]) -> Runs:
         "kv_heads": m.num_query_groups or heads, "ffn": _ffn(model), "vocab": m.vocab_size,
         "sequence": m.seq_length, "gated": 1, "tied": not m.untie_embeddings_and_output_weights,
         "causal": 1, "node": cluster.node, "network": cluster.network, "idle": 0,
+        **dict.fromkeys(("experts", "topk", "expert_ffn"), 0), **model.own(),
     }  # fmt: skip
     columns: dict[str, list[float]] = {
         "tp": [e.tp for e in found], "cp": [e.cp for e in found], "dp": [e.dp for e in found],
@@ -193,6 +194,7 @@ def runs_of(model: Model, cluster: Cluster, found: list[Layout]) -> Runs:
         "overlap": [e.overlap != "none" for e in found],
         "offload": [_offloaded(model, e) for e in found],
         "reduces": [e.micro_batches if e.each else 1 for e in found],
+        "ep": [max(e.ep, 1) for e in found],
     }  # fmt: skip
     arrays = {key: np.array(values, float) for key, values in columns.items()}
     arrays |= {key: np.full(len(found), float(value or 0)) for key, value in same.items()}
@@ -211,15 +213,19 @@ def _offloaded(model: Model, e: Layout) -> float:
     """Return the bytes of a layer and micro-batch that wait in host memory."""
     if not e.offload:
         return 0.0
-    return unit(model.flags, e.tp, "none", e.dtype).layer * e.micro_batch / e.cp
+    return unit(model.flags, e.tp, "none", e.dtype, e.ep).layer * e.micro_batch / e.cp
 
 
 def _ffn(model: Model) -> float:
-    """Return the ffn size that gives a layer's parameters: a fork's layer may be another."""
+    """Return the ffn size that gives a layer's parameters: a fork's layer may be another.
+
+    Of a layer with experts, those of its router and its shared expert.
+    """
     m = model.config.model
-    heads = m.num_attention_heads
-    attention = 2 * m.hidden_size + 2 * (m.num_query_groups or heads) * m.hidden_size / heads
-    return (sizes(model.flags, 1).layer / m.hidden_size - attention) / 3
+    heads, size = m.num_attention_heads, m.kv_channels or m.hidden_size / m.num_attention_heads
+    attention = 2 * heads * size + 2 * (m.num_query_groups or heads) * size
+    own = sizes(model.flags, 1, min(model.experts, 1))
+    return ((own.layer - own.experts) / m.hidden_size - attention) / 3
 
 
 def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, int], Choice]:
@@ -249,6 +255,8 @@ def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Pla
     dtype: of the layers' matmuls, bf16 or a float8 recipe.
     """
     check_dtype(cluster, dtype)
+    if model.experts and dtype != "bf16":
+        raise PlanError(f"{model.name}: experts multiply in bf16, and not in {dtype}")
     found = list(layouts(model, cluster, batch, choose(model, cluster, dtype), dtype))
     if not found:
         raise PlanError(

@@ -23,6 +23,7 @@ Constants = Mapping[str, float]
 SOCKET = 4  # GPUs of one socket
 RING_SLOWS = 0.1  # of a transfer's time by which the matmuls beside it take longer
 SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "v-half", "zb-2p")]
+EXPERT_LAUNCHES, PAIR_LAUNCHES = 52, 11  # of a layer with experts, and for each of a token's k
 MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
 
 
@@ -32,7 +33,7 @@ class Times:
 
     slot: F and B of a micro-batch on the slowest pipeline rank. It is the sum of that rank's
     compute (matmul and attention are parts of it, the rest passes over memory), its exposed
-    transfers (tp, cp, fsdp: of weights and gradients layer by layer), copies to and from the
+    transfers (tp, cp, ep, fsdp: of weights and gradients layer by layer), copies to and from the
     host, waits for the host (host), and waits for messages. bubble: the pipeline's ends. sums:
     exposed transfers of gradients and parameters beside micro-batches. update: the optimizer's.
     stages: [runs, stages], F and B of each. message: between them. host_share: what the host
@@ -47,6 +48,7 @@ class Times:
     attention: Array
     tp: Array
     cp: Array
+    ep: Array
     fsdp: Array
     copies: Array
     waits: Array
@@ -61,12 +63,14 @@ class Times:
     jitter: Array
 
 
-def matmul(c: Constants, r: Runs, m: Array, n: Array, k: Array) -> Array:
-    """Return the time of [m, k] x [k, n] in the dtype of the layers' matmuls."""
+def matmul(
+    c: Constants, r: Runs, m: Array, n: Array, k: Array, batch: Array | int = 1
+) -> Array:
+    """Return the time of `batch` [m, k] x [k, n] in the dtype of the layers' matmuls."""
     low, full = c["peak.float8"] * c["matmul.float8"], c["peak.bfloat16"] * c["matmul"]
     is_low = r.float8 > 0
     rate, size = np.where(is_low, low, full), np.where(is_low, 1, 2)
-    return np.asarray(roofline.matmul(c, m, n, k, rate, size).seconds)
+    return np.asarray(roofline.matmul(c, m, n, k, rate, size, batch=batch).seconds)
 
 
 def passes(c: Constants, bytes_: Array) -> Array:
@@ -127,42 +131,96 @@ class Exposed(NamedTuple):
 
     tp: Array
     cp: Array
+    ep: Array
     fsdp: Array
     copies: Array
+
+
+class Experts(NamedTuple):
+    """Seconds of a layer's experts, F and B: products, passes over memory, and what ep sends."""
+
+    forward: Array
+    backward: Array
+    f_passes: Array
+    b_passes: Array
+    sent: Array
+
+
+def experts(c: Constants, r: Runs, own: Array) -> Experts:
+    """Return the seconds of a layer's mixture of experts. own: tokens of a rank that are routed.
+
+    The fullest rank of ep has expert_skew times the mean of the rows: the others wait for it. Rows
+    are multiplied by E / ep experts one beside another. An all-to-all takes k rows a token to the
+    ranks of its experts and back, an all-gather one row a token to all of them, where ep is at most
+    k; `dispatch` is what these transfers take, over what the links' rates say.
+    """
+    if not (r.experts > 0).any():
+        return Experts(*np.zeros((5, len(r))))
+    has, h, f, up = r.experts > 0, r.hidden, r.expert_ffn, r.expert_ffn * (1 + r.gated)
+    local, spread = np.where(has, r.experts / r.ep, 1), r.ep > 1
+    rows = own * r.topk * np.where(spread, c["expert_skew"], 1.0)
+    m = rows / local
+
+    def product(m: Array, n: Array, k: Array) -> Array:
+        return matmul(c, r, m, n, k, local)
+
+    def wgrad(n: Array, k: Array) -> Array:
+        # each expert's gradient is read and written in fp32, whatever its rows
+        alone = local * matmul(c, r, n, k, m) if c["expert_loop"] else matmul(c, r, n, k, m, local)
+        return np.maximum(alone, passes(c, 8 * local * n * k))
+
+    m = np.where(has, m, 1.0)
+    forward = product(m, up, h) + product(m, h, f)
+    backward = product(m, h, up) + wgrad(up, h) + product(m, f, h) + wgrad(h, f)
+    gathers = spread & (r.ep <= r.topk)
+    moved = np.where(gathers, r.ep, 1.0) * rows * h
+    width = c["ffn_bytes"] * f * rows
+    first = passes(c, c["dispatch_forward"] * moved + width)
+    second = passes(c, c["dispatch_backward"] * moved + c["backward_bytes"] * width)
+    inner = np.ones_like(r.ep)
+    exchange = collective(c, r, "all_to_all", 2 * rows * h, r.ep, inner)
+    gather = collective(c, r, "all_gather", 2 * own * h * r.ep, r.ep, inner)
+    one_way = np.where(gathers, gather, exchange) * c["dispatch"] * spread
+    told = (forward, backward, first, second, one_way * (4 + 2 * r.recompute))
+    return Experts(*(np.where(has, each, 0.0) for each in told))
 
 
 def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
     """Return kernels and exposed transfers of F and B of a layer."""
     t = r.micro_batch * r.sequence / r.cp
     h, f, tp = r.hidden, r.ffn, r.tp
-    qkv = h + 2 * r.kv_heads * r.head_size
+    q = r.queries
+    qkv = q + 2 * r.kv_heads * r.head_size
     up = f * (1 + r.gated)
     forward = (
-        matmul(c, r, t, qkv / tp, h) + matmul(c, r, t, h, h / tp)
+        matmul(c, r, t, qkv / tp, h) + matmul(c, r, t, h, q / tp)
         + matmul(c, r, t, up / tp, h) + matmul(c, r, t, h, f / tp)
     )  # fmt: skip
     backward = (
         matmul(c, r, t, h, qkv / tp) + matmul(c, r, qkv / tp, h, t)
-        + matmul(c, r, t, h / tp, h) + matmul(c, r, h, h / tp, t)
+        + matmul(c, r, t, q / tp, h) + matmul(c, r, h, q / tp, t)
         + matmul(c, r, t, h, up / tp) + matmul(c, r, up / tp, h, t)
         + matmul(c, r, t, f / tp, h) + matmul(c, r, h, f / tp, t)
     )  # fmt: skip
-    score = 4 * t * r.sequence * h / tp * np.where(r.causal > 0, 0.5, 1.0)
+    score = 4 * t * r.sequence * q / tp * np.where(r.causal > 0, 0.5, 1.0)
     ring = (r.cp > 1) & (r.comm == COMMS.index("p2p"))  # a kernel for each pair of blocks
     length = np.where(ring, r.sequence / (2 * r.cp), r.sequence)
     rate = c["peak.bfloat16"] * c["attention"] * length / (length + c["attention_ramp"])
-    read = 4 * t * (h + r.kv_heads * r.head_size) / tp  # q, k, v and the output
+    read = 4 * t * (q + r.kv_heads * r.head_size) / tp  # q, k, v and the output
     f_attention = roofline.attention(c, score, read, rate)
     rate = rate * c["attention_backward"]
     b_attention = roofline.attention(c, 2.5 * score, 2 * read, rate)
     scores = c["scores_bytes"] * t * r.sequence * r.heads / tp
     own = t / np.where(r.sequence_parallel > 0, tp, 1)
     moved = own * c["hidden_bytes"] * h + t / tp * (c["inner_bytes"] * h + c["ffn_bytes"] * f)
+    mixture = experts(c, r, own)
+    forward, backward = forward + mixture.forward, backward + mixture.backward
     cast = c["float8_bytes"] * r.float8 * t  # of each matmul's left operand, rows and columns
     inputs, sent = cast * (2 * h + (h + f) / tp), cast * (2 * h + (qkv + up) / tp)
-    f_passes = passes(c, moved + scores + inputs)
+    dealt = r.experts * r.expert_weights / r.ep
+    f_passes = passes(c, moved + scores + inputs) + mixture.f_passes
     b_passes = passes(c, c["backward_bytes"] * moved + scores + sent + c["accumulate_bytes"]
-                      * r.layer_weights / tp)  # fmt: skip
+                      * (r.layer_weights / tp + dealt)) + mixture.b_passes  # fmt: skip
     first = Kernels(forward, f_attention, f_passes)
     again = r.core_again * (1 - r.recompute) * f_attention
     second = Kernels(backward, b_attention + again, b_passes).plus(first, r.recompute)
@@ -172,6 +230,10 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
         size, weights = r.dp * r.cp, r.layer_weights / tp
         gather = collective(c, r, "all_gather", c["parameter_bytes"] * weights, size, tp)
         scatter = collective(c, r, "reduce_scatter", c["gradient_bytes"] * weights, size, tp)
+        if (dealt > 0).any():
+            both = c["parameter_bytes"] * dealt, c["gradient_bytes"] * dealt
+            gather = gather + collective(c, r, "all_gather", both[0], r.edp, r.ep)
+            scatter = scatter + collective(c, r, "reduce_scatter", both[1], r.edp, r.ep)
         moved = (2 * gather + scatter * c["fsdp"]) * ((r.zero >= 3) & (r.pp == 1))
         fsdp = np.maximum(
             moved - c["fsdp_hidden"] * (f_compute + b_compute), c["fsdp_least"] * moved
@@ -179,6 +241,7 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
     exposed = Exposed(
         tp=_tensor(c, r, t, forward + backward),
         cp=_context(c, r, t, f_compute + b_compute),
+        ep=mixture.sent,
         fsdp=fsdp,
         copies=np.maximum(0.0, down - f_compute) + np.maximum(0.0, down - b_compute),
     )
@@ -245,6 +308,8 @@ def host_layer(c: Constants, r: Runs) -> Array:
     beside = (r.pp > 1) & (r.nodes > 1) & (r.tp > 1)
     each = c["host_beside"] + c["host_crossing"] * (r.tp > r.node)
     seconds = seconds + np.where(beside, r.tp * each, 0.0)
+    more = c["expert_host"] * (EXPERT_LAUNCHES + PAIR_LAUNCHES * r.topk + 2 * r.experts / r.ep)
+    seconds = seconds + np.where(r.experts > 0, more, 0.0)
     return seconds * (1 + c["host_recompute"] * r.recompute)
 
 
@@ -266,6 +331,11 @@ def rank_weights(r: Runs) -> Array:
     return np.asarray(held.max(1) / r.tp)
 
 
+def rank_experts(r: Runs) -> Array:
+    """Return the numbers of experts that the fullest pipeline rank holds."""
+    return np.asarray(r.by_rank(r.cut).max(1) * r.experts * r.expert_weights / r.ep)
+
+
 def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     """Return the exposed seconds of gradient sums and parameter gathers. backward: the last one."""
     weights = rank_weights(r)
@@ -277,6 +347,14 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     scatter = collective(c, r, "reduce_scatter", gradient, size, inner, calls=calls)
     whole = collective(c, r, "all_reduce", gradient, size, inner, calls=calls)
     gather = collective(c, r, "all_gather", parameter, size, inner, calls=calls)
+    if (r.experts > 0).any():
+        dealt = rank_experts(r)
+        gradient, parameter = c["gradient_bytes"] * dealt, c["parameter_bytes"] * dealt
+        of = {"size": r.edp, "inner": r.ep, "calls": calls}
+        several = r.edp > 1
+        scatter = scatter + several * collective(c, r, "reduce_scatter", gradient, **of)
+        whole = whole + several * collective(c, r, "all_reduce", gradient, **of)
+        gather = gather + several * collective(c, r, "all_gather", parameter, **of)
     sums = np.where((r.zero > 0) & (c["sum_whole"] == 0), scatter, whole) * r.reduces
     hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward * r.reduces
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
@@ -296,7 +374,8 @@ def ties(c: Constants, r: Runs) -> Array:
 def update(c: Constants, r: Runs) -> Array:
     shard = np.where(r.zero > 0, r.dp * r.cp, 1)
     each = c["update_bytes"] / shard + c["update_whole"]
-    return passes(c, each * rank_weights(r)) + c["host_step"]
+    of_expert = c["update_bytes"] / np.where(r.zero > 0, r.edp, 1) + c["update_whole"]
+    return passes(c, each * rank_weights(r) + of_expert * rank_experts(r)) + c["host_step"]
 
 
 def times(c: Constants, r: Runs) -> Times:
@@ -335,7 +414,8 @@ def times(c: Constants, r: Runs) -> Times:
     return Times(
         slot=slot, compute=kernels.seconds, matmul=kernels.matmul, attention=kernels.attention,
         tp=shown.tp * layers + head_exposed * has_head, cp=shown.cp * layers,
-        fsdp=shown.fsdp * layers, copies=shown.copies * layers, waits=waits, host=slowest - busy,
+        ep=shown.ep * layers, fsdp=shown.fsdp * layers, copies=shown.copies * layers,
+        waits=waits, host=slowest - busy,
         bubble=ends, sums=sums, update=optimizer, step=step, stages=both,
         message=message, host_share=launches / busy, jitter=jitter,
     )  # fmt: skip

@@ -20,6 +20,7 @@ TERMS = {  # of Times, as they add up to a step
     "compute": "compute of the slowest stage",
     "tp": "exposed transfers of tp",
     "cp": "exposed transfers of cp",
+    "ep": "transfers of tokens to experts and back",
     "pp": "messages between stages that are waited for",
     "dp": "exposed sums of gradients, gathers of weights",
     "copies": "exposed copies to and from the host",
@@ -27,7 +28,7 @@ TERMS = {  # of Times, as they add up to a step
     "bubble": "the pipeline's ends",
     "update": "the optimizer",
 }
-AXES = ("tp", "cp", "pp", "dp")  # of TERMS: what nothing hides
+AXES = ("tp", "cp", "ep", "pp", "dp")  # of TERMS: what nothing hides
 KINDS = {  # of the table: kinds of memory as --dry-run names them
     "parameters": ("parameters", "gathered weights"),
     "gradients": ("gradients", "whole gradients", "tied look-ups"),
@@ -64,6 +65,7 @@ def breakdown(plans: Plans, n: int) -> Breakdown:
     ends = 2 * (each.pp - 1) * float(t.message[n]) * scale  # of the bubble: messages
     told = {
         "compute": many * t.compute[n], "tp": many * t.tp[n], "cp": many * t.cp[n],
+        "ep": many * t.ep[n],
         "pp": many * t.waits[n] + ends, "dp": many * t.fsdp[n] + t.sums[n],
         "copies": many * t.copies[n], "host": many * t.host[n],
         "bubble": t.bubble[n] * scale - ends, "update": t.update[n],
@@ -105,7 +107,8 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
         need = f"{plans.bytes[least] / 1e9:.1f} GB: {plans.layouts[least].flags()}"
         lines.append(f"none fits {plans.limit / 1e9:.1f} GB; least with {need}")
         return lines
-    head = ("", "tp", "cp", "pp", "stages", "schedule", "dp", "b", "m", "zero", "recompute",
+    dealt = ("ep",) * (plans.model.experts > 0)
+    head = ("", "tp", "cp", *dealt, "pp", "stages", "schedule", "dp", "b", "m", "zero", "recompute",
             "overlap", "dtype", "step s", "simulated", "tokens/s/GPU", "MFU", "GB", "bubble",
             "exposed", "bound by", "GPU-hours")  # fmt: skip
     lines.append(
@@ -121,6 +124,7 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
         exposed = sum(parts.seconds[axis] for axis in AXES)
         rows.append((
             str(number), str(each.tp), f"{each.cp} {each.comm}" if each.cp > 1 else "1",
+            *(str(each.ep) for _ in dealt),
             *map(str, (each.pp, each.virtual)), each.schedule if each.pp > 1 else "-",
             *map(str, (each.dp, each.micro_batch, each.micro_batches, each.zero)), kept(each),
             each.overlap, each.dtype,

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find mistakes in the record of a rehearsed rank: what would fail, wait or be wrong on a GPU."""
 
-import linecache
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from mpu.module_tracker import ROOT
+from tools.rehearsal import expert_rules
 from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
 from tools.rehearsal.loop_rules import for_nothing, grown, not_given_back, unread
 from tools.rehearsal.order import Finding, order
 from tools.rehearsal.overlap_rules import not_hidden
+from tools.rehearsal.places import on_lines
 from tools.rehearsal.roofline import MATMULS, short_name
 from tools.rehearsal.step_rules import in_whole_step, unplaced
 from tools.rehearsal.traffic_rules import (
@@ -35,8 +35,9 @@ HOST_MAY_WAIT = {
     # --log-params-norm of masters in host memory
     "mpu/zero/norm.py": ("torch.cat(blocks).to(",),
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
+    "mpu/layers/dispatch.py": ("counts.tolist()",),  # once a layer: rows of each expert
     # an offloaded rule of whole matrices, whose slices the host has
-    "mpu/optim/exchange.py": ("wire.to(turn.device)", "update.to(skip.device)"),
+    "mpu/optim/exchange.py": ("wire.to(turn.device)", "update.to(found_inf.device)"),
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
 # blocks, and what the update takes of them.
@@ -55,7 +56,11 @@ SINGLE = (
     "mpu/layers/softmax_rows.py", "mpu/zero/", "mpu/optim/", "pretrain_llama.py", "training/run/",
     "training/data/batch.py", "mpu/layers/attention/block_attention.py",
     "mpu/layers/attention/exchange.py",
+    # a router's scores, sums over a token's experts, gradients of experts without rows
+    "model/moe.py", "mpu/layers/dispatch.py", "mpu/layers/experts.py",
 )  # fmt: skip
+ENGINE = "mpu/recompute.py"  # the innermost line of what autograd itself runs in a recomputed block
+IN_SINGLE = ("_Router", "_Router.backward")  # autograd functions that multiply in fp32
 # Where tensors are made in host memory: tables that are copied once, and what the host updates.
 ON_HOST = (
     "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/",
@@ -100,6 +105,7 @@ OF_STEPS = (
     for_nothing,
     stand_ins,
     unplaced,
+    *expert_rules.RULES,
 )
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
@@ -152,7 +158,9 @@ def in_step(seen: "Rehearsed") -> Iterator[Finding]:
             yield Finding("dtype", event.where.place, what, "", recorder.chains.get(index, ()))
         elif type(event) is Transfer and event.label.endswith((": forward", ": backward")):
             if event.dtype in FLOATS and event.dtype != narrow and event.axis != "world":
-                if not event.where.place.startswith(SINGLE):
+                # weights of experts travel in the accumulation dtype: one for each choice
+                weights = event.axis == "ep" and event.dtype == "float32"
+                if not event.where.place.startswith(SINGLE) and not weights:
                     what = f"{event.verb} over {event.axis} of {event.dtype} in a {narrow} run"
                     through = recorder.chains.get(index, ())
                     yield Finding("dtype", event.where.place, what, "", through)
@@ -169,9 +177,7 @@ def operations(event: Transfer) -> tuple[str, ...]:
 
 def may_wait(place: str) -> bool:
     """Return whether the host may wait for the device at a line."""
-    file, _, line = place.partition(":")
-    text = linecache.getline(str(ROOT / file), int(line or 0))
-    return any(words in text for words in HOST_MAY_WAIT.get(file, ()))
+    return on_lines(place, HOST_MAY_WAIT)
 
 
 def wrong(event: Launch, narrow: str) -> Iterator[tuple[str, str]]:
@@ -194,6 +200,8 @@ def wrong(event: Launch, narrow: str) -> Iterator[tuple[str, str]]:
         return  # our own kernels load each tensor in its dtype and compute in fp32
     at = MATMULS.get(short_name(event), 0)  # where its factors stand, behind what it adds to
     updates = place.startswith(("mpu/zero/", "mpu/optim/"))
+    if event.where.function in IN_SINGLE or place.startswith(ENGINE):
+        return
     if event.flops and not updates and "float32" in event.dtypes[at : at + 2]:
         yield "dtype", f"{op} multiplies in float32 in a {narrow} run"
         return

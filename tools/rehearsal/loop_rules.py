@@ -21,7 +21,7 @@ from tools.rehearsal.events import (
     Transfer,
 )
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning
+from tools.rehearsal.places import beginning, on_lines
 from tools.rehearsal.record import RECOMPUTED
 from tools.rehearsal.write_rules import MICRO_BATCH, SHAPED
 
@@ -34,6 +34,8 @@ POSTED = "mpu/pipeline/"  # it asks for the message of another micro-batch ahead
 CARRIER = "mpu/activation_offload.py"
 SETS = (*SHAPED, "zero_", "fill_", "zeros", "full", "index")  # cheap, or of a stage without layers
 PER_PART = 4  # storages that may outlive the forward of a recomputed part: its output, and tables
+DECIDES = {"mpu/recompute.py": ("decision = decide()",)}
+NEXT_LAUNCH = 6  # events from a storage to the launch that asks for it, at most
 FLOAT8 = ("mpu/layers/float8/", "mpu/zero/")  # codes of weights stay until their next update
 LARGE = 1 << 12  # bytes of a result
 
@@ -196,6 +198,13 @@ def numbered(seen: "Rehearsed") -> Iterator[tuple[int, Event]]:
     return enumerate(seen.recorder.events[seen.first :], seen.first)
 
 
+def decided(seen: "Rehearsed", index: int) -> bool:
+    """Return whether a storage begins in a decision, which recomputation takes as it is."""
+    chains = seen.recorder.chains
+    lines = next((chains[i] for i in range(index, index + NEXT_LAUNCH) if i in chains), ())
+    return any(on_lines(line, DECIDES) for line in lines)
+
+
 def recomputed_again(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
     """Yield lines whose memory outlives the forward of what is recomputed, but for its output."""
     calls, begun = 0, dict[int, Alloc]()
@@ -203,7 +212,7 @@ def recomputed_again(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Findin
         if type(event) is Call and event.name == RECOMPUTED:
             calls += 1
         elif type(event) is Alloc and event.where.again and event.where.phase == "forward":
-            if not event.where.place.startswith(FLOAT8):
+            if not event.where.place.startswith(FLOAT8) and not decided(seen, index):
                 begun[event.storage] = event
         elif type(event) is Action:
             alive = [one for n, one in begun.items() if ends.get(n, len(ends) + (1 << 62)) > index]

@@ -2,13 +2,13 @@
 """Name lines of the product: where a rank stands, from Python's stack or from a traceback."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import chain
-from linecache import getlines
+from linecache import getline, getlines
 from typing import Any
 
-from mpu.module_tracker import path_of
+from mpu.module_tracker import ROOT, path_of
 
 PARTS = {  # of a file, or of a function in it
     "mpu/activation_offload.py": "offload",
@@ -25,11 +25,21 @@ PARTS = {  # of a file, or of a function in it
     "mpu/layers/packed_seq_params.py": "attention",
     "mpu/layers/embedding.py": "embedding",
     "mpu/layers/linear.py": "linear",
+    "mpu/layers/experts.py": "experts",
+    "mpu/layers/dispatch.py": "dispatch",
+    "model/moe.py": "router",
     "mpu/layers/float8/cuda.py": "linear",
     "mpu/layers/float8/recipe.py": "float8",
     "mpu/layers/float8/rows.py": "float8",
 }
 FUNCTIONS = {"norm": "norm", "rope": "rope", "rotate": "rope", "swiglu": "swiglu"}
+
+
+def on_lines(place: str, known: Mapping[str, Sequence[str]]) -> bool:
+    """Return whether a line, file:number, has one of the words that are known for its file."""
+    file, _, line = place.partition(":")
+    text = getline(str(ROOT / file), int(line or 0))
+    return any(words in text for words in known.get(file, ()))
 
 
 def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:

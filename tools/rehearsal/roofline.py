@@ -28,6 +28,7 @@ MESSAGES = ("send", "receive")
 PARTIAL = 4  # bytes of a partial sum, fp32
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1, "_scaled_mm": 0, "_scaled_mm_v2": 0,
            "matmul": 0}  # fmt: skip
+GROUPED = "_grouped_mm"
 Quantity = Any  # a number, or an array with one for each run
 
 
@@ -80,7 +81,7 @@ def matmul(
     """
     use = sms or device["sms"]
     moved = memory_seconds(device, batch * ((m * k + k * n) * size + 2 * m * n))
-    m, n, k, rate = (np.asarray(each, float)[..., None] for each in (m, n, k, rate))
+    m, n, k, rate, batch = (np.asarray(each, float)[..., None] for each in (m, n, k, rate, batch))
     big_m, big_n, cost = device["tile_m"], device["tile_n"], device["tile_cost"]
     tm, tn, split = big_m * TRIED[0], big_n * TRIED[1], TRIED[2]
     slower = (1 + cost * (1 / tm + 1 / tn)) / (1 + cost * (1 / big_m + 1 / big_n))
@@ -179,6 +180,10 @@ def kernel_of(device: Device, launch: Launch, sms: float = 0.0) -> Kernel:
         a, b = launch.shapes[MATMULS[op] :][:2]
         sizes = a[-2], b[-1], a[-1], matmul_dtype(launch)
         return matmul_of(device, *sizes, batch=prod(a[:-2]), sms=sms)
+    if op == GROUPED:  # rows of so many experts, spread evenly
+        (rows, k), (experts, _, n) = launch.shapes[:2]
+        each = -(-rows // experts)
+        return matmul_of(device, each, n, k, launch.dtype, batch=experts, sms=sms)
     return Kernel(_other_seconds(device, launch, op, sms))
 
 

@@ -4,15 +4,16 @@
 import contextlib
 import gc
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import Parameter
 
@@ -21,6 +22,7 @@ from estimate.model_profile import ModelProvider, model_profile
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
+from mpu.layers.dispatch import Dispatcher
 from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
 from tools.explainer.trace import Actions
@@ -133,6 +135,13 @@ def _draw_one_block(param: Parameter, names: Sequence[str], std: float, seed: in
         torch.empty(shape, dtype=torch.float32, device=param.device).normal_(0.0, std)
 
 
+def _assumed(
+    self: Dispatcher, on_host: Callable[..., Any], counts: Tensor, total: int
+) -> list[list[int]]:
+    # in place of Dispatcher.on_host: it waits, and what it reads is not there in any case
+    return [self.assumed(total)] * len(on_host(self, counts, total))
+
+
 def of_stages(
     config: Config, provider: ModelProvider, data: bytes, axis: Axis
 ) -> list[bytes] | None:
@@ -238,9 +247,11 @@ def rehearse(
             modes.enter_context(Watch(recorder, fake=False))
         else:
             patches.everywhere(draw_normal, _draw_one_block)
+            patches.replace(Dispatcher, "on_host", partialmethod(_assumed, Dispatcher.on_host))
             modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             modes.enter_context(Watch(recorder, fake=True))
-            modes.enter_context(Reads(recorder))
+            modes.enter_context(reads := Reads(recorder))
+            patches.replace(FakeTensor, "tolist", lambda x: reads.tolist(x))
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
                 if device.type == "cuda":

@@ -252,6 +252,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     if func._overloadpacket is torch.ops.aten._scaled_mm_v2:  # torch's table has the first alone
         return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
     short = func._schema.name.rpartition("::")[2]
+    if short == "_grouped_mm":  # [n, k] x [e, k, m], each row by one of the e
+        return 2.0 * args[0].shape[0] * args[1].shape[-2] * args[1].shape[-1]
     same = getattr(torch.ops.aten, short.rstrip("_"), None)  # an operation in place has no formula
     count = flop_registry.get(func._overloadpacket) or flop_registry.get(same)
     if count is None:

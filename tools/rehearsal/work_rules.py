@@ -72,7 +72,7 @@ def once(
     sizes = {
         name.removesuffix(".weight"): param.numel()
         for name, param in seen.run.model.named_parameters()
-        if param.dim() == 2
+        if param.dim() == 2 and ".experts." not in name  # as their rows say: expert_rules
     }
     for layer, flops in found.items():
         size = sizes.get(layer)

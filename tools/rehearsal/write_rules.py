@@ -203,6 +203,11 @@ def in_sum(writes: Writes, write: Write) -> bool:
     return type(event) is Launch and event.where.place.startswith("mpu/zero/")
 
 
+def adds_rows(event: Launch) -> bool:
+    """Return whether an index_add_ is of rows of an embedding, and counts nothing."""
+    return "float" in event.dtype
+
+
 def look_ups(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the embeddings that add no rows in some micro-batch; a tied head may hide that."""
     now, found, apart = -1, dict[str, set[int]](), dict[int, int]()
@@ -211,7 +216,7 @@ def look_ups(seen: "Rehearsed") -> Iterator[Finding]:
         if type(event) is Action:
             said = MICRO_BATCH.match(event.words)
             now = int(said[1]) if said else -1
-        elif type(event) is Launch and event.op == "aten::index_add_":
+        elif type(event) is Launch and event.op == "aten::index_add_" and adds_rows(event):
             found.setdefault(event.where.layer, set()).add(now)
             apart.update(dict.fromkeys(event.written, index))
         elif isinstance(event, (Launch, Transfer, HostUse)):

@@ -80,6 +80,17 @@ def check(config: Config) -> None:
             f"{EP} {ep} does not divide the {stage} ranks of a pipeline stage "
             "(tensor x context x data)"
         )
+    skew, most = config.rehearse.rehearse_expert_skew, min(ep, m.experts / m.moe_router_topk)
+    if skew != 1.0 and not 1.0 <= skew <= most:
+        raise UsageError(
+            f"--rehearse-expert-skew {skew:g}: of the rows of {ep} ranks (ep) the first can have "
+            f"from 1 to {most:g} times the mean, as a token goes to an expert once"
+        )
+    if skew != 1.0 and not (config.run.dry_run or config.rehearse.rehearse):
+        raise UsageError(
+            f"--rehearse-expert-skew {skew:g} is for --rehearse and --dry-run: in a run the router "
+            "decides"
+        )
     kinds, coefficients = m.moe_router_load_balancing_type, m.moe_aux_loss_coeff
     if not kinds or len(coefficients) not in (1, len(kinds)):
         raise UsageError(
@@ -110,7 +121,6 @@ def check(config: Config) -> None:
     unfit = {
         "--fp8-format": config.float8.fp8_format is not None,
         "--cuda-graph": bool(config.gpu.cuda_graph),
-        "--rehearse": config.rehearse.rehearse,
     }
     for name, given in unfit.items():
         if given:
@@ -120,5 +130,4 @@ def check(config: Config) -> None:
 WHY = {
     "--fp8-format": "experts multiply in the dtype of the weights",
     "--cuda-graph": "the number of an expert's tokens changes from step to step",
-    "--rehearse": "what runs depends on where tokens go; --dry-run takes an even choice",
 }

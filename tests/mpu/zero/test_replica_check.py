@@ -9,11 +9,13 @@ import torch
 
 import pretrain_llama
 from mpu.zero.replica_check import ReplicaCheck, hash_of, sum_of_words, verdict
+from tests.model.moe_twin import FILE, SPARSE
 from tests.model.twin import config_of, micro_batches
 from training.faults.monitor import FailureMonitor
 
 SIZES = dict(sp=False, recompute=None, tied=True, m=2, rows=8, clip=0.1, lr=1e-2, bucket=500)
 SIZES |= dict(dtype="float32", tp=1)
+EXPERTS = dict(file=FILE, moe=SPARSE)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp 2": dict(dp=2),
     "dp 2, bf16": dict(dp=2, dtype="bfloat16"),
@@ -27,6 +29,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2 x dp 2": dict(dp=2, tp=2),
     "dp 4, two instances, ZeRO 3": dict(dp=4, zero=3, instances=2),
     "tied pp 2 x dp 2, bf16": dict(dp=2, pp=2, dtype="bfloat16"),
+    "dp 4, ep 2": dict(dp=4, ep=2, **EXPERTS),
+    "dp 4, ep 2, ZeRO 1": dict(dp=4, ep=2, zero=1, dispatch="alltoall", **EXPERTS),
+    "tp 2 x dp 2, ep 2": dict(dp=2, tp=2, sp=True, ep=2, **EXPERTS),
 }
 SURE = ("dp 4", "dp 4, ZeRO 1", "tp 2 x dp 2")  # more than two copies of much of it
 INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,8 +48,10 @@ def plant(comm: Any, name: str, flips: int, seed: int) -> list[dict[str, Any]]:
     """Train, then flip one bit after the other: on one rank, found by all, and undone."""
     case, rng = SIZES | LAYOUTS[name], random.Random(seed)
     instances = case.get("instances", 1)
-    grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=instances, memory=True)
-    run = pretrain_llama.build(config_of(case), grid, torch.device("cpu"), FailureMonitor())
+    config, pp = config_of(case), case.get("pp", 1)
+    ep = config.expert_model_parallel_size
+    grid = comm.grid(case["tp"], pp=pp, instances=instances, memory=True, ep=ep)
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     check, told = ReplicaCheck(grid, run.optimizer), []
     for number in range(flips):
         if number % 10 == 0:
@@ -86,7 +93,7 @@ def check_flips(world: Any, name: str, flips: int, seed: int) -> int:
     return flips
 
 
-@pytest.mark.parametrize("name", ["dp 2, bf16", "tp 2", "tied pp 2"])
+@pytest.mark.parametrize("name", ["dp 2, bf16", "tp 2", "tied pp 2", "dp 4, ep 2"])
 def test_a_flipped_bit_is_found_and_its_rank_named(world: Any, name: str) -> None:
     check_flips(world, name, 5, seed=1)
 

@@ -301,15 +301,22 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert read_model(str(tmp_path), 1024).config.model == read_model(UNTIED, 1024).config.model
-    (tmp_path / "config.json").write_text(json.dumps(content | {"num_local_experts": 8}))
-    with pytest.raises(ValueError, match="the model has experts, and the search does not deal"):
+    mixtral = content | {"model_type": "mixtral", "num_local_experts": 8, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    flags = f"{UNTIED} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1536"
+    assert read_model(str(tmp_path), 1024).config.moe == read_model(flags, 1024).config.moe
+    (tmp_path / "config.json").write_text(json.dumps(content | {"n_routed_experts": 8}))
+    with pytest.raises(ValueError, match="model_type"):
         read_model(str(tmp_path), 1024)
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([SMALL + " --num-experts 8", "h100_8_nodes"], "the model has experts, and the search"),
+        (
+            [SMALL + " --num-experts 8 --moe-layer-freq 2", "h100_8_nodes"],
+            "its layers with experts stand among dense ones",
+        ),
         (["9B", "h100_8_nodes"], "9B: neither a file, nor flags, nor a size of 1B"),
         (["8B", "h100"], "h100: no cluster file h100.json; known by name are a100_16_nodes"),
         (["8B"], "MODEL and CLUSTER are needed"),

@@ -98,6 +98,10 @@ MISTAKES = [
     ("--num-experts 8 --fp8-format e4m3 --bf16 --fp8-recipe tensorwise", 1, "--fp8-format is not"),
     ("--num-experts 8 --overlap-moe-expert-parallel-comm", 1, "this part of a mixture of experts"),
     ("--num-experts 8 --rank-order tp-cp-dp-ep-pp", 1, "so ep must stand before dp"),
+    ("--num-experts 8 --expert-model-parallel-size 2 --rehearse-expert-skew 2.5 --dry-run", 2,
+     "--rehearse-expert-skew 2.5: of the rows of 2 ranks (ep) the first can have from 1 to 2"),
+    ("--num-experts 8 --expert-model-parallel-size 2 --rehearse-expert-skew 1.5", 2,
+     "--rehearse-expert-skew 1.5 is for --rehearse and --dry-run"),
     ("--qk-layernorm --model-file mine.py", 1, "--qk-layernorm and --model-file mine.py set the"),
 ]  # fmt: skip
 
