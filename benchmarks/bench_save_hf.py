@@ -31,8 +31,9 @@ def train(folder: Path, args: argparse.Namespace, more: list[str]) -> list[float
         --save {folder}/run --save-interval {EVERY} --async-save --keep-last-k 2
         --log-json {folder}/log.jsonl --tensor-model-parallel-size {args.ranks}
     """.split()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    command = [*launcher, "--master-port", "0", str(ROOT / "pretrain_llama.py"), *words, *more]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(args.ranks), str(ROOT / "pretrain_llama.py")]
+    command = [*launcher, *words, *more]
     quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=quiet, capture_output=True, text=True)
     if done.returncode:

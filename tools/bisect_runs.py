@@ -22,19 +22,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
 from tools.bisect.checkouts import NoCheckout, checkout
-from tools.bisect.compare import Allowed, allowed
+from tools.bisect.compare import OF_THE_LAYOUT, Allowed, allowed
 from tools.bisect.lines import Step, first_step, same_machine
 from tools.bisect.ranks import ROOT, Ran, RunError, run
 from tools.bisect.report import page
 from tools.bisect.side import Side
-from tools.bisect.sides import Named, named, replay_flags, run_side
+from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
 from tools.bisect.verdict import Verdict, verdict_of
 
 
@@ -121,7 +121,7 @@ def bisect(
             if failed := run_side(side, work, steps, limit):
                 found.notes.append(f"{side.letter} failed: {failed}")
     sides = (a.lines, b.lines)
-    may = allowed(*(lines.config for lines in sides))
+    may = allowed(*layouts(a, b))
     if why := same_machine(*sides):
         found.notes.append(f"{why}: equal bits are not due, so sketches are compared")
         may = replace(may, exact=False, why=why)
@@ -152,9 +152,29 @@ def bisect(
     return found
 
 
+def layouts(a: Named, b: Named) -> list[dict[str, Any]]:
+    """Return the settings of both; of a side that wrote none, and then of both, those of the flags
+    that say its layout.
+    """
+    if all(side.lines.config for side in (a, b)) or None in (a.program, b.program):
+        return [side.lines.config for side in (a, b)]
+    found = []
+    for side in (a, b):
+        assert side.program is not None
+        argv, layout = side.program.argv, {}
+        for name in (*OF_THE_LAYOUT, "parallel.pipeline_model_parallel_size"):
+            flag = "--" + name.rpartition(".")[2].replace("_", "-")
+            size = value_of(argv, flag) or "1" * flag.endswith("-size") or flag in argv
+            layout[name] = int(size) if str(size).isdigit() else size
+        found.append({**layout, "parallel.world_size": side.program.world})
+    return found
+
+
 def settings_apart(a: Named, b: Named) -> dict[str, list[Any]]:
     """Return the settings that differ, but for places, by dotted name."""
     ours, theirs = a.lines.config, b.lines.config
+    if not ours or not theirs:  # an older commit's run without a save says none
+        return {}
     places = ("checkpoint.", "log.", "model.model_file")  # model_digest says it of the file
     names = [name for name in {**ours, **theirs} if not name.startswith(places)]
     found = {n: [ours.get(n), theirs.get(n)] for n in names if ours.get(n) != theirs.get(n)}
@@ -186,25 +206,96 @@ def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: 
             return
     start, iteration = start_of(a, b, step)
     found.start = f"the checkpoint {start.name}" if start else "the start of the run"
+    begins = iteration == step.iteration - 1 or may.exact
+    may = replace(may, begins=begins, apart=step.apart)
+    try:
+        records = made_again((a, b), start, step.iteration, found, work, limit)
+        found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
+        if found.verdict.same and step.what == "weight" and may.exact:
+            differ += f". Step {step.iteration} itself is the same on both sides"
+            later = made_again((a, b), start, step.iteration + 1, found, work, limit)
+            verdict = verdict_of(Side(later[0]), Side(later[1]), may)
+            if not verdict.same:  # what comes between two steps has changed it
+                found.verdict, records = verdict, later
+                differ += ", and what comes after it changes a tensor"
+        else:
+            replays = Replays((a, b), start, iteration, may, work, limit)
+            differ, records = earlier(replays, differ, found, records)
+    except RunError as error:
+        found.sentence = f"{differ}. {error}"
+        return
+    found.sentence = conclude(a, b, found, differ, records)
+    found.same = not step.what and found.verdict.same
+
+
+class Replays(NamedTuple):
+    """What making a step again takes. low: the iteration after which both sides are equal."""
+
+    sides: Sequence[Named]
+    start: Path | None
+    low: int
+    may: Allowed
+    work: Path
+    limit: float
+
+    def verdict(self, number: int, found: Outcome) -> tuple[list[Path], Verdict]:
+        """Make a step again and compare it; return the records, too. Raises RunError."""
+        records = made_again(self.sides, self.start, number, found, self.work, self.limit)
+        return records, verdict_of(Side(records[0]), Side(records[1]), self.may)
+
+
+def earlier(
+    replays: Replays, differ: str, found: Outcome, records: list[Path]
+) -> tuple[str, list[Path]]:
+    """Look for a step before the one that was found, in what digests do not show.
+
+    These are the moments, where equal bits are due and the step that was found begins with others;
+    and a learning rate whose effect is below what two layouts may differ by. Returns the sentence's
+    begin and the records of the step. Raises RunError.
+    """
+    step, low = found.step, replays.low
+    assert step is not None and found.verdict is not None
+    high = step.iteration
+    rates = [json.loads((r / "step.json").read_text()).get("rates", {}) for r in records]
+    for number in sorted(rates[0].keys() & rates[1].keys(), key=int):
+        if rates[0][number] != rates[1][number] and int(number) < high:
+            high = int(number)
+            records, found.verdict = replays.verdict(high, found)
+    while replays.may.exact and found.verdict.begins and low + 1 < high:
+        middle = (low + high) // 2
+        tried, verdict = replays.verdict(middle, found)
+        if verdict.same:
+            low = middle
+        else:
+            high, records, found.verdict = middle, tried, verdict
+    if high == step.iteration:
+        return differ, records
+    found.step = replace(step, iteration=high)
+    return f"{differ}. Step {high} differs already, in what its digests do not show", records
+
+
+def made_again(
+    sides: Sequence[Named],
+    start: Path | None,
+    number: int,
+    found: Outcome,
+    work: Path,
+    limit: float,
+) -> list[Path]:
+    """Let both sides make a step again, recorded; return the records' folders. Raises RunError."""
     records = []
-    for side in (a, b):
+    for side in sides:
         assert side.program is not None
         folder = work / f"replay-{side.letter}"
         if folder.exists():
             shutil.rmtree(folder)
         program = replace(side.program, argv=tuple(replay_flags(side, start)))
         try:
-            ran = run(program, folder, record=step.iteration, limit=limit)
+            found.replays.append(run(program, folder, record=number, limit=limit))
         except RunError as error:
-            found.sentence = f"{differ}. {side.letter} cannot make it again: {error}"
-            return
-        found.replays.append(ran)
+            raise RunError(f"{side.letter} cannot make it again: {error}") from None
         records.append(folder / "record")
-    begins = iteration == step.iteration - 1 or may.exact
-    may = replace(may, begins=begins, apart=step.apart)
-    found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
-    found.sentence = conclude(a, b, found, differ, records)
-    found.same = not step.what and found.verdict.same
+    return records
 
 
 def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[Path]) -> str:
@@ -217,11 +308,12 @@ def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[
         return f"{differ}. Made again from {found.start}, {verdict.sentence}"
     apart = [side.letter for side, record in zip((a, b), records, strict=True)
              if not repeats(side, step, record)]  # fmt: skip
-    which = " and ".join(apart) or "neither"
+    which = " and ".join(apart)
+    repeat = f"{which} does not repeat" if which else "both repeat"
     return (
         f"{differ}. Made again from {found.start}, {verdict.sentence}: what differed is in no "
         "flag, code or data, but a fault of that time, of a machine or of its memory ("
-        f"{which} does not repeat what it wrote of that step)"
+        f"{repeat} the loss and norm that it wrote of that step)"
     )
 
 

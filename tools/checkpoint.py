@@ -129,8 +129,15 @@ def do_convert(args: argparse.Namespace) -> int:
             if args.from_hf:
                 made = import_hf(source, args.save, args.model_file)
             else:
-                made = import_mcore(source, args.hf_config, args.save)
-        say(f"{source} -> {made}; train on from it with --load {args.save} --finetune")
+                made = import_mcore(source, args.hf_config, args.save, warn)
+        state = Checkpoint(made).state
+        how = "--finetune"
+        if args.from_mcore and state["iteration"]:
+            how = (
+                f"--no-load-optim --data-order megatron: iteration {state['iteration']}, "
+                f"{state['consumed_samples']} samples consumed; AdamW's moments begin at 0"
+            )
+        say(f"{source} -> {made}; train on from it with --load {args.save} {how}")
         return 0
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
@@ -230,8 +237,8 @@ def parser() -> Parser:
         "convert from and to Hugging Face's format, and from Megatron's, bit for bit",
         "Weights must be safetensors: .bin files are pickles, which can run code, and are not\n"
         "read. A run also takes a Hugging Face directory as it is: --load DIR. Conversion keeps\n"
-        "the tokenizer's files. Of Megatron's formats torch_dist is read, its weights only, and\n"
-        "unpickling nothing; --hf-config says the model's sizes.",
+        "the tokenizer's files. Of Megatron's formats torch_dist is read, its weights and how far\n"
+        "it is, unpickling nothing; --hf-config says the model's sizes.",
     )
     way = sub.add_mutually_exclusive_group(required=True)
     way.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")

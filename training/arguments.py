@@ -843,6 +843,14 @@ class DataConfig:
         "evaluate on each token of validation once, not on --eval-iters batches",
         changes_numbers=False,
     )
+    data_order: str = setting(
+        "weft",
+        "order of the samples: weft's has no end and does not depend on the run's length; "
+        "megatron's is that of Megatron-LM's GPTDataset and BlendedDataset",
+        rule=one_of("weft", "megatron"),
+        ours=True,
+        older="weft",
+    )
     data_cache_path: str | None = setting(
         None,
         "where index files are kept",

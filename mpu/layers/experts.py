@@ -165,6 +165,8 @@ class RouterLinear(nn.Module):
     Every rank holds A whole and applies it to its own part of s, so its gradient is partial there.
     """
 
+    takes = gives = Region.SEQUENCE_PARALLEL  # what of the activations a rank has
+
     def __init__(self, hidden: int, experts: int, *, ctx: LayerContext) -> None:
         super().__init__()
         self.ctx = ctx

@@ -198,10 +198,17 @@ def add(x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tenso
     )  # fmt: skip
 
 
+def exact_sum(x: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+    """Return the exact digest of rows x [n, m], with keys by_row [n] and by_column [m]: a scalar on
+    its device, without waiting.
+    """
+    return (_dot(x.view(WIDTHS[x.element_size()]), by_column) * by_row).sum()
+
+
 def _add_by_torch(
     x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor
 ) -> None:
-    exact += (_dot(x.view(WIDTHS[x.element_size()]), by_column) * by_row).sum()
+    exact += exact_sum(x, by_row, by_column)
     sums[0] += torch.linalg.vector_norm(x, dim=1).double().square().sum()
     for i in range(SIGNS):
         signed = (x @ signs(by_column, i, x.dtype)).double()

@@ -28,11 +28,12 @@ from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
 from mpu.comm.transport import Axis, Label
 from mpu.grid import DATA, Grid
 from mpu.param import placement_of
+from mpu.zero.digest import exact_sum, keys
 
 REPLICATED = (
     "dp_cp", "dp_cp_replicate", "edp", "edp_replicate", "tp", "ep", "embd"
 )  # axes whose ranks hold the same, in the order of their collectives  # fmt: skip
-CHUNK = 1 << 22  # words summed at a time on a device
+WIDTH, ROWS = 1 << 10, 1 << 12  # elements of a row, and rows summed at a time on a device
 
 
 class Difference(NamedTuple):
@@ -50,8 +51,8 @@ class Difference(NamedTuple):
 def hash_of(values: Tensor) -> int:
     """Return 64 bits of a contiguous tensor's bytes, as an int64; on CPU XXH3.
 
-    On a GPU it is the sum, mod 2^64, of its words times odd numbers that depend on the place: a
-    single bit that flips always changes it.
+    On a GPU it is the exact digest of mpu/zero/digest.py, of rows of WIDTH elements: a single bit
+    that flips always changes it.
     """
     if values.device.type == "cpu":
         data = values.detach().view(-1).view(torch.uint8).numpy().data
@@ -61,13 +62,17 @@ def hash_of(values: Tensor) -> int:
 
 def sum_of_words(values: Tensor) -> Tensor:
     """Return the hash of a tensor as a scalar on its device, without waiting; see `hash_of`."""
-    width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    words = values.detach().view(-1).view(width)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for first in range(0, len(words), CHUNK):
-        part = words[first : first + CHUNK].long()
-        place = torch.arange(first, first + len(part), device=values.device)
-        total += (part * (2 * place + 1)).sum()
+    flat, device = values.detach().view(-1), values.device
+    by_column = keys("column", 0, WIDTH, device)
+    by_row = keys("row", 0, -(-len(flat) // WIDTH), device)
+    whole = len(flat) // WIDTH
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for low in range(0, whole, ROWS):
+        some = slice(low, min(low + ROWS, whole))
+        rows = flat[some.start * WIDTH : some.stop * WIDTH].view(-1, WIDTH)
+        total += exact_sum(rows, by_row[some], by_column)
+    if rest := len(flat) - whole * WIDTH:
+        total += exact_sum(flat[None, whole * WIDTH :], by_row[whole:], by_column[:rest])
     return total
 
 

@@ -6,11 +6,13 @@ megatron-core 0.16.1 writes. `interleave` puts a layer together in plain Python,
 tool does.
 """
 
+import enum
 import io
 import json
 import pickle
 import random
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+import pretrain_llama
 from model import llama, qwen3
 from model.llama import Llama, LlamaConfig, hf_names
 from mpu.context import LayerContext
@@ -181,6 +184,75 @@ def test_torchs_own_writer(tmp_path):
     assert convert(tmp_path, tmp_path / "ckpt") == 0
     back = stored(tmp_path / "weft" / "step_00000000")
     assert all(torch.equal(back[name], ours[name]) for name in ours) and len(back) == len(ours)
+
+
+class Choice(enum.Enum):
+    """Stands for the classes of Megatron's own that its arguments hold."""
+
+    FLASH = 1
+
+
+def write_progress(place: Path, **args: Any) -> None:
+    """Write a common.pt as Megatron-LM's save_checkpoint does: its arguments, and much else."""
+    known = {"consumed_train_samples": 4, "seq_length": 16, "attention_backend": Choice.FLASH}
+    known |= {"params_dtype": torch.bfloat16, "names": ("a", None, {"b": 2.5}), **args}
+    state = {"args": Namespace(**known), "checkpoint_version": 3.0, "iteration": 7}
+    state |= {"optimizer": {"param_groups": [{"step": 7, "lr": 1e-3}]}, "rng": torch.zeros(3)}
+    torch.save(state, place / "common.pt")
+
+
+def test_a_run_goes_on_in_the_data_where_megatron_was(tmp_path, capsys):
+    """It begins at the iteration and the sample that common.pt names."""
+    source = tmp_path / "ckpt" / "iter_0000007"
+    write_parts(source, interleave(weights_of(model_of(False).initialize(4)), True))
+    write_progress(source)
+    assert convert(tmp_path, source) == 0
+    said = capsys.readouterr().out
+    assert "--no-load-optim --data-order megatron: iteration 7, 4 samples consumed" in said
+    state = json.loads((tmp_path / "weft" / "step_00000007" / "state.json").read_text())
+    assert (state["iteration"], state["consumed_samples"], state["consumed_tokens"]) == (7, 4, 64)
+    c = model_of(False).config
+    words = f"""
+        --num-layers {L} --hidden-size {H} --ffn-hidden-size {F} --num-attention-heads {A}
+        --group-query-attention --num-query-groups {G} --vocab-size {V} --seq-length 16
+        --max-position-embeddings 32 --untie-embeddings-and-output-weights --device cpu
+        --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --train-iters 9 --log-interval 1
+        --norm-epsilon {c.norm_epsilon} --tokenizer-type NullTokenizer --mock-data
+        --load {tmp_path}/weft --no-load-optim --data-order megatron
+    """.split()
+    assert pretrain_llama.main(words) == 0
+    said = capsys.readouterr().out
+    assert "at iteration 7, 4 samples consumed" in said and "finished: 9 iterations" in said
+
+
+@pytest.mark.parametrize(
+    "args, why",
+    [
+        ({"consumed_train_samples": -1}, "are not counts"),
+        ({"consumed_train_samples": "many"}, "are not counts"),
+        (None, "does not say how far the run is"),
+    ],
+)
+def test_without_its_progress_a_checkpoint_begins_at_sample_0(tmp_path, capsys, args, why):
+    source = write_parts(
+        tmp_path / "ckpt", interleave(weights_of(model_of(False).initialize(4)), True)
+    )
+    if args is not None:
+        write_progress(source, **args)
+    assert convert(tmp_path, source) == 0
+    said = capsys.readouterr()
+    assert why in said.err and "begins at sample 0" in said.err and "--finetune" in said.out
+    assert (tmp_path / "weft" / "step_00000000").is_dir()
+
+
+def test_nothing_of_a_common_pt_is_executed(tmp_path, capsys):
+    mark = tmp_path / "executed"
+    source = write_parts(
+        tmp_path / "ckpt", interleave(weights_of(model_of(False).initialize(4)), True)
+    )
+    write_progress(source, bomb=Bomb(mark))
+    assert convert(tmp_path, source) == 0 and not mark.exists()
+    assert "iteration 7, 4 samples consumed" in capsys.readouterr().out
 
 
 @pytest.fixture

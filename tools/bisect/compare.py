@@ -270,7 +270,7 @@ def _before(judge: _Judge) -> Iterator[Difference]:
 def _activations(judge: _Judge, keys: list[Key]) -> Iterator[Difference]:
     for key in keys:
         if key.group == "collective":
-            yield from _collective(judge, key)
+            yield from _by_rank(judge, key)
         elif key.group == "parameter":
             side = judge.one.own_total, judge.other.own_total
             yield from _of_parameter(judge, key, judge.allowed.exact, *side)
@@ -290,7 +290,9 @@ def _activation(judge: _Judge, key: Key) -> Iterator[Difference]:
             pair = judge.pair(key)
             a, b = (some[0].entry["shape"] for some in pair)
             yield Difference(key, a, b, float("inf"), pair)
-        else:
+        elif len({part.entry["stage"] for part in judge.one.parts[key]}) == 1:
+            yield from _by_rank(judge, key)
+        else:  # the model itself, of which each stage gives something else
             judge.found.left_out.append(key)
         return
     error = judge.unlike(one, other, judge.allowed.exact, (key.kind, key.phase))
@@ -310,16 +312,19 @@ def _no_fit(side: Side, key: Key) -> bool:
     return side.activation(key) is not None
 
 
-def _collective(judge: _Judge, key: Key) -> Iterator[Difference]:
-    """Compare what each rank takes and returns, where the sides have the same ranks."""
+def _by_rank(judge: _Judge, key: Key) -> Iterator[Difference]:
+    """Compare what each rank has, where the sides have the same ranks: of a collective, or of a
+    tensor without places of its own, such as the rows of an expert.
+    """
     ours, theirs = (
         {(p.rank, p.entry["micro_batch"]): p for p in parts} for parts in judge.pair(key)
     )
     if judge.one.sizes != judge.other.sizes or ours.keys() != theirs.keys():
+        judge.found.left_out.append(key)
         return
     for at, part in ours.items():
         one, other = Whole(part.values()), Whole(theirs[at].values())
-        if error := judge.unlike(one, other, judge.allowed.exact, ("collective", key.phase)):
+        if error := judge.unlike(one, other, judge.allowed.exact, (key.group, key.phase)):
             pair = ([part], [theirs[at]])
             yield Difference(key, one.values, other.values, error, pair)
 

@@ -34,7 +34,7 @@ def kind_of(found: Difference, one: Side, other: Side) -> Kind | None:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return _of_numbers(found)
     if found.key.group == "batch":
-        return _of_batch(a, b, one.first)
+        return _of_batch(a, b, one.first, found.key.name)
     if a.shape != b.shape:
         return _of_shapes(a.shape, b.shape, other)
     if not torch.equal(a.isfinite(), b.isfinite()):
@@ -91,13 +91,17 @@ def _of_shapes(a: Sequence[int], b: Sequence[int], other: Side) -> Kind:
     return Kind("another shape", f"the shapes are {list(a)} and {list(b)}")
 
 
-def _of_batch(a: Tensor, b: Tensor, first: int) -> Kind:
+def _of_batch(a: Tensor, b: Tensor, first: int, name: str) -> Kind:
     """Say which samples of the batch differ, and whether they are others or in another order.
 
-    first: the number of the batch's first sample.
+    first: the number of the batch's first sample. name: tokens, labels, loss_mask or position_ids.
     """
     rows = [i for i in range(min(len(a), len(b))) if not torch.equal(a[i], b[i])]
     samples = _numbers([first + i for i in rows])
+    if name in ("loss_mask", "position_ids") and a.shape == b.shape:
+        what = "loss counts or not" if name == "loss_mask" else "position is another"
+        count, many = int((a != b).sum()), "s" * (len(rows) > 1)
+        return Kind("a mask", f"the {what} at {count} tokens of sample{many} {samples}")
     ours = {tuple(row.flatten().tolist()) for row in a}
     theirs = [tuple(b[i].flatten().tolist()) for i in rows]
     if rows and all(row in ours for row in theirs):
@@ -191,15 +195,18 @@ def _summed(found: Difference, one: Side, other: Side, near: Near) -> Kind | Non
 
 def axes_of_sum(key: Key, tensor: str, side: Side, near: Near) -> Kind | None:
     """Find the sum of ranks' own gradients that a rank's summed gradient is."""
-    own = {part.rank: part for part in side.parts.get(key._replace(kind="own gradient"), [])}
+    every = {part.rank: part for part in side.parts.get(key._replace(kind="own gradient"), [])}
     for part in side.parts[key]:
         count = math.prod(part.entry["local"])
-        mine = own.get(part.rank)
+        mine = every.get(part.rank)
         if mine is None or part.entry["bytes"] != mine.entry["bytes"] or not count:
             continue
         value = part.values().double().flatten()
         sums = ("tp",) if "tp" in part.entry["sums"] else ()
-        axes = [a for a in ("dp", "cp", *sums) if part.axes[a][1] > 1]
+        # ranks of ep have other experts: of the same ones are those that hold the same pieces
+        same = [p for p in every.values() if p.entry["pieces"] == mine.entry["pieces"]]
+        own = {p.rank: p for p in same}
+        axes = [a for a in ("dp", "cp", *sums) if len({p.axes[a][0] for p in same}) > 1]
         full = tuple(axes)
         for some in _subsets(axes):
             total = torch.zeros_like(value)

@@ -118,7 +118,9 @@ def _own_model(program: Program) -> list[str]:
         if flag.replace("_", "-") == "--model-file":
             name = text if has else value
     file = program.tree / name
-    other = program.tree != ROOT and not Path(name).is_absolute() and file.is_file()
+    arguments = program.tree / "training" / "arguments.py"
+    known = arguments.is_file() and "model_file" in arguments.read_text()  # an older one has it not
+    other = program.tree != ROOT and not Path(name).is_absolute() and file.is_file() and known
     return ["--model-file", str(file)] if other else []
 
 
@@ -185,7 +187,10 @@ def _record_at(program: Any, number: int, folder: Path, tree: Path) -> None:
     recorder = _load("weft_recorder", HERE / "record.py")
     take = program.train_step
 
+    rates: dict[int, float] = {}
+
     def train_step(run: Any, batches: Any, lr: float, decoupled_lr: float | None = None) -> Any:
+        rates[run.iteration + 1] = lr
         if run.iteration + 1 != number:
             return take(run, batches, lr, decoupled_lr)
         file = run.config.model.model_file
@@ -196,7 +201,7 @@ def _record_at(program: Any, number: int, folder: Path, tree: Path) -> None:
         said = {
             "iteration": number, "loss": loss.item(), "norm": norm.item(),
             "seconds": time.monotonic() - began, "torch": torch.__version__,
-            "config": run.config.flat(),
+            "config": run.config.flat(), "rates": rates,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }  # fmt: skip
         if run.grid.rank == 0:

@@ -146,11 +146,13 @@ class Recorder:
         for i, batch in enumerate(self.batches):
             rows = len(batch.tokens)
             where = {"first": batch.first_sample, "rows": rows, "micro_batch": i}
-            for field in ("tokens", "labels", "loss_mask", "position_ids"):
-                value = getattr(batch, field)
-                if value is not None and field != "position_ids":
-                    self.write("batch", field, value, **where)
-            self.write("places", "places", self._places(batch), **where)
+            places, mask, ids = self._places(batch), batch.loss_mask, batch.position_ids
+            self.write("batch", "tokens", batch.tokens, **where)
+            self.write("batch", "labels", batch.labels, **where)
+            every = torch.ones(batch.tokens.shape) if mask is None else mask.float()
+            self.write("batch", "loss_mask", every, **where)
+            self.write("batch", "position_ids", places if ids is None else ids, **where)
+            self.write("places", "places", places, **where)
 
     def _places(self, batch: Batch) -> Tensor:
         cp = self.run.grid.cp

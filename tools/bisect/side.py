@@ -53,6 +53,8 @@ class Part:
     def values(self) -> Tensor:
         """Return the tensor, in its own dtype."""
         count, dtype = self.entry["bytes"], DTYPES[self.entry["dtype"]]
+        if not count:  # an expert's rows, where no token chose it
+            return torch.empty(self.entry["shape"], dtype=dtype)
         with open(self.file, "rb") as file:
             file.seek(self.entry["at"])
             data = np.fromfile(file, np.uint8, count)
@@ -219,6 +221,10 @@ class Side:
             shape = tuple(x.shape)
             if x.dim() == 2 and shape == (rows, tokens):
                 x, own = x.unsqueeze(-1), slices[tokens]
+            elif x.dim() == 2 and entry.get("region") and shape[0] / rows in slices:
+                x = x.unflatten(0, (-1, rows)).transpose(0, 1)  # tokens of all rows in one
+                own = slices[shape[0] // rows]
+                was_cut = was_cut or (size > 1 and shape[0] // rows != tokens)
             elif x.dim() >= 2 and shape[0] in slices and shape[1] in (rows, 1):
                 x = x.transpose(0, 1).expand(rows, *x.transpose(0, 1).shape[1:])
                 own = slices[shape[0]]

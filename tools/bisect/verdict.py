@@ -38,6 +38,7 @@ class Verdict:
     error: float = 0.0
     compared: int = 0
     left_out: list[str] = field(default_factory=list)
+    begins: bool = False  # it is a tensor that the step begins with, and no batch
 
     def json(self) -> dict[str, Any]:
         """Return it as JSON's types."""
@@ -72,7 +73,7 @@ def said(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Verdict
     return Verdict(
         text, False, name=name, module=module, what=first.key.kind or first.key.group,
         phase=phase, kind=kind.name if kind else "", site=place, error=first.error,
-        compared=found.compared, left_out=left,
+        compared=found.compared, left_out=left, begins=first.key.phase == "before",
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ KNOWN = re.compile(
     r"|collections\.OrderedDict|pathlib\.(_local\.)?(Pure)?PosixPath"
 )
 CONSTANT = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-LITERAL = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
+ANY = re.compile(r"[\w.<>]+")  # for a pickle of which only some numbers are looked at
+LITERAL = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"}
 LITERAL |= {"SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"}
 PUT, GET = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
@@ -44,16 +45,16 @@ class Table(list[tuple[Any, Any]]):
         return {key: value for key, value in self if isinstance(key, str)}
 
 
-def read_inert(data: bytes) -> Any:
+def read_inert(data: bytes, known: re.Pattern[str] = KNOWN) -> Any:
     """Return what a pickle describes. Raises ValueError for what is none, or is not a
-    checkpoint's."""
+    checkpoint's: it names a class that is not `known`."""
     try:
-        return _read(data)
+        return _read(data, known)
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"it is not a sound pickle ({error})") from None
 
 
-def _read(data: bytes) -> Any:
+def _read(data: bytes, known: re.Pattern[str]) -> Any:
     stack: list[Any] = []
     memo: dict[int, Any] = {}
 
@@ -69,7 +70,7 @@ def _read(data: bytes) -> Any:
 
     def named(module: Any, name: Any) -> Record:
         whole = f"{module}.{name}"
-        if not KNOWN.fullmatch(whole):
+        if not known.fullmatch(whole):
             raise ValueError(f"it names {whole[:80]}, which is not in a checkpoint's metadata")
         return Record(whole)
 

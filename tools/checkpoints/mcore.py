@@ -4,18 +4,20 @@
     iter_0000500/metadata.json     names the format
     iter_0000500/.metadata         a pickle: each tensor's shape, and where its parts lie
     iter_0000500/__R_W.distcp      those parts, one after another, each an archive of torch.save
+    iter_0000500/common.pt         a pickle: how far the run is, among much else
 
-Both kinds of pickles are read as data (inert_pickle.py). common.pt, optimizer state and bytes
-(_extra_state, states of random numbers) are not opened, so the model's sizes come from a Hugging
-Face config.json. In Megatron's tensors all layers are stacked along a dimension in front, or are
-numbered in the name; a query group's q, k and v stand side by side, gate and up one after another;
-the vocabulary is padded.
+All are read as data (inert_pickle.py). Of common.pt two numbers are taken: the iteration and the
+samples consumed. Optimizer state and bytes (_extra_state, states of random numbers) are not
+opened. The model's sizes come from a Hugging Face config.json. In Megatron's tensors all layers are
+stacked along a dimension in front, or are numbered in the name; a query group's q, k and v stand
+side by side, gate and up one after another; the vocabulary is padded.
 """
 
 import io
 import os
 import re
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +31,7 @@ from model.load import ModelFile, model_file_of, read_sizes
 from mpu.grid import Grid
 from tools.checkpoints.copy import check_empty
 from tools.checkpoints.huggingface import expected_tensors
-from tools.checkpoints.inert_pickle import Record, read_inert
+from tools.checkpoints.inert_pickle import ANY, Record, read_inert
 from training.checkpoint import CheckpointError, NamedPiece
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.files import open_plain
@@ -40,6 +42,7 @@ from training.data.tokenizer import tokenizer_of
 from training.run.export import TOKEN_IDS, tokenizer_files
 
 LATEST, FORMAT, METADATA = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
+COMMON = "common.pt"
 LIMIT = 1 << 30  # most bytes of .metadata that are read
 DISTCP = re.compile(r"__\d+_\d+\.distcp")
 ITERATION = re.compile(r"iter_\d{7,}")
@@ -171,6 +174,21 @@ def read_archive(data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> Ten
     return values.as_strided(shape, strides, first)
 
 
+def read_progress(data: bytes) -> tuple[int, int, int]:
+    """Return (iteration, samples consumed, sequence length) of a common.pt. Raises ValueError."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            (name,) = (n for n in archive.namelist() if n.partition("/")[2] == "data.pkl")
+            top = read_inert(archive.read(name), ANY).named()
+        args = top["args"].state.named()
+        found = (top["iteration"], args["consumed_train_samples"], args["seq_length"])
+    except (zipfile.BadZipFile, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it does not say how far the run is ({error})") from None
+    if not all(map(is_count, found)):
+        raise ValueError(f"iteration, samples and sequence length {found} are not counts")
+    return found
+
+
 class McoreCheckpoint:
     """The weights of an iteration's directory. Raises CheckpointError naming the file."""
 
@@ -202,6 +220,17 @@ class McoreCheckpoint:
                 f"{self.directory}: {METADATA} ({len(data)} bytes): {error}"
             ) from None
         self._check_sizes(there)
+
+    def progress(self) -> tuple[int, int, int]:
+        """Return (iteration, samples consumed, sequence length). Raises CheckpointError."""
+        try:
+            with open_plain(self.directory / COMMON) as file:
+                data = file.read(LIMIT + 1)
+            if len(data) > LIMIT:
+                raise ValueError(f"it is larger than {LIMIT} bytes")
+            return read_progress(data)
+        except (ValueError, OSError, NotImplementedError) as error:
+            raise CheckpointError(f"{self.directory / COMMON}: {error}") from None
 
     def _files(self) -> dict[str, int]:
         """Return the bytes of each entry of the directory."""
@@ -383,8 +412,11 @@ class Source:
         return found
 
 
-def import_mcore(source: Path, hf: Path, root: Path) -> Path:
-    """Write a Megatron checkpoint's weights as a checkpoint of step 0; return its directory.
+def import_mcore(source: Path, hf: Path, root: Path, note: Callable[[str], None]) -> Path:
+    """Write a Megatron checkpoint's weights as one of ours; return its directory.
+
+    It is of Megatron's iteration, with the samples that were consumed, so that --no-load-optim goes
+    on in the data. Where common.pt does not say these, it is of step 0 and a line (`note`) says so.
 
     hf: a directory with the model's config.json and, if there are any, its tokenizer's files.
     """
@@ -396,11 +428,20 @@ def import_mcore(source: Path, hf: Path, root: Path) -> Path:
     dtype = str(made.found.index[TOP[EMBEDDING]].dtype).removeprefix("torch.")
     ids = {k: foreign[k] for k in TOKEN_IDS if foreign.get(k) is not None}
     files = tokenizer_files(hf)
+    try:
+        iteration, consumed, length = made.found.progress()
+    except CheckpointError as error:
+        iteration = consumed = length = 0
+        note(f"{error}: the checkpoint begins at sample 0")
     state = {
-        "iteration": 0,
-        "consumed_samples": 0,
+        "iteration": iteration,
+        "consumed_samples": consumed,
+        "consumed_tokens": consumed * length,
+        "optimizer_steps": iteration,
         "hf_config": {**file.hf_config(config, dtype), **ids},
         **tokenizer_of(files),
     }
     pieces = made.pieces()
-    return save_checkpoint(root, step=0, pieces=pieces, state=state, grid=Grid(), attach=files)
+    return save_checkpoint(
+        root, step=iteration, pieces=pieces, state=state, grid=Grid(), attach=files
+    )

@@ -5,6 +5,7 @@ build        the loaders of a run: begin here
 indexed      tokens on disk, Megatron's .bin and .idx; watched, cache, local_copy: how they are read
 gpt          samples of a corpus, in an order of data and seed; sample_index, split, mock
 blend        several corpora, by weight
+megatron_order  the order of Megatron's data sets and blends; one_pass: each token once
 loader       global batches, cut for each data-parallel rank; workers, batch, context_part
 tokenizer    text to ids and back; hf_tokenizer, tik_tokenizer, gpt2_tokenizer, tokenizer_files,
              auto_tokenizer

@@ -19,6 +19,12 @@ from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loader import Loader
 from training.data.local_copy import local_copy
+from training.data.megatron_order import (
+    MegatronBlend,
+    MegatronDataset,
+    normalized,
+    sizes_of_blend,
+)
 from training.data.mock import MockDataset
 from training.data.one_pass import OnePass
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
@@ -138,6 +144,9 @@ def build_datasets(
     opener = _Opener(
         data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report, data.data_local_copy
     )
+    needed = dict.fromkeys(SPLITS, (0, 0))
+    if data.data_order == "megatron":
+        needed = samples_needed(config)
     shares = parse_split(data.split or DEFAULT_SPLIT) if data.data_path else None
     found: dict[str, Dataset | None] = {}
     for split, own in zip(SPLITS, own_paths, strict=True):
@@ -150,8 +159,31 @@ def build_datasets(
                 for name, path in validation_sets(own, data.validation_set_names).items()
             }
         for name, each in sets.items():
-            found[name] = opener.open(each, flag, split, shares, whole) if each else None
+            if each and (data.data_order == "weft" or whole):
+                found[name] = opener.open(each, flag, split, shares, whole)
+            else:
+                ask = partial(opener.open_as_megatron, each, flag, split, shares)
+                found[name] = ask(*needed[split]) if each else None
     return found
+
+
+def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
+    """Return how many samples of each split Megatron's order is made for, and how many are read.
+
+    Megatron's evaluations read on where the one before ended; these here begin anew.
+    """
+    batch, run = config.batch, config.run
+    size, steps = batch.global_batch_size, batch.train_iters
+    train = batch.train_samples if steps is None else steps * size
+    assert train is not None, "--train-iters or --train-samples is given"
+    steps = train // size if steps is None else steps
+    evaluation = max(0, run.eval_iters) * size
+    times = steps // run.eval_interval + 1 if run.eval_interval else 1
+    return {
+        "train": (train, train),
+        "valid": (times * evaluation, evaluation),
+        "test": (evaluation, evaluation),
+    }
 
 
 def validation_sets(paths: Sequence[str], names: Sequence[str] = ()) -> dict[str, str]:
@@ -204,12 +236,7 @@ class _Opener:
         found: list[GPTDataset] = []
         kept: list[float] = []
         for i, prefix in enumerate(prefixes):
-            if prefix not in self._files:
-                at = local_copy(prefix, self._local, self._report) if self._local else prefix
-                self._files[prefix] = IndexedTokens(at, self._cache(at))
-                self._files[prefix].check_vocabulary(self._vocab_size)
-            file = self._files[prefix]
-            cut = split_documents(shares, len(file))[split] if shares else range(len(file))
+            file, cut = self._cut(prefix, split, shares)
             if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):
                 found.append(part := self._dataset(file, split, cut))
                 kept.append(float(part.tokens) if weights is None else weights[i])
@@ -223,6 +250,69 @@ class _Opener:
         if len(found) > 1:
             return Blend(found, kept)
         return found[0] if found else None
+
+    def open_as_megatron(
+        self,
+        paths: Sequence[str],
+        flag: str,
+        split: str,
+        shares: tuple[float, float, float] | None,
+        samples: int,
+        read: int,
+    ) -> Dataset | None:
+        """Return the dataset of a split in Megatron's order, None if empty or not to be read.
+
+        samples: that the order is made for, of which `read` are read. As there, prefixes without
+        weights give one epoch each, and a blend takes no weight of 0.
+        """
+        prefixes, weights = parse_blend(paths, flag)
+        cuts = [self._cut(prefix, split, shares) for prefix in prefixes]
+        if not samples or not any(len(cut) for _, cut in cuts):
+            return None
+        if len(prefixes) == 1 and (weights is None or shares is None):
+            return self._in_order(*cuts[0], split, samples)
+        if weights is None:
+            parts = [self._in_order(file, cut, split, None) for file, cut in cuts]
+            count, normal = min(samples, sum(part.samples for part in parts)), None
+        else:
+            if min(weights) <= 0:
+                raise ValueError(f"{flag}: --data-order megatron takes no weight of 0")
+            wanted, made = sizes_of_blend(weights, samples)
+            asked = zip(cuts, made, strict=True)
+            parts = [self._in_order(file, cut, split, n) for (file, cut), n in asked]
+            count, normal = sum(wanted), normalized(weights)
+        if count < read:
+            raise ValueError(
+                f"{flag} without weights holds {count} {split} samples under --data-order megatron "
+                f"and the run reads {read}: with weights, data sets are repeated"
+            )
+        cache = self._cache(cuts[0][0].prefix)
+        return MegatronBlend(parts, normal, count, cache, native.load())
+
+    def _in_order(
+        self, file: IndexedTokens, cut: range, split: str, samples: int | None
+    ) -> MegatronDataset:
+        return MegatronDataset(
+            file,
+            split,
+            cut,
+            self._seq_length,
+            self._seed,
+            samples=samples,
+            cache=self._cache(file.prefix),
+            library=native.load(),
+        )
+
+    def _cut(
+        self, prefix: str, split: str, shares: tuple[float, float, float] | None
+    ) -> tuple[IndexedTokens, range]:
+        """Return a file, opened once, and the documents of a split in it."""
+        if prefix not in self._files:
+            at = local_copy(prefix, self._local, self._report) if self._local else prefix
+            self._files[prefix] = IndexedTokens(at, self._cache(at))
+            self._files[prefix].check_vocabulary(self._vocab_size)
+        file = self._files[prefix]
+        return file, split_documents(shares, len(file))[split] if shares else range(len(file))
 
     def _dataset(self, file: IndexedTokens, split: str, documents: range) -> GPTDataset:
         cache, library = self._cache(file.prefix), native.load()

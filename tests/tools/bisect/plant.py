@@ -215,6 +215,148 @@ def module(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
     del module.forward
 
 
+@stepped("attribute")
+def attribute(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Let a module have another number: a norm's epsilon, a scale, a table's factor."""
+    found = dict(run.module.named_modules()).get(plant["name"])
+    if found is None:
+        yield batches, lr
+        return
+    was = getattr(found, plant["field"])
+    setattr(found, plant["field"], plant["value"])
+    yield batches, lr
+    setattr(found, plant["field"], was)
+
+
+@stepped("rotation")
+def rotation(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Rotate by angles of another base, in the attention of one layer."""
+    name = f"layers.{plant['layer']}.attention"
+    found = dict(run.module.named_modules()).get(name)
+    if found is None:
+        yield batches, lr
+        return
+    forward = found.forward
+
+    def other(x: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **more: Any) -> Tensor:
+        angle = torch.atan2(sin, cos) * plant["factor"]
+        return forward(x, angle.cos().to(cos), angle.sin().to(sin), *rest, **more)
+
+    found.forward = other  # type: ignore[method-assign]
+    yield batches, lr
+    del found.forward
+
+
+@stepped("mask")
+def mask(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Ignore the loss of the first tokens of one row."""
+    for i, batch in enumerate(batches):
+        row = run.consumed + plant["row"] - batch.first_sample
+        if 0 <= row < len(batch.tokens):
+            kept = torch.ones(batch.tokens.shape)
+            kept[row, : plant["tokens"]] = 0
+            batches[i] = replace(batch, loss_mask=kept)
+    yield batches, lr
+
+
+@stepped("fewer micro-batches")
+def fewer(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Leave the last micro-batch of each rank out."""
+    yield batches[:-1], lr
+
+
+@stepped("gradient scale")
+def gradient_scale(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Divide by a wrong count: every summed gradient has another factor."""
+    finish = run.sink.finish_grad_sync
+
+    def finish_grad_sync() -> None:
+        finish()
+        for bucket in run.sink.buckets:
+            bucket.grad_shard.mul_(plant["factor"])
+
+    run.sink.finish_grad_sync = finish_grad_sync
+    yield batches, lr
+    del run.sink.finish_grad_sync
+
+
+@plants("lost state")
+def lost_state(plant: Plant) -> None:
+    """Lose a kind of the optimizer's state, or its count of steps, at the start."""
+    begin = pretrain_llama.Saver.begin
+
+    def changed(self: Any) -> Any:
+        found = begin(self)
+        for _, kind, _, values in self.optimizer.named_state():
+            if kind == plant.get("kind"):
+                values.zero_()
+        for updater in (u for some in self.optimizer.updaters for u in some):
+            if "count" in plant:
+                updater.set_steps(updater.steps + plant["count"])
+        return found
+
+    pretrain_llama.Saver.begin = changed  # type: ignore[method-assign]
+
+
+@stepped("stale weight")
+def stale_weight(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Let one rank's whole weight miss the update of a bucket's gather."""
+    yield batches, lr
+    run.sink.wait_for_weights()
+    for name, param in run.module.named_parameters():
+        if name == plant["name"]:
+            param.data.mul_(plant["factor"])
+
+
+@stepped("gathered weight")
+def gathered_weight(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Round what a rank gathers of a bucket at ZeRO stage 3, and not what its owner has."""
+    acquire, params = run.sink.acquire, dict(run.module.named_parameters())
+
+    def rounded(param: Any) -> Tensor:
+        weight = acquire(param)
+        return weight.detach().bfloat16().to(weight.dtype) if param is known else weight
+
+    known = params.get(plant["name"])
+    run.sink.acquire = rounded
+    yield batches, lr
+    del run.sink.acquire
+
+
+@stepped("ring")
+def ring(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Round the keys and values that go round the ring of context ranks."""
+    from mpu.layers.attention import exchange as rings
+
+    pass_on = rings.Ring._pass_on
+
+    def rounded(self: Any, x: Tensor, label: Any) -> Any:
+        forward = label is rings.FORWARD
+        return pass_on(self, x.bfloat16().to(x.dtype) if forward else x, label)
+
+    rings.Ring._pass_on = rounded  # type: ignore[method-assign]
+    yield batches, lr
+    rings.Ring._pass_on = pass_on  # type: ignore[method-assign]
+
+
+@stepped("experts")
+def experts(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
+    """Change what a mixture of experts decides or weighs, in one layer."""
+    found: Any = dict(run.module.named_modules()).get(plant["name"])
+    if found is None:
+        yield batches, lr
+        return
+    weights, choose = found.weights, found.choose
+    if plant["how"] == "weights":
+        found.weights = lambda *given: weights(*given) * plant["factor"]
+    else:  # the next expert instead of the second best
+        found.choose = lambda scores: torch.cat(
+            [(c := choose(scores))[:, :1], (c[:, :1] + 1) % scores.shape[1]], 1
+        )
+    yield batches, lr
+    del found.__dict__["weights" if plant["how"] == "weights" else "choose"]
+
+
 @stepped("order")
 def order(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
     """Multiply in two halves of k and add them: the same product, in another order."""
@@ -354,8 +496,8 @@ def message(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
     send = engine.send
 
     def rounded(x: Tensor, axis: Any, *rest: Any) -> Any:
-        forward = rest[-1].phase == "forward"
-        return send(x.bfloat16().to(x.dtype) if forward else x, axis, *rest)
+        phase = plant.get("phase", "forward")
+        return send(x.bfloat16().to(x.dtype) if rest[-1].phase == phase else x, axis, *rest)
 
     engine.send = rounded
     yield batches, lr

@@ -228,6 +228,40 @@ def test_samples_in_another_order_are_not_other_samples(tmp_path):
         assert found.kind == kind and found.name == "tokens", found.sentence
 
 
+def test_a_mask_that_one_sample_has_alone(tmp_path):
+    one, other = (Record(tmp_path / name) for name in ("one", "other"))
+    for record in (one, other):
+        record.batch()
+        kept = torch.ones(B, S)
+        kept[1, :2] = 0 if record is other else 1
+        record.add("batch", "loss_mask", kept, first=0, rows=B, micro_batch=0)
+        record.close()
+    found = verdict_of(Side(tmp_path / "one"), Side(tmp_path / "other"), LOOSE)
+    assert found.name == "loss_mask" and "counts or not at 2 tokens of sample 1" in found.sentence
+
+
+def test_rows_of_experts_are_compared_by_rank_and_may_be_none(tmp_path):
+    rows, none = torch.randn(5, H, generator=GENERATOR), torch.empty(0, H)
+
+    def sides(name, x):
+        return two_ranks(
+            tmp_path / name, lambda record, rank: record.activation("rows", x if rank else none)
+        )
+
+    one, same, other = sides("one", rows), sides("same", rows), sides("other", 2 * rows)
+    assert compare(one, same, EXACT).first is None
+    assert compare(one, other, EXACT).first.key.name == "rows"
+
+
+def test_weights_may_be_as_far_apart_as_the_steps_before_allow(tmp_path):
+    one = one_rank(tmp_path / "one", lambda r: r.parameter("weight", WEIGHT, "before"))
+    near = WEIGHT * (1 + 1e-6 * torch.randn(12, H, generator=GENERATOR, dtype=torch.float64))
+    other = one_rank(tmp_path / "other", lambda r: r.parameter("weight", near, "before"))
+    for apart, same in ({}, False), ({"w": 1e-5}, True), ({"": 1e-5}, True), ({"w": 1e-8}, False):
+        found = compare(one, other, Allowed(False, begins=False, apart=apart)).first
+        assert (found is None) == same, apart
+
+
 def test_which_layouts_have_equal_bits():
     base = {"parallel.world_size": 1, "parallel.pipeline_model_parallel_size": 1, "run.seed": 1}
     pipeline = base | {"parallel.world_size": 2, "parallel.pipeline_model_parallel_size": 2}
