@@ -20,6 +20,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -76,8 +77,8 @@ def prepare(text: str, out: Path) -> dict[str, int]:
 def train(name: str, recipe: str, out: Path, threads: int) -> tuple[list[dict[str, float]], float]:
     """Run a recipe; return its evaluations and the CPU seconds that it took."""
     folder = out / name
-    folder.mkdir(exist_ok=True)
-    (folder / "log.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     words = [*COMMON.split(), *recipe.split(), "--save", str(folder / "checkpoints")]
     words += ["--train-data-path", str(out / "train"), "--valid-data-path", str(out / "heldout")]
     words += ["--tokenizer-model", str(out / "tokenizer" / "tokenizer.json")]
@@ -94,7 +95,7 @@ def train(name: str, recipe: str, out: Path, threads: int) -> tuple[list[dict[st
 
 def steps_of(recipe: str, out: Path, threads: int, seconds: float) -> int:
     """Return how many steps of a recipe fill so many CPU seconds, from two short runs of it."""
-    few, more = 20, 120
+    few, more = 60, 160
     times = [
         train("timing", f"{recipe} --train-iters {n} --eval-iters 0", out, threads)[1]
         for n in (few, more)
@@ -145,9 +146,10 @@ def main() -> None:
     evaluations, seconds = train("own", recipe, args.output, args.threads)
     print(told("our own", evaluations, seconds, steps), flush=True)
     logs = [str(args.output / name / "log.jsonl") for name in ("nanogpt", "own")]
-    picture = [sys.executable, str(ROOT / "tools" / "plot_loss.py"), *logs, "--names", "nanoGPT's"]
-    picture += ["own", "--axis", "tokens", "--output", str(args.output / "loss.png"), "--title"]
-    picture += [f"{args.text.stem}, characters", "--reference", str(PUBLISHED), "published"]
+    title = f"{args.text.stem}, characters: nanoGPT's recipe (ref) and our own"
+    picture = [sys.executable, str(ROOT / "tools" / "plot_loss.py"), *logs, "--names", "ref", "own"]
+    picture += ["--axis", "tokens", "--output", str(args.output / "loss.png"), "--title", title]
+    picture += ["--reference", str(PUBLISHED), "published"]
     subprocess.run(picture, check=True)
     for name in ("nanogpt", "own"):
         prompt = "ROMEO:" if "ROMEO:" in text else text[:6]

@@ -67,7 +67,7 @@ def test_folders_of_three_saves_load_in_transformers(
         with torch.no_grad():
             got = theirs(tokens).logits
         torch.testing.assert_close(got, ours(result.folder / "run" / step, tokens))
-        assert len(list(folder.glob("model-*-of-*.safetensors"))) > ranks
+        assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
     text = "def f(x):"
     assert (
         AutoTokenizer.from_pretrained(folder)

@@ -133,7 +133,10 @@ def with_groups(grid: Grid, query_groups: int, device: torch.device) -> Grid:
     """Return the grid in which ranks share key/value heads, where these are fewer. Collective."""
     if query_groups >= grid.tp.size:
         return grid
-    shared = Grid(grid.world_size, grid.tp_size, launch=grid.launch, query_groups=query_groups)
+    shared = Grid(
+        grid.world_size, grid.tp_size, launch=grid.launch, query_groups=query_groups,
+        ep_size=grid.ep_size,
+    )  # fmt: skip
     shared.backend = grid.backend
     return shared.add_groups(device, TIMEOUT)  # it makes that of tp_kv alone, as tp is the world
 
@@ -158,6 +161,10 @@ def load_model(
     saved = newest.state.get("config")
     file = model_file_of(sizes, saved, own)
     config = saved_config(file, sizes, saved)
+    if grid.ep_size > 1 and not getattr(config, "num_experts", 0):
+        raise ValueError(
+            f"--expert-model-parallel-size {grid.ep_size}: the model of {root} has no experts"
+        )
     ctx = LayerContext(
         with_groups(grid, config.num_query_groups, device),
         dtype=dtype or stored,
@@ -216,6 +223,10 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add_tokenizer(parser, "the checkpoint's")
     add("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="left out: as stored")
+    add(
+        "--expert-model-parallel-size", type=whole(), default=0, metavar="N",
+        help="of a mixture: ranks that its experts are dealt out over (1)",
+    )  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="left out: cuda where there is one")
     args = parser.parse_args(None if argv is None else list(argv))
     rules = {
@@ -224,6 +235,11 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
         "--temperature": (args.temperature, 0 <= args.temperature < 1e9, "0 or more"),
         "--top-k": (args.top_k, args.top_k >= 0, "0 or more"),
         "--top-p": (args.top_p, 0 < args.top_p <= 1, "in (0, 1]"),
+        "--expert-model-parallel-size": (
+            args.expert_model_parallel_size,
+            not Launch.from_env().world % max(args.expert_model_parallel_size, 1),
+            f"a divisor of the {Launch.from_env().world} ranks",
+        ),
     }
     for flag, (value, good, rule) in rules.items():
         if not good:
@@ -277,7 +293,8 @@ def main(argv: Iterable[str] | None = None) -> int:
     args = parse(argv)
     launch = Launch.from_env()
     kind = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    grid = Grid(launch.world, tp_size=launch.world, launch=launch)
+    ep = args.expert_model_parallel_size
+    grid = Grid(launch.world, tp_size=launch.world, launch=launch, ep_size=ep)
     try:
         if args.device != "cpu" and (why := unusable_gpu()):
             raise ValueError(f"{why}; or generate on the CPU with --device cpu")

@@ -35,8 +35,11 @@ LAYOUTS = {
         Layout("pp 2", pp=2, flags="--num-layers 4"),
         Layout("dp 2"),
         Layout("ZeRO 3", flags="--zero-stage 3"),
+        Layout("ep 2", flags="--num-experts 4 --expert-model-parallel-size 2 "
+               "--moe-token-dispatcher-type alltoall --zero-stage 1"),
     )
-}
+}  # fmt: skip
+DENSE = tuple(name for name in LAYOUTS if name != "ep 2")
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Kind:
     name: str
     make: Callable[[random.Random, Layout, int, int], list[dict[str, Any]]]
     promise: Promise
-    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    layouts: tuple[str, ...] = DENSE
     base: str = ""
     flags: str = ""
     outside: str = ""

@@ -5,8 +5,8 @@ import signal
 from typing import Any
 
 from tests.chaos.fault import (
+    DENSE,
     HANG_TIMEOUT,
-    LAYOUTS,
     PEER_TIMEOUT,
     SAVE_EVERY,
     SLACK,
@@ -66,6 +66,9 @@ KILLS = [
     dead("in an evaluation", at("evaluation", "kill")),
     dead("at a message", at("send, receive", "kill"),
          layouts=("pp 2",)),
+    dead("among ranks that share out experts", at("layer, backward, gradient sums, update", "kill"),
+         layouts=("ep 2",)),
+    dead("in a save of experts", in_save(IN_SAVE, "kill"), layouts=("ep 2",)),
     dead("in a save", in_save(IN_SAVE, "kill"), share=3),
     dead("in a save behind the training",
          in_save((*IN_SAVE, "staging", "staged", "pruning", "trash"), "kill"),
@@ -121,7 +124,7 @@ NUMBERS = [
     for value in ("nan", "inf")
     for what, make, promise, layouts in (
         ("gradient", spoil("gradient sums", "gradient", value), ONCE, ("tp 2", "pp 2", "dp 2")),
-        ("layer's output", spoil("layer", "output", value), ONCE, tuple(LAYOUTS)),
+        ("layer's output", spoil("layer", "output", value), ONCE, DENSE),
         ("weight", spoil("step", "weight", value), WEIGHT, ("tp 2", "pp 2", "dp 2")),
     )
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of a run hold a mixture of experts too: of first gradients, and of replicas."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -8,13 +9,17 @@ import pytest
 import torch
 
 import pretrain_llama
+from model import moe
 from mpu.context import LayerContext
-from mpu.param import PlacementError, Region
+from mpu.grid import Grid
+from mpu.param import PlacementError, Region, unique_parameters
 from mpu.zero.gradient_check import GradientCheck
 from tests.model.moe_twin import SPARSE
 from tests.model.test_moe_parity import BASE, KINDS
 from tests.model.twin import config_of, micro_batches
 from tests.sampling import sampled
+from tools.generate import generate, load_model
+from training.checkpoint import parameter_pieces, save
 from training.faults.monitor import FailureMonitor
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -62,3 +67,33 @@ def test_a_router_whose_gradient_is_not_summed_is_named(world: Any) -> None:
     for found in world(4).run(first_gradients, case, True):
         assert len(found) == 1
         assert found[0].startswith("layers.0.mlp.router.weight: its gradient differs among"), found
+
+
+def saved_mixture(root: Path) -> Path:
+    """Save a random Mixtral with a tokenizer of numbers."""
+    config = moe.MoEConfig(101, 64, 96, 2, 4, 2, init_method_std=0.2, max_position_embeddings=64,
+                           num_experts=4, make_vocab_size_divisible_by=16)  # fmt: skip
+    model = moe.MoE(config, LayerContext()).initialize(1)
+    pieces = parameter_pieces(unique_parameters(model), moe.hf_names(model), Grid())
+    state = {"hf_config": moe.hf_config(config), "tokenizer_type": "NullTokenizer"}
+    save(root, step=1, pieces=pieces, state=state, grid=Grid())
+    return root
+
+
+def said(comm: Any, root: str, ep: int, temperature: float) -> list[list[int]]:
+    grid = comm.grid(comm.size, ep=ep)
+    model, _ = load_model(root, grid, torch.device("cpu"), None)
+    some = dict(samples=2, max_new_tokens=20, temperature=temperature, top_k=20, seed=7)
+    return generate(model, [5, 17, 3, 99], **some)
+
+
+@pytest.mark.parametrize("temperature", sampled([0.8, 0.0], 2))
+def test_ranks_that_deal_out_experts_generate_the_same(
+    world: Any, tmp_path: Path, temperature: float
+) -> None:
+    root = str(saved_mixture(tmp_path / "run"))
+    (alone,) = world(1).run(said, root, 0, temperature)
+    assert len({*alone[0]}) > 3, "a model that repeats itself would prove little"
+    for ep in (1, 2):
+        for rows in world(2).run(said, root, ep, temperature):
+            assert rows == alone
