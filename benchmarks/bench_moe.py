@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a layer of experts against transformers', and two ranks of experts against one process.
 
-    python benchmarks/bench_moe.py [layer ep] [--sizes tiny small] [--pairs 9]
+    python benchmarks/bench_moe.py [layer ep] [--sizes tiny small] [--pairs 9] [--cpu]
     sudo python benchmarks/bench_moe.py overlap [--link 1gbit]
 
 layer      forward and backward of one mixture of experts, in fp32 on all cores, beside
@@ -67,9 +67,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--link", default="1gbit", metavar="RATE", help="as tc writes it (1gbit)")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)  # one of overlap
+    parser.add_argument(
+        "--cpu", action="store_true", help="of layer: CPU seconds of one thread, on a busy machine"
+    )
     args = parser.parse_args()
     rows: dict[str, Callable[[str], str]] = {
-        "layer": lambda size: layer(size, args.pairs),
+        "layer": lambda size: layer(size, args.pairs, args.cpu),
         "ep": lambda size: ep(size, args.pairs),
         "overlap": lambda size: overlap(size, args.pairs, args.link),
     }
@@ -89,8 +92,11 @@ def spread(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-def layer(size: str, pairs: int) -> str:
+def layer(size: str, pairs: int, cpu: bool = False) -> str:
     """Return the row of one layer."""
+    clock = time.process_time if cpu else time.perf_counter
+    if cpu:
+        torch.set_num_threads(1)
     h, _, _, _, f, _, s = SIZES[size]
     torch.manual_seed(0)
     ours, theirs = weft(h, f), transformers_block(h, f)
@@ -101,7 +107,7 @@ def layer(size: str, pairs: int) -> str:
     other = step_of(theirs, x, dy)
     assert torch.allclose(own(), other(), rtol=1e-3, atol=1e-4), "the two compute something else"
     limit = bound(ours, x)
-    took = [(best(own), best(other), best(limit)) for _ in range(pairs)]
+    took = [tuple(best(side, clock) for side in (own, other, limit)) for _ in range(pairs)]
     ratios = [b / a for a, b, _ in took]
     a, b, c = (statistics.median(column) for column in zip(*took, strict=True))
     return (
@@ -110,13 +116,13 @@ def layer(size: str, pairs: int) -> str:
     )
 
 
-def best(step: Callable[[], Any], seconds: float = 0.4) -> float:
+def best(step: Callable[[], Any], clock: Callable[[], float], seconds: float = 0.4) -> float:
     """Return the seconds of one call: the median of those that fit."""
-    took, end = list[float](), time.perf_counter() + seconds
-    while len(took) < 3 or time.perf_counter() < end:
-        begin = time.perf_counter()
+    took, end = list[float](), clock() + seconds
+    while len(took) < 3 or clock() < end:
+        begin = clock()
         step()
-        took.append(time.perf_counter() - begin)
+        took.append(clock() - begin)
     return statistics.median(took)
 
 
