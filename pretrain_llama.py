@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
@@ -67,6 +68,7 @@ from training.optimizer import optimizer_groups
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, memory
 from training.run.autotune.overlap import Overlap, OverlapNotes
+from training.run.expert_values import expert_values
 from training.run.log import Log
 from training.run.meeting import meet
 from training.run.memory import MemoryReport
@@ -283,7 +285,10 @@ def train(
             stop_signal.stepped = True
 
             step.auxiliary = run.model.ctx.auxiliary_losses.mean
-            step.values = log.values(step, run.optimizer.params_norm)
+            tokens = step.size * config.model.seq_length
+            step.values = log.values(
+                step, run.optimizer.params_norm, partial(expert_values, run, tokens)
+            )
             decision = after_step(step, watchers)
             if decision.back:  # the run is at a checkpoint again
                 continue

@@ -115,7 +115,7 @@ def communicate(file: Path, steps: int, flags: list[str]) -> None:
     launch = Launch.from_env()
     config = parse(flags, launch.world)
     grid = make_grid(config, launch)
-    config, device, _, _ = prepare(config, grid)
+    config, device, _, _ = prepare(config, grid, False, print)
     wait = timedelta(minutes=5)
     connect(config, grid, device, meet(wait, launch), wait, print)
     trained = build(config, grid, device, FailureMonitor())

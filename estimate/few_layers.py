@@ -91,6 +91,7 @@ def _together(parts: Sequence[RankProfile]) -> RankProfile:
         looked_up=frozenset().union(*(part.looked_up for part in parts)),
         living=(),
         amaxes=sum(part.amaxes for part in parts),
+        loads=sum(part.loads for part in parts),
     )
 
 
@@ -133,6 +134,7 @@ def _units(
         gradients=_longer(high.gradients, chunks, forward=False),
         living=_living(high, low, chunks[0]) if len(stages) == 1 else (),
         amaxes=high.amaxes + (high.amaxes - low.amaxes) * max(times),
+        loads=high.loads + (high.loads - low.loads) * max(times),
     )
 
 
@@ -179,11 +181,11 @@ def _blocks(
         for one, more, twice, n, m in zip(*(f.stages for f in found), again, plain, strict=True)
     ]
     gradients = _longer(base.gradients, chunks, forward=False, middle=0)
-    amaxes = sum((other.amaxes - base.amaxes) * k for other, k in (
-        (found[1], max(0, max(plain) - 1)), (found[2], max(0, max(again) - 1))))  # fmt: skip
+    more = ((found[1], max(0, max(plain) - 1)), (found[2], max(0, max(again) - 1)))
     return replace(
         base, stages=tuple(told), uses=(), gradients=gradients, living=(),
-        amaxes=base.amaxes + amaxes,
+        amaxes=base.amaxes + sum((other.amaxes - base.amaxes) * k for other, k in more),
+        loads=base.loads + sum((other.loads - base.loads) * k for other, k in more),
     )  # fmt: skip
 
 

@@ -108,8 +108,8 @@ class RankProfile:
     parameters whose gradient comes by rows. living: for each of `gradients` the most that lives
     from the one before until it is ready, in bytes, main gradients and weights not counted. In a
     pipeline uses and living may be left out. amaxes: bytes of the message that ends a step, for
-    delayed scales in float8; else 0. auxiliary: the axes over which auxiliary losses are summed at
-    the end of a step, one sum each.
+    delayed scales in float8; else 0. loads: of that with the tokens of experts; else 0. auxiliary:
+    the axes over which auxiliary losses are summed at the end of a step, one sum each.
     """
 
     stages: tuple[StageProfile, ...]
@@ -118,6 +118,7 @@ class RankProfile:
     looked_up: frozenset[str]
     living: tuple[int, ...]
     amaxes: int
+    loads: int = 0
     auxiliary: tuple[str, ...] = ()
 
 
@@ -159,7 +160,8 @@ def _rank_profile(
         tuple(sink.gradients),
         frozenset(sink.looked_up),
         tuple(sink.living),
-        sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
+        amaxes=sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
+        loads=sink.loads.nbytes if sink.loads is not None else 0,
         auxiliary=tuple(
             axis.name for axes in model.ctx.auxiliary_losses.sums for axis in axes
         ),

@@ -38,7 +38,7 @@ class Traffic:
     axis: as the grid names it. verb: as a trace names it. who, purpose: as in the label of the call
     (mpu/comm/transport.py): the layer, "*" for its number, the bucket or the message; "forward",
     "backward", "wgrad", "message", "grad sum", "gather", "update", "float8 scales", "amaxes",
-    "exchange" or one of SMALL. times: how many. bytes: of each whole tensor,
+    "counts", "exchange" or one of SMALL. times: how many. bytes: of each whole tensor,
     about where they differ. sent: bytes that leave this rank, all times together, exactly.
     size: ranks of the axis. peer: of a message, the other rank's place on pp.
     """
@@ -89,6 +89,7 @@ def traffic(
         *_messages(config, grid, found, pp_rank),
         *_extra(config, grid, rank_memory.flats(config, provider, pp_rank)),
         *_amaxes(grid, found),
+        *_loads(config, grid, found),
         *_data(config, provider, grid, pp_rank),
         *_norms(config, provider, grid, pp_rank),
         *_ends(grid, found),
@@ -156,13 +157,14 @@ def _extra(config: Config, grid: Grid, flats: Sequence[BucketLayout]) -> Iterato
 
 
 def _sum(
-    config: Config, grid: Grid, axis: str, label: tuple[str, str], nbytes: int
+    config: Config, grid: Grid, axis: str, label: tuple[str, str], nbytes: int, item: int = 0
 ) -> Iterator[Traffic]:
     """Yield an all-reduce: on a CPU a reduce-scatter, which adds in rank order, and a gather.
 
-    nbytes: of a bucket's gradients. It is padded to a multiple of the ranks.
+    nbytes: of a bucket's gradients, or of numbers of `item` bytes. It is padded to a multiple of
+    the ranks.
     """
-    size, item = getattr(grid, axis).size, rank_memory.gradient_bytes(config)
+    size, item = getattr(grid, axis).size, item or rank_memory.gradient_bytes(config)
     if config.parallel.device != "cpu":
         yield _row(grid, axis, "all_reduce", label, nbytes)
         return
@@ -175,6 +177,13 @@ def _amaxes(grid: Grid, found: RankProfile) -> Iterator[Traffic]:
     """Yield the maxima of delayed scales, on which ranks of tp and of dp_cp agree once a step."""
     for axis in ("tp", "dp_cp") if found.amaxes else ():
         yield _row(grid, axis, "all_reduce", ("float8", "amaxes"), found.amaxes)
+
+
+def _loads(config: Config, grid: Grid, found: RankProfile) -> Iterator[Traffic]:
+    """Yield the sum of the tokens of experts over the stage, once a step."""
+    sp = ("tp",) * config.parallel.sequence_parallel
+    for axis in (*sp, "dp_cp") if found.loads else ():
+        yield from _sum(config, grid, axis, ("experts", "counts"), found.loads, item=8)
 
 
 def _data(

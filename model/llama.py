@@ -32,7 +32,7 @@ from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.qkv import local_heads, qkv_linear
 from mpu.layers.rope import rope_frequencies, rope_table
-from mpu.param import draw_normal, placement_of, tie, unique_parameters
+from mpu.param import draw_normal, placement_of, saved_buffers, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
 
@@ -334,7 +334,8 @@ class Llama(nn.Module):
 def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
     """Return each parameter's Hugging Face tensor names, one for each fused section of it.
 
-    A parameter of a module that the tables do not list keeps its own name.
+    A parameter of a module that the tables do not list keeps its own name. Buffers that a
+    checkpoint holds have one name each.
     """
     ends = model.hf_ends
     table: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in ends.items()}
@@ -350,7 +351,8 @@ def hf_names(model: Llama) -> dict[str, tuple[str, ...]]:
             return tuple(f"{theirs}.{kind}" for theirs in table[module])
         return tuple(f"{name}.{i}" for i in range(sections)) if sections > 1 else (name,)
 
-    return {n: names(n, len(placement_of(p).sections)) for n, p in unique_parameters(model)}
+    found = {n: names(n, len(placement_of(p).sections)) for n, p in unique_parameters(model)}
+    return found | {n: names(n, 1) for n, _ in saved_buffers(model)}
 
 
 def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:

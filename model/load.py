@@ -21,7 +21,8 @@ from torch import nn
 from model.llama import Llama, LlamaConfig
 
 HERE = Path(__file__).resolve().parent
-FILES = {"mixtral": "moe", "qwen3_moe": "moe"}  # by model_type, where the names differ
+# by model_type, where the names differ
+FILES = {"mixtral": "moe", "qwen3_moe": "moe", "dots1": "moe"}
 NEEDED = ("Model", "ModelConfig", "hf_names", "hf_config", "from_hf_config", "parameter_group")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral and Qwen3-MoE: a Llama whose MLPs are mixtures of experts. What differs, and no more.
+"""Mixtral, Qwen3-MoE, Dots1: a Llama whose MLPs are mixtures of experts. What differs, and no more.
 
     T tokens of a rank = s/t x b   E experts   k experts a token   f ffn hidden of an expert
 
@@ -25,7 +25,8 @@ from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, r
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
-from mpu.layers.dispatch import Plan, dispatcher
+from mpu.layers.dispatch import Capacity, Plan, count_of, dispatcher
+from mpu.layers.expert_load import ExpertLoad
 from mpu.layers.experts import Experts, RouterLinear
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Decisions, Recompute
@@ -44,6 +45,9 @@ class MoEConfig(LlamaConfig):
     a softmax over the chosen ones, so their sum is 1. moe_router_topk_scaling_factor: what weights
     are multiplied by. moe_shared_expert_intermediate_size: ffn hidden of an expert that every token
     meets; 0: there is none. qk_layernorm: queries and keys are normalised, as in Qwen3.
+    moe_router_enable_expert_bias: a bias is added to sigmoid scores where experts are chosen.
+    moe_router_num_groups, moe_router_group_topk: of so many groups of experts a token chooses from
+    the best ones only; 0: from all.
     """
 
     num_experts: int = 8
@@ -55,6 +59,9 @@ class MoEConfig(LlamaConfig):
     moe_router_topk_scaling_factor: float = 1.0
     moe_shared_expert_intermediate_size: int = 0
     qk_layernorm: bool = False
+    moe_router_enable_expert_bias: bool = False
+    moe_router_num_groups: int = 0
+    moe_router_group_topk: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,8 +84,25 @@ class MoEConfig(LlamaConfig):
                 "--moe-router-topk 1: the softmax over one chosen expert is 1 whatever the router "
                 "says, so it would not be trained: give --moe-router-pre-softmax"
             )
-        if self.moe_router_pre_softmax and score != "softmax":
-            raise ValueError(f"--moe-router-pre-softmax: scores are a {score}, not a softmax")
+        if self.moe_router_enable_expert_bias and score != "sigmoid":
+            raise ValueError(
+                f"--moe-router-enable-expert-bias is a bias of sigmoid scores: with "
+                f"--moe-router-score-function {score} leave it out"
+            )
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, best = self.moe_router_num_groups, self.moe_router_group_topk
+        e, k = self.num_experts, self.moe_router_topk
+        if not groups:
+            rule = "left out where there is no --moe-router-num-groups"
+            return self._rule("moe_router_group_topk", best == 0, rule)
+        self._rule("moe_router_num_groups", e % groups == 0, f"a divisor of the {e} experts")
+        rule = f"a whole number from 1 to the {groups} groups that divides --moe-router-topk {k}"
+        self._rule("moe_router_group_topk", 1 <= best <= groups and k % best == 0, rule)
+        size = e // groups
+        rule = f"at least {k // size + (k % size > 0)}: a group has {size} experts, and a token {k}"
+        self._rule("moe_router_group_topk", best * size >= k, rule)
 
     def _rule(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
@@ -113,12 +137,15 @@ class Attention(qwen3.Attention):
 class Routing(NamedTuple):
     """What the router decided for a micro-batch, once.
 
-    counts: for each balance loss, the tokens that chose each expert: of each sequence [b, E], or of
-    all sequences of the micro-batch [1, E].
+    load: this rank's tokens that chose each expert [E], and where experts have a capacity the pairs
+    that were dropped [E + 1]. shares: for each balance loss its f, the
+    share of the pairs (token, choice) that each expert got: of each sequence [b, E], of all
+    sequences of the micro-batch or of the step before [1, E].
     """
 
     plan: Plan
-    counts: tuple[Tensor, ...]
+    load: Tensor
+    shares: tuple[Tensor, ...]
 
 
 class SparseMLP(nn.Module):
@@ -129,6 +156,8 @@ class SparseMLP(nn.Module):
         h, e = config.hidden_size, config.num_experts
         self.config, self.ctx, self.decisions = config, ctx, decisions
         self.router = RouterLinear(h, e, ctx=ctx)
+        biased = config.moe_router_enable_expert_bias
+        self.load = ExpertLoad(e, self.router.weight, ctx=ctx, bias=biased)
         self.experts = Experts(e, h, config.expert_ffn, ctx=ctx)
         self.dispatcher = dispatcher(
             ctx.experts, e, config.moe_router_topk, ctx.grid.ep, self
@@ -145,28 +174,60 @@ class SparseMLP(nn.Module):
         scores = logits.sigmoid() if self.config.moe_router_score_function == "sigmoid" else logits
         routing = self.decisions.keep(lambda: self.decide(scores.detach(), x.shape[1]))
         plan, d = routing.plan, self.dispatcher
-        rows = self.experts(d.rows(tokens, plan), plan.counts)  # [n, h]
+        sent = d.start(tokens, plan)
+        shared = None if self.shared is None else self.shared(x)  # while the rows are on their way
+        rows = self.experts(d.finish(sent, plan), plan.counts, sent.later)  # [n, h]
         y = d.combine(rows, self.weights(scores, plan.choice), plan).view_as(x)
-        if self.shared is not None:
-            y = y + self.shared(x)
-        losses = self.losses(logits, scores, routing.counts)
-        return y if losses is None else self.ctx.auxiliary_loss(y, losses)
+        y = y if shared is None else y + shared
+        losses = self.losses(logits, scores, routing.shares)
+        if losses is not None:
+            y = self.ctx.auxiliary_loss(y, losses)
+        return self.load.note(y, routing.load, losses)
 
     def decide(self, scores: Tensor, batch: int) -> Routing:
         """Choose k experts for each token by its scores [T, E], and plan what goes where."""
-        plan = self.dispatcher.plan(self.choose(scores))
-        each = (batch if kind == "seq_aux_loss" else 1 for kind, _ in self.ctx.experts.balance)
-        return Routing(plan, tuple(self.count(plan.choice, sequences) for sequences in each))
+        bias = self.load.e_score_correction_bias
+        kinds = [kind for kind, _ in self.ctx.experts.balance]
+        choice = self.choose(scores if bias is None else scores + bias)
+        load = count_of(choice, self.config.num_experts)
+        # f of a loss is of the scores, as in DeepSeek-V3: the bias would hide what is uneven
+        best = choice if bias is None or not kinds else self.choose(scores)
+        shares = tuple(self.share(best, kind, batch) for kind in kinds)
+        capacity, options = None, self.ctx.experts
+        if options.capacity_factor is not None:
+            first = self.weights(scores, choice) if options.drop_policy == "probs" else None
+            capacity = Capacity.of(
+                choice, load, options.capacity_factor, first, options.pad_to_capacity
+            )
+            dropped = (load - capacity.size).clamp(min=0).sum()
+            plan = self.dispatcher.plan(choice, load, capacity)
+            return Routing(plan, torch.cat([load, dropped[None]]), shares)
+        return Routing(self.dispatcher.plan(choice, load), load, shares)
 
     def choose(self, scores: Tensor) -> Tensor:
         """Return the numbers of the k highest of scores [T, E], lower numbers first among equals:
-        [T, k].
+        [T, k]. Groups of experts are chosen first, where the model has them, in the same way.
         """
         k, e = self.config.moe_router_topk, self.config.num_experts
         if self.ctx.experts.force_balance:
             pairs = torch.arange(len(scores) * k, device=scores.device)
             return pairs.view(-1, k) % e
+        if self.config.moe_router_num_groups > 1:
+            scores = self.of_best_groups(scores)
         return torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]
+
+    def of_best_groups(self, scores: Tensor) -> Tensor:
+        """Return scores [T, E], those outside of each token's best groups being -infinity.
+
+        A group counts as the sum of its k / (groups chosen) best scores (DeepSeek-V3: of two).
+        """
+        c = self.config
+        n = c.moe_router_group_topk
+        of_group = scores.unflatten(1, (c.moe_router_num_groups, -1))  # [T, groups, E / groups]
+        best = of_group.sort(dim=2, descending=True).values[:, :, : c.moe_router_topk // n].sum(2)
+        chosen = torch.sort(best, dim=1, descending=True, stable=True).indices[:, :n]
+        out = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        return of_group.masked_fill(out[:, :, None], -torch.inf).flatten(1)
 
     def weights(self, scores: Tensor, choice: Tensor) -> Tensor:
         """Return the weight of each chosen expert, of scores [T, E] and choice [T, k]: [T, k]."""
@@ -182,20 +243,27 @@ class SparseMLP(nn.Module):
         factor = c.moe_router_topk_scaling_factor
         return chosen if factor == 1.0 else chosen * factor
 
+    def share(self, choice: Tensor, kind: str, batch: int) -> Tensor:
+        """Return f of a balance loss for the experts chosen [T, k], of which `batch` sequences."""
+        if kind == "lagged_global_aux_loss":
+            before = self.load.before
+            return (before / before.sum().clamp(min=1))[None]
+        sequences = batch if kind == "seq_aux_loss" else 1
+        ranks = self.ctx.grid.cp.size * (self.ctx.tp.size if self.ctx.sp else 1)
+        return self.count(choice, sequences).double() / (choice.numel() * ranks // sequences)
+
     def count(self, choice: Tensor, sequences: int) -> Tensor:
         """Return the tokens that chose each expert [sequences, E], of all ranks of tp and cp."""
-        t, e = len(choice), self.config.num_experts
-        at = torch.arange(t, device=choice.device) % sequences  # tokens are [s/t, b]
-        found = torch.zeros((sequences * e,), dtype=torch.long, device=choice.device)
-        keys = (at[:, None] * e + choice).flatten()
-        found.index_add_(0, keys, torch.ones_like(keys))  # of whole numbers, so in any order
+        e = self.config.num_experts
+        at = torch.arange(len(choice), device=choice.device) % sequences  # tokens are [s/t, b]
+        found = count_of(at[:, None] * e + choice, sequences * e)
         axes = (self.ctx.tp,) * self.ctx.sp + (self.ctx.grid.cp,)
         for axis in axes:
             found = sum_in_order(found, axis, self.label)
         return found.view(sequences, e)
 
     def losses(
-        self, logits: Tensor, scores: Tensor, counted: tuple[Tensor, ...]
+        self, logits: Tensor, scores: Tensor, shares: tuple[Tensor, ...]
     ) -> Tensor | None:
         """Return the sum of the router's losses over this rank's tokens, or None where none is on.
 
@@ -203,20 +271,20 @@ class SparseMLP(nn.Module):
                    its probability: 1 at balance (Fedus et al. 2021). Over each sequence
                    (seq_aux_loss, DeepSeek-V3) or over the micro-batch of a data-parallel rank
                    (aux_loss). f has no gradient and P is a sum, so each rank adds its own tokens'.
+                   lagged_global_aux_loss: f is of the global batch of the step before, which every
+                   rank knows; there is no loss in the first step
         z-loss     the mean of logsumexp(logits)^2 (Zoph et al. 2022)
         """
         options, found = self.ctx.experts, list[Tensor]()
-        if counted:
+        if shares:
             if self.config.moe_router_score_function == "sigmoid":
                 probabilities = scores / (scores.sum(1, keepdim=True) + 1e-20)
             else:
                 probabilities = logits.softmax(1)
-        for counts, (_, coefficient) in zip(counted, options.balance, strict=True):
-            each = probabilities.unflatten(0, (-1, len(counts))).sum(0)  # [sequences, E]
-            ranks = self.ctx.grid.cp.size * (self.ctx.tp.size if self.ctx.sp else 1)
-            pairs = len(logits) * ranks // len(counts) * self.config.moe_router_topk
-            scale = coefficient * self.config.num_experts / pairs
-            found.append((counts.to(each.dtype) * each).sum() * scale)
+        for share, (_, coefficient) in zip(shares, options.balance, strict=True):
+            each = probabilities.unflatten(0, (-1, len(share))).sum(0)  # [sequences, E]
+            scale = coefficient * self.config.num_experts
+            found.append((share.to(each.dtype) * each).sum() * scale)
         if options.z_coefficient:
             found.append(logits.logsumexp(1).square().sum() * options.z_coefficient)
         return sum(found[1:], found[0]) if found else None
@@ -268,6 +336,7 @@ def hf_modules(config: MoEConfig) -> Mapping[str, tuple[str, ...]]:
     return {
         **(qwen3.Qwen3 if config.qk_layernorm else llama.Llama).hf_modules,
         "mlp.router": (f"{at}.gate",),
+        "mlp.load": (f"{at}.gate",),  # the bias of its choice
         "mlp.experts.gate_up": tuple(f"{at}.experts.{i}.{n}" for i in numbers for n in (gate, up)),
         "mlp.experts.down": tuple(f"{at}.experts.{i}.{down}" for i in numbers),
         "mlp.shared.gate_up": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
@@ -291,8 +360,10 @@ def dense_names(config: MoEConfig) -> dict[str, str]:
 def hf_kind(config: MoEConfig) -> str:
     """Return Hugging Face's model_type of the same model, "moe" where there is none."""
     c = config
+    if _is_dots1(c):
+        return "dots1"
     plain = c.moe_router_score_function == "softmax" and c.moe_router_topk_scaling_factor == 1.0
-    if not plain or c.moe_shared_expert_intermediate_size:
+    if not plain or c.moe_shared_expert_intermediate_size or c.moe_router_num_groups > 1:
         return "moe"
     if c.qk_layernorm:
         return "qwen3_moe"
@@ -301,10 +372,24 @@ def hf_kind(config: MoEConfig) -> str:
     return "mixtral" if mixtral else "moe"
 
 
+def _is_dots1(c: MoEConfig) -> bool:
+    """Return whether Hugging Face's Dots1ForCausalLM computes the same: a Qwen3-MoE whose experts,
+    router and first dense layers are DeepSeek-V3's.
+    """
+    sparse = [c.sparse(i) for i in range(c.num_layers)]
+    two = c.moe_router_num_groups <= 1 or c.moe_router_topk == 2 * c.moe_router_group_topk
+    shared = c.moe_shared_expert_intermediate_size
+    return (
+        c.moe_router_enable_expert_bias and c.qk_layernorm and c.moe_router_topk > 1 and two
+        and shared > 0 and shared % c.expert_ffn == 0 and sparse == sorted(sparse)
+    )  # fmt: skip
+
+
 OWN = (
     "moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function", "qk_layernorm",
     "moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size",
 )  # fmt: skip
+LATER = ("moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk")
 
 
 def hf_config(config: MoEConfig, dtype: str = "float32") -> dict[str, Any]:
@@ -314,9 +399,23 @@ def hf_config(config: MoEConfig, dtype: str = "float32") -> dict[str, Any]:
     if kind == "mixtral":
         own: dict[str, Any] = {"num_local_experts": e, "architectures": ["MixtralForCausalLM"]}
         return {**made, **own, "sliding_window": None}
+    if kind == "dots1":
+        return made | {
+            "architectures": ["Dots1ForCausalLM"],
+            "n_routed_experts": e,
+            "moe_intermediate_size": config.expert_ffn,
+            "n_shared_experts": config.moe_shared_expert_intermediate_size // config.expert_ffn,
+            "first_k_dense_replace": sum(not config.sparse(i) for i in range(config.num_layers)),
+            "n_group": config.moe_router_num_groups or 1,
+            "topk_group": config.moe_router_group_topk or 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": config.moe_router_topk_scaling_factor,
+            "scoring_func": "sigmoid",
+            "sliding_window": None,
+        }
     made |= {"num_experts": e, "moe_intermediate_size": config.expert_ffn}
     if kind == "moe":
-        return {**made, "architectures": ["MoE"], **{n: getattr(config, n) for n in OWN}}
+        return {**made, "architectures": ["MoE"], **{n: getattr(config, n) for n in (*OWN, *LATER)}}
     dense = [i for i in range(config.num_layers) if not config.sparse(i)]
     return {
         **made,
@@ -337,7 +436,7 @@ QWEN3 = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_s
 
 
 def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
-    """Read a config.json of a Mixtral, a Qwen3-MoE or of Weft's own model_type "moe".
+    """Read a config.json of a Mixtral, a Qwen3-MoE, a Dots1 or of Weft's own model_type "moe".
 
     The coefficient of their balance loss is not read: it is a flag, and theirs is another loss.
     Raises ValueError naming the field, its value and what is supported.
@@ -361,8 +460,11 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
             "moe_layer_freq": 1 if all(freq) else freq,
         }  # fmt: skip
         return _read(hf, kind, {}, own)
+    if kind == "dots1":
+        return _read_dots1(hf)
     if kind == "moe":
         own = {name: hf[name] for name in OWN}
+        own |= {name: hf[name] for name in LATER if name in hf}
         freq = hf["moe_layer_freq"]
         own |= {
             "num_experts": hf["num_experts"], "moe_router_topk": hf["num_experts_per_tok"],
@@ -371,9 +473,37 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
         }  # fmt: skip
         return _read(hf, kind, {}, own)
     raise ValueError(
-        f"config.json: model_type is {kind!r}, and this --model-file's are 'mixtral', 'qwen3_moe' "
-        "and 'moe'"
+        f"config.json: model_type is {kind!r}, and this --model-file's are 'mixtral', 'qwen3_moe', "
+        "'dots1' and 'moe'"
     )
+
+
+def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
+    layers, first = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
+    far = (hf.get("max_window_layers") or 62) >= layers or hf.get("layer_types") is not None
+    rules = {
+        "sliding_window": lambda v: v is None or far,
+        "norm_topk_prob": lambda v: v is True,
+        "n_shared_experts": lambda v: type(v) is int and v > 0,
+        "scoring_func": lambda v: v in ("sigmoid", "noaux_tc"),
+    }
+    hf = {"norm_topk_prob": False, "n_shared_experts": None, **hf}
+    groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    two = hf["num_experts_per_tok"] // 2
+    if groups > 1:  # a group counts as its two best experts there, its k / topk_group best here
+        rules["topk_group"] = lambda v: v == two
+    own = {
+        "num_experts": hf["n_routed_experts"], "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hf["moe_intermediate_size"], "qk_layernorm": True,
+        "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
+        "moe_router_num_groups": groups if groups > 1 else 0,
+        "moe_router_group_topk": best if groups > 1 else 0,
+        "moe_layer_freq": tuple(int(i >= first) for i in range(layers)) if first else 1,
+    }  # fmt: skip
+    if type(shared := hf["n_shared_experts"]) is int:  # else `rules` refuses it
+        own["moe_shared_expert_intermediate_size"] = hf["moe_intermediate_size"] * shared
+    return _read(hf, "dots1", rules, own)
 
 
 def _read(

@@ -19,9 +19,13 @@ class ExpertOptions(NamedTuple):
     """What the flags ask of a mixture of experts beside its sizes.
 
     dispatcher: "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py). balance: the losses that
-    balance experts, "aux_loss" or "seq_aux_loss", each with its coefficient. z_coefficient: of the
-    z-loss. force_balance: every expert gets as many tokens, whatever the router says. skew: where
-    tokens have no values, as in a plan, the first rank of ep gets so many times the mean of them.
+    balance experts, "aux_loss", "seq_aux_loss" or "lagged_global_aux_loss", each with its
+    coefficient. z_coefficient: of the z-loss. force_balance: every expert gets as many tokens,
+    whatever the router says. skew: where tokens have no values, as in a plan, the first rank of ep
+    gets so many times the mean of them. bias_update_rate: how far the bias of the choice moves in a
+    step (mpu/layers/expert_load.py). capacity_factor, drop_policy, pad_to_capacity: how many of a
+    rank's tokens an expert takes, None being all, which ones ("probs" or "position"), and whether
+    it always gets so many rows (Capacity in mpu/layers/dispatch.py).
     """
 
     dispatcher: str = "allgather"
@@ -29,6 +33,10 @@ class ExpertOptions(NamedTuple):
     z_coefficient: float = 0.0
     force_balance: bool = False
     skew: float = 1.0
+    bias_update_rate: float = 1e-3
+    capacity_factor: float | None = None
+    drop_policy: str = "probs"
+    pad_to_capacity: bool = False
 
 
 @dataclass(frozen=True)

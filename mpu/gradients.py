@@ -27,6 +27,16 @@ class Amaxes(Protocol):
     def loaded(self) -> None: ...
 
 
+class Loads(Protocol):
+    """What counts the tokens of experts: mpu/layers/expert_load.py."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def state(self) -> Sequence[tuple[nn.Parameter, Tensor]]: ...
+    def begin_step(self) -> None: ...
+    def end_step(self, found_inf: Tensor) -> None: ...
+
+
 class GradientSink:
     """Where layers put weight gradients: one main gradient a parameter.
 
@@ -39,6 +49,7 @@ class GradientSink:
         self.main: dict[nn.Parameter, Tensor] = {}
         self.written: set[nn.Parameter] = set()
         self.amaxes: Amaxes | None = None  # of delayed float8 (use_float8)
+        self.loads: Loads | None = None  # of a mixture of experts
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an unset tensor for a new weight; at ZeRO stage 3 it has no memory yet."""
@@ -60,6 +71,8 @@ class GradientSink:
         self.written.clear()
         if self.amaxes is not None:
             self.amaxes.begin_step()
+        if self.loads is not None:
+            self.loads.begin_step()
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
         """Return the parameter's main gradient, allocated at first use."""

@@ -205,6 +205,18 @@ def unique_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     yield from module.named_parameters(remove_duplicate=True)
 
 
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, buffer) of what torch's state_dict has of buffers: what training sets, but no
+    optimizer. Every rank of a stage holds the same.
+    """
+    passing = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, each in module.named_modules()
+        for name in each._non_persistent_buffers_set
+    }
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name not in passing)
+
+
 @torch.no_grad()
 def draw_normal(param: nn.Parameter, names: Sequence[str], std: float, seed: int) -> None:
     """Fill with N(0, std^2) drawn per (seed, canonical name) on the unpadded full shape, then cut.

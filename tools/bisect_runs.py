@@ -219,7 +219,8 @@ def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: 
                 found.verdict, records = verdict, later
                 differ += ", and what comes after it changes a tensor"
         else:
-            replays = Replays((a, b), start, iteration, may, work, limit)
+            began = max(int(side.lines.head.get("iteration", 0)) for side in (a, b))
+            replays = Replays((a, b), start, max(iteration, began), may, work, limit)
             differ, records = earlier(replays, differ, found, records)
     except RunError as error:
         found.sentence = f"{differ}. {error}"

@@ -142,7 +142,10 @@ def do_convert(args: argparse.Namespace) -> int:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
     with waiting("converting"):
-        read = export_hf(args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file)
+        read = export_hf(
+            args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file,
+            fused=bool(args.fused_experts),
+        )  # fmt: skip
     say(f"{read} -> {args.to_hf}")
     return 0
 
@@ -266,6 +269,10 @@ def parser() -> Parser:
         "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf (default: 5)"
     )
     sub.add_argument(
+        "--fused-experts", action="store_true", default=None,
+        help="with --to-hf: experts as transformers 5 holds them, two tensors a layer",
+    )  # fmt: skip
+    sub.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="with --to-hf: take its tokenizer's files"
     )
     sub = command(
@@ -302,7 +309,8 @@ def check(args: argparse.Namespace) -> None:
         goes: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore", "upcycle")}
         goes |= dict.fromkeys(("num_experts", "moe_router_topk"), ("upcycle",))
         goes |= {"hf_config": ("from_mcore",)}
-        goes |= dict.fromkeys(("load", "dtype", "max_shard_size", "tokenizer"), ("to_hf",))
+        out = ("load", "dtype", "max_shard_size", "tokenizer", "fused_experts")
+        goes |= dict.fromkeys(out, ("to_hf",))
         ways_in = ("from_hf", "from_mcore", "upcycle", "to_hf")
         (way,) = (name for name in ways_in if getattr(args, name))
         for name, ways in goes.items():

@@ -239,6 +239,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
     parser.add_argument("--ep", type=int, default=1, help="ranks that experts are dealt out over")
     parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
+    parser.add_argument("--shared-expert", action="store_true", help="that every token meets")
     a = parser.parse_args(argv)
     for flag in ("tp", "cp", "dp", "pp", "ep", "layers", "micro_batches"):
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
@@ -259,6 +260,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     if a.num_experts:
         more += ["--num-experts", str(a.num_experts), "--moe-router-force-load-balancing"]
         more += ["--moe-token-dispatcher-type", a.dispatcher, "--expert-tensor-parallel-size", "1"]
+        more += ["--moe-shared-expert-intermediate-size", "80"] * a.shared_expert
     if a.ep > 1:
         more += ["--expert-model-parallel-size", str(a.ep)]
     if a.fp8_param_gather:

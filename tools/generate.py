@@ -34,9 +34,8 @@ from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.param import unique_parameters
 from tools.command_line import Parser, add_tokenizer, model_of, whole
-from training.checkpoint import Checkpoint, find_latest, load, parameter_pieces
+from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
@@ -175,7 +174,7 @@ def load_model(
     model = file.Model(config, ctx).requires_grad_(False)
     for param in model.parameters():
         param.zero_()  # the padding of the vocabulary is in no file
-    pieces = parameter_pieces(unique_parameters(model), file.hf_names(model), grid)
+    pieces = weight_pieces(model, file.hf_names(model), grid)
 
     def note(line: str) -> None:
         print(printable(line), file=sys.stderr)

@@ -163,7 +163,8 @@ MUON: dict[str, Any] = {"needs": "--optimizer", "needs_value": "muon"}
 # the sizes of a model with experts beside a Llama's: fields of MoEConfig, here and in model/moe.py
 EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
     moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
-    moe_shared_expert_intermediate_size qk_layernorm""".split()
+    moe_shared_expert_intermediate_size qk_layernorm moe_router_enable_expert_bias
+    moe_router_num_groups moe_router_group_topk""".split()
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,39 @@ class MoEConfig:
     moe_router_topk_scaling_factor: float = setting(
         1.0, "what the weights of experts are multiplied by", "ratio", POSITIVE, EXPERTS, older=1.0
     )
+    moe_router_enable_expert_bias: bool = setting(
+        False,
+        "add a bias to sigmoid scores where experts are chosen; it follows from the tokens of each "
+        "expert in the global batch",
+        needs=EXPERTS,
+        older=False,
+    )
+    moe_router_bias_update_rate: float = setting(
+        1e-3,
+        "what an expert's bias moves by in a step: up, where it had fewer tokens than the mean",
+        "score",
+        real(),
+        "--moe-router-enable-expert-bias",
+        older=1e-3,
+    )
+    moe_router_num_groups: int = setting(
+        0,
+        "cut the experts into so many groups, of which a token chooses --moe-router-group-topk",
+        "groups",
+        whole(0, 16384),
+        EXPERTS,
+        off="0 or 1",
+        older=0,
+    )
+    moe_router_group_topk: int = setting(
+        0,
+        "groups that a token chooses experts from, by the sums of their best scores",
+        "groups",
+        whole(0, 16384),
+        "--moe-router-num-groups",
+        off="0",
+        older=0,
+    )
     moe_shared_expert_intermediate_size: int = setting(
         0,
         "width of an expert that every token meets",
@@ -224,10 +258,11 @@ class MoEConfig:
     )
     moe_router_load_balancing_type: tuple[str, ...] = setting(
         ("aux_loss",),
-        "losses that balance experts: of each sequence (seq_aux_loss), the same on every layout; "
-        "or of a micro-batch (aux_loss), which depends on --micro-batch-size",
+        "losses that balance experts: of each sequence (seq_aux_loss), or of the global batch with "
+        "the tokens of each expert in the step before (lagged_global_aux_loss), both the same on "
+        "every layout; or of a micro-batch (aux_loss), which depends on --micro-batch-size",
         "names",
-        one_of("none", "aux_loss", "seq_aux_loss", several=True),
+        one_of("none", "aux_loss", "seq_aux_loss", "lagged_global_aux_loss", several=True),
         EXPERTS,
         older=("aux_loss",),
     )
@@ -240,6 +275,37 @@ class MoEConfig:
     )  # fmt: skip
     moe_router_force_load_balancing: bool = setting(
         False, "give every expert as many tokens, for a measurement", needs=EXPERTS, older=False
+    )
+    moe_expert_capacity_factor: float = setting(
+        0.0,
+        "an expert takes at most this times the mean number of pairs (token, choice) of a rank's "
+        "tokens of a micro-batch; what is more is dropped",
+        "ratio",
+        real(),
+        EXPERTS,
+        off="0, no token is dropped",
+        older=0.0,
+    )
+    moe_token_drop_policy: str = setting(
+        "probs",
+        "which tokens an expert takes: those with the highest weights (probs), or the first ones",
+        "",
+        one_of("probs", "position"),
+        "--moe-expert-capacity-factor",
+        older="probs",
+    )
+    moe_pad_expert_input_to_capacity: bool = setting(
+        False,
+        "fill every expert up to its capacity with zeros, so that sizes are known without a wait",
+        needs="--moe-expert-capacity-factor",
+        older=False,
+    )
+    moe_per_layer_logging: bool = setting(
+        False,
+        "log each layer's load and router's losses, and with --log-json the tokens of each expert",
+        needs=EXPERTS,
+        older=False,
+        changes_numbers=False,
     )
     qk_layernorm: bool = setting(
         False,

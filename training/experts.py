@@ -18,10 +18,15 @@ def expert_options(config: Config) -> ExpertOptions:
     """Return what the flags ask of a mixture of experts beside its sizes."""
     m, kinds = config.moe, config.moe.moe_router_load_balancing_type
     coefficients = m.moe_aux_loss_coeff * (len(kinds) // len(m.moe_aux_loss_coeff))
+    losses = zip(kinds, coefficients, strict=True)
     return ExpertOptions(
-        config.parallel.moe_token_dispatcher_type,
-        tuple((k, c) for k, c in zip(kinds, coefficients, strict=True) if k != "none" and c),
-        m.moe_z_loss_coeff,
-        m.moe_router_force_load_balancing,
-        config.rehearse.rehearse_expert_skew,
+        dispatcher=config.parallel.moe_token_dispatcher_type,
+        balance=tuple((kind, c) for kind, c in losses if kind != "none" and c),
+        z_coefficient=m.moe_z_loss_coeff,
+        force_balance=m.moe_router_force_load_balancing,
+        skew=config.rehearse.rehearse_expert_skew,
+        bias_update_rate=m.moe_router_bias_update_rate,
+        capacity_factor=m.moe_expert_capacity_factor or None,
+        drop_policy=m.moe_token_drop_policy,
+        pad_to_capacity=m.moe_pad_expert_input_to_capacity,
     )

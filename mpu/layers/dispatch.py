@@ -16,25 +16,29 @@
 Rows are sorted stably, and a token's outputs are added in the order of j, in the accumulation
 dtype. Nothing is added by scatter, so the bits do not depend on the device's order of threads.
 Gradients travel the same ways back: that of a gather is a sum in rank order, that of an exchange
-the exchange reversed. AllToAll needs the sizes of what it sends on the host, and so do the products
-of experts: one wait for the device a layer.
+the exchange reversed. What is computed between `start` and `finish` runs while rows are on their
+way, and in backward so do the weight gradients of the experts' first matmul. AllToAll needs the
+sizes of what it sends on the host, and so do the products of experts: one wait for the device a
+layer, and none where experts are padded to a capacity.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpu.comm.collectives import all_gather
+from mpu.comm.collectives import all_gather, all_to_all
 from mpu.comm.mappings import (
     differentiable_all_to_all,
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from mpu.comm.transport import Axis, Label, Splits
+from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.context import ExpertOptions
-from mpu.layers.experts import Counts
+from mpu.layers.experts import Counts, Later
 
 
 class Exchange(NamedTuple):
@@ -54,7 +58,8 @@ class Plan(NamedTuple):
     choice: the experts of each of this rank's tokens [T, k]. counts: rows of each expert of this
     rank. flat: the pair, token x k + j, of each row; of the rows to be sent, where there is an
     exchange. place: the row of each pair [T, k], where there is none a number past the last row.
-    AllGather: flat and place count the tokens of all ranks of ep.
+    AllGather: flat and place count the tokens of all ranks of ep. padded: some rows may be of no
+    pair: zeros, whose number in flat is past the last pair.
     """
 
     choice: Tensor
@@ -62,6 +67,48 @@ class Plan(NamedTuple):
     flat: Tensor
     place: Tensor
     exchange: Exchange | None = None
+    padded: bool = False
+
+
+class Capacity(NamedTuple):
+    """How many rows an expert takes of a rank's tokens, and which.
+
+    size: at most so many, C. slot: the place of each pair [T, k], expert x C + its rank among the
+    expert's pairs; E x C where the expert was full. padded: every expert has C rows, empty places
+    being zeros, so all sizes are known without looking at values.
+    """
+
+    size: int
+    slot: Tensor
+    padded: bool
+
+    @classmethod
+    def of(
+        cls, choice: Tensor, load: Tensor, factor: float, first: Tensor | None, padded: bool
+    ) -> "Capacity":
+        """Return the capacity for the experts chosen [T, k], of which load [E] counts the pairs.
+
+        C = ceil(T k / E x factor) as in Megatron-LM, at most T. first [T, k]: an expert takes the
+        pairs with the highest of these numbers; None: those that come first. Earlier pairs win
+        among equal ones.
+        """
+        (t, k), e = choice.shape, len(load)
+        size = min(t, math.ceil(t * k / e * factor))
+        flat = choice.flatten()
+        if first is None:
+            order = torch.argsort(flat, stable=True)
+        else:
+            best = torch.argsort(first.flatten(), descending=True, stable=True)
+            order = best[torch.argsort(flat[best], stable=True)]
+        begins = load.cumsum(0) - load
+        rank = _numbers(flat) - begins.index_select(0, flat[order])
+        rank = torch.empty_like(rank).scatter_(0, order, rank)
+        slot = torch.where(rank < size, flat * size + rank, e * size)
+        return cls(size, slot.view_as(choice), padded)
+
+    def kept(self, choice: Tensor, experts: int) -> Tensor:
+        """Return the choice [T, k], of pairs that found their expert full the number `experts`."""
+        return torch.where(self.slot < experts * self.size, choice, experts)
 
 
 def even(total: int, parts: int) -> list[int]:
@@ -85,8 +132,36 @@ def sort_pairs(keys: Tensor) -> tuple[Tensor, Tensor]:
     return order, torch.empty_like(order).scatter_(0, order, _numbers(order))
 
 
+def count_of(numbers: Tensor, most: int) -> Tensor:
+    """Return how often each whole number from 0 to most - 1 is in `numbers`: [most], int64.
+
+    Sums of whole numbers are exact in any order, and nothing waits for the device.
+    """
+    found = torch.zeros(most, dtype=torch.long, device=numbers.device)
+    return found.index_add_(0, numbers.flatten(), torch.ones_like(numbers).flatten())
+
+
 def _numbers(like: Tensor) -> Tensor:
     return torch.arange(like.numel(), device=like.device)
+
+
+@dataclass
+class Sent:
+    """Rows on their way to their experts, and in backward their gradients on the way back.
+
+    handle: of the exchange under way. later: work that backward runs meanwhile; None where nothing
+    travels between `start` and `finish`.
+    """
+
+    rows: Tensor | None
+    handle: Handle | None = None
+    later: Later | None = None
+
+    def take(self) -> Tensor:
+        """Return the rows and forget them: their graph holds this object."""
+        rows, self.rows = self.rows, None
+        assert rows is not None, "they were taken before"
+        return rows
 
 
 class Dispatcher:
@@ -100,37 +175,56 @@ class Dispatcher:
         self.local = experts // ep.size
         self.label = Label(who, "forward")
 
-    def plan(self, choice: Tensor) -> Plan:
-        """Return the plan for the experts chosen: choice [T, k], of different experts a token."""
-        found = self.count(choice)
-        counts = self.on_host(found[None], choice.numel())[0]
-        order, place = sort_pairs(choice.flatten())
-        return Plan(choice, Counts.of(counts, found), order, place.view_as(choice))
+    def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
+        """Return the plan for the experts chosen: choice [T, k], of different experts a token.
+
+        load: how often each is chosen [E]. capacity: what of it the experts take; None: all.
+        """
+        if capacity is not None and capacity.padded:
+            counts = _equal(capacity.size, self.experts, choice)
+            flat = _pairs_of(capacity.slot, sum(counts.each))
+            return Plan(choice, counts, flat, capacity.slot, padded=True)
+        found = self.on_host(load[None], choice.numel(), capacity)[0]
+        counts = Counts.of(found, kept_of(load, capacity))
+        flat, place = self.sort(choice, capacity)
+        return Plan(choice, counts, flat[: sum(counts.each)], place)
+
+    def sort(self, choice: Tensor, capacity: Capacity | None) -> tuple[Tensor, Tensor]:
+        """Return the pairs in the order of (expert, token), dropped ones last, and the place of
+        each [T, k].
+        """
+        keys = choice if capacity is None else capacity.kept(choice, self.experts)
+        order, place = sort_pairs(keys.flatten())
+        return order, place.view_as(choice)
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts [n, h]."""
-        y: Tensor = _Rows.apply(x, plan.flat, plan.place)
+        y: Tensor = _Rows.apply(x, plan.flat, plan.place, plan.padded)
         return y
+
+    def start(self, x: Tensor, plan: Plan) -> Sent:
+        """Begin `rows`: what is computed before `finish` runs while the rows are on their way."""
+        return Sent(self.rows(x, plan))
+
+    def finish(self, sent: Sent, plan: Plan) -> Tensor:
+        """Return the rows of this rank's experts [n, h]."""
+        return sent.take()
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         """rows [n, h], weights [T, k] in the accumulation dtype -> y [T, h] in the rows' dtype."""
-        y: Tensor = _Combine.apply(rows, weights, plan.flat, plan.place)
+        y: Tensor = _Combine.apply(rows, weights, plan.flat, plan.place, plan.padded)
         return y
 
-    def count(self, choice: Tensor) -> Tensor:
-        """Return the pairs of each expert [E]."""
-        pairs = choice.flatten().long()  # bincount would wait for a device, to see the largest
-        found = torch.zeros((self.experts,), dtype=torch.long, device=choice.device)
-        return found.index_add_(0, pairs, torch.ones_like(pairs))
-
-    def on_host(self, counts: Tensor, total: int) -> list[list[int]]:
-        """Return counts [ranks, E] on the host: the one wait for the device of a layer.
+    def on_host(self, load: Tensor, total: int, capacity: Capacity | None) -> list[list[int]]:
+        """Return the pairs of each expert that are not dropped, of load [ranks, E], on the host:
+        the one wait for the device of a layer.
 
         On meta tensors each rank's `total` pairs are as `assumed`.
         """
-        if counts.is_meta:
-            return [self.assumed(total)] * len(counts)
-        found: list[list[int]] = counts.tolist()
+        if load.is_meta:
+            most = total if capacity is None else capacity.size
+            return [[min(n, most) for n in self.assumed(total)]] * len(load)
+        found: list[list[int]] = kept_of(load, capacity).tolist()
         return found
 
     def assumed(self, total: int) -> list[int]:
@@ -141,16 +235,32 @@ class Dispatcher:
 class AllGather(Dispatcher):
     """Every rank gets every token: 4 T h (ep - 1) numbers a layer, whatever k, in equal parts."""
 
-    def plan(self, choice: Tensor) -> Plan:
+    def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
         """Gather the choices of all ranks of ep; plan the rows of this rank's experts."""
-        every = all_gather(choice.int(), self.ep, label=self.label)[0].long()
-        first, found = self.ep.rank * self.local, self.count(every)
-        own = slice(first, first + self.local)
-        counts = Counts.of(self.on_host(found[None], every.numel())[0][own], found[own])
+        first = self.ep.rank * self.local
+        if capacity is not None and capacity.padded:
+            return self._padded(choice, capacity)
+        keys = choice if capacity is None else capacity.kept(choice, self.experts)
+        every = all_gather(keys.int(), self.ep, label=self.label)[0].long()
+        # ranks drop apart, so what is kept of an expert is more than one rank's capacity
+        found, own = count_of(every, self.experts + 1)[:-1], slice(first, first + self.local)
+        counts = Counts.of(self.on_host(found[None], every.numel(), None)[0][own], found[own])
         keys = every.flatten() - first
         foreign = (keys < 0) | (keys >= self.local)
         order, place = sort_pairs(torch.where(foreign, self.local, keys))
         return Plan(choice, counts, order[: sum(counts.each)], place.view_as(every))
+
+    def _padded(self, choice: Tensor, capacity: Capacity) -> Plan:
+        """Plan rows in the order of (expert, rank, slot), all of sizes that are known."""
+        ep, size, first = self.ep, capacity.size, self.ep.rank * self.local
+        every = all_gather(capacity.slot.int()[None], ep, label=self.label)[0].long()  # [ep, T, k]
+        expert, rank = every // size - first, _numbers(every[:, 0, 0])[:, None, None]
+        counts = _equal(ep.size * size, self.local, choice)
+        rows = sum(counts.each)
+        place = (expert * ep.size + rank) * size + every % size
+        here = (expert >= 0) & (expert < self.local)
+        place = torch.where(here, place, rows).flatten(0, 1)
+        return Plan(choice, counts, _pairs_of(place, rows), place, padded=True)
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts, from all ranks of ep [n, h]."""
@@ -166,11 +276,14 @@ class AllGather(Dispatcher):
 class AllToAll(Dispatcher):
     """Every token goes to its experts' ranks: 4 k T h (ep - 1) / ep numbers a layer at balance."""
 
-    def plan(self, choice: Tensor) -> Plan:
+    def plan(self, choice: Tensor, load: Tensor, capacity: Capacity | None = None) -> Plan:
         """Exchange the counts, which say how many rows come from each rank for each expert."""
+        if capacity is not None and capacity.padded:
+            return self._padded(choice, load, capacity)
         ep, first = self.ep, self.ep.rank * self.local
-        every = all_gather(self.count(choice)[None].int(), ep, label=self.label)[0]  # [ep, E]
-        counts = self.on_host(every, choice.numel())
+        every = all_gather(load[None].int(), ep, label=self.label)[0]  # [ep, E]
+        every = kept_of(every, capacity)
+        counts = self.on_host(every, choice.numel(), capacity)
         mine = [row[first : first + self.local] for row in counts]  # [ep, E/ep]
         there = (counts[ep.rank][r * self.local : (r + 1) * self.local] for r in range(ep.size))
         splits = Splits(tuple(map(sum, there)), tuple(map(sum, mine)))
@@ -178,23 +291,44 @@ class AllToAll(Dispatcher):
         experts = torch.arange(self.local, device=choice.device).repeat(ep.size)
         keys = torch.repeat_interleave(experts, came.flatten(), output_size=sum(splits.output))
         back = Exchange(splits, *sort_pairs(keys))
-        flat, place = sort_pairs(choice.flatten())
+        flat, place = self.sort(choice, capacity)
         rows = Counts.of([*map(sum, zip(*mine, strict=True))], came.sum(0))
-        return Plan(choice, rows, flat, place.view_as(choice), back)
+        return Plan(choice, rows, flat[: sum(splits.input)], place, back)
+
+    def _padded(self, choice: Tensor, load: Tensor, capacity: Capacity) -> Plan:
+        """Plan an exchange of as many rows for each expert: no rank tells another a count."""
+        ranks, size, plan = self.ep.size, capacity.size, super().plan(choice, load, capacity)
+        splits = Splits((self.local * size,) * ranks, (self.local * size,) * ranks)
+        came = torch.arange(ranks * self.local * size, device=choice.device)
+        order = came.view(ranks, self.local, size).transpose(0, 1).flatten()
+        place = came.view(self.local, ranks, size).transpose(0, 1).flatten()
+        counts = _equal(ranks * size, self.local, choice)
+        return plan._replace(counts=counts, exchange=Exchange(splits, order, place))
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts, from all ranks of ep [n, h]."""
+        return self.finish(self.start(x, plan), plan)
+
+    def start(self, x: Tensor, plan: Plan) -> Sent:
+        """Send each row on its way to its expert's rank."""
+        assert plan.exchange is not None
+        sent = Sent(None, later=[])
+        sent.rows = _Start.apply(super().rows(x, plan), self, plan.exchange.splits, sent)
+        return sent
+
+    def finish(self, sent: Sent, plan: Plan) -> Tensor:
+        """Wait for the rows; put them in the order of their experts."""
         assert plan.exchange is not None
         splits, order, place = plan.exchange
-        came = differentiable_all_to_all(super().rows(x, plan), self.ep, splits, self.who)
-        y: Tensor = _Rows.apply(came, order, place[:, None])
+        came = _Finish.apply(sent.take(), self, splits, sent)
+        y: Tensor = _Rows.apply(came, order, place[:, None], False)
         return y
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         """Send each row back to its token's rank; combine them there."""
         assert plan.exchange is not None
         splits, order, place = plan.exchange
-        back = _Rows.apply(rows, place, order[:, None])
+        back = _Rows.apply(rows, place, order[:, None], False)
         own = differentiable_all_to_all(back, self.ep, splits.reversed, self.who)
         return super().combine(own, weights, plan)
 
@@ -218,18 +352,75 @@ def dispatcher(
     return DISPATCHERS[kind](experts, ep, who, options.skew)
 
 
+class _Start(torch.autograd.Function):
+    """Start to exchange rows; in backward wait for their gradients.
+
+    Between the two halves of an exchange its result is not there yet, and no operation takes it. In
+    backward autograd runs what was computed between the two forwards between the two backwards.
+    """
+
+    @staticmethod
+    def forward(
+        saved_ctx: Any, x: Tensor, dispatcher: Dispatcher, splits: Splits, sent: Sent
+    ) -> Tensor:
+        saved_ctx.sent = sent
+        label = dispatcher.label
+        y, sent.handle = all_to_all(x, dispatcher.ep, async_op=True, splits=splits, label=label)
+        return y
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        _wait(saved_ctx.sent)  # for the gradients of x, which are not as many as those of y
+        return saved_ctx.sent.take(), None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Wait for the rows; in backward start to send their gradients back, and run the work that was
+    kept to be done meanwhile: the experts' weight gradients.
+    """
+
+    @staticmethod
+    def forward(
+        saved_ctx: Any, y: Tensor, dispatcher: Dispatcher, splits: Splits, sent: Sent
+    ) -> Tensor:
+        saved_ctx.dispatcher, saved_ctx.splits, saved_ctx.sent = dispatcher, splits, sent
+        _wait(sent)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, dispatcher = saved_ctx.sent, saved_ctx.dispatcher
+        splits, label = saved_ctx.splits.reversed, Label(dispatcher.who, "backward")
+        exchange = all_to_all(dy, dispatcher.ep, async_op=True, splits=splits, label=label)
+        sent.rows, sent.handle = exchange
+        while sent.later:
+            sent.later.pop(0)()
+        return dy, None, None, None  # _Start takes `rows` instead
+
+
+def _wait(sent: Sent) -> None:
+    assert sent.handle is not None, "nothing is under way"
+    sent.handle.wait()
+    sent.handle = None
+
+
 class _Rows(torch.autograd.Function):
     """x [T, h] -> the row of each pair [n, h]; a token's gradients are added in the order of j."""
 
     @staticmethod
-    def forward(saved_ctx: Any, x: Tensor, flat: Tensor, place: Tensor) -> Tensor:
+    def forward(saved_ctx: Any, x: Tensor, flat: Tensor, place: Tensor, padded: bool) -> Tensor:
         saved_ctx.save_for_backward(place)
-        return x.index_select(0, _token(flat, place.shape[1]))
+        saved_ctx.padded = padded
+        if not padded:
+            return x.index_select(0, _token(flat, place.shape[1]))
+        full = flat < place.numel()
+        some = x.index_select(0, _token(flat.clamp(max=place.numel() - 1), place.shape[1]))
+        return torch.where(full[:, None], some, 0.0)
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         (place,) = saved_ctx.saved_tensors
-        return _sum(dy, place), None, None
+        return _sum(dy, place, None, saved_ctx.padded), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -237,30 +428,56 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        saved_ctx: Any, rows: Tensor, weights: Tensor, flat: Tensor, place: Tensor
+        saved_ctx: Any, rows: Tensor, weights: Tensor, flat: Tensor, place: Tensor, padded: bool
     ) -> Tensor:
         saved_ctx.save_for_backward(rows, weights, flat, place)
-        return _sum(rows, place, weights)
+        saved_ctx.padded = padded
+        return _sum(rows, place, weights, padded)
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         rows, weights, flat, place = saved_ctx.saved_tensors
+        if saved_ctx.padded:  # an empty row has no token: zero times any
+            weights = torch.cat([weights.flatten(), weights.new_zeros(1)])
         own = weights.flatten().index_select(0, flat)[:, None]  # [n, 1]
-        drows = dy.index_select(0, _token(flat, place.shape[1])).to(own.dtype).mul_(own)
+        token = _token(flat, place.shape[1])
+        token = token.clamp(max=len(dy) - 1) if saved_ctx.padded else token
+        drows = dy.index_select(0, token).to(own.dtype).mul_(own)
         wide = dy.to(own.dtype)
-        dots = [(wide * part).sum(1) for part in _parts(rows, place, own.dtype)]
-        return drows.to(rows.dtype), torch.stack(dots, 1), None, None
+        parts = _parts(rows, place, own.dtype, saved_ctx.padded)
+        dots = [(wide * part).sum(1) for part in parts]
+        return drows.to(rows.dtype), torch.stack(dots, 1), None, None, None
+
+
+def kept_of(load: Tensor, capacity: Capacity | None) -> Tensor:
+    """Return how many pairs of each expert are not dropped, of `load`."""
+    return load if capacity is None else load.clamp(max=capacity.size)
+
+
+def _equal(rows: int, experts: int, like: Tensor) -> Counts:
+    """Return as many rows for each of so many experts, on the device of `like`."""
+    return Counts.of((rows,) * experts, torch.full((experts,), rows, device=like.device))
+
+
+def _pairs_of(place: Tensor, rows: int) -> Tensor:
+    """Return the pair of each row [rows] where place [T, k] has their rows; its number is past the
+    last pair where there is none.
+    """
+    flat = torch.full((rows + 1,), place.numel(), device=place.device)
+    return flat.scatter_(0, place.flatten(), _numbers(place))[:-1]
 
 
 def _token(flat: Tensor, k: int) -> Tensor:
     return flat if k == 1 else torch.div(flat, k, rounding_mode="floor")
 
 
-def _parts(rows: Tensor, place: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+def _parts(
+    rows: Tensor, place: Tensor, dtype: torch.dtype, padded: bool = False
+) -> Iterator[Tensor]:
     """Yield the rows of each token's first pair, second pair, ... [T, h]; zeros where elsewhere."""
     n = len(rows)
     for at in place.unbind(1):
-        if n == place.numel():
+        if n == place.numel() and not padded:  # every pair has a row
             yield rows.index_select(0, at).to(dtype)
         elif n:
             here = rows.index_select(0, at.clamp(max=n - 1)).to(dtype)
@@ -269,13 +486,15 @@ def _parts(rows: Tensor, place: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
             yield torch.zeros((len(at), *rows.shape[1:]), dtype=dtype, device=rows.device)
 
 
-def _sum(rows: Tensor, place: Tensor, weights: Tensor | None = None) -> Tensor:
+def _sum(
+    rows: Tensor, place: Tensor, weights: Tensor | None = None, padded: bool = False
+) -> Tensor:
     """Add each token's rows, times its weights if any, in the order of j: [n, h] -> [T, h]."""
     kind = torch.promote_types(rows.dtype, torch.float32) if weights is None else weights.dtype
-    if place.shape[1] == 1 and weights is None and len(rows) == len(place):
+    if place.shape[1] == 1 and weights is None and len(rows) == len(place) and not padded:
         return rows.index_select(0, place[:, 0])
     total = None
-    for j, part in enumerate(_parts(rows, place, kind)):
+    for j, part in enumerate(_parts(rows, place, kind, padded)):
         part = part if weights is None else part * weights[:, j, None]
         total = part if total is None else total + part
     assert total is not None

@@ -13,7 +13,7 @@ rank are one parameter. The axis ep deals them out, so gradients are summed over
 hold the same experts (mpu.grid.DATA). An expert without rows has a gradient of zeros.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from mpu.layers.linear import Recipe
 from mpu.param import Placement, Region, divide, parameter
 
 RECIPE = Recipe()
+Later = list[Callable[[], None]]  # work of a backward that waits for something to hide
 
 
 class Counts(NamedTuple):
@@ -64,11 +65,14 @@ class GroupedLinear(nn.Module):
         self.experts, self.in_features, self.out_features = local, in_features, out
         self.ctx, self.weight = ctx, parameter(place, ctx.dtype, ctx.device, ctx.sink)
 
-    def forward(self, x: Tensor, counts: Counts) -> Tensor:
-        """x [n, i] -> [n, o]. counts: rows of each expert of this rank, n in all."""
+    def forward(self, x: Tensor, counts: Counts, later: Later | None = None) -> Tensor:
+        """x [n, i] -> [n, o]. counts: rows of each expert of this rank, n in all.
+
+        later: takes the wgrad of backward, for who gets the gradient of x to run.
+        """
         each = counts.each
         assert sum(each) == len(x) and len(each) == self.experts, (each, x.shape)
-        y: Tensor = _GroupedMatmul.apply(x, self.weight, self, counts)
+        y: Tensor = _GroupedMatmul.apply(x, self.weight, self, counts, later)
         return y
 
     def acquire(self) -> Tensor:
@@ -125,16 +129,21 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
 class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
-        saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: GroupedLinear, counts: Counts
+        saved_ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        layer: GroupedLinear,
+        counts: Counts,
+        later: Later | None,
     ) -> Tensor:
-        saved_ctx.layer, saved_ctx.counts = layer, counts
+        saved_ctx.layer, saved_ctx.counts, saved_ctx.later = layer, counts, later
         saved_ctx.save_for_backward(x)
         y = grouped_product(x, layer.acquire(), counts)
         layer.end_use()
         return y
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         layer: GroupedLinear = saved_ctx.layer
         counts: Counts = saved_ctx.counts
         (x,), queue = saved_ctx.saved_tensors, layer.ctx.queue
@@ -142,8 +151,16 @@ class _GroupedMatmul(torch.autograd.Function):
         dx = grouped_product(dy, layer.acquire().transpose(1, 2), counts)
         layer.end_use()
         x = x.detach() if queue.defers() else x  # else the graph lives on
-        queue.put(lambda: layer.wgrad(x, dy, counts), (x, dy))
-        return dx, None, None, None
+
+        def work() -> None:
+            queue.put(lambda: layer.wgrad(x, dy, counts), (x, dy))
+
+        # whoever made x gets dx, and runs the work, unless nobody needs dx
+        if saved_ctx.later is not None and saved_ctx.needs_input_grad[0] and not queue.defers():
+            saved_ctx.later.append(work)
+        else:
+            work()
+        return dx, None, None, None, None
 
 
 class Experts(nn.Module):
@@ -154,9 +171,11 @@ class Experts(nn.Module):
         self.gate_up = GroupedLinear(experts, hidden, (ffn, ffn), ctx=ctx)
         self.down = GroupedLinear(experts, ffn, (hidden,), ctx=ctx)
 
-    def forward(self, x: Tensor, counts: Counts) -> Tensor:
-        """x [n, h], rows in the order of their experts -> [n, h]."""
-        return self.down(swiglu(self.gate_up(x, counts)), counts)
+    def forward(self, x: Tensor, counts: Counts, later: Later | None = None) -> Tensor:
+        """x [n, h], rows in the order of their experts -> [n, h]. later: as GroupedLinear's, for
+        the wgrad of gate_up.
+        """
+        return self.down(swiglu(self.gate_up(x, counts, later)), counts)
 
 
 class RouterLinear(nn.Module):

@@ -162,6 +162,8 @@ class Optimizer:
         found_inf = (~torch.isfinite(norm)).float()
         if self.sink.amaxes is not None:
             self.sink.amaxes.end_step(found_inf)
+        if self.sink.loads is not None:
+            self.sink.loads.end_step(found_inf)
         for updater in (updater for some in self.updaters for updater in some):
             for group in updater.groups:
                 decoupled = group["decoupled"] and decoupled_lr is not None

@@ -41,6 +41,19 @@ QWEN3 = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
     "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
+# of rednote-hilab/dots.llm1.base
+DOTS1 = {
+    "architectures": ["Dots1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "eos_token_id": 151643, "first_k_dense_replace": 1, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 10944,
+    "max_position_embeddings": 32768, "model_type": "dots1", "moe_intermediate_size": 1408,
+    "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 2, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts_per_tok": 6, "num_hidden_layers": 62,
+    "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10000000, "routed_scaling_factor": 2.5, "sliding_window": None,
+    "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16", "use_cache": True,
+    "vocab_size": 152064,
+}  # fmt: skip
 FREE = {
     "attention_dropout", "bos_token_id", "eos_token_id", "max_window_layers",
     "output_router_logits", "router_aux_loss_coef", "sliding_window", "transformers_version",
@@ -52,6 +65,11 @@ TINY = dict(
     bos_token_id=None, eos_token_id=None,
 )  # fmt: skip
 QWEN_TINY = dict(num_experts=8, moe_intermediate_size=24, head_dim=16)
+DOTS = dict(
+    n_routed_experts=8, n_shared_experts=2, moe_intermediate_size=24, head_dim=16, n_group=4,
+    topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=1,
+    sliding_window=None,
+)  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", dict(num_local_experts=8)),
     "qwen3": ("Qwen3Moe", QWEN_TINY | dict(norm_topk_prob=True)),
@@ -59,10 +77,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         QWEN_TINY | dict(norm_topk_prob=False, mlp_only_layers=[0], decoder_sparse_step=1),
     ),
+    "dots1, a bias, groups, a shared expert": ("Dots1", DOTS),
 }
 
 
-@pytest.mark.parametrize("hf", [MIXTRAL, QWEN3], ids=["mixtral", "qwen3"])
+@pytest.mark.parametrize("hf", [MIXTRAL, QWEN3, DOTS1], ids=["mixtral", "qwen3", "dots1"])
 def test_published_configs(hf: dict[str, Any]) -> None:
     config = moe.from_hf_config(hf)
     assert model_file_of(hf) is moe and config.num_experts in (8, 128)
@@ -81,6 +100,8 @@ def test_published_configs(hf: dict[str, Any]) -> None:
         (QWEN3, "attention_bias", True),
         (QWEN3, "model_type", "qwen2_moe"),
         (MIXTRAL, "model_type", "llama"),
+        (DOTS1, "norm_topk_prob", False),
+        (DOTS1, "scoring_func", "softmax"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(hf, field, value):
@@ -98,6 +119,8 @@ def hugging_face(folder: Path, kind: str) -> Any:
     for param in theirs.parameters():
         if param.dim() == 1:
             param.data.normal_(1.0, 0.3)
+    for buffer in (b for n, b in theirs.named_buffers() if n.endswith("correction_bias")):
+        buffer.normal_(0.0, 0.2)
     theirs.save_pretrained(folder)
     return theirs
 
@@ -109,7 +132,7 @@ def logits_in(comm: Any, root: str, ep: int, tokens: torch.Tensor) -> torch.Tens
     return model(tokens)[..., : model.config.vocab_size].transpose(0, 1).contiguous()
 
 
-@pytest.mark.parametrize("kind", sampled(list(KINDS)[::-1], 3))
+@pytest.mark.parametrize("kind", sampled(list(KINDS)[::-1], 4))
 def test_logits_and_tensors_are_those_of_transformers(world, tmp_path, kind):
     """As it is, imported, and exported again; experts dealt out over 1, 2 and 4 ranks."""
     torch.manual_seed(3)
@@ -120,13 +143,22 @@ def test_logits_and_tensors_are_those_of_transformers(world, tmp_path, kind):
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+    fused = ["--to-hf", str(tmp_path / "fused"), "--load", str(tmp_path / "weft")]
+    assert convert(["convert", *fused, "--fused-experts"]) == 0
+    again = ["--from-hf", str(tmp_path / "fused"), "--save", str(tmp_path / "again")]
+    assert convert(["convert", *again]) == 0
+    assert convert(["diff", str(tmp_path / "weft"), str(tmp_path / "again"), "--tensors"]) == 0
+    held = load_file(tmp_path / "fused" / "model.safetensors")
+    state = theirs.state_dict()
+    assert held.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in held.items())
     tokens = torch.randint(0, 99, (2, 24))
     with torch.no_grad():
         wanted = theirs(tokens).logits
         text = theirs.generate(tokens[:1, :8], max_new_tokens=12, do_sample=False)[0, 8:].tolist()
         out = type(theirs).from_pretrained(tmp_path / "out", attn_implementation="eager")
         assert torch.equal(out(tokens).logits, wanted)
-    for ranks, place in ((1, "weft"), (2, "hf"), (4, "weft")):
+    for ranks, place in ((1, "weft"), (2, "hf"), (4, "fused")):
         for ours in world(ranks).run(logits_in, str(tmp_path / place), ranks, tokens):
             assert (ours - wanted).norm() < 1e-5 * wanted.norm(), (ranks, place)
     model, _ = load_model(str(tmp_path / "hf"), Grid(), CPU, torch.float32)

@@ -83,8 +83,8 @@ def choices(comm: Any, cases: list[dict[str, Any]]) -> list[dict[int, torch.Tens
         for batch in micro_batches(case, grid.dp.rank, 0, (grid.cp.rank, grid.cp.size)):
             plans = []
             plan = mlp.dispatcher.plan
-            mlp.dispatcher.plan = lambda choice, plan=plan, to=plans: (
-                to.append(choice) or plan(choice)
+            mlp.dispatcher.plan = lambda choice, load, plan=plan, to=plans: (
+                to.append(choice) or plan(choice, load)
             )
             with torch.no_grad():
                 run.model(batch.tokens, None, batch.position_ids, batch.packed_seq_params)
@@ -182,12 +182,16 @@ def load_and_save(comm: Any, case: dict[str, Any], load: str, to: str) -> list[f
 
 def test_any_ep_loads_any_ep(world: Any, tmp_path: Path) -> None:
     """A tensor a matrix of an expert, with its moments; on the same layout with the same bits."""
+    from tests.model.test_moe_router import BIASED
+
     case = RUN | dict(
-        dp=4, ep=4, zero=1, dispatch="alltoall", moe=KINDS["sigmoid, shared"], layers=4
+        dp=4, ep=4, zero=1, dispatch="alltoall", moe=BIASED, layers=4
     )
     went_on = world(4).run(save, case, str(tmp_path / "first"))[0]
     want = stored(tmp_path / "first" / "step_00000002")
     name = "model.layers.1.mlp.experts.13.down_proj.weight"
+    assert want["model.layers.1.mlp.gate.e_score_correction_bias"].abs().max() == 0.1
+    assert want["model.layers.1.mlp.gate.weight.tokens_per_expert"].sum() == 8 * 12 * 4
     assert want[name].shape == (28, 12) and want[f"{name}.exp_avg_sq"].shape == (28, 12)
     others = [
         dict(dp=4, ep=4, zero=1, dispatch="alltoall"),
@@ -195,7 +199,7 @@ def test_any_ep_loads_any_ep(world: Any, tmp_path: Path) -> None:
         dict(dp=2, pp=2, ep=1, zero=2),
     ]
     for i, other in enumerate(others):
-        to, mine = tmp_path / str(i), RUN | dict(moe=KINDS["sigmoid, shared"], layers=4) | other
+        to, mine = tmp_path / str(i), RUN | dict(moe=BIASED, layers=4) | other
         size = mine["dp"] * mine["tp"] * mine["pp"]
         losses = world(size).run(load_and_save, mine, str(tmp_path / "first"), str(to))[0]
         check_equal(stored(to / "step_00000002"), want)

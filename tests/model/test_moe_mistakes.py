@@ -66,7 +66,7 @@ def chosen_again(self: Decisions, decide: Callable[[], Any]) -> Any:
         return decide()
 
 
-def tail_read(rows: Any, place: Any, dtype: Any) -> Iterator[Any]:
+def tail_read(rows: Any, place: Any, dtype: Any, padded: bool = False) -> Iterator[Any]:
     """Rows past the last one are read from whatever memory is there."""
     padded = torch.cat([rows, rows.new_empty((1, *rows.shape[1:]))])
     for at in place.unbind(1):

@@ -227,6 +227,25 @@ def test_a_reader_finds_the_gather(world):
     assert lines[at + 5].endswith("hidden under: wgrad matmul of layers.1.mlp.gate_up")
 
 
+def run_experts(comm, rest):
+    config = tiny(1, 2, **rest)
+    found = explain(config, comm.grid(ep=config.expert_model_parallel_size))
+    assert found.equal
+    return found.text
+
+
+def test_a_reader_sees_what_hides_the_rows_of_experts(world):
+    """The shared expert on the way there; in backward it, and the experts' weight gradients."""
+    more = """--num-experts 4 --moe-router-force-load-balancing --expert-model-parallel-size 2
+        --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 80""".split()
+    lines = world(2).run(run_experts, {"more": more})[0].splitlines()
+    ways = [(x, lines[i + 2]) for i, x in enumerate(lines) if "all_to_all" in x and "async" in x]
+    there = [told for x, told in ways if "forward   layers.1.mlp" in x]
+    back = [told for x, told in ways if "backward  layers.1.mlp" in x]
+    assert there[0].endswith("mlp.shared.gate_up and matmul of layers.1.mlp.shared.down")
+    assert "hidden under 5 matmuls, wgrad matmul of layers.1.mlp" in back[0]
+
+
 def test_phases_and_buckets(world):
     text = world(4).run(run, 2, 2, {"more": FULL})[0][2]
     assert re.search(r"recompute layers\.1\.mlp\.gate_up +all_gather", text)

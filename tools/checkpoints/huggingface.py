@@ -14,9 +14,9 @@ from model.llama import LlamaConfig
 from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.param import unique_parameters
 from tools.checkpoints.copy import check_empty, from_hf, open_newest, warn
-from training.checkpoint import Checkpoint, parameter_pieces
+from tools.checkpoints.fused import fused_pieces
+from training.checkpoint import Checkpoint, weight_pieces
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
@@ -36,7 +36,7 @@ def expected_tensors(file: ModelFile, config: LlamaConfig) -> dict[str, tuple[in
     """Return {canonical name: full shape} of a model, without allocating it."""
     grid = Grid()
     model = file.Model(config, LayerContext(grid, device=torch.device("meta")))
-    pieces = parameter_pieces(unique_parameters(model), file.hf_names(model), grid)
+    pieces = weight_pieces(model, file.hf_names(model), grid)
     return {piece.name: piece.shape for piece in pieces}
 
 
@@ -86,8 +86,12 @@ def export_hf(
     shard_bytes: int,
     tokenizer: Path | None,
     own: str | None = None,
+    fused: bool = False,
 ) -> Path:
-    """Write the newest whole checkpoint as a Hugging Face directory; return what was read."""
+    """Write the newest whole checkpoint as a Hugging Face directory; return what was read.
+
+    fused: experts as two tensors a layer (tools/checkpoints/fused.py).
+    """
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to-hf {target} exists and is not an empty directory")
     found = open_newest(place, hashed=True)
@@ -102,5 +106,6 @@ def export_hf(
     write_huggingface(
         target, found, list(expected), lambda: exported_tokenizer(found, tokenizer),
         dtype=dtype, shard_bytes=shard_bytes, grid=Grid(),
+        arrange=partial(fused_pieces, found, dtype=dtype) if fused else list,
     )  # fmt: skip
     return found.directory

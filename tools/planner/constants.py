@@ -78,6 +78,8 @@ FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
     "attention_ramp": 0.0, "attention_backward": 1.0,
     "every_way": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
     "host_ring": 0.0,
+    # split_backward: transfers of activations that backward shows besides where B and W are apart
+    "split_backward": 0.0,
     # sum_whole: 1 where ZeRO 1 sums whole gradients on all ranks. update_whole: bytes of a number's
     # passes that ZeRO does not share, such as the clip's
     # float8_bytes: of the passes that turn a number into float8: it is read in bf16, and written
@@ -135,6 +137,7 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         sum_hidden=0.8, sum_hidden_0=0.8, sum_calls=0.1, message_exposed=0.3, jitter=0.005,
         gather_exposed=0.3, sharp=8.0, float8_bytes=6,  # one more read, for a scale
         network_decay=0.0, every_way=1.0,
+        split_backward=3.0,  # B hides none of its 4 transfers, and W gathers 4 operands
         # counted in a rehearsal: 38 and 78 bytes at ep 4, 30 and 71 at ep 1
         dispatch_forward=38, dispatch_backward=78, expert_loop=1,
     ),

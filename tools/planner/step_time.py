@@ -22,6 +22,7 @@ from tools.rehearsal.roofline import memory_seconds
 Constants = Mapping[str, float]
 SOCKET = 4  # GPUs of one socket
 RING_SLOWS = 0.1  # of a transfer's time by which the matmuls beside it take longer
+SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "v-half", "zb-2p")]
 EXPERT_LAUNCHES, PAIR_LAUNCHES = 52, 11  # of a layer with experts, and for each of a token's k
 MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
 
@@ -251,7 +252,9 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
 def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
     """Return the exposed tp transfers of F and B of a layer. matmuls: seconds beside them."""
     one = _of_rows(c, r, t)
-    shown = np.where(r.sequence_parallel > 0, c["tp_backward"], np.minimum(4, c["tp_backward"]))
+    apart = c["split_backward"] * np.isin(r.schedule, SPLIT)
+    gathered, whole = c["tp_backward"] + apart, np.minimum(4, c["tp_backward"])
+    shown = np.where(r.sequence_parallel > 0, gathered, whole)
     plain = one * (4 + (shown + 4 * r.recompute))  # an all-reduce is two of these
     first = plain / r.tp  # a ring's first part has no matmul beside it, and parts slow matmuls
     ring = np.maximum(plain - matmuls, first) + RING_SLOWS * plain

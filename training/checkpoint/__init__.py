@@ -31,8 +31,11 @@ from training.checkpoint.manifest import plain_name
 from training.checkpoint.pieces import (
     NamedPiece,
     amax_pieces,
+    buffer_pieces,
+    load_pieces,
     parameter_pieces,
     state_pieces,
+    weight_pieces,
 )
 from training.checkpoint.save import check_writable, save
 
@@ -50,9 +53,12 @@ __all__ = [
     "later_steps",
     "load",
     "amax_pieces",
+    "buffer_pieces",
+    "load_pieces",
     "parameter_pieces",
     "plain_name",
     "save",
     "state_pieces",
     "together",
+    "weight_pieces",
 ]

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.files import check_size, hold_directory, open_plain
 from training.checkpoint.header import HEADER_LIMIT, NAMES, read_header
-from training.checkpoint.load import Checkpoint
+from training.checkpoint.load import Checkpoint, OneOfFused
 from training.checkpoint.manifest import parse
 
 CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -27,6 +27,13 @@ PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 LIMITS = {CONFIG: 1 << 20, SHARDS: HEADER_LIMIT}  # most bytes of a JSON file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 DERIVED = "rotary_emb.inv_freq"  # computed from the config; old Llama 2 directories carry it
+FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
+OF_FUSED = {  # (fused tensor, whether in a Mixtral): the modules of an expert that it holds
+    ("gate_up_proj", False): ("gate_proj", "up_proj"),
+    ("down_proj", False): ("down_proj",),
+    ("gate_up_proj", True): ("w1", "w3"),
+    ("down_proj", True): ("w2",),
+}
 ROWS = 1024  # of two embeddings, compared at a time
 
 
@@ -43,11 +50,13 @@ class HuggingFaceDirectory(Checkpoint):
     ) -> None:
         self.directory, self.step = directory.resolve(), 0
         self._boxes = {}
+        self._fused: dict[str, tuple[str, int, int, int]] = {}
         try:
             self._at = hold_directory(self.directory, self)
             self.config = read_json(self.directory / CONFIG)
             self.index, self.manifest = {}, {"step": 0, "files": {}}
             self._read_headers()
+            self._cut_fused()
             sizes = _spell(self.config, from_hf)
         except CheckpointError as error:
             hint = ""
@@ -89,6 +98,46 @@ class HuggingFaceDirectory(Checkpoint):
                 raise CheckpointError(
                     f"{self.file_of(name)} holds {name}, which {SHARDS} does not list"
                 )
+
+    def _cut_fused(self) -> None:
+        """Enter each expert of a fused tensor under its own name, as transformers splits it.
+
+        A state dict of transformers 5 has experts.gate_up_proj [E, 2f, h] and experts.down_proj
+        [E, h, f], and a Mixtral's block_sparse_moe is named mlp there.
+        """
+        mixtral = self.config.get("model_type") == "mixtral"
+        for name in [name for name in self.index if FUSED.fullmatch(name)]:
+            entry = self.index[name]
+            before, kind = name.rsplit(".experts.", 1)
+            if mixtral:
+                before = f"{before.removesuffix('mlp')}block_sparse_moe"
+            own = OF_FUSED[kind, mixtral]
+            if len(entry["shape"]) != 3 or entry["shape"][1] % len(own):
+                raise CheckpointError(
+                    f"{name} has shape {entry['shape']}: the experts' matrices of {kind} are "
+                    "[experts, rows, columns]" + ", rows of gate and up" * (len(own) > 1)
+                )
+            del self.index[name]
+            file, (experts, rows, columns) = entry["parts"][0][0], entry["shape"]
+            rows //= len(own)
+            for e in range(experts):
+                for i, module in enumerate(own):
+                    key = f"{name}[{e}, {i}]"
+                    self._fused[key] = name, e, i * rows, rows
+                    parts = [[file, key, [0, 0], [rows, columns]]]
+                    one = {"dtype": entry["dtype"], "shape": [rows, columns], "parts": parts}
+                    self.index[f"{before}.experts.{e}.{module}.weight"] = one
+        if self._fused and mixtral:
+            for name in [name for name in self.index if name.endswith(".mlp.gate.weight")]:
+                there = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+                self.index[there] = self.index.pop(name)
+
+    def stored(self, file: Any, key: str) -> Any:
+        """Return the stored tensor `key` of an open file, or one expert's part of a fused one."""
+        if key not in self._fused:
+            return super().stored(file, key)
+        name, *where = self._fused[key]
+        return OneOfFused(file.get_slice(name), *where)
 
     def file_of(self, name: str) -> str:
         """Return the name of the file that holds a tensor."""

@@ -61,6 +61,28 @@ STATE_TYPES |= dict.fromkeys(DICTS, dict)
 STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
 
 
+class OneOfFused:
+    """The matrix of one expert in a tensor of all of them: rows of stored[expert], as a slice."""
+
+    def __init__(self, stored: Any, expert: int, first: int, rows: int) -> None:
+        self._stored, self._expert, self._first, self._rows = stored, expert, first, rows
+
+    def get_shape(self) -> list[int]:
+        """Return [rows, columns]."""
+        return [self._rows, self._stored.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        """Return the dtype by safetensors' name."""
+        dtype: str = self._stored.get_dtype()
+        return dtype
+
+    def __getitem__(self, at: tuple[slice, slice]) -> Tensor:
+        rows, columns = at
+        here = slice(self._first + rows.start, self._first + rows.stop)
+        found: Tensor = self._stored[self._expert : self._expert + 1, here, columns]
+        return found[0]
+
+
 class Checkpoint:
     """One directory, its JSON files read and checked. Raises CheckpointError where it is not whole.
 
@@ -136,6 +158,10 @@ class Checkpoint:
                 sizes = tuple(tensor.shape)
                 yield replace(piece, shape=shape, sizes=sizes, tensor=tensor)
 
+    def stored(self, file: Any, key: str) -> Any:
+        """Return the stored tensor `key` of an open file, which is read slice by slice."""
+        return file.get_slice(key)
+
     def parts(self, piece: NamedPiece) -> list[list[Any]]:
         """List the stored rectangles that overlap a piece: [file, key, starts, sizes]."""
         parts = self.index[piece.name]["parts"]
@@ -193,7 +219,11 @@ class Checkpoint:
                         if file not in files:
                             opened = safe_open(str(self._at / file), framework="pt")
                             files[file] = stack.enter_context(opened)
-                        filled += _fill(piece, files[file], key, starts, sizes, dtype)
+                        stored = self.stored(files[file], key)
+                        filled += _fill(
+                            piece, files[file], stored,
+                            key=key, starts=starts, sizes=sizes, dtype=dtype,
+                        )  # fmt: skip
                     except (OSError, SafetensorError, CheckpointError) as error:
                         raise CheckpointError(f"{self.directory / file}: {key}: {error}") from None
                 if filled != piece.tensor.numel():
@@ -231,16 +261,18 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{STATE}: tokenizer_model must be a str")
 
 
-def _fill(piece: NamedPiece, file: Any, key: str, starts: Any, sizes: Any, dtype: str) -> int:
+def _fill(
+    piece: NamedPiece, file: Any, stored: Any, key: str, starts: Any, sizes: Any, dtype: str
+) -> int:
     """Copy what a stored rectangle shares with a piece; return how many elements that is."""
     shared = intersection(starts, sizes, piece.starts, piece.sizes)
     assert shared is not None
-    stored = file.get_slice(key)
     if list(stored.get_shape()) != list(sizes):
         raise CheckpointError(f"its shape is {stored.get_shape()} where {INDEX} says {sizes}")
     if stored.get_dtype() != dtype:
         raise CheckpointError(f"it is {stored.get_dtype()} where {INDEX} says {dtype}")
-    if list(shared[1]) == list(sizes):  # all of it: no copy in between
+    plain = not isinstance(stored, OneOfFused)
+    if plain and list(shared[1]) == list(sizes):  # all of it: no copy in between
         data: Tensor = file.get_tensor(key)
     else:
         at = tuple(slice(a - b, a - b + n) for a, n, b in zip(*shared, starts, strict=True))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
-from mpu.param import placement_of
+from mpu.param import placement_of, saved_buffers, unique_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +92,41 @@ def parameter_pieces(
             param, param.detach(), names[name], "", grid.data(placement_of(param).axis.name).every
         )
     ]
+
+
+def weight_pieces(
+    model: nn.Module, names: Mapping[str, Sequence[str]], grid: Grid
+) -> list[NamedPiece]:
+    """List the rectangles of this rank's part of a model: its parameters and its buffers."""
+    return [
+        *parameter_pieces(unique_parameters(model), names, grid),
+        *buffer_pieces(model, names, grid),
+    ]
+
+
+def buffer_pieces(
+    model: nn.Module, names: Mapping[str, Sequence[str]], grid: Grid
+) -> list[NamedPiece]:
+    """List a model's buffers, which are whole on every rank of tp x dp x cp."""
+    holders = (grid.tp, grid.dp_cp)
+    return [
+        replace(whole(names[name][0], buffer), holders=holders)
+        for name, buffer in saved_buffers(model)
+    ]
+
+
+def load_pieces(
+    counts: Iterable[tuple[str, Tensor]], names: Mapping[str, Sequence[str]], grid: Grid
+) -> list[NamedPiece]:
+    """List the tokens of each expert in the last step: (name of the router's weight, counts).
+
+    A checkpoint may lack them.
+    """
+    found = []
+    for name, count in counts:
+        piece = whole(state_name(names[name][0], "tokens_per_expert"), count)
+        found.append(replace(piece, holders=(grid.tp, grid.dp_cp), optional=True))
+    return found
 
 
 def state_pieces(

@@ -13,6 +13,8 @@ from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import INDEX, STATE
 from training.checkpoint.pieces import NamedPiece, whole
 
+BIAS = ".e_score_correction_bias"
+
 
 class Room:
     """Memory that one tensor after another reuses. With a malloc for each of thousands of tensors
@@ -34,7 +36,8 @@ def stream(
 ) -> list[NamedPiece]:
     """Return whole tensors as pieces that are read when they are written, in `dtype` or as stored.
 
-    A tensor that was read is valid until the next one is read.
+    A tensor that was read is valid until the next one is read. A bias of the choice of experts is
+    no weight: a step moves it by less than bf16 shows, so it is never narrower than fp32.
     """
     read, converted = Room(), Room()
 
@@ -42,14 +45,18 @@ def stream(
         entry = checkpoint.index[name]
         shape, stored = tuple(entry["shape"]), BY_NAME[entry["dtype"]]
 
+        made = dtype or stored
+        if dtype is not None and name.endswith(BIAS):
+            made = torch.promote_types(dtype, torch.float32)
+
         def fetch() -> Tensor:
             target = whole(name, read.tensor(shape, stored))
             checkpoint.read([target])
-            if dtype in (None, stored):
+            if made == stored:
                 return target.tensor
-            return converted.tensor(shape, dtype).copy_(target.tensor)
+            return converted.tensor(shape, made).copy_(target.tensor)
 
-        return whole(name, torch.empty(shape, dtype=dtype or stored, device="meta"), fetch)
+        return whole(name, torch.empty(shape, dtype=made, device="meta"), fetch)
 
     return [piece(name) for name in names]
 

@@ -32,7 +32,7 @@ from training.checkpoint.files import (
     write_safetensors,
 )
 from training.checkpoint.load import Checkpoint
-from training.checkpoint.pieces import into_files, is_state
+from training.checkpoint.pieces import NamedPiece, into_files, is_state
 from training.checkpoint.stream import stream
 
 RUBBISH = re.compile(r"\..+\.(tmp|old)-[0-9a-f]{16}")  # what a killed write or removal left
@@ -56,6 +56,7 @@ def write_huggingface(
     world: Axis | None = None,
     device: torch.device | None = None,
     hook: Hook = lambda phase: None,
+    arrange: Callable[[list[NamedPiece]], list[NamedPiece]] = list,
 ) -> None:
     """Write the tensors `names` of a checkpoint to `target`, collectively.
 
@@ -63,7 +64,8 @@ def write_huggingface(
     are stored. shard_bytes: a file's limit. extra(): on rank 0, the small files, and what
     config.json has beside the sizes of `found.state`. world, device: as in save(). What stands at
     `target` is replaced. hook(phase): "start", "piece" before each tensor, "written", "commit",
-    "aside", "renamed". Raises SaveError, on every rank, with the rank, the path and the cause.
+    "aside", "renamed". arrange(pieces): what is written, of the tensors as they are. Raises
+    SaveError, on every rank, with the rank, the path and the cause.
     """
     first, aside = grid.rank == 0, Path()
 
@@ -86,7 +88,7 @@ def write_huggingface(
 
     hook("start")
     aside = target.parent / phase(begin)[0]
-    pieces = stream(found, names, dtype)
+    pieces = arrange(stream(found, names, dtype))
     files = into_files(pieces, shard_bytes)
     weight_map: dict[str, str] = {}
     for i, group in enumerate(files, 1):

@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from training.arguments import EXPERTS
+from training.arguments import EXPERTS, MoEConfig
 from training.config import Config, UsageError
 from training.flags.megatron import WITH_EXPERTS
 
@@ -43,8 +43,18 @@ def check_given(given: dict[str, Any]) -> None:
 
 
 def notes(config: Config) -> Iterator[str]:
-    """Yield a line on a balance loss that another layout changes."""
+    """Yield lines on what another layout changes, and on what has no effect."""
     m = config.moe
+    if m.experts and m.moe_router_pre_softmax and m.moe_router_score_function != "softmax":
+        yield (
+            "--moe-router-pre-softmax changes nothing with --moe-router-score-function "
+            f"{m.moe_router_score_function}, there as here: there is no softmax"
+        )
+    if m.experts and m.moe_expert_capacity_factor:
+        yield (
+            f"--moe-expert-capacity-factor {m.moe_expert_capacity_factor:g} is of a rank's tokens "
+            "of a micro-batch: what is dropped depends on the layout and on --micro-batch-size"
+        )
     if m.experts and "aux_loss" in m.moe_router_load_balancing_type and any(m.moe_aux_loss_coeff):
         yield (
             "--moe-router-load-balancing-type aux_loss is the loss of a micro-batch: it depends on "
@@ -107,11 +117,12 @@ def check(config: Config) -> None:
             "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is 1, "
             "so the router would not be trained"
         )
-    if m.moe_router_pre_softmax and not softmax:
+    if m.moe_router_enable_expert_bias and softmax:
         raise UsageError(
-            f"--moe-router-pre-softmax has no meaning with --moe-router-score-function "
-            f"{m.moe_router_score_function}"
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: the bias "
+            "is added to scores from 0 to 1"
         )
+    _check_groups(m)
     freq = m.moe_layer_freq
     if isinstance(freq, tuple) and len(freq) != config.model.num_layers:
         raise UsageError(
@@ -125,6 +136,25 @@ def check(config: Config) -> None:
     for name, given in unfit.items():
         if given:
             raise UsageError(f"{name} is not available with {EXPERTS} {m.experts}: {WHY[name]}")
+
+
+def _check_groups(m: MoEConfig) -> None:
+    """Raise UsageError where groups of experts do not fit the experts, or k."""
+    groups, best, k = m.moe_router_num_groups, m.moe_router_group_topk, m.moe_router_topk
+    if groups < 2:
+        return
+    if m.experts % groups:
+        raise UsageError(f"--moe-router-num-groups {groups} does not divide {EXPERTS} {m.experts}")
+    if not 1 <= best <= groups or k % best:
+        raise UsageError(
+            f"--moe-router-group-topk {best or 'left out'}: must be from 1 to "
+            f"--moe-router-num-groups {groups} and divide --moe-router-topk {k}"
+        )
+    if best * (m.experts // groups) < k:
+        raise UsageError(
+            f"--moe-router-group-topk {best}: {best} groups of {m.experts // groups} experts have "
+            f"fewer than the --moe-router-topk {k} that a token chooses"
+        )
 
 
 WHY = {

@@ -58,22 +58,12 @@ class Refused:
 # What stops a run with --num-experts, which alone gives these flags of Megatron-LM an effect
 WITH_EXPERTS = {
     "--moe-shared-expert-gate": "the shared expert has no gate",
-    "--moe-shared-expert-overlap": "the shared expert runs after the routed ones",
     "--moe-router-padding-for-quantization": "experts are not in float8",
     "--moe-router-padding-for-fp8": "experts are not in float8",
-    "--moe-router-enable-expert-bias": "there is no bias of the choice; a balance loss is "
-    "--moe-router-load-balancing-type seq_aux_loss",
-    "--moe-router-bias-update-rate": "there is no bias of the choice",
     "--moe-enable-deepep": "the dispatchers are allgather and alltoall",
     "--moe-flex-dispatcher-backend": "the dispatchers are allgather and alltoall",
     "--moe-deepep-num-sms": "the dispatchers are allgather and alltoall",
-    "--moe-per-layer-logging": "the losses of routers are logged as one sum",
-    "--moe-pad-expert-input-to-capacity": "no token is dropped, so there is no capacity",
-    "--moe-expert-capacity-factor": "no token is dropped, so there is no capacity",
-    "--moe-token-drop-policy": "no token is dropped",
     "--moe-apply-probs-on-input": "weights multiply the outputs of experts",
-    "--moe-router-num-groups": "experts are chosen from all, not from groups",
-    "--moe-router-group-topk": "experts are chosen from all, not from groups",
     "--moe-input-jitter-eps": "nothing here draws random numbers",
 }
 
@@ -167,6 +157,14 @@ ACCEPTED = (
     Accepted("--vocab-extra-ids", "there are no span tokens", TEXT, only=("0",)),
     Accepted("--moe-grouped-gemm", "the matrices of a rank's experts are one parameter, always"),
     Accepted("--moe-permute-fusion", "the permutation of tokens is one gather, always"),
+    Accepted(
+        "--moe-shared-expert-overlap",
+        "alltoall always sends tokens while the shared expert computes",
+    ),
+    Accepted(
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "alltoall always sends gradients back while the experts' first weight gradient is computed",
+    ),
     Accepted(
         "--moe-router-fusion", "the router is torch's operations: the same function", says=True
     ),
@@ -666,12 +664,11 @@ ACCEPTED = (
 IDLE = (
     Idle(
         EXPERTS,
-        """--moe-shared-expert-gate --moe-shared-expert-overlap
+        """--moe-shared-expert-gate
         --moe-router-padding-for-quantization --moe-router-padding-for-fp8
-        --moe-router-enable-expert-bias --moe-enable-deepep --moe-per-layer-logging
-        --moe-pad-expert-input-to-capacity --moe-apply-probs-on-input""",
-        values="""--moe-router-num-groups --moe-router-group-topk --moe-router-bias-update-rate
-        --moe-input-jitter-eps --moe-expert-capacity-factor --moe-token-drop-policy
+        --moe-enable-deepep
+        --moe-apply-probs-on-input""",
+        values="""--moe-input-jitter-eps
         --moe-deepep-num-sms --moe-flex-dispatcher-backend""",
     ),
     Idle(
@@ -853,7 +850,6 @@ REFUSED = (
     Refused(
         "this part of a mixture of experts",
         """--expert-tensor-parallel-num-weight-shards --overlap-moe-expert-parallel-comm
-        --overlap-dispatch-backward-with-experts-wgrad
         --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream
         --use-grouped-gemm-for-shared-expert --moe-shared-expert-glu-interleave-size
         --moe-enable-routing-replay --moe-router-quantile-balancing-ema

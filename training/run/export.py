@@ -140,11 +140,16 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
     own = "they hold the weights under the fork's own names, which tools/checkpoint.py reads"
     if kind not in CONFIG_MAPPING:
         return f"transformers {transformers.__version__} has no model_type {kind!r}: {own}"
+    fields = {key: value for key, value in config.items() if key != "torch_dtype"}
+    quiet = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**config))
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields))
     except Exception as error:
         return f"transformers' {kind} fails with this config ({type(error).__name__}): {own}"
+    finally:
+        transformers.logging.set_verbosity(quiet)
     theirs = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     wrong = [n for n, shape in shapes.items() if ".mlp." not in n and theirs.get(n) != shape]
     if not config.get("num_experts") and not config.get("num_local_experts"):

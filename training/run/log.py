@@ -111,8 +111,14 @@ class Log:
         )
         return CONTINUE
 
-    def values(self, step: Step, params: Callable[[], Tensor]) -> dict[str, Any]:
+    def values(
+        self,
+        step: Step,
+        params: Callable[[], Tensor],
+        more: Callable[[], dict[str, Any]] = dict,
+    ) -> dict[str, Any]:
         """Return a step's numbers, {} unless due; waits for the device. params: gives its norm.
+        more: gives other numbers, on every rank.
 
         Where lines are some steps apart, mean_loss is the mean of the steps since the last one, and
         step_losses has (iteration, loss) of each.
@@ -134,6 +140,7 @@ class Log:
         if any(auxiliary):  # left out where it is 0
             values["auxiliary_loss"] = auxiliary[0]
         self.losses = {}
+        values |= more()
         return values | ({"params_norm": params().item()} if self.config.log_params_norm else {})
 
     def step(
@@ -256,6 +263,7 @@ class Log:
         numbers = {key: value for key, value in record.items() if key != "iteration"}
         step = record["iteration"]
         self._try("json", lambda file: write_line(file, json.dumps(finite, allow_nan=False)))
+        numbers.pop("expert_tokens", None)
         for i, value in numbers.pop("step_losses", [])[:-1]:  # the last is this record's own
             self._plot({"loss": value}, i)
         self._plot(numbers, step)
@@ -354,19 +362,23 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
     loss = f"loss {_loss(record.get('mean_loss', record['loss']))}"
     if "auxiliary_loss" in record:
         loss += f" (auxiliary {short(record['auxiliary_loss'])})"
+    loads = [f"load {short(record['expert_load'])}"] if "expert_load" in record else []
+    if record.get("dropped_share"):
+        loads = [f"{loads[0]}, {record['dropped_share']:.1%} dropped"]
     mfu = record["mfu"]
     parts = [
         f"iteration {record['iteration']:>{len(str(total))}}/{total}",
         loss,
         f"lr {record['lr']:.2e}".replace("e-0", "e-").replace("e+00", ""),
         norm,
+        *loads,
         f"{rounded(record['tokens_per_second'])} tokens/s",
         f"MFU {mfu:.1%}" if mfu < 0.1 else f"MFU {mfu:.0%}",
         f"ETA {'?' if left is None else duration(left)}",
     ]
     bare = " | ".join(parts).removeprefix("iteration ")
     close = bare.replace(" | ", "  ")
-    lines = [" | ".join(parts), bare, close, close.replace(f"  {parts[5]}", "")]
+    lines = [" | ".join(parts), bare, close, close.replace(f"  {parts[-2]}", "")]
     first = int(len(str(total)) > 4)
     return next((line for line in lines[first:] if len(line) <= WIDTH), lines[-1][:WIDTH])
 

@@ -95,11 +95,16 @@ class Saver:
         parts = list(optimizer.named_weights())
         kept_whole = [p for p in parameters if p[0] in sink.unsharded_names()]
         pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
+        pieces += checkpoint.buffer_pieces(self.model, self.names, self.ctx.grid)
         if with_state:
             parts += optimizer.named_state()
         if with_state and sink.amaxes is not None:
             amaxes = zip(sink.amaxes.names, sink.amaxes.history, strict=True)
             pieces += checkpoint.amax_pieces(amaxes, self.names, self.ctx.grid)
+        if with_state and sink.loads is not None:
+            name_of = {param: name for name, param in parameters}
+            loads = ((name_of[weight], counts) for weight, counts in sink.loads.state())
+            pieces += checkpoint.load_pieces(loads, self.names, self.ctx.grid)
         return pieces + checkpoint.state_pieces(parts, parameters, self.names, sink.holders)
 
     def begin(self) -> tuple[int, int]:
@@ -380,6 +385,9 @@ class Saver:
             return None
         if self.optimizer.sink.amaxes is not None:  # what the checkpoint lacks begins anew
             self.optimizer.sink.amaxes.history.zero_()
+        if self.optimizer.sink.loads is not None:
+            for _, counts in self.optimizer.sink.loads.state():
+                counts.zero_()
         checkpoint.load(found, pieces, grid, device)
         for line in same_run.of_model(found, self.config, self.hf_config):
             self.note(line)

@@ -74,8 +74,6 @@ def test_a_new_collective_enters_every_reader(axis, world, rehearse, tmp_path):
     first = orders(config, read_cluster("h100_8_nodes"))[0]
     assert first.seconds[axis] > 0 and sum(first.bytes[axis]) >= 2 * sent
 
-    if axis == "ep":
-        return  # the rehearsal of experts has tests of its own: test_experts.py
     found = rehearse(" ".join([*WORDS, *more]), 2, small=False)
     assert (found.code, found.report["findings"]) == (0, []), found.text[-2000:]
     played = Counter()

@@ -26,3 +26,13 @@ def test_both_clocks_see_the_same_matmuls_and_attention(rehearse) -> None:
     # beside a collective a matmul has fewer SMs, which the planner does not count
     assert 0.93 * told["matmul"] < said["matmul"] <= told["matmul"] * 1.001
     assert said["step"] == pytest.approx(told["step"], rel=0.3)
+
+
+def test_both_clocks_see_what_a_split_schedule_gathers_again(rehearse) -> None:
+    flags = (
+        "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule zb-h1 --global-batch-size 8"
+    )
+    report = rehearse(f"{MODEL} {REST} {flags}", 8, small=False).report
+    told, said = parts(seconds_of(report["time"])), parts(planned(8, flags, MODEL, 1024))
+    assert said["tp"] == pytest.approx(told["tp"], rel=0.2)

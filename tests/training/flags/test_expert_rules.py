@@ -60,6 +60,19 @@ def test_a_loss_that_depends_on_the_micro_batch_is_said() -> None:
         assert len(notes) == said
 
 
+def test_what_changes_nothing_or_depends_on_the_layout_is_said() -> None:
+    more = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-pre-softmax"
+    assert any("changes nothing with" in note for note in read(more).notes)
+    more = "--num-experts 4 --moe-expert-capacity-factor 1.25"
+    assert any("what is dropped depends" in note for note in read(more).notes)
+    assert not [note for note in read("--num-experts 4").notes if "moe" in note]
+    frozen = read(
+        "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+        "--moe-router-bias-update-rate 0"
+    )
+    assert expert_options(frozen).bias_update_rate == 0
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("2", 2), ("[1,0,1,1]", (1, 0, 1, 1)), ("([0]*1+[1]*3)", (0, 1, 1, 1)),
@@ -87,13 +100,16 @@ MISTAKES = [
      "--num-experts 8 at --tensor-model-parallel-size 2 needs --sequence-parallel"),
     ("--num-experts 2 --moe-router-topk 3", 1, "--moe-router-topk 3 is more than --num-experts 2"),
     ("--num-experts 8 --moe-router-topk 1", 1, "1 needs --moe-router-pre-softmax"),
-    ("--num-experts 8 --moe-router-score-function sigmoid --moe-router-pre-softmax", 1,
-     "--moe-router-pre-softmax has no meaning with"),
     ("--num-experts 8 --moe-layer-freq [1]", 1, "lists 1 layers, and --num-layers is 4"),
     ("--num-experts 8 --moe-aux-loss-coeff 1 2", 1, "--moe-aux-loss-coeff has 2 values and"),
     ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", 1, "must be one of none,"),
-    ("--num-experts 8 --moe-expert-capacity-factor 1.0", 1, "no token is dropped"),
-    ("--num-experts 8 --moe-router-enable-expert-bias", 1, "there is no bias of the choice"),
+    ("--num-experts 8 --moe-expert-capacity-factor -1", 1, "-1: must be a number >= 0"),
+    ("--num-experts 8 --moe-token-drop-policy random", 1, "must be one of probs, position"),
+    ("--num-experts 8 --moe-router-enable-expert-bias", 1, "needs --moe-router-score-function sig"),
+    ("--num-experts 8 --moe-router-num-groups 3", 1, "3 does not divide --num-experts 8"),
+    ("--num-experts 8 --moe-router-num-groups 4", 1, "--moe-router-group-topk left out: must be"),
+    ("--num-experts 8 --moe-router-num-groups 4 --moe-router-group-topk 1 --moe-router-topk 3", 1,
+     "1 groups of 2 experts have fewer than the --moe-router-topk 3"),
     ("--num-experts 8 --moe-router-dtype fp64", 1, "only fp32 is accepted"),
     ("--num-experts 8 --fp8-format e4m3 --bf16 --fp8-recipe tensorwise", 1, "--fp8-format is not"),
     ("--num-experts 8 --overlap-moe-expert-parallel-comm", 1, "this part of a mixture of experts"),

@@ -84,10 +84,10 @@ def test_the_size_of_the_model_s_vocabulary_is_megatron_s():
 
 def test_a_fork_may_have_a_flag_that_changes_nothing_here():
     def extra(parser):
-        parser.add_argument("--moe-router-num-groups", type=int)
+        parser.add_argument("--moe-input-jitter-eps", type=int)
 
-    config = parse(shlex.split(f"{BASE} --num-layers 2 --moe-router-num-groups 3"), 1, extra)
-    assert dict(config.extra) == {"moe_router_num_groups": 3}
+    config = parse(shlex.split(f"{BASE} --num-layers 2 --moe-input-jitter-eps 3"), 1, extra)
+    assert dict(config.extra) == {"moe_input_jitter_eps": 3}
 
 
 def test_a_fork_s_own_flag_of_such_a_name_stays_its_own():

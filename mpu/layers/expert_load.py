@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens that chose each expert, over the global batch, and the bias that follows from them.
+
+    in a step     backward notes, once for each micro-batch, how many of this rank's tokens chose
+                  each expert of a layer
+    its end       the counts are summed over tp x cp x dp: whole numbers, so exact in any order
+                  -> bias_i += rate x sign(mean of the counts - count_i)
+                  -> the f_i of the next step's loss of the global batch
+
+The bias is added to the scores where experts are chosen, and nowhere else, so it has no gradient
+(Wang et al. 2024, Auxiliary-loss-free load balancing; DeepSeek-V3 technical report, section 2.1.2).
+Evaluation has no backward and a recomputed forward is no second backward, so neither counts. What a
+measurement notes between two steps is forgotten when the next one begins. A step whose update is
+skipped leaves bias and counts as they were. Nothing waits for the device.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import all_reduce_in_order
+from mpu.comm.transport import Label
+from mpu.context import LayerContext
+
+LABEL = Label("experts", "counts")
+MORE = 2  # numbers beside the counts: pairs that were dropped, the sum of the router's losses
+
+
+class ExpertLoad(nn.Module):
+    """The counts of one router, and its bias where there is one.
+
+    before: tokens of each expert in the last step, of the global batch: [E], fp64, whole numbers; 0
+    before the first step. noted: of this step and this rank so far [E + MORE]. of: the router's
+    weight, by whose name checkpoints have `before`. e_score_correction_bias: the bias [E], in the
+    accumulation dtype; a buffer, which checkpoints have under Hugging Face's name.
+    """
+
+    e_score_correction_bias: Tensor | None
+
+    def __init__(
+        self, experts: int, of: nn.Parameter, *, ctx: LayerContext, bias: bool = False
+    ) -> None:
+        super().__init__()
+        made = torch.zeros(experts, dtype=ctx.accumulate, device=ctx.device) if bias else None
+        self.register_buffer("e_score_correction_bias", made)
+        self.of = (of,)  # no parameter of this module
+        self.before = torch.zeros(experts, dtype=torch.float64, device=ctx.device)
+        self.noted = torch.zeros(experts + MORE, dtype=torch.float64, device=ctx.device)
+        if ctx.sink.loads is None:
+            ctx.sink.loads = ExpertLoads(ctx)
+        assert isinstance(ctx.sink.loads, ExpertLoads)
+        ctx.sink.loads.add(self)
+
+    def note(self, y: Tensor, counts: Tensor, losses: Tensor | None) -> Tensor:
+        """Return y; note in its backward the counts [E], or with the dropped pairs [E + 1], and the
+        sum of the losses over this rank's tokens.
+        """
+        noted: Tensor = _Note.apply(y, self, counts, None if losses is None else losses.detach())
+        return noted
+
+
+class _Note(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        saved_ctx: Any, y: Tensor, load: ExpertLoad, counts: Tensor, losses: Tensor | None
+    ) -> Tensor:
+        saved_ctx.load, saved_ctx.counts, saved_ctx.losses = load, counts, losses
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        noted, counts = saved_ctx.load.noted, saved_ctx.counts
+        noted[: len(counts)] += counts
+        if saved_ctx.losses is not None:
+            noted[-1] += saved_ctx.losses
+        return dy, None, None, None
+
+
+class ExpertLoads:
+    """The counts of all routers of a rank.
+
+    counts, dropped, losses: of the last step's global batch: [layers, E] and [layers] twice; None
+    before the first one. Rows are in the order of `loads`.
+    """
+
+    def __init__(self, ctx: LayerContext) -> None:
+        self.loads: list[ExpertLoad] = []
+        self.ctx, self.rate = ctx, ctx.experts.bias_update_rate
+        self.counts: Tensor | None = None
+        self.dropped: Tensor | None = None
+        self.losses: Tensor | None = None
+
+    def add(self, load: ExpertLoad) -> None:
+        """Count for one more router."""
+        self.loads.append(load)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the message that ends a step."""
+        return sum(load.noted.nbytes for load in self.loads)
+
+    def state(self) -> Sequence[tuple[nn.Parameter, Tensor]]:
+        """Return, for each router's weight, the counts of the last step, to save and to load."""
+        return [(load.of[0], load.before) for load in self.loads]
+
+    def begin_step(self) -> None:
+        """Forget what was noted since the last step."""
+        torch._foreach_zero_([load.noted for load in self.loads])
+
+    @torch.no_grad()
+    def end_step(self, found_inf: Tensor) -> None:
+        """Sum the counts over the ranks of the stage; move the bias.
+
+        found_inf: 1.0 where the update is skipped, and with it this.
+        """
+        total = torch.stack([load.noted for load in self.loads])  # [layers, E + MORE]
+        for axis in (self.ctx.tp,) * self.ctx.sp + (self.ctx.grid.dp_cp,):
+            total = all_reduce_in_order(total, axis, LABEL)
+        counts = self.counts = total[:, :-MORE]
+        self.dropped, self.losses = total[:, -2], total[:, -1]
+        goes_on = found_inf == 0
+        before = [load.before for load in self.loads]
+        kept = torch.where(goes_on, counts, torch.stack(before))
+        torch._foreach_copy_(before, list(kept.unbind()))
+        found = [load.e_score_correction_bias for load in self.loads]
+        biases = [bias for bias in found if bias is not None]
+        if biases:
+            behind = counts.sum(1, keepdim=True) - counts * counts.shape[1]  # exact
+            move = torch.sign(behind).to(biases[0].dtype) * self.rate
+            torch._foreach_add_(biases, list(torch.where(goes_on, move, 0.0).unbind()))

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bias of the choice, groups, the loss of the global batch, capacities: the serial twin's.
+
+Counts are of the global batch, so the bias has the same bits on every layout.
+"""
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import pretrain_llama
+from mpu.grid import Grid
+from mpu.layers import dispatch
+from tests.model.moe_twin import SPARSE, ExpertTwin
+from tests.model.test_moe_parity import BASE, held, run_cases, size_of
+from tests.model.twin import S, check, config_of, micro_batches
+from training.faults.monitor import FailureMonitor
+
+BIASED = SPARSE | dict(
+    moe_router_topk=4,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.05,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_topk_scaling_factor=2.5,
+    moe_shared_expert_intermediate_size=10,
+    moe_router_load_balancing_type=("seq_aux_loss", "lagged_global_aux_loss"),
+    moe_aux_loss_coeff=(0.3, 0.5),
+)
+RUN = BASE | dict(lr=1e-2, clip=0.5, sp=False, moe=BIASED)
+LAYOUTS = [
+    dict(dp=2, ep=2, zero=1, dispatch="alltoall", recompute="full"),
+    dict(tp=2, sp=True, ep=2, m=2),
+    dict(pp=2, schedule="zb-v", v=2, m=2),
+]
+LONG = [
+    dict(m=4),
+    dict(dp=2, m=2, ep=2, zero=3),
+    dict(cp=2, ep=2, recompute="selective"),
+    dict(dp=4, ep=4, zero=2, dispatch="alltoall"),
+    dict(tp=2, sp=True, dp=2, ep=4, zero=1, recompute="full"),
+    dict(tp=2, sp=True, cp=2, ep=2, m=2, dispatch="alltoall"),
+    dict(pp=2, schedule="1f1b", dp=2, ep=2, m=2, zero=2),
+    dict(pp=2, schedule="interleaved", v=2, tp=2, sp=True, m=2, recompute="full"),
+    dict(tp=2, sp=True, cp=2, dp=2, ep=8, zero=1),
+]
+
+
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS, pytest.param(LONG, marks=pytest.mark.prove)], ids=["few", "many"]
+)
+def test_three_steps_are_the_twins(world: Any, layouts: list[dict[str, Any]]) -> None:
+    """Loss, norm and the last gradients: experts are chosen by the bias, and losses by counts."""
+    held(world, [RUN | each for each in layouts], steps=3, within=1e-11)
+
+
+FULL = SPARSE | dict(
+    moe_router_topk=3,
+    moe_expert_capacity_factor=0.8,
+    moe_router_load_balancing_type=("seq_aux_loss",),
+    moe_aux_loss_coeff=(0.5,),
+)
+POSITION = dict(moe_token_drop_policy="position")
+PADDED = dict(moe_pad_expert_input_to_capacity=True)
+DROPPING = [
+    (dict(dp=2, ep=2, zero=1, dispatch="alltoall"), {}),
+    (dict(dp=2, ep=2, m=2, recompute="full"), POSITION),
+    (dict(dp=2, ep=2, zero=3, dispatch="alltoall"), PADDED),
+    (dict(tp=2, sp=True, ep=2, recompute="full"), PADDED),
+]
+LONG_DROPPING = [
+    (dict(m=2), PADDED | POSITION),
+    (dict(), dict(moe_router_topk=1, moe_router_pre_softmax=True) | PADDED),
+    (dict(dp=2, ep=2), dict(moe_router_topk=1, moe_router_score_function="sigmoid") | PADDED),
+    (dict(dp=2, ep=2), dict(moe_expert_capacity_factor=4.0) | PADDED),
+    (dict(dp=2, ep=2), dict(moe_expert_capacity_factor=0.01)),
+    (dict(dp=2, ep=2, dispatch="alltoall"), dict(moe_expert_capacity_factor=0.01) | PADDED),
+    (dict(dp=4, ep=4, dispatch="alltoall", zero=2), POSITION),
+    (dict(tp=2, sp=True, cp=2, ep=4, dispatch="alltoall"), PADDED),
+    (dict(tp=2, sp=True, cp=2, dp=2, ep=8), {}),
+    (dict(cp=2, dp=2, ep=2, dispatch="alltoall", recompute="full"), PADDED | POSITION),
+    (dict(pp=2, schedule="zb-v", v=2, dp=2, ep=2, m=2), PADDED),
+    (dict(tp=2, sp=True, dp=2, ep=4, dispatch="auto", recompute="full", m=2), PADDED),
+]
+
+
+def parts_of(case: dict[str, Any]) -> list[list[int]]:
+    """Return the positions of a row that each rank of tp x cp routes."""
+    found, cp = [], case["cp"]
+    for rank in range(cp):
+        batch = micro_batches(case, 0, 0, (rank, cp))[0]
+        own = torch.arange(S) if batch.position_ids is None else batch.position_ids[0]
+        found += [part.tolist() for part in own.chunk(case["tp"])]
+    return found
+
+
+@pytest.mark.parametrize(
+    "cases", [DROPPING, pytest.param(LONG_DROPPING, marks=pytest.mark.prove)], ids=["few", "many"]
+)
+def test_gradients_of_a_capacity_are_the_twins(world: Any, cases: list[Any]) -> None:
+    """With the same pairs dropped. Which these are depends on the ranks' tokens."""
+    for layout, more in cases:
+        moe = FULL | more
+        case = BASE | dict(sp=False, layers=3 + bool(layout.get("pp")), moe=moe) | layout
+        b = case["rows"] // (case["dp"] * case["m"])
+        twin = ExpertTwin(moe, b, layers=case["layers"], parts=parts_of(case))
+        (loss,), (norm,) = twin.train(1, 0.0, 0.0)
+        assert twin.margin > 1e-9, "a choice hangs on rounding"
+        assert bool(twin.dropped) == (moe["moe_expert_capacity_factor"] < 1)
+        results = world(size_of(case)).run(run_cases, [case], 1)
+        try:
+            check([ranks[0] for ranks in results], twin, loss, norm)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def test_a_padded_plan_looks_at_no_value() -> None:
+    """So nothing waits for the device, with one rank's experts as with an exchange."""
+    choice = torch.randint(0, 8, (12, 2), device="meta")
+    load = torch.zeros(8, dtype=torch.long, device="meta")
+    capacity = dispatch.Capacity.of(choice, load, 1.0, None, True)
+    with patch.object(torch.Tensor, "tolist", side_effect=AssertionError("a wait")):
+        plan = dispatch.Dispatcher(8, Grid().ep, None).plan(choice, load, capacity)
+    assert plan.counts.each == (3,) * 8 and len(plan.flat) == 24
+
+
+def biased(comm: Any, cases: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Return the bias and the counts of each layer of this rank, after steps and an evaluation."""
+    found = []
+    for case in cases:
+        config = config_of(case)
+        grid = comm.grid(case["tp"], case["cp"], case["pp"], ep=config.expert_model_parallel_size)
+        run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+        for step in range(steps):
+            batches = micro_batches(case, grid.dp.rank, step, (grid.cp.rank, grid.cp.size))
+            pretrain_llama.train_step(run, batches, case["lr"])
+            schedule = pretrain_llama.forward_only(run.schedule(len(batches)))
+            pretrain_llama.run_schedule(run, schedule, batches, 1, "of an evaluation")
+        loads = {n: m for n, m in run.model.named_modules() if n.endswith("mlp.load")}
+        found.append({n: (m.e_score_correction_bias, m.before) for n, m in loads.items()})
+    return found
+
+
+def test_the_bias_has_the_same_bits_on_every_layout(world: Any) -> None:
+    """Evaluations and recomputation in between do not count."""
+    layouts = [dict(dp=2, ep=2, m=2, recompute="full"), dict(tp=2, sp=True), dict(cp=2, ep=2),
+               dict(pp=2, schedule="1f1b", v=None, m=2)]  # fmt: skip
+    steps, twin = 4, ExpertTwin(BIASED, layers=4)
+    twin.train(steps, RUN["lr"], RUN["clip"])
+    twin.end_step()
+    assert twin.margin > 1e-9, "a choice hangs on rounding"
+    for ranks in world(2).run(biased, [RUN | each for each in layouts], steps):
+        for layer in ranks:
+            for name, (bias, before) in layer.items():
+                at = f"model.layers.{name.split('.')[1]}."
+                assert torch.equal(before, twin.before[at].double()), name
+                assert torch.allclose(bias, twin.bias[at], rtol=0, atol=1e-15), name
+                assert torch.equal(bias, ranks[0].get(name, (bias,))[0]), name
+    assert bias.abs().max() > 0.1
+
+
+def test_a_skipped_step_and_a_measurement_leave_the_bias() -> None:
+    case = RUN | dict(m=2)
+    run = pretrain_llama.build(
+        config_of(case), Grid(), torch.device("cpu"), FailureMonitor()
+    )
+    batches = micro_batches(case, 0)
+    pretrain_llama.train_step(run, batches, 1e-2)
+    load = run.model.layers["1"].mlp.load
+    kept = load.e_score_correction_bias.clone(), load.before.clone()
+    assert kept[1].sum() == batches[0].tokens.numel() * 2 * 4
+    schedule = run.schedule(2)
+    run.sink.begin_step(2)
+    pretrain_llama.run_schedule(run, schedule, batches, 1, "of a measurement")  # with its backward
+    weight = run.model.head.weight.detach()
+    value = weight[0, 0].item()
+    weight[0, 0] = torch.nan
+    _, _, found_inf = pretrain_llama.train_step(run, batches, 1e-2)
+    assert found_inf.item() == 1
+    assert torch.equal(load.e_score_correction_bias, kept[0]) and torch.equal(load.before, kept[1])
+    weight[0, 0] = value
+    pretrain_llama.train_step(run, batches, 1e-2)
+    assert load.before.sum() == kept[1].sum() and not torch.equal(load.before, kept[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("groups", [(1, 1), (8, 3)])
+def test_the_router_is_that_of_deepseek_v3(groups: tuple[int, int]) -> None:
+    """transformers' DeepseekV3TopkRouter, in fp32: choices, and weights to rounding."""
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    from model import moe
+    from mpu.context import LayerContext
+    from mpu.recompute import Decisions
+
+    n, best = groups
+    k = 2 * best  # DeepSeek ranks a group by its best two
+    theirs = DeepseekV3TopkRouter(
+        DeepseekV3Config(
+            hidden_size=32, n_routed_experts=64, num_experts_per_tok=k, n_group=n, topk_group=best,
+            norm_topk_prob=True, routed_scaling_factor=2.5,
+        )
+    )  # fmt: skip
+    config = moe.MoEConfig(
+        100, 32, 16, 2, 2, 2, num_experts=64, moe_router_topk=k, moe_ffn_hidden_size=8,
+        moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True, moe_router_num_groups=n, moe_router_group_topk=best,
+    )  # fmt: skip
+    ours = moe.SparseMLP(config, LayerContext(), Decisions())
+    torch.manual_seed(1)
+    for weight in (theirs.weight, theirs.e_score_correction_bias):
+        weight.normal_(0, 0.3)
+    ours.router.weight.copy_(theirs.weight)
+    ours.load.e_score_correction_bias.copy_(theirs.e_score_correction_bias)
+    x = torch.randn(300, 32)
+    logits, weights, indices = theirs(x)
+    scores = ours.router(x).sigmoid()
+    choice = ours.decide(scores, 1).plan.choice
+    assert torch.equal(choice.sort(1).values, indices.sort(1).values)
+    mine = torch.zeros(300, 64).scatter_(1, choice, ours.weights(scores, choice))
+    wanted = torch.zeros(300, 64).scatter_(1, indices, weights)
+    torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_the_log_says_how_even_the_load_is(tmp_path: Any) -> None:
+    """Of all layers of a pipeline; with --moe-per-layer-logging each layer's."""
+    import json
+    import shlex
+    import subprocess
+    import sys
+
+    flags = f"""--num-layers 4 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4
+        --seq-length 16 --vocab-size 64 --mock-data --num-experts 4 --micro-batch-size 2
+        --global-batch-size 4 --train-iters 4 --lr 1e-3 --device cpu --num-workers 0
+        --moe-layer-freq [0,1,1,1] --moe-aux-loss-coeff 1e-2 --log-interval 2
+        --moe-router-load-balancing-type lagged_global_aux_loss --moe-per-layer-logging
+        --log-json {tmp_path / "log.jsonl"}"""
+    done = subprocess.run(
+        [sys.executable, "pretrain_llama.py", *shlex.split(flags)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "expert_load" in row]
+    assert [row["iteration"] for row in rows] == [2, 4]
+    for row in rows:
+        assert [layer for layer, _ in row["expert_tokens"]] == [1, 2, 3]
+        for layer, counts in row["expert_tokens"]:
+            assert sum(counts) == 4 * 16 * 2
+            assert row[f"layer_{layer}/expert_load"] == pytest.approx(max(counts) / 32)
+        assert row["expert_load"] == max(row[f"layer_{i}/expert_load"] for i in (1, 2, 3))
+        parts = [row[f"layer_{i}/router_loss"] for i in (1, 2, 3)]
+        assert sum(parts) == pytest.approx(row["auxiliary_loss"], rel=1e-5)
+        assert f"load {row['expert_load']:.2f}" in done.stdout
