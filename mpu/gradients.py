@@ -158,6 +158,10 @@ class WeightGradientQueue:
         else:
             work()
 
+    def later(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> Callable[[], None]:
+        """Return what puts the work of a layer, for another layer's backward to call."""
+        return lambda: self.put(work, kept)
+
     def defers(self, output_layer: bool = False) -> bool:
         """Return whether the work of a layer, the output layer or another, is kept now."""
         return self._kept is not None and (self._all or output_layer)

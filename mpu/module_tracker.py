@@ -15,7 +15,7 @@ Collectives are events of their axis: mpu.comm.transport.Trace receives them.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -90,7 +90,9 @@ class ModuleTracker:
                 module.register_forward_hook(leave, with_kwargs=True),
             ]
         self._put, self._ready = queue.put, sink.register_grad_ready
+        self._later = queue.later
         queue.put = self._noted  # type: ignore[method-assign]
+        queue.later = self._noted_later  # type: ignore[method-assign]
         if MAIN_GRAD in self._readers:
             sink.register_grad_ready = self._is_ready  # type: ignore[method-assign]
 
@@ -99,6 +101,7 @@ class ModuleTracker:
         for hook in self._hooks:
             hook.remove()
         self._queue.put = self._put  # type: ignore[method-assign]
+        self._queue.later = self._later  # type: ignore[method-assign]
         if self._sink.register_grad_ready == self._is_ready:
             self._sink.register_grad_ready = self._ready  # type: ignore[method-assign]
 
@@ -160,6 +163,12 @@ class ModuleTracker:
 
     def _noted(self, work: Callable[[], None], *rest: Any, **more: Any) -> None:
         self._put(partial(self._work, self.running(), work), *rest, **more)
+
+    def _noted_later(
+        self, work: Callable[[], None], kept: Sequence[Tensor] = ()
+    ) -> Callable[[], None]:
+        work = partial(self._work, self.running(), work)
+        return lambda: self._put(work, kept)
 
     def _work(self, name: str, work: Callable[[], None]) -> None:
         self._works.append(name)

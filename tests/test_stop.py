@@ -121,12 +121,12 @@ def by_train(case, monkeypatch):
         monkeypatch.setattr(pretrain_llama, name, stand_in)
     of_next = lambda run: Step(run.iteration + 1, run.consumed, 1, 1.0, None)  # noqa: E731
     monkeypatch.setattr(Step, "next", of_next)
-    loader = SimpleNamespace(next_global_batch=batches)
+    loader = SimpleNamespace(next_global_batch=batches, dataset=SimpleNamespace(length=9))
     log = SimpleNamespace(
         values=lambda *about: {},
         after_step=watcher.after_step,
         note=lambda text: None,
-        validation=lambda iteration, loss, loader, name: None,
+        validation=lambda iteration, loss, loader, name, part: None,
     )
     signal = SimpleNamespace(
         begin=lambda speak: None,
@@ -136,7 +136,7 @@ def by_train(case, monkeypatch):
     try:
         pretrain_llama.train(
             run,
-            SimpleNamespace(train=loader, valid=loader if data else None),
+            SimpleNamespace(train=loader, valid={"validation": loader} if data else {}),
             SimpleNamespace(
                 poll=lambda: None,
                 failed=None,

@@ -74,7 +74,7 @@ class _Note(torch.autograd.Function):
         noted, counts = saved_ctx.load.noted, saved_ctx.counts
         noted[: len(counts)] += counts
         if saved_ctx.losses is not None:
-            noted[-1] += saved_ctx.losses
+            noted[-1] += saved_ctx.losses.double()
         return dy, None, None, None
 
 

@@ -152,9 +152,7 @@ class _GroupedMatmul(torch.autograd.Function):
         layer.end_use()
         x = x.detach() if queue.defers() else x  # else the graph lives on
 
-        def work() -> None:
-            queue.put(lambda: layer.wgrad(x, dy, counts), (x, dy))
-
+        work = queue.later(lambda: layer.wgrad(x, dy, counts), (x, dy))
         # whoever made x gets dx, and runs the work, unless nobody needs dx
         if saved_ctx.later is not None and saved_ctx.needs_input_grad[0] and not queue.defers():
             saved_ctx.later.append(work)

@@ -45,7 +45,15 @@ def test_the_line_is_the_whole_rank(flags, world):
             assert (told.uses, told.living) == (whole.uses, whole.living)
         named = few_layers.parameters_of(config, model_provider, stages, rank)
         measured = rank_parameters(config, model_provider, stages, rank)
-        assert list(named.items()) == list(measured.items())
+        assert alone(named) == alone(measured)
+
+
+def alone(named):
+    """Return the parameters with the part that each is, without the transport of its axis."""
+    return [
+        (name, p._replace(place=(p.place.shape, p.place.dim, p.place.axis.name, p.place.sections)))
+        for name, p in named.items()
+    ]
 
 
 class Uneven:

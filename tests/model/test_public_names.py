@@ -22,8 +22,9 @@ NAMES = {
     "mpu.grid": ("Grid",),
     "mpu.layers.context_attention": ("core_attention_of",),
     "mpu.layers.cross_entropy": ("output_loss", "vocab_parallel_cross_entropy"),
-    "mpu.layers.dispatch": ("Plan", "dispatcher"),
+    "mpu.layers.dispatch": ("Capacity", "Plan", "count_of", "dispatcher"),
     "mpu.layers.embedding": ("VocabParallelEmbedding",),
+    "mpu.layers.expert_load": ("ExpertLoad",),
     "mpu.layers.experts": ("Experts", "RouterLinear"),
     "mpu.layers.fused": ("RMSNorm", "ResidualRMSNorm", "apply_rope", "swiglu"),
     "mpu.layers.linear": (
@@ -33,7 +34,8 @@ NAMES = {
     "mpu.layers.qkv": ("add_bias", "local_heads", "qkv_linear"),
     "mpu.layers.rope": ("rope_frequencies", "rope_table"),
     "mpu.param": (
-        "Region", "draw_normal", "parameter", "placement_of", "tie", "unique_parameters",
+        "Region", "draw_normal", "parameter", "placement_of", "saved_buffers", "tie",
+        "unique_parameters",
     ),
     "mpu.param_grad": ("ParamGrad",),
     "mpu.pipeline.layout": ("Stage",),

@@ -38,7 +38,7 @@ CORE = "        return self.proj(y)\n"
 LOOP = "            for i, block in enumerate(self.blocks[chunk]):\n"
 RUN = "                h = block(h, cos, sin, packed_seq_params, caches and caches[i])\n"
 CONTEXT = "from mpu.context import LayerContext\n"
-PARAM = "from mpu.param import draw_normal, placement_of, tie, unique_parameters\n"
+PARAM = "from mpu.param import draw_normal, placement_of, saved_buffers, tie, unique_parameters\n"
 IMPORTS = {
     CONTEXT: CONTEXT
     + "from mpu.comm.mappings import copy_to_tensor_model_parallel_region as copy_to\n"

@@ -27,7 +27,7 @@ DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
 SCALE = "        self.scale = nn.Parameter(torch.ones(h, dtype=ctx.dtype, device=ctx.device))\n"
 QKV = '        qkv, more = self.project(x), {"window": self.window}\n'
-PARAM = "from mpu.param import draw_normal, placement_of, tie, unique_parameters\n"
+PARAM = "from mpu.param import draw_normal, placement_of, saved_buffers, tie, unique_parameters\n"
 CONTEXT = "from mpu.context import LayerContext\n"
 USE = {CONTEXT: CONTEXT + "from mpu.gradients import use\n"}
 GAIN = USE | {  # a gain on the queries, keys and values of this rank's heads

@@ -31,20 +31,23 @@ if TYPE_CHECKING:
 HOST_MAY_WAIT = {
     # on steps that are written
     "training/run/log.py": ("loss.item()", ".tolist()", "params().item()"),
+    "training/run/expert_values.py": (".tolist()",),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
     # --log-params-norm of masters in host memory
     "mpu/zero/norm.py": ("torch.cat(blocks).to(",),
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
-    "mpu/layers/dispatch.py": ("counts.tolist()",),  # once a layer: rows of each expert
+    # once a layer: rows of each expert
+    "mpu/layers/dispatch.py": ("kept_of(load, capacity).tolist()",),
     # an offloaded rule of whole matrices, whose slices the host has
     "mpu/optim/exchange.py": ("wire.to(turn.device)", "update.to(found_inf.device)"),
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
-# blocks, and what the update takes of them.
+# blocks, and what the update takes of them, tokens of each expert.
 DOUBLE = {
     "pretrain_llama.py": 3, "mpu/auxiliary_loss.py": 2, "mpu/optim/optimizer.py": 1 << 40,
     "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/backends.py": 4,
     "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40, "training/run/log.py": 2,
+    "mpu/layers/expert_load.py": 1 << 20, "training/run/expert_values.py": 1 << 20,
     "training/run/watch/guard.py": 256, "training/run/stop.py": 8,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of

@@ -4,10 +4,10 @@
 import contextlib
 import gc
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial, partialmethod
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +22,7 @@ from estimate.model_profile import ModelProvider, model_profile
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
-from mpu.layers.dispatch import Dispatcher
+from mpu.layers.dispatch import Capacity, Dispatcher
 from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
 from tools.explainer.trace import Actions
@@ -135,11 +135,15 @@ def _draw_one_block(param: Parameter, names: Sequence[str], std: float, seed: in
         torch.empty(shape, dtype=torch.float32, device=param.device).normal_(0.0, std)
 
 
+ON_HOST = Dispatcher.on_host
+
+
 def _assumed(
-    self: Dispatcher, on_host: Callable[..., Any], counts: Tensor, total: int
+    self: Dispatcher, load: Tensor, total: int, capacity: Capacity | None
 ) -> list[list[int]]:
-    # in place of Dispatcher.on_host: it waits, and what it reads is not there in any case
-    return [self.assumed(total)] * len(on_host(self, counts, total))
+    # in place of ON_HOST, which waits here too; what it reads is not there, as on meta tensors
+    ON_HOST(self, load, total, capacity)
+    return ON_HOST(self, torch.empty_like(load, device="meta"), total, capacity)
 
 
 def of_stages(
@@ -247,7 +251,7 @@ def rehearse(
             modes.enter_context(Watch(recorder, fake=False))
         else:
             patches.everywhere(draw_normal, _draw_one_block)
-            patches.replace(Dispatcher, "on_host", partialmethod(_assumed, Dispatcher.on_host))
+            patches.replace(Dispatcher, "on_host", _assumed)
             modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             modes.enter_context(Watch(recorder, fake=True))
             modes.enter_context(reads := Reads(recorder))

@@ -88,7 +88,7 @@ class Watch(TorchDispatchMode):
         if all(t.device.type != device for t in (*outputs, *inputs)):
             if func._schema.name.rpartition("::")[2] not in NO_KERNEL:
                 recorder.host_use(inputs, outputs + self._changed(func, args, kwargs))
-            if not inputs:
+            if not inputs and any(x.device.type == "cpu" for x in outputs):  # or an estimate's
                 recorder.made_on_host()
             if func is not torch.ops.aten._to_copy.default:
                 recorder.host_floats(outputs)

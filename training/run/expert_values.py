@@ -30,9 +30,8 @@ def expert_values(run: Run, tokens: int) -> dict[str, Any]:
     config = run.config
     if not config.moe.experts:
         return {}
-    rows = torch.zeros(
-        (config.model.num_layers, config.moe.experts + 3), dtype=torch.float64, device=run.device
-    )
+    dense = torch.zeros(config.moe.experts + 3, dtype=torch.float64, device=run.device)
+    rows = [dense] * config.model.num_layers
     loads = run.sink.loads
     if isinstance(loads, ExpertLoads) and loads.counts is not None:
         layer_of = {
@@ -40,11 +39,13 @@ def expert_values(run: Run, tokens: int) -> dict[str, Any]:
             for name, module in run.module.named_modules()
             if isinstance(module, ExpertLoad)
         }
-        at = torch.tensor([layer_of[load] for load in loads.loads], device=run.device)
-        rows[at, :-3] = loads.counts
         assert loads.dropped is not None and loads.losses is not None
-        rows[at, -3], rows[at, -2], rows[at, -1] = loads.dropped, loads.losses, 1.0
-    return told(sum_in_order(rows, run.grid.pp, LABEL).tolist(), tokens, config)
+        more = (loads.dropped, loads.losses, torch.ones_like(loads.losses))
+        found = torch.cat([loads.counts, torch.stack(more, 1)], 1)
+        for load, row in zip(loads.loads, found, strict=True):
+            rows[layer_of[load]] = row
+    every = sum_in_order(torch.stack(rows), run.grid.pp, LABEL)  # of this stage's layers, else 0
+    return told(every.tolist(), tokens, config)
 
 
 def told(rows: list[list[float]], tokens: int, config: Config) -> dict[str, Any]:
