@@ -4,6 +4,7 @@
 
     python tests/draw_imports.py                          draws docs/imports.svg
     python tests/draw_imports.py --out a.png              a .svg or a .png elsewhere
+    python tests/draw_imports.py --files mpu/comm         prints the files of a room, a line each
     python tests/draw_imports.py --small 60               prints small modules with one importer
 
 Floors and rooms are those of tests/test_layering.py, which also proves that no arrow points up. An
@@ -11,6 +12,7 @@ arrow that follows from others (a room imports what it imports through another r
 """
 
 import argparse
+import ast
 import sys
 from collections import Counter
 from pathlib import Path
@@ -120,6 +122,17 @@ def small(most: int) -> list[tuple[int, str, str]]:
     return sorted(found, key=lambda row: row[1])
 
 
+def described(room: str) -> list[tuple[str, str]]:
+    """Return (file, first line of its docstring) of the product's files below a folder."""
+    at = (ROOT / room).resolve()
+    found = []
+    for path in sorted(PRODUCT):
+        if path == at or at in path.parents:
+            said = ast.get_docstring(ast.parse(path.read_text())) or ""
+            found.append((path.relative_to(ROOT).as_posix(), said.split("\n")[0]))
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """Draw, or print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -127,7 +140,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--small", type=int, metavar="LINES", help="print modules of fewer lines with one importer"
     )
+    parser.add_argument("--files", metavar="ROOM", help="print the files of a folder, a line each")
     args = parser.parse_args(argv)
+    if args.files is not None:
+        for name, said in described(args.files):
+            print(f"{name:<44} {said}")
+        return 0
     if args.small is not None:
         rows = small(args.small)
         for lines, name, user in rows:

@@ -39,3 +39,11 @@ def test_small_modules_with_one_importer_are_printed():
         assert int(lines) == len((ROOT / name).read_text().splitlines()) < 60
         assert module.rpartition(".")[2] in (ROOT / user).read_text()
     assert [row.split()[1] for row in rows] == sorted(row.split()[1] for row in rows)
+
+
+def test_the_files_of_a_room_are_printed(capsys):
+    assert draw_imports.main(["--files", "mpu/comm"]) == 0
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    files = (ROOT / "mpu/comm").rglob("*.py")
+    assert rows.keys() == {path.relative_to(ROOT).as_posix() for path in files}
+    assert rows["mpu/comm/transport.py"] in (ROOT / "mpu/comm/transport.py").read_text()
