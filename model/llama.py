@@ -31,7 +31,7 @@ from mpu.layers.fused import ResidualRMSNorm, RMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.qkv import local_heads, qkv_linear
-from mpu.layers.rope import rope_frequencies, rope_table
+from mpu.layers.rope import Yarn, rope_frequencies, rope_table
 from mpu.param import draw_normal, placement_of, saved_buffers, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
@@ -43,7 +43,9 @@ Packed = PackedSeqParams | None  # the documents in each row of tokens; None: ea
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes. `rope_scaling_factor` 0: no scaling. `tied`: embedding and head share a weight."""
+    """Sizes. `rope_scaling_factor` 0: not Llama 3.1's scaling; `yarn` is another. `tied`: embedding
+    and head share a weight.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -56,6 +58,7 @@ class LlamaConfig:
     rotary_base: float = 10000.0
     rope_scaling_factor: float = 0.0
     rope_original_length: int = 8192
+    yarn: Yarn | None = None
     norm_epsilon: float = 1e-5
     tied: bool = False
     init_method_std: float = 0.02
@@ -226,13 +229,16 @@ class Llama(nn.Module):
     def frequencies(self) -> Tensor:
         """Return the angular frequencies, in fp64: d/2, or fewer to rotate a head's first part."""
         c = self.config
+        if c.yarn is not None:
+            return c.yarn.frequencies(c.head_size, c.rotary_base)
         scaling = (c.rope_scaling_factor, c.rope_original_length)
         return rope_frequencies(c.head_size, c.rotary_base, *scaling)
 
     def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions [b, s], or of 0 .. length - 1; the table may grow."""
         if self._rope is None or len(self._rope[0]) < length:
-            given = (self.frequencies(), length, self.ctx.accumulate, self.ctx.device)
+            factor = 1.0 if self.config.yarn is None else self.config.yarn.attention_factor
+            given = (self.frequencies(), length, self.ctx.accumulate, self.ctx.device, factor)
             self._rope = rope_table(*given)
         cos, sin = self._rope
         if positions is None:
@@ -366,6 +372,17 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": config.rope_original_length,
         }
+    if (y := config.yarn) is not None:
+        scaling = {
+            "rope_type": "yarn",
+            "factor": y.factor,
+            "original_max_position_embeddings": y.original_length,
+            "beta_fast": y.beta_fast,
+            "beta_slow": y.beta_slow,
+            "truncate": y.truncate,
+        }
+        if y.attention_factor != Yarn.suggested(y.factor):  # some readers know the paper's alone
+            scaling["attention_factor"] = y.attention_factor
     return {
         "architectures": [f"{MODEL_TYPE.capitalize()}ForCausalLM"],
         "model_type": MODEL_TYPE,
@@ -423,11 +440,15 @@ def read_hf_config(
             )
     rope = hf.get("rope_parameters") or {}
     scaling = hf.get("rope_scaling") or rope or {}
-    plain = (kind := scaling.get("rope_type", scaling.get("type", "default"))) == "default"
-    if not plain and (
-        kind != "llama3" or (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    llama3 = kind == "llama3"
+    if kind not in ("default", "llama3", "yarn") or (
+        llama3 and (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
     ):
-        raise ValueError(f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule is known")
+        raise ValueError(
+            f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule and yarn are known"
+        )
+    positions = hf.get("max_position_embeddings", 2048)
     return make(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
@@ -436,15 +457,28 @@ def read_hf_config(
         num_attention_heads=hf["num_attention_heads"],
         num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         kv_channels=hf.get("head_dim") or 0,
-        max_position_embeddings=hf.get("max_position_embeddings", 2048),
+        max_position_embeddings=positions,
         rotary_base=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope_scaling_factor=0.0 if plain else float(scaling["factor"]),
-        rope_original_length=8192 if plain else scaling["original_max_position_embeddings"],
+        rope_scaling_factor=float(scaling["factor"]) if llama3 else 0.0,
+        rope_original_length=scaling["original_max_position_embeddings"] if llama3 else 8192,
+        yarn=_yarn(scaling, positions) if kind == "yarn" else None,
         norm_epsilon=hf.get("rms_norm_eps", 1e-6),
         tied=bool(hf.get("tie_word_embeddings", False)),
         init_method_std=hf.get("initializer_range", 0.02),
         **own,
     )
+
+
+def _yarn(scaling: Mapping[str, Any], positions: int) -> Yarn:
+    """Read a config.json's rope_scaling as transformers' _compute_yarn_parameters does."""
+    original = scaling.get("original_max_position_embeddings") or positions
+    factor = float(scaling.get("factor") or positions / original)
+    own, both = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = Yarn.suggested(factor, own, both) if own and both else 0.0
+    turns = (float(scaling.get("beta_fast") or 32.0), float(scaling.get("beta_slow") or 1.0))
+    return Yarn(factor, original, *turns, float(attention), bool(scaling.get("truncate", True)))
 
 
 def parameter_group(name: str, param: nn.Parameter) -> str:

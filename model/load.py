@@ -141,6 +141,11 @@ def config_of(
             f"--num-experts {own['num_experts']}: {Path(file.__file__).name} has no experts; leave "
             "--model-file out for model/moe.py, or name a changed copy of that"
         )
+    if sizes.get("yarn") and "yarn" not in fields:
+        raise ValueError(
+            f"--position-embedding-type yarn: {Path(file.__file__).name} has no yarn, as model/"
+            "llama.py has"
+        )
     return file.ModelConfig(**sizes, **{k: v for k, v in own.items() if k in fields})
 
 

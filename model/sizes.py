@@ -44,8 +44,33 @@ def check_sizes(config: Any) -> None:
         value, off = getattr(config, name), name == "rope_scaling_factor"
         if type(value) not in (int, float) or not (0 < value < math.inf or off and value == 0):
             raise refuse(name, "a finite number above 0")
+    if (yarn := getattr(config, "yarn", None)) is not None:
+        _check_yarn(yarn, config.rotary_base)
     heads = config.num_attention_heads
     if config.kv_channels == 0 and config.hidden_size % heads:
         raise refuse("num_attention_heads", f"a divisor of hidden_size, {config.hidden_size}")
     if heads % config.num_query_groups:
         raise refuse("num_query_groups", f"a divisor of num_attention_heads, {heads}")
+
+
+def _check_yarn(yarn: Any, base: float) -> None:
+    """Raise ValueError, naming the field, for a scaling (mpu.layers.rope.Yarn) that cannot be."""
+    least = {"factor": 1.0, "beta_fast": 0.0, "beta_slow": 0.0, "attention_factor": 0.0}
+    for name, low in least.items():
+        value = getattr(yarn, name)
+        if type(value) not in (int, float) or not low <= value < math.inf or not value:
+            rule = "from 1 on" if low else "above 0"
+            raise ValueError(f"yarn's {name} is {value!r}: it must be a finite number {rule}")
+    length, most = yarn.original_length, MOST["max_position_embeddings"]
+    if type(length) is not int or not 1 <= length <= most:
+        raise ValueError(
+            f"yarn's original_max_position_embeddings is {length!r}: it must be a whole number "
+            f"from 1 to {most}"
+        )
+    if yarn.beta_fast <= yarn.beta_slow:
+        raise ValueError(
+            f"yarn's beta_fast is {yarn.beta_fast:g}: it must be above beta_slow, "
+            f"{yarn.beta_slow:g}"
+        )
+    if base <= 1:
+        raise ValueError(f"rotary_base (rope_theta) is {base!r}: with yarn it must be above 1")

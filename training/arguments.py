@@ -38,6 +38,7 @@ from training.setting import (
 )
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
+YARN: dict[str, Any] = {"needs": "--position-embedding-type", "needs_value": "yarn"}
 CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
 TOKENIZERS = (
     "SentencePieceTokenizer",
@@ -120,6 +121,39 @@ class ModelConfig:
         POSITIVE,
         needs="--use-rope-scaling",
     )
+    position_embedding_type: str = setting(
+        "rope",
+        "positions are rotary; yarn stretches them to more positions than the model was trained at",
+        rule=one_of("rope", "yarn"),
+        older="rope",
+    )
+    rotary_scaling_factor: float = setting(
+        1.0, "how many times as many positions YaRN makes of its original ones", "ratio",
+        real(1), older=1.0, **YARN,
+    )  # fmt: skip
+    yarn_original_max_position_embeddings: int = setting(
+        4096, "positions that the model was trained at before YaRN", "tokens",
+        whole(1, 1_099_511_627_776), older=4096, **YARN,
+    )  # fmt: skip
+    yarn_beta_fast: float = setting(
+        32.0, "YaRN keeps a frequency that turns more often within its original positions", "turns",
+        POSITIVE, older=32.0, **YARN,
+    )  # fmt: skip
+    yarn_beta_slow: float = setting(
+        1.0, "YaRN divides a frequency that turns less often by its factor", "turns",
+        POSITIVE, older=1.0, **YARN,
+    )  # fmt: skip
+    no_yarn_correction_range_round_to_int: bool = setting(
+        False, "do not round the ends of the range between them to whole frequencies",
+        older=False, **YARN,
+    )  # fmt: skip
+    mscale: float = setting(
+        1.0, "YaRN multiplies cos and sin by (0.1 ln(factor) x this + 1) / (0.1 ln(factor) x "
+        "--mscale-all-dim + 1)", "ratio", real(), older=1.0, **YARN,
+    )  # fmt: skip
+    mscale_all_dim: float = setting(
+        0.0, "see --mscale", "ratio", real(), older=0.0, **YARN,
+    )  # fmt: skip
     untie_embeddings_and_output_weights: bool = setting(
         False, "give the output layer its own weights", off="left out, one tied matrix"
     )

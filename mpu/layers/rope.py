@@ -1,13 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The angles of rotary positions (Su et al. 2021), with Llama 3.1's stretched frequencies.
+"""The angles of rotary positions (Su et al. 2021), stretched by Llama 3.1's rule or by YaRN.
 
 Pairs are elements i and i + d/2, as in Hugging Face's Llama, so weights need no permutation.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (Peng et al. 2023, section 3): `factor` times as many positions as original_length.
+
+    A frequency that turns more than beta_fast times within original_length is kept, one that turns
+    less than beta_slow times is divided by the factor, those between are blended linearly in their
+    index. truncate: the ends of that range are rounded to whole indices. attention_factor: what cos
+    and sin are multiplied by, sqrt(1/t) of the paper; 0 is its 0.1 ln(factor) + 1.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 0.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.attention_factor:
+            object.__setattr__(self, "attention_factor", self.suggested(self.factor))
+
+    @staticmethod
+    def suggested(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
+        """Return DeepSeek's ratio of 0.1 mscale ln(factor) + 1, of which the paper's is a case."""
+        log = 0.1 * math.log(max(factor, 1.0))
+        return (mscale * log + 1.0) / (mscale_all_dim * log + 1.0)
+
+    def frequencies(self, head_size: int, base: float) -> Tensor:
+        """Return the d/2 angular frequencies, in fp64."""
+        inverse = rope_frequencies(head_size, base)
+
+        def index(turns: float) -> float:  # of the frequency that turns so often
+            length = self.original_length / (2 * math.pi * turns)
+            return head_size * math.log(length) / (2 * math.log(base))
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_size - 1)
+        at = torch.arange(head_size // 2, dtype=torch.float64)
+        ramp = ((at - low) / (high - low if high != low else 1e-3)).clamp(0.0, 1.0)
+        return ramp * inverse / self.factor + (1 - ramp) * inverse
 
 
 def rope_frequencies(
@@ -28,8 +73,12 @@ def rope_frequencies(
 
 
 def rope_table(
-    frequencies: Tensor, length: int, dtype: torch.dtype, device: torch.device
+    frequencies: Tensor,
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [length, 1, 1, d/2] of position x frequency, rounded once, from fp64."""
+    """Return factor x cos and sin [length, 1, 1, d/2] of position x frequency, from fp64."""
     angle = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)[:, None, None]
-    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+    return (factor * angle.cos()).to(device, dtype), (factor * angle.sin()).to(device, dtype)

@@ -14,8 +14,18 @@ import pretrain_llama
 from mpu.grid import Grid
 from mpu.layers.attention.shards import shards
 from mpu.layers.packed_seq_params import PackedSeqParams
-from tests.model.context_cases import COMM, S, case_of, cases, twin_of, world_of, worst
-from tests.model.twin import V, config_of, run_cases
+from tests.model.context_cases import (
+    COMM,
+    LAYERS,
+    ROWS,
+    S,
+    case_of,
+    cases,
+    twin_of,
+    world_of,
+    worst,
+)
+from tests.model.twin import Twin, V, config_of, run_cases
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor
@@ -47,6 +57,28 @@ def test_a_sample_of_the_matrix(world):
     some += [case_of(2, comm, documents=True, recompute="full") for comm in COMM]
     some += pick.sample([c for c in every if world_of(c) == 4], 4)
     compare(world, some)
+
+
+YARN = dict(
+    use_rope_scaling=False, position_embedding_type="yarn", rotary_scaling_factor=6.0,
+    yarn_original_max_position_embeddings=8, yarn_beta_fast=1.5, yarn_beta_slow=0.02,
+    no_yarn_correction_range_round_to_int=True,
+)  # fmt: skip
+
+
+def test_yarn(world):
+    """Each layout has the gradients of YaRN's formula, written out in the twin."""
+    some = [case_of(1, sizes=YARN), case_of(2, "p2p", sizes=YARN, recompute="selective")]
+    some += [case_of(2, comm, sizes=YARN, documents=True) for comm in ("all_gather", "a2a")]
+    for documents in (False, True):
+        those = [case for case in some if ("edit" in case) is documents]
+        twin = Twin(False, LAYERS, ROWS, sizes=YARN)
+        assert len({round(f, 9) for f in twin.yarn(6)[0]}) == 3 and twin.yarn(6)[1] > 1.17
+        (loss,), (norm,) = twin.train(1, lr=0.0, clip=0.0, case=those[-1])
+        for case in those:
+            results = world(world_of(case)).run(run_cases, [case])
+            found = worst([r[0] for r in results], twin, loss, norm)
+            assert max(found.values()) < LIMIT, (case["cp"], case["comm"], found)
 
 
 def losses_of(comm, case: dict, lengths: tuple[int, ...]) -> tuple[list[int], list[float]]:

@@ -268,7 +268,7 @@ class Twin:
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         d = self.sizes["kv_channels"]
-        inverse = []
+        inverse, factor = [], 1.0
         for i in range(0, d, 2):  # Llama 3.1's rule, written out
             f = SIZES["rotary_base"] ** (-i / d)
             wavelength = 2 * np.pi / f
@@ -278,10 +278,27 @@ class Twin:
                 smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
                 f = (1 - smooth) * f / 8.0 + smooth * f
             inverse.append(f)
+        if self.sizes.get("position_embedding_type") == "yarn":
+            inverse, factor = self.yarn(d)
         angle = positions[..., None].double() * torch.tensor(inverse, dtype=torch.float64)
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]  # [b, 1, s, d/2]
+        cos, sin = (factor * part[:, None] for part in (angle.cos(), angle.sin()))  # [b, 1, s, d/2]
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def yarn(self, d: int) -> tuple[list[float], float]:
+        """Return YaRN's frequencies of a head of size d, and what multiplies cos and sin."""
+        base, factor = self.sizes["rotary_base"], self.sizes["rotary_scaling_factor"]
+        length = self.sizes["yarn_original_max_position_embeddings"]
+        at = {}
+        for name in ("yarn_beta_fast", "yarn_beta_slow"):  # where a frequency turns so often
+            turns = self.sizes[name]
+            at[name] = d / 2 * np.log(length / (2 * np.pi * turns)) / np.log(base)
+        low, high = max(0.0, at["yarn_beta_fast"]), min(d - 1.0, at["yarn_beta_slow"])
+        out = []
+        for i in range(d // 2):
+            f, slow = base ** (-2 * i / d), min(1.0, max(0.0, (i - low) / (high - low)))
+            out.append((1 - slow) * f + slow * f / factor)
+        return out, 1 + 0.1 * np.log(factor)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[name]

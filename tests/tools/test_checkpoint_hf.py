@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 from model.llama import Llama, from_hf_config, hf_names
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
+from mpu.grid import Grid
 from mpu.param import unique_parameters
 from tools.checkpoint import main
 from tools.checkpoints.copy import from_hf
+from tools.generate import generate, load_model
 from training.checkpoint import find_latest, load, parameter_pieces
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +29,14 @@ SCALED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
 }
 KINDS: dict[str, dict[str, Any]] = {
     "llama2": {"num_key_value_heads": 8, "rms_norm_eps": 1e-6},
@@ -39,10 +49,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_theta": 500000.0, **SCALED, "factor": 32.0},
     },
-}
+    "yarn": {"num_key_value_heads": 2, "rope_parameters": {"rope_theta": 10000.0, **YARN}},
+    "yarn, own numbers": {
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_theta": 1e6, **YARN, "factor": 8.0, "original_max_position_embeddings": 16,
+            "beta_fast": 3.0, "beta_slow": 0.25, "attention_factor": 1.3, "truncate": False,
+        },
+    },
+}  # fmt: skip
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.7}
+FEW = {key: YARN[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
 
 
-def hugging_face(kind: str, seed: int = 0) -> Any:
+def hugging_face(kind: str, seed: int = 0, **more: Any) -> Any:
     """Make a small random Llama with transformers; 251 tokens: no layout divides that."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,9 +77,18 @@ def hugging_face(kind: str, seed: int = 0) -> Any:
         max_position_embeddings=128,
         attn_implementation="eager",
         initializer_range=0.1,
-        **KINDS[kind],
+        **{**KINDS[kind], **more},
     )
     return LlamaForCausalLM(config).float().eval()
+
+
+class Alone:
+    """What `logits_in` needs of a world of one rank."""
+
+    size = 1
+
+    def grid(self, tp: int) -> Grid:
+        return Grid(tp)
 
 
 def logits_in(comm: Any, root: str, tokens: torch.Tensor) -> torch.Tensor:
@@ -119,6 +149,36 @@ def test_a_round_trip_keeps_every_bit(
     assert mine.keys() == his.keys()
     for name in his:
         assert torch.equal(mine[name].view(torch.uint8), his[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        FEW,
+        FEW | MSCALE,
+        FEW | {"mscale": 1.4, "mscale_all_dim": 0.0},
+        {"type": "yarn", "factor": 4.0, "beta_fast": None},
+        FEW | {"factor": 1.0},
+        FEW | {"beta_fast": 2.0, "beta_slow": 1.9},
+    ],
+    ids=str,
+)
+def test_yarn_is_read_as_transformers_reads_it(tmp_path: Path, rope: dict[str, Any]) -> None:
+    theirs = hugging_face("yarn", rope_parameters={"rope_theta": 10000.0, **rope})
+    theirs.save_pretrained(tmp_path / "hf")
+    at = tmp_path / "hf" / "config.json"
+    plain = json.loads(at.read_text()) | {"rope_scaling": rope, "rope_theta": 10000.0}
+    plain.pop("rope_parameters")  # as older versions of transformers wrote it
+    tokens = torch.randint(0, 251, (2, 120))
+    with torch.no_grad():
+        wanted = theirs(tokens).logits
+        few = theirs.generate(tokens[:1, :8], max_new_tokens=60, do_sample=False)[0, 8:].tolist()
+    for text in (at.read_text(), json.dumps(plain)):
+        at.write_text(text)
+        ours = logits_in(Alone(), str(tmp_path / "hf"), tokens)
+        assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    model, _ = load_model(str(tmp_path / "hf"), Grid(), torch.device("cpu"), torch.float32)
+    assert generate(model, tokens[0, :8].tolist(), max_new_tokens=60, temperature=0) == [few]
 
 
 def export_in(comm: Any, root: str) -> None:

@@ -117,10 +117,15 @@ ACCEPTED = (
         only=("RMSNorm", "rmsnorm"),
     ),
     Accepted("--disable-bias-linear", "a Llama's linear layers have no bias"),
-    Accepted("--position-embedding-type", "a Llama's positions are rotary", TEXT, only=("rope",)),
+    Accepted("--yarn-correction-range-round-to-int", "so it is here without this flag"),
     Accepted("--use-rotary-position-embeddings", "a Llama's positions are rotary"),
     Accepted("--no-position-embedding", "a Llama has no learned positions"),
-    Accepted("--rope-type", "a Llama's positions are rotary, without YaRN", TEXT, only=("rope",)),
+    Accepted(
+        "--rope-type",
+        "it belongs to multi-head latent attention; see --position-embedding-type",
+        TEXT,
+        only=("rope",),
+    ),
     Accepted("--rotary-percent", "a Llama rotates the whole head", TEXT, only=("1.0",)),
     Accepted(
         "--rotary-seq-len-interpolation-factor",
@@ -678,16 +683,10 @@ IDLE = (
     Idle(
         "--multi-latent-attention",
         "",
-        values="""--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim
-        --rotary-scaling-factor --mscale --mscale-all-dim""",
+        values="""--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim""",
     ),
     Idle("--qk-clip", "", values="""--qk-clip-alpha --qk-clip-threshold"""),
     Idle("--window-size", "", values="""--window-attn-skip-freq"""),
-    Idle(
-        "--position-embedding-type yarn",
-        """--yarn-correction-range-round-to-int --no-yarn-correction-range-round-to-int""",
-        values="""--yarn-original-max-position-embeddings --yarn-beta-fast --yarn-beta-slow""",
-    ),
     Idle(
         "--position-embedding-type relative",
         "",

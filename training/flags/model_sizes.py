@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn flags into the model's sizes, and the sizes stored in a checkpoint back into flags."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mpu.layers.rope import Yarn
 from training.arguments import EXPERT_SIZES, ModelConfig
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.find import candidates, open_checkpoint
@@ -19,7 +21,10 @@ from training.untrusted import nothing_downloaded
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
-ROPE = ("--rotary-base", "--use-rope-scaling", "--rope-scaling-factor")  # by --allow-change rope
+ROPE = """--rotary-base --use-rope-scaling --rope-scaling-factor --position-embedding-type
+    --rotary-scaling-factor --yarn-original-max-position-embeddings --yarn-beta-fast
+    --yarn-beta-slow --no-yarn-correction-range-round-to-int --mscale
+    --mscale-all-dim""".split()  # by --allow-change rope
 OfCheckpoint = Callable[
     [dict[str, Any], Mapping[str, Any] | None, str | None], tuple[str, Any]
 ]  # model/load.py
@@ -31,7 +36,16 @@ FREE = """--init-method-std --max-position-embeddings --seq-length --tokenizer-t
 
 def of_model(m: ModelConfig) -> dict[str, Any]:
     """Return the fields of the model's own config (model/llama.py) by name."""
-    return {name: getattr(m, name) for name in SAME} | {
+    own: dict[str, Any] = {}
+    if m.position_embedding_type == "yarn":
+        own["yarn"] = Yarn(
+            m.rotary_scaling_factor, m.yarn_original_max_position_embeddings, m.yarn_beta_fast,
+            m.yarn_beta_slow, Yarn.suggested(m.rotary_scaling_factor, m.mscale, m.mscale_all_dim),
+            truncate=not m.no_yarn_correction_range_round_to_int,
+        )  # fmt: skip
+    return {
+        **{name: getattr(m, name) for name in SAME},
+        **own,
         "make_vocab_size_divisible_by": m.make_vocab_size_divisible_by,
         "rope_scaling_factor": m.rope_scaling_factor if m.use_rope_scaling else 0.0,
         "tied": not m.untie_embeddings_and_output_weights,
@@ -114,6 +128,8 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
                 "only 8192"
             )
         out |= {"--use-rope-scaling": True, "--rope-scaling-factor": sizes.rope_scaling_factor}
+    if (yarn := getattr(sizes, "yarn", None)) is not None:
+        out |= _yarn(yarn)
     for name in EXPERT_SIZES:
         value = getattr(sizes, name, None)
         if value:  # else it is the default
@@ -128,6 +144,25 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
     if file:
         out["--tokenizer-model"] = str(found.directory / file)
     return out
+
+
+def _yarn(yarn: Yarn) -> dict[str, Any]:
+    """Return {flag: value} of a scaling; its attention factor as an --mscale."""
+    log = 0.1 * math.log(yarn.factor)
+    mscale = 1.0
+    if yarn.attention_factor != Yarn.suggested(yarn.factor):
+        mscale = (yarn.attention_factor - 1.0) / log if log else -1.0
+        if mscale < 0 or Yarn.suggested(yarn.factor, mscale) != yarn.attention_factor:
+            raise ValueError(f"no --mscale gives yarn's attention_factor {yarn.attention_factor!r}")
+    out = {
+        "--position-embedding-type": "yarn",
+        "--rotary-scaling-factor": yarn.factor,
+        "--yarn-original-max-position-embeddings": yarn.original_length,
+        "--yarn-beta-fast": yarn.beta_fast,
+        "--yarn-beta-slow": yarn.beta_slow,
+        "--mscale": mscale,
+    }
+    return out if yarn.truncate else out | {"--no-yarn-correction-range-round-to-int": True}
 
 
 def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:

@@ -2,6 +2,7 @@
 """Check the sizes of a model and of a batch, and that they divide over the ranks."""
 
 from training import batch_size
+from training.arguments import ModelConfig
 from training.config import Config, UsageError
 
 TOKENS = 1 << 23  # of one micro-batch
@@ -28,6 +29,23 @@ def check(config: Config) -> None:
         raise UsageError(
             f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
             f"{m.max_position_embeddings}"
+        )
+    if m.position_embedding_type == "yarn":
+        _yarn(m)
+
+
+def _yarn(m: ModelConfig) -> None:
+    """Raise UsageError for YaRN's numbers that contradict each other or other flags."""
+    if m.use_rope_scaling:
+        raise UsageError("--position-embedding-type yarn and --use-rope-scaling exclude each other")
+    if m.rotary_base <= 1:
+        raise UsageError(
+            f"--rotary-base {m.rotary_base:g} must be above 1 with --position-embedding-type yarn"
+        )
+    if m.yarn_beta_fast <= m.yarn_beta_slow:
+        raise UsageError(
+            f"--yarn-beta-fast {m.yarn_beta_fast:g} must be above --yarn-beta-slow "
+            f"{m.yarn_beta_slow:g}"
         )
 
 

@@ -56,8 +56,9 @@ def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) ->
 def _rope(fields: Mapping[str, Any], length: int | None) -> str:
     """Return rotary positions as flags, at a sequence length if it is known."""
     scaling = fields["rope_scaling"] or {}
+    flag = "--rotary-" if scaling.get("rope_type") == "yarn" else "--rope-"
     text = f"--rotary-base {fields['rope_theta']:g}, "
-    text += f"--rope-scaling-factor {scaling['factor']:g}" if scaling else "no --use-rope-scaling"
+    text += f"{flag}scaling-factor {scaling['factor']:g}" if scaling else "no --use-rope-scaling"
     return text + (f", --seq-length {length}" if length else "")
 
 

@@ -131,7 +131,15 @@ def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> 
         ({"model_type": "llama"}, "config.json: missing or bad field: "),
         ({**SIZES, "rope_scaling": "yes"}, "config.json: missing or bad field: "),
         ({**SIZES, "attention_bias": True}, "config.json: attention_bias is True"),
-        ({**SIZES, "rope_scaling": {**SCALING, "rope_type": "yarn"}}, "only Llama 3.1's rule"),
+        ({**SIZES, "rope_scaling": {**SCALING, "rope_type": "longrope"}}, "only Llama 3.1's rule"),
+        (
+            {**SIZES, "rope_scaling": {"rope_type": "yarn", "factor": 0.5}},
+            "yarn's factor is 0.5: it must be a finite number from 1 on",
+        ),
+        (
+            {**SIZES, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 40}},
+            "yarn's beta_fast is 32: it must be above beta_slow, 40",
+        ),
     ],
 )
 def test_a_config_of_something_else(tmp_path: Path, config: dict[str, Any], sentence: str) -> None:
