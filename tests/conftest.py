@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give tests a world of ranks: `world(2).run(fn, *args)` returns each rank's fn(comm, *args).
 
-The ranks are spawned once for each world size and serve every test of the session, since importing
-torch takes longer than a test. `fn` is a module-level function; it runs in the child from its own
-file, over an initialised gloo group. When a rank raises, the test fails with that rank's traceback
-and the next test gets a fresh world.
+The ranks are started once for each world size and serve every test of the session. They are forked
+from one process that has imported the program, since importing torch takes longer than a test.
+`fn` is a module-level function; it runs in the child from its own file, over an initialised gloo
+group. When a rank raises, the test fails with that rank's traceback and the next test gets a fresh
+world.
 """
 
 import importlib.util
@@ -118,7 +119,8 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.store = dist.TCPStore("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
-        ctx = mp.get_context("spawn")
+        ctx = mp.get_context("forkserver")
+        ctx.set_forkserver_preload(["torch", "pretrain_llama", "tests.conftest"])
         self.outbox, self.inboxes = ctx.Queue(), [ctx.Queue() for _ in range(size)]
         self.ranks = [
             ctx.Process(
