@@ -8,6 +8,7 @@ group. When a rank raises, the test fails with that rank's traceback and the nex
 world.
 """
 
+import gc
 import importlib.util
 import os
 import re
@@ -38,6 +39,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    gc.disable()  # while tests are collected
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected out of each later collection of garbage."""
+    gc.freeze()
+    gc.enable()
 
 
 @dataclass
@@ -89,6 +97,7 @@ class Comm:
 
 def _child(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     from mpu.launch import bind_loopback

@@ -16,6 +16,7 @@ network namespace of each rank; "env"; and "stdout", a path.
 """
 
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -183,6 +184,7 @@ def main() -> None:
         error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         pretrain_llama.as_process(lambda: pretrain_llama.main(sys.argv[2:]), error_file)
         return
+    gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)

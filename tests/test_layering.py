@@ -6,8 +6,11 @@ MAY lists what each room may import, FLOORS which rooms are above which.
 
 import ast
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("mpu", "model", "estimate", "training", "tools", "pretrain_llama", "tests", "benchmarks")
@@ -138,6 +141,13 @@ PRODUCT.append(ROOT / "pretrain_llama.py")
 @cache
 def nodes_of(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text(), str(path))))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def free_nodes() -> Iterator[None]:
+    """A million nodes would make each later collection of garbage slow."""
+    yield
+    nodes_of.cache_clear()
 
 
 @cache
