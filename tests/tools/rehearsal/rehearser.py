@@ -8,6 +8,7 @@ Importing torch takes longer than a small rehearsal, and the fake device must be
 """
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -25,6 +26,7 @@ def serve() -> None:
     import pretrain_llama
     from tools.rehearsal import main
 
+    gc.freeze()
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         asked = json.loads(line)
