@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Name the packages and build the native library; everything else is in pyproject.toml.
 
-Weft runs from its checkout. `pip install -e .` is a convenience; a wheel is refused, because the
-import name `mpu` also belongs to an unrelated package on PyPI, and pip overwrites silently.
+Weft runs from its checkout, or from anywhere after `pip install -e .` (docs/library.md). A wheel is
+refused, because the import name `mpu` also belongs to an unrelated package on PyPI, and pip
+overwrites silently.
 
 The native library is one shared object, compiled from every csrc/*.cpp. It has a plain C interface
 and is loaded with ctypes. It needs no Python.h and no torch headers, so one file serves every
@@ -17,7 +18,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from setuptools import Command, setup
+from setuptools import Command, find_namespace_packages, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -46,6 +47,8 @@ PACKAGES = [
     "training.run.autotune",
     "training.run.watch",
 ]
+# tools/ has no __init__.py: its scripts run by their path; installed, they run by python -m, too
+TOOLS = find_namespace_packages(str(ROOT), include=["tools", "tools.*"])
 
 
 def build_native(root: Path = ROOT, compiler: str | None = None) -> str:
@@ -134,6 +137,7 @@ class RefuseWheel(bdist_wheel):
 
 if __name__ == "__main__":
     setup(
-        packages=PACKAGES,
+        packages=[*PACKAGES, *TOOLS],
+        py_modules=["pretrain_llama"],
         cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": RefuseWheel},
     )

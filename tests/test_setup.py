@@ -83,7 +83,45 @@ def test_every_package_is_listed():
         for top in ("mpu", "model", "estimate", "training")
         for file in (ROOT / top).rglob("*.py")
     }
-    assert found == set(load_setup().PACKAGES)
+    script = load_setup()
+    assert found == set(script.PACKAGES)
+    assert {"tools", "tools.rehearsal", "tools.supervisor"} <= set(script.TOOLS)
+
+
+@pytest.mark.prove
+def test_an_editable_install_is_imported_and_run_from_elsewhere(tmp_path):
+    """Of a copy of the tracked files, into a folder of its own; no compiler, no network."""
+    fork, project = tmp_path / "fork", tmp_path / "project"
+    for folder in (fork, project):
+        folder.mkdir()
+    tar = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["tar", "x", "-C", str(fork)], input=tar.stdout, check=True)
+    shutil.copy(ROOT / "setup.py", fork)
+    shutil.copy(ROOT / "model" / "llama.py", project / "my_model.py")
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True
+    )
+    python, (site,) = tmp_path / "venv/bin/python", (tmp_path / "venv").rglob("site-packages")
+    here = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "these.pth").write_text("\n".join(here))
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+    pip += ["--ignore-installed", "--no-build-isolation", "--editable", str(fork)]
+    no_compiler = {**os.environ, "CXX": "/nonexistent/c++"}
+    subprocess.run(pip, cwd=project, env=no_compiler, check=True, timeout=200)
+    look = "import mpu.grid, tools.explain; print(mpu.grid.__file__, tools.explain.__file__)"
+    found = subprocess.run([python, "-c", look], cwd=project, capture_output=True, text=True)
+    assert found.stdout.split() == [str(fork / "mpu/grid.py"), str(fork / "tools/explain.py")]
+    flags = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --lr 1e-3
+        --micro-batch-size 1 --mock-data --vocab-size 32 --device cpu --num-workers 0
+        --train-iters 1 --model-file my_model.py""".split()
+    done = subprocess.run(
+        [python, "-m", "pretrain_llama", *flags],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0 and "finished: 1 iterations" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
