@@ -114,6 +114,21 @@ class Launcher:
         self.start(*args, **job)
         return self.wait()
 
+    def python(
+        self, *words: Any, cwd: Path = SCRIPT.parents[1], env: dict[str, str] | None = None
+    ) -> "subprocess.CompletedProcess[str]":
+        """Return what `python WORDS...` did: a script, or -c and code, with arguments.
+
+        It has no input. Its process has imported the program, which takes longer than most scripts.
+        """
+        more = {"OMP_NUM_THREADS": "1"}
+        env = {**os.environ, **more} if env is None else env
+        argv = [str(word) for word in words]
+        found = self.run(1, [], python=argv, cwd=str(cwd), env=env)
+        return subprocess.CompletedProcess(
+            argv, found.codes[0], found.said(0, "out"), found.said(0)
+        )
+
     def close(self) -> None:
         """Let the process end."""
         self.process.stdin.close()

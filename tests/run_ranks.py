@@ -12,7 +12,8 @@ folder is then FAULT_FOLDER of its environment.
 tests/faults/fault_injection.py says what a fault is. A job may also name "held", ranks that cannot
 move, so that they are killed once the others have ended, as a launcher does; "limit", seconds after
 which all are killed; "patient", where ranks that are all stopped are left as they are; "netns", the
-network namespace of each rank; "env"; and "stdout", a path.
+network namespace of each rank; "env"; and "stdout", a path. A job with "python" is no rank: it is
+what `python WORDS...` would be, without the imports.
 """
 
 import ctypes
@@ -20,9 +21,11 @@ import gc
 import json
 import os
 import resource
+import runpy
 import signal
 import sys
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,6 +95,30 @@ def enter_network(path: str) -> None:
     os.close(file)
 
 
+def be_python(words: list[str], env: dict[str, str]) -> None:
+    """Become a process that runs a script, or the code behind -c; does not return."""
+    os.environ.clear()
+    os.environ.update(env)
+    code, sys.argv = 0, words
+    sys.path[0] = "" if words[0] == "-c" else str(Path(words[0]).parent)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        said = ended.code is not None and not isinstance(ended.code, int)
+        print(ended.code, file=sys.stderr) if said else None
+        code = 1 if said else ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def be_rank(job: dict[str, Any], rank: int) -> None:
     """Become one rank of a job; does not return."""
     folder = Path(job["dir"])
@@ -99,6 +126,10 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     for number, path in ((1, out), (2, f"{folder}/err.{rank}")):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(file, number)
+    if "python" in job:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(job["cwd"])
+        be_python(job["python"], job["env"])
     if "netns" in job:
         enter_network(job["netns"][rank])
         # hosts of their own: their ranks do not see each other's processes

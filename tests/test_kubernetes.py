@@ -2,8 +2,6 @@
 """The Kubernetes example is a sound PyTorchJob; its command dry-runs with the header's figures."""
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,21 +75,15 @@ def test_the_manifest_is_sound(path):
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
-def test_its_command_dry_runs(path):
+def test_its_command_dry_runs(path, launcher):
     text = path.read_text()
     job = yaml.safe_load(text)
     words = command(job)
     pods = sum(spec["replicas"] for spec in job["spec"]["pytorchReplicaSpecs"].values())
     world = pods * int(words[words.index("--nproc-per-node") + 1])
     flags = words[words.index("pretrain_llama.py") + 1 :]
-    done = subprocess.run(
-        [sys.executable, "pretrain_llama.py", *flags, "--dry-run"],
-        cwd=ROOT,
-        env={"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {"WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
+    done = launcher.python(ROOT / "pretrain_llama.py", *flags, "--dry-run", env=env)
     assert done.returncode == 0, done.stderr
     assert "does NOT fit" not in done.stdout
     header = text.split("apiVersion")[0]

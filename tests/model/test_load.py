@@ -3,8 +3,6 @@
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,7 +40,7 @@ def test_what_is_no_model(tmp_path, text, sentence):
         ("sys.exit('no data')", "pretrain_llama.py: no data"),
     ],
 )
-def test_a_fork_that_exits_has_not_trained(tmp_path, call, says):
+def test_a_fork_that_exits_has_not_trained(tmp_path, launcher, call, says):
     """The exit code of a run that trained nothing is not 0."""
     text = (
         (ROOT / "model/llama.py").read_text().replace("import math", "import math\nimport sys", 1)
@@ -53,11 +51,8 @@ def test_a_fork_that_exits_has_not_trained(tmp_path, call, says):
     flags = "--mock-data --vocab-size 64 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
     flags += " --ffn-hidden-size 32 --seq-length 8 --train-iters 1 --lr 1e-3 --device cpu"
     flags += " --micro-batch-size 1"
-    done = subprocess.run(
-        [sys.executable, "pretrain_llama.py", *flags.split(), "--model-file", tmp_path / "mine.py"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 1 and re.search(says, done.stderr), done.stderr
+    done = launcher.run(1, [*flags.split(), "--model-file", str(tmp_path / "mine.py")])
+    assert done.codes == [1] and re.search(says, done.said(0)), done.said(0)
 
 
 def test_a_checkpoint_says_which_of_our_models_it_is():

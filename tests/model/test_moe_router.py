@@ -13,6 +13,7 @@ import torch
 import pretrain_llama
 from mpu.grid import Grid
 from mpu.layers import dispatch
+from tests.launcher import Launcher
 from tests.model.moe_twin import SPARSE, ExpertTwin
 from tests.model.test_moe_parity import BASE, held, run_cases, size_of
 from tests.model.twin import S, check, config_of, micro_batches
@@ -226,25 +227,16 @@ def test_the_router_is_that_of_deepseek_v3(groups: tuple[int, int]) -> None:
     torch.testing.assert_close(mine, wanted, rtol=1e-6, atol=1e-7)
 
 
-def test_the_log_says_how_even_the_load_is(tmp_path: Any) -> None:
+def test_the_log_says_how_even_the_load_is(launcher: Launcher) -> None:
     """Of all layers of a pipeline; with --moe-per-layer-logging each layer's."""
-    import json
-    import shlex
-    import subprocess
-    import sys
-
-    flags = f"""--num-layers 4 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4
+    flags = """--num-layers 4 --hidden-size 32 --ffn-hidden-size 24 --num-attention-heads 4
         --seq-length 16 --vocab-size 64 --mock-data --num-experts 4 --micro-batch-size 2
         --global-batch-size 4 --train-iters 4 --lr 1e-3 --device cpu --num-workers 0
         --moe-layer-freq [0,1,1,1] --moe-aux-loss-coeff 1e-2 --log-interval 2
-        --moe-router-load-balancing-type lagged_global_aux_loss --moe-per-layer-logging
-        --log-json {tmp_path / "log.jsonl"}"""
-    done = subprocess.run(
-        [sys.executable, "pretrain_llama.py", *shlex.split(flags)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "expert_load" in row]
+        --moe-router-load-balancing-type lagged_global_aux_loss --moe-per-layer-logging"""
+    done = launcher.run(1, flags.split())
+    assert done.codes == [0], done.said(0)
+    rows = [row for row in done.rows() if "expert_load" in row]
     assert [row["iteration"] for row in rows] == [2, 4]
     for row in rows:
         assert [layer for layer, _ in row["expert_tokens"]] == [1, 2, 3]
@@ -254,4 +246,4 @@ def test_the_log_says_how_even_the_load_is(tmp_path: Any) -> None:
         assert row["expert_load"] == max(row[f"layer_{i}/expert_load"] for i in (1, 2, 3))
         parts = [row[f"layer_{i}/router_loss"] for i in (1, 2, 3)]
         assert sum(parts) == pytest.approx(row["auxiliary_loss"], rel=1e-5)
-        assert f"load {row['expert_load']:.2f}" in done.stdout
+        assert f"load {row['expert_load']:.2f}" in done.said(0, "out")

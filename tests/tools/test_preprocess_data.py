@@ -213,7 +213,7 @@ def workers_of(process):
             marks=pytest.mark.prove,
         ),
         (2, "kill a worker", 1, "a worker was killed (out of memory?); the same command goes on"),
-        (2, "kill", -signal.SIGKILL, ""),
+        pytest.param(2, "kill", -signal.SIGKILL, "", marks=pytest.mark.prove),
     ],
 )
 def test_a_stopped_run_keeps_what_is_complete(tmp_path, workers, stop, status, says):

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the tests of checkpoints: a tiny checkpoint whose tensors all have its step's value."""
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,9 @@ import pytest
 import torch
 
 from mpu.grid import Grid
+from tests.launcher import Launcher
 from training.checkpoint import find_latest, load, save
 from training.checkpoint.pieces import NamedPiece, whole
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def _tensors(value: float) -> list[NamedPiece]:
@@ -51,18 +48,6 @@ def newest() -> Callable[[Path], tuple[int, list[str]]]:
 
 
 @pytest.fixture
-def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+def python(launcher: Launcher) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """python(code, *args) -> a finished process that ran it."""
-
-    def python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, "-c", code, *args],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=240,
-            check=False,
-        )
-
-    return python
+    return lambda code, *args: launcher.python("-c", code, *args)

@@ -4,8 +4,6 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,7 +137,7 @@ def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd
 
 @pytest.mark.parametrize("number", [TERM, INT])
 @pytest.mark.parametrize("stepped, code", [(False, True), (True, False)])
-def test_a_first_step_that_takes_too_long_is_not_waited_for(number, stepped, code):
+def test_a_first_step_that_takes_too_long_is_not_waited_for(launcher, number, stepped, code):
     """Nothing is trained before it is done, and a host that swaps may need minutes for it."""
     program = f"""
 import os
@@ -155,7 +153,7 @@ with StopSignal() as stop:
         time.sleep(0.1)
     assert stop.received
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    done = launcher.python("-c", program)
     assert done.returncode == (128 + number if code else 0), done.stderr
     assert "stopping after this step" in done.stderr
     assert ("the first step was not done in 0.1 s: stopped" in done.stderr) == code
