@@ -126,12 +126,12 @@ def _child(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
 
 
 class World:
-    """`size` ranks on gloo, alive until closed."""
+    """`size` ranks on gloo, alive until closed. start: "spawn", if this environment matters."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, start: str = "forkserver") -> None:
         self.size = size
         self.store = dist.TCPStore("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
-        ctx = mp.get_context("forkserver")
+        ctx = mp.get_context(start)
         ctx.set_forkserver_preload(["torch", "pretrain_llama", "tests.conftest"])
         self.outbox, self.inboxes = ctx.Queue(), [ctx.Queue() for _ in range(size)]
         self.ranks = [

@@ -113,13 +113,10 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     return Oracle(tmp_path_factory.mktemp("oracle"))
 
 
-SHORT = (
-    "kill: in a save",
-    pytest.param("disk: ENOSPC under a checkpoint", marks=pytest.mark.prove),
-    pytest.param("checkpoint: bit flipped", marks=pytest.mark.prove),
-)
+SHORT = ("kill: in a save", "disk: ENOSPC under a checkpoint", "checkpoint: bit flipped")
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", SHORT)
 def test_a_fault_is_found_named_and_healed(
     launcher: Launcher, tmp_path: Path, oracle: Oracle, name: str

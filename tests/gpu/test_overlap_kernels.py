@@ -33,7 +33,7 @@ def ranks(request):
     """A world whose ranks share one GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        world = World(request.param)
+        world = World(request.param, "spawn")
     yield world
     world.close()
 

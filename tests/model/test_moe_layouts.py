@@ -248,15 +248,19 @@ def measured(comm: Any, case: dict[str, Any]) -> Any:
 EVEN = SPARSE | dict(moe_router_force_load_balancing=True, moe_aux_loss_coeff=(0.5,))
 
 
-@pytest.mark.parametrize("dispatch", ["allgather", "alltoall"])
+LAYOUTS = [
+    dict(dp=4, ep=2, zero=1),
+    dict(dp=4, ep=4, zero=3, m=2),
+    dict(dp=2, tp=2, sp=True, ep=4, zero=3, recompute="full"),
+    dict(dp=2, pp=2, ep=2, zero=2, m=2),
+]
+BOTH = [(layout, dispatch) for layout in LAYOUTS for dispatch in ("allgather", "alltoall")]
+FEW = [BOTH[0], BOTH[5]]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [
-        dict(dp=4, ep=2, zero=1),
-        pytest.param(dict(dp=4, ep=4, zero=3, m=2), marks=pytest.mark.prove),
-        dict(dp=2, tp=2, sp=True, ep=4, zero=3, recompute="full"),
-        pytest.param(dict(dp=2, pp=2, ep=2, zero=2, m=2), marks=pytest.mark.prove),
-    ],
+    "layout, dispatch",
+    [pytest.param(*one, marks=[] if one in FEW else pytest.mark.prove) for one in BOTH],
 )
 def test_bytes_and_memory_are_those_of_the_dry_run(world: Any, layout: Any, dispatch: str) -> None:
     """At an even choice: a rank's pairs divide by the experts."""

@@ -49,7 +49,7 @@ def twin_of(case: dict) -> tuple[Twin, float, float]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_sample_of_the_matrix(world, size):
-    compare(world, twin_of, size, random.Random(size).sample(cases(size), 5))
+    compare(world, twin_of, size, random.Random(size).sample(cases(size), 3))
 
 
 @pytest.mark.prove
@@ -149,8 +149,7 @@ DEFERRED = [
 ]
 SOME = [  # schedule, tied, recompute, sp, zero
     ("1f1b", True, None, True, None),
-    ("interleaved", False, "full", True, None),
-    ("1f1b", False, "full", False, 3),
+    ("interleaved", False, "full", False, 3),
 ]
 
 

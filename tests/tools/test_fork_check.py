@@ -220,7 +220,7 @@ MISTAKES = {
         ("of model.layers.3.input_layernorm.weight, and its gradient is zero",),
     ),
 }
-SAMPLE = ("missing sum", "double sum", "forgotten decode", "an activation detached", "tied twice")
+SAMPLE = ("missing sum", "forgotten decode", "tied twice")
 RUN = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 100
     --mock-data --train-iters 2 --lr 1e-3 --device cpu --tensor-model-parallel-size 2""".split()
 
@@ -325,7 +325,7 @@ def test_mistakes_in_the_command_line(tmp_path, capsys):
     assert "--no-such-flag" in capsys.readouterr().err
 
 
-ALSO = ("a loss of another size on each rank", "a death by signal", "the share of RoPE dropped")
+ALSO = ("a death by signal",)
 
 
 @pytest.mark.parametrize(

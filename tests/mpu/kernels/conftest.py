@@ -18,7 +18,7 @@ def interpreted():
         if size not in worlds or worlds[size].broken:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("TRITON_INTERPRET", "1")
-                worlds[size] = World(size)
+                worlds[size] = World(size, "spawn")
         return worlds[size]
 
     yield get

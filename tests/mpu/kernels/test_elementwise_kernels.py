@@ -39,18 +39,20 @@ CASES = [
 def test_kernels_equal_float64_to_some_units_in_the_last_place(interpreted, every):
     """Forward, backward, and the weight's gradient; odd shapes, every dtype, both variants."""
     seen = set()
-    for worst in interpreted(4).run(run_cases, CASES[::every]):
+    for worst in interpreted(2).run(run_cases, CASES[::every]):
         for (name, dtype), found in worst.items():
             assert found <= MOST[name], (name, dtype, found)
             seen.add((name, dtype))
     assert len(seen) == len(SHAPES) * len(DTYPES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.prove), torch.bfloat16]
+)
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_bytes_of_a_launch_are_those_declared(interpreted, operation, dtype, added):
-    found = interpreted(4).run(count, (operation, dtype, 5, 40, added))[0]
+    found = interpreted(1).run(count, (operation, dtype, 5, 40, added))[0]
     kernels = {norm: 3, rope: 1, swiglu: 2}[operation]
     assert len(found) == kernels
     for name, launches in found.items():
@@ -60,7 +62,7 @@ def test_the_bytes_of_a_launch_are_those_declared(interpreted, operation, dtype,
 
 def test_layers_over_the_kernels_are_those_of_a_cpu(interpreted):
     """Outputs, the input's gradient and every weight's, of two micro-batches."""
-    world = interpreted(4)
+    world = interpreted(1)
     found, wanted = (world.run(block, triton)[0] for triton in (True, False))
     assert len(found) == len(wanted) == 7
     for got, want in zip(found, wanted, strict=True):
