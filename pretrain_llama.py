@@ -226,6 +226,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     optimizer = Optimizer(
         model, sink, grid, optimizer_groups(config), clip=config.optimizer.clip_grad,
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
+        state_offload=p.optimizer_state_offload,
     )  # fmt: skip
     engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device)
     return LlamaRun(

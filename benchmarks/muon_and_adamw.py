@@ -7,15 +7,17 @@
 
 First each optimizer's learning rate is swept with the first seed; then the best one runs with the
 other seeds. A sweep whose best is at its end goes one step further. A run that is done is not
-repeated: after a call that was stopped, the next one goes on. Printed: the held-out loss at every
-rate, and at the best one its mean over seeds with the standard error. Muon's scale is 0.2 x
-spectral, so the same rates are in reach of both (docs/muon.md). One process a run; with the
-defaults about 12 runs of 2 CPU minutes.
+repeated: after a call that was stopped, the next one goes on. --runs N makes at most N runs, and
+exits with 75 where some are left; no run is begun once all of them together have taken
+--cpu-minutes. Printed: the held-out loss at every rate, and at the best one its mean over seeds
+with the standard error; --svg FILE draws them. Muon's scale is 0.2 x spectral, so the same rates
+are in reach of both (docs/muon.md). One process a run; about 14 runs.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,19 @@ MUON = """--optimizer muon --muon-momentum 0.95 --muon-use-nesterov
 OPTIMIZERS = {"AdamW": [], "Muon": MUON}
 RATES = [1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3]
 FIRST = RATES[1:5]  # of a sweep, before its best is at an end
+LATER = 75  # EX_TEMPFAIL: call it again
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of the child processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def spent(args: argparse.Namespace) -> float:
+    """Return the CPU seconds of all runs that are done."""
+    done = args.out.glob(f"*-{args.iters}/done.json")
+    return sum(json.loads(path.read_text())["cpu_seconds"] for path in done)
 
 
 def held_out(args: argparse.Namespace, name: str, rate: float, seed: int) -> float:
@@ -38,6 +53,13 @@ def held_out(args: argparse.Namespace, name: str, rate: float, seed: int) -> flo
     folder = args.out / f"{name}-{rate:g}-{seed}-{args.iters}"
     log, done = folder / "log.jsonl", folder / "done.json"
     if not done.exists():
+        if spent(args) > 60 * args.cpu_minutes:
+            sys.exit(f"{spent(args) / 60:.1f} CPU minutes are over (--cpu-minutes)")
+        if args.runs <= 0:
+            print("some runs are left: call it again", flush=True)
+            sys.exit(LATER)
+        args.runs -= 1
+        before = cpu_seconds()
         folder.mkdir(parents=True, exist_ok=True)
         log.unlink(missing_ok=True)
         data = quickstart.flags_of(args.data, folder, args.iters, args.iters)
@@ -53,14 +75,15 @@ def held_out(args: argparse.Namespace, name: str, rate: float, seed: int) -> flo
             for row in map(json.loads, log.read_text().splitlines())
             if "validation_loss" in row
         ]
-        done.write_text(json.dumps({"validation_loss": losses[-1]}))
+        row = {"validation_loss": losses[-1], "cpu_seconds": cpu_seconds() - before}
+        done.write_text(json.dumps(row))
     loss: float = json.loads(done.read_text())["validation_loss"]
     print(f"{name:<6} lr {rate:<6g} seed {seed}: held-out loss {loss:.4f}", flush=True)
     return loss
 
 
-def sweep(args: argparse.Namespace, name: str) -> float:
-    """Return the best learning rate with the first seed."""
+def sweep(args: argparse.Namespace, name: str) -> dict[float, float]:
+    """Return the held-out loss of each learning rate with the first seed."""
     seed = args.seeds[0]
     found = {rate: held_out(args, name, rate, seed) for rate in FIRST}
     while True:
@@ -68,8 +91,42 @@ def sweep(args: argparse.Namespace, name: str) -> float:
         at = RATES.index(best)
         more = [rate for rate in RATES[max(0, at - 1) : at + 2] if rate not in found]
         if not more:
-            return best
+            return found
         found |= {rate: held_out(args, name, rate, seed) for rate in more}
+
+
+def draw(path: Path, iters: int, found: dict[str, dict[float, float]], best: dict[str, list[float]]
+) -> None:  # fmt: skip
+    """Draw the loss over the learning rate: all rates with one seed, the best one with all."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "weft", "font.size": 9}
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5, 3.2))
+    for name, colour in zip(found, ("tab:blue", "tab:orange"), strict=True):
+        losses = found[name]
+        rates = sorted(losses)
+        axes.plot(rates, [losses[r] for r in rates], "o-", color=colour, label=name, markersize=4)
+        at = min(losses, key=losses.__getitem__)
+        mean, error = mean_of(best[name])
+        axes.errorbar([at * 1.08], [mean], yerr=[error], fmt="s", color=colour, capsize=3)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+    axes.set_xlabel("peak learning rate")
+    axes.set_ylabel("held-out loss, nats a token")
+    axes.set_title(f"{iters} iterations; squares: mean over seeds, standard error", fontsize=9)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def mean_of(losses: list[float]) -> tuple[float, float]:
+    """Return the mean over seeds and its standard error."""
+    error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else float("nan")
+    return statistics.mean(losses), error
 
 
 def main() -> None:
@@ -79,18 +136,27 @@ def main() -> None:
     parser.add_argument("--iters", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=1000, help="at most so many in this call")
+    parser.add_argument("--cpu-minutes", type=float, default=45.0)
+    parser.add_argument("--svg", type=Path, help="where to draw the losses")
     args = parser.parse_args()
     if not (args.data / "tokens" / "train" / f"{quickstart.TOKENS}.idx").exists():
         parser.error(f"--data {args.data} has no tokens: run `make train ITERS=10` first")
+    found = {name: sweep(args, name) for name in OPTIMIZERS}
+    best = {
+        name: [held_out(args, name, min(own, key=own.__getitem__), seed) for seed in args.seeds]
+        for name, own in found.items()
+    }
     lines = []
-    for name in OPTIMIZERS:
-        best = sweep(args, name)
-        losses = [held_out(args, name, best, seed) for seed in args.seeds]
-        error = statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else float("nan")
+    for name, losses in best.items():
+        rate = min(found[name], key=found[name].__getitem__)
+        mean, error = mean_of(losses)
         lines.append(
-            f"{name:<6} best lr {best:g}: {statistics.mean(losses):.4f} +- {error:.4f} "
-            f"over {len(losses)} seeds"
+            f"{name:<6} best lr {rate:g}: {mean:.4f} +- {error:.4f} over {len(losses)} seeds"
         )
+    if args.svg:
+        draw(args.svg, args.iters, found, best)
+    lines.append(f"{spent(args) / 60:.1f} CPU minutes")
     print(f"\n{args.iters} iterations of {quickstart.MODEL['global-batch-size']} samples")
     print(*lines, sep="\n")
 

@@ -8,11 +8,11 @@ order in which a step uses the blocks gives both the gathers and how much is who
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
 from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
-from estimate.rank_memory import gradient_bytes, level
+from estimate.rank_memory import gradient_bytes, level, moved_state
 from mpu.zero.layout import BucketLayout, block_of
 from training.config import Config
 from training.schedule import micro_batch_counts
@@ -77,8 +77,8 @@ def moments(
     lookups = sum(named[name].entry.numel for name in both_ends(config, provider)) * size
     # look-ups of one micro-batch live on in the next one's backward, unless sums go after each
     late = config.parallel.zero_reduce_each_microbatch or max(micro_batch_counts(config)) == 1
-    sums = level(config) >= 2
-    if not sums and not (lookups and late):
+    sums, moves = level(config) >= 2, config.parallel.optimizer_state_offload
+    if not (sums or moves) and not (lookups and late):
         return [{}]
     sharded = {
         name: (n, flat.rows or flat.length * config.run.dtype.itemsize)
@@ -87,6 +87,7 @@ def moments(
     walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
     begin = next((at for at, (name, _) in enumerate(walk) if block_of(name)), len(walk))
     living = activations.profile(config, provider).living
+    come = _fetched(config, flats, [name for name, _ in walk[-len(living) :]])
     for at, (name, whole) in enumerate(walk):
         if at >= len(living):  # a sum has a place of its own before it is added to the last one's
             whole += whole // config.parallel.shard_size
@@ -97,17 +98,32 @@ def moments(
         else:  # at the head of a micro-batch's list, or at its end
             head = at % len(living) < begin
             number, where = (layers - 1, "head") if head else (-1, "embedding")
-        if not where or not (sums or where == "embedding"):
+        if not where or not (sums or moves or where == "embedding"):
             continue
         now = {
             "whole gradients": whole * size,
             "gathered weights": _together(config, sharded, [n for n, _ in walk[at:]]),
             "tied look-ups": lookups * (where == "embedding" or not late),
         }
+        if moves:  # the last micro-batch's backward brings it
+            last = at >= len(walk) - len(living)
+            now["fetched state"] = come[at % len(living)] if last else 0
         now |= _parts(living[at % len(living)], held, (number + 1) / layers, where == "head")
         if sum(now.values()) >= sum(found.get(where, {}).values()):
             found[where] = now
     return [*([] if sums else [{"tied look-ups": 0}]), *found.values()]
+
+
+def _fetched(config: Config, flats: list[BucketLayout], names: Sequence[str]) -> list[int]:
+    """Return the bytes of masters and moments on the device while each gradient of a micro-batch
+    is made: a bucket's come when its last gradient is there (mpu/optim/state_offload.py).
+    """
+    last = {name: at for at, name in enumerate(names)}
+    come = [0] * (len(names) + 1)
+    for flat in flats:
+        ready = max((last.get(name, len(names)) for name, _, _ in flat.params), default=0)
+        come[min(ready + 1, len(names))] += moved_state(config, [flat])
+    return [*accumulate(come)]
 
 
 def _parts(living: int, held: activations.Held, kept: float, head: bool) -> dict[str, int]:

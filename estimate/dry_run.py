@@ -87,7 +87,10 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
         ("Work", _work(config, model_profile(config, provider).flops)),
         (
             f"Traffic of one step{f', {rank}' if size > 1 else ''}",
-            _traffic(traffic.traffic(config, provider, fullest)),
+            [
+                *_traffic(traffic.traffic(config, provider, fullest)),
+                *_host_traffic(config, provider, fullest),
+            ],
         ),
     ]
 
@@ -111,12 +114,17 @@ def memories(
     kinds |= {"workspaces": buffers.matmul_workspaces(config)}
     if config.gpu.cpu_offload_activations:
         kinds["offloaded"] = held.under_way
+    moved = rank_memory.moved_state(config, flats)
+    if moved:  # on a CPU its second place is in the same memory
+        kinds |= {"masters": 0, "moments": 0} if config.parallel.device != "cpu" else {}
+        kinds["fetched state"] = 0
     found = [kinds]
     if config.parallel.pipeline_model_parallel_size == 1:
         found = [kinds | now for now in buffers.moments(config, provider, held)]
-    if moving := matrices.memory(config, provider, pp_rank):  # in the update
+    moving = matrices.memory(config, provider, pp_rank)
+    if moving or moved:  # in the update
         gone = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
-        found.append(kinds | gone | {"matrices": moving})
+        found.append(kinds | gone | {"matrices": moving, "fetched state": moved})
     return found
 
 
@@ -208,12 +216,17 @@ def _memory(
         "logits": "one micro-batch; their gradient takes the same memory",
         "offloaded": "activations on their way to host memory, or back: two units",
         "working memory": "gathered inputs, partial sums, a weight's gradient: of one operation",
+        "fetched state": "masters and moments that are on the device at that moment",
         "workspaces": "cuBLAS's, on Hopper or later; less before",
         "matrices": "in the update: on their way to owners, and their updates on the way back",
     }
     remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
+    flats = rank_memory.flats(config, provider, rank)
     if rank_memory.offloaded(config):
         remarks |= {"masters": "in host memory", "moments": "in host memory"}
+    elif rank_memory.host_bytes(config, flats):
+        remarks["moments"] += ", in host memory"
+        remarks["masters"] += ", in host memory" * bool(remarks["masters"] == "fp32")
     for kind in shared_kinds(config):
         remarks[kind] += f", a share of {rank_memory.share(config)}"
     if rank_memory.level(config) == 1 and p.main_grads_dtype == "bf16":
@@ -233,11 +246,11 @@ def _memory(
         if value or kind in STATE or kind in ("activations", "logits")
     ]
     lines.append(f"{'total':<16} {in_units(total):>10}  what the libraries keep on top")
-    host = rank_memory.host_bytes(config, rank_memory.flats(config, provider, rank))
-    if host:
+    if host := rank_memory.host_bytes(config, flats):
+        more = ", and copies of what goes down and up" * rank_memory.offloaded(config)
         lines.append(
-            f"{'in host memory':<16} {in_units(host):>10}  masters, moments, and copies of what "
-            "goes down and up"
+            f"{'in host memory':<16} {in_units(host):>10}  masters{',' if more else ' and'} moments"
+            f"{more}{'' if more else ', pinned'}"
         )
     if away := held[rank].in_host:
         lines.append(f"{'in host memory':<16} {in_units(away):>10}  offloaded activations, pinned")
@@ -312,6 +325,16 @@ def _traffic(rows: list[Traffic]) -> list[str]:
         found.append((sent, f"{line}; a rank sends {in_units(sent)}"))
     lines = [line for _, line in sorted(found, key=lambda part: -part[0])]
     return lines or ["none: one rank"]
+
+
+def _host_traffic(config: Config, provider: ModelProvider, rank: int) -> list[str]:
+    """Return the line of what the optimizer sends between the device and its host, if anything."""
+    down, up = rank_memory.host_traffic(config, rank_memory.flats(config, provider, rank))
+    if not down:
+        return []
+    what = "gradients down, weights up" if rank_memory.offloaded(config) else "masters and moments"
+    said = f"a rank sends {in_units(down)} down and {in_units(up)} up"
+    return [f"{'PCIe':<9} {'copies':<14} {what}; {said}"]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

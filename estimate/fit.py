@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from training.arguments import ParallelConfig
 from training.config import Config, UsageError
 from training.flags import parallel_rules, rules
 
@@ -27,8 +28,7 @@ def fit_lines(
     rows = []
     for name, other in measures(config):
         p = other.parallel
-        state = p.zero, p.optimizer_cpu_offload
-        same = state != (config.parallel.zero, config.parallel.optimizer_cpu_offload)
+        same = state_of(p) != state_of(config.parallel)
         try:
             rules.check(other)
         except UsageError:
@@ -51,6 +51,11 @@ def fit_lines(
     return lines
 
 
+def state_of(p: ParallelConfig) -> tuple[int, bool, bool]:
+    """Return the flags that say where state lies; activations do not depend on them."""
+    return p.zero, p.optimizer_cpu_offload, p.optimizer_state_offload
+
+
 def measures(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield (flags, the config with them) of what saves memory and is not in use yet."""
     p, b, g = config.parallel, config.batch, config.gpu
@@ -67,8 +72,11 @@ def measures(config: Config) -> Iterator[tuple[str, Config]]:
     if not p.fused_linear_cross_entropy:
         less = replace(p, fused_linear_cross_entropy=True)
         yield "--fused-linear-cross-entropy", replace(config, parallel=less)
+    if not p.optimizer_cpu_offload and not p.optimizer_state_offload:
+        less = replace(p, optimizer_state_offload=True)
+        yield "--optimizer-state-offload", replace(config, parallel=less)
     if not p.optimizer_cpu_offload:
-        less = replace(p, optimizer_cpu_offload=True)
+        less = replace(p, optimizer_cpu_offload=True, optimizer_state_offload=False)
         yield "--optimizer-cpu-offload", replace(config, parallel=less)
     if not g.cpu_offload_activations:
         more = replace(g, cpu_offload_activations=True)

@@ -130,14 +130,37 @@ def offloaded(config: Config) -> bool:
     return config.parallel.optimizer_cpu_offload and config.parallel.device != "cpu"
 
 
-def host_bytes(config: Config, flats: list[BucketLayout]) -> int:
-    """Return the bytes that --optimizer-cpu-offload keeps in host memory.
+def moved_state(config: Config, flats: list[BucketLayout]) -> int:
+    """Return the bytes of masters and moments that --optimizer-state-offload moves each way."""
+    if not config.parallel.optimizer_state_offload:
+        return 0
+    kept = state(config, flats)
+    return kept["masters"] + kept["moments"]
 
-    They are a gradient, a master and the optimizer's state of the owned part, and, where weights
-    are narrower, the weights to be copied to the device.
+
+def host_traffic(config: Config, flats: list[BucketLayout]) -> tuple[int, int]:
+    """Return the bytes that an update sends to host memory, and those that it brings from there.
+
+    They are the state, or with --optimizer-cpu-offload gradients down and weights up.
+    """
+    if config.parallel.device == "cpu":
+        return 0, 0
+    if offloaded(config):
+        own = sum(flat.own for flat in flats)
+        return own * accumulate_bytes(config), own * config.run.dtype.itemsize
+    moved = moved_state(config, flats)
+    return moved, moved
+
+
+def host_bytes(config: Config, flats: list[BucketLayout]) -> int:
+    """Return the bytes that the optimizer keeps in host memory.
+
+    With --optimizer-cpu-offload they are a gradient, a master and the optimizer's state of the
+    owned part, and, where weights are narrower, the weights to be copied to the device; with
+    --optimizer-state-offload masters and state.
     """
     if not offloaded(config):
-        return 0
+        return host_traffic(config, flats)[0]
     acc, size = accumulate_bytes(config), config.run.dtype.itemsize
     own = sum(flat.own for flat in flats)
     return state(config, flats)["moments"] + own * (2 * acc + (size if size < acc else 0))

@@ -550,6 +550,14 @@ class Zero:
         "keep the optimizer's masters and moments in host memory, and update them there",
         off="left out, on the device",
     )
+    optimizer_state_offload: bool = setting(
+        False,
+        "keep the optimizer's masters and moments in host memory between steps: they come to the "
+        "device under the end of backward, are updated there, and go back under the next forward",
+        off="left out, on the device",
+        also=("--offload-optimizer-states",),
+        ours=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,5 +8,6 @@ muon        Muon, which takes whole matrices; newton_schulz is its iteration
 exchange    whole matrices for a rule, and their updates back, over the ranks that share them
 owners      which rank owns which matrix, and what is sent for it
 backends    AdamW's other kernels: Triton, apex, Transformer Engine
-offload     masters and state in host memory
+offload     masters and state in host memory, which the host updates
+state_offload  masters and state in host memory between steps
 """

@@ -18,6 +18,7 @@ from mpu.grid import DATA, Grid
 from mpu.optim.interface import Group, Matrix, Parts, Updater, UpdateRule, rules_of, whole
 from mpu.optim.offload import Offload
 from mpu.optim.owners import Plan, members_of, plan_of
+from mpu.optim.state_offload import StateOffload
 from mpu.param import placement_of
 from mpu.zero.bucket import ParamAndGradBucket
 from mpu.zero.norm import GlobalNorm
@@ -41,7 +42,7 @@ class Optimizer:
 
     groups: by the names that mpu.param.group_of gives. Groups of one rule are updated together.
     clip: the largest global norm a step uses; 0 turns clipping off. cpu_offload: keep masters and
-    state in host memory.
+    state in host memory, and update them there. state_offload: keep them there between steps.
     """
 
     def __init__(
@@ -53,15 +54,17 @@ class Optimizer:
         *,
         clip: float = 1.0,
         cpu_offload: bool = False,
+        state_offload: bool = False,
     ) -> None:
+        assert not (cpu_offload and state_offload)
         self.sink, self.grid, self.clip = sink, grid, clip
         grads = [bucket.grad_shard for bucket in sink.buckets]
         weights = [bucket.param_shard for bucket in sink.buckets]
         self.offload = Offload(grads, weights) if cpu_offload else None
         if self.offload:
-            grads, self.masters = self.offload.gradients, self.offload.masters
+            grads, self._masters = self.offload.gradients, self.offload.masters
         else:  # masters of the owned part, in the accumulation dtype
-            self.masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
+            self._masters = [w if w.dtype == sink.dtype else w.to(sink.dtype) for w in weights]
         # what is updated together: all buckets, or with offload each one as its gradients come
         each = [[i] for i in range(len(grads))] if self.offload else [[*range(len(grads))]]
         self.segments: list[list[Segment]] = []  # of each bucket
@@ -70,6 +73,26 @@ class Optimizer:
         for buckets in each:
             self._add(buckets, grads, groups)
         self.norm = GlobalNorm(module, sink.buckets, grid)
+        self.state_offload = self._state_offload() if state_offload else None
+
+    def _state_offload(self) -> StateOffload:
+        """Return what keeps masters and state in host memory between steps, and tell buckets."""
+        kept = [
+            [master, *(t for s in segments for t in s.updater.state(s.weights).values())]
+            for master, segments in zip(self._masters, self.segments, strict=True)
+        ]
+        made = StateOffload(kept, [bucket.param_shard for bucket in self.sink.buckets])
+        for bucket, state in zip(self.sink.buckets, made.buckets, strict=True):
+            bucket.state = state
+        return made
+
+    @property
+    def masters(self) -> list[Tensor]:
+        """Return the masters of each bucket, to be read: in host memory if they are there."""
+        if self.state_offload is None or self.state_offload.on_device:
+            return self._masters
+        self.state_offload.rest()
+        return [self.state_offload.home(master) for master in self._masters]
 
     def _plans(self, groups: Mapping[str, Group]) -> dict[UpdateRule, Plan]:
         """Return the owners of matrices, for each rule of whole matrices."""
@@ -92,7 +115,7 @@ class Optimizer:
         apart = whole(groups)
         cut: list[list[tuple[int, int, nn.Parameter, UpdateRule]]] = []
         for i in buckets:
-            bucket, master = self.sink.buckets[i], self.masters[i]
+            bucket, master = self.sink.buckets[i], self._masters[i]
             cut.append([])
             segment_at: dict[int, nn.Parameter] = {}
             for first, last, name in bucket.layout.runs(apart):
@@ -172,6 +195,8 @@ class Optimizer:
             self.offload.update(self.updaters, factor, found_inf)
             self.sink.gather_weights()
             return norm, found_inf
+        if self.state_offload:
+            self.state_offload.arrive()
         (updaters,) = self.updaters
         for updater in updaters:
             updater.start(factor, found_inf)
@@ -179,6 +204,8 @@ class Optimizer:
             updater.step(factor, found_inf)
         rounded = all(updater.rounds for updater in updaters)
         self.sink.gather_weights() if rounded else self.weights_from_masters()
+        if self.state_offload:
+            self.state_offload.send()
         return norm, found_inf
 
     def weights_from_masters(self) -> None:
@@ -192,6 +219,8 @@ class Optimizer:
 
     def masters_from_weights(self) -> None:
         """Widen the weights into the masters, after the weights alone were loaded."""
+        if self.state_offload:
+            self.state_offload.rest()
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
             if master is not bucket.param_shard:
                 master.copy_(bucket.param_shard)
@@ -226,6 +255,8 @@ class Optimizer:
         values: the owned elements [first, first + n) of the flattened local parameter, as a view:
         writing to it loads the state. There are masters only where weights have another dtype.
         """
+        if self.state_offload:
+            self.state_offload.rest()
         for bucket, master, segments in zip(
             self.sink.buckets, self.masters, self.segments, strict=True
         ):
@@ -234,6 +265,8 @@ class Optimizer:
                     yield name, "master", low - start, master[low - bucket.low : high - bucket.low]
                 segment = next(s for s in segments if s.low <= low and high <= s.high)
                 for kind, values in segment.updater.state(segment.weights).items():
+                    if self.state_offload:
+                        values = self.state_offload.home(values)
                     yield name, kind, low - start, values[low - segment.low : high - segment.low]
 
     def held(self) -> dict[str, list[Tensor | None]]:
@@ -246,7 +279,7 @@ class Optimizer:
                 *(t for b in buckets if b.float8 is not None for t in b.float8.kept()),
             ],
             "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
-            "masters": [*self.masters],
+            "masters": [*self._masters],
             "moments": [t for s in segments for t in s.updater.state(s.weights).values()],
         }
 

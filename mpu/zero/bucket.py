@@ -37,6 +37,13 @@ class Float8Weights(Protocol):
     def kept(self) -> Iterator[Tensor]: ...
 
 
+class BucketState(Protocol):
+    """The optimizer's state of a bucket that is away between steps (mpu/optim/state_offload.py)."""
+
+    def fetch(self) -> None: ...
+    def leave(self) -> None: ...
+
+
 @dataclass
 class LiveBytes:
     """Bytes of the whole gradients that come and go in a step: now, and the peak so far."""
@@ -77,6 +84,7 @@ class ParamAndGradBucket:
         self.low = self.shard.rank * layout.own if self.shard else 0  # this rank owns [low, high)
         self.high = self.low + layout.own
         self.float8: Float8Weights | None = None  # where the weights travel in float8
+        self.state: BucketState | None = None  # where it is in host memory between steps
         self.weights: Tensor | None = None  # all of them, while they are whole
         self.gathering: Handle = DONE  # the gather of the weights
         self.users = 0  # sharded: uses that have begun and not ended
@@ -172,6 +180,8 @@ class ParamAndGradBucket:
         """Count one use of a parameter: it has given its whole gradient of one micro-batch."""
         assert self.rounds, "a parameter gave a gradient after its bucket had left"
         self.waiting -= 1
+        if self.state is not None and not self.waiting and self.rounds == 1:
+            self.state.fetch()
 
     @property
     def is_ready(self) -> bool:

@@ -190,6 +190,8 @@ class ParamAndGradBuffer(GradientSink):
         if self.gatherer and bucket.sharded:
             self.gatherer.acquire(bucket)
         bucket.gathering.wait()
+        if bucket.state is not None:
+            bucket.state.leave()
         return param if bucket.float8 is None else bucket.float8.rows.get(param, param)
 
     def is_sharded(self, param: nn.Parameter) -> bool:

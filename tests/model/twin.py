@@ -93,6 +93,7 @@ def config_of(case: dict) -> Config:
             num_distributed_optimizer_instances=case.get("instances", 1),
             grad_reduce_in_bf16=case.get("wire", False),
             main_grads_dtype=case.get("main", "fp32"),
+            optimizer_state_offload=case.get("states", False),
             ddp_bucket_size=case.get("bucket", 500),
         ),
         BatchConfig(rows // (dp * case["m"]), rows),

@@ -84,6 +84,9 @@ WAYS = [
     dict(zero=2, bucket=3000),
     dict(zero=3, gather=True),
     dict(zero=1, bucket=500, offload=True),
+    dict(zero=0, bucket=500, states=True),
+    dict(zero=2, bucket=3000, states=True),
+    dict(zero=3, gather=True, states=True),
 ]
 
 

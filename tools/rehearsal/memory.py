@@ -86,6 +86,8 @@ def kind_of(alloc: Alloc, kinds: Mapping[int, str]) -> str:
 
 def of_where(where: Where) -> str:
     """Return the kind of a storage by where it began."""
+    if where.part == "state":
+        return "masters and moments"
     if where.part == "loss":
         return "logits"
     if where.phase in ("forward", "recompute") or where.part == "offload":

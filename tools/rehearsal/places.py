@@ -12,6 +12,7 @@ from mpu.module_tracker import ROOT, path_of
 
 PARTS = {  # of a file, or of a function in it
     "mpu/activation_offload.py": "offload",
+    "mpu/optim/state_offload.py": "state",
     "mpu/layers/rope.py": "rope",
     "mpu/layers/cross_entropy.py": "loss",
     "mpu/layers/linear_cross_entropy.py": "loss",

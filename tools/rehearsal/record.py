@@ -171,9 +171,8 @@ class Recorder:
         self._transfers += 1
         return self._transfers - 1, place
 
-    def resized(self, tensor: Tensor, where: Where) -> None:
+    def resized(self, storage: Any, where: Where) -> None:
         """Note that a storage has another size now: it ends, and another begins."""
-        storage = tensor.untyped_storage()
         found = self.live.get(storage._cdata)
         if found is None or self.sizes[found[0]] == storage.nbytes():
             return
@@ -181,6 +180,8 @@ class Recorder:
         self.events.append(Free(number, where.place))
         new, key = self.new_storage(storage.nbytes()), storage._cdata
         self.live[key] = new, weakref.ref(storage, lambda _: self._freed(key, new))
+        self.homes[new] = self.stream
+        self.born[new] = where.place
         self.events.append(Alloc(new, storage.nbytes(), "", self.stream, self.device, where))
 
     def check_layout(self, call: str, given: Mapping[Any, Any], where: Where) -> None:

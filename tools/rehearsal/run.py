@@ -191,6 +191,19 @@ def watch_functions(recorder: Recorder, patches: Patches) -> None:
         patches.replace(owner, "apply", classmethod(entered) if is_class_method else entered)
 
 
+def watch_storages(recorder: Recorder, patches: Patches) -> None:
+    """Let the recorder see storages that lose their memory, or get it back."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        if not recorder.paused:
+            recorder.resized(storage, recorder.where())
+        return out
+
+    patches.replace(torch.UntypedStorage, "resize_", resized)
+
+
 def loader(config: Config, grid: Grid) -> Loader:
     """Return a loader of made-up samples, whose last token of the vocabulary ends documents."""
     data, vocabulary = config.data, config.model.vocab_size
@@ -240,6 +253,7 @@ def rehearse(
 
     monitor = Actions(begins)
     watch_functions(recorder, patches)
+    watch_storages(recorder, patches)
     patches.replace(start, "GradientCheck", lambda grid, note: None)  # of values
     notes: list[str] = []
     run, failure = None, None

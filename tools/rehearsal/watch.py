@@ -105,7 +105,7 @@ class Watch(TorchDispatchMode):
             recorder.found += cast_by_autograd(where.place)
         recorder.numbers((*inputs, *outputs), where)
         if short in ("resize_", "set_") or name == "inductor::resize_storage_bytes_":
-            recorder.resized(inputs[0], where)
+            recorder.resized(inputs[0].untyped_storage(), where)
         if short in NO_KERNEL or name.startswith("c10d"):
             return out
         overload = ".dtype" if "dtype" in func._overloadname else ""

@@ -259,6 +259,8 @@ def _forbid(config: Config) -> Iterator[tuple[str, str]]:
         yield f"--context-parallel-size {cp}", why
     if g.cpu_offload_activations:
         yield "--cpu-offload-activations", "its host memory differs between micro-batches"
+    if p.optimizer_state_offload:
+        yield "--optimizer-state-offload", "layers say when state comes and goes, as they run"
     if p.zero == 3:
         yield "--zero-stage 3", "weights are gathered into other memory for each block"
     if p.zero == 2:

@@ -23,7 +23,7 @@ RANKS = "--rank-order"
 LEVELS = "--hierarchical-context-parallel-sizes"
 INSTANCES = "--num-distributed-optimizer-instances"
 EACH = "--zero-reduce-each-microbatch"
-OFFLOAD = "--optimizer-cpu-offload"
+OFFLOAD, STATES = "--optimizer-cpu-offload", "--optimizer-state-offload"
 NO_DEVICE = "this process sees no CUDA device"
 # Flags without effect where there is a single data-parallel rank.
 SHARING = (
@@ -214,6 +214,11 @@ def check_zero(config: Config) -> None:
                 "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage: at "
                 f"{level} there is no owner to keep the sums in fp32"
             )
+    if p.optimizer_cpu_offload and p.optimizer_state_offload:
+        raise UsageError(
+            f"{OFFLOAD} with {STATES}: the first updates on the host and the second on the device; "
+            "give one of them"
+        )
     if p.optimizer_backend != "torch":
         backend = f"--optimizer-backend {p.optimizer_backend}"
         if p.device == "cpu":
@@ -257,6 +262,8 @@ def zero_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
         yield f"{EACH} {idle}: a step has one micro-batch"
     if p.optimizer_cpu_offload and on_cpu(config):
         yield f"{OFFLOAD} {idle} with --device cpu: the optimizer's state is in host memory already"
+    if p.optimizer_state_offload and on_cpu(config):
+        yield f"{STATES} with --device cpu copies state within host memory and saves none of it"
 
 
 def on_cpu(config: Config) -> bool:

@@ -71,6 +71,7 @@ def config_of(case: dict, seed: int = 5) -> Config:
             sequence_parallel=case["sp"],
             zero_stage=case["zero"],
             num_distributed_optimizer_instances=case.get("instances", 1),
+            optimizer_state_offload=case.get("states", False),
             ddp_bucket_size=case.get("bucket", 3000),
         ),
         BatchConfig(ROWS[model][case["dp"]], model),

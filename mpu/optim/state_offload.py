@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep masters and optimizer state in host memory between steps (`--optimizer-state-offload`).
+
+The update stays on the device. A bucket's state comes up when its last gradient is there, so under
+the rest of backward, and goes down under the next forward, where its weights are used first:
+
+    compute   ... backward bucket 0 | backward bucket 1 | norm, update | forward bucket 1 | bucket 0
+    up                              | state 0           | state 1
+    down                                                               | state 0, 1, ...
+    device memory                   | state 0 ----------|--------------|----------------------> freed
+
+So it is away while activations are at their fullest. What is moved are storages: they lose their
+memory and get it back, so an updater's tensors stay the same objects, whatever the optimizer. Bytes
+are copied and no bit changes. On a CPU the same code makes plain copies. The CUDA branch has run on
+the rehearsal's device alone.
+"""
+
+from collections.abc import Collection, Sequence
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from mpu.host_memory import ALIGN, HostMemory
+
+Stream = torch.cuda.Stream | None  # None on a CPU
+Event = torch.cuda.Event | None
+
+
+class At(Enum):
+    """Where a bucket's state is."""
+
+    DEVICE = "on the device"
+    DOWN = "on its way down; the device has it too"
+    HOST = "in host memory"
+    UP = "on its way up; the host has it too"
+
+
+class BucketState:
+    """The masters and the optimizer state of one bucket.
+
+    flats: all elements of each storage. home: where they are between steps.
+    """
+
+    def __init__(self, flats: Sequence[Tensor], host: HostMemory, streams: tuple[Stream, Stream]):
+        self.flats = flats
+        self.home = [host.empty(tuple(flat.shape), flat.dtype) for flat in flats]
+        self.at = At.DEVICE
+        self._sizes = [flat.nbytes for flat in flats]
+        self._up, self._down = streams
+        self._over: Event = None  # marks the end of the last copies
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that travel each way in a step."""
+        return sum(self._sizes)
+
+    def fetch(self) -> None:
+        """Start the way up, unless the device has the state."""
+        if self.at == At.DOWN:  # its weights were not used since: nothing was freed
+            self.at = At.DEVICE
+        if self.at != At.HOST:
+            return
+        for flat, size in zip(self.flats, self._sizes, strict=True):
+            flat.untyped_storage().resize_(size)
+        self._copy(self._up, self.flats, self.home)
+        self.at = At.UP
+
+    def arrive(self) -> None:
+        """Let the current stream wait until the state is on the device."""
+        self.fetch()
+        if self.at == At.UP:
+            self._wait()
+            self.at = At.DEVICE
+
+    def send(self) -> None:
+        """Start the way down; the device's memory stays until `leave`."""
+        assert self.at == At.DEVICE
+        self._copy(self._down, self.home, self.flats)
+        self.at = At.DOWN
+
+    def leave(self) -> None:
+        """Free the device's memory of what is on its way down, once it is there."""
+        if self.at != At.DOWN:
+            return
+        self._wait()
+        for flat in self.flats:
+            flat.untyped_storage().resize_(0)
+        self.at = At.HOST
+
+    def rest(self) -> None:
+        """Let the state be in host memory alone, which the host may then read and write."""
+        if self.at == At.UP:
+            self.arrive()
+        if self.at == At.DEVICE:
+            self.send()
+        self.leave()
+        if self._over:
+            self._over.synchronize()
+
+    def _copy(self, stream: Stream, into: Sequence[Tensor], from_: Sequence[Tensor]) -> None:
+        """Start copies on a stream, behind all that the current one does."""
+        if stream:  # what wrote the state, or used this memory before, is on the current stream
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for to, own in zip(into, from_, strict=True):
+                to.copy_(own, non_blocking=True)
+        self._over = stream.record_event() if stream else None
+
+    def _wait(self) -> None:
+        """Let the current stream wait for the last copies."""
+        if self._over:
+            self._over.wait()
+
+
+class StateOffload:
+    """The state of all buckets.
+
+    kept: of each bucket the tensors that go to host memory. stays: tensors that do not, as weights
+    that are their own masters.
+    """
+
+    def __init__(self, kept: Sequence[Sequence[Tensor]], stays: Collection[Tensor]) -> None:
+        found = {x.untyped_storage()._cdata for x in stays}
+        flats: list[list[Tensor]] = []
+        for tensors in kept:
+            flats.append([])
+            for x in tensors:
+                storage = x.untyped_storage()
+                if storage._cdata not in found and storage.nbytes():
+                    found.add(storage._cdata)
+                    size = storage.nbytes() // x.element_size()
+                    flats[-1].append(x.detach().as_strided((size,), (1,), 0))
+        every = [flat for some in flats for flat in some]
+        streams: tuple[Stream, Stream] = None, None
+        if every and every[0].is_cuda:
+            streams = torch.cuda.Stream(every[0].device), torch.cuda.Stream(every[0].device)
+        host = HostMemory(streams[0] is not None, sum(flat.nbytes + ALIGN for flat in every))
+        self.buckets = [BucketState(some, host, streams) for some in flats]
+        self._home = {  # by storage, which keeps its identity without memory
+            flat.untyped_storage()._cdata: home
+            for bucket in self.buckets
+            for flat, home in zip(bucket.flats, bucket.home, strict=True)
+        }
+        self.rest()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that travel each way in a step."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def on_device(self) -> bool:
+        """Return whether the device's tensors have their values."""
+        return all(bucket.at in (At.DEVICE, At.DOWN) for bucket in self.buckets)
+
+    def arrive(self) -> None:
+        """Let the current stream wait until all state is on the device, for an update."""
+        for bucket in self.buckets:
+            bucket.fetch()
+        for bucket in self.buckets:
+            bucket.arrive()
+
+    def send(self) -> None:
+        """Start the way down of all state, after an update."""
+        for bucket in self.buckets:
+            bucket.send()
+
+    def rest(self) -> None:
+        """Let all state be in host memory, which the host may then read and write."""
+        for bucket in self.buckets:
+            bucket.rest()
+
+    def home(self, x: Tensor) -> Tensor:
+        """Return a tensor's values in host memory, as a view; `x` itself where it does not move."""
+        flat = self._home.get(x.untyped_storage()._cdata)
+        if flat is None:
+            return x
+        return flat.as_strided(x.shape, x.stride(), x.storage_offset())
