@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time ten layouts by the planner and by the rehearsal, and print where the two differ.
+"""Time eleven layouts by the planner and by the rehearsal, and print where the two differ.
 
     python benchmarks/plan_clocks.py [--only TEXT]
 
@@ -50,12 +50,13 @@ LAYOUTS = [  # ranks, flags
     (16, f"{TP} 8 --sequence-parallel {PP} 2 --pipeline-schedule zb-h1 {BATCH} 8"),
     (16, f"{TP} 4 --sequence-parallel {ZERO} 1 {OVERLAP} --recompute-granularity full "
          f"--recompute-method uniform --recompute-num-layers 1 {BATCH} 8"),
+    (8, f"{TP} 2 --sequence-parallel {ZERO} 1 {OVERLAP} {BATCH} 8 --optimizer muon"),
 ]  # fmt: skip
 PARTS = {  # of a row: kinds and axes of the rehearsal, terms of the planner's breakdown
     "matmul": ("matmul",),
     "attention": ("attention",),
     "passes": ("passes",),
-    "update": ("update",),
+    "update": ("update", "tp_dp_cp_shard", "ep_edp_shard"),  # and matrices to their owners
     "tp": ("tp", "tp_kv"),
     "cp": ("cp", "cp_a2a", "cp_p2p"),
     "ep": ("ep",),
@@ -72,6 +73,7 @@ def planned(
 ) -> dict[str, float]:
     """Return the parts of a step by the planner, in seconds. Their sum is the step."""
     model, cluster = read_model(name, sequence), read_cluster(CLUSTER).of(world // NODE)
+    model = own.with_optimizer(model, flags)
     each = own.layout_of(own.config_of(model, cluster, f"--micro-batch-size 1 {flags}"))
     plans = search.told(model, cluster, [each])
     told = dict(table.breakdown(plans, 0).seconds)

@@ -116,13 +116,16 @@ def moments(
 
 def _fetched(config: Config, flats: list[BucketLayout], names: Sequence[str]) -> list[int]:
     """Return the bytes of masters and moments on the device while each gradient of a micro-batch
-    is made: a bucket's come when its last gradient is there (mpu/optim/state_offload.py).
+    is made: a bucket's come when its last gradient is there, or that of the bucket before it
+    (mpu/optim/state_offload.py).
     """
     last = {name: at for at, name in enumerate(names)}
     come = [0] * (len(names) + 1)
+    before = len(names)
     for flat in flats:
         ready = max((last.get(name, len(names)) for name, _, _ in flat.params), default=0)
-        come[min(ready + 1, len(names))] += moved_state(config, [flat])
+        come[min(ready + 1, before + 1, len(names))] += moved_state(config, [flat])
+        before = ready
     return [*accumulate(come)]
 
 

@@ -130,25 +130,30 @@ def offloaded(config: Config) -> bool:
     return config.parallel.optimizer_cpu_offload and config.parallel.device != "cpu"
 
 
-def moved_state(config: Config, flats: list[BucketLayout]) -> int:
+def moved_state(
+    config: Config, flats: list[BucketLayout], ranks: Mapping[str, int] | None = None
+) -> int:
     """Return the bytes of masters and moments that --optimizer-state-offload moves each way."""
     if not config.parallel.optimizer_state_offload:
         return 0
-    kept = state(config, flats)
+    kept = state(config, flats, ranks)
     return kept["masters"] + kept["moments"]
 
 
-def host_traffic(config: Config, flats: list[BucketLayout]) -> tuple[int, int]:
+def host_traffic(
+    config: Config, flats: list[BucketLayout], ranks: Mapping[str, int] | None = None
+) -> tuple[int, int]:
     """Return the bytes that an update sends to host memory, and those that it brings from there.
 
-    They are the state, or with --optimizer-cpu-offload gradients down and weights up.
+    ranks: as layout.memory takes them. They are the state, or with --optimizer-cpu-offload
+    gradients down and weights up.
     """
     if config.parallel.device == "cpu":
         return 0, 0
     if offloaded(config):
         own = sum(flat.own for flat in flats)
         return own * accumulate_bytes(config), own * config.run.dtype.itemsize
-    moved = moved_state(config, flats)
+    moved = moved_state(config, flats, ranks)
     return moved, moved
 
 

@@ -35,11 +35,12 @@ from tools.planner.predict import predict, write
 from tools.planner.published import read_table
 from tools.planner.search import PlanError, Plans
 from tools.waiting import waiting
+from training.optimizer import RULES
 
 TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
 ASKED = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24}
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-Asked = dict[str, int | str]  # by ASKED, and float8
+Asked = dict[str, int | str]  # by ASKED, float8 and optimizer
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
@@ -56,11 +57,15 @@ def predict_file(runs: Path, out: Path) -> Answer:
     return [f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"], fit > 0
 
 
-def plans_of(model: str, cluster: Cluster, asked: Asked) -> Plans:
-    """Return every layout. asked: by ASKED's names, and float8; the rest has defaults."""
+def plans_of(model: str, cluster: Cluster, asked: Asked, flags: str = "") -> Plans:
+    """Return every layout. asked: by ASKED's names, float8 and optimizer; the rest has defaults.
+
+    flags: may name the optimizer.
+    """
     sequence = int(asked.get("seq-length", SEQUENCE))
     batch = int(asked.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
-    found = read_model(model, sequence)
+    found = read_model(model, sequence, str(asked.get("optimizer", "")))
+    found = own.with_optimizer(found, flags)
     nodes = int(asked.get("nodes", cluster.nodes))
     return search.plan(found, cluster.of(nodes), batch, str(asked.get("float8", "bf16")))
 
@@ -70,7 +75,9 @@ def compare(model: str, cluster: Cluster, asked: Asked, flags: str) -> Answer:
 
     What `asked` leaves open, of sequence length, batch and dtype, is that of the flags, for both.
     """
-    named = read_model(model, int(asked.get("seq-length", SEQUENCE)))
+    optimizer = str(asked.get("optimizer", ""))
+    named = read_model(model, int(asked.get("seq-length", SEQUENCE)), optimizer)
+    named = own.with_optimizer(named, flags)
     config = own.config_of(named, cluster, flags)
     each = own.layout_of(config)
     search.check_dtype(cluster, each.dtype)
@@ -80,7 +87,7 @@ def compare(model: str, cluster: Cluster, asked: Asked, flags: str) -> Answer:
     }  # fmt: skip
     if each.dtype != "bf16":
         same["float8"] = each.dtype
-    plans = plans_of(model, cluster, {**same, **asked})
+    plans = plans_of(model, cluster, {**same, **asked}, flags)
     return table.why(plans, mine, own.uncounted(named, cluster, config, each)), mine.fit(0)
 
 
@@ -114,6 +121,9 @@ def build_parser() -> Parser:
     parser.add_argument("--global-batch-size", type=whole(1, 1 << 24), help="sequences of a step")
     parser.add_argument("--top", type=whole(1, 1000), default=5, help="layouts that are printed")
     parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; left out: bfloat16")
+    parser.add_argument(
+        "--optimizer", choices=list(RULES), help="left out: what the model's flags say, or adam"
+    )
     parser.add_argument("--tokens", type=float, default=TOKENS, help="that GPU-hours are told for")
     parser.add_argument("--why", metavar="FLAGS", help="your layout beside the best, term by term")
     parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
@@ -138,12 +148,12 @@ def answer(args: argparse.Namespace) -> Answer:
         raise PlanError("MODEL and CLUSTER are needed, or --predict RUNS.csv --out FILE")
     cluster = read_cluster(args.cluster)
     given = {"seq-length": args.seq_length, "global-batch-size": args.global_batch_size,
-             "float8": args.float8}  # fmt: skip
+             "float8": args.float8, "optimizer": args.optimizer}  # fmt: skip
     asked: Asked = {name: value for name, value in given.items() if value}
     if args.nodes:
         cluster = cluster.of(args.nodes)
     if args.rank_orders is not None:
-        found = read_model(args.model, args.seq_length or SEQUENCE)
+        found = read_model(args.model, args.seq_length or SEQUENCE, args.optimizer or "")
         config = rank_order.config_of(found, cluster, args.rank_orders)
         return rank_order.table(config, cluster), True
     if args.why is not None:

@@ -555,7 +555,6 @@ class Zero:
         "keep the optimizer's masters and moments in host memory between steps: they come to the "
         "device under the end of backward, are updated there, and go back under the next forward",
         off="left out, on the device",
-        also=("--offload-optimizer-states",),
         ours=True,
     )
 

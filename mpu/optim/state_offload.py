@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep masters and optimizer state in host memory between steps (`--optimizer-state-offload`).
 
-The update stays on the device. A bucket's state comes up when its last gradient is there, so under
-the rest of backward, and goes down under the next forward, where its weights are used first:
+The update stays on the device. A bucket's state comes up when its last gradient is there, and that
+of the next bucket with it, so under the rest of backward. It goes down under the next forward, in
+the order of that, and its memory is freed where the bucket's weights are used first:
 
-    compute   ... backward bucket 0 | backward bucket 1 | norm, update | forward bucket 1 | bucket 0
-    up                              | state 0           | state 1
-    down                                                               | state 0, 1, ...
-    device memory                   | state 0 ----------|--------------|----------------------> freed
+    compute   ... backward 0 | backward 1 | backward 2 | norm, update | forward 2 | forward 1 | ...
+    up                       | state 0, 1 | state 2    |
+    down                                                              | state 2   | state 1   | ...
 
 So it is away while activations are at their fullest. What is moved are storages: they lose their
 memory and get it back, so an updater's tensors stay the same objects, whatever the optimizer. Bytes
@@ -17,6 +17,7 @@ the rehearsal's device alone.
 
 from collections.abc import Collection, Sequence
 from enum import Enum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -39,7 +40,8 @@ class At(Enum):
 class BucketState:
     """The masters and the optimizer state of one bucket.
 
-    flats: all elements of each storage. home: where they are between steps.
+    flats: all elements of each storage. home: where they are between steps. following: the bucket
+    whose gradients are there next.
     """
 
     def __init__(self, flats: Sequence[Tensor], host: HostMemory, streams: tuple[Stream, Stream]):
@@ -49,6 +51,7 @@ class BucketState:
         self._sizes = [flat.nbytes for flat in flats]
         self._up, self._down = streams
         self._over: Event = None  # marks the end of the last copies
+        self.following: BucketState | None = None
 
     @property
     def nbytes(self) -> int:
@@ -56,6 +59,12 @@ class BucketState:
         return sum(self._sizes)
 
     def fetch(self) -> None:
+        """Start the way up of this bucket's state and of the following one's."""
+        self._fetch()
+        if self.following:
+            self.following._fetch()
+
+    def _fetch(self) -> None:
         """Start the way up, unless the device has the state."""
         if self.at == At.DOWN:  # its weights were not used since: nothing was freed
             self.at = At.DEVICE
@@ -68,7 +77,7 @@ class BucketState:
 
     def arrive(self) -> None:
         """Let the current stream wait until the state is on the device."""
-        self.fetch()
+        self._fetch()
         if self.at == At.UP:
             self._wait()
             self.at = At.DEVICE
@@ -137,6 +146,8 @@ class StateOffload:
             streams = torch.cuda.Stream(every[0].device), torch.cuda.Stream(every[0].device)
         host = HostMemory(streams[0] is not None, sum(flat.nbytes + ALIGN for flat in every))
         self.buckets = [BucketState(some, host, streams) for some in flats]
+        for bucket, following in pairwise(self.buckets):
+            bucket.following = following
         self._home = {  # by storage, which keeps its identity without memory
             flat.untyped_storage()._cdata: home
             for bucket in self.buckets
@@ -163,7 +174,7 @@ class StateOffload:
 
     def send(self) -> None:
         """Start the way down of all state, after an update."""
-        for bucket in self.buckets:
+        for bucket in reversed(self.buckets):  # about the order of the next forward
             bucket.send()
 
     def rest(self) -> None:

@@ -75,8 +75,11 @@ MIXED = (
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a config.json
 
 
-def read_model(name: str, sequence: int) -> Model:
-    """Return the model of a size name, a config.json, or flags. Raises ModelError, UsageError."""
+def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
+    """Return the model of a size name, a config.json, or flags. Raises ModelError, UsageError.
+
+    optimizer: that of the run, as --optimizer names it; "": what the flags say.
+    """
     if name.lstrip().startswith("-"):
         flags = shlex.split(name)
     elif name.upper() in LLAMA:
@@ -91,6 +94,8 @@ def read_model(name: str, sequence: int) -> Model:
         flags = _mixture(name.upper())
     else:
         flags = _hugging_face(Path(name))
+    if optimizer:
+        flags = last_of_each([*flags, "--optimizer", optimizer])
     if "--seq-length" not in flags:
         flags = [*flags, "--seq-length", str(sequence)]
     config = parse([*flags, *REST.split()], 1)

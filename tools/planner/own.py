@@ -9,7 +9,7 @@ from typing import Any
 from mpu.layers.float8.rows import RECIPES
 from tools.planner.cluster import Cluster
 from tools.planner.layout import Layout
-from tools.planner.model import REST, Model
+from tools.planner.model import REST, Model, last_of_each
 from tools.planner.runs import COMMS, SCHEDULES
 from tools.planner.search import PlanError
 from training.config import Config
@@ -49,8 +49,9 @@ def dtype_of(config: Config) -> str:
 def layout_of(config: Config) -> Layout:
     """Return the layout of a Config. Raises PlanError where the planner cannot count it."""
     p, b = config.parallel, config.batch
-    if p.optimizer_cpu_offload:
-        raise PlanError("--why does not know --optimizer-cpu-offload")
+    for flag in ("optimizer_cpu_offload", "optimizer_state_offload"):
+        if getattr(p, flag):
+            raise PlanError(f"--why does not know --{flag.replace('_', '-')}")
     if len(set(p.cp_comm_type)) > 1 or p.cp_comm_type[0] not in COMMS:
         raise PlanError(f"--why knows one --cp-comm-type, {', '.join(COMMS)}")
     if p.schedule not in SCHEDULES:
@@ -103,6 +104,20 @@ def _word(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return "on" if value else "off"
     return str(value)
+
+
+def with_optimizer(model: Model, flags: str) -> Model:
+    """Return the model with the optimizer that a layout's flags name, if they name one."""
+    mine, taken = list[str](), False
+    for word in shlex.split(flags):
+        if word.startswith("--"):
+            name = word.partition("=")[0].replace("_", "-")
+            taken = name == "--optimizer" or name.startswith("--muon-")
+        mine += [word] * taken
+    if not mine:
+        return model
+    words = last_of_each([*model.flags, *mine])
+    return replace(model, flags=tuple(words), config=parse([*words, *REST.split()], 1))
 
 
 def with_sequence(model: Model, config: Config) -> Model:

@@ -20,7 +20,7 @@ import pretrain_llama
 from estimate import activations
 from estimate.buffers import matmul_workspaces
 from estimate.dry_run import memory
-from estimate.model_profile import rank_parameters
+from estimate.model_profile import ParameterProfile, rank_parameters
 from estimate.rank_memory import norm_bytes
 from estimate.rank_profile import StageProfile, rank_profile
 from mpu.optim.interface import state_bytes
@@ -60,14 +60,16 @@ class Sizes(NamedTuple):
     """What does not depend on the recomputation: numbers of a layer and of both ends, at a tp.
 
     waits: bytes that a layer keeps from B to W, where the schedule separates them. experts: those
-    of the layer's numbers that are shared over edp.
+    of the layer's numbers that are shared over edp. moments: bytes of the optimizer's state of
+    each of the four.
     """
 
     layer: float
     embedding: float
     head: float
     waits: float
-    experts: float = 0.0
+    experts: float
+    moments: tuple[float, float, float, float]
 
 
 def _config(flags: tuple[str, ...], tp: int, more: str, ep: int = 0) -> Config:
@@ -116,15 +118,28 @@ LAST = Stage(7, 8, loss=True)
 def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
     """Return the numbers of a layer and of both ends at a tp and an ep, and what waits for W."""
     config = _config(flags, tp, "", ep)
+    each = state_bytes(optimizer_groups(config), torch.float32)
 
-    def numbers(stage: Stage, cut: str = "") -> int:
-        found = rank_parameters(config, PROVIDER, (stage,), int(stage.loss))
-        return sum(p.entry.numel for p in found.values() if cut in ("", p.entry.cut))
+    def numbers(stage: Stage, cut: str = "") -> Array:
+        found = rank_parameters(config, PROVIDER, (stage,), int(stage.loss)).values()
+        own = [p.entry for p in found if cut in ("", p.entry.cut)]
+        return np.array([sum(e.numel for e in own), sum(e.numel * each[e.group] for e in own)])
 
     layer = numbers(Stage(1, 2))
     ends = [numbers(stage) - layer for stage in (Stage(0, 1, embedding=True), LAST)]
     waits = _profiled(config, Stage(1, 2), split=True).for_w
-    return Sizes(layer, ends[0], ends[1], waits, numbers(Stage(1, 2), "ep"))
+    parts = (layer, *ends, numbers(Stage(1, 2), "ep"))
+    of_layer, embedding, head, experts = (float(part[0]) for part in parts)
+    a, b, c, d = (float(part[1]) for part in parts)
+    return Sizes(of_layer, embedding, head, waits, experts, (a, b, c, d))
+
+
+def layer_parameters(
+    flags: tuple[str, ...], tp: int, ep: int = 0
+) -> tuple[Config, dict[str, ParameterProfile]]:
+    """Return the parameters of one layer by name, and the config that they are of."""
+    config = _config(flags, tp, "", ep)
+    return config, rank_parameters(config, PROVIDER, (Stage(1, 2),), 0)
 
 
 def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Array:
@@ -156,9 +171,13 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     ends = first * own.embedding + last * own.head
     both = (r.tied > 0)[:, None] * first * last
     numbers = layers * (own.layer - own.experts) + ends - both * own.head
-    state = _state(model, e.zero, numbers, (r.dp * r.cp)[:, None])
+    of_layer, of_embedding, of_head, of_experts = own.moments
+    moments = layers * (of_layer - of_experts) + first * of_embedding + last * of_head
+    moments = moments - both * of_head
+    state = _state(model, e.zero, numbers, moments, (r.dp * r.cp)[:, None])
     if own.experts:
-        state = state + _state(model, e.zero, layers * own.experts, r.edp[:, None], again=True)
+        dealt = layers * own.experts, layers * of_experts
+        state = state + _state(model, e.zero, *dealt, r.edp[:, None], again=True)
     if e.zero >= 3:
         state = state + 2 * (2 * own.layer + (own.embedding + own.head) * 0.5)  # gathered weights
     b = (r.micro_batch / r.cp)[:, None]
@@ -185,17 +204,17 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
 
 
 def _state(
-    model: Model, zero: int, numbers: Array, shard: Array, again: bool = False
+    model: Model, zero: int, numbers: Array, moments: Array, shard: Array, again: bool = False
 ) -> Array:
     """Return the bytes that ranks of so many numbers keep from step to step, as one bucket, and, at
-    ZeRO stages 2 and 3, those of the whole gradients of two buckets. again: what a rank has once is
-    counted with other numbers.
+    ZeRO stages 2 and 3, those of the whole gradients of two buckets. moments: bytes of their state
+    before it is shared. again: what a rank has once is counted with other numbers.
     """
     arrays: Any = {"ranks": shard, "shard": shard}
     length: Any = numbers
     whole = BucketLayout((), length, sharing=sharing_of("tp", 1, 2, zero)._replace(**arrays))
-    each = max(state_bytes(optimizer_groups(model.config), torch.float32).values())
-    kept: dict[str, Any] = layout.memory([whole], 2, 4, 4, state={"": each})
+    kept: dict[str, Any] = layout.memory([whole], 2, 4, 4, state={"": 1})  # of each number
+    kept["moments"] = kept["moments"] * moments / np.maximum(numbers, 1)
     two = 8 * np.clip(numbers / 8, layout.SMALLEST, layout.LARGEST) if zero >= 2 else 0
     total = sum(kept.values()) + norm_bytes([whole])
     total = total + (0 if again else matmul_workspaces(model.config))

@@ -14,13 +14,15 @@ import numpy.typing as npt
 
 from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import layout
+from tools.planner import matrices
 from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
 from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
 from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
-from tools.planner.step_time import Times, host_layer, layer, times
+from tools.planner.step_time import Times, host_layer, layer
+from tools.planner.step_time import times as times_of_runs
 from tools.rehearsal.device_file import read_device
 
 OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
@@ -278,13 +280,16 @@ def check_dtype(cluster: Cluster, dtype: str) -> None:
 
 def told(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
     """Return what is told of given layouts."""
-    runs = runs_of(model, cluster, found)
+    runs, c = runs_of(model, cluster, found), _constants(cluster)
+    times = _timed(c, runs)
+    more = matrices.seconds(c, model, found, runs)
+    times = replace(times, update=times.update + more, step=times.step + more)
     return Plans(
         model=model,
         cluster=cluster,
         layouts=found,
         runs=runs,
-        times=_timed(_constants(cluster), runs),
+        times=times,
         bytes=many(model, found, runs, cluster.host),
     )
 
@@ -300,7 +305,7 @@ def _timed(c: dict[str, float], runs: Runs) -> Times:
     for stages in np.unique(count):
         at = np.flatnonzero(count == stages)
         some = runs[at]
-        parts.append((at, times(c, replace(some, cut=some.cut[:, :stages]))))
+        parts.append((at, times_of_runs(c, replace(some, cut=some.cut[:, :stages]))))
     values: dict[str, Array] = {}
     for field in fields(Times):
         whole = np.zeros((len(runs), *((runs.cut.shape[1],) if field.name == "stages" else ())))

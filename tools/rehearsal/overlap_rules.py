@@ -11,7 +11,7 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from mpu.zero.weights import Gatherer
 from tools.rehearsal.events import Launch, Record, Transfer, Wait
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning
+from tools.rehearsal.places import STATE, beginning
 from tools.rehearsal.traffic_rules import caller
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ GATHERS = "gathers of weights under the block before"
 SMALL = 1 << 12  # bytes of a copy that may be on the stream that computes
 IN_ONE_PIECE = "mpu/layers/linear_cross_entropy.py"  # its gathers and sums have no overlap
 ACTIVATIONS = "mpu/activation_offload.py"
-CARRIES = ("mpu/optim/offload.py", ACTIVATIONS)
+CARRIES = ("mpu/optim/offload.py", STATE, ACTIVATIONS)
 
 
 def not_hidden(seen: "Rehearsed") -> Iterator[Finding]:

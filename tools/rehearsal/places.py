@@ -10,9 +10,9 @@ from typing import Any
 
 from mpu.module_tracker import ROOT, path_of
 
+STATE = "mpu/optim/state_offload.py"
 PARTS = {  # of a file, or of a function in it
     "mpu/activation_offload.py": "offload",
-    "mpu/optim/state_offload.py": "state",
     "mpu/layers/rope.py": "rope",
     "mpu/layers/cross_entropy.py": "loss",
     "mpu/layers/linear_cross_entropy.py": "loss",

@@ -35,7 +35,7 @@ from tools.rehearsal.events import (
     Where,
 )
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import FUNCTIONS, PARTS, phase_of
+from tools.rehearsal.places import FUNCTIONS, PARTS, STATE, phase_of
 
 HOST = -1  # a stream's number
 RECOMPUTED = "_Recompute"  # the forward of mpu/recompute.py, whose inside runs again
@@ -99,6 +99,8 @@ class Recorder:
             part = "optimizer"
         elif call.startswith(("mpu/zero/", "mpu/optim/")) and part == "linear":
             part = "wgrad"
+        if call.startswith(STATE):  # whatever layer's gradient has called for it
+            part = "state"
         again = any(name.startswith(RECOMPUTED) for name in self.inside)
         inner = self.inside[-1] if self.inside else ""
         return Where(phase, layer, part, call or use, inner, again)

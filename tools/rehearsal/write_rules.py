@@ -27,7 +27,7 @@ from mpu.zero.norm import _Part
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tools.rehearsal.events import Action, HostUse, Launch, Transfer
 from tools.rehearsal.order import Finding
-from tools.rehearsal.places import beginning, end_of
+from tools.rehearsal.places import STATE, beginning, end_of
 from tools.rehearsal.record import span
 from tools.rehearsal.traffic_rules import BACKWARD, is_own_llama
 from training.optimizer import optimizer_groups
@@ -379,14 +379,18 @@ def update(seen: "Rehearsed", writes: Writes) -> Iterator[Finding]:
             for kind, x in kept.items():
                 if writes.number(x) < 0:
                     continue  # in host memory that the device does not reach
-                done = writes.to(writes.number(x), span(x))
+                done = [w for w in writes.to(writes.number(x), span(x)) if not is_copy(writes, w)]
                 if covered(span(x), [(w.low, w.high) for w in done]) < span(x)[1] - span(x)[0]:
                     what = f"the update leaves out {kind} of bucket {i}, [{segment.low:,}, "
                     what += f"{segment.high:,})"
                     yield missing(writes, what, done or every_update(writes, optimizer))
                     break
             else:
-                masters = writes.to(writes.number(segment.weights), span(segment.weights))
+                masters = [
+                    w
+                    for w in writes.to(writes.number(segment.weights), span(segment.weights))
+                    if not is_copy(writes, w)
+                ]
                 last = max(last, *(w.at for w in masters))
                 grad = writes.number(grads[i])
                 from_grad = any(grad in writes.events[w.at].read for w in masters)  # type: ignore[union-attr]
@@ -401,6 +405,12 @@ def update(seen: "Rehearsed", writes: Writes) -> Iterator[Finding]:
                     yield missing(writes, read, masters)
                 yield from scaled(seen, writes, masters, scalars)
         yield from weights(seen, writes, i, last)
+
+
+def is_copy(writes: Writes, write: Write) -> bool:
+    """Return whether a write brings state from host memory, or sends it there."""
+    event: Any = writes.events[write.at]
+    return bool(event.where.place.startswith(STATE))
 
 
 def missing(writes: Writes, what: str, done: list[Write]) -> Finding:

@@ -38,6 +38,7 @@ SYNONYMS = {
     "--rms-norm-eps": ("--norm-epsilon",),
     "--layernorm-eps": ("--norm-epsilon",),
     "--activations-checkpoint-granularity": ("--recompute-granularity",),
+    "--offload-optimizer-states": ("--optimizer-state-offload",),  # Megatron-LM's, before it left
     "--enable-zbh1-pipeline": ("--pipeline-schedule", "zb-h1"),
 }
 # {(flag, value in lower case): the value of this program, or the words in place of both}

@@ -36,3 +36,17 @@ def test_both_clocks_see_what_a_split_schedule_gathers_again(rehearse) -> None:
     report = rehearse(f"{MODEL} {REST} {flags}", 8, small=False).report
     told, said = parts(seconds_of(report["time"])), parts(planned(8, flags, MODEL, 1024))
     assert said["tp"] == pytest.approx(told["tp"], rel=0.2)
+
+
+def test_both_clocks_see_the_same_update_of_matrices(rehearse) -> None:
+    """Muon's iterations, its passes, and what is sent to owners and back."""
+    wide = MODEL.replace("--hidden-size 512 --ffn-hidden-size 1408", "--hidden-size 2048 "
+                         "--ffn-hidden-size 5632")  # fmt: skip
+    flags = (
+        "--tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 8 --zero-stage 1 "
+        "--overlap-grad-reduce --overlap-param-gather --optimizer muon"
+    )
+    report = rehearse(f"{wide} {REST} {flags}", 8, small=False).report
+    told, said = parts(seconds_of(report["time"])), parts(planned(8, flags, wide, 1024))
+    assert set(told) == {"step", *PARTS}
+    assert said["update"] == pytest.approx(told["update"], rel=0.25)
