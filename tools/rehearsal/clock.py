@@ -143,7 +143,8 @@ class Clock:
         self.bounds: dict[str, float] = defaultdict(float)
         self.kinds: dict[str, float] = defaultdict(float)  # Timing.busy_seconds
         self.words, self.began, self.from_span = "", 0.0, 0
-        self.iteration, self.iteration_began = "", 0.0
+        self.iteration, self.iteration_began, self.iterations = "", 0.0, 0
+        self.under_next: set[int] = set()  # streams whose last copies go on in the next iteration
         self.seconds: dict[tuple[object, ...], float] = {}
         self.alone: dict[tuple[object, ...], Kernel] = {}
 
@@ -175,8 +176,11 @@ class Clock:
         self._action("")
         for waiting in list(self.queued):
             self._settle(waiting)
-        last = max([self.host, *self.free.values()])
-        late = max(self.free, key=lambda stream: self.free[stream])
+        # what an iteration sends down under the next one's forward, the next one waits for
+        leave = self.under_next if self.iterations > 1 else ()
+        free = {stream: time for stream, time in self.free.items() if stream not in leave}
+        last = max([self.host, *free.values()])
+        late = max(free, key=lambda stream: free[stream])
         done = max(self.ready.get(0, self.free[0]), self.iteration_began)  # of the last kernel
         for stream in (0, late):  # what the computing stream waits for, then what else goes on
             if self.free[stream] > done and self.waits_for[stream]:
@@ -214,6 +218,8 @@ class Clock:
         self.free[stream] = end
         self.ready.pop(stream, None)
         copies = event.op.startswith("memcpy ")
+        down = copies and event.op.endswith("DtoH") and event.where.part == "state"
+        (self.under_next.add if down and stream else self.under_next.discard)(stream)
         if copies and stream:
             self.waits_for[stream] = HOST_LINK
         elif not stream or begin > free:  # else it is late by what the stream waited for
@@ -376,6 +382,7 @@ class Clock:
                 self.bounds.clear()
                 self.kinds.clear()
             self.iteration = found[1]
+            self.iterations += 1
 
 
 def key_of(event: Launch) -> tuple[object, ...]:

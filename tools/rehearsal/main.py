@@ -179,6 +179,8 @@ def time_of(seen: Rehearsed, device: Device) -> Timing:
     step = seen.recorder.events[seen.first :]
     trace = bool(config.rehearse.rehearse_trace)
     if grid.pp.size == 1:
+        if config.parallel.optimizer_state_offload:  # what goes down under this step's forward
+            step = seen.recorder.events[seen.begin :]
         return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
     schedule, work = schedule_of(config, batches), costs(config, provider)
     return time_pipeline(
