@@ -235,6 +235,17 @@ def test_state_in_host_memory_takes_none_of_the_device():
         "  moments                 0 B  in host memory, a share of 1/4\n",
         # 34 blocks: a gradient, a master, two moments in fp32, bf16 weights
         "  in host memory     626.7 kB  masters, moments, and copies of what goes down and up\n",
+        # a gradient in fp32, weights in bf16
+        "gradients down, weights up; a rank sends 139.3 kB down and 69.63 kB up\n",
+    ):
+        assert row in text, row
+    text = report(read(f"--optimizer-state-offload --bf16 --zero-stage 1 {UNTIED}", 4))
+    for row in (
+        "  masters                 0 B  fp32, in host memory, a share of 1/4\n",
+        "  moments                 0 B  AdamW's two, in host memory, a share of 1/4\n",
+        # 34 blocks: a master, two moments in fp32
+        "  in host memory     417.8 kB  masters and moments, pinned\n",
+        "masters and moments; a rank sends 417.8 kB down and 417.8 kB up\n",
     ):
         assert row in text, row
     on_cpu = "--optimizer-cpu-offload --device cpu --zero-stage 1"

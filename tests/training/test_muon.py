@@ -471,9 +471,9 @@ def skipped(comm, case: dict) -> tuple[bool, bool, list[int]]:
     return same, kept, [run.optimizer.steps]
 
 
-@pytest.mark.parametrize("zero, offload", [(0, False), (1, True), (3, False)])
-def test_a_step_that_is_not_finite_changes_nothing(world, zero, offload):
-    case = BASE | dict(dp=2, zero=zero, offload=offload, dtype="float32", layers=1)
+@pytest.mark.parametrize("zero, way", [(0, {}), (1, dict(offload=True)), (3, dict(states=True))])
+def test_a_step_that_is_not_finite_changes_nothing(world, zero, way):
+    case = BASE | dict(dp=2, zero=zero, dtype="float32", layers=1, **way)
     assert world(2).run(skipped, case) == [(True, True, [2])] * 2
 
 

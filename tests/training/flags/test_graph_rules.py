@@ -34,6 +34,11 @@ MISTAKES = [
         1,
         "--cuda-graph with --cpu-offload-activations: its host memory differs between",
     ),
+    (
+        f"{UNTIED} --optimizer-state-offload",
+        1,
+        "--cuda-graph with --optimizer-state-offload: layers say when state comes and goes",
+    ),
     (f"{UNTIED} --zero-stage 3", 2, "--cuda-graph with --zero-stage 3: weights are gathered into"),
     (f"{UNTIED} --zero-stage 2", 2, "--cuda-graph with --zero-stage 2: whole gradients have other"),
     (

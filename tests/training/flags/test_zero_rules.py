@@ -52,6 +52,12 @@ MISTAKES = [
         1,
         "--optimizer-backend apex with --optimizer-cpu-offload: the host updates, so use torch",
     ),
+    (
+        "--optimizer-cpu-offload --offload-optimizer-states",
+        1,
+        "--optimizer-cpu-offload with --optimizer-state-offload: the first updates on the host and "
+        "the second on the device; give one of them",
+    ),
 ]
 
 
@@ -118,6 +124,12 @@ NOTES = [
         2,
         "--optimizer-cpu-offload has nothing to act on with --device cpu: the optimizer's state is "
         "in host memory already",
+    ),
+    (
+        "--optimizer-state-offload --device cpu",
+        1,
+        "--optimizer-state-offload with --device cpu copies state within host memory and saves "
+        "none of it",
     ),
     (
         f"--zero-stage 2 {EACH}",
