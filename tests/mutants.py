@@ -2,7 +2,7 @@
 """Break the product in many places, one at a time, and see which test finds each.
 
     python tests/mutants.py --seed 0 --count 120 --out runs/mutants
-    python tests/mutants.py --out runs/after --before runs/mutants   the same mutants, other tests
+    python tests/mutants.py --out runs/other --like runs/mutants   the same at another commit
 
 A mutant is one edit in a clone of HEAD: an operator, a constant, an axis, an order or a call.
 First the tests run once in a clone where every chosen place notes the test file that reaches it
@@ -11,8 +11,8 @@ until one test fails or the time is over. A place outside functions, or in a Tri
 be marked: its files are those that name its module. results.jsonl has one line for each mutant,
 so that an interrupted run goes on where it was.
 
-With --before, a mutant whose killing test is still collected, with the same code, counts as killed;
-the others run again.
+With --like, a mutant counts as killed where the other run's killing test is collected here with the
+same code; the others run, against the files of the other run's map that are here.
 """
 
 import argparse
@@ -21,11 +21,13 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -307,23 +309,70 @@ def clone(folder: Path) -> Path:
     """Clone HEAD into a folder, with this checkout's environment and native library."""
     if folder.exists():
         shutil.rmtree(folder)
-    subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(folder)], check=True)
+    subprocess.run(
+        [
+            "git",
+            "-c",
+            "advice.detachedHead=false",
+            "clone",
+            "-q",
+            "--shared",
+            str(ROOT),
+            str(folder),
+        ],
+        check=True,
+    )
     for name in (".venv", "build"):
         if (ROOT / name).exists():
             os.symlink((ROOT / name).resolve(), folder / name)
     return folder
 
 
-def pytest(folder: Path, prefix: Sequence[str], files: Sequence[str], **env: str) -> int:
-    """Run test files in a clone; return pytest's exit code, 124 if the time was over."""
-    words = [sys.executable, "-B", "-m", "pytest", "-q", "-p", "tests.mutants", *files]
-    path = os.pathsep.join([str(folder), env.pop("path", ""), os.environ.get("PYTHONPATH", "")])
-    own = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": path, **env}
-    with open(folder / "pytest.log", "w") as log:
-        return subprocess.run(
-            [*prefix, *words], cwd=folder, env=os.environ | own, check=False,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        ).returncode  # fmt: skip
+def environment(folder: Path, **own: str) -> dict[str, str]:
+    """Return the environment of a pytest in a clone."""
+    path = [str(folder), *filter(None, (own.pop("path", ""), os.environ.get("PYTHONPATH")))]
+    more = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(path)}
+    return os.environ | more | own
+
+
+WORDS = ["-q", "-p", "tests.mutants", "-p", "no:cacheprovider"]
+
+
+def forked(folder: Path, words: Sequence[str], limit: float, env: dict[str, str]) -> int:
+    """Run pytest in a fork of this process, which has imported torch; 124 if the time is over."""
+    import pytest
+
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        with open(folder / "pytest.log", "w") as log:
+            for number in (1, 2):
+                os.dup2(log.fileno(), number)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.update(env)
+        os.chdir(folder)
+        sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
+        for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
+            del sys.modules[name]
+        sys.dont_write_bytecode = True
+        os._exit(pytest.main([*WORDS, "-x", *words]))
+    stop, status = time.monotonic() + limit, (0, 0)
+    while status[0] == 0 and time.monotonic() < stop:
+        time.sleep(0.05)
+        status = os.waitpid(pid, os.WNOHANG)
+    end_all(env["MUTANTS_KILLER"])
+    if status[0] == 0:
+        os.waitpid(pid, 0)
+        return 124
+    return os.waitstatus_to_exitcode(status[1])
+
+
+def end_all(mark: str) -> None:
+    """Kill every process that has the path `mark` in its environment: what tests left behind."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"MUTANTS_KILLER={mark}".encode() in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def pytest_configure(config: Any) -> None:
@@ -377,7 +426,7 @@ class Killer:
         self.note(report)
 
 
-def make_map(out: Path, sites: Sequence[Site], prefix: Sequence[str]) -> dict[str, Any]:
+def make_map(out: Path, sites: Sequence[Site]) -> dict[str, Any]:
     """Run the tests once; return which files reach each site, and each file's seconds."""
     folder, touch = clone(out / "clone"), out / "touch"
     shutil.rmtree(touch, ignore_errors=True)
@@ -392,7 +441,12 @@ def make_map(out: Path, sites: Sequence[Site], prefix: Sequence[str]) -> dict[st
         path = folder / file
         path.write_bytes(marked(path.read_bytes(), here))
         compile(path.read_bytes(), file, "exec")
-    code = pytest(folder, prefix, [], path=str(touch), MUTANTS_MAP=str(touch))
+    env = environment(folder, path=str(touch), MUTANTS_MAP=str(touch))
+    with open(out / "map.log", "w") as log:
+        code = subprocess.run(
+            [sys.executable, "-B", "-m", "pytest", *WORDS], cwd=folder, env=env, check=False,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        ).returncode  # fmt: skip
     print(f"the map: pytest ended with {code} (a test that reads sources may fail)", flush=True)
     names = json.loads((touch / "files.json").read_text())
     reached: dict[int, set[str]] = defaultdict(set)
@@ -433,22 +487,21 @@ def in_order(site: Site, files: Sequence[str], seconds: dict[str, float]) -> lis
     return sorted(files, key=rank)
 
 
-def one(out: Path, site: Site, files: Sequence[str], limit: int, prefix: Sequence[str]) -> Any:
+def one(out: Path, site: Site, files: Sequence[str], limit: float) -> dict[str, Any]:
     """Run one mutant; return its line of the results. The clone is as it was when it ends."""
     folder, killer = out / "clone", out / "killer.json"
     killer.unlink(missing_ok=True)
     path, began = folder / site.file, time.monotonic()
     source = path.read_bytes()
     path.write_bytes(edited(source, [(site.start, site.end, site.new.encode())]))
-    limited = [*prefix, "timeout", "-k", "5", str(limit)]
     try:
-        code = pytest(folder, limited, ["-x", *files], MUTANTS_KILLER=str(killer))
+        code = forked(folder, files, limit, environment(folder, MUTANTS_KILLER=str(killer)))
     finally:
         path.write_bytes(source)
     by, said = json.loads(killer.read_text()) if killer.exists() else ("", "")
     outcome = "killed" if code else "survived"
     if code and not by:
-        outcome = "out of time" if code in (124, 137) else f"pytest ended with {code}"
+        outcome = "out of time" if code == 124 else f"pytest ended with {code}"
     seconds = round(time.monotonic() - began)
     return {"outcome": outcome, "by": by, "said": said, "seconds": seconds, "files": len(files)}
 
@@ -481,24 +534,27 @@ def results(out: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def from_before(before: Path, out: Path) -> list[Site]:
-    """Return the mutants of an earlier run that must run again; write down the others."""
+def from_other(other: Path, out: Path) -> tuple[list[Site], dict[str, Any]]:
+    """Return the mutants of another run that must run here, and their map; write down the rest."""
     words = [sys.executable, "-m", "pytest", "-q", "--collect-only"]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     collected = set(listed.splitlines())
     now = {site.key: site for sites in every_site().values() for site in sites}
-    again, done = [], {line["key"] for line in results(out)}
-    for line in results(before):
-        site = now.get(Site(**line["site"]).key)
-        if str(Site(**line["site"]).key) in done:
-            continue
+    found = json.loads((other / "map.json").read_text())
+    keys = [Site(**each).key for each in json.loads((other / "chosen.json").read_text())]
+    files_of = dict(zip(keys, found["files"], strict=True))
+    again: list[Site] = []
+    for line in results(other):
+        there = Site(**line["site"])
+        site = now.get(there.key)
         if site is None:
-            write(out, Site(**line["site"]), {"outcome": "gone", "by": "", "files": 0})
+            write(out, there, {"outcome": "gone", "by": "", "files": 0})
         elif line["outcome"] == "killed" and same_test(line["by"], line["commit"], collected):
             write(out, site, {k: line[k] for k in ("outcome", "by", "said", "files")})
         else:
             again.append(site)
-    return again
+    files = [[f for f in files_of[site.key] if (ROOT / f).exists()] for site in again]
+    return again, {"seconds": found["seconds"], "files": files}
 
 
 def write(out: Path, site: Site, result: dict[str, Any]) -> None:
@@ -534,35 +590,36 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=120)
-    parser.add_argument("--limit", type=int, default=180, help="seconds for one mutant")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for one mutant")
+    parser.add_argument("--minutes", type=float, default=600.0, help="begin no mutant after them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants")
-    parser.add_argument("--before", type=Path, help="the folder of a run of the tests as they were")
-    parser.add_argument("--prefix", default="", help='a command in front of pytest ("nice -n 9")')
+    parser.add_argument("--like", type=Path, help="the folder of a run at another commit")
     parser.add_argument("--table", action="store_true", help="print the results that are there")
     asked = parser.parse_args(argv)
-    out, prefix = asked.out.resolve(), asked.prefix.split()
+    out, stop = asked.out.resolve(), time.monotonic() + 60 * asked.minutes
     out.mkdir(parents=True, exist_ok=True)
     if not asked.table:
-        chosen = out / "chosen.json"
-        if chosen.exists():
-            sites = [Site(**each) for each in json.loads(chosen.read_text())]
-        else:
-            before = asked.before
-            sites = from_before(before, out) if before else choose(asked.seed, asked.count)
+        chosen, map_file = out / "chosen.json", out / "map.json"
+        if not chosen.exists():
+            if asked.like:
+                sites, found = from_other(asked.like, out)
+                map_file.write_text(json.dumps(found))
+            else:
+                sites = choose(asked.seed, asked.count)
             chosen.write_text(json.dumps([asdict(site) for site in sites]))
-        if (out / "map.json").exists():
-            found = json.loads((out / "map.json").read_text())
-        else:
-            found = make_map(out, sites, prefix)
+        sites = [Site(**each) for each in json.loads(chosen.read_text())]
+        found = json.loads(map_file.read_text()) if map_file.exists() else make_map(out, sites)
         clone(out / "clone")
+        import torch.distributed  # noqa: F401  (for all mutants)
+
         done = {line["key"] for line in results(out)}
         for site, files in zip(sites, found["files"], strict=True):
-            if str(site.key) in done:
+            if str(site.key) in done or time.monotonic() > stop:
                 continue
             files = in_order(site, files, found["seconds"])
-            result = one(out, site, files, asked.limit, prefix) if files else None
-            write(out, site, result or {"outcome": "unreached", "by": "", "files": 0})
-            print(f"{(result or {}).get('outcome', 'unreached'):12} {site}", flush=True)
+            result = one(out, site, files, asked.limit) if files else {"outcome": "unreached"}
+            write(out, site, {"by": "", "files": 0} | result)
+            print(f"{result['outcome']:12} {site}", flush=True)
     print(table(list(results(out))))
     return 0
 
