@@ -132,7 +132,7 @@ class World:
         self.size = size
         self.store = dist.TCPStore("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
         ctx = mp.get_context(start)
-        ctx.set_forkserver_preload(["torch", "pretrain_llama", "tests.conftest"])
+        ctx.set_forkserver_preload(["torch._dynamo", "pretrain_llama", "tests.conftest"])
         self.outbox, self.inboxes = ctx.Queue(), [ctx.Queue() for _ in range(size)]
         self.ranks = [
             ctx.Process(
