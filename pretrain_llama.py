@@ -91,6 +91,7 @@ from training.run.watch import (
     Rewind,
     SlowRanks,
 )
+from training.stages import waits_for
 from training.untrusted import printable
 from training.zero import zero_config
 
@@ -307,8 +308,11 @@ def train(
                 validate(run, loaders.valid, log)
             if decision.stop:
                 if run.iteration < total:
-                    done = f"iteration {run.iteration} of {total}"
-                    log.note(stop_signal.end(decision.signal, done, config.checkpoint))
+                    done, next_stage = f"iteration {run.iteration} of {total}", ""
+                    if stage := waits_for(config, run.consumed):
+                        next_stage = stage.name
+                    note = stop_signal.end(decision.signal, done, config.checkpoint, next_stage)
+                    log.note(note)
                 return
 
 

@@ -28,6 +28,7 @@ from training.arguments import ParallelConfig
 from training.config import Config
 from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES
+from training.stages import tokens_at
 
 NO_VOCABULARY = (
     "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "
@@ -286,14 +287,17 @@ def _batch(config: Config) -> list[str]:
             f" = {size * s:,} tokens a step"
         )
     steps, samples = batch_size.total_iterations(config), batch_size.total_samples(config)
-    lines.append(f"{steps:,} steps, {samples:,} samples, {samples * s:,} tokens in all")
+    tokens = tokens_at(config, samples)
+    lines.append(f"{steps:,} steps, {samples:,} samples, {tokens:,} tokens in all")
+    if len({stage.length for stage in config.stages}) > 1:
+        lines.append(f"all else on this page is of the stages on rows of {s:,}, the longest")
     return lines
 
 
 def _work(config: Config, per_token: float) -> list[str]:
     tokens = batch_size.global_batch_size(config, 0) * config.model.seq_length
     ranks = config.parallel.world_size
-    total = per_token * batch_size.total_samples(config) * config.model.seq_length
+    total = per_token * tokens_at(config, batch_size.total_samples(config))
     return [
         f"{per_token:.4g} FLOPs a token = 6 x weights in matmuls + 6 L s a d (causal attention)",
         f"{per_token * tokens:.4g} FLOPs a step, {per_token * tokens / ranks:.4g} a rank",

@@ -8,14 +8,15 @@ dataset, document, offset) of all its rows, as the loaders of all data-parallel 
 The lines depend on data, seed, sequence length and batch size only. They must be the same for every
 number of ranks and workers, micro-batch and point of resumption. `--rows` also lists the rows. A
 step that is counted and not trained on says "passed over": those of --iterations-to-skip, and those
-that the newest checkpoint of --load says a rewind passed over.
+that the newest checkpoint of --load says a rewind passed over. With --data-stages a line names its
+stage, and data sets are numbered over all stages.
 """
 
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +33,10 @@ from training.batch_size import global_batch_size, samples_after
 from training.checkpoint import find_latest
 from training.config import Config
 from training.data.build import build_loaders
+from training.data.loader import Loader
 from training.data.tokenizer import Tokenizer, tokenizer_for
 from training.flags.parse import parse
+from training.stages import name_at, stage_at, waits_for
 
 Row = tuple[int, int, int, int]  # sample, dataset, document, offset
 
@@ -46,26 +49,43 @@ class Entry:
     consumed: int
     rows: tuple[Row, ...]
     passed_over: bool = False
+    stage: str = ""  # of --data-stages
 
     def line(self) -> str:
         """Return the step as one line, its rows as a hash."""
         digest = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
-        end = "  passed over" * self.passed_over
+        end = f"  stage {self.stage}" * bool(self.stage) + "  passed over" * self.passed_over
         return f"step {self.step}  consumed {self.consumed}  batch {len(self.rows)}  {digest}{end}"
 
 
-def ledger(config: Config, tokenizer: Tokenizer, steps: range) -> Iterator[Entry]:
+def ledger(
+    config: Config,
+    tokenizer: Tokenizer,
+    steps: range,
+    of_stage: Callable[[int], Config] | None = None,
+) -> Iterator[Entry]:
     """Yield the entry of each step (counted from 1), by asking the loaders of all ranks.
 
-    Raises ValueError if the ranks together do not hand out every sample of a step exactly once.
+    of_stage: gives the config of a process in that stage of --data-stages. Raises ValueError if the
+    ranks together do not hand out every sample of a step exactly once.
     """
     size, passed = config.parallel.data_parallel_size, passed_over(config)
-    loaders = [
-        build_loaders(config, tokenizer, rank, size, report=lambda line: None).train
-        for rank in range(size)
-    ]
+
+    def loaders_of(config: Config) -> list[Loader]:
+        return [
+            build_loaders(config, tokenizer, rank, size, report=lambda line: None).train
+            for rank in range(size)
+        ]
+
+    loaders = loaders_of(config)
     for step in steps:
         consumed = samples_after(config, step - 1)
+        if waits_for(config, consumed):
+            assert of_stage is not None, "the stages differ in length"
+            for loader in loaders:
+                loader.close()
+            config = of_stage(stage_at(config.stages, consumed))
+            loaders = loaders_of(config)
         count = global_batch_size(config, consumed)
         samples = sorted(
             batch.first_sample + i
@@ -77,7 +97,7 @@ def ledger(config: Config, tokenizer: Tokenizer, steps: range) -> Iterator[Entry
             raise ValueError(f"step {step}: the ranks hand out samples {samples}")
         dataset = loaders[0].dataset
         rows = tuple((i, *dataset.origin(i)) for i in samples)
-        yield Entry(step, consumed, rows, step in passed)
+        yield Entry(step, consumed, rows, step in passed, name_at(config, consumed))
     for loader in loaders:
         loader.close()
 
@@ -104,11 +124,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.first_step < 1 or args.steps < 0:
             raise ValueError("--first-step counts from 1 and --steps from 0")
-        config = parse(args.flags, int(os.environ.get("WORLD_SIZE", "1")))
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        config = parse(args.flags, world)
         tokenizer = tokenizer_for(config)
-        for entry in ledger(
-            config, tokenizer, range(args.first_step, args.first_step + args.steps)
-        ):
+        steps = range(args.first_step, args.first_step + args.steps)
+
+        def of_stage(stage: int) -> Config:
+            return parse(args.flags, world, stage=stage)
+
+        for entry in ledger(config, tokenizer, steps, of_stage):
             print(entry.line())
             for row in entry.rows if args.rows else ():
                 print("  sample {}  dataset {}  document {}  offset {}".format(*row))

@@ -922,6 +922,15 @@ class DataConfig:
     train_data_path: tuple[str, ...] = setting(
         (), "data sets to mix for training", "as --data-path", TEXTS
     )
+    data_stages: str | None = setting(
+        None,
+        "JSON file of the run's stages: which data sets are mixed from which token on, at which "
+        "sequence length; in place of --train-data-path",
+        "file",
+        FILE,
+        ours=True,
+        changes_numbers=False,
+    )
     valid_data_path: tuple[str, ...] = setting(
         (), "data sets to mix for validation", "as --data-path", TEXTS
     )
@@ -1041,6 +1050,15 @@ class CheckpointConfig:
         "start from these weights (Weft's or Hugging Face's) while --load holds no checkpoint",
         "directory",
         DIRECTORY,
+    )
+    branch_from: str | None = setting(
+        None,
+        "go on there, weights, optimizer and samples, while --load holds no checkpoint; it is only "
+        "read, and --save says in each checkpoint where it branched off",
+        "directory",
+        DIRECTORY,
+        needs="--save",
+        ours=True,
     )
     save_interval: int | None = setting(
         None,

@@ -6,6 +6,7 @@ So a resumed run needs no other state, and every layout sees the same batch size
 """
 
 import math
+from collections.abc import Sequence
 
 from training.config import Config, UsageError
 
@@ -17,20 +18,9 @@ def parse_schedule(text: str, seq_length: int) -> Schedule:
     """Read "0:768 250B:1536" into ((first sample, batch size), ...), sorted.
 
     A threshold counts tokens and may end in K, M, B or T; samples are threshold // seq_length.
-    Raises UsageError unless the first threshold is 0, no two thresholds fall on one sample, and
-    every size is at least 1.
+    Raises UsageError where read_schedule does, and where two thresholds fall on one sample.
     """
-    steps = []
-    for entry in text.strip("'\" ").replace(",", " ").split():
-        threshold, colon, size = entry.partition(":")
-        if not colon:
-            raise _wrong(text, f"{entry} is not TOKENS:SAMPLES")
-        steps.append((_count(text, threshold) // seq_length, _count(text, size)))
-    steps.sort()
-    if not steps or steps[0][0] != 0:
-        raise _wrong(text, "the first threshold must be 0")
-    if min(size for _, size in steps) < 1:
-        raise _wrong(text, "a batch holds at least 1 sample")
+    steps = [(tokens // seq_length, size) for tokens, size in read_schedule(text)]
     for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
         if before == after:
             raise _wrong(
@@ -39,15 +29,37 @@ def parse_schedule(text: str, seq_length: int) -> Schedule:
     return tuple(steps)
 
 
-def _count(text: str, word: str) -> int:
-    """Return the number that 250B, 1.5K or 768 stands for."""
+def read_schedule(text: str) -> Schedule:
+    """Read "0:768 250B:1536" into ((token, batch size), ...), sorted.
+
+    Raises UsageError unless the first threshold is 0 and every size is at least 1.
+    """
+    steps = []
+    for entry in text.strip("'\" ").replace(",", " ").split():
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise _wrong(text, f"{entry} is not TOKENS:SAMPLES")
+        try:
+            steps.append((count(threshold), count(size)))
+        except ValueError as error:
+            raise _wrong(text, str(error)) from None
+    steps.sort()
+    if not steps or steps[0][0] != 0:
+        raise _wrong(text, "the first threshold must be 0")
+    if min(size for _, size in steps) < 1:
+        raise _wrong(text, "a batch holds at least 1 sample")
+    return tuple(steps)
+
+
+def count(word: str) -> int:
+    """Return the number that 250B, 1.5K or 768 stands for. Raises ValueError."""
     factor = _SUFFIX.get(word[-1:].upper(), 1)
     try:
         value = float(word[:-1] if factor > 1 else word) * factor
     except ValueError:
         value = math.nan
     if not math.isfinite(value) or value < 0:
-        raise _wrong(text, f"{word} is not a count such as 768, 300K or 250B")
+        raise ValueError(f"{word} is not a count such as 768, 300K or 250B")
     return int(value)
 
 
@@ -59,6 +71,17 @@ def schedule(config: Config) -> Schedule:
     """Return the run's schedule of batch sizes; a constant size is a schedule of one entry."""
     batch = config.batch
     return batch.step_batch_size_schedule or ((0, batch.global_batch_size),)
+
+
+def steps_of(sizes: Sequence[Sequence[int]], consumed: int) -> list[list[int]]:
+    """Return [sample, batch size] where the size of a step changes, below `consumed` samples."""
+    found, at = [], 0
+    for (_, size), following in zip(sizes, [*sizes[1:], (consumed, 0)], strict=True):
+        steps = -(-(min(following[0], consumed) - at) // size)
+        if steps > 0:
+            found.append([at, size])
+            at += steps * size
+    return found
 
 
 def global_batch_size(config: Config, consumed: int) -> int:

@@ -40,11 +40,32 @@ _MATHEMATICS = ("model", "moe", "batch", "optimizer", "data", "run.seed", "run.d
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of a run with data of its own (--data-stages).
+
+    settings: (field of ModelConfig, value) of all that a stage may set. first_sample, first_token:
+    what is consumed when it begins, with the first step that finds start_tokens consumed.
+    """
+
+    name: str
+    start_tokens: int
+    train_data_path: tuple[str, ...]
+    settings: tuple[tuple[str, Any], ...]
+    first_sample: int = 0
+    first_token: int = 0
+
+    @property
+    def length(self) -> int:
+        """Return its sequence length."""
+        return int(dict(self.settings)["seq_length"])
+
+
+@dataclass(frozen=True)
 class Config:
     """Every setting of a run.
 
-    notes: to print. extra: of a fork. given: the names of the flags as typed. command_line: all of
-    its words.
+    notes: to print. extra: of a fork. stages: of --data-stages. given: the names of the flags as
+    typed. command_line: all of its words.
     """
 
     model: ModelConfig
@@ -61,6 +82,7 @@ class Config:
     rehearse: RehearseConfig = field(default_factory=RehearseConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     extra: tuple[tuple[str, Any], ...] = ()
+    stages: tuple[Stage, ...] = ()
     notes: tuple[str, ...] = field(default=(), compare=False)
     given: tuple[str, ...] = field(default=(), compare=False)
     command_line: tuple[str, ...] = field(default=(), compare=False)
@@ -81,6 +103,8 @@ class Config:
             value = getattr(self, part.name)
             if part.name == "extra":
                 out |= {f"extra.{k}": v for k, v in value}
+            elif part.name == "stages":
+                out |= {"data.stages": [asdict(each) for each in value]} if value else {}
             elif part.name not in ("notes", "given", "command_line"):
                 out |= {f"{part.name}.{k}": v for k, v in asdict(value).items()}
         older = {name: row.older for name, row in SETTINGS.items() if row.older is not None}
@@ -130,6 +154,8 @@ def _plain(value: Any) -> Any:
     """Return dtypes as names and tuples as lists, so that JSON gives the same value back."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 

@@ -94,7 +94,7 @@ def test_all_ranks_compare_everything_but_local_places():
 
 
 def test_flat_names_every_field_of_every_part():
-    others = ("extra", "notes", "given", "command_line")
+    others = ("extra", "stages", "notes", "given", "command_line")
     parts = [f.name for f in fields(Config) if f.name not in others]
     expected = {f"{p}.{f.name}" for p in parts for f in fields(getattr(CONFIG, p))}
     later = {"fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"}  # at their defaults

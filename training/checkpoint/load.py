@@ -56,7 +56,7 @@ FLAGS = {
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
 PASSED_OVER = 10_000  # most iterations that a run may have passed over
-DICTS = ("config", "hf_config", "tp_comm_overlap", "layout")
+DICTS = ("config", "hf_config", "tp_comm_overlap", "layout", "branched_from")
 STATE_TYPES |= dict.fromkeys(DICTS, dict)
 STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
 
@@ -249,6 +249,13 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{STATE}: passed_over must be a list of at most {PASSED_OVER:,} iterations, from 1"
         )
+    stages = state.get("stages", [])
+    kinds = {"name": str, "first_sample": int, "corpus": str, "seq_length": int}
+    if type(stages) is not list or any(
+        type(stage) is not dict or any(type(stage.get(k)) is not kind for k, kind in kinds.items())
+        for stage in stages
+    ):
+        raise CheckpointError(f"{STATE}: stages must hold objects with {', '.join(kinds)}")
     counts = {f"layout.{axis}": size for axis, size in state.get("layout", {}).items()}
     overlap = state.get("tp_comm_overlap", {})
     choices = overlap.get("choices", {}) if overlap.get("choices") is not None else {}

@@ -96,6 +96,19 @@ class Blend:
             pending.append((right, rows[~taken], (index - before)[~taken]))
         return datasets, inner
 
+    def counts(self, n: int) -> list[int]:
+        """Return how many of the first n samples each data set supplies."""
+        found, pending = [0] * len(self.datasets), [(self._tree, n)]
+        while pending:
+            node, count = pending.pop()
+            if isinstance(node, int):
+                found[node] = count
+                continue
+            left, right, share = node
+            of_left = math.floor(count * share + 0.5)
+            pending += [(left, of_left), (right, count - of_left)]
+        return found
+
     def _locate_one(self, i: int) -> tuple[int, int]:
         datasets, inner = self.locate(np.array([i]))
         return int(datasets[0]), int(inner[0])

@@ -28,6 +28,8 @@ from training.data.megatron_order import (
 from training.data.mock import MockDataset
 from training.data.one_pass import OnePass
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
+from training.data.staged import Staged, StageData
+from training.stages import stage_of
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -136,7 +138,7 @@ def build_datasets(
             for split in SPLITS
         }
     own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if bool(data.data_path) == any(own_paths):
+    if bool(data.data_path) == any((*own_paths, config.stages)):
         raise ValueError(
             "give the data either by --data-path (cut by --split) or by --train-data-path, "
             "--valid-data-path and --test-data-path, or ask for --mock-data"
@@ -149,7 +151,12 @@ def build_datasets(
         needed = samples_needed(config)
     shares = parse_split(data.split or DEFAULT_SPLIT) if data.data_path else None
     found: dict[str, Dataset | None] = {}
+    if config.stages:
+        found["train"] = opener.open_stages(config)
+        del needed["train"]
     for split, own in zip(SPLITS, own_paths, strict=True):
+        if split in found:
+            continue
         paths, flag = (data.data_path, "--data-path") if shares else (own, f"--{split}-data-path")
         whole = data.full_validation and split == "valid"
         sets = {split: paths}
@@ -251,6 +258,24 @@ class _Opener:
             return Blend(found, kept)
         return found[0] if found else None
 
+    def open_stages(self, config: "Config") -> Staged:
+        """Return the training data of --data-stages. All files of all stages are opened."""
+        parts = []
+        for stage in config.stages:
+            flag = f"--data-stages {config.data.data_stages}: stage {stage.name!r}"
+            prefixes, weights = parse_blend(stage.train_data_path, flag)
+            found = []
+            for prefix in prefixes:
+                file, cut = self._cut(prefix, "train", None)
+                if not file.lengths[cut.start : cut.stop].any():
+                    raise ValueError(f"{flag}: {prefix} holds no token")
+                found.append(self._dataset(file, "train", cut, stage.length))
+            shares = weights or [float(part.tokens) for part in found]
+            keys = [os.path.realpath(prefix + ".bin") for prefix in prefixes]
+            parts.append(StageData(found, shares, keys))
+        current = stage_of(config)
+        return Staged(config.stages, parts, current)
+
     def open_as_megatron(
         self,
         paths: Sequence[str],
@@ -314,10 +339,12 @@ class _Opener:
         file = self._files[prefix]
         return file, split_documents(shares, len(file))[split] if shares else range(len(file))
 
-    def _dataset(self, file: IndexedTokens, split: str, documents: range) -> GPTDataset:
-        cache, library = self._cache(file.prefix), native.load()
+    def _dataset(
+        self, file: IndexedTokens, split: str, documents: range, seq_length: int | None = None
+    ) -> GPTDataset:
+        cache, library, length = self._cache(file.prefix), native.load(), self._seq_length
         return GPTDataset(
-            file, split, documents, self._seq_length, self._seed, cache=cache, library=library
+            file, split, documents, seq_length or length, self._seed, cache=cache, library=library
         )
 
     def _cache(self, prefix: str) -> IndexCache:

@@ -63,9 +63,11 @@ def from_checkpoint(
     checkpoint, or where there is no checkpoint; a dry run then takes the sizes that are given, and
     adds a line to `notes`.
     """
-    where = [(f, given[f]) for f in ("--load", "--pretrained-checkpoint") if f in given]
+    names = ("--load", "--branch-from", "--pretrained-checkpoint")
+    where = [(f, given[f]) for f in names if f in given]
+    chosen = "--branch-from" if "--branch-from" in given else "--load"
     for flag, root in where:
-        found = newest(flag, Path(root), given.get("--ckpt-step") if flag == "--load" else None)
+        found = newest(flag, Path(root), given.get("--ckpt-step") if flag == chosen else None)
         if found is None:
             continue
         directory = found.directory

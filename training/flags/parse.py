@@ -20,12 +20,14 @@ from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
 from training.flags import (
     compute_rules,
+    data_stages,
     expert_rules,
     foreign,
     model_sizes,
     parallel_rules,
     rules,
     saved_schedule,
+    size_rules,
     table,
 )
 from training.flags.help import START, Page, effect, page_of
@@ -49,12 +51,14 @@ def parse(
     world_size: int,
     extra: Extra | None = None,
     of_checkpoint: model_sizes.OfCheckpoint | None = None,
+    stage: int | None = None,
 ) -> Config:
     """Return the Config of a run over `world_size` ranks; argv None is this program's own.
 
     `extra(parser)` may add a fork's own flags; their values arrive in `Config.extra`.
-    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args. Raises UsageError naming
-    the flag, its value and the rule; `--help` prints and exits.
+    `of_checkpoint` finds a checkpoint's model, for --use-checkpoint-args. stage: the number of the
+    one of --data-stages whose settings are asked for; left out, where the checkpoint is. Raises
+    UsageError naming the flag, its value and the rule; `--help` prints and exits.
     """
     argv = sys.argv[1:] if argv is None else argv
     _print_help(argv, extra)
@@ -68,6 +72,8 @@ def parse(
         given = saved_schedule.from_checkpoint(given)
     rules.check_given(given)
     made = _assemble(given, world_size, notes, own)
+    if made.data.data_stages:
+        made = _in_stage(given, world_size, notes, own, stage)
     rules.check(made)
     said = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     said += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
@@ -250,6 +256,40 @@ def _same(value: str, allowed: str) -> bool:
         return value == allowed
 
 
+def _in_stage(
+    given: dict[str, Any],
+    world_size: int,
+    notes: list[str],
+    own: tuple[tuple[str, Any], ...],
+    which: int | None,
+) -> Config:
+    """Return the config with the settings of the stage that the run begins in."""
+    path = given["--data-stages"]
+    config = _assemble(given, world_size, [], own)
+    text = given.get("--step-batch-size-schedule")
+    sizes = batch_size.read_schedule(text) if text else ((0, config.batch.global_batch_size),)
+    stages, by_sample = data_stages.plan(path, data_stages.read(path, given), sizes)
+    size_rules.check(config)
+    for stage in stages:
+        try:
+            size_rules.check(_assemble(data_stages.apply(given, stage), world_size, [], own))
+        except UsageError as error:
+            raise UsageError(f"--data-stages {path}: stage {stage.name!r}: {error}") from None
+    if "--use-checkpoint-args" in given and len({stage.settings for stage in stages}) > 1:
+        raise UsageError(
+            f"--data-stages {path}: its stages differ in seq_length or rotary positions, which "
+            "--use-checkpoint-args would take from the checkpoint: give the sizes as flags"
+        )
+    dry = config.run.dry_run or config.rehearse.rehearse
+    k = data_stages.choose(stages, data_stages.position(given), which, dry)
+    made = _assemble(data_stages.apply(given, stages[k]), world_size, notes, own)
+    if text:
+        batch = replace(made.batch, step_batch_size_schedule=by_sample)
+        made = replace(made, batch=batch)
+    made = replace(made, stages=tuple(stages))
+    return replace(made, notes=(*made.notes, *data_stages.notes(made)))
+
+
 def _assemble(
     given: dict[str, Any], world_size: int, notes: list[str], own: tuple[tuple[str, Any], ...]
 ) -> Config:
@@ -335,7 +375,8 @@ def _assemble(
         data["split"] = data["split"].strip(" '\"")
     if data.get("data_path"):
         data.setdefault("split", DEFAULT_SPLIT)
-    paths = (bool(data.get(f"{name}_data_path")) for name in ("train", "valid"))
+    train = data.get("train_data_path") or data.get("data_stages")
+    paths = (bool(train), bool(data.get("valid_data_path")))
     evaluates = run.get("eval_iters", 1) > 0 or data.get("full_validation")
     evaluates = run.get("eval_interval") and evaluates
     if evaluates and not holds_validation(data.get("split"), *paths):

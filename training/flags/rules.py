@@ -39,6 +39,16 @@ EXCLUDE = (
     ("--data-path", "--valid-data-path"),
     ("--data-path", "--test-data-path"),
     ("--split", "--train-data-path"),
+    *(
+        ("--data-stages", other)
+        for other in (
+            "--mock-data",
+            "--data-path",
+            "--data-args-path",
+            "--train-data-path",
+            "--split",
+        )
+    ),
     ("--train-iters", "--lr-decay-samples"),
     ("--train-iters", "--lr-wsd-decay-samples"),
     ("--train-iters", "--lr-warmup-samples"),
@@ -57,6 +67,7 @@ EXCLUDE = (
     ("--decoder-first-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
     ("--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"),
     ("--decoder-last-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
+    ("--branch-from", "--pretrained-checkpoint"),
     ("--lr-warmup-fraction", "--lr-warmup-iters"),
     ("--lr-warmup-fraction", "--lr-warmup-samples"),
     ("--use-megatron-fsdp", "--zero-stage"),

@@ -12,7 +12,7 @@ import shlex
 
 import torch
 
-from training.arguments import CHANGES, DataConfig
+from training.arguments import CHANGES, CheckpointConfig, DataConfig
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.split import parse_split
@@ -85,6 +85,7 @@ def check_run(config: Config) -> None:
     for what in checkpoint.allow_change:
         if what not in CHANGES:
             raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
+    _branch(checkpoint)
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
         raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
     if log.profile and log.profile_step_start >= log.profile_step_end:
@@ -108,6 +109,27 @@ def check_run(config: Config) -> None:
         )
 
 
+def _branch(c: CheckpointConfig) -> None:
+    """Raise UsageError for a branch that would write into its trunk, or could not be resumed."""
+    if c.branch_from is None:
+        return
+    if c.save is None or c.load != c.save:
+        raise UsageError(
+            f"--branch-from {c.branch_from} needs --save and --load with one directory, in which "
+            "the branch is saved and resumed"
+        )
+    if os.path.realpath(c.save) == os.path.realpath(c.branch_from):
+        raise UsageError(
+            f"--branch-from {c.branch_from}: --save is the same directory; a branch is saved in "
+            "another one"
+        )
+    if c.finetune:
+        raise UsageError(
+            f"--branch-from {c.branch_from} and --finetune exclude each other: a branch goes on "
+            "with optimizer and samples"
+        )
+
+
 def check_paths(config: Config) -> None:
     """Raise UsageError, naming flag and path, for a missing input or an output in the way."""
     _data(config)
@@ -121,8 +143,18 @@ def _data(config: Config) -> None:
         name: getattr(d, name)
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     }
-    if not d.mock_data and not d.data_path and not d.train_data_path and not dry:
+    given = d.mock_data or d.data_path or d.train_data_path or d.data_stages
+    if not given and not dry:
         raise UsageError("no data: give --data-path, --train-data-path or --mock-data")
+    if d.data_stages and d.data_order == "megatron":
+        raise UsageError(
+            "--data-order megatron has no stages (--data-stages): Megatron-LM's order is made for "
+            "one blend and a fixed number of samples"
+        )
+    for stage in config.stages:
+        _blend(f"--data-stages {d.data_stages}: stage {stage.name!r}:", stage.train_data_path, dry)
+    if config.stages:
+        _lengths(config)
     for name, paths in blends.items():
         if paths:
             _blend("--" + name.replace("_", "-"), paths, dry)
@@ -145,6 +177,18 @@ def _data(config: Config) -> None:
             raise UsageError(f"{flag} {d.tokenizer_model}: no such file ({why})")
         if d.merge_file is not None and not os.path.exists(d.merge_file) and not dry:
             raise UsageError(f"--merge-file {d.merge_file}: no such file (nothing is downloaded)")
+
+
+def _lengths(config: Config) -> None:
+    """Raise UsageError where another process could not go on with the next stage."""
+    file, c = config.data.data_stages, config.checkpoint
+    differ = len({stage.settings for stage in config.stages}) > 1
+    if differ and not config.run.dry_run and not (c.save and c.load == c.save):
+        raise UsageError(
+            f"--data-stages {file}: its stages differ in seq_length or rotary positions, so the "
+            "run ends between them: give --save and --load with one directory, from which the same "
+            "command goes on"
+        )
 
 
 def _validation(d: DataConfig) -> None:

@@ -51,7 +51,8 @@ class Log:
     `flops_per_token`: model FLOPs of forward and backward for one token.
     `total_samples` (of a run counted in samples) takes precedence over `total_iterations` in the
     estimate of the time left. `start_iteration`: the iteration of the checkpoint, 0 for a new run;
-    later TensorBoard events, left by a run that went further, are hidden.
+    later TensorBoard events, left by a run that went further, are hidden. tokens_at, stage_at: of
+    samples consumed.
     Raises ValueError where a file cannot be written or a package that was asked for is missing.
     """
 
@@ -68,6 +69,8 @@ class Log:
         total_samples: int | None = None,
         start_iteration: int = 0,
         run_config: dict[str, Any] | None = None,
+        tokens_at: Callable[[int], int] | None = None,
+        stage_at: Callable[[int], str] = lambda samples: "",
     ) -> None:
         self.writes = rank == 0
         self.config, self.device = config, torch.device(device)
@@ -80,6 +83,8 @@ class Log:
         self.saved_in = (run_config or {}).get("checkpoint.save")
         self.length = (run_config or {}).get("model.seq_length", 0)
         self.last_samples = 0
+        self.stage_at, self.stage = stage_at, ""
+        self.tokens_at = tokens_at or (lambda samples: samples * self.length)
         self.json = self.tensorboard = self.wandb = self.bar = None
         if not self.writes:
             return
@@ -101,6 +106,9 @@ class Log:
 
     def after_step(self, step: Step) -> Decision:
         """Count a step, with its values; write a line where one is due."""
+        if (stage := self.stage_at(step.consumed)) != self.stage:
+            self.note(f"iteration {step.iteration} is of stage {stage}")
+            self.stage = stage
         self.step(
             iteration=step.iteration,
             consumed_samples=step.consumed + step.size,
@@ -178,7 +186,7 @@ class Log:
         record = {
             "iteration": iteration,
             "consumed_samples": consumed_samples,
-            **({"consumed_tokens": consumed_samples * self.length} if self.length else {}),
+            **({"consumed_tokens": self.tokens_at(consumed_samples)} if self.length else {}),
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": lr,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do all of a rank's start-up that needs no other rank."""
 
+import json
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +16,7 @@ from mpu.layers.attention.backends import FLAG
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
+from training.data.staged import Staged
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
 from training.float8 import check_device
@@ -67,6 +69,8 @@ def prepare(
     digests = {**digests_of(tokenizer), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
     digests["corpus_sketch"] = loaders.train.dataset.sketch  # held against older checkpoints
+    if isinstance(data := loaders.train.dataset, Staged):
+        digests["stage_corpora"] = json.dumps(data.corpora)
     return config, device, loaders, digests
 
 
@@ -78,11 +82,14 @@ def check_early(config: Config) -> None:
     c, log = config.checkpoint, config.log
     found: list[str] = []
     for flag, root, step in (
-        ("--load", c.load, c.ckpt_step),
+        ("--load", c.load, None if c.branch_from else c.ckpt_step),
+        ("--branch-from", c.branch_from, c.ckpt_step),
         ("--pretrained-checkpoint", c.pretrained_checkpoint, None),
     ):
         if root is not None:
             found += candidates(Path(root), step, flag)[0]
+    if c.branch_from is not None and not found:
+        raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there")
     if c.pretrained_checkpoint is not None and not (found or config.fault.peer_checkpoint):
         place = c.pretrained_checkpoint
         why = nothing_downloaded(place)

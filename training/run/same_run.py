@@ -5,16 +5,21 @@ A change of these would repeat samples or leave some out. Layout, micro-batch, w
 learning-rate flags and the length of the run may change.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from training.arguments import DataConfig
+from training.batch_size import schedule, steps_of
 from training.checkpoint import Checkpoint, plain_name
 from training.config import Config
 from training.data.dataset import WHOLE
 from training.data.tokenizer_files import files_of, same_tokenizer
 from training.learning_rate import learning_rate
+from training.stages import ROPE as ROPE_SETTINGS
+from training.stages import record, saved_settings, tokens_at
 
 # What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
 # of the config, and hashes kept in the state.
@@ -24,15 +29,17 @@ SHARED = {
     "data": (
         *("model.seq_length", "data.reset_position_ids", "data.reset_attention_mask"),
         *("data.eod_mask_loss", "corpus_digest"),
-    ),
+    ),  # in a run with stages their past in place of length and corpus
     "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
 }
+SCHEDULE = "batch.step_batch_size_schedule"
 ROPE = ("rope_theta", "rope_scaling")  # of a model's hf_config; the word is "rope"
 
 
 def expected(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of this run's model that its checkpoint's must equal."""
-    free = ROPE if "rope" in config.checkpoint.allow_change else ()
+    staged = len({stage.settings for stage in config.stages}) > 1  # `_stages` compares them
+    free = ROPE if "rope" in config.checkpoint.allow_change or staged else ()
     return {field: value for field, value in hf_config.items() if field not in free}
 
 
@@ -49,8 +56,14 @@ def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) ->
         length = saved.get("model.seq_length")
         yield (
             f"{found.directory} was trained with {_rope(before, length)}; going on with "
-            f"{_rope(hf_config, config.model.seq_length)}, as --allow-change rope says"
+            f"{_rope(hf_config, config.model.seq_length)}, as {_asked(config)} says"
         )
+
+
+def _asked(config: Config) -> str:
+    """Return the flag by which rotary positions may change."""
+    rope = "rope" in config.checkpoint.allow_change
+    return "--allow-change rope" if rope else f"--data-stages {config.data.data_stages}"
 
 
 def _rope(fields: Mapping[str, Any], length: int | None) -> str:
@@ -73,10 +86,74 @@ def changes(
     known = there.get("tokenizer_digest")
     if "tokenizer_digest" in digests and same_tokenizer(known, digests, found.manifest["files"]):
         here["tokenizer_digest"] = known
+    staged = bool(config.stages or found.state.get("stages"))
+    if staged:
+        yield from (
+            (what, f"{found.directory} {line}") for what, line in _past(found, config, here)
+        )
     for what, keys in SHARED.items():
         for key in keys:
+            if staged and key in ("model.seq_length", "corpus_digest", SCHEDULE):
+                continue
             if key in there and key in here and there[key] != here[key]:
                 yield what, f"{found.directory} {_told(key, there[key], here[key])}"
+
+
+def _past(found: Checkpoint, config: Config, here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (what, sentence) on each difference of stages that the checkpoint has begun.
+
+    A run without stages has one. What has not begun may change.
+    """
+    consumed = found.state["consumed_samples"]
+    saved = found.state.get("config", {})
+    before = found.state.get("stages") or [_only(saved, found.state.get("corpus_digest"))]
+    now = _stages(config, here) or [_only(config.flat(), here["corpus_digest"])]
+    old, new = ([s for s in stages if s["first_sample"] < consumed] for stages in (before, now))
+    for was, stage in zip(old, new, strict=False):
+        for key in stage.keys() & was.keys() - {"name", "start_tokens"}:
+            if was[key] != stage[key] and None not in (was[key], stage[key]):
+                what = "rope" if key in ROPE_SETTINGS else "data"
+                if key == "corpus":
+                    yield what, f"was made with other data in stage {was['name']}"
+                else:
+                    yield what, f"has {key} {was[key]!r} in stage {was['name']}, not {stage[key]!r}"
+    if len(old) != len(new):
+        names = [[stage["name"] for stage in stages] for stages in (old, new)]
+        yield "data", f"has read the stages {', '.join(names[0])}, not {', '.join(names[1])}"
+    yield from _sizes(saved, config, consumed)
+
+
+def _sizes(saved: Mapping[str, Any], config: Config, consumed: int) -> Iterator[tuple[str, str]]:
+    """Yield a sentence where the batch sizes of the samples consumed were others."""
+    was = saved.get(SCHEDULE) or [[0, saved.get("batch.global_batch_size")]]
+    old, new = (steps_of(sizes, consumed) for sizes in (was, schedule(config)))
+    if old != new:
+        yield "batch", f"was made with the batch sizes {old} by sample and this run has {new}"
+
+
+def _stages(config: Config, digests: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the stages of this run as a checkpoint has them."""
+    return record(config.stages, json.loads(digests["stage_corpora"])) if config.stages else []
+
+
+def _only(flat: Mapping[str, Any], corpus: Any) -> dict[str, Any]:
+    """Return the one stage of a run without --data-stages."""
+    return {"name": "0", "first_sample": 0, "corpus": corpus, **saved_settings(flat)}
+
+
+def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line where stages that have not begun are others than they were planned to be."""
+    consumed, was = found.state["consumed_samples"], found.state.get("stages") or []
+    old, new = (
+        [s for s in stages if s["first_sample"] >= consumed]
+        for stages in (was, _stages(config, digests))
+    )
+    if was and old != new:
+        names = (", ".join(s["name"] for s in stages) or "none" for stages in (old, new))
+        yield (
+            "--data-stages {}: the stages to come were {} and are now {}, or have other data or "
+            "numbers"
+        ).format(config.data.data_stages, *names)
 
 
 def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
@@ -88,6 +165,7 @@ def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iter
         there = found.state.get("config", {}).get(key, here)
         if key.startswith("float8.") and there != here:
             yield f"{found.directory} {_told(key, there, here)}; it goes on from the same weights"
+    yield from edited(found, config, digests)
     for _, line in changes(found, config, digests):
         yield f"{line}; going on as --allow-change says"
     if _sketched(found.state) and digests.get("corpus_digest", "").startswith(WHOLE):
@@ -113,23 +191,41 @@ def _told(key: str, there: Any, here: Any) -> str:
 
 
 def progress(
-    config: Config, iteration: int, consumed: int, before: tuple[int, int]
+    config: Config,
+    iteration: int,
+    consumed: int,
+    before: tuple[int, int],
+    digests: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the part of a checkpoint's state that says which run it is of, and how far.
 
-    before: samples and tokens that earlier runs consumed.
+    before: samples and tokens that earlier runs consumed. digests: hashes of its data.
     """
     samples, tokens = before
+    tokens += (consumed - samples) * config.model.seq_length
+    stages = {"stages": _stages(config, digests)} if config.stages else {}
     return {
+        **stages,
         "iteration": iteration,
         "consumed_samples": consumed,
-        "consumed_tokens": tokens + (consumed - samples) * config.model.seq_length,
+        "consumed_tokens": tokens_at(config, consumed) if config.stages else tokens,
         "lr": learning_rate(config, consumed),
         "seed": config.run.seed,
         "tokenizer_type": config.data.tokenizer_type,
         "command_line": list(config.command_line),
         "config": config.flat(),
         "config_digest": config.digest(),
+    }
+
+
+def branch(found: Checkpoint) -> dict[str, Any]:
+    """Return what a branch's checkpoints say of the one that it branched off from."""
+    manifest = (found.directory / "manifest.json").read_bytes()
+    return {
+        "directory": str(found.directory.resolve()),
+        "manifest_sha256": hashlib.sha256(manifest).hexdigest(),
+        **{key: found.state[key] for key in ("iteration", "consumed_samples", "consumed_tokens")},
+        "branched_from": found.state.get("branched_from"),
     }
 
 

@@ -31,9 +31,11 @@ from training.checkpoint.manifest import STATE, STEP, step_name
 from training.checkpoint.retain import prune
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
+from training.learning_rate import learning_rate
 from training.run import same_run
 from training.run.export import HuggingFaceSaves
 from training.run.step import CONTINUE, Decision, Step
+from training.stages import waits_for
 from training.untrusted import nothing_downloaded
 
 PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
@@ -74,6 +76,7 @@ class Saver:
         self._later: Sequence[str] = ()  # directories under --load that were passed over
         self.passed_over: set[int] = set()  # iterations whose samples nothing is trained on
         self._before = (0, 0)  # samples and tokens that earlier runs consumed
+        self._branch: dict[str, Any] | None = None  # where --branch-from branched off
         self._background, self._pruning = Background(), Background()
         self._staging: Staging | None = None
         c = config.checkpoint
@@ -294,7 +297,8 @@ class Saver:
     def _state(self, iteration: int, consumed: int) -> dict[str, Any]:
         optimizer, choices = self.optimizer, dict(self.overlap_choices)
         return {
-            **same_run.progress(self.config, iteration, consumed, self._before),
+            **same_run.progress(self.config, iteration, consumed, self._before, self.digests),
+            **({"branched_from": self._branch} if self._branch else {}),
             "passed_over": sorted(self.passed_over),
             "optimizer_steps": optimizer.steps,
             "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: asked for or chosen
@@ -312,7 +316,8 @@ class Saver:
         if attempts[0].value == 0:
             return self.load_first()
         paths = [path for path in dict.fromkeys((c.load, c.save)) if path is not None]
-        fresh = c.finetune or c.ckpt_step is not None or c.load is None
+        chosen = c.ckpt_step is not None and c.branch_from is None
+        fresh = c.finetune or chosen or c.load is None
         if fresh or checkpoint.is_hugging_face(paths[0], grid, self.ctx.device):
             fresh, paths = True, paths[c.load is not None and c.load != c.save :]
         after = (c.ckpt_step or 0) if fresh else -1  # what --save has later is this run's
@@ -328,6 +333,10 @@ class Saver:
         """
         c = self.config.checkpoint
         found = self._find("--load", c.load, c.finetune, c.no_load_optim) if c.load else None
+        if found is None and c.branch_from:
+            found = self._find("--branch-from", c.branch_from, False, c.no_load_optim)
+            if found is None:
+                raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there")
         if found is None and c.pretrained_checkpoint:
             found = self._find("--pretrained-checkpoint", c.pretrained_checkpoint, True)
             if found is None:
@@ -376,7 +385,7 @@ class Saver:
             expect=same_run.expected(self.config, self.hf_config),
             suits=(lambda found: None) if fresh else self._check_resume,
             from_hf=self.from_hf,
-            step=c.ckpt_step if flag == "--load" else None,
+            step=c.ckpt_step if flag == ("--branch-from" if c.branch_from else "--load") else None,
             cast=fresh,
             note=self.note,
             device=device,
@@ -411,6 +420,11 @@ class Saver:
         self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self._before = (consumed, found.state["consumed_tokens"])
+        self._branch = found.state.get("branched_from")
+        if flag == "--branch-from":
+            self._branch = same_run.branch(found)
+            rates = (found.state.get("lr"), learning_rate(self.config, consumed))
+            self.note("branching off, at a learning rate of {1} after {0}".format(*rates))
         at = f"at iteration {iteration}, {consumed} samples consumed"
         self.note(f"loaded {found.directory}: {at}")
         return iteration, consumed
@@ -427,6 +441,12 @@ class Saver:
                     f"{line}: give what the checkpoint has, --finetune to begin at sample 0, or "
                     f"--allow-change {what} to go on all the same"
                 )
+        if stage := waits_for(self.config, found.state["consumed_samples"]):
+            raise checkpoint.MismatchError(
+                f"{found.directory} goes on with stage {stage.name}, and this process began with "
+                "the settings of another, where a newer checkpoint is: remove that, or see why it "
+                "cannot be loaded"
+            )
         self._source = 2 if found.directory.parent == self._memory else 1
 
     def keep(self, iteration: int, consumed: int) -> None:

@@ -2,6 +2,7 @@
 """What a rank does between its first connection and its first step."""
 
 from collections.abc import Callable
+from functools import partial
 
 from estimate import context_parallel, matrices, stages
 from estimate.model_profile import ModelProvider, model_profile
@@ -19,6 +20,7 @@ from training.run.output import say
 from training.run.saver import Saver
 from training.run.state import Run, RunSchedule
 from training.run.warm_up import warm_up
+from training.stages import name_at, tokens_at
 
 # errors that a user can do something about: one sentence, no traceback
 EXPECTED = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)
@@ -67,5 +69,6 @@ def log_of(run: Run, provider: ModelProvider, total: int) -> Log:
         flops_per_token=model_profile(config, provider).flops,
         dtype=config.run.dtype, device=run.device, total_iterations=total,
         total_samples=config.batch.train_samples, start_iteration=run.iteration,
-        run_config=config.flat(),
+        run_config=config.flat(), tokens_at=partial(tokens_at, config),
+        stage_at=partial(name_at, config),
     )  # fmt: skip

@@ -75,14 +75,17 @@ class StopSignal:
         """
         self.training, self._speak = True, speak
 
-    def end(self, by_signal: bool, done: str, saved: CheckpointConfig) -> str:
+    def end(self, by_signal: bool, done: str, saved: CheckpointConfig, stage: str = "") -> str:
         """Set the exit code of a run that ends early, and return the line to print about it.
 
-        by_signal: whether a signal ends it. done: how far the run came.
+        by_signal: whether a signal ends it. done: how far the run came. stage: the one that comes
+        next, which another process must begin.
         """
-        if not by_signal:
+        if not by_signal and not stage:
             return f"stopped after {done}"
         self.code = self._stopped
+        if not by_signal:
+            return f"stopped after {done}, as stage {stage} is next: the same command goes on"
         if not saved.save:
             rest = "nothing was saved, as there is no --save"
         elif saved.load == saved.save:

@@ -5,6 +5,7 @@ import gc
 
 from training.config import Config
 from training.run.step import CONTINUE, Decision, Step
+from training.stages import waits_for
 
 
 def due(interval: int | None, iteration: int, last: bool = False) -> bool:
@@ -28,6 +29,7 @@ class Intervals:
         config, i = self.config, step.iteration
         last = i == self.total
         stop = last or due(config.run.exit_interval, i)
+        stop = stop or waits_for(config, step.consumed + step.size) is not None
         save = stop or due(config.checkpoint.save_interval, i)
         return Decision(
             stop=stop,
