@@ -6,7 +6,6 @@ the decision to skip on the device, so a step never waits for it.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,17 +41,20 @@ class AdamW(UpdateRule):
 
 
 class TorchAdam(Updater):
-    """torch.optim.AdamW's fused kernel."""
+    """torch's fused kernel, called as torch.optim.AdamW calls it, whose bits these are.
+
+    The class itself imports torch's compiler when it is made: twice the modules of a start.
+    """
 
     def __init__(self, rule: AdamW, parts: Parts) -> None:
-        self._adam: Any = torch.optim.AdamW(
-            parts.groups, lr=0.0, betas=rule.betas, eps=rule.eps, fused=True
-        )
-        self.groups = self._adam.param_groups
+        self._rule = rule
+        self.groups = [{**group, "lr": 0.0} for group in parts.groups]
         self._segments = parts.segments
+        self._states: dict[Tensor, dict[str, Tensor]] = {}
 
+    @torch.no_grad()
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
-        self._adam.grad_scale = None
+        grad_scale = None
         if self._segments[0].dtype == torch.float64:  # the kernel takes its scale in fp32 only
             # a factor that is NaN would stay in what lies between the parameters of a bucket
             factor = torch.where(found_inf > 0, 0.0, factor)
@@ -60,17 +62,33 @@ class TorchAdam(Updater):
                 assert segment.grad is not None
                 segment.grad.mul_(factor)
         else:
-            self._adam.grad_scale = (1.0 / factor).float()  # the kernel divides by it
-        self._adam.found_inf = found_inf
-        self._adam.step()
+            grad_scale = (1.0 / factor).float()  # the kernel divides by it
+        beta1, beta2 = self._rule.betas
+        for group in self.groups:
+            params = [segment for segment in group["params"] if segment.grad is not None]
+            if not params:
+                continue
+            states = [self._state(segment) for segment in params]
+            steps, first, second = (
+                [state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq")
+            )
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                params, [segment.grad for segment in params], first, second, [], steps,
+                lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
+                eps=self._rule.eps, amsgrad=False, maximize=False, grad_scale=grad_scale,
+                found_inf=found_inf,
+            )  # fmt: skip
+            torch._foreach_sub_(steps, [found_inf] * len(steps))
 
     def _state(self, segment: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self._adam.state[segment]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=segment.device)
-            state["exp_avg"] = torch.zeros_like(segment)
-            state["exp_avg_sq"] = torch.zeros_like(segment)
-        return state
+        if segment not in self._states:
+            self._states[segment] = {
+                "step": torch.zeros((), dtype=torch.float32, device=segment.device),
+                "exp_avg": torch.zeros_like(segment, requires_grad=False),
+                "exp_avg_sq": torch.zeros_like(segment, requires_grad=False),
+            }
+        return self._states[segment]
 
     def state(self, segment: Tensor) -> dict[str, Tensor]:
         state = self._state(segment)
@@ -78,7 +96,8 @@ class TorchAdam(Updater):
 
     @property
     def steps(self) -> int:
-        return int(self._adam.state[self._segments[0]].get("step", 0))
+        state = self._states.get(self._segments[0])
+        return 0 if state is None else int(state["step"])
 
     def set_steps(self, steps: int) -> None:
         for segment in self._segments:

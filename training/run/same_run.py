@@ -118,8 +118,8 @@ def _past(found: Checkpoint, config: Config, here: Mapping[str, Any]) -> Iterato
                 else:
                     yield what, f"has {key} {was[key]!r} in stage {was['name']}, not {stage[key]!r}"
     if len(old) != len(new):
-        names = [[stage["name"] for stage in stages] for stages in (old, new)]
-        yield "data", f"has read the stages {', '.join(names[0])}, not {', '.join(names[1])}"
+        names = [", ".join(stage["name"] for stage in stages) for stages in (old, new)]
+        yield "data", f"has read stages {names[0]} where this run has {names[1]}"
     yield from _sizes(saved, config, consumed)
 
 
@@ -138,7 +138,7 @@ def _stages(config: Config, digests: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _only(flat: Mapping[str, Any], corpus: Any) -> dict[str, Any]:
     """Return the one stage of a run without --data-stages."""
-    return {"name": "0", "first_sample": 0, "corpus": corpus, **saved_settings(flat)}
+    return {"name": "none", "first_sample": 0, "corpus": corpus, **saved_settings(flat)}
 
 
 def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:

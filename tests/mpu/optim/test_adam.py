@@ -295,3 +295,32 @@ def test_says_what_is_missing(packages, monkeypatch):
         said = missing(flag, backend, "cuda", fp32)
         assert said.startswith(f"--optimizer-backend {backend} needs {package} which cannot be")
         assert error in said and said.endswith("install it or use --optimizer-backend torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_bits_are_those_of_torch_optim(dtype):
+    """Over steps with other rates and scales, and one that is skipped."""
+    opt, segments = make("torch", dtype)
+    theirs = [nn.Parameter(s.detach().clone()) for s in segments]
+    groups, rest = [], list(theirs)
+    for group in opt.groups:
+        few = [rest.pop(0) for _ in group["params"]]
+        groups.append({"params": few, "weight_decay": group["weight_decay"]})
+    peer = torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPS, fused=True)
+    for step in range(4):
+        found_inf = torch.tensor(float(step == 2))
+        give(step, segments)
+        wide = dtype == torch.float64
+        for mine, his in zip(segments, theirs, strict=True):
+            his.grad = mine.grad * factor(step) if wide else mine.grad.clone()
+        for mine, his in zip(opt.groups, peer.param_groups, strict=True):
+            mine["lr"] = his["lr"] = 0.01 * (step + 1)
+        peer.grad_scale = None if wide else (1.0 / factor(step)).float()
+        peer.found_inf = found_inf
+        opt.step(factor(step), found_inf)
+        peer.step()
+    assert opt.steps == 3 == int(peer.state[theirs[0]]["step"])
+    for mine, his in zip(segments, theirs, strict=True):
+        assert torch.equal(mine, his)
+        for name, tensor in opt.state(mine).items():
+            assert torch.equal(tensor, peer.state[his][name]), name
