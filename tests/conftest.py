@@ -28,6 +28,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 120.0
+# torch's optimizers import the first; a session has one such process, so fork-check's is this one
+PRELOADED = ["torch._dynamo", "pretrain_llama", "tests.conftest", "tools.forks.rank"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -132,7 +134,7 @@ class World:
         self.size = size
         self.store = dist.TCPStore("127.0.0.1", 0, size + 1, is_master=True, wait_for_workers=False)
         ctx = mp.get_context(start)
-        ctx.set_forkserver_preload(["torch._dynamo", "pretrain_llama", "tests.conftest"])
+        ctx.set_forkserver_preload(PRELOADED)
         self.outbox, self.inboxes = ctx.Queue(), [ctx.Queue() for _ in range(size)]
         self.ranks = [
             ctx.Process(
