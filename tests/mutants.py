@@ -50,7 +50,8 @@ AXES = {
 TOUCH = """
 import mmap, os
 folder = os.path.dirname(__file__)
-with open(f"{folder}/file", "rb") as source:
+worker = os.environ.get("PYTEST_XDIST_WORKER", "none")
+with open(f"{folder}/file.{worker}", "rb") as source:
     now = mmap.mmap(source.fileno(), 4, access=mmap.ACCESS_READ)
 seen = set()
 def hit(site):
@@ -58,7 +59,7 @@ def hit(site):
     if note not in seen:
         seen.add(note)
         log = os.open(f"{folder}/hits", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.write(log, f"{site} {int.from_bytes(note[1], 'little')}\\n".encode())
+        os.write(log, f"{site} {worker} {int.from_bytes(note[1], 'little')}\\n".encode())
         os.close(log)
 """
 
@@ -384,10 +385,12 @@ def pytest_configure(config: Any) -> None:
 
 
 class Mapper:
-    """Tells marked lines which test file runs, and writes each file's seconds at the end."""
+    """Tells marked lines which test file runs, and writes down each file's seconds."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.files = folder, [""]
+        self.worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        (folder / f"file.{self.worker}").write_bytes(bytes(4))
         self.seconds: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_protocol(self, item: Any) -> None:
@@ -395,14 +398,14 @@ class Mapper:
         name = item.nodeid.split("::")[0]
         if name != self.files[-1]:
             self.files.append(name)
-            with open(self.folder / "file", "r+b") as file:
+            with open(self.folder / f"file.{self.worker}", "r+b") as file:
                 file.write((len(self.files) - 1).to_bytes(4, "little"))
-            (self.folder / "files.json").write_text(json.dumps(self.files))
+            (self.folder / f"files.{self.worker}").write_text(json.dumps(self.files))
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Add up seconds."""
         self.seconds[report.nodeid.split("::")[0]] += report.duration
-        (self.folder / "seconds.json").write_text(json.dumps(self.seconds))
+        (self.folder / f"seconds.{self.worker}").write_text(json.dumps(self.seconds))
 
 
 class Killer:
@@ -432,7 +435,7 @@ def make_map(out: Path, sites: Sequence[Site]) -> dict[str, Any]:
     shutil.rmtree(touch, ignore_errors=True)
     touch.mkdir()
     (touch / "weft_touch.py").write_text(TOUCH)
-    (touch / "file").write_bytes(bytes(4))
+    (touch / "file.none").write_bytes(bytes(4))  # where tests clear the environment
     (touch / "hits").touch()
     by_file = defaultdict(list)
     for number, site in enumerate(sites):
@@ -444,19 +447,23 @@ def make_map(out: Path, sites: Sequence[Site]) -> dict[str, Any]:
     env = environment(folder, path=str(touch), MUTANTS_MAP=str(touch))
     with open(out / "map.log", "w") as log:
         code = subprocess.run(
-            [sys.executable, "-B", "-m", "pytest", *WORDS], cwd=folder, env=env, check=False,
+            [sys.executable, "-B", "-m", "pytest", *WORDS, "-n", "2", "--dist", "loadfile"],
+            cwd=folder, env=env, check=False,
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         ).returncode  # fmt: skip
     print(f"the map: pytest ended with {code} (a test that reads sources may fail)", flush=True)
-    names = json.loads((touch / "files.json").read_text())
+    names, seconds = {"none": [""]}, dict[str, float]()
+    for path in touch.glob("files.gw*"):
+        worker = path.suffix.removeprefix(".")
+        names[worker] = json.loads(path.read_text())
+        seconds |= json.loads((touch / f"seconds.{worker}").read_text())
     reached: dict[int, set[str]] = defaultdict(set)
     for line in (touch / "hits").read_text().splitlines():
-        site_number, file_number = map(int, line.split())
-        reached[site_number].add(names[file_number])
+        number, worker, file_number = line.split()
+        reached[int(number)].add(names[worker][int(file_number)])
     for number, site in enumerate(sites):
         if not site.mark:
-            reached[number] |= files_that_name(site.file, names[1:])
-    seconds = json.loads((touch / "seconds.json").read_text())
+            reached[number] |= files_that_name(site.file, list(seconds))
     files = [sorted(reached[number] - {""}) for number in range(len(sites))]
     found = {"seconds": seconds, "files": files}
     (out / "map.json").write_text(json.dumps(found))
