@@ -31,6 +31,16 @@ TIMEOUT = 120.0
 # torch's optimizers import the first; a session has one such process, so fork-check's is this one
 PRELOADED = ["torch._dynamo", "pretrain_llama", "tests.conftest", "tools.forks.rank"]
 
+# files that take longest, the longest first, as --durations tells
+LONGEST = """
+tools/test_fork_check.py tools/test_supervise.py tools/planner/test_plan.py tools/test_explain.py
+tools/rehearsal/test_rehearse.py training/run/test_saver.py model/test_pipeline_parity.py
+model/test_moe_layouts.py training/checkpoint/test_reshard.py tools/planner/test_ten_plans.py
+tools/rehearsal/test_drawn_layouts.py mpu/kernels/test_adamw.py model/test_one_file.py
+faults/test_failures.py faults/test_hangs.py mpu/kernels/test_overlap_kernels.py
+tools/rehearsal/test_experts.py tools/rehearsal/test_kept.py tools/test_gpu_check.py
+""".split()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Heed Ctrl-C in a shell's background job too, where it is ignored, and SIGHUP under nohup:
@@ -45,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
     from training.run.peak_flops import measured_peak
 
     measured_peak.__defaults__ = (0.0,)  # one matmul, where a run takes 0.3 s of them
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, so that no process waits for another's last one."""
+    order = {f"tests/{name}": n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.nodeid.split("::")[0], len(order)))
 
 
 def pytest_collection_finish() -> None:
