@@ -6,6 +6,7 @@
     python tools/explain.py --tp 2 --dp 2 --recompute-granularity full --micro-batches 2
     python tools/explain.py --pp 2 --schedule zb-v --micro-batches 3
     python tools/explain.py --dp 2 --zero 3
+    python tools/explain.py --tp 2 --dp 2 --zero 1 --optimizer muon
     python tools/explain.py --cp 2 --cp-comm-type all_gather
 
 It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
@@ -56,6 +57,7 @@ from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.mock import MockDataset
 from training.flags.parse import parse
+from training.optimizer import RULES
 from training.run.stop import Agreement
 
 MOST_RANKS = 16
@@ -239,6 +241,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
     parser.add_argument("--ep", type=int, default=1, help="ranks that experts are dealt out over")
     parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
+    parser.add_argument("--optimizer", choices=[*RULES], default="adam", help="of the update")
     parser.add_argument("--shared-expert", action="store_true", help="that every token meets")
     a = parser.parse_args(argv)
     for flag in ("tp", "cp", "dp", "pp", "ep", "layers", "micro_batches"):
@@ -263,6 +266,8 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         more += ["--moe-shared-expert-intermediate-size", "80"] * a.shared_expert
     if a.ep > 1:
         more += ["--expert-model-parallel-size", str(a.ep)]
+    if a.optimizer != "adam":
+        more += ["--optimizer", a.optimizer]
     if a.fp8_param_gather:
         more.append("--fp8-param-gather")
     return tiny(

@@ -15,6 +15,7 @@ GROUPS = (*FULL, "--recompute-method", "uniform", "--recompute-num-layers", "2")
 EACH, BF16_WIRE = "--zero-reduce-each-microbatch", "--grad-reduce-in-bf16"
 NARROW = ("--bf16", "--main-grads-dtype", "bf16")
 TWO = ("--num-distributed-optimizer-instances", "2")
+MUON = ("--optimizer", "muon")
 CASES = [  # ranks, tp, pp, the rest of tiny's arguments
     (2, 1, 1, {"zero": 1, "micro_batches": 2, "more": ("--bf16",)}),
     (2, 1, 1, {"zero": 2, "micro_batches": 2, "more": (EACH,)}),
@@ -22,6 +23,7 @@ CASES = [  # ranks, tp, pp, the rest of tiny's arguments
     (2, 1, 1, {"zero": 3, "micro_batches": 2, "tied": True, "ahead": False, "overlap": False}),
     (4, 2, 1, {"zero": 3, "micro_batches": 2, "more": (EACH,)}),
     (4, 1, 2, {"zero": 3, "schedule": "zb-v", "layers": 5}),
+    (4, 2, 1, {"zero": 1, "more": ("--bf16", *MUON)}),
 ]
 MORE = [
     *((4, 2, 1, {"zero": zero, "micro_batches": 2}) for zero in (1, 2)),
@@ -53,6 +55,10 @@ MORE = [
     (8, 2, 2, {"zero": 3, "schedule": "interleaved", "tied": True}),
     (8, 2, 2, {"zero": 1, "schedule": "gpipe", "tied": True, "more": ("--bf16",)}),
     (8, 1, 2, {"zero": 3, "schedule": "1f1b", "more": TWO}),
+    (4, 2, 1, {"zero": 0, "more": MUON}),
+    (4, 1, 1, {"zero": 3, "layers": 3, "more": MUON}),
+    (4, 1, 2, {"zero": 2, "schedule": "zb-h1", "tied": True, "more": MUON}),
+    (4, 1, 1, {"zero": 1, "more": (*TWO, *MUON)}),
 ]
 
 
@@ -61,7 +67,8 @@ def run(comm, tp, pp, rest):
     rest = dict(rest)
     instances = 2 if TWO[0] in rest.get("more", ()) else 1
     config = tiny(tp, comm.size // tp // pp, pp, schedule=rest.pop("schedule", "1f1b"), **rest)
-    found = explain(config, comm.grid(tp, pp=pp, instances=instances))
+    muon = MUON[0] in rest.get("more", ())
+    found = explain(config, comm.grid(tp, pp=pp, instances=instances, whole_matrices=muon))
     assert found.counted == found.stated and found.equal and found.counted
     return found.counted, found.text
 
