@@ -193,6 +193,12 @@ class ModelConfig:
 
 
 EXPERTS = "--num-experts"
+OPTIMIZERS_ELSEWHERE = tuple(  # Megatron-LM's others
+    (name, f"{words} is not available here; docs/zero.md says how to add an optimizer")
+    for name, words in (
+        ("sgd", "SGD"), ("lion", "Lion"), ("soap", "SOAP"), ("adaptive_muon", "AdaMuon")
+    )
+)  # fmt: skip
 MUON: dict[str, Any] = {"needs": "--optimizer", "needs_value": "muon"}
 # the sizes of a model with experts beside a Llama's: fields of MoEConfig, here and in model/moe.py
 EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
@@ -777,7 +783,7 @@ class OptimizerConfig:
     optimizer: str = setting(  # a key of training.optimizer.RULES
         "adam",
         "what updates the weights; adam is AdamW; muon is Muon for matrices, AdamW for the rest",
-        rule=one_of("adam", "muon", other=(("dist_muon", "muon"),)),
+        rule=one_of("adam", "muon", other=(("dist_muon", "muon"),), lacking=OPTIMIZERS_ELSEWHERE),
         older="adam",
     )
     lr: float = setting(3e-4, "peak learning rate", "per step", real(), required=True, start=True)
@@ -858,7 +864,7 @@ class OptimizerConfig:
     muon_coefficient_type: str = setting(
         "quintic",
         "coefficients of these iterations",
-        rule=one_of("simple", "quintic", "polar_express", "cans", "aol", "deepseekv4"),
+        rule=one_of("simple", "quintic", "polar_express", "cans", "aol", "cubic5", "deepseekv4"),
         **MUON,
         older="quintic",
     )
@@ -896,7 +902,7 @@ class OptimizerConfig:
     muon_fp32_matmul_prec: str = setting(
         "medium",
         "precision of these iterations: medium is bf16, high and highest are fp32",
-        rule=one_of("medium", "high", "highest"),
+        rule=one_of("medium", "high", "highest", lacking=(("low", "torch has no such precision"),)),
         **MUON,
         older="medium",
     )

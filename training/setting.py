@@ -77,10 +77,13 @@ class Number(Rule):
 
 @dataclass(frozen=True)
 class Choice(Rule):
-    """One of a few names; digits are read as a number. other: older names, and what they mean."""
+    """One of a few names; digits are read as a number. other: older names, and what they mean.
+    lacking: names that are known and refused, and what to do instead.
+    """
 
     choices: tuple[str, ...] = ()
     other: tuple[tuple[str, str], ...] = ()
+    lacking: tuple[tuple[str, str], ...] = ()
 
     @property
     def what(self) -> str:
@@ -91,7 +94,8 @@ class Choice(Rule):
         """Return the name."""
         text = dict(self.other).get(text, text)
         if text not in self.choices:
-            raise ValueError(f"must be {self.what}")
+            instead = dict(self.lacking).get(text, "")
+            raise ValueError(f"must be {self.what}{f'; {instead}' * bool(instead)}")
         return int(text) if text.isdigit() else text
 
 
@@ -167,6 +171,7 @@ def one_of(
     *choices: str,
     bare: str | None = None,
     other: tuple[tuple[str, str], ...] = (),
+    lacking: tuple[tuple[str, str], ...] = (),
     several: bool = False,
 ) -> Choice:
     """Return the rule of a name; `bare`: the flag may have no value, and then means this name.
@@ -175,7 +180,8 @@ def one_of(
     """
     shown = "{" + ",".join(choices) + "}"
     metavar = shown if len(shown) <= 40 else "NAME"
-    return Choice(metavar, "*" if several else "?" if bare else None, bare, choices, other)
+    nargs = "*" if several else "?" if bare else None
+    return Choice(metavar, nargs, bare, choices, other, lacking)
 
 
 POSITIVE = real(open=True)

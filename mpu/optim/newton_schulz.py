@@ -54,6 +54,13 @@ SETS: dict[str, Coefficients] = {
         (2.7573, -3.2939, 1.4254),
         (2.7215, -3.0494, 1.3169),
     ),
+    "cubic5": (  # NVIDIA's emerging_optimizers, for five steps: no fifth power, so no A A
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ),
     "deepseekv4": (*[SIMPLE] * 8, *[(2.0, -1.5, 0.5)] * 2),
 }
 REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # after the last; the others begin again

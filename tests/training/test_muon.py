@@ -27,6 +27,8 @@ from mpu.optim.newton_schulz import SETS, coefficients_of, orthogonalise
 from mpu.param import Piece, draw_normal, placement_of, unique_parameters
 from tests.model.twin import config_of, grid_of
 from tests.sampling import sampled
+from tests.training.small_llama import read
+from training.config import UsageError
 from training.faults.monitor import FailureMonitor
 
 LR, DECAY, STEPS = 1e-2, 0.1, 3
@@ -475,6 +477,26 @@ def skipped(comm, case: dict) -> tuple[bool, bool, list[int]]:
 def test_a_step_that_is_not_finite_changes_nothing(world, zero, way):
     case = BASE | dict(dp=2, zero=zero, dtype="float32", layers=1, **way)
     assert world(2).run(skipped, case) == [(True, True, [2])] * 2
+
+
+FLAGS_REFUSED = [
+    ("--optimizer lion", "--optimizer lion: must be one of adam, muon; Lion is not available here"),
+    ("--optimizer sgd", "SGD is not available here; docs/zero.md says how to add an optimizer"),
+    ("--optimizer soap", "SOAP is not available here"),
+    ("--muon-tp-mode blockwise", "blockwise is refused: its update depends on the number of"),
+    ("--muon-scalar-optimizer lion", "what is no matrix is updated by AdamW"),
+    ("--muon-fp32-matmul-prec low", "must be one of medium, high, highest; torch has no such"),
+    ("--muon-coefficient-type cubic5 --muon-num-ns-steps 4", "its coefficients are those of 5"),
+    ("--muon-coefficients 2,-1.5,0.5 --muon-num-ns-steps 5", "of 1 steps: they must agree"),
+]
+
+
+@pytest.mark.parametrize("flags, said", FLAGS_REFUSED)
+def test_flags_that_mean_no_update_here_are_one_sentence(flags, said):
+    words = flags if "--optimizer" in flags else f"--optimizer muon {flags}"
+    with pytest.raises(UsageError) as mistake:
+        read(words)
+    assert said in str(mistake.value) and "\n" not in str(mistake.value)
 
 
 WRONG = {  # what a fork's file does: what is said

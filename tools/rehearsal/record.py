@@ -184,7 +184,8 @@ class Recorder:
         self.live[key] = new, weakref.ref(storage, lambda _: self._freed(key, new))
         self.homes[new] = self.stream
         self.born[new] = where.place
-        self.events.append(Alloc(new, storage.nbytes(), "", self.stream, self.device, where))
+        if storage.nbytes():
+            self.events.append(Alloc(new, storage.nbytes(), "", self.stream, self.device, where))
 
     def check_layout(self, call: str, given: Mapping[Any, Any], where: Where) -> None:
         """Note what a kernel would read wrongly of its arguments (mpu/kernels/by_address.py)."""

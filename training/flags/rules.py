@@ -103,6 +103,12 @@ def check_given(given: dict[str, Any]) -> None:
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: "
             "give the head size as --kv-channels"
         )
+    by_hand, steps = given.get("--muon-coefficients"), given.get("--muon-num-ns-steps")
+    if by_hand and steps not in (None, len(by_hand)):
+        raise UsageError(
+            f"--muon-num-ns-steps {steps} with --muon-coefficients of {len(by_hand)} steps: they "
+            "must agree"
+        )
     groups = given.get("--num-query-groups", heads)
     if groups != heads and "--group-query-attention" not in given:
         raise UsageError(
@@ -157,5 +163,6 @@ def check(config: Config) -> None:
     compute_rules.check_offload(config)
     compute_rules.check_graph(config)
     run_rules.check_learning_rate(config)
+    run_rules.check_optimizer(config)
     run_rules.check_run(config)
     run_rules.check_paths(config)

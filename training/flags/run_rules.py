@@ -79,6 +79,16 @@ def check_learning_rate(config: Config) -> None:
             )
 
 
+def check_optimizer(config: Config) -> None:
+    """Raise UsageError for coefficients of another number of steps than the run has."""
+    o = config.optimizer
+    if o.muon_coefficient_type == "cubic5" and not o.muon_coefficients and o.muon_num_ns_steps != 5:
+        raise UsageError(
+            f"--muon-num-ns-steps {o.muon_num_ns_steps} with --muon-coefficient-type cubic5: its "
+            "coefficients are those of 5 steps"
+        )
+
+
 def check_run(config: Config) -> None:
     """Raise UsageError for a resume, a profile or a record of memory that cannot be."""
     log, checkpoint = config.log, config.checkpoint
