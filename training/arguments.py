@@ -864,7 +864,7 @@ class OptimizerConfig:
     muon_coefficient_type: str = setting(
         "quintic",
         "coefficients of these iterations",
-        rule=one_of("simple", "quintic", "polar_express", "cans", "aol", "cubic5", "deepseekv4"),
+        rule=one_of(*"simple quintic polar_express cans aol cubic5 deepseekv4".split()),
         **MUON,
         older="quintic",
     )
