@@ -600,6 +600,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one mutant")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no mutant after them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants")
+    parser.add_argument("--part", default="0/1", help="of several processes: which, of how many")
+    parser.add_argument("--near", action="store_true", help="no map: only what names the module")
     parser.add_argument("--like", type=Path, help="the folder of a run at another commit")
     parser.add_argument("--table", action="store_true", help="print the results that are there")
     asked = parser.parse_args(argv)
@@ -615,17 +617,27 @@ def main(argv: Sequence[str]) -> int:
                 sites = choose(asked.seed, asked.count)
             chosen.write_text(json.dumps([asdict(site) for site in sites]))
         sites = [Site(**each) for each in json.loads(chosen.read_text())]
-        found = json.loads(map_file.read_text()) if map_file.exists() else make_map(out, sites)
-        clone(out / "clone")
+        if asked.near:
+            names = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/test_*.py")]
+            near = [sorted(files_that_name(site.file, names)) for site in sites]
+            found = {"seconds": {}, "files": near}
+        else:
+            found = json.loads(map_file.read_text()) if map_file.exists() else make_map(out, sites)
+        part, parts = map(int, asked.part.split("/"))
+        place = out / f"part-{part}"
+        place.mkdir(exist_ok=True)
+        clone(place / "clone")
         import torch.distributed  # noqa: F401  (for all mutants)
 
         done = {line["key"] for line in results(out)}
-        for site, files in zip(sites, found["files"], strict=True):
-            if str(site.key) in done or time.monotonic() > stop:
+        mine = list(zip(sites, found["files"], strict=True))[part::parts]
+        for site, files in mine:
+            if str(site.key) in done or time.monotonic() > stop or asked.near and not files:
                 continue
             files = in_order(site, files, found["seconds"])
-            result = one(out, site, files, asked.limit) if files else {"outcome": "unreached"}
-            write(out, site, {"by": "", "files": 0} | result)
+            result = one(place, site, files, asked.limit) if files else {"outcome": "unreached"}
+            if result["outcome"] == "killed" or not asked.near:
+                write(out, site, {"by": "", "files": 0} | result)
             print(f"{result['outcome']:12} {site}", flush=True)
     print(table(list(results(out))))
     return 0

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-import torch.distributed.pipelining.schedules as torch_schedules
 
 from estimate.simulate import Costs, simulate
 from mpu.pipeline import schedules
@@ -96,6 +95,13 @@ def test_a_last_group_smaller_than_the_pipeline_can_stick():
 # ---- torch.distributed.pipelining as oracle ----
 
 
+def torch_schedules():
+    """Import it where it is needed: collecting tests is not to take a second more."""
+    import torch.distributed.pipelining.schedules
+
+    return torch.distributed.pipelining.schedules
+
+
 def unpadded(operations, p):
     """Turn torch's list for one rank into ours: a whole backward is B and W."""
     actions = []
@@ -114,7 +120,7 @@ def torch_orders(kind, p, m, v):
     )
     asked.number_of_rounds = max(1, m // p)
     asked.microbatches_per_round = m // asked.number_of_rounds
-    calculate = getattr(torch_schedules, kind)._calculate_single_rank_operations
+    calculate = getattr(torch_schedules(), kind)._calculate_single_rank_operations
     return tuple(unpadded(calculate(asked, r), p) for r in range(p))
 
 
@@ -131,7 +137,7 @@ def torch_steps(kind, p, m, r):
     stage.get_bwd_send_ops.return_value = []
     runner = MagicMock(_stage=stage, _n_microbatches=m, _num_stages=p, _has_backward=True)
     runner._check_inputs.return_value = ([()] * m, [{}] * m)
-    getattr(torch_schedules, kind)._step_microbatches(runner)
+    getattr(torch_schedules(), kind)._step_microbatches(runner)
     return tuple(done)
 
 
