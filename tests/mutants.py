@@ -20,6 +20,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -473,10 +474,12 @@ def make_map(out: Path, sites: Sequence[Site]) -> dict[str, Any]:
 def files_that_name(file: str, names: Sequence[str]) -> set[str]:
     """List the test files that name a file's module, or are called as it is."""
     module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
+    imported = rf"from {re.escape(module.rpartition('.')[0])} import [^\n]*\b{stem}\b"
     found = set()
     for name in names:
         text = (ROOT / name).read_text(encoding="utf-8")
-        if module in text or f"{stem}.py" in text or Path(name).stem == f"test_{stem}":
+        named = module in text or f"{stem}.py" in text or re.search(imported, text)
+        if named or Path(name).stem == f"test_{stem}":
             found.add(name)
     return found
 
