@@ -4,9 +4,7 @@
 import pytest
 import torch
 
-pytest.importorskip(
-    "triton", "3.7", reason="no triton, or one before 3.7, whose interpreter fails on numpy 2.4"
-)
+pytest.importorskip("triton", reason="this platform has no triton")
 
 from tests.mpu.kernels.elementwise import (
     MOST,

@@ -12,9 +12,7 @@ import random
 
 import pytest
 
-pytest.importorskip(
-    "triton", "3.7", reason="no triton, or one before 3.7, whose interpreter fails on numpy 2.4"
-)
+pytest.importorskip("triton", reason="this platform has no triton")
 
 from tests.model.fused_on import KERNELS, on_kernels
 from tests.model.test_fused_parity import fused

@@ -11,9 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-pytest.importorskip(
-    "triton", "3.7", reason="no triton, or one before 3.7, whose interpreter fails on numpy 2.4"
-)
+pytest.importorskip("triton", reason="this platform has no triton")
 
 from tests.mpu.kernels.cases import Turns, check, give_way, run_cases, sample
 
