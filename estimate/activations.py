@@ -8,6 +8,7 @@ and of the kernels.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from estimate.few_layers import profile_of
 from estimate.model_profile import ModelProvider
@@ -15,8 +16,7 @@ from estimate.rank_profile import RankProfile, StageProfile
 from estimate.simulate import peak_activations
 from estimate.stages import rank_stages
 from mpu.pipeline.plan import plan
-from mpu.pipeline.schedules import Schedule
-from training import batch_size
+from mpu.pipeline.schedules import SPLIT, Schedule, build
 from training.config import Config
 from training.schedule import micro_batch_counts, own_stages, schedule_of
 
@@ -45,20 +45,30 @@ class Held:
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
     """Return what a micro-batch keeps and sends on a pipeline rank, under the run's schedule."""
     stages = rank_stages(config, provider, pp_rank)
-    split = schedule_of(config, batch_size.micro_batches(config, 0)).split
-    return profile_of(config, provider, stages, pp_rank, split)
+    return profile_of(config, provider, stages, pp_rank, config.parallel.schedule in SPLIT)
+
+
+@lru_cache(maxsize=1024)
+def steady(name: str, p: int, count: int, v: int, group: int | None = None) -> int:
+    """Return as few micro-batches as have the fullest moment of `count` of them in a schedule.
+
+    They are STEADY for each pipeline rank, or all where a rank keeps all at once, as in GPipe.
+    """
+    few = STEADY * max(p, group or p)
+    if count <= few:
+        return count
+    schedule = build(name, p, few, v, group)
+    peaks = peak_activations(schedule, [1.0] * schedule.stages, [0.0] * schedule.stages)
+    return count if any(most == few * v for most, _, _ in peaks) else few
 
 
 def held(config: Config, provider: ModelProvider) -> list[Held]:
-    """Return what each pipeline rank keeps in a step of the run's largest batch.
-
-    Of more micro-batches than STEADY for each pipeline rank no more are in flight at once.
-    """
+    """Return what each pipeline rank keeps in a step of the run's largest batch."""
     p, count = config.parallel, max(micro_batch_counts(config))
     ranks = range(p.pipeline_model_parallel_size)
     if not p.defer_embedding_wgrad_compute:
-        group = p.microbatch_group_size_per_virtual_pipeline_stage or len(ranks)
-        count = min(count, STEADY * max(len(ranks), group))
+        group = p.microbatch_group_size_per_virtual_pipeline_stage
+        count = steady(p.schedule, len(ranks), count, p.virtual_stages, group)
     own = [profile(config, provider, rank).stages for rank in ranks]
     stages: dict[int, StageProfile] = {}
     for rank in ranks:

@@ -14,6 +14,7 @@ and `MetaOffload` count what activation offload sends to host memory.
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -76,47 +77,77 @@ class MetaOperations(TorchDispatchMode):
         return func(*args, **kwargs) if found is None else found
 
 
+@lru_cache(maxsize=1024)
+def _kind(func: Any) -> str:
+    """Return which of _answer's cases an operation is; "" for none."""
+    aten, name = torch.ops.aten, func.overloadpacket.__name__
+    if name == "arange" or func is aten.cat.default:
+        return name
+    if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
+        return "in place"
+    if torch.Tag.pointwise in func.tags:
+        return "elementwise"
+    if name in _REDUCE:
+        return "reduction"
+    if func is BLOCK:
+        return "block"
+    if name in ("empty_like", "zeros_like", "ones_like", "full_like", "flip"):
+        return "like"
+    if func in PRODUCTS or name in ("mm", "addmm"):
+        return "product"
+    known = (aten.mv.default, aten.index.Tensor, aten.gather.default, aten.embedding.default)
+    return name if func in known else ""
+
+
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what an operation returns, or None where torch must say it."""
-    aten, name = torch.ops.aten, func.overloadpacket.__name__
+    kind = _kind(func)
+    if not kind:
+        return None
     first: Any = args[0] if args else None
-    if name == "arange" and kwargs.get("device") == META and {*map(type, args)} <= {int}:
-        dtype = kwargs.get("dtype") or torch.long
-        return torch.empty(len(range(*args)), dtype=dtype, device=META)
-    if func is aten.cat.default and first[0].is_meta:
+    if kind == "arange":
+        if kwargs.get("device") == META and {*map(type, args)} <= {int}:
+            dtype = kwargs.get("dtype") or torch.long
+            return torch.empty(len(range(*args)), dtype=dtype, device=META)
+        return None
+    if kind == "cat":
+        if not first[0].is_meta:
+            return None
         shape, dim = list(first[0].shape), args[1] if len(args) > 1 else 0
         shape[dim] = sum(part.shape[dim] for part in first)
         return torch.empty(shape, dtype=_common(first), device=META)
     if not (isinstance(first, Tensor) and first.is_meta):
         return None
-    if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
+    if kind == "in place":
         return first
-    if torch.Tag.pointwise in func.tags:
+    if kind == "elementwise":
         return _elementwise(func, args, kwargs)
-    if name in _REDUCE:
+    if kind == "reduction":
         return _reduction(func, args, kwargs)
-    if func is BLOCK:
+    if kind == "block":
         b, a, s, d = first.shape
         sums = torch.float64 if first.dtype == torch.float64 else torch.float32
         lse = first.new_empty((b, s, a), dtype=sums).transpose(1, 2)
         return first.new_empty((b, s, a, d)).transpose(1, 2), lse
-    if name in ("empty_like", "zeros_like", "ones_like", "full_like", "flip"):
+    if kind == "like":
         dtype = kwargs.get("dtype") or first.dtype
         return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
-    if name in ("mm", "addmm") and "out" in kwargs:
-        return kwargs["out"]
-    if func in PRODUCTS:
+    if kind == "product":
+        if "out" in kwargs:
+            return kwargs["out"]
+        if func not in PRODUCTS:
+            return None
         x, y = args[PRODUCTS[func] :][:2]
         return x.new_empty((*x.shape[:-1], y.shape[-1]))
-    if func is aten.mv.default:
+    if kind == "mv":
         return first.new_empty(first.shape[:1])
-    if func is aten.index.Tensor and all(i is not None and i.dtype == torch.long for i in args[1]):
+    if kind == "index":
+        if not all(i is not None and i.dtype == torch.long for i in args[1]):
+            return None
         return first.new_empty((*_broadcast(args[1]), *first.shape[len(args[1]) :]))
-    if func is aten.gather.default:
+    if kind == "gather":
         return first.new_empty(args[2].shape)
-    if func is aten.embedding.default:
-        return first.new_empty((*args[1].shape, first.shape[1]))
-    return None
+    return first.new_empty((*args[1].shape, first.shape[1]))  # embedding
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

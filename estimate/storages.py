@@ -40,15 +40,16 @@ class Live(TorchDispatchMode):
         return most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        given = [*tensors_of(args), *tensors_of(kwargs.values())]  # out= is one of these
-        before = {t.untyped_storage()._cdata for t in given}
-        out = func(*args, **kwargs)
-        for tensor in tensors_of((out,)):
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if tensor.is_meta and key not in before and key not in self._references:
-                self._add(key, storage)
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        made = (out,) if isinstance(out, Tensor) else tensors_of((out,))
+        new = [t for t in made if t.is_meta and t.untyped_storage()._cdata not in self._references]
+        if new:
+            given = tensors_of((*args, *(kwargs or {}).values()))  # out= is one of these
+            before = {t.untyped_storage()._cdata for t in given}
+            for tensor in new:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in before and storage._cdata not in self._references:
+                    self._add(storage._cdata, storage)
         return out
 
     def _add(self, key: int, storage: Any) -> None:

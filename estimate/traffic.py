@@ -210,7 +210,9 @@ def _data(
         if not stage and not several and p.device != "cpu" and wire == main:
             yield _row(grid, shard, "all_reduce", (who, "grad sum"), flat.length * main)
             continue
-        yield _row(grid, shard, "reduce_scatter", (who, "grad sum"), flat.length * wire, times)
+        # NCCL sums in no other dtype than it sends, so the parts are exchanged and added after
+        verb = "all_to_all" if p.device != "cpu" and wire != item else "reduce_scatter"
+        yield _row(grid, shard, verb, (who, "grad sum"), flat.length * wire, times)
         if several:
             for verb in ("reduce_scatter", "all_gather"):
                 yield _row(grid, f"{sharing.data}_replicate", verb, (who, "grad sum"), own * item)

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpu.pipeline import layout, schedules
 from mpu.pipeline.layout import Stage
-from mpu.pipeline.schedules import CHUNKS, V_SHAPED, Schedule
+from mpu.pipeline.schedules import CHUNKS, SPLIT, V_SHAPED, Schedule
 from training import batch_size
 from training.arguments import ParallelConfig
 from training.config import Config, UsageError
@@ -19,7 +19,6 @@ SIZE = "--pipeline-model-parallel-size"
 PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
-SPLIT = "in_pipeline_split"
 # Flags that replace the automatic balance of the layers.
 CUTS = (
     LAYOUT,
@@ -95,7 +94,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
 def head_again(config: Config) -> tuple[bool, bool]:
     """Return whether B, and whether W, computes the logits again (--fused-linear-cross-entropy)."""
     p = config.parallel
-    waits = p.defer_embedding_wgrad_compute or p.schedule in ("zb-h1", *V_SHAPED)
+    waits = p.defer_embedding_wgrad_compute or p.schedule in SPLIT
     return p.fused_linear_cross_entropy, p.fused_linear_cross_entropy and waits
 
 
@@ -138,12 +137,13 @@ def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
             )
         return stages // p
     if each is not None:
-        ends = [e for e in ("embedding", "loss") if parallel.get(f"account_for_{e}_{SPLIT}")]
+        counted = "account_for_{}_in_pipeline_split"
+        ends = [e for e in ("embedding", "loss") if parallel.get(counted.format(e))]
         total = num_layers + len(ends)
         if total % (p * each):
-            counted = " and ".join([f"--num-layers {num_layers}", *(f"the {e}" for e in ends)])
+            parts = " and ".join([f"--num-layers {num_layers}", *(f"the {e}" for e in ends)])
             raise UsageError(
-                f"{PER_STAGE} {each}: {counted} are not a multiple of {each} x {SIZE} {p}"
+                f"{PER_STAGE} {each}: {parts} are not a multiple of {each} x {SIZE} {p}"
             )
         return total // (p * each)
     return None

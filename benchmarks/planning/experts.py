@@ -18,7 +18,8 @@ import numpy as np
 
 from tools.planner.constants import profile
 from tools.planner.model import MIXTURES
-from tools.planner.runs import SCHEDULES, Runs, even_cut, stacked
+from tools.planner.pipeline import SCHEDULES
+from tools.planner.runs import Runs, even_cut, stacked
 from tools.planner.step_time import times
 
 NODE, NETWORK = 8, 50e9

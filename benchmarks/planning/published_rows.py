@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.planning.written_record import Layout, Model, Passes, Recipe, StepClock
+from tools.planner.pipeline import SCHEDULES
 from tools.planner.published import Row, read_table
-from tools.planner.runs import SCHEDULES
 from tools.rehearsal.device_file import Device
 
 BANDWIDTH = {"A100-SXM-40G": 1.555e12}  # NVIDIA A100 datasheet, SXM 40 GB

@@ -209,7 +209,8 @@ class ProcessGroupTransport(Transport):
             sum_of_parts(parts.view(axis.size, *shape), out)
 
         keep = (wire, parts)
-        handle = axis.start("reduce_scatter", x, call, keep, finish, async_op=async_op, label=label)
+        verb = "all_to_all" if x.is_cuda and not self.staged else "reduce_scatter"
+        handle = axis.start(verb, x, call, keep, finish, async_op=async_op, label=label)
         return out, handle
 
     def all_to_all(

@@ -4,6 +4,8 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from mpu.pipeline.schedules import Action, Schedule, slots
 
 
@@ -69,22 +71,22 @@ def last_needed(schedule: Schedule) -> dict[Message, int]:
     need. No message needs what its receiver does with it, so the number is always below that of the
     action that takes it. The ranks must not wait for one another (blocking_steps raises).
     """
-    needs: list[list[list[int]]] = [[] for _ in schedule.ranks]  # rank, action: last of each rank
+    needs = [list[np.ndarray]() for _ in schedule.ranks]  # rank, action: last of each rank
     at = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
     last, moved = dict[Message, int](), True
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.ranks):
             for n in range(len(needs[rank]), len(actions)):
-                mine = list(needs[rank][-1]) if n else [-1] * len(schedule.ranks)
+                mine = needs[rank][-1].copy() if n else np.full(len(schedule.ranks), -1)
                 if source := schedule.sources[rank][n]:
                     sender, its = source[0], at[source[0]][source[1]]
                     if its >= len(needs[sender]):
                         break
                     theirs = needs[sender][its]
                     if sender != rank:
-                        last[Message(*actions[n], sender, rank)] = theirs[rank]
-                        mine = list(map(max, mine, theirs))
+                        last[Message(*actions[n], sender, rank)] = int(theirs[rank])
+                        np.maximum(mine, theirs, out=mine)
                 mine[rank], moved = n, True
                 needs[rank].append(mine)
     return last

@@ -20,6 +20,7 @@ from typing import NamedTuple
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
 NAMES = tuple(CHUNKS)  # CHUNKS: chunks a rank; interleaved also takes other numbers
 V_SHAPED = ("zb-v", "v-half")  # two chunks a rank: the second comes back up the ranks
+SPLIT = ("zb-h1", "zb-v", "v-half")  # W is apart from B
 
 
 class Action(NamedTuple):

@@ -151,6 +151,8 @@ def test_what_a_pipeline_rank_holds_follows_the_schedule():
     flood = activations.held(read(f"{PIPELINE} 16 --pipeline-schedule gpipe", 4), model_provider)
     assert [h.for_b // two_layers for h in flood] == [8, 8, 8, 8]
     assert flood[3].logits == 8 * held[3].logits
+    flood = activations.held(read(f"{PIPELINE} 64 --pipeline-schedule gpipe", 4), model_provider)
+    assert [h.for_b for h in flood] == [32 * two_layers] * 3 + [32 * last]
 
 
 def test_zero_bubble_keeps_weights_inputs_too():

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from mpu.pipeline.schedules import CHUNKS as OWN
-from mpu.pipeline.schedules import V_SHAPED
+from mpu.pipeline.schedules import CHUNKS, SPLIT, V_SHAPED
 from tools.planner.cluster import Cluster
 from tools.planner.model import Model
 
 TENSOR, CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)
-SCHEDULES = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1), ("zb-v", 2),
-             ("v-half", 2))  # fmt: skip
+SCHEDULES = [  # all but GPipe, which keeps all micro-batches for the same bubble as 1F1B's
+    (name, v) for name, chunks in CHUNKS.items() if name != "gpipe"
+    for v in ((2, 4) if name == "interleaved" else (chunks,))
+]  # fmt: skip
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTE = ("none", "selective", "block", "full")
 DEEPEST = 64  # pipeline ranks
-SPLIT = ("zb-h1", "zb-v", "v-half")  # W keeps on the device what came up for B
 SHORTEST = 1024  # tokens of a context-parallel rank
 RECOMPUTE_FLAGS = {
     "none": "",
@@ -90,7 +90,7 @@ class Layout:
     @property
     def split(self) -> bool:
         """Return whether the schedule separates W from B."""
-        return self.pp > 1 and self.schedule not in ("1f1b", "interleaved", "gpipe")
+        return self.pp > 1 and self.schedule in SPLIT
 
     @property
     def mechanisms(self) -> int:
@@ -159,7 +159,6 @@ def layouts(
                     continue
                 if schedule == "interleaved" and count % pp:
                     continue
-                assert schedule == "interleaved" or OWN[schedule] == virtual
                 longest = -(-layers // (pp * virtual))
                 kinds = product(_zeros(pp, dp * cp), RECOMPUTE, (0, 1), eps(model, tp * cp * dp))
                 for zero, recompute, offload, ep in kinds:

@@ -10,7 +10,8 @@ from mpu.layers.float8.rows import RECIPES
 from tools.planner.cluster import Cluster
 from tools.planner.layout import Layout
 from tools.planner.model import REST, Model, last_of_each
-from tools.planner.runs import COMMS, SCHEDULES
+from tools.planner.pipeline import SCHEDULES
+from tools.planner.runs import COMMS
 from tools.planner.search import PlanError
 from training.config import Config
 from training.flags.parse import parse

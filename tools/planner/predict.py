@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from tools.planner.constants import profile
+from tools.planner.pipeline import SCHEDULES
 from tools.planner.published import GIB, Row, Table
-from tools.planner.runs import SCHEDULES, Array, Runs, stacked
+from tools.planner.runs import Array, Runs, stacked
 from tools.planner.step_time import times
 
 COLUMNS = (

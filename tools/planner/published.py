@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu.layers.float8.cuda import lacks
-from tools.planner.runs import SCHEDULES as ORDER
+from tools.planner.pipeline import SCHEDULES as ORDER
 from tools.planner.runs import even_cut
 from tools.rehearsal.device_file import read_device
 

@@ -29,6 +29,7 @@ from mpu.zero import layout
 from mpu.zero.layout import BucketLayout, sharing_of
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
 from tools.planner.model import REST, Model, last_of_each
+from tools.planner.pipeline import in_flight
 from tools.planner.runs import Array, Runs
 from training.config import Config
 from training.flags.parse import parse
@@ -148,7 +149,10 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Arra
     host: bytes of a node's host memory for activations; a layout that needs more takes infinitely.
     """
     told = np.zeros(len(found))
-    key = [(e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.ep) for e in found]
+    key = [
+        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.ep)
+        for e in found
+    ]
     order = sorted(range(len(found)), key=lambda n: key[n])
     for _, members in groupby(order, key=lambda n: key[n]):
         at = np.array(list(members))
@@ -181,21 +185,24 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     if e.zero >= 3:
         state = state + 2 * (2 * own.layer + (own.embedding + own.head) * 0.5)  # gathered weights
     b = (r.micro_batch / r.cp)[:, None]
-    held = waiting(found, r)
-    kept = held * u.layer
+    each = np.broadcast_to(u.layer, layers.shape)
     if e.recompute == "block":
         share = np.array([min(x.again * x.virtual, 1e9) for x in found])[:, None] / layers.clip(1)
         share = np.minimum(share, 1.0)
-        kept = held * (share * u.layer + (1 - share) * plain.layer)
+        each = share * u.layer + (1 - share) * plain.layer
+    chunk, held, kept = layers / e.virtual, np.zeros(layers.shape), np.zeros(layers.shape)
+    for m in np.unique(r.micro_batches):
+        at = r.micro_batches == m
+        waits = in_flight(e.schedule, e.pp, int(m), e.virtual)
+        held[at] = waits[:, :, 0].max(1) * chunk[at]
+        both = waits[:, :, 0] * each[at, :, None] + waits[:, :, 1] * own.waits
+        kept[at] = both.max(2) * chunk[at]
     if e.offload:
         away = (b * held * u.layer * r.node[:, None]).max(1)
         stay = held / np.maximum(layers / e.virtual, 1)  # the last layer of each stage
         kept = np.minimum(held, stay + 2) * u.layer
     flight = held / np.maximum(layers, 1)
     kept = kept + first * flight * u.first * (layers > 0)
-    if e.split:
-        late = ranks / e.pp if e.schedule == "zb-h1" else 0.5  # of them that wait for W
-        kept = np.maximum(kept, (1 - late) * kept + late * held * own.waits)
     logits = last * u.logits
     work = np.where(last > 0, u.end_working + (b - 1) * u.end_more,
                     u.working + (b - 1) * u.more)  # fmt: skip
@@ -221,23 +228,6 @@ def _state(
     return np.asarray(total + np.minimum(two, 4 * numbers))
 
 
-def waiting(found: Sequence[Layout], r: Runs) -> Array:
-    """Return [runs, ranks]: layers of micro-batches in flight at each rank's fullest moment."""
-    e = found[0]
-    rank = np.arange(e.pp)[None, :]
-    layers = r.by_rank(r.cut)[:, : e.pp] / e.virtual
-    total = (r.micro_batches * r.virtual)[:, None]
-    chunks = np.array([_in_flight(x) for x in found])[:, None]
-    one = np.where(chunks > 0, chunks, e.pp - rank if e.virtual == 1 else
-                   2 * (e.pp - rank - 1) + (e.virtual - 1) * e.pp + 1)  # fmt: skip
-    return np.asarray(np.minimum(one, total) * layers)
-
-
-def _in_flight(e: Layout) -> int:
-    """Return the chunks that any rank of a split schedule holds; 0 where it depends on the rank."""
-    return {"zb-h1": e.pp, "zb-v": 2 * e.pp, "v-half": 2 * ((e.pp + 2) // 2)}.get(e.schedule, 0)
-
-
 class Exact(NamedTuple):
     """The bytes of a pipeline rank: on the device by kind, and what it keeps in host memory."""
 
@@ -252,7 +242,8 @@ def exactly(model: Model, each: Layout) -> list[Exact]:
     """
     few = each
     if each.pp > 1:
-        few = replace(each, micro_batches=min(each.micro_batches, activations.STEADY * each.pp))
+        count = activations.steady(each.schedule, each.pp, each.micro_batches, each.virtual)
+        few = replace(each, micro_batches=count)
     words = shlex.split(" ".join([*model.flags, few.flags(), REST]))
     config = parse(words, each.tp * each.cp * each.dp * each.pp)
     held = activations.held(config, PROVIDER)

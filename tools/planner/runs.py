@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tools.planner.pipeline import V_SHAPED
+
 Array = npt.NDArray[np.float64]
 
 
@@ -22,15 +24,15 @@ class Runs:
     gate. tied: embedding and output layer are one matrix. causal: attention skips what is masked.
     micro_batches: of a step and data-parallel rank. recompute: share of the layers whose forward
     runs again in backward. sequence_parallel, overlap: 0 or 1. float8: 1 where the layers' matmuls
-    are in float8. schedule: an index into SCHEDULES. node: GPUs of a node. network: bytes a second
-    of one GPU's share of the node's network cards, one direction. cut: [runs, stages], the layers
-    of each stage, 0 beyond pp * virtual. head: the stage that has the output layer. idle: 1 where a
-    pipeline rank has nothing to do. core_again: 1 where attention runs again in backward. comm: how
-    keys and values travel, an index into COMMS. overlap: 1 where tp's transfers travel in a ring
-    beside matmuls. offload: bytes of a layer and micro-batch that wait in host memory. reduces:
-    sums of gradients of a step. experts, topk, expert_ffn: of a mixture of experts, of each layer;
-    ffn is then what every token meets. ep: the ranks that experts are dealt out over. channels: of
-    a head; 0 means hidden / heads.
+    are in float8. schedule: an index into SCHEDULES of pipeline.py. node: GPUs of a node. network:
+    bytes a second of one GPU's share of the node's network cards, one direction. cut: [runs,
+    stages], the layers of each stage, 0 beyond pp * virtual. head: the stage that has the output
+    layer. idle: 1 where a pipeline rank has nothing to do. core_again: 1 where attention runs again
+    in backward. comm: how keys and values travel, an index into COMMS. overlap: 1 where tp's
+    transfers travel in a ring beside matmuls. offload: bytes of a layer and micro-batch that wait
+    in host memory. reduces: sums of gradients of a step. experts, topk, expert_ffn: of a mixture of
+    experts, of each layer; ffn is then what every token meets. ep: the ranks that experts are dealt
+    out over. channels: of a head; 0 means hidden / heads.
     """
 
     layers: Array
@@ -148,8 +150,6 @@ class Runs:
         return np.asarray(total.reshape(len(self), width))
 
 
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v", "v-half", "gpipe", "zb-2p")
-V_SHAPED = (SCHEDULES.index("zb-v"), SCHEDULES.index("v-half"))
 COMMS = ("p2p", "all_gather", "a2a")
 PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1,
          "experts": 0, "topk": 0, "expert_ffn": 0, "ep": 1,

@@ -19,8 +19,9 @@ from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
+from tools.planner.pipeline import SCHEDULES
 from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
-from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
+from tools.planner.runs import COMMS, Array, Runs
 from tools.planner.step_time import Times, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
 from tools.rehearsal.device_file import read_device

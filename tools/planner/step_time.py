@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tools.planner.constants import LINKS
-from tools.planner.runs import COMMS, SCHEDULES, Array, Runs
+from tools.planner.pipeline import SCHEDULES, W_APART, bubble
+from tools.planner.runs import COMMS, Array, Runs
 from tools.rehearsal import links as cost
 from tools.rehearsal import roofline
 from tools.rehearsal.device_file import PROTOCOLS
@@ -22,7 +23,6 @@ from tools.rehearsal.roofline import memory_seconds
 Constants = Mapping[str, float]
 SOCKET = 4  # GPUs of one socket
 RING_SLOWS = 0.1  # of a transfer's time by which the matmuls beside it take longer
-SPLIT = [SCHEDULES.index(name) for name in ("zb-h1", "zb-v", "v-half", "zb-2p")]
 EXPERT_LAUNCHES, PAIR_LAUNCHES = 52, 11  # of a layer with experts, and for each of a token's k
 MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
 
@@ -252,7 +252,7 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
 def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
     """Return the exposed tp transfers of F and B of a layer. matmuls: seconds beside them."""
     one = _of_rows(c, r, t)
-    apart = c["split_backward"] * np.isin(r.schedule, SPLIT)
+    apart = c["split_backward"] * np.isin(r.schedule, W_APART)
     gathered, whole = c["tp_backward"] + apart, np.minimum(4, c["tp_backward"])
     shown = np.where(r.sequence_parallel > 0, gathered, whole)
     plain = one * (4 + (shown + 4 * r.recompute))  # an all-reduce is two of these
@@ -422,17 +422,16 @@ def times(c: Constants, r: Runs) -> Times:
 
 
 def bubble_share(r: Runs) -> Array:
-    """Return the bubble in units of 1F1B's: its formula for each schedule (docs/pipeline.md).
+    """Return the bubble in units of 1F1B's, by playing each schedule with equal stages.
 
-    With F = W = 1 and B = 1 + what runs again, (p - 1) (F + B - W) of zb-h1, and of a chunk
-    (p - 1) F of zb-v, 3 (p - 1) F of v-half; B that is longer adds to both.
+    A share of the layers runs again in backward: the bubble is between those of none and of all.
     """
-    again = np.maximum(r.recompute, 0.0)
-    shares = {
-        "zb-h1": (1 + again) / (3 + again), "zb-v": (1 + 2 * again) / (3 + again),
-        "v-half": np.ones(len(r)), "zb-2p": np.zeros(len(r)),
-    }  # fmt: skip
-    told = np.ones(len(r))
-    for name, share in shares.items():
-        told = np.where(r.schedule == SCHEDULES.index(name), share, told)
+    told, again = np.zeros(len(r)), np.clip(r.recompute, 0.0, 1.0)
+    shapes = np.stack([r.schedule, r.pp, r.micro_batches, r.virtual], axis=1).astype(int)
+    piped = np.flatnonzero(r.pp > 1)
+    for shape in np.unique(shapes[piped], axis=0):
+        kind, p, m, v = map(int, shape)
+        at = piped[(shapes[piped] == shape).all(1)]
+        none, every = (bubble(SCHEDULES[kind], p, m, v, again=way) for way in (False, True))
+        told[at] = (3 * none * (1 - again[at]) + 4 * every * again[at]) / (3 + again[at])
     return told

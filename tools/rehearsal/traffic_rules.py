@@ -179,8 +179,10 @@ def one_way(seen: "Rehearsed") -> Iterator[Finding]:
             ran.setdefault(name, []).append(index)
         if type(event) is not Transfer or (purpose := purpose_of(event)) is None:
             continue
-        if purpose[1] in ("forward", "backward", "attention") and "float" in event.dtype:
-            if name.endswith(BACKWARD) or event.where.phase == "forward":
+        if purpose[1] in ("forward", "backward", "attention"):
+            # in backward of any dtype: a gradient in float8 travels as bytes
+            floats = event.where.phase == "forward" and "float" in event.dtype
+            if name.endswith(BACKWARD) or floats:
                 made.setdefault((name, event.axis), Counter())[event.verb] += 1
                 first.setdefault((name, event.axis), index)
     for (name, axis), verbs in made.items():

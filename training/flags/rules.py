@@ -8,7 +8,7 @@ for another rank, so a mistake is reported before the first collective.
 from collections.abc import Iterator
 from typing import Any
 
-from mpu.pipeline.schedules import V_SHAPED
+from mpu.pipeline.schedules import SPLIT
 from training import schedule
 from training.config import Config, UsageError
 from training.flags import (
@@ -130,7 +130,7 @@ def idle(given: dict[str, Any], config: Config) -> Iterator[str]:
         if name in given and "--use-checkpoint-opt-param-scheduler" in given:
             yield f"--use-checkpoint-opt-param-scheduler has nothing to act on with {name}"
     deferring, schedule = "--defer-embedding-wgrad-compute", given.get("--pipeline-schedule")
-    if deferring in given and schedule in ("zb-h1", *V_SHAPED):
+    if deferring in given and schedule in SPLIT:
         yield f"{deferring} has nothing to act on: {schedule} defers every weight gradient"
 
 

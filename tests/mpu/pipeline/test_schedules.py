@@ -181,3 +181,10 @@ def test_zb_v_is_torchs_and_no_worse_with_few_micro_batches():
                 assert max(mine.peak) <= max(its.peak), (p, m)
                 better += mine.step < its.step - 1e-9
     assert better > 50
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_said_of_a_schedule_by_name_is_so(name):
+    schedule = build(name, 2, 2, schedules.CHUNKS[name])
+    assert schedule.split == (name in schedules.SPLIT)
+    assert schedule.v_shape == (name in schedules.V_SHAPED)
