@@ -138,6 +138,8 @@ RUNS_DATA = {
 RUNS_WITH = {
     ("weights_only", False), ("allow_pickle", True), ("shell", True), ("trust_remote_code", True),
 }  # fmt: skip
+# who may write a pickle: Megatron reads no other common.pt and no other .distcp file
+WRITES = {("tools/checkpoints/mcore_export.py", "torch.save")}
 ROOMS = ("mpu", "model", "estimate", "training", "tools")
 PRODUCT = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 PRODUCT.append(ROOT / "pretrain_llama.py")
@@ -352,7 +354,8 @@ def what_runs_data(path: Path) -> list[str]:
 
 def test_nothing_runs_what_it_reads(tmp_path):
     for path in PRODUCT:
-        assert not what_runs_data(path), path
+        name = path.relative_to(ROOT).as_posix()
+        assert not [call for call in what_runs_data(path) if (name, call) not in WRITES], path
     bad = tmp_path / "x.py"
     bad.write_text("torch.load(f, weights_only=False)\neval('1')\nnp.load(f, allow_pickle=True)\n")
     assert len(what_runs_data(bad)) == 4

@@ -10,6 +10,7 @@
     python tools/checkpoint.py convert --from-mcore ckpt --hf-config Llama-3.2-1B --save runs/llama
     python tools/checkpoint.py convert --upcycle runs/llama --num-experts 8 --save runs/moe
     python tools/checkpoint.py convert --to-hf out --load runs/llama --dtype bfloat16
+    python tools/checkpoint.py convert --to-mcore out --load runs/llama
     python tools/checkpoint.py consolidate runs/llama --save runs/whole
     python tools/checkpoint.py prune runs/llama --keep-last-k 2 --save-retain-interval 1000
 
@@ -39,6 +40,7 @@ from tools.checkpoints.copy import consolidate, open_newest, warn
 from tools.checkpoints.diff import diff
 from tools.checkpoints.huggingface import export_hf, import_hf
 from tools.checkpoints.mcore import import_mcore
+from tools.checkpoints.mcore_export import export_mcore
 from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify
 from tools.checkpoints.upcycle import upcycle
 from tools.command_line import Parser, whole
@@ -47,6 +49,7 @@ from training.checkpoint import Checkpoint
 from training.checkpoint.find import refuse_foreign
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
+from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import choose, clear_rubbish, prune, step_directories
 from training.untrusted import printable, sentence
 
@@ -123,21 +126,34 @@ def do_convert(args: argparse.Namespace) -> int:
             read, made = upcycle(args.upcycle, args.save, *counts, seed=1234)
         say(f"{read} -> {made}; train on from it with --load {args.save} --finetune")
         return 0
-    if args.to_hf is None:
+    if args.from_hf or args.from_mcore:
         source = args.from_hf or args.from_mcore
         with waiting("converting"):
             if args.from_hf:
                 made = import_hf(source, args.save, args.model_file)
             else:
-                made = import_mcore(source, args.hf_config, args.save, warn)
-        state = Checkpoint(made).state
-        how = "--finetune"
+                with_optimizer = not args.no_load_optim
+                made = import_mcore(source, args.hf_config, args.save, warn, with_optimizer)
+        taken, how = Checkpoint(made), "--finetune"
+        state = taken.state
         if args.from_mcore and state["iteration"]:
+            moments = any(is_state(name, taken.index) for name in taken.index)
             how = (
-                f"--no-load-optim --data-order megatron: iteration {state['iteration']}, "
-                f"{state['consumed_samples']} samples consumed; AdamW's moments begin at 0"
+                f"{'' if moments else '--no-load-optim '}--data-order megatron: iteration "
+                f"{state['iteration']}, {state['consumed_samples']} samples consumed, AdamW's "
+                + (f"state of {state['optimizer_steps']} updates" if moments else "moments at 0")
             )
         say(f"{source} -> {made}; train on from it with --load {args.save} {how}")
+        return 0
+    if args.to_mcore:
+        with waiting("converting"):
+            read, made = export_mcore(args.load, args.to_mcore, warn)
+        state = Checkpoint(read).state
+        say(
+            f"{read} -> {made}; go on in Megatron-LM with --load {args.to_mcore} --ckpt-format "
+            f"torch_dist --use-distributed-optimizer: iteration {state.get('iteration', 0)}, "
+            f"{state.get('consumed_samples', 0)} samples consumed"
+        )
         return 0
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
@@ -237,11 +253,12 @@ def parser() -> Parser:
     sub.add_argument("--tensors", action="store_true", help="tensors only, not state and config")
     sub = command(
         "convert",
-        "convert from and to Hugging Face's format, and from Megatron's, bit for bit",
+        "convert from and to Hugging Face's format and Megatron's, bit for bit",
         "Weights must be safetensors: .bin files are pickles, which can run code, and are not\n"
         "read. A run also takes a Hugging Face directory as it is: --load DIR. Conversion keeps\n"
-        "the tokenizer's files. Of Megatron's formats torch_dist is read, its weights and how far\n"
-        "it is, unpickling nothing; --hf-config says the model's sizes.",
+        "the tokenizer's files. Of Megatron's formats torch_dist is read and written: weights,\n"
+        "AdamW's state, and how far the run is. Nothing is unpickled, so --hf-config says the\n"
+        "model's sizes.",
     )
     way = sub.add_mutually_exclusive_group(required=True)
     way.add_argument("--from-hf", type=Path, metavar="DIR", help="Hugging Face directory to read")
@@ -251,6 +268,9 @@ def parser() -> Parser:
         help="dense model to read; its MLPs become the experts of a mixture",
     )  # fmt: skip
     way.add_argument("--to-hf", type=Path, metavar="DIR", help="Hugging Face directory to write")
+    way.add_argument(
+        "--to-mcore", type=Path, metavar="DIR", help="directory to write for Megatron's --load"
+    )
     sub.add_argument(
         "--save", type=Path, metavar="RUN", help="with --from-*, --upcycle: where to write"
     )
@@ -262,7 +282,11 @@ def parser() -> Parser:
         "--hf-config", type=Path, metavar="DIR",
         help="with --from-mcore: a directory with the model's config.json, and its tokenizer",
     )  # fmt: skip
-    sub.add_argument("--load", type=Path, metavar="PLACE", help="with --to-hf: what to read")
+    sub.add_argument(
+        "--no-load-optim", action="store_true", default=None,
+        help="with --from-mcore: the weights alone, not the optimizer's state",
+    )  # fmt: skip
+    sub.add_argument("--load", type=Path, metavar="PLACE", help="with --to-*: what to read")
     sub.add_argument("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
     sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf; left out: as stored")
     sub.add_argument(
@@ -308,10 +332,10 @@ def check(args: argparse.Namespace) -> None:
     if args.do is do_convert:
         goes: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore", "upcycle")}
         goes |= dict.fromkeys(("num_experts", "moe_router_topk"), ("upcycle",))
-        goes |= {"hf_config": ("from_mcore",)}
+        goes |= dict.fromkeys(("hf_config", "no_load_optim"), ("from_mcore",))
         out = ("load", "dtype", "max_shard_size", "tokenizer", "fused_experts")
-        goes |= dict.fromkeys(out, ("to_hf",))
-        ways_in = ("from_hf", "from_mcore", "upcycle", "to_hf")
+        goes |= dict.fromkeys(out, ("to_hf",)) | {"load": ("to_hf", "to_mcore")}
+        ways_in = ("from_hf", "from_mcore", "upcycle", "to_hf", "to_mcore")
         (way,) = (name for name in ways_in if getattr(args, name))
         for name, ways in goes.items():
             given = getattr(args, name) is not None

@@ -38,7 +38,7 @@ from mpu.grid import Grid
 from mpu.param import unique_parameters
 from tests.saved import stored
 from tools.checkpoint import main
-from tools.checkpoints.mcore import McoreCheckpoint
+from tools.checkpoints.torch_dist import McoreCheckpoint
 from training.checkpoint import CheckpointError, find_latest, load, parameter_pieces
 
 V, PADDED, H, F, L, A, G = 251, 256, 48, 72, 3, 6, 2
@@ -393,7 +393,10 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
         (edit(b"__1_0.distcp", b"../.._distcp"), "no .distcp file beside it"),
         (edit(b"float32", b"float16"), "not torch.float16"),
         # saves that were cut off, or copied in part
-        (remove("__1_0.distcp"), "1 of 2 files with weights are not complete: __1_0.distcp, of at"),
+        (
+            remove("__1_0.distcp"),
+            "1 of 2 files that are needed are not complete: __1_0.distcp, of ",
+        ),
         (shorten("__0_0.distcp", 100), "__0_0.distcp has 100 bytes of at least "),
         (shorten("__0_0.distcp", -1), "__0_0.distcp has "),
         (shorten(".metadata", 0), ".metadata, the index of its tensors, has 0 bytes: the save was"),

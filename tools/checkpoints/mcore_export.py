@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hand a run over to Megatron: a torch_dist checkpoint that its load_checkpoint goes on from.
+
+Weights, AdamW's state, iteration, consumed samples and learning-rate schedule, in megatron-core's
+names (mcore_names.py), at no particular layout: Megatron reads it at any tp, pp and dp. The
+optimizer's state is in the form fully_reshardable, and the same bytes also have the names that the
+optimizers have which are not distributed. One tensor is in memory at a time.
+
+common.pt and .metadata are pickles, as Megatron asks; torch writes them, of plain numbers, strings
+and torch's own metadata classes. Nothing is unpickled here.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from model.llama import LlamaConfig
+from model.load import model_file_of, saved_config
+from tools.checkpoints.copy import open_newest
+from tools.checkpoints.huggingface import check_shapes
+from tools.checkpoints.mcore_names import FC1, FC2, LAYER, PROJ, QKV, Names, Theirs
+from tools.checkpoints.mcore_state import MASTERS, MOMENTS
+from tools.checkpoints.torch_dist import COMMON, FORMAT, LATEST
+from training.checkpoint import Checkpoint
+from training.checkpoint.files import fsync_directory, write_bytes
+from training.checkpoint.header import BY_NAME
+from training.checkpoint.pieces import is_state, state_name, whole
+
+FILE_BYTES = 4 << 30
+# modules of a layer whose _extra_state Megatron asks for; None is what one without float8 has
+EXTRA = ("self_attention.core_attention", QKV, FC1, *(n[: -len(".weight")] for n in (PROJ, FC2)))
+
+
+class Parts:
+    """The .distcp files of a directory: archives of torch.save, one after another."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.files = directory, 0
+        self.results: list[WriteResult] = []
+        self._open()
+
+    def _open(self) -> None:
+        self.name = f"__0_{self.files}.distcp"
+        self._file = open(self.directory / self.name, "xb")  # noqa: SIM115
+        self.files += 1
+
+    def add(self, value: Any, *names: MetadataIndex) -> None:
+        """Write an archive, which is then found under each of the names."""
+        if self._file.tell() >= FILE_BYTES:
+            self.close()
+            self._open()
+        start = self._file.tell()
+        torch.save(value, self._file)
+        length = self._file.tell() - start
+        place = _StorageInfo(self.name, start, length)
+        self.results += [WriteResult(name, length, place) for name in names]
+
+    def close(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[Path, Path]:
+    """Write the newest whole checkpoint for Megatron; return the directories read and made.
+
+    Raises CheckpointError, and ValueError for what Megatron's dense Llama or its Adam cannot hold.
+    """
+    found = open_newest(place, hashed=True)
+    if "hf_config" not in found.state:
+        raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
+    sizes, saved = found.state["hf_config"], found.state.get("config")
+    file = model_file_of(sizes, saved)
+    config = saved_config(file, sizes, saved)
+    names = Names(file, config)
+    check_shapes(found, names.shapes)
+    with_state = _check_state(found, names)
+    iteration = found.state.get("iteration", 0)
+    made = root / f"iter_{iteration:07d}"
+    if os.path.lexists(made):
+        raise ValueError(f"--to-mcore: {made} exists")
+    root.mkdir(parents=True, exist_ok=True)
+    aside = root / f".{made.name}.tmp-{secrets.token_hex(8)}"
+    aside.mkdir()
+    try:
+        _write_tensors(aside, found, names, with_state)
+        torch.save(_common(found, config, with_state), aside / COMMON)
+        about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        about |= {"common_backend": "torch", "common_backend_version": 1}
+        write_bytes(aside / FORMAT, json.dumps(about).encode())  # Megatron writes it last too
+        fsync_directory(aside)
+        os.rename(aside, made)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    latest = root / f".latest-{secrets.token_hex(8)}"
+    write_bytes(latest, str(iteration).encode())
+    os.replace(latest, root / LATEST)
+    fsync_directory(root)
+    if not with_state:
+        note(f"{found.directory} has no optimizer's state: give Megatron --finetune")
+    if config.vocab_size % 128:
+        note(
+            f"Megatron pads the vocabulary of {config.vocab_size} to a multiple of "
+            "--make-vocab-size-divisible-by x tp, and its loss counts the padding"
+        )
+    return found.directory, made
+
+
+def _check_state(found: Checkpoint, names: Names) -> bool:
+    """Return whether there is AdamW's state. Raises ValueError where there is another one."""
+    kinds = {
+        name.rpartition(".")[2] for name in found.index if is_state(name, found.index)
+    } - {"amax_history"}  # fmt: skip
+    weights = {name for name in found.index if not is_state(name, found.index)}
+    if odd := sorted(weights - names.shapes.keys()):
+        raise ValueError(f"{found.directory}: {odd[0]} is no tensor of a dense Llama")
+    dtypes = {found.index[name]["dtype"] for name in names.shapes}
+    if not dtypes <= {"F32", "BF16", "F16"}:
+        raise ValueError(f"{found.directory}: weights in {', '.join(sorted(dtypes))}")
+    if odd := sorted(kinds - {"master", *MOMENTS}):
+        raise ValueError(
+            f"{found.directory}: its optimizer's state has {', '.join(odd)}: only AdamW's is "
+            "written; export the weights with --to-hf"
+        )
+    return bool(kinds)
+
+
+def _write_tensors(directory: Path, found: Checkpoint, names: Names, with_state: bool) -> None:
+    """Write weights, state and empty _extra_states, and the index."""
+    parts, about = Parts(directory), dict[str, Any]()
+
+    def add(theirs: Theirs, kind: str, *prefixes: str) -> None:
+        values = names.fused(theirs, lambda name: _read(found, name, kind)).contiguous()
+        key = theirs.inside if theirs.layer is None else f"{LAYER}{theirs.inside}"
+        values = values[None] if theirs.layer is not None else values
+        count = names.config.num_layers if theirs.layer is not None else len(values)
+        shape = torch.Size([count, *values.shape[1:]])
+        at = torch.Size([theirs.layer or 0, *(0 for _ in values.shape[1:])])
+        for prefix in prefixes:
+            entry = about.setdefault(
+                prefix + key, TensorStorageMetadata(TensorProperties(values.dtype), shape, [])
+            )
+            entry.chunks.append(ChunkStorageMetadata(at, values.shape))
+        parts.add(values.clone(), *(MetadataIndex(prefix + key, at) for prefix in prefixes))
+
+    masters = [f"optimizer.state.{kind}." for kind in MASTERS]
+    for theirs in names.every():
+        own = any(
+            state_name(name, "master") in found.index
+            for name in names.shapes
+            if names.theirs(name) == theirs
+        )
+        if with_state and own:
+            add(theirs, "master", *masters)
+        add(theirs, "", "", *(masters if with_state and not own else ()))
+        for kind in MOMENTS if with_state else ():
+            add(theirs, kind, f"optimizer.state.{kind}.")
+    for name in _extra_states(names):
+        about[name] = BytesStorageMetadata()
+        parts.add([None], MetadataIndex(name))
+    parts.close()
+    FileSystemWriter(directory).finish(Metadata(about), [parts.results])
+
+
+def _extra_states(names: Names) -> Iterator[str]:
+    """Yield the keys of the _extra_states that Megatron asks for."""
+    count = names.config.num_layers
+    norms = [n.removesuffix(".weight") for n in names.inside if n.endswith("_layernorm.weight")]
+    for module in (*EXTRA, *norms):
+        for i in range(count):
+            yield f"{LAYER}{module}._extra_state/shard_{i}_{count}"
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+
+
+def _read(found: Checkpoint, name: str, kind: str) -> Tensor:
+    entry = found.index[state_name(name, kind)]
+    empty = torch.empty(entry["shape"], dtype=BY_NAME[entry["dtype"]])
+    piece = whole(state_name(name, kind), empty)
+    found.read([piece])
+    return piece.tensor
+
+
+def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[str, Any]:
+    """Return what common.pt holds."""
+    state, settings = found.state, found.state.get("config", {})
+    iteration, consumed = state.get("iteration", 0), state.get("consumed_samples", 0)
+    qk = any(name.endswith("q_norm.weight") for name in found.index)
+    args = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "group_query_attention": True,
+        "num_query_groups": config.num_query_groups,
+        "kv_channels": config.head_size,
+        "seq_length": settings.get("model.seq_length", config.max_position_embeddings),
+        "max_position_embeddings": config.max_position_embeddings,
+        "position_embedding_type": "rope",
+        "add_position_embedding": True,  # Megatron-LM's, whatever the positions are
+        "rotary_base": config.rotary_base,
+        "rotary_percent": 1.0,
+        "use_rope_scaling": bool(config.rope_scaling_factor),
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.norm_epsilon,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": any(name.endswith("q_proj.bias") for name in found.index),
+        "qk_layernorm": qk,
+        "untie_embeddings_and_output_weights": not config.tied,
+        "padded_vocab_size": config.vocab_size,
+        "make_vocab_size_divisible_by": 128,
+        "tokenizer_type": state.get("tokenizer_type"),
+        "iteration": iteration,
+        "consumed_train_samples": consumed,
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "data_parallel_size": 1,
+        "world_size": 1,
+        "no_save_rng": True,
+        "no_save_optim": not with_state,
+        "use_distributed_optimizer": True,
+        "ckpt_fully_parallel_save": True,
+        "bf16": found.state["hf_config"].get("torch_dtype") == "bfloat16",
+    }
+    for name, value in settings.items():
+        part, _, key = name.partition(".")
+        if part in ("batch", "optimizer") or name == "run.seed":
+            args.setdefault(key, value)
+    common: dict[str, Any] = {
+        "args": Namespace(**args),
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+        },
+    }
+    if with_state:
+        schedule = _schedule(found)
+        groups = _groups(found, schedule)
+        step = torch.tensor(float(state["optimizer_steps"]))
+        inner = {"param_groups": groups, "state": {"common_step": step}}
+        common["optimizer"] = {
+            **inner, "optimizer": inner, "param_state_sharding_type": "fully_reshardable",
+        }  # fmt: skip
+        common["opt_param_scheduler"] = schedule
+    return common
+
+
+def _schedule(found: Checkpoint) -> dict[str, Any]:
+    """Return the state of Megatron's OptimizerParamScheduler, which counts in samples."""
+    try:
+        c = found.state["config"]
+        counted = c.get("batch.train_iters") is not None
+        size = c["batch.global_batch_size"] if counted else 1
+        unit = "iters" if counted else "samples"
+        length = c.get(f"batch.train_{unit}") or 0
+        end = c.get(f"optimizer.lr_decay_{unit}") or length
+        warmup = (c.get(f"optimizer.lr_warmup_{unit}") or 0) * size
+        if (fraction := c.get("optimizer.lr_warmup_fraction")) is not None:
+            warmup = int(fraction * end * size)
+        decay = c["optimizer.weight_decay"]
+        return {
+            "max_lr": c["optimizer.lr"],
+            "lr_warmup_steps": warmup,
+            "num_steps": found.state["consumed_samples"],
+            "lr_decay_style": c["optimizer.lr_decay_style"],
+            "lr_decay_steps": end * size,
+            "min_lr": c["optimizer.min_lr"],
+            "start_wd": decay,
+            "end_wd": decay,
+            "wd_incr_style": "constant",
+            "wd_incr_steps": length * size,
+        }
+    except KeyError as error:
+        raise ValueError(f"{found.directory}: state.json: config lacks {error}") from None
+
+
+def _groups(found: Checkpoint, schedule: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return Adam's groups as Megatron makes them: with weight decay, and without for vectors."""
+    c = found.state["config"]
+    try:
+        betas = (c["optimizer.adam_beta1"], c["optimizer.adam_beta2"])
+        eps = c["optimizer.adam_eps"]
+    except KeyError as error:
+        raise ValueError(f"{found.directory}: state.json: config lacks {error}") from None
+    lr = found.state.get("lr", schedule["max_lr"])
+    return [
+        {
+            "wd_mult": factor,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "default_config": True,
+            "max_lr": schedule["max_lr"],
+            "min_lr": schedule["min_lr"],
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": schedule["start_wd"] * factor,
+            "bias_correction": True,
+            "amsgrad": False,
+            "maximize": False,
+            "foreach": None,
+            "capturable": False,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": True,
+            "step": found.state["optimizer_steps"],
+        }
+        for factor in (1.0, 0.0)
+    ]

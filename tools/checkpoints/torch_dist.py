@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a directory of torch.distributed.checkpoint as megatron-core lays it out, as data.
+
+    iter_0000500/metadata.json     names the format, torch_dist
+    iter_0000500/.metadata         a pickle: each tensor's shape, and where its parts lie
+    iter_0000500/__R_W.distcp      those parts, one after another, each an archive of torch.save
+    iter_0000500/common.pt         a pickle: the run's arguments, how far it is, hyperparameters
+
+All are read as data (inert_pickle.py). An object is an archive whose pickle describes more than one
+tensor: what ranks of megatron-core keep beside the tensors that they share.
+"""
+
+import io
+import os
+import re
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.checkpoints.inert_pickle import ANY, Record, read_inert
+from training.checkpoint import CheckpointError
+from training.checkpoint.files import open_plain
+from training.checkpoint.huggingface import read_json
+from training.checkpoint.manifest import intersection, tiles
+
+LATEST, FORMAT, METADATA = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
+COMMON = "common.pt"
+LIMIT = 1 << 30  # most bytes of .metadata that are read
+DISTCP = re.compile(r"__\d+_\d+\.distcp")
+ITERATION = re.compile(r"iter_\d{7,}")
+REBUILD = "torch._utils._rebuild_tensor_v"
+OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+DTYPES = {
+    "float64": ("DoubleStorage", torch.float64),
+    "float32": ("FloatStorage", torch.float32),
+    "bfloat16": ("BFloat16Storage", torch.bfloat16),
+    "float16": ("HalfStorage", torch.float16),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rectangle of a tensor, and the bytes of the archive that holds it."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of the checkpoint."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Part]
+
+
+Index = dict[str, Stored]
+Place = tuple[str, int, int]  # file, offset, length
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def size_of(record: Any) -> tuple[int, ...]:
+    """Return the numbers of a torch.Size. Raises ValueError."""
+    if isinstance(record, Record) and record.name == "torch.Size" and len(record.args) == 1:
+        (numbers,) = record.args
+        if isinstance(numbers, tuple) and len(numbers) <= 8 and all(map(is_count, numbers)):
+            return numbers
+    raise ValueError("a size is not up to 8 counts")
+
+
+def dtype_of(tensor: str, record: Any) -> torch.dtype:
+    name = record.name.removeprefix("torch.") if isinstance(record, Record) else ""
+    if name not in DTYPES:
+        raise ValueError(f"{tensor}: its dtype {name} is none of {', '.join(DTYPES)}")
+    return DTYPES[name][1]
+
+
+def read_index(data: bytes, wanted: Callable[[str], bool]) -> tuple[Index, dict[str, Part]]:
+    """Return the tensors that a .metadata lists, and where its objects lie; `wanted` ones.
+
+    Raises ValueError.
+    """
+    top = read_inert(data)
+    if not isinstance(top, Record) or not top.name.endswith(".metadata.Metadata"):
+        raise ValueError("it is not the metadata of torch.distributed.checkpoint")
+    fields = top.state.named()
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    for key, value in fields["storage_data"]:
+        at = key.state.named()
+        if isinstance(at["fqn"], str) and wanted(at["fqn"]):
+            starts = size_of(at["offset"]) if at.get("offset") is not None else None
+            places[at["fqn"], starts] = _place(at["fqn"], value.state.named())
+    tensors, objects = dict[str, Stored](), dict[str, Part]()
+    for name, entry in fields["state_dict_metadata"].named().items():
+        if not wanted(name):
+            continue
+        if entry.name.endswith("BytesStorageMetadata"):
+            if (name, None) in places:
+                objects[name] = Part((), (), *places[name, None])
+            continue
+        about = entry.state.named()
+        shape, parts = size_of(about["size"]), []
+        for chunk in about["chunks"]:
+            box = chunk.state.named()
+            starts, sizes = size_of(box["offsets"]), size_of(box["sizes"])
+            place = places.get((name, starts))
+            if place is None:
+                raise ValueError(f"it does not say where {name} from {starts} on is")
+            parts.append(Part(starts, sizes, *place))
+        if not tiles(shape, [(part.starts, part.sizes) for part in parts]):
+            raise ValueError(f"the parts of {name} do not tile its shape {list(shape)}")
+        tensors[name] = Stored(dtype_of(name, about["properties"].state[0]), shape, parts)
+    return tensors, objects
+
+
+def _place(name: str, place: dict[str, Any]) -> Place:
+    """Return (file, offset, length). Raises ValueError."""
+    file, offset, length = (place[k] for k in ("relative_path", "offset", "length"))
+    if place.get("transform_descriptors"):
+        raise ValueError(f"{name} is compressed or encrypted, which is not read here")
+    if not isinstance(file, str) or not DISTCP.fullmatch(file):
+        raise ValueError(f"{name} is said to be in {file!r}, no .distcp file beside it")
+    if not is_count(offset) or not is_count(length):
+        raise ValueError(f"offset and length of {name} in {file} are not counts")
+    return file, offset, length
+
+
+class Archive:
+    """An archive of torch.save that is read as data: what it describes, numbers, ranges of tensors.
+
+    start, length: the bytes of the file that it takes; length None: all of it.
+    """
+
+    def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
+        self._file = Window(path, start, length)
+        try:
+            self._zip = zipfile.ZipFile(self._file)
+            names = [info.filename for info in self._zip.infolist()]
+            self._members = {name.partition("/")[2]: name for name in names}
+            self.top = read_inert(self._member("data.pkl", LIMIT), ANY)
+        except (zipfile.BadZipFile, LookupError, NotImplementedError, RecursionError) as error:
+            raise ValueError(f"it is not a sound archive of torch.save ({error})") from None
+
+    def _member(self, name: str, most: int) -> bytes:
+        info = self._zip.getinfo(self._members[name])
+        if info.file_size > most or info.file_size != info.compress_size:
+            raise ValueError(f"its {name} is compressed, or larger than {most} bytes")
+        return self._zip.read(info)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def number(self, value: Any) -> float:
+        """Return a number, which may be a tensor of one. Raises ValueError."""
+        if type(value) in (int, float):
+            return float(value)
+        shape, dtype, _ = self.tensor(value)
+        if prod(shape) != 1:
+            raise ValueError(f"a tensor of {list(shape)} stands where a number is expected")
+        return float(self.values(value, 0, 1).to(dtype))
+
+    def tensor(self, record: Any) -> tuple[tuple[int, ...], torch.dtype, str]:
+        """Return (shape, dtype, key of its bytes) of a contiguous tensor. Raises ValueError."""
+        plain = isinstance(record, Record) and record.name.startswith(REBUILD)
+        if not plain or not isinstance(record.args, tuple) or len(record.args) < 4:
+            raise ValueError("it holds something else where a tensor is expected")
+        place, first, shape, strides = record.args[:4]
+        kinds = {kind: dtype for kind, dtype in DTYPES.values()}
+        dtype = kinds.get(place.args[1].name.rpartition(".")[2])
+        dense, count = True, 1
+        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+            dense &= size == 1 or stride == count
+            count *= size
+        if dtype is None or first != 0 or not dense:
+            raise ValueError(f"a tensor of {place.args[1].name} {shape} is not read here")
+        return shape, dtype, f"data/{place.args[2]}"
+
+    def values(self, record: Any, low: int, high: int) -> Tensor:
+        """Return elements [low, high) of a flattened tensor. Raises ValueError."""
+        shape, dtype, key = self.tensor(record)
+        info = self._zip.getinfo(self._members.get(key, key))
+        whole = 0 <= low <= high <= prod(shape) and info.file_size == info.compress_size
+        if not whole or info.file_size < high * dtype.itemsize:
+            raise ValueError(f"{key} of {info.file_size} bytes is not {dtype} {shape}")
+        with self._zip.open(info) as file:
+            file.seek(low * dtype.itemsize)
+            data = file.read((high - low) * dtype.itemsize)
+        return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
+
+
+class Window(io.RawIOBase):
+    """Bytes [start, start + length) of a plain file, as a file."""
+
+    def __init__(self, path: Path, start: int, length: int | None) -> None:
+        self._file = open_plain(path)
+        size = self._file.seek(0, os.SEEK_END)
+        self._start, self._at = start, 0
+        self._length = size - start if length is None else min(length, size - start)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        found = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._at += len(found)
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def read_archive(data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+    """Return the one tensor of an archive of torch.save. Raises ValueError."""
+    storage, _ = next(pair for pair in DTYPES.values() if pair[1] == dtype)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        names = {name.partition("/")[2]: name for name in archive.namelist()}
+        if any(info.file_size != info.compress_size for info in archive.infolist()):
+            raise ValueError("its archive is compressed, as torch.save never does")
+        if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
+            raise ValueError("its bytes are not in little-endian order")
+        tensor = read_inert(archive.read(names["data.pkl"]))
+        if not tensor.name.startswith(REBUILD):
+            raise ValueError(f"it holds {tensor.name}, not a plain tensor")
+        place, first, shape, strides = tensor.args[:4]
+        _, kind, key, _, count = place.args
+        if kind.name.rpartition(".")[2] != storage or shape != sizes:
+            raise ValueError(f"it holds {kind.name} {shape}, not {dtype} {sizes}")
+        values = torch.frombuffer(bytearray(archive.read(names[f"data/{key}"])), dtype=dtype)
+    if len(values) != count or not all(map(is_count, (first, *strides))):
+        raise ValueError(f"its storage has {len(values)} numbers where {count} are announced")
+    return values.as_strided(shape, strides, first)
+
+
+class McoreCheckpoint:
+    """An iteration's directory. Raises CheckpointError naming the file.
+
+    index: its tensors. objects: where the other things lie. with_optimizer: the optimizer's too.
+    """
+
+    def __init__(self, place: Path, with_optimizer: bool = False) -> None:
+        self.directory = newest(place)
+        there = self._files()
+        if FORMAT not in there:
+            raise self._without_format(there)
+        try:
+            found = read_json(self.directory / FORMAT)
+        except CheckpointError as error:
+            raise self._cut_off(f"{error} ({there[FORMAT]} bytes)") from None
+        if found.get("sharded_backend") != "torch_dist":
+            raise CheckpointError(
+                f"{self.directory}: {FORMAT} says {found.get('sharded_backend')!r}; only the "
+                "format torch_dist is read here"
+            )
+        if not there.get(METADATA):
+            state = "has 0 bytes" if METADATA in there else "is missing"
+            raise self._cut_off(f"{METADATA}, the index of its tensors, {state}")
+        with open_plain(self.directory / METADATA) as file:
+            data = file.read(LIMIT + 1)
+        if len(data) > LIMIT:
+            raise CheckpointError(f"{self.directory}: {METADATA} is larger than {LIMIT} bytes")
+        try:
+            self.index, self.objects = read_index(
+                data, lambda name: with_optimizer or not OPTIMIZER.match(name)
+            )
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{self.directory}: {METADATA} ({len(data)} bytes): {error}"
+            ) from None
+        self._check_sizes(there)
+
+    @cached_property
+    def common(self) -> Archive:
+        """Open common.pt: what ranks share. Raises CheckpointError."""
+        return self._open(self.directory / COMMON, 0, None)
+
+    def object(self, name: str) -> Archive:
+        """Open an object; its `top` is a list of one. Raises CheckpointError."""
+        part = self.objects[name]
+        return self._open(self.directory / part.file, part.offset, part.length)
+
+    def _open(self, path: Path, start: int, length: int | None) -> Archive:
+        try:
+            return Archive(path, start, length)
+        except (ValueError, OSError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: {error}") from None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the run's arguments that common.pt has, as data. Raises CheckpointError."""
+        try:
+            found: dict[str, Any] = self.common.top.named()["args"].state.named()
+        except (LookupError, AttributeError):
+            raise CheckpointError(
+                f"{self.directory / COMMON}: it lacks args, so it does not say how far the run is"
+            ) from None
+        return found
+
+    def progress(self) -> tuple[int, int, int]:
+        """Return (iteration, samples consumed, sequence length). Raises CheckpointError."""
+        try:
+            args, iteration = self.arguments(), self.common.top.named()["iteration"]
+            found = (iteration, args["consumed_train_samples"], args["seq_length"])
+        except (LookupError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.directory / COMMON}: it does not say how far the run is ({error})"
+            ) from None
+        if not all(map(is_count, found)):
+            raise CheckpointError(
+                f"{self.directory / COMMON}: iteration, samples and sequence length {found} are "
+                "not counts"
+            )
+        return found
+
+    def _files(self) -> dict[str, int]:
+        """Return the bytes of each entry of the directory."""
+        try:
+            with os.scandir(self.directory) as entries:
+                return {e.name: e.stat(follow_symlinks=False).st_size for e in entries}
+        except OSError as error:
+            raise CheckpointError(f"{self.directory}: {error.strerror}") from None
+
+    def _cut_off(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.directory}: {what}: the save was cut off, or not all of it was copied; take "
+            "an earlier iteration"
+        )
+
+    def _without_format(self, there: dict[str, int]) -> CheckpointError:
+        """Return what a directory without metadata.json is."""
+        parts = [size for name, size in there.items() if DISTCP.fullmatch(name)]
+        saves = sorted(name for name in there if ITERATION.fullmatch(name))
+        if parts or METADATA in there:
+            index = (
+                "there" if there.get(METADATA) else "missing" if METADATA not in there else "empty"
+            )
+            return self._cut_off(
+                f"{FORMAT}, which Megatron writes last, is missing ({len(parts)} .distcp files "
+                f"of {sum(parts):,} bytes are there, {METADATA} is {index})"
+            )
+        if any(name.startswith("mp_rank_") for name in there):
+            return CheckpointError(
+                f"{self.directory}: mp_rank_* directories are pickles, which can run code; only "
+                "Megatron's torch_dist format is read here"
+            )
+        if saves:
+            return CheckpointError(
+                f"{self.directory}: {LATEST} is missing, which Megatron writes after a save; to "
+                f"take one of {len(saves)} iterations all the same, give its directory, such as "
+                f"{saves[-1]}"
+            )
+        return CheckpointError(
+            f"{self.directory}: there is no {FORMAT}, no {METADATA} and no .distcp file: it is no "
+            "checkpoint of Megatron"
+        )
+
+    def _check_sizes(self, there: dict[str, int]) -> None:
+        """Raise CheckpointError unless each file that is needed has the bytes listed for it."""
+        needed: dict[str, int] = {}
+        tensors = (part for stored in self.index.values() for part in stored.parts)
+        states = (part for name, part in self.objects.items() if OPTIMIZER.match(name))
+        for part in (*tensors, *states):
+            needed[part.file] = max(needed.get(part.file, 0), part.offset + part.length)
+        bad = {name: size for name, size in needed.items() if there.get(name, 0) < size}
+        if not bad:
+            return
+        said = [
+            f"{name} has {there[name]:,} bytes of at least {size:,}"
+            if name in there
+            else f"{name}, of at least {size:,} bytes, is missing"
+            for name, size in sorted(bad.items())
+        ]
+        more = f", and {len(said) - 3} more" * (len(said) > 3)
+        raise self._cut_off(
+            f"{len(bad)} of {len(needed)} files that are needed are not complete: "
+            f"{'; '.join(said[:3])}{more}"
+        )
+
+    def read(self, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        """Return a rectangle of a tensor. Raises CheckpointError."""
+        stored = self.index[name]
+        target = torch.empty(sizes, dtype=stored.dtype)
+        for part in stored.parts:
+            shared = intersection(part.starts, part.sizes, starts, sizes)
+            if shared is None:
+                continue
+            try:
+                with open_plain(self.directory / part.file) as file:
+                    file.seek(part.offset)
+                    data = file.read(part.length)
+                values = read_archive(data, stored.dtype, part.sizes)
+            except Exception as error:  # zipfile and torch raise many kinds
+                where = f"{self.directory / part.file}: {name} at byte {part.offset}"
+                raise CheckpointError(f"{where}: {error}") from None
+            target[within(starts, shared)] = values[within(part.starts, shared)]
+        return target
+
+
+def within(corner: tuple[int, ...], box: tuple[tuple[int, ...], ...]) -> tuple[slice, ...]:
+    """Return where a rectangle (starts, sizes) lies in one that begins at `corner`."""
+    return tuple(slice(a - c, a - c + n) for c, a, n in zip(corner, *box, strict=True))
+
+
+def newest(place: Path) -> Path:
+    """Return an iteration's directory: `place`, or the one that the file beside names."""
+    if not (place / LATEST).exists():
+        return place
+    with open_plain(place / LATEST) as file:
+        text = file.read(64).strip()
+    if not text.isdigit() and text != b"release":
+        raise CheckpointError(f"{place / LATEST} says {text!r}, which is no iteration")
+    found = place / ("release" if text == b"release" else f"iter_{int(text):07d}")
+    if not found.exists():
+        there = sorted(entry.name for entry in place.iterdir() if ITERATION.fullmatch(entry.name))
+        said = f"there are {', '.join(there[-3:])}" if there else "there is no other"
+        raise CheckpointError(f"{place / LATEST} names {found.name}, which is not there; {said}")
+    return found
