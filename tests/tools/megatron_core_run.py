@@ -101,7 +101,7 @@ def datasets(args: Namespace) -> Any:
         blend=get_blend_from_list([args.data]),
     )  # fmt: skip
     sizes = [args.train_iters * GLOBAL, 0, 0]
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: dist.get_rank() == 0, config)\
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)\
         .build()[0]  # fmt: skip
 
 
@@ -372,9 +372,6 @@ def run(rank: int, args: Namespace) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    if args.megatron:
-        sys.path.insert(0, args.megatron)
-    without_a_gpu()
     world = args.tp * args.pp * args.dp
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -467,12 +464,19 @@ def main() -> int:
     args = parser.parse_args()
     args.out = str(Path(args.out).resolve())
     Path(args.out).mkdir(parents=True, exist_ok=True)
+    if args.megatron:
+        sys.path.insert(0, args.megatron)
     if args.data is None:
-        if args.megatron:
-            sys.path.insert(0, args.megatron)
         args.data = str(Path(args.out) / "text")
         write_data(args.data)
-    torch.multiprocessing.spawn(run, (args,), args.tp * args.pp * args.dp)
+    # imported once, before the ranks are forked
+    without_a_gpu()
+    import megatron.core.models.gpt
+    import megatron.core.optimizer  # noqa: F401
+
+    torch.multiprocessing.start_processes(
+        run, (args,), args.tp * args.pp * args.dp, start_method="fork"
+    )
     (Path(args.out) / ".store").unlink(missing_ok=True)
     return 0
 

@@ -96,7 +96,8 @@ def _settings(args: dict[str, Any], model_file: str) -> dict[str, Any]:
     for part, keys in ARGUMENTS.items():
         for key in keys.split():
             value = args.get(key)
-            known = key in args or part in ("batch", "optimizer")  # a flag left out is None
+            # a flag that was left out is None
+            known = key in args or part == "optimizer" or key.startswith("train_")
             if known and isinstance(value, (int, float, str, type(None))):
                 found[f"{part}.{key}"] = value
     return found

@@ -17,7 +17,7 @@ against the weights: each master must round to its weight, else the import is re
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
 from math import prod
@@ -156,9 +156,20 @@ class Weights:
 class State(ABC):
     """AdamW's state of a checkpoint."""
 
+    weights: Weights
+
     @abstractmethod
     def read(self, theirs: Theirs, kind: str) -> Tensor:
         """Return "exp_avg", "exp_avg_sq" or "master" of a parameter. Raises CheckpointError."""
+
+    def agrees(self, some: Iterable[Theirs]) -> bool:
+        """Return whether the masters of some parameters round to their weights."""
+        return all(
+            torch.equal(
+                self.read(theirs, "master").to(self.weights.dtype), self.weights.read(theirs)
+            )
+            for theirs in some
+        )
 
 
 class ModelSpace(State):
@@ -179,7 +190,7 @@ class ModelSpace(State):
             )
         master = next((kind for kind in MASTERS if kind in kinds), None)
         self.kinds = {kind: kind for kind in MOMENTS}
-        if weights.dtype != torch.float32:
+        if master or weights.dtype != torch.float32:
             self.kinds["master"] = master or "fp32_param"
         for kind, theirs in product(self.kinds.values(), weights.names.every()):
             for key, *_ in weights.places(theirs):
@@ -188,6 +199,14 @@ class ModelSpace(State):
                         f"{found.directory}: the tensor optimizer.state.{kind}.{key} is missing; "
                         f"{WHOLE}"
                     )
+
+        if "master" in self.kinds and not self.agrees(weights.names.every()):
+            raise CheckpointError(
+                f"{found.directory}: not every {self.kinds['master']} rounds to its weight. "
+                "megatron-core 0.16 writes the state of fully_reshardable at wrong places where "
+                "buckets end in padding; save once more without "
+                f"--dist-ckpt-optim-fully-reshardable, or {WHOLE}"
+            )
 
     def read(self, theirs: Theirs, kind: str) -> Tensor:
         return self.weights.read(theirs, f"optimizer.state.{self.kinds[kind]}.")
@@ -227,11 +246,11 @@ class Memory(State):
         self.sizes, self.stages = sizes, self.pp * chunks
         for fused in (True, False):  # Transformer Engine's layers, then megatron-core's own
             self.at = self._places(fused)
-            if self.at is not None and self._agree(self._probe()):
+            if self.at is not None and self.agrees(self._probe()):
                 break
         else:
             raise self._unclear("parameters of these sizes do not fill its buffers")
-        if not self._agree(weights.names.every()):
+        if not self.agrees(weights.names.every()):
             raise self._unclear("not every master rounds to its weight where it should lie")
 
     def _unclear(self, why: str) -> CheckpointError:
@@ -313,15 +332,6 @@ class Memory(State):
         """Return the parameters by which the two orders of a layer differ."""
         inside = self.weights.names.inside
         return [Theirs(n, 0, inside[n]) for n in (PROJ, f"{QKV}.layer_norm_weight")]
-
-    def _agree(self, some: list[Theirs]) -> bool:
-        """Return whether the masters of some parameters round to the weights."""
-        return all(
-            torch.equal(
-                self.read(theirs, "master").to(self.weights.dtype), self.weights.read(theirs)
-            )
-            for theirs in some
-        )
 
     def read(self, theirs: Theirs, kind: str) -> Tensor:
         assert self.at is not None

@@ -14,6 +14,7 @@ import io
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -196,9 +197,12 @@ class Archive:
         whole = 0 <= low <= high <= prod(shape) and info.file_size == info.compress_size
         if not whole or info.file_size < high * dtype.itemsize:
             raise ValueError(f"{key} of {info.file_size} bytes is not {dtype} {shape}")
-        with self._zip.open(info) as file:
-            file.seek(low * dtype.itemsize)
-            data = file.read((high - low) * dtype.itemsize)
+        try:
+            with self._zip.open(info) as file:
+                file.seek(low * dtype.itemsize)
+                data = file.read((high - low) * dtype.itemsize)
+        except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
+            raise ValueError(f"{key}: {error}") from None
         return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
 
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Hold --data-order megatron against megatron-core's own dataset classes, over 20 settings.
+"""Hold --data-order megatron against megatron-core's own dataset classes, over 24 settings.
 
     pip install megatron-core==0.16.1     into an environment that also has Weft's packages
     python -m tests.training.data.megatron_orders            compare; 1 where they differ
     python -m tests.training.data.megatron_orders --write    and write what the tests compare
 
 A setting's digest is the SHA-256 of the tokens of all its samples in their order, of each split.
-Every token of the files is another number, so equal tokens are equal sample numbers.
+Every token of the files is another number, so equal tokens are equal sample numbers. With flags for
+the ends of documents the digest covers positions, loss masks and attention masks too.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import numpy as np
 
 from training.arguments import BatchConfig, DataConfig, ModelConfig, RunConfig
 from training.config import Config
+from training.data.batch import DocumentRules, make_batch
 from training.data.build import build_datasets, samples_needed
 from training.data.dataset import Dataset
 from training.data.indexed import IndexedWriter, token_dtype
@@ -34,6 +36,7 @@ FILES = {  # how many documents each file has, and how long the longest is
     "b": (25, 200),
     "c": (200, 12),
     "d": (9, 40),
+    "e": (80, 30),  # each ends with the end of a document
 }
 SPLITS = ("train", "valid", "test")
 
@@ -49,8 +52,10 @@ class Setting(NamedTuple):
     split: str = "90,8,2"
     eval_interval: int = 10
     eval_iters: int = 1
+    ends: tuple[str, ...] = ()  # flags of DocumentRules
 
 
+RESETS = ("reset_position_ids", "reset_attention_mask")
 EACH = {"train": ("0.5", "a", "0.25", "b", "0.25", "c"), "valid": ("d",), "test": ("b", "d")}
 SETTINGS = {
     "one epoch": Setting(("a",)),
@@ -75,6 +80,10 @@ SETTINGS = {
     "four without weights": Setting(("d", "c", "b", "a"), iterations=50, split="6,4,0"),
     "each split by itself": Setting(EACH, iterations=80, eval_iters=1, eval_interval=40),
     "many evaluations": Setting(("a",), split="5,4,1", eval_interval=1, eval_iters=3),
+    "positions that begin anew": Setting(("e",), ends=RESETS[:1], iterations=30),
+    "attention within documents": Setting(("e",), ends=RESETS[1:], seed=11, seq_length=24),
+    "no loss at an end": Setting(("0.6", "e", "0.4", "b"), ends=("eod_mask_loss",), iterations=40),
+    "all three": Setting(("e", "a"), ends=(*RESETS, "eod_mask_loss"), split="7,2,1"),
 }
 
 
@@ -85,7 +94,7 @@ def write_files(folder: Path) -> None:
         with IndexedWriter(str(folder / name), token_dtype(VOCABULARY)) as writer:
             for _ in range(documents):
                 length = int(draw.randint(0 if name == "c" else 1, longest + 1))
-                writer.add(range(token, token + length))
+                writer.add([*range(token, token + length), *[Tokenizer.eod] * (name == "e")])
                 token += length
 
 
@@ -111,7 +120,9 @@ def config_of(setting: Setting, folder: Path) -> Config:
     return Config(
         model=ModelConfig(1, 8, 1, s.seq_length),
         batch=BatchConfig(1, s.batch, train_iters=s.iterations),
-        data=DataConfig(data_order="megatron", num_workers=0, **paths),
+        data=DataConfig(
+            data_order="megatron", num_workers=0, **paths, **dict.fromkeys(s.ends, True)
+        ),
         run=RunConfig(seed=s.seed, eval_interval=s.eval_interval, eval_iters=s.eval_iters),
     )
 
@@ -127,11 +138,30 @@ def ours(setting: Setting, folder: Path) -> dict[str, str]:
     found: dict[str, Dataset | None] = build_datasets(
         config_of(setting, folder), Tokenizer(), lambda line: None
     )  # type: ignore[arg-type]
+    rules = DocumentRules(Tokenizer.eod, **dict.fromkeys(setting.ends, True))
+
+    def read(data: Any, i: int) -> np.ndarray:
+        sample = data.sample(i)
+        if not setting.ends:
+            return sample
+        batch, places = make_batch(sample[None], rules, i), np.arange(len(sample) - 1)
+        lengths = batch.packed_seq_params and batch.packed_seq_params.lengths
+        document = np.repeat(np.arange(len(lengths)), lengths) if lengths else 0 * places
+        may = (places[:, None] >= places) & (document[:, None] == document)
+        positions = places if batch.position_ids is None else batch.position_ids.numpy()
+        counts = places * 0 + 1 if batch.loss_mask is None else batch.loss_mask.numpy()
+        return joined(sample, positions, counts, may)
+
     return {
-        split: digest([data.sample(i) for i in range(data.samples)])  # type: ignore[attr-defined]
+        split: digest([read(data, i) for i in range(data.samples)])  # type: ignore[attr-defined]
         for split, data in found.items()
         if data is not None
     }
+
+
+def joined(*arrays: np.ndarray) -> np.ndarray:
+    """Return arrays one after another, as numbers."""
+    return np.concatenate([np.asarray(array).astype(np.int64).ravel() for array in arrays])
 
 
 def theirs(setting: Setting, folder: Path) -> dict[str, str]:
@@ -157,8 +187,8 @@ def theirs(setting: Setting, folder: Path) -> dict[str, str]:
 
     made = GPTDatasetConfig(
         random_seed=setting.seed, sequence_length=setting.seq_length, tokenizer=Text(),
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
         path_to_cache=None, **blends,
+        **{name: name in setting.ends for name in (*RESETS, "eod_mask_loss")},
     )  # fmt: skip
     sizes = [samples for samples, _ in samples_needed(config).values()]
     built = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, made).build()
@@ -167,6 +197,11 @@ def theirs(setting: Setting, folder: Path) -> dict[str, str]:
         if data is not None and len(data):
             rows = [data[i] for i in range(len(data))]
             samples = [np.append(row["tokens"].numpy(), row["labels"].numpy()[-1]) for row in rows]
+            if setting.ends:
+                samples = [
+                    joined(sample, row["position_ids"], row["loss_mask"], ~row["attention_mask"][0])
+                    for sample, row in zip(samples, rows, strict=True)
+                ]
             found[split] = digest(samples)
     return found
 
