@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masters and moments in host memory under weights on a GPU; `make gpu-check` runs it.
 
-Copies are exact and the host's AdamW is the CPU's, so the bits are those of a run on the CPU.
+Copies are exact. With --optimizer-cpu-offload the host's AdamW is the CPU's, so the bits are those
+of a run on the CPU; with --optimizer-state-offload those of a run without it.
 """
 
 import pytest
 import torch
 
+import pretrain_llama
+from mpu.grid import Grid
+from tests.model.twin import config_of, micro_batches
 from tests.mpu.optim.test_offload import train
+from tests.mpu.optim.test_state_offload import CASE
+from training.faults.monitor import FailureMonitor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,3 +25,20 @@ pytestmark = [
 def test_the_bits_of_the_cpu(dtype):
     got, want = train(dtype, offloaded=True, device="cuda"), train(dtype, offloaded=False)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def steps(device: str, name: str, offloaded: bool) -> list[torch.Tensor]:
+    """Three steps of a small Llama; return masters and state, on the CPU."""
+    config = config_of(CASE | dict(optimizer=name, states=offloaded))
+    run = pretrain_llama.build(config, Grid(), torch.device(device), FailureMonitor())
+    for step in range(3):
+        batches = [batch.to(run.device) for batch in micro_batches(CASE, 0, step)]
+        pretrain_llama.train_step(run, batches, 1e-2)
+    return [values.cpu().clone() for *_, values in run.optimizer.named_state()]
+
+
+@pytest.mark.parametrize("name", ["adam", "muon"])
+def test_state_that_is_away_between_steps_has_the_bits_of_state_that_stays(name):
+    away, stays = (steps("cuda", name, offloaded) for offloaded in (True, False))
+    assert len(away) == len(stays) > 0
+    assert all(torch.equal(a, b) for a, b in zip(away, stays, strict=True))
