@@ -14,7 +14,7 @@ BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e
 CASES = {
     "level 0": dict(zero=0),
     "level 1": dict(zero=1, gather=True),
-    "level 1, bf16": dict(zero=1, dtype="bfloat16"),
+    "level 1, bf16": dict(zero=1, dtype="bfloat16", states=True),
     "level 1, bf16 gradients": dict(zero=1, dtype="bfloat16", main="bf16"),
     "level 2": dict(zero=2),
     "level 2, untied": dict(zero=2, tied=False, bucket=3000),
