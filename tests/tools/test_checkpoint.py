@@ -5,14 +5,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import xxhash
 
+from tests.launcher import Launcher
+from tests.training.checkpoint.holder import Holder
 from tools.checkpoint import main
 from tools.checkpoints.show import size_of
 from training.checkpoint import Checkpoint
@@ -137,33 +137,15 @@ def test_prune(tmp_path: Path, tool: Any, write: Any) -> None:
     }
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from training.checkpoint.lock import DirectoryLock
-
-lock = DirectoryLock(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 def test_prune_keeps_out_while_a_run_writes(tmp_path: Path, tool: Any, write: Any) -> None:
     for step in (1, 2):
         write(tmp_path, step)
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        code, _, err = tool("prune", tmp_path, "--keep-last-k", 1)
-        assert code == 2 and f"is being written by another run: process {holder.pid}" in err[0]
-        assert (tmp_path / "step_00000001").exists()
-        assert tool("list", tmp_path)[0] == tool("verify", tmp_path)[0] == 0, "looking is free"
-        assert holder.stdin is not None
-        holder.stdin.close()
+    holder = Holder(tmp_path)
+    code, _, err = tool("prune", tmp_path, "--keep-last-k", 1)
+    assert code == 2 and f"is being written by another run: process {holder.pid}" in err[0]
+    assert (tmp_path / "step_00000001").exists()
+    assert tool("list", tmp_path)[0] == tool("verify", tmp_path)[0] == 0, "looking is free"
+    holder.free()
     assert tool("prune", tmp_path, "--keep-last-k", 1)[0] == 0
     assert not (tmp_path / "step_00000001").exists()
     DirectoryLock(tmp_path).close()
@@ -241,8 +223,7 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
             assert f"tools/checkpoint.py {each} " in said
 
 
-def test_it_runs_as_a_script_from_anywhere(tmp_path: Path) -> None:
+def test_it_runs_as_a_script_from_anywhere(tmp_path: Path, launcher: Launcher) -> None:
     script = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
-    words = [sys.executable, str(script), "list", str(tmp_path / "nothing")]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = launcher.python(script, "list", tmp_path / "nothing", cwd=tmp_path)
     assert done.returncode == 2 and "nothing" in done.stderr and "Traceback" not in done.stderr

@@ -5,55 +5,30 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.training.checkpoint.holder import Holder
 from training.checkpoint import SaveError
 from training.checkpoint.lock import DirectoryLock
 
-ROOT = Path(__file__).resolve().parents[3]
-HOLD = """
-import sys
-import threading
-from pathlib import Path
-from training.checkpoint.lock import DirectoryLock
-lock = DirectoryLock(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-def hold(root: Path) -> subprocess.Popen[str]:
-    """Start a process that holds the lock until it is killed or its stdin closes."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    return process
-
 
 def test_a_second_writer_is_told_of_the_first_and_a_dead_one_is_none(tmp_path: Path) -> None:
-    other = hold(tmp_path)
+    other = Holder(tmp_path)
     with pytest.raises(SaveError, match=f"written by another run: process {other.pid} on .*since"):
         DirectoryLock(tmp_path, patience=0)
     notes: list[str] = []
     threading.Timer(0.5, other.kill).start()
     lock = DirectoryLock(tmp_path, notes.append, patience=20)
     assert len(notes) == 1 and f"process {other.pid}" in notes[0] and "waiting" in notes[0]
-    other.wait()
+    other.process.join(60)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     lock.close()
-    other = hold(tmp_path)  # and closing gives it back
-    other.communicate("")
+    other = Holder(tmp_path)  # and closing gives it back
+    other.free()
 
 
 def test_a_child_keeps_no_lock_that_its_parent_lost(tmp_path: Path) -> None:
@@ -65,8 +40,8 @@ def test_a_child_keeps_no_lock_that_its_parent_lost(tmp_path: Path) -> None:
         os.read(read, 1)
         os._exit(0)
     lock.close()
-    other = hold(tmp_path)
-    other.communicate("")
+    other = Holder(tmp_path)
+    other.free()
     os.write(write, b"x")
     assert os.waitpid(child, 0)[1] == 0
 
