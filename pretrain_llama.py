@@ -41,13 +41,14 @@ from estimate.model_profile import accumulate_dtype, make_grid
 from estimate.obeyed_flags import check_flags
 from estimate.stages import rank_stages
 from model.llama import Llama
-from model.load import config_of, digest, load_model_file, of_checkpoint
+from model.load import config_of, digest, load_model_file, of_checkpoint, with_mup
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
+from mpu.mup import Widths
 from mpu.optim.optimizer import Optimizer
 from mpu.param import name_groups
 from mpu.pipeline.engine import Engine
@@ -64,11 +65,11 @@ from training.experts import expert_options, own_sizes
 from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
-from training.optimizer import optimizer_groups
+from training.optimizer import mup_of, optimizer_groups, qk_clip
 from training.recompute import as_configured, recompute_of
 from training.run import bucket_size, memory
 from training.run.autotune.overlap import Overlap, OverlapNotes
-from training.run.expert_values import expert_values
+from training.run.layer_values import LayerValues
 from training.run.log import Log
 from training.run.meeting import meet
 from training.run.memory import MemoryReport
@@ -188,6 +189,14 @@ def name_fork(argv: list[str]) -> list[str]:
     return argv if Llama.__module__ == "model.llama" else ["--model-file", getfile(Llama), *argv]
 
 
+def widths(config: Config) -> Widths:
+    """Return the model's sizes, and with --use-mup what its file says of widths."""
+    file = load_model_file(config.model.model_file)
+    sizes = config_of(file, model_sizes.of_model(config.model), own_sizes(config))
+    mup = mup_of(config)
+    return Widths(sizes, {}) if mup is None else with_mup(file, sizes, mup)
+
+
 def model_provider(
     config: Config,
     ctx: LayerContext,
@@ -196,8 +205,7 @@ def model_provider(
 ) -> Llama:
     """Build one rank's model; `training` learns all that it knows of a model from this."""
     file = load_model_file(config.model.model_file)
-    sizes = config_of(file, model_sizes.of_model(config.model), own_sizes(config))
-    model = file.Model(sizes, ctx, recompute, stages)
+    model = file.Model(widths(config).sizes, ctx, recompute, stages)
     as_configured(config, model, ctx)
     name_groups(model, file.parameter_group)
     return model
@@ -213,6 +221,8 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink,
         loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
         attention_backend=p.attention_backend, experts=expert_options(config),
+        log_max_attention_logit=config.log.log_max_attention_logit, qk_clip=qk_clip(config),
+        output_z_loss=config.optimizer.output_z_loss_coeff,
     )  # fmt: skip
     recompute = recompute_of(config, device)
     check_attention(config, model_provider)
@@ -225,7 +235,8 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         monitor.action = f"drawing {len(names)} initial weights"
         model.initialize(config.run.seed, names)
     optimizer = Optimizer(
-        model, sink, grid, optimizer_groups(config), clip=config.optimizer.clip_grad,
+        model, sink, grid, optimizer_groups(config, widths(config).divisors),
+        clip=config.optimizer.clip_grad,
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
         state_offload=p.optimizer_state_offload,
     )  # fmt: skip
@@ -250,6 +261,7 @@ def train(
     rewind = Rewind(run, saver, log, agreement)
     guard = Guard(run, rewind, loaders.train, log, agreement, rerun=run_schedule)
     slow = SlowRanks(run.grid, run.device, log)
+    layers = LayerValues(run)  # numbers of each layer for the log
     profile = Profile(config, run.grid, run.engine, run.sink, agreement, log.note)
     watchers: list[Watcher] = [  # asked in this order, up to one that goes back
         slow,  # which rank is slow: numbers for the log
@@ -288,9 +300,7 @@ def train(
 
             step.auxiliary = run.model.ctx.auxiliary_losses.mean
             tokens = step.size * config.model.seq_length
-            step.values = log.values(
-                step, run.optimizer.params_norm, partial(expert_values, run, tokens)
-            )
+            step.values = log.values(step, run.optimizer.params_norm, partial(layers, tokens))
             decision = after_step(step, watchers)
             if decision.back:  # the run is at a checkpoint again
                 continue

@@ -16,7 +16,7 @@ hidden states between them.
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.qkv import local_heads, qkv_linear
 from mpu.layers.rope import Yarn, rope_frequencies, rope_table
+from mpu.mup import MuP, Widths
 from mpu.param import draw_normal, placement_of, saved_buffers, tie, unique_parameters
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
@@ -63,6 +64,11 @@ class LlamaConfig:
     tied: bool = False
     init_method_std: float = 0.02
     make_vocab_size_divisible_by: int = 128
+    # muP's multipliers (`with_mup`), of a model that Hugging Face calls Granite
+    embedding_mult: float = 1.0  # of what the embedding returns
+    logits_divisor: float = 1.0
+    softmax_scale: float = 0.0  # of q k^T; 0: 1 / sqrt(head size)
+    width_mult: float = 1.0  # hidden matrices are drawn from N(0, std^2 / width_mult)
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -113,7 +119,7 @@ class Attention(nn.Module):
         h, d = config.hidden_size, config.head_size
         a, g = config.num_attention_heads, config.num_query_groups
         self.heads, self.groups = local_heads(a, g, d, ctx)
-        self.head_size, self.ctx = d, ctx
+        self.head_size, self.ctx, self.scaled = d, ctx, bool(config.softmax_scale)
         self.core = recompute.selective(core_attention_of(ctx))
         self.qkv = qkv_linear(h, (a * d, g * d, g * d), ctx=ctx, bias=self.qkv_bias)
         self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)
@@ -125,6 +131,8 @@ class Attention(nn.Module):
         qkv, more = self.project(x), {"window": self.window}
         if self.rotary:  # a fork's own core need not know of it
             more["rotary"] = self.rotary
+            if self.scaled:
+                raise ValueError("softmax_scale: RoPE must rotate whole heads, as it scales them")
         y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache, **more)
         return self.proj(y)
 
@@ -238,6 +246,8 @@ class Llama(nn.Module):
         """Return cos and sin of positions [b, s], or of 0 .. length - 1; the table may grow."""
         if self._rope is None or len(self._rope[0]) < length:
             factor = 1.0 if self.config.yarn is None else self.config.yarn.attention_factor
+            if scale := self.config.softmax_scale:  # q and k have its root each: no kernel knows it
+                factor *= (scale * self.config.head_size**0.5) ** 0.5
             given = (self.frequencies(), length, self.ctx.accumulate, self.ctx.device, factor)
             self._rope = rope_table(*given)
         cos, sin = self._rope
@@ -280,11 +290,13 @@ class Llama(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [b, s] -> [s/t, b, h], what the first layer takes."""
-        return self.embedding(tokens)
+        x, by = self.embedding(tokens), self.config.embedding_mult
+        return x if by == 1.0 else x * by
 
     def last_norm(self, h: Tensor) -> Tensor:
         """h [s/t, b, h], what the last layer returns -> what the head takes."""
-        return self.norm(h)
+        x, by = self.norm(h), self.config.logits_divisor  # of the logits, as the head is linear
+        return x if by == 1.0 else x / by
 
     def logits(self, h: Tensor) -> Tensor:
         """h [s/t, b, h] -> [s, b, V/t], of which decode and the loss are made."""
@@ -320,6 +332,8 @@ class Llama(nn.Module):
         norms                          1, biases 0: `initial_vector`
         embedding, head, qkv, gate_up  N(0, std)
         proj, down                     N(0, std / sqrt(2 L)), as each adds to the residual stream
+
+        With muP the matrices of blocks have std / sqrt(width_mult).
         """
         std, table = self.config.init_method_std, hf_names(self)
         every = unique_parameters(self)
@@ -329,6 +343,8 @@ class Llama(nn.Module):
             else:
                 deep = name.endswith(("proj.weight", "down.weight"))
                 scale = math.sqrt(2 * self.config.num_layers) if deep else 1.0
+                if parameter_group(name, param) != "embedding":
+                    scale *= math.sqrt(self.config.width_mult)
                 draw_normal(param, table[name], std / scale, seed)
         return self
 
@@ -383,6 +399,16 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
         }
         if y.attention_factor != Yarn.suggested(y.factor):  # some readers know the paper's alone
             scaling["attention_factor"] = y.attention_factor
+    mup: dict[str, Any] = {}  # transformers' Granite is a Llama with such multipliers
+    if (config.embedding_mult, config.logits_divisor, config.softmax_scale) != (1.0, 1.0, 0.0):
+        mup = {
+            "architectures": ["GraniteForCausalLM"],
+            "model_type": "granite",
+            "embedding_multiplier": config.embedding_mult,
+            "attention_multiplier": config.softmax_scale or config.head_size**-0.5,
+            "residual_multiplier": 1.0,
+            "logits_scaling": config.logits_divisor,
+        }
     return {
         "architectures": [f"{MODEL_TYPE.capitalize()}ForCausalLM"],
         "model_type": MODEL_TYPE,
@@ -403,7 +429,7 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
         "attention_bias": False,
         "mlp_bias": False,
         "torch_dtype": dtype,
-    }
+    } | mup
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
@@ -411,6 +437,8 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
+    if hf.get("model_type") == "granite":  # what hf_config writes of muP's multipliers
+        return read_hf_config(hf, "granite", rules={"residual_multiplier": lambda v: v == 1.0})
     return read_hf_config(hf, MODEL_TYPE)
 
 
@@ -449,6 +477,8 @@ def read_hf_config(
             f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule and yarn are known"
         )
     positions = hf.get("max_position_embeddings", 2048)
+    if not own.keys() & MULTIPLIERS:  # a fork may read them into fields of its own
+        own |= _multipliers(hf)
     return make(
         vocab_size=hf["vocab_size"],
         hidden_size=hf["hidden_size"],
@@ -479,6 +509,43 @@ def _yarn(scaling: Mapping[str, Any], positions: int) -> Yarn:
         attention = Yarn.suggested(factor, own, both) if own and both else 0.0
     turns = (float(scaling.get("beta_fast") or 32.0), float(scaling.get("beta_slow") or 1.0))
     return Yarn(factor, original, *turns, float(attention), bool(scaling.get("truncate", True)))
+
+
+MULTIPLIERS = {"embedding_multiplier", "attention_multiplier", "logits_scaling"}
+
+
+def _multipliers(hf: dict[str, Any]) -> dict[str, float]:
+    """Return the fields that hf_config writes as Granite's multipliers, where there are any."""
+    if not hf.keys() & MULTIPLIERS:
+        return {}
+    d = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    return {
+        "embedding_mult": hf.get("embedding_multiplier", 1.0),
+        "logits_divisor": hf.get("logits_scaling", 1.0),
+        "softmax_scale": unless_standard(hf.get("attention_multiplier", d**-0.5), d),
+    }
+
+
+def unless_standard(scale: float, head_size: int) -> float:
+    """Return a softmax_scale, 0 where it is that of standard attention."""
+    return 0.0 if math.isclose(scale, head_size**-0.5, rel_tol=1e-12) else scale
+
+
+def with_mup(config: LlamaConfig, mup: MuP) -> Widths:
+    """Return the sizes with muP's multipliers: the width is h, to which f and a d are proportional.
+
+    Matrices of blocks have an input that grows with h; the embedding, the output layer and vectors
+    have not. A fork with such parameters imports this function, one with others writes its own.
+    """
+    h, d = config.hidden_size, config.head_size
+    sizes = replace(
+        config,
+        embedding_mult=mup.embedding_mult,
+        logits_divisor=mup.logits_divisor(h),
+        softmax_scale=unless_standard(mup.softmax_scale(d), d),
+        width_mult=mup.width_mult(h),
+    )
+    return Widths(sizes, dict.fromkeys(("matrix", "matrix_no_decay"), mup.width_mult(h)))
 
 
 def parameter_group(name: str, param: nn.Parameter) -> str:

@@ -19,16 +19,19 @@ from typing import Any, Protocol
 from torch import nn
 
 from model.llama import Llama, LlamaConfig
+from mpu.mup import MuP, Widths
+from mpu.param import GROUPS
 
 HERE = Path(__file__).resolve().parent
 # by model_type, where the names differ
-FILES = {"mixtral": "moe", "qwen3_moe": "moe", "dots1": "moe"}
+FILES = {"granite": "llama", "mixtral": "moe", "qwen3_moe": "moe", "dots1": "moe"}
 NEEDED = ("Model", "ModelConfig", "hf_names", "hf_config", "from_hf_config", "parameter_group")
 
 
 class ModelFile(Protocol):
     """What a model's file defines. It may also have extra_args_provider(parser), for its own flags:
-    one whose name is a field of ModelConfig sets that field.
+    one whose name is a field of ModelConfig sets that field; and with_mup(config, mup), without
+    which --use-mup is refused.
     """
 
     __file__: str
@@ -147,6 +150,24 @@ def config_of(
             "llama.py has"
         )
     return file.ModelConfig(**sizes, **{k: v for k, v in own.items() if k in fields})
+
+
+def with_mup(file: ModelFile, sizes: LlamaConfig, mup: MuP) -> Widths:
+    """Return what a model's file says of muP. Raises ValueError where it does not say it."""
+    name, say = Path(file.__file__).name, getattr(file, "with_mup", None)
+    if say is None:
+        raise ValueError(
+            f"--use-mup: --model-file {name} does not say which of its sizes are widths: it must "
+            "define with_mup, or import that of model/llama.py where its parameters are alike "
+            "(docs/mup.md)"
+        )
+    found: Widths = say(sizes, mup)
+    if wrong := found.divisors.keys() - {*GROUPS}:
+        raise ValueError(
+            f"--use-mup: with_mup of --model-file {name} names {', '.join(sorted(wrong))}: the "
+            f"groups of parameters are {', '.join(GROUPS)}"
+        )
+    return found
 
 
 def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:

@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from model import llama, qwen3
-from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, read_hf_config
+from model.llama import (
+    Cache,
+    LlamaConfig,
+    Packed,
+    hf_names,
+    parameter_group,
+    read_hf_config,
+    with_mup,
+)
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
@@ -31,7 +39,10 @@ from mpu.layers.experts import Experts, RouterLinear
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Decisions, Recompute
 
-__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+__all__ = [
+    "Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group",
+    "with_mup",
+]  # fmt: skip
 SCORES = ("softmax", "sigmoid")
 
 

@@ -7,11 +7,14 @@
 from typing import Any
 
 from model import llama
-from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config
+from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config, with_mup
 
 # what a config.json that does not say it means
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
-__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+__all__ = [
+    "Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group",
+    "with_mup",
+]  # fmt: skip
 
 
 class Attention(llama.Attention):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model import llama
-from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group
+from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, with_mup
 from mpu.context import LayerContext
 from mpu.layers.fused import RMSNorm
 from mpu.param import Region
@@ -21,7 +21,10 @@ from mpu.recompute import Recompute
 
 # what a config.json that does not say it means
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768}
-__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+__all__ = [
+    "Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group",
+    "with_mup",
+]  # fmt: skip
 
 
 class Attention(llama.Attention):

@@ -39,6 +39,16 @@ class ExpertOptions(NamedTuple):
     pad_to_capacity: bool = False
 
 
+class QKClip(NamedTuple):
+    """--qk-clip: bound the largest attention logit (mpu/layers/attention/max_logits.py).
+
+    alpha: the queries' share of the factor, as a power of it.
+    """
+
+    threshold: float = 100.0
+    alpha: float = 0.5
+
+
 @dataclass(frozen=True)
 class LayerContext:
     """What a layer may know: axes, sequence parallelism, dtypes, device, where gradients go.
@@ -50,6 +60,8 @@ class LayerContext:
     for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
     attention_backend: whose kernels they are, as the flags of these names say.
     auxiliary_losses: what `auxiliary_loss` adds to. experts: how a mixture of experts is trained.
+    log_max_attention_logit, qk_clip: whether each head's largest logit is noted, and clipped.
+    output_z_loss: the coefficient of the output layer's z-loss (mpu/layers/cross_entropy.py).
     """
 
     grid: Grid = field(default_factory=Grid)
@@ -65,6 +77,9 @@ class LayerContext:
     attention_backend: str = "auto"
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
     experts: ExpertOptions = ExpertOptions()
+    log_max_attention_logit: bool = False
+    qk_clip: QKClip | None = None
+    output_z_loss: float = 0.0
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis
     sp: bool = field(init=False)  # whether sequence parallelism has an effect

@@ -7,7 +7,7 @@ pipeline may keep the work of weight gradients in the WeightGradientQueue and ru
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,14 @@ class Loads(Protocol):
     def end_step(self, found_inf: Tensor) -> None: ...
 
 
+class Logits(Protocol):
+    """What notes the largest attention logits: mpu/layers/attention/max_logits.py."""
+
+    def begin_step(self) -> None: ...
+    def end_step(self, found_inf: Tensor) -> None: ...
+    def rows(self) -> Iterator[tuple[nn.Parameter, Tensor]]: ...
+
+
 class GradientSink:
     """Where layers put weight gradients: one main gradient a parameter.
 
@@ -50,6 +58,8 @@ class GradientSink:
         self.written: set[nn.Parameter] = set()
         self.amaxes: Amaxes | None = None  # of delayed float8 (use_float8)
         self.loads: Loads | None = None  # of a mixture of experts
+        self.logits: Logits | None = None  # where they are noted
+        self.begins: list[Callable[[], None]] = []  # what else is told of the start of a step
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an unset tensor for a new weight; at ZeRO stage 3 it has no memory yet."""
@@ -73,6 +83,10 @@ class GradientSink:
             self.amaxes.begin_step()
         if self.loads is not None:
             self.loads.begin_step()
+        if self.logits is not None:
+            self.logits.begin_step()
+        for begin in self.begins:
+            begin()
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
         """Return the parameter's main gradient, allocated at first use."""

@@ -39,7 +39,7 @@ from training.setting import (
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 YARN: dict[str, Any] = {"needs": "--position-embedding-type", "needs_value": "yarn"}
-CHANGES = ("seed", "data", "tokenizer", "batch", "rope")  # what --allow-change may name
+CHANGES = ("seed", "data", "tokenizer", "batch", "rope", "mup")  # what --allow-change may name
 TOKENIZERS = (
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
@@ -162,6 +162,51 @@ class ModelConfig:
         "spread of the initial weights, drawn from a normal distribution around 0",
         "standard deviation",
         POSITIVE,
+    )
+    use_mup: bool = setting(
+        False,
+        "scale initial weights, AdamW's learning rates, attention and logits by the width, so that "
+        "the best learning rate is that of the base width (muP)",
+        older=False,
+    )
+    mup_base_hidden_size: int = setting(
+        0,
+        "hidden size at which muP changes nothing but attention: of the model whose learning rate "
+        "was searched",
+        "channels",
+        whole(0, 1_048_576),
+        "--use-mup",
+        older=0,
+    )
+    mup_embedding_mult: float = setting(
+        1.0, "what the embedding's output is multiplied by", "ratio", POSITIVE, "--use-mup",
+        older=1.0,
+    )  # fmt: skip
+    mup_output_mult: float = setting(
+        1.0,
+        "what the logits are multiplied by",
+        "ratio",
+        POSITIVE,
+        "--use-mup",
+        derived="base hidden size / hidden size, also where 1 is given",
+        older=1.0,
+    )
+    mup_base_head_dim: float = setting(
+        0.0,
+        "size of a head at the base width: there attention is the standard one",
+        "channels",
+        real(),
+        "--use-mup",
+        off="0, q k^T / d",
+        older=0.0,
+    )
+    mup_attn_scale_power: float = setting(
+        1.0,
+        "q k^T is multiplied by sqrt(--mup-base-head-dim, else 1) / d to this power",
+        "power",
+        POSITIVE,
+        "--use-mup",
+        older=1.0,
     )
     model_file: str = setting(
         "model/llama.py",
@@ -909,6 +954,33 @@ class OptimizerConfig:
     muon_use_syrk: bool = setting(
         False, "compute half of the symmetric products of these iterations", **MUON, older=False
     )
+    qk_clip: bool = setting(
+        False,
+        "multiply the rows of W_q and W_k of a key/value group whose largest attention logit is "
+        "above --qk-clip-threshold, after each update (MuonClip)",
+        older=False,
+    )
+    qk_clip_alpha: float = setting(
+        0.5,
+        "the queries' share: of eta = threshold / largest logit W_q takes eta^alpha, W_k the rest",
+        "power",
+        FRACTION,
+        needs="--qk-clip",
+        older=0.5,
+    )
+    qk_clip_threshold: float = setting(
+        100.0, "largest attention logit that is left as it is", "logit", POSITIVE, "--qk-clip",
+        older=100.0,
+    )  # fmt: skip
+    output_z_loss_coeff: float = setting(
+        0.0,
+        "add this times the square of each token's log of the sum of exp(logits) to the loss",
+        "ratio",
+        real(0, 0.1),
+        off="0",
+        ours=True,
+        older=0.0,
+    )
     clip_grad: float = setting(
         1.0, "scale the gradients down to at most this norm", "global norm", real(), off="0"
     )
@@ -1189,6 +1261,17 @@ class LogConfig:
         ours=True,
     )
     log_params_norm: bool = setting(False, "log the norm of the parameters")
+    log_max_attention_logit: bool = setting(
+        False, "log the largest attention logit of the model; --qk-clip logs it, too"
+    )
+    log_layer_rms_interval: int | None = setting(
+        None,
+        "every so many steps log the RMS of each block's activations and gradients; a multiple of "
+        "--log-interval",
+        "steps",
+        whole(1),
+        ours=True,
+    )
     sample_interval: int | None = setting(
         None,
         "steps between two samples: print how the model goes on with a text",

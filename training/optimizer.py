@@ -6,12 +6,16 @@
     vector                     --optimizer     0                 --lr
     embedding                  --optimizer     --weight-decay    --decoupled-lr, or --lr
 
+With --use-mup the model's file says by what --lr and --adam-eps are divided for each group.
+
 A name's ending says where a fork differs: matrix_no_decay, vector_decay, embedding_no_decay. An
 optimizer of whole matrices updates the groups of matrices, and AdamW the others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from mpu.context import QKClip
+from mpu.mup import MuP
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group, UpdateRule
 from mpu.optim.muon import Muon
@@ -44,21 +48,50 @@ def _muon(config: Config) -> UpdateRule:
 RULES: dict[str, Callable[[Config], UpdateRule]] = {"adam": _adamw, "muon": _muon}
 
 
+def mup_of(config: Config) -> MuP | None:
+    """Return what the flags of muP say, None without --use-mup."""
+    m = config.model
+    if not m.use_mup:
+        return None
+    assert m.mup_base_hidden_size, "a rule of the flags"
+    return MuP(
+        m.mup_base_hidden_size,
+        m.mup_embedding_mult,
+        m.mup_output_mult,
+        m.mup_base_head_dim,
+        m.mup_attn_scale_power,
+    )
+
+
+def qk_clip(config: Config) -> QKClip | None:
+    """Return what --qk-clip asks for, None where it is not given."""
+    o = config.optimizer
+    return QKClip(o.qk_clip_threshold, o.qk_clip_alpha) if o.qk_clip else None
+
+
 def whole_matrices(config: Config) -> bool:
     """Return whether the optimizer takes whole matrices, which need an axis (Grid.instance)."""
     return RULES[config.optimizer.optimizer](config).whole_matrices
 
 
-def optimizer_groups(config: Config) -> dict[str, Group]:
-    """Return what each group of parameters means in a run."""
+def optimizer_groups(
+    config: Config, divisors: Mapping[str, float] | None = None
+) -> dict[str, Group]:
+    """Return what each group of parameters means in a run.
+
+    divisors: muP's (mpu/mup.py). A rule of whole matrices has a scale of its own, so they do not
+    touch it, as in Megatron-LM.
+    """
     rule, decay = RULES[config.optimizer.optimizer](config), config.optimizer.weight_decay
     rest = _adamw(config) if rule.whole_matrices else rule
     plain = ("matrix_no_decay", "vector", "embedding_no_decay")
+    own = [name for name in GROUPS if rule.whole_matrices and name.startswith("matrix")]
     return {
         name: Group(
             rule if name.startswith("matrix") else rest,
             weight_decay=0.0 if name in plain else decay,
             decoupled=name.startswith("embedding"),
+            divisor=1.0 if name in own else (divisors or {}).get(name, 1.0),
         )
         for name in GROUPS
     }

@@ -18,21 +18,21 @@ from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, r
 from mpu.context import LayerContext
 from mpu.recompute import Recompute
 
-MULTIPLIERS = (
-    "embedding_multiplier",
-    "attention_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-)
+FLAGS = {  # of each field of the config the flag, which has Hugging Face's name
+    "embedding_mult": "embedding_multiplier",
+    "softmax_scale": "attention_multiplier",
+    "residual_multiplier": "residual_multiplier",
+    "logits_divisor": "logits_scaling",
+}
 __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
 
 
 @dataclass(frozen=True)
 class GraniteConfig(LlamaConfig):
-    embedding_multiplier: float = 12.0
-    attention_multiplier: float = 0.0078125
+    embedding_mult: float = 12.0
+    softmax_scale: float = 0.0078125
     residual_multiplier: float = 0.22
-    logits_scaling: float = 8.0
+    logits_divisor: float = 8.0
 
 
 class Block(llama.Block):
@@ -53,33 +53,25 @@ class Granite(llama.Llama):
     config: GraniteConfig
     block = Block
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return super().embed(tokens) * self.config.embedding_multiplier
-
-    def last_norm(self, h: Tensor) -> Tensor:
-        return super().last_norm(h) / self.config.logits_scaling  # the head is linear
-
-    def rope(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-        cos, sin = super().rope(positions, length)
-        scale = (self.config.attention_multiplier * self.config.head_size**0.5) ** 0.5
-        return cos * scale, sin * scale  # of q and of k: their product has it twice
-
 
 def hf_config(config: GraniteConfig, dtype: str = "float32") -> dict[str, Any]:
     own = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
-    own |= {name: getattr(config, name) for name in MULTIPLIERS}
-    return {**llama.hf_config(config, dtype), **own}
+    scale = config.softmax_scale or config.head_size**-0.5
+    own |= {theirs: getattr(config, ours) for ours, theirs in FLAGS.items()}
+    return {**llama.hf_config(config, dtype), **own, "attention_multiplier": scale}
 
 
 def from_hf_config(hf: dict[str, Any]) -> GraniteConfig:
-    own = {name: hf.get(name, 1.0) for name in MULTIPLIERS}
-    return read_hf_config(hf, "granite", GraniteConfig, **own)
+    hf = {**dict.fromkeys(FLAGS.values(), 1.0), **hf}
+    residual = hf["residual_multiplier"]
+    return read_hf_config(hf, "granite", GraniteConfig, residual_multiplier=residual)
 
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> None:
-    for name in MULTIPLIERS:
-        default = getattr(GraniteConfig, name)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
+    for field, name in FLAGS.items():
+        default = getattr(GraniteConfig, field)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=float, default=default, dest=field)
 
 
 Model, ModelConfig = Granite, GraniteConfig

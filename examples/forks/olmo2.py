@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from model import llama
-from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, read_hf_config
+from model.llama import (
+    Cache,
+    LlamaConfig,
+    Packed,
+    hf_names,
+    parameter_group,
+    read_hf_config,
+    with_mup,
+)
 from mpu.comm.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -27,7 +35,10 @@ from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import column_vector
 from mpu.recompute import Recompute
 
-__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+__all__ = [
+    "Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group",
+    "with_mup",
+]  # fmt: skip
 
 
 class WholeNorm(torch.nn.Module):

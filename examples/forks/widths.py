@@ -8,9 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from model import llama
-from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config
+from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config, with_mup
 
-__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+__all__ = [
+    "Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group",
+    "with_mup",
+]  # fmt: skip
 
 
 class Widths(llama.Llama):

@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from model import llama
-from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config
+from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config, with_mup
 from mpu.context import LayerContext
 from mpu.recompute import Recompute
 
-__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+__all__ = [
+    "Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group",
+    "with_mup",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from mpu.comm.collectives import all_to_all
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.layers.attention.backends import card_of
+from mpu.layers.attention.blocks import blocks
 from mpu.layers.attention.core import CoreAttention, one_row
 from mpu.layers.attention.exchange import (
     BACKWARD,
@@ -34,6 +35,7 @@ from mpu.layers.attention.exchange import (
     by_rank,
     in_order,
 )
+from mpu.layers.attention.max_logits import HeadMaxima, head_maxima_of, note_maxima
 from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows, joined
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
@@ -48,10 +50,10 @@ def core_attention_of(ctx: LayerContext) -> CoreAttention:
     With context-parallel ranks a ContextAttention; for te Transformer Engine's.
     """
     if ctx.attention_backend == "te":
-        return TransformerEngineAttention()
+        return TransformerEngineAttention(head_maxima_of(ctx))
     if ctx.grid.cp.size > 1:
         return ContextAttention(ctx)
-    return CoreAttention(ctx.attention_backend, card_of(ctx.device))
+    return CoreAttention(ctx.attention_backend, card_of(ctx.device), head_maxima_of(ctx))
 
 
 class ContextAttention(CoreAttention):
@@ -61,7 +63,7 @@ class ContextAttention(CoreAttention):
     """
 
     def __init__(self, ctx: LayerContext) -> None:
-        super().__init__(ctx.attention_backend, card_of(ctx.device))
+        super().__init__(ctx.attention_backend, card_of(ctx.device), head_maxima_of(ctx))
         kinds, grid = ctx.cp_comm_type, ctx.grid
         if len(kinds) != 1:
             raise ValueError(
@@ -72,6 +74,16 @@ class ContextAttention(CoreAttention):
         # the ranks that exchange heads, and those that exchange keys
         self.heads_axis = grid.cp if self.kind == "a2a" else grid.cp_a2a
         self.keys_axis = grid.cp_p2p if self.kind == "a2a+p2p" else grid.cp
+
+    def note(
+        self,
+        maxima: HeadMaxima,
+        q: Tensor,
+        k: Tensor,
+        packed: PackedSeqParams | None,
+        window: int,
+    ) -> None:
+        """Leave it to `exchange`: this rank has not all keys of its queries yet."""
 
     def attend(
         self,
@@ -120,18 +132,27 @@ class ContextAttention(CoreAttention):
     ) -> Tensor:
         """q [s, b, a, d], k and v [s, b, g, d] of this rank -> [s, b, a, d]."""
         kernel = self.kernel(q, "blocks" if packed is None and not window else "documents")
+        noted, heads = None, q.shape[2]
+        if self.maxima is not None and torch.is_grad_enabled():
+            alone = self.kind in ("all_gather", "p2p")
+            own = heads if alone else heads // self.heads_axis.size
+            noted = self.maxima.of(own, 0 if alone else own * self.heads_axis.rank, heads)
         if self.kind in ("all_gather", "p2p"):
-            way = Gather if self.kind == "all_gather" else Ring
-            return ContextExchange.apply(q, k, v, way(self.cp, held, documents, window, kernel))
+            kind = Gather if self.kind == "all_gather" else Ring
+            way = kind(self.cp, held, documents, window, kernel, noted)
+            return ContextExchange.apply(q, k, v, way)
         axis, near = self.heads_axis, neighbours(held, self.heads_axis.size)
         tokens = near[self.cp.rank // axis.size]
         order = in_order(tokens, q.device), by_rank(tokens, q.device)
         q, k, v = heads_for_tokens(q, k, v, axis, order)
         if self.kind == "a2a":
+            if noted is not None:
+                todo = blocks(range(len(q)), documents, window)
+                note_maxima(noted, q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), todo)
             y = super().attend(q, k, v, packed, None, window).unflatten(2, (q.shape[2], -1))
         else:
             far = tuple(joined([r for each in group for r in each]) for group in near)
-            way_of_keys = Ring(self.keys_axis, far, documents, window, kernel)
+            way_of_keys = Ring(self.keys_axis, far, documents, window, kernel, noted)
             y = ContextExchange.apply(q, k, v, way_of_keys)
         return _Exchange.apply(y, axis, order, True)
 

@@ -6,6 +6,14 @@ columns, the maximum, the sum of exp(l - maximum), and the target's logit; ONE a
 three numbers a token lets every rank combine them, in rank order. Padded columns (beyond
 vocab_size) are masked: they enter neither the softmax nor its gradient, so the loss does not depend
 on the tensor-parallel size. mpu/layers/softmax_rows.py does what csrc/fused.cpp does not take.
+
+--output-z-loss-coeff c adds c S^2 to each token's loss, S = log(sum_v exp(l_v)), which draws S to 0
+(Chowdhery et al. 2022, section 5). It is an auxiliary loss: backward counts its value, and an
+evaluation has none. With p the softmax, and 1 at the target,
+
+    dl = dloss ((1 + 2 c S) p - 1) = dloss (exp(l - S') - 1),    S' = S - log(1 + 2 c S)
+
+so it changes one number a token. Where S <= -1/(2 c), far from 0, exp(l - S') is taken as 0.
 """
 
 from collections.abc import Callable
@@ -79,6 +87,7 @@ class _CrossEntropy(torch.autograd.Function):
         own: bool,
     ) -> Tensor:
         rows, targets, saved_ctx.own = logits.flatten(0, 1), labels.reshape(-1), own
+        saved_ctx.ctx = ctx
         saved_ctx.columns = columns = (ctx.tp.rank * rows.shape[1], vocab_size)
         stats = torch.empty((3, len(rows)), dtype=ctx.accumulate, device=rows.device)
         softmax_stats(rows, targets, columns, stats)
@@ -89,6 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, log_sum = saved_ctx.saved_tensors
+        log_sum = with_z_loss(log_sum, dloss, saved_ctx.ctx)
         if not saved_ctx.own:  # what made them may have saved them, too
             logits = logits.clone(memory_format=torch.contiguous_format)
         softmax_gradient(logits.flatten(0, 1), targets, saved_ctx.columns, log_sum, dloss)
@@ -117,6 +127,20 @@ def softmax_gradient(
         call("softmax_gradient", rows.dtype, *given, *rows.shape, *columns)
     else:
         softmax_rows.gradient(rows, targets, *columns, log_sum, dloss)
+
+
+def with_z_loss(log_sum: Tensor, dloss: Tensor, ctx: LayerContext) -> Tensor:
+    """Return S' of each token, of S [n] and the loss's gradient; count the z-loss of a micro-batch.
+
+    Call it once in a backward.
+    """
+    c = ctx.output_z_loss
+    if not c:
+        return log_sum
+    losses = ctx.auxiliary_losses
+    of_token = dloss.reshape(-1).to(log_sum.dtype) * losses.tokens  # 1, or 0 where it is masked
+    losses.add((c * log_sum.square() * of_token).sum(), ())
+    return log_sum - torch.log((1 + 2 * c * log_sum).clamp(min=0))
 
 
 def loss_of(stats: Tensor, ctx: LayerContext) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,14 @@ from torch import Tensor, nn
 
 from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
 from mpu.comm.transport import Label
-from mpu.layers.cross_entropy import Columns, check_labels, loss_of, softmax_gradient, softmax_stats
+from mpu.layers.cross_entropy import (
+    Columns,
+    check_labels,
+    loss_of,
+    softmax_gradient,
+    softmax_stats,
+    with_z_loss,
+)
 from mpu.layers.linear import ColumnParallelLinear, Recipe
 
 CHUNK_BYTES = 1 << 28  # of a chunk's logits
@@ -109,14 +116,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
         head: ColumnParallelLinear = saved_ctx.head
-        ctx, saved, size = head.ctx, saved_ctx.saved_tensors, saved_ctx.vocab_size
+        ctx, size = head.ctx, saved_ctx.vocab_size
+        x, targets, log_sum = saved_ctx.saved_tensors
+        saved = x, targets, with_z_loss(log_sum, dloss, ctx)
         dloss = dloss.reshape(-1).to(ctx.accumulate).contiguous()
         deferred = ctx.queue.defers(head.output_layer)
         rows = _gather(saved[0], head, head.on_backward)
         dx = rows.new_empty(rows.shape, dtype=ctx.accumulate)
         _add_gradients(head, rows, saved[1:], dloss, size, dx, wgrad=not deferred)
         if deferred:
-            saved = tuple(each.detach() for each in saved)  # else the graph lives on with x
+            # detached, else the graph lives on with x
+            saved = saved[0].detach(), saved[1].detach(), saved[2].detach()
 
             def wgrad() -> None:
                 again = _gather(saved[0], head, head.on_wgrad)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mpu.comm.mappings import gather_from_sequence_parallel_region
 from mpu.context import LayerContext
+from mpu.layers.attention.max_logits import max_logits_of
 from mpu.layers.linear import ColumnParallelLinear
 from mpu.param import placement_of
 
@@ -59,6 +60,8 @@ def qkv_linear(
     """
     kind = ColumnParallelLinear if ctx.grid.tp_kv.size == 1 else SharedHeadsLinear
     layer = kind(hidden, sections, ctx=ctx, bias=bias)
+    if (logits := max_logits_of(ctx)) is not None:
+        logits.linears.append(layer)
     layer.weight.placement = replace(placement_of(layer.weight), qkv=True)  # type: ignore[attr-defined]
     return layer
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpu.accelerators import needs_fp32
 from mpu.optim import backends
-from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule
+from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule, divided
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TorchAdam(Updater):
             torch._fused_adamw_(
                 params, [segment.grad for segment in params], first, second, [], steps,
                 lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
-                eps=self._rule.eps, amsgrad=False, maximize=False, grad_scale=grad_scale,
+                eps=divided(self._rule.eps, group), amsgrad=False, maximize=False, grad_scale=grad_scale,
                 found_inf=found_inf,
             )  # fmt: skip
             torch._foreach_sub_(steps, [found_inf] * len(steps))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpu.accelerators import FUSED_ADAM
-from mpu.optim.interface import Parts, SegmentUpdater, Updater, UpdateRule
+from mpu.optim.interface import Parts, SegmentUpdater, Updater, UpdateRule, divided
 
 
 def _fused_adam(module: str) -> Any:
@@ -39,7 +39,8 @@ class Triton(SegmentUpdater):
         first, second = (1 - beta**self._steps for beta in self._betas)
         scalars = torch.stack((factor.double(), first, second.sqrt(), skip)).float()
         for group in self.groups:
-            rates = Rates(group["lr"], self._betas, self._eps, group["weight_decay"])
+            eps = divided(self._eps, group)
+            rates = Rates(group["lr"], self._betas, eps, group["weight_decay"])
             for segment in group["params"]:
                 state = (segment, segment.grad, *self._state[segment].values())
                 adamw(state, self._weights.get(segment), scalars, rates)
@@ -69,7 +70,10 @@ class Fused(Updater):
 
     def __init__(self, backend: str, parts: Parts, betas: tuple[float, float], eps: float) -> None:
         self.groups = [{**group, "lr": 0.0} for group in parts.groups]
-        theirs = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in parts.groups]
+        theirs = [
+            {"params": g["params"], "weight_decay": g["weight_decay"], "eps": divided(eps, g)}
+            for g in parts.groups
+        ]
         self._adam: Any = _fused_adam(FUSED_ADAM[backend])(
             theirs, lr=0.0, betas=betas, eps=eps, adam_w_mode=True, capturable=True
         )

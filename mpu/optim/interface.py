@@ -207,12 +207,19 @@ class SegmentUpdater(Updater):
 class Group:
     """What the flags say of a group of parameters, by the name that the model gives it.
 
-    decoupled: its learning rate is the decoupled one, where a run has one.
+    decoupled: its learning rate is the decoupled one, where a run has one. divisor: what its
+    learning rate is divided by, and AdamW's eps (mpu/mup.py).
     """
 
     rule: UpdateRule
     weight_decay: float = 0.0
     decoupled: bool = False
+    divisor: float = 1.0
+
+
+def divided(rate: float, group: Mapping[str, Any]) -> float:
+    """Return a learning rate or eps of a group of Parts, which it may divide."""
+    return rate / float(group.get("divisor", 1.0))
 
 
 def state_bytes(groups: Mapping[str, Group], master: torch.dtype) -> dict[str, int]:

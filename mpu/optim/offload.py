@@ -77,6 +77,11 @@ class Offload:
         if up:
             torch.cuda.current_stream(up.device).wait_stream(up)
 
+    def send(self, buckets: Sequence[int]) -> None:
+        """Send the weights of some buckets again, whose masters have changed since `update`."""
+        for i in buckets:
+            self._send(i)
+
     def _send(self, i: int) -> None:
         """Round master i on the host, so that only weights travel, and start its copy up."""
         if self._rounded[i] is not self.masters[i]:

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from mpu.grid import DATA, Grid
-from mpu.optim.interface import Group, Matrix, Parts, Updater, UpdateRule, rules_of, whole
+from mpu.optim.interface import (
+    Group,
+    Matrix,
+    Parts,
+    Updater,
+    UpdateRule,
+    divided,
+    rules_of,
+    whole,
+)
 from mpu.optim.offload import Offload
 from mpu.optim.owners import Plan, members_of, plan_of
 from mpu.optim.state_offload import StateOffload
@@ -73,6 +82,7 @@ class Optimizer:
         for buckets in each:
             self._add(buckets, grads, groups)
         self.norm = GlobalNorm(module, sink.buckets, grid)
+        self.grad_squares = torch.zeros(())  # of the last `step`, before clipping
         self.state_offload = self._state_offload() if state_offload else None
 
     def _state_offload(self) -> StateOffload:
@@ -130,6 +140,7 @@ class Optimizer:
                         "params": [],
                         "weight_decay": group.weight_decay,
                         "decoupled": group.decoupled,
+                        "divisor": group.divisor,
                     },
                 )
                 if low >= high:
@@ -160,8 +171,12 @@ class Optimizer:
         ]
 
     def grad_norm(self) -> Tensor:
-        """Return the global norm of the gradients: a scalar on the device, fp64."""
-        return self.norm([bucket.grad_shard for bucket in self.sink.buckets])
+        """Return the global norm of the gradients: a scalar on the device, fp64.
+
+        grad_squares has its parts: the square of each parameter's, in the order of norm.names.
+        """
+        self.grad_squares = self.norm.squares([bucket.grad_shard for bucket in self.sink.buckets])
+        return self.grad_squares.sum().sqrt()
 
     def params_norm(self) -> Tensor:
         """Return the global norm of the (master) weights: a scalar on the device, fp64."""
@@ -179,6 +194,7 @@ class Optimizer:
         norm = self.grad_norm()
         if scale is not None:
             norm = norm * scale
+            self.grad_squares *= scale**2
         factor = torch.ones_like(norm) if scale is None else scale.to(norm)
         if self.clip > 0:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -187,12 +203,15 @@ class Optimizer:
             self.sink.amaxes.end_step(found_inf)
         if self.sink.loads is not None:
             self.sink.loads.end_step(found_inf)
+        if self.sink.logits is not None:
+            self.sink.logits.end_step(found_inf)
         for updater in (updater for some in self.updaters for updater in some):
             for group in updater.groups:
-                decoupled = group["decoupled"] and decoupled_lr is not None
-                group["lr"] = decoupled_lr if decoupled else lr
+                rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
+                group["lr"] = divided(rate, group)
         if self.offload:
             self.offload.update(self.updaters, factor, found_inf)
+            self.offload.send(self._multiply_rows())
             self.sink.gather_weights()
             return norm, found_inf
         if self.state_offload:
@@ -202,11 +221,33 @@ class Optimizer:
             updater.start(factor, found_inf)
         for updater in updaters:
             updater.step(factor, found_inf)
+        self._multiply_rows()
         rounded = all(updater.rounds for updater in updaters)
         self.sink.gather_weights() if rounded else self.weights_from_masters()
         if self.state_offload:
             self.state_offload.send()
         return norm, found_inf
+
+    @torch.no_grad()
+    def _multiply_rows(self) -> list[int]:
+        """Multiply rows of masters and weights that this rank owns, as QK-clip asks.
+
+        Returns the buckets that have such rows.
+        """
+        rows = {} if self.sink.logits is None else dict(self.sink.logits.rows())
+        touched = []
+        for i, (bucket, master) in enumerate(zip(self.sink.buckets, self._masters, strict=True)):
+            for _, param, start in bucket.params if rows else ():
+                low, high = max(start, bucket.low), min(start + param.numel(), bucket.high)
+                if param not in rows or low >= high:
+                    continue
+                own = slice(low - bucket.low, high - bucket.low)
+                factors = rows[param].to(master.device, master.dtype)
+                multiply_rows(master[own], low - start, param.numel() // len(factors), factors)
+                if not self.offload and bucket.param_shard.dtype != master.dtype:
+                    bucket.param_shard[own] = master[own]
+                touched.append(i)
+        return list(dict.fromkeys(touched))
 
     def weights_from_masters(self) -> None:
         """Round the masters into the weights, after an update or a load; gather the weights."""
@@ -306,6 +347,22 @@ def _matrices(
         if group not in groups:
             continue
         yield Matrix(name, param, group, segment_at.get(start), max(bucket.low - start, 0))
+
+
+def multiply_rows(values: Tensor, first: int, width: int, factors: Tensor) -> None:
+    """Multiply elements [first, first + n) of a flattened matrix [rows, width], each by its row's
+    factor, in place: values [n], factors [rows].
+    """
+    low, end = -(-first // width), (first + len(values)) // width  # the rows that are whole
+    if low > end:  # inside one row
+        values *= factors[end]
+        return
+    head, tail = low * width - first, end * width - first
+    if head:
+        values[:head] *= factors[low - 1]
+    values[head:tail].view(-1, width).mul_(factors[low:end, None])
+    if tail < len(values):
+        values[tail:] *= factors[end]
 
 
 def _exchanges_last(rule: UpdateRule) -> bool:

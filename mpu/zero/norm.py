@@ -8,6 +8,7 @@ do not depend on how buckets are cut or shared, nor on the pipeline.
 """
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ class GlobalNorm:
     """Takes the 2-norm of flat tensors, one a bucket: the part of it that this rank owns.
 
     Each element of the model counts once: what several ranks hold is counted by the first of them.
+    names: of the whole model's parameters, sorted. numels: how many elements each has, on all ranks
+    together and without padding.
     """
 
     def __init__(
@@ -36,22 +39,29 @@ class GlobalNorm:
         self._parts = [_Part(module, buckets, grid.data(cut).cut) for cut in cuts]
         device = buckets[0].param_shard.device
         # names are the same in every layout
-        text = "\n".join(name for part in self._parts for name in part.names)
+        numels = {name: prod(placement_of(p).shape) for name, p in module.named_parameters()}
+        text = "\n".join(f"{name} {numels[name]}" for part in self._parts for name in part.names)
         lists = gather_bytes(text.encode(), grid.pp, device)
-        every = sorted({name for text in lists for name in text.decode().split("\n")})
-        rows = [[every.index(name) for name in part.names] for part in self._parts]
+        every = dict(line.split() for text in lists for line in text.decode().splitlines())
+        self.names = sorted(every)
+        self.numels = [int(every[name]) for name in self.names]
+        at = {name: i for i, name in enumerate(self.names)}
+        rows = [[at[name] for name in part.names] for part in self._parts]
         self._rows = [torch.tensor(row, device=device) for row in rows]
-        self._count = len(every)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the norm, in fp64, on the weights' device."""
+        return self.squares(tensors).sum().sqrt()
+
+    def squares(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the square of each parameter's norm, in fp64, in the order of `names`."""
         every = None
         for part, row in zip(self._parts, self._rows, strict=True):
             found = part.squares(tensors)
-            every = found.new_zeros(self._count) if every is None else every
+            every = found.new_zeros(len(self.names)) if every is None else every
             every[row] = found
         assert every is not None, "there is no bucket"
-        return sum_in_order(every, self.pp, NORM).sum().sqrt()
+        return sum_in_order(every, self.pp, NORM)
 
 
 class _Part:

@@ -217,6 +217,8 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
             grads.append((piece.name, piece.dim, piece.start, local.numpy()))
     weights = {n: w.float().numpy() for n, w in gathered_weights.items()}
     made = {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+    logits = run.sink.logits and run.sink.logits.largest
+    made["logits"] = None if logits is None else logits.tolist()  # of this rank's layers and heads
     return made | {"auxiliary": run.model.ctx.auxiliary_losses.mean.item()}
 
 
@@ -243,8 +245,11 @@ class Twin:
     """The serial twin: a Llama in plain torch, on full fp64 tensors under canonical names.
 
     file: of the model whose initial weights it takes; where those have a q_norm, so has the twin.
-    sizes: those that differ from SIZES. more: entries of the case whose weights it takes.
+    sizes: those that differ from SIZES. more: entries of the case whose weights it takes. z_loss:
+    the coefficient of the output layer's.
     """
+
+    z_loss = 0.0
 
     def __init__(
         self,
@@ -330,7 +335,8 @@ class Twin:
             q, k = self.rotate(q, positions), self.rotate(k, positions)
             k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
             scores = (q @ k.transpose(-1, -2)) / d**0.5
-            weights = scores.masked_fill(~look[:, None], -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~look[:, None], -torch.inf)
+            weights = self.scores(scores, i).softmax(-1)
             y = (weights @ v).transpose(1, 2).reshape(b, s, -1)
             h = h + y @ w[f"{at}self_attn.o_proj.weight"].t()
             x = self.norm(h, at + "post_attention_layernorm.weight")
@@ -339,6 +345,7 @@ class Twin:
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
         logits = self.norm(h, "model.norm.weight") @ head.t()
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        loss = loss + self.z_loss * logits.flatten(0, 1).logsumexp(-1).square()
         mask = batch["loss_mask"]
         mask = torch.ones(b * s, dtype=torch.float64) if mask is None else mask.flatten().double()
         return ((loss * mask).sum() + auxiliary) / mask.sum()
@@ -350,6 +357,10 @@ class Twin:
     def mlp(self, x: torch.Tensor, at: str) -> torch.Tensor:
         """Return the MLP of x; at: its layer's names."""
         return self.swiglu(x, *(f"{at}mlp.{n}_proj" for n in ("gate", "up", "down")))
+
+    def scores(self, scores: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return the scores of attention [b, a, s, s], -infinity where a key is hidden."""
+        return scores
 
     def auxiliary(self, h: torch.Tensor) -> torch.Tensor | float:
         """Return what a block adds to the loss, summed over the tokens: nothing."""

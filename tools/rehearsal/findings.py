@@ -32,6 +32,7 @@ HOST_MAY_WAIT = {
     # on steps that are written
     "training/run/log.py": ("loss.item()", ".tolist()", "params().item()"),
     "training/run/expert_values.py": (".tolist()",),
+    "training/run/layer_values.py": (".item()", ".tolist()"),
     "training/run/stop.py": ("self._arrived.synchronize()",),  # for the step before's agreement
     # --log-params-norm of masters in host memory
     "mpu/zero/norm.py": ("torch.cat(blocks).to(",),

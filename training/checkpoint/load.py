@@ -51,7 +51,11 @@ FLAGS = {
     "rope_scaling": "--use-rope-scaling",
     "rms_norm_eps": "--norm-epsilon",
     "tie_word_embeddings": "--untie-embeddings-and-output-weights",
+    "logits_scaling": "--mup-base-hidden-size or --mup-output-mult",
+    "attention_multiplier": "--mup-base-head-dim or --mup-attn-scale-power",
+    "embedding_multiplier": "--mup-embedding-mult",
 }
+MUP_FIELDS = ("logits_scaling", "attention_multiplier", "embedding_multiplier")
 # types of the state's entries that a resume reads
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
@@ -113,6 +117,13 @@ class Checkpoint:
     def check_model(self, expect: Mapping[str, Any]) -> None:
         """Raise MismatchError at the first field in which the saved model differs from `expect`."""
         saved = self.state.get("hf_config", {})
+        mup = [f for f in MUP_FIELDS if saved and (f in saved) != (f in expect)]
+        if mup and "model_type" in expect:
+            there, here = ("with", "without")[:: 1 if mup[0] in saved else -1]
+            raise MismatchError(
+                f"{self.directory} is a checkpoint of another model: it was trained {there} the "
+                f"multipliers of muP, and this run is {here} them (--use-mup)"
+            )
         for field, value in expect.items():
             if field in saved and field not in FREE_FIELDS and saved[field] != value:
                 more = "; --allow-change rope goes on with it" if "rope" in field else ""

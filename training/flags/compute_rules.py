@@ -275,6 +275,8 @@ def _forbid(config: Config) -> Iterator[tuple[str, str]]:
     if p.tp_comm_overlap != "none":
         why = "the host counts what its flags wait for"
         yield f"--tp-comm-overlap {p.tp_comm_overlap}", why
+    if every := config.log.log_layer_rms_interval:
+        yield f"--log-layer-rms-interval {every}", "what is replayed calls no module"
     level = config.fault.empty_unused_memory_level
     if level:
         yield f"--empty-unused-memory-level {level}", "a graph keeps the memory that it runs in"

@@ -656,6 +656,11 @@ ACCEPTED = (
     ),
     Accepted("--enable-experimental", "nothing here depends on it"),
     Accepted(
+        "--mup-width-mult",
+        "it is computed, there as here: --hidden-size / --mup-base-hidden-size",
+        TEXT,
+    ),
+    Accepted(
         "--muon-tp-mode",
         "each matrix is whole on one rank, as in duplicated and distributed; blockwise is refused: "
         "its update depends on the number of tensor-parallel ranks",
@@ -685,18 +690,11 @@ IDLE = (
         "",
         values="""--q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim --v-head-dim""",
     ),
-    Idle("--qk-clip", "", values="""--qk-clip-alpha --qk-clip-threshold"""),
     Idle("--window-size", "", values="""--window-attn-skip-freq"""),
     Idle(
         "--position-embedding-type relative",
         "",
         values="""--relative-attention-num-buckets --relative-attention-max-distance""",
-    ),
-    Idle(
-        "--use-mup",
-        "",
-        values="""--mup-width-mult --mup-base-hidden-size --mup-embedding-mult --mup-output-mult
-        --mup-base-head-dim --mup-attn-scale-power""",
     ),
     Idle(
         "--fim-data",
@@ -928,7 +926,7 @@ REFUSED = (
     ),
     Refused(
         "another attention than a Llama's",
-        """--qk-clip --multi-latent-attention --experimental-attention-variant --dsa-indexer-n-heads
+        """--multi-latent-attention --experimental-attention-variant --dsa-indexer-n-heads
         --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-topk-freq
         --dsa-indexer-skip-topk-offset --dsa-indexer-loss-coeff
         --dsa-indexer-use-sparse-loss --dsa-kernel-backend --dsa-indexer-rope-interleaved
@@ -949,7 +947,7 @@ REFUSED = (
     ),
     Refused(
         "another distribution of the initial weights",
-        """--embedding-init-method-std --use-mup --data-parallel-random-init
+        """--embedding-init-method-std --data-parallel-random-init
         --init-method-xavier-uniform""",
         "use --init-method-std, for one normal distribution",
     ),
@@ -1012,7 +1010,7 @@ REFUSED = (
     Refused(
         "a record of tensors inside a step",
         """--save-activations-interval --save-wgrads-interval --save-dgrads-interval
-        --log-max-attention-logit --log-energy""",
+        --log-energy""",
         "use --log-params-norm or --profile",
     ),
     Refused(

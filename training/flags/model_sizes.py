@@ -21,6 +21,8 @@ from training.untrusted import nothing_downloaded
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
+MUP = """mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
+    mup_attn_scale_power""".split()
 ROPE = """--rotary-base --use-rope-scaling --rope-scaling-factor --position-embedding-type
     --rotary-scaling-factor --yarn-original-max-position-embeddings --yarn-beta-fast
     --yarn-beta-slow --no-yarn-correction-range-round-to-int --mscale
@@ -136,6 +138,12 @@ def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
         value = getattr(sizes, name, None)
         if value:  # else it is the default
             out["--" + name.replace("_", "-")] = list(value) if type(value) is tuple else value
+    settings = found.state.get("config", {})
+    if settings.get("model.use_mup"):  # its multipliers are in the model's config, too
+        out["--use-mup"] = True
+        for name in MUP:
+            if (value := settings.get(f"model.{name}")) is not None:
+                out["--" + name.replace("_", "-")] = value
     if not sizes.tied:
         out["--untie-embeddings-and-output-weights"] = True
     if (length := found.state.get("config", {}).get("model.seq_length")) is not None:

@@ -77,7 +77,7 @@ def parse(
     rules.check(made)
     said = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     said += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
-    said += expert_rules.notes(made)
+    said += [*expert_rules.notes(made), *size_rules.mup_notes(made)]
     notes = list(dict.fromkeys(said))
     return replace(made, notes=tuple(notes), given=names, command_line=tuple(argv))
 

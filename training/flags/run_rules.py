@@ -109,6 +109,11 @@ def check_run(config: Config) -> None:
                 f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
             )
     here = config.parallel.device is None and not config.run.dry_run  # a dry run knows no machine
+    if (every := log.log_layer_rms_interval) and every % log.log_interval:
+        raise UsageError(
+            f"--log-layer-rms-interval {every} must be a multiple of --log-interval "
+            f"{log.log_interval}, whose lines have these numbers"
+        )
     if log.record_memory_history and (
         config.parallel.device == "cpu" or (here and not torch.cuda.is_available())
     ):

@@ -25,6 +25,12 @@ def check(config: Config) -> None:
             f"--ffn-hidden-size is missing: --hidden-size {m.hidden_size} is too small to "
             "derive it from"
         )
+    if m.use_mup and not m.mup_base_hidden_size:
+        raise UsageError(
+            "--use-mup needs --mup-base-hidden-size, the hidden size at which the learning rate "
+            f"was searched; for that model itself it is --hidden-size {m.hidden_size}, which "
+            "Megatron-LM takes where the flag is left out"
+        )
     if m.seq_length > m.max_position_embeddings:
         raise UsageError(
             f"--seq-length {m.seq_length} is longer than --max-position-embeddings "
@@ -47,6 +53,21 @@ def _yarn(m: ModelConfig) -> None:
             f"--yarn-beta-fast {m.yarn_beta_fast:g} must be above --yarn-beta-slow "
             f"{m.yarn_beta_slow:g}"
         )
+
+
+def mup_notes(config: Config) -> list[str]:
+    """Return a line on what muP is in this run, and one where Muon's scale does not go with it."""
+    m, o = config.model, config.optimizer
+    if not m.use_mup:
+        return []
+    times = f"{m.hidden_size / m.mup_base_hidden_size:g}"
+    lines = [f"muP: the width is {times} x that of --mup-base-hidden-size {m.mup_base_hidden_size}"]
+    if o.optimizer == "muon" and o.muon_scale_mode == "spectral":
+        lines.append(
+            "--use-mup with --muon-scale-mode spectral: the update of a matrix has a size of its "
+            "own, which does not carry over between widths; take unit_rms_norm"
+        )
+    return lines
 
 
 def check_cut(config: Config) -> None:

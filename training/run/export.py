@@ -138,6 +138,8 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
 
     kind = str(config.get("model_type", ""))
     own = "they hold the weights under the fork's own names, which tools/checkpoint.py reads"
+    if config.get("logits_scaling") and kind != "granite":
+        return f"transformers' {kind} does not read muP's multipliers, so its logits would differ"
     if kind not in CONFIG_MAPPING:
         return f"transformers {transformers.__version__} has no model_type {kind!r}: {own}"
     fields = {key: value for key, value in config.items() if key != "torch_dtype"}

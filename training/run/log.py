@@ -373,6 +373,10 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
     loads = [f"load {short(record['expert_load'])}"] if "expert_load" in record else []
     if record.get("dropped_share"):
         loads = [f"{loads[0]}, {record['dropped_share']:.1%} dropped"]
+    logits = []
+    if (top := record.get("max_attention_logit")) is not None:
+        clipped = f" ({record['qk_clipped']} clipped)" if record.get("qk_clipped") else ""
+        logits = [f"logit {short(top)}{clipped}"]
     mfu = record["mfu"]
     parts = [
         f"iteration {record['iteration']:>{len(str(total))}}/{total}",
@@ -380,6 +384,7 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
         f"lr {record['lr']:.2e}".replace("e-0", "e-").replace("e+00", ""),
         norm,
         *loads,
+        *logits,
         f"{rounded(record['tokens_per_second'])} tokens/s",
         f"MFU {mfu:.1%}" if mfu < 0.1 else f"MFU {mfu:.0%}",
         f"ETA {'?' if left is None else duration(left)}",

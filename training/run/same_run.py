@@ -30,6 +30,7 @@ SHARED = {
         *("model.seq_length", "data.reset_position_ids", "data.reset_attention_mask"),
         *("data.eod_mask_loss", "corpus_digest"),
     ),  # in a run with stages their past in place of length and corpus
+    "mup": ("model.mup_base_hidden_size",),  # a model's hf_config has the multipliers
     "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
 }
 SCHEDULE = "batch.step_batch_size_schedule"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mpu.layers.attention.backends import Kernel, card_of, kernel_of
 from mpu.layers.attention.blocks import Block, Part, blocks
+from mpu.layers.attention.max_logits import note_maxima
 from mpu.layers.fused import attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
@@ -130,12 +131,15 @@ def attend(
     *,
     kernel: Kernel,
     before: int = 0,
+    noted: Tensor | None = None,
 ) -> None:
     """Do the forward of blocks: set out and lse, or merge into what is there.
 
     q [b, a, s, d]; k and v [b, g, S, d]. A block's ranges are places in dim 2; `before` is taken
-    off those of queries. A "tril" is a query's first block, and sets.
+    off those of queries. A "tril" is a query's first block, and sets. noted: see max_logits.py.
     """
+    if noted is not None:
+        note_maxima(noted, q, k, todo, before)
     for block in todo:
         at, keys = _slice(block.q, before), _slice(block.kv)
         y, new = _forward(kernel, block.part, q[:, :, at], k[:, :, keys], v[:, :, keys])

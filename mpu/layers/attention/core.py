@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mpu.layers.attention.backends import Card, Kernel, Work, card_of, kernel_of
 from mpu.layers.attention.block_attention import block_attention
+from mpu.layers.attention.blocks import blocks
+from mpu.layers.attention.max_logits import HeadMaxima, note_maxima
 from mpu.layers.fused import apply_rope, attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
@@ -23,11 +25,13 @@ class CoreAttention:
     """A layer's core attention. Subclasses attend in another way: by `attend` alone.
 
     asked: --attention-backend. card: what the choice of a kernel depends on, found once; None: it
-    is asked of torch at each call.
+    is asked of torch at each call. maxima: where the largest logits are noted, if they are.
     """
 
-    def __init__(self, asked: str = "auto", card: Card | None = None) -> None:
-        self.asked, self.card = asked, card
+    def __init__(
+        self, asked: str = "auto", card: Card | None = None, maxima: HeadMaxima | None = None
+    ) -> None:
+        self.asked, self.card, self.maxima = asked, card, maxima
 
     def __call__(
         self,
@@ -52,7 +56,25 @@ class CoreAttention:
         that is asked for cannot do it.
         """
         q, k, v = apply_rope(qkv, cos, sin, heads, groups, rotary)  # each [s, b, n, d]
+        if self.maxima is not None and torch.is_grad_enabled():  # once, also where recomputed
+            self.note(self.maxima, q, k, packed, window)
         return self.attend(q, k, v, packed, cache, window)
+
+    def note(
+        self,
+        maxima: HeadMaxima,
+        q: Tensor,
+        k: Tensor,
+        packed: PackedSeqParams | None,
+        window: int,
+    ) -> None:
+        """Note the largest logits of q [s, b, a, d] and k [s, b, g, d], those of all tokens."""
+        if packed is not None:
+            q, k = one_row(q), one_row(k)
+        q, k = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)  # each [b, n, s, d]
+        documents = (q.shape[2],) if packed is None else packed.lengths
+        todo = blocks(range(q.shape[2]), documents, window)
+        note_maxima(maxima.of(q.shape[1]), q, k, todo)
 
     def attend(
         self,

@@ -71,7 +71,9 @@ class ContextExchange(torch.autograd.Function):
 
 
 class Gather:
-    """All keys at once. held: the positions of each rank's tokens (shards.py)."""
+    """All keys at once. held: the positions of each rank's tokens (shards.py). noted: where forward
+    notes each head's largest logit (max_logits.py), None where it need not.
+    """
 
     def __init__(
         self,
@@ -80,20 +82,21 @@ class Gather:
         documents: tuple[int, ...],
         window: int,
         kernel: Kernel,
+        noted: Tensor | None = None,
     ) -> None:
-        self.axis, self.held, self.kernel = axis, held, kernel
+        self.axis, self.held, self.kernel, self.noted = axis, held, kernel, noted
         self.blocks = gather_blocks(axis.rank, held, documents, window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Attend to own keys while the others come."""
         mine = _together(k, v)
         parts, handle = all_gather(mine, self.axis, async_op=True, label=FORWARD)
-        attend(self.blocks.near, q, k, v, out, lse, kernel=self.kernel)
+        attend(self.blocks.near, q, k, v, out, lse, kernel=self.kernel, noted=self.noted)
         handle.wait()
         del mine
         every = parts.index_select(0, in_order(self.held, q.device))
         del parts
-        attend(self.blocks.far, q, *_apart(every), out, lse, kernel=self.kernel)
+        attend(self.blocks.far, q, *_apart(every), out, lse, kernel=self.kernel, noted=self.noted)
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
         """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers,
@@ -127,7 +130,7 @@ class Gather:
 
 
 class Ring:
-    """Keys of one rank after the other."""
+    """Keys of one rank after the other. The arguments are those of Gather."""
 
     def __init__(
         self,
@@ -136,8 +139,9 @@ class Ring:
         documents: tuple[int, ...],
         window: int,
         kernel: Kernel,
+        noted: Tensor | None = None,
     ) -> None:
-        self.axis, self.kernel = axis, kernel
+        self.axis, self.kernel, self.noted = axis, kernel, noted
         self.blocks = ring_blocks(axis.rank, held, documents, window)
 
     def _pass_on(self, x: Tensor, label: Label) -> tuple[Tensor, Handle]:
@@ -156,7 +160,7 @@ class Ring:
             if turn + 1 < size:
                 coming, handle = self._pass_on(here, FORWARD)
             todo = self.blocks[(self.axis.rank - turn) % size]
-            attend(todo, q, *_apart(here), out, lse, kernel=self.kernel)
+            attend(todo, q, *_apart(here), out, lse, kernel=self.kernel, noted=self.noted)
             handle.wait()
             here = coming
 

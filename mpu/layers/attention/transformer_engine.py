@@ -12,14 +12,15 @@ from typing import Any
 from torch import Tensor
 
 from mpu.layers.attention.core import CoreAttention, core_attention, one_row
+from mpu.layers.attention.max_logits import HeadMaxima
 from mpu.layers.packed_seq_params import PackedSeqParams
 
 
 class TransformerEngineAttention(CoreAttention):
     """`CoreAttention` by Transformer Engine, whose module is made at the first call."""
 
-    def __init__(self) -> None:
-        super().__init__("te")
+    def __init__(self, maxima: HeadMaxima | None = None) -> None:
+        super().__init__("te", maxima=maxima)
         self._modules: dict[tuple[int, int, int], Any] = {}
 
     def attend(

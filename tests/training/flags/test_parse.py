@@ -292,9 +292,9 @@ MISTAKES = [
     ("--trigger-path /x --job-name y", 1, "this leaves them out: --ignore-flags trigger-path:1 j"),
     ("--trigger-path /x", 1, "nor of Megatron-LM, but of swiss-ai; --help all lists the flags"),
     (
-        "--fp16 --use-mup --otel-enabled",
+        "--fp16 --data-parallel-random-init --otel-enabled",
         1,
-        f"{FP16} (refused too: --use-mup, --otel-enabled)",
+        f"{FP16} (refused too: --data-parallel-random-init, --otel-enabled)",
     ),
     (
         "--tokenizer-type Llama3Tokenizer",

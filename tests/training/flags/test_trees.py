@@ -71,7 +71,7 @@ def test_a_flag_that_changes_nothing_there_changes_nothing_here(words):
     assert read(words).digest() == read("").digest()
 
 
-@pytest.mark.parametrize("words", ["--mtp-num-layers 1", "--optimizer lion", "--use-mup"])
+@pytest.mark.parametrize("words", ["--mtp-num-layers 1", "--optimizer lion"])
 def test_what_would_switch_it_on_is_refused(words):
     with pytest.raises(UsageError, match=words.split()[0]):
         read(f"--moe-router-topk 2 --muon-momentum 0.95 --mup-width-mult 2 {words}")

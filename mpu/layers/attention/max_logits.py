@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest attention logit of each head over the global batch, and QK-clip, which bounds it.
+
+A logit is q k^T / sqrt(d), of a query and a key that it looks at: no masked pair counts.
+
+    in a step   each forward that has a backward notes the maximum of each of its heads
+    its end     the maximum over micro-batches and over cp x dp: exact, so in any order
+                -> S of each key/value group, the maximum of its query heads
+                -> after the update, where S > threshold, with eta = threshold / S:
+                   the group's rows of W_q are multiplied by eta^alpha, of W_k by eta^(1 - alpha)
+
+That is Megatron-LM's rule (megatron/core/optimizer/qk_clip.py), of MuonClip (Kimi K2 technical
+report, 2025, section 2.1), in which each head has its own key. The maxima take one more product
+q k^T a layer, some rows at a time, and no kernel of attention changes. A step whose update is
+skipped clips nothing. What an evaluation or a measurement sees is not noted, and a recomputed
+forward is noted once. Nothing waits for the device.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import MAX, all_reduce
+from mpu.comm.transport import Label
+from mpu.context import LayerContext
+from mpu.layers.attention.blocks import Block, Part
+from mpu.param import placement_of
+
+LABEL = Label("core_attention", "max logits")
+CHUNK = 1 << 22  # logits that exist at once
+
+
+class HeadMaxima:
+    """The maxima of one layer's heads in this step: [heads of this rank], None before the first."""
+
+    def __init__(self, ctx: LayerContext) -> None:
+        self.ctx = ctx
+        self.noted: Tensor | None = None
+
+    def of(self, heads: int, first: int = 0, among: int = 0) -> Tensor:
+        """Return where the maxima of heads [first, first + heads) are noted.
+
+        among: the query heads of this rank, where these are not all.
+        """
+        if self.noted is None:
+            kind, device = self.ctx.accumulate, self.ctx.device
+            self.noted = torch.full((among or heads,), -torch.inf, dtype=kind, device=device)
+        return self.noted[first : first + heads]
+
+
+def note_maxima(
+    noted: Tensor, q: Tensor, k: Tensor, todo: Sequence[Block], before: int = 0
+) -> None:
+    """Raise `noted` [a] to each head's largest logit in blocks: q [b, a, s, d], k [b, g, S, d].
+
+    before: taken off the places of queries, as in `attend` of block_attention.py.
+    """
+    with torch.no_grad():
+        for block in todo:
+            some = q[:, :, block.q.start - before : block.q.stop - before]
+            found = largest(some, k[:, :, block.kv.start : block.kv.stop], block.part, noted.dtype)
+            torch.maximum(noted, found, out=noted)
+
+
+def largest(q: Tensor, k: Tensor, part: Part, kind: torch.dtype) -> Tensor:
+    """Return the largest logit of each head in one block, of dtype `kind`: [a]."""
+    (b, a, s, d), (g, keys) = q.shape, k.shape[1:3]
+    step = max(1, CHUNK // (b * a * keys))
+    found = q.new_full((a,), -torch.inf, dtype=kind)
+    for first in range(0, s, step):
+        last = min(first + step, s)
+        low, high = (first if part == "triu" else 0), (last if part == "tril" else keys)
+        some = q[:, :, first:last].reshape(b * g, -1, d)  # the heads of a group, one by one
+        scores = _products(some, k[:, :, low:high].flatten(0, 1), kind)
+        scores = scores.view(b, a, last - first, high - low)
+        if part != "all":
+            hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device)
+            hidden = hidden.triu(first - low + 1) if part == "tril" else hidden.tril(-1)
+            scores.masked_fill_(hidden, -torch.inf)
+        # NaN and infinity are one: the step is skipped
+        top = scores.amax((0, 2, 3)).nan_to_num_(torch.inf, neginf=-torch.inf)
+        found = torch.maximum(found, top)
+    return found.mul_(d**-0.5)
+
+
+def _products(q: Tensor, k: Tensor, kind: torch.dtype) -> Tensor:
+    """Return q k^T of [n, s, d] and [n, S, d], summed in `kind`. (CUDA: not run on a GPU yet.)"""
+    if q.is_cuda and q.dtype != kind:
+        return torch.bmm(q, k.mT, out_dtype=kind)
+    return torch.bmm(q.to(kind), k.to(kind).mT)
+
+
+class Rows(NamedTuple):
+    """A parameter whose rows are multiplied, each by its factor: [rows]."""
+
+    param: nn.Parameter
+    factors: Tensor
+
+
+class MaxLogits:
+    """The maxima of all layers of a rank, in the order in which the model made them.
+
+    largest: of the last step, [layers], over this rank's heads; None before the first. clipped: the
+    key/value groups that were clipped in it. Raises ValueError where QK-clip cannot pair layers and
+    weights.
+    """
+
+    def __init__(self, ctx: LayerContext) -> None:
+        self.ctx = ctx
+        self.layers: list[HeadMaxima] = []
+        self.linears: list[nn.Module] = []  # which make queries, keys and values
+        self.largest: Tensor | None = None
+        self.clipped: Tensor | None = None
+        self._eta: list[Tensor] = []  # [groups of this rank] of each layer
+
+    def begin_step(self) -> None:
+        """Forget what was noted since the last step."""
+        for layer in self.layers:
+            if layer.noted is not None:
+                layer.noted.fill_(-torch.inf)
+
+    @torch.no_grad()
+    def end_step(self, found_inf: Tensor) -> None:
+        """Take the maxima over the ranks that have the same heads; see what is to be clipped.
+
+        found_inf: 1.0 where the update is skipped, and with it the clip.
+        """
+        noted = [layer.noted for layer in self.layers if layer.noted is not None]
+        self._eta = []
+        if not noted:
+            return
+        every = torch.cat(noted)
+        if self.ctx.grid.dp_cp.size > 1:
+            every = all_reduce(every, self.ctx.grid.dp_cp, op=MAX, label=LABEL)[0]
+        parts = every.split([len(each) for each in noted])
+        self.largest = torch.stack([part.amax() for part in parts])
+        clip = self.ctx.qk_clip
+        if clip is None:
+            return
+        if len(noted) != len(self.linears):
+            raise ValueError(
+                f"--qk-clip: {len(noted)} layers attend and {len(self.linears)} make queries and "
+                "keys by qkv_linear (mpu/layers/qkv.py): each attention must have one"
+            )
+        shared = self.ctx.grid.tp_kv
+        pairs = zip(parts, self.linears, strict=True)
+        groups = [_group_maxima(part, linear) for part, linear in pairs]
+        tops = torch.cat(groups)
+        if shared.size > 1:  # its ranks have other queries of the same key
+            tops = all_reduce(tops, shared, op=MAX, label=LABEL)[0]
+        over = (tops > clip.threshold) & torch.isfinite(tops) & (found_inf == 0)
+        eta = torch.where(over, clip.threshold / tops, torch.ones_like(tops))
+        self.clipped = over.sum()
+        self._eta = list(eta.split([len(each) for each in groups]))
+
+    def rows(self) -> Iterator[Rows]:
+        """Yield what QK-clip multiplies after the update: weights, and biases where there are."""
+        clip = self.ctx.qk_clip
+        assert clip is not None or not self._eta
+        for linear, eta in zip(self.linears, self._eta, strict=bool(self._eta)):
+            assert clip is not None
+            q, k, v = _local_sections(linear)
+            factors = torch.ones(q + k + v, dtype=eta.dtype, device=eta.device)
+            factors[:q] = eta.pow(clip.alpha).repeat_interleave(q // len(eta))
+            factors[q : q + k] = eta.pow(1 - clip.alpha).repeat_interleave(k // len(eta))
+            for param in (linear.weight, linear.bias):
+                if isinstance(param, nn.Parameter):
+                    yield Rows(param, factors)
+
+
+def _local_sections(linear: nn.Module) -> list[int]:
+    """Return this rank's rows of queries, keys and values."""
+    assert isinstance(linear.weight, nn.Parameter)
+    place = placement_of(linear.weight)
+    return [rows // place.axis.size for rows in place.sections]
+
+
+def _group_maxima(maxima: Tensor, linear: nn.Module) -> Tensor:
+    """Return the maximum of each key/value group that this rank attends with: [groups]."""
+    assert isinstance(linear.weight, nn.Parameter)
+    place = placement_of(linear.weight)
+    q, k, _ = place.sections
+    heads = len(maxima) * place.axis.size
+    groups = heads * k // q
+    return maxima.view(max(1, groups // place.axis.size), -1).amax(1)
+
+
+def max_logits_of(ctx: LayerContext) -> MaxLogits | None:
+    """Return what notes the maxima of a rank, None where no flag asks for them."""
+    if not ctx.log_max_attention_logit and ctx.qk_clip is None:
+        return None
+    if ctx.sink.logits is None:
+        ctx.sink.logits = MaxLogits(ctx)
+    assert isinstance(ctx.sink.logits, MaxLogits)
+    return ctx.sink.logits
+
+
+def head_maxima_of(ctx: LayerContext) -> HeadMaxima | None:
+    """Return what notes the maxima of one more layer, None where no flag asks for them."""
+    every = max_logits_of(ctx)
+    if every is None:
+        return None
+    every.layers.append(HeadMaxima(ctx))
+    return every.layers[-1]

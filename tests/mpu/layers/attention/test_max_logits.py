@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest logit of each head is that of plain scores, whatever is masked, in any chunks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from mpu.context import LayerContext, QKClip
+from mpu.layers.attention import max_logits
+from mpu.layers.attention.blocks import blocks
+from mpu.layers.attention.core import CoreAttention
+from mpu.layers.attention.max_logits import MaxLogits, head_maxima_of, note_maxima
+from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.layers.qkv import qkv_linear
+from mpu.optim.optimizer import multiply_rows
+from mpu.recompute import recompute
+
+S, A, G, D = 23, 6, 3, 10
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, documents: tuple[int, ...], window: int) -> Any:
+    """Return the largest logit of each head, by a mask: q [b, a, s, d], k [b, g, s, d]."""
+    of = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
+    at = torch.arange(len(of))
+    back = at[:, None] - at
+    looks = (back >= 0) & (of[:, None] == of) & ((back < window) if window else True)
+    scores = q.double() @ k.double().repeat_interleave(A // G, 1).mT * D**-0.5
+    return scores.masked_fill(~looks, -torch.inf).amax((0, 2, 3))
+
+
+@pytest.mark.parametrize("documents", [(S,), (1, 9, 13), (5, 1, 1, 16)])
+@pytest.mark.parametrize("window", [0, 1, 4, 50])
+@pytest.mark.parametrize("chunk", [1, 500, 1 << 22])
+def test_the_maximum_is_of_the_pairs_that_are_looked_at(
+    documents: tuple[int, ...], window: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(max_logits, "CHUNK", chunk)
+    q, k = torch.randn(2, A, S, D).double(), torch.randn(2, G, S, D).double()
+    noted = torch.full((A,), -torch.inf, dtype=torch.float64)
+    note_maxima(noted, q, k, blocks(range(S), documents, window))
+    torch.testing.assert_close(noted, plain(q, k, documents, window), rtol=1e-13, atol=0)
+
+
+def test_bf16_is_multiplied_in_fp32() -> None:
+    q, k = torch.randn(1, A, S, D).bfloat16(), torch.randn(1, G, S, D).bfloat16()
+    noted = torch.full((A,), -torch.inf)
+    note_maxima(noted, q, k, blocks(range(S), (S,)))
+    torch.testing.assert_close(noted.double(), plain(q, k, (S,), 0), rtol=1e-6, atol=0)
+
+
+def layer(**more: Any) -> tuple[LayerContext, CoreAttention]:
+    ctx = LayerContext(log_max_attention_logit=True, **more)
+    return ctx, CoreAttention(maxima=head_maxima_of(ctx))
+
+
+def test_a_recomputed_forward_is_noted_once_and_an_evaluation_never(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    note = CoreAttention.note
+    monkeypatch.setattr(CoreAttention, "note", lambda *given: (calls.append(1), note(*given)))
+    ctx, core = layer()
+    qkv = torch.randn(S, 2, (A + 2 * G) * D, requires_grad=True)
+    cos, sin = torch.ones(S, 1, 1, D // 2), torch.zeros(S, 1, 1, D // 2)
+    given = (qkv, cos, sin, A, G, None)
+    with torch.no_grad():
+        core(*given)
+    assert not calls
+    recompute(core, *given).sum().backward()
+    assert len(calls) == 1
+    core(qkv, cos, sin, A, G, PackedSeqParams.of([S, S])).sum().backward()
+    assert len(calls) == 2
+
+
+def test_without_a_flag_nothing_is_noted() -> None:
+    ctx = LayerContext()
+    assert head_maxima_of(ctx) is None and ctx.sink.logits is None
+
+
+def clipped(maxima: list[float], found_inf: float = 0.0, **more: Any) -> MaxLogits:
+    """Return what notes the maxima of a layer with a bias, after a step."""
+    ctx = LayerContext(qk_clip=QKClip(10.0, 0.25))
+    noted = head_maxima_of(ctx)
+    assert noted is not None
+    qkv_linear(8, (4 * 2, 2 * 2, 2 * 2), ctx=ctx, **more)
+    noted.of(len(maxima)).copy_(torch.tensor(maxima))
+    assert isinstance(ctx.sink.logits, MaxLogits)
+    ctx.sink.logits.end_step(torch.tensor(found_inf))
+    return ctx.sink.logits
+
+
+def test_a_groups_queries_and_its_key_share_the_factor() -> None:
+    logits = clipped([5.0, 20.0, 3.0, -7.0], bias=True)
+    (weight, factors), (bias, same) = logits.rows()
+    assert weight.shape[0] == bias.shape[0] == 16 and factors is same
+    eta = torch.tensor(0.5)
+    q, k = eta**0.25, eta**0.75
+    want = torch.tensor([q] * 4 + [1.0] * 4 + [k] * 2 + [1.0] * 2 + [1.0] * 4)
+    assert torch.equal(factors, want)
+    assert logits.clipped == 1 and logits.largest == 20.0
+
+
+@pytest.mark.parametrize("top", [torch.nan, torch.inf, -torch.inf, -1e9, 0.0, 10.0])
+def test_what_is_not_above_the_threshold_is_left(top: float) -> None:
+    """Also what is not finite: its step is skipped, and a factor of 0 or NaN would be final."""
+    ((_, factors),) = clipped([top] * 4).rows()
+    assert torch.equal(factors, torch.ones(16))
+
+
+def test_a_skipped_step_clips_nothing() -> None:
+    ((_, factors),) = clipped([20.0] * 4, found_inf=1.0).rows()
+    assert torch.equal(factors, torch.ones(16))
+
+
+def test_layers_that_do_not_pair_are_refused() -> None:
+    ctx = LayerContext(qk_clip=QKClip())
+    noted = head_maxima_of(ctx)
+    assert noted is not None and isinstance(ctx.sink.logits, MaxLogits)
+    noted.of(4)
+    with pytest.raises(ValueError, match="1 layers attend and 0 make queries"):
+        ctx.sink.logits.end_step(torch.tensor(0.0))
+
+
+@pytest.mark.parametrize("first", range(0, 15, 2))
+@pytest.mark.parametrize("end", [1, 3, 4, 7, 8, 11, 15])
+def test_a_part_of_a_matrix_is_multiplied_by_its_rows(first: int, end: int) -> None:
+    if first >= end:
+        return
+    matrix, factors = torch.randn(5, 3), torch.randn(5)
+    want = (matrix * factors[:, None]).flatten()[first:end]
+    values = matrix.flatten()[first:end].clone()
+    multiply_rows(values, first, 3, factors)
+    assert torch.equal(values, want)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a line of the log says of the layers: attention logits, RMS, experts.
+
+max_attention_logit       with --log-max-attention-logit or --qk-clip: the largest of the step
+qk_clipped                with --qk-clip: key/value groups that were clipped, over all layers
+layer_I/activation_rms    with --log-layer-rms-interval: root of the mean square of what block I
+                          returns, over all tokens of the global batch
+layer_I/grad_rms          with it: of the gradients of block I, summed and not yet clipped;
+                          embedding/grad_rms and so on: of what is outside of blocks
+expert_load, ...          of a mixture of experts (expert_values.py)
+
+The numbers are of the step itself, and the same on every layout.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpu.comm.collectives import MAX, all_reduce, sum_in_order
+from mpu.comm.transport import Label
+from mpu.layers.attention.max_logits import MaxLogits
+from mpu.zero.layout import block_of
+from training.run.expert_values import expert_values
+from training.run.state import Run
+
+LABEL = Label("layers", "log")
+
+
+class LayerValues:
+    """Take the numbers of each step that is written. All ranks make and call it.
+
+    It watches the blocks where --log-layer-rms-interval asks for it, and in those steps alone.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.interval = run, run.config.log.log_layer_rms_interval
+        self.squares: dict[str, Tensor] = {}  # of what each block returned in this step
+        self.counts: dict[str, int] = {}
+        if self.interval:
+            run.sink.begins.append(self._begin)
+            for name, module in run.module.named_modules():
+                if name and block_of(f"{name}.weight") == name and name[-1].isdigit():
+                    module.register_forward_hook(self._hook(name))
+
+    def _begin(self) -> None:
+        """Forget what was seen since the last step."""
+        self.squares.clear()
+        self.counts.clear()
+
+    def _due(self, iteration: int) -> bool:
+        return bool(self.interval) and iteration % int(self.interval or 1) == 0
+
+    def _hook(self, name: str) -> Any:
+        def see(module: nn.Module, given: Any, out: Any) -> None:
+            # a recomputed forward counts once, an evaluation never
+            if not torch.is_grad_enabled() or not self._due(self.run.iteration + 1):
+                return
+            out = out[0] if isinstance(out, tuple) else out
+            kind = torch.promote_types(out.dtype, torch.float32)
+            square = torch.linalg.vector_norm(out.detach(), dtype=kind).double().square()
+            self.squares[name] = self.squares[name] + square if name in self.squares else square
+            self.counts[name] = self.counts.get(name, 0) + out.numel()
+
+        return see
+
+    def __call__(self, tokens: int) -> dict[str, Any]:
+        """Return the numbers of the last step; waits for the device where there are some.
+
+        tokens: of its global batch. The stages of a pipeline tell one another.
+        """
+        values = logit_values(self.run)
+        if self._due(self.run.iteration):
+            values |= self.activation_rms() | self.gradient_rms()
+        return values | expert_values(self.run, tokens)
+
+    def activation_rms(self) -> dict[str, float]:
+        """Return the RMS of what each block returned."""
+        run, names = self.run, list(self.squares)
+        rows = torch.zeros(
+            (run.config.model.num_layers, 2), dtype=torch.float64, device=run.device
+        )
+        for name in names:
+            number = int(name.rpartition(".")[2])
+            rows[number, 0] = self.squares[name]
+            rows[number, 1] = self.counts[name]
+        ctx = run.model.ctx
+        for axis in (ctx.tp,) * ctx.sp + (run.grid.dp_cp, run.grid.pp):
+            rows = sum_in_order(rows, axis, LABEL)
+        return {
+            f"layer_{i}/activation_rms": math.sqrt(square / count)
+            for i, (square, count) in enumerate(rows.tolist())
+            if count
+        }
+
+    def gradient_rms(self) -> dict[str, float]:
+        """Return the RMS of the gradients of each block, and of each module outside of blocks."""
+        norm, squares = self.run.optimizer.norm, self.run.optimizer.grad_squares
+        found: dict[str, list[float]] = {}
+        for name, numel, square in zip(norm.names, norm.numels, squares.tolist(), strict=True):
+            block = block_of(name)
+            own = found.setdefault(
+                f"layer_{block.rpartition('.')[2]}" if block else name.split(".")[0], [0.0, 0.0]
+            )
+            own[0] += square
+            own[1] += numel
+        return {f"{at}/grad_rms": math.sqrt(total / count) for at, (total, count) in found.items()}
+
+
+def logit_values(run: Run) -> dict[str, Any]:
+    """Return the largest attention logit, and what QK-clip did; {} where no flag asks."""
+    clips = run.config.optimizer.qk_clip
+    if not clips and not run.config.log.log_max_attention_logit:
+        return {}
+    top = torch.full((1,), -torch.inf, dtype=torch.float64, device=run.device)
+    clipped = torch.zeros(1, dtype=torch.float64, device=run.device)
+    logits = run.sink.logits  # None on a stage without layers
+    if isinstance(logits, MaxLogits) and logits.largest is not None:
+        top.copy_(logits.largest.max()[None])
+        if logits.clipped is not None:  # each rank of tp_kv has counted a group that they share
+            clipped += logits.clipped / run.grid.tp_kv.size
+    for axis in (run.grid.tp, run.grid.pp):
+        if axis.size > 1:
+            top = all_reduce(top, axis, op=MAX, label=LABEL)[0]
+            clipped = sum_in_order(clipped, axis, LABEL)
+    values = {"max_attention_logit": top.item()}
+    return values | ({"qk_clipped": round(clipped.item())} if clips else {})
