@@ -15,6 +15,11 @@ nobody would notice: here the run is refused, in a sentence that names the flag 
     --cpu-offload-activations          the same
     --offload-modules                  call the modules that it names
     --defer-embedding-wgrad-compute    have a ColumnParallelLinear(output_layer=True)
+    --log-max-attention-logit          attend by core_attention_of(ctx)
+    --qk-clip                          that, with one qkv_linear for each, and nothing between that
+                                       has parameters: a norm would undo the clip
+    --output-z-loss-coeff              compute its loss by output_loss or
+                                       vocab_parallel_cross_entropy
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +35,13 @@ from estimate.context_parallel import rank_batch
 from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
 from estimate.model_profile import ModelProvider, StagedModel, plannable, rank_model
 from mpu.context import LayerContext
+from mpu.layers import cross_entropy
 from mpu.layers.attention.core import CoreAttention, core_attention
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.param import placement_of
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Blocks, Recompute
 from training.config import Config
@@ -43,9 +50,15 @@ from training.recompute import recompute_of
 ROOT = Path(__file__).resolve().parents[1]
 LOSS, ATTENTION = "--fused-linear-cross-entropy", "--attention-backend"
 WINDOW = "a window"
+CLIP, LOGIT = "--qk-clip", "--log-max-attention-logit"
+Z_LOSS = "--output-z-loss-coeff"
+NO_CORE = "no layer attends by mpu.layers.context_attention.core_attention_of(ctx)"
 BY = {
     LOSS: "its loss is not computed by mpu.layers.cross_entropy.output_loss",
-    ATTENTION: "no layer attends by mpu.layers.context_attention.core_attention_of(ctx)",
+    ATTENTION: NO_CORE,
+    CLIP: NO_CORE,
+    LOGIT: NO_CORE,
+    Z_LOSS: "its loss is not computed by output_loss or vocab_parallel_cross_entropy",
     "--recompute-granularity selective": "its core attention is not in recompute.selective(...)",
     "--recompute-granularity full": "its layers do not run by recompute.blocks(...)",
     "--cpu-offload-activations": "its layers do not run by recompute.blocks(...)",
@@ -79,6 +92,8 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
                 f"{flag}: the method logits of {file} returns something else than its head does, "
                 "and the loss in chunks multiplies by the head's weight alone: leave the flag out"
             )
+    if config.optimizer.qk_clip:
+        _check_clip(model, file, len(listener.cores))
     if backend == "fused" and WINDOW in listener.heard:
         raise ValueError(f"{ATTENTION} fused: {file} attends in windows; take flash or auto")
     for name in g.offload_modules:
@@ -117,6 +132,41 @@ def _functions(config: Config) -> Iterator[str]:
         yield f"--recompute-granularity {p.recompute_granularity}"
     if config.gpu.cpu_offload_activations:
         yield "--cpu-offload-activations"
+    if config.optimizer.qk_clip:
+        yield CLIP
+    if config.log.log_max_attention_logit:
+        yield LOGIT
+    if config.optimizer.output_z_loss_coeff:
+        yield Z_LOSS
+
+
+def _check_clip(model: nn.Module, file: str, cores: int) -> None:
+    """Raise ValueError where rows of W_q and W_k do not scale the logits of a layer of their own.
+
+    cores: how many layers attend.
+    """
+    linears = [name for name, m in model.named_modules() if _makes_qkv(m)]
+    if len(linears) != cores:
+        raise ValueError(
+            f"{CLIP}: {file} attends in {cores} layers and makes queries and keys by qkv_linear "
+            f"(mpu/layers/qkv.py) in {len(linears)}: each attention must have one"
+        )
+    for name in linears:
+        attention = model.get_submodule(name.rpartition(".")[0])
+        for own, _ in attention.named_parameters():
+            module = attention.get_submodule(own.rpartition(".")[0])
+            if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                at = f"{name.rpartition('.')[0]}.{own}"
+                raise ValueError(
+                    f"{CLIP}: {file} has {at} between queries or keys and their product, and a "
+                    f"norm there undoes what is clipped: leave the flag out; {LOGIT} shows the "
+                    "largest logit"
+                )
+
+
+def _makes_qkv(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and placement_of(weight).qkv
 
 
 def in_float8(module: nn.Module) -> bool:
@@ -160,6 +210,7 @@ class _Listener:
     def __init__(self, config: Config, provider: ModelProvider) -> None:
         self.config, self.provider = config, provider
         self.heard: set[str] = set()
+        self.cores: set[int] = set()  # the core attentions that were called
         self.own_logits = False  # the model's logits are not what its head returns
 
     def noting(self, what: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,6 +236,8 @@ class _Listener:
         call = attention.__call__
 
         def attend(core: CoreAttention, *args: Any, **options: Any) -> Tensor:
+            self.cores.add(id(core))
+            self.heard |= {CLIP, LOGIT}
             if core.asked == config.parallel.attention_backend:
                 self.heard.add(ATTENTION)
             if options.get("window"):
@@ -194,6 +247,8 @@ class _Listener:
             return found
 
         attention.__call__ = attend
+        stats = cross_entropy.softmax_stats  # what every loss of ours calls
+        cross_entropy.softmax_stats = self.noting(Z_LOSS, stats)
         try:
             with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
                 model(tokens, tokens, positions, documents)
@@ -202,6 +257,9 @@ class _Listener:
                     self.own_logits = _own_logits(model, hidden, config.run.dtype)
         finally:
             attention.__call__ = call
+            cross_entropy.softmax_stats = stats
+        if LOSS in self.heard:
+            self.heard.add(Z_LOSS)
         return model
 
     def build(

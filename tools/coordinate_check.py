@@ -39,12 +39,13 @@ from mpu.grid import Grid
 from mpu.zero.layout import block_of
 from tools.command_line import Parser, told
 from tools.pictures.style import PALETTE, axes_at, check_name, page
+from tools.plot_loss import spread
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 
-# the embedding is large, so that a few steps do not turn the residual stream: else the logits change
-# by the output layer's initial weights, too, as 1 / sqrt(width)
+# The embedding is large, so that a few steps do not turn the residual stream: else the logits also
+# change by the output layer's initial weights, as 1 / sqrt(width).
 BASE = """--mock-data --tokenizer-type NullTokenizer --vocab-size 256 --num-layers 2
     --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 16
     --untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 1
@@ -196,27 +197,36 @@ def row(kinds: Kinds) -> str:
     return "  ".join(f"{kind} {value:.3g}" for kind, value in kinds.items())
 
 
-def draw(output: Path, widths: Sequence[int], steps: int, found: dict[str, dict[int, Kinds]]) -> None:
+def draw(
+    output: Path, widths: Sequence[int], steps: int, found: dict[str, dict[int, Kinds]]
+) -> None:
     """Draw the changes over the widths, a panel for each mode."""
     title = "How much activations change while a model learns"
     below = f"RMS of the change after {steps} steps; a name is followed by the slope over the width"
     with page(output, 7.6, 4.0, title, below) as figure:
-        axes = None
+        panels: list[Any] = []
         for i, mode in enumerate(MODES):
-            axes = axes_at(figure, 0.7 + 3.5 * i, 1.0, 2.3, 2.4, sharey=axes)
+            axes = axes_at(figure, 0.7 + 3.5 * i, 1.0, 2.3, 2.4, sharey=(panels or [None])[0])
+            panels.append(axes)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log", base=10)
             axes.set_title(mode, loc="left", fontsize=9)
             axes.set_xlabel("hidden size")
             axes.set_xticks(list(widths), [str(w) for w in widths])
-            for colour, (kind, value) in zip(
-                PALETTE, slopes(widths, found[mode]).items(), strict=False
-            ):
+            for colour, kind in zip(PALETTE, slopes(widths, found[mode]), strict=False):
                 points = [found[mode][w][kind] for w in widths]
                 axes.plot(widths, points, color=colour, marker="o", markersize=3)
+        low, high = map(math.log10, panels[0].get_ylim())
+        for axes, mode in zip(panels, MODES, strict=True):  # names, one above the other
+            last, of = found[mode][widths[-1]], slopes(widths, found[mode])
+            colours = dict(zip(of, PALETTE, strict=False))
+            kinds = sorted(colours, key=lambda kind, last=last: last[kind])  # type: ignore[misc]
+            scale = 2.4 * 72 / (high - low)  # points
+            places = [(math.log10(last[kind]) - low) * scale for kind in kinds]
+            for kind, at, moved in zip(kinds, places, spread(places, 9), strict=True):
                 axes.annotate(
-                    f"{kind} {value:+.2f}", (widths[-1], points[-1]), (4, 0),
-                    textcoords="offset points", color=colour, fontsize=8, va="center",
+                    f"{kind} {of[kind]:+.2f}", (widths[-1], last[kind]), (5, moved - at),
+                    textcoords="offset points", color=colours[kind], fontsize=8, va="center",
                 )  # fmt: skip
 
 

@@ -250,6 +250,7 @@ class Twin:
     """
 
     z_loss = 0.0
+    embedding_mult, softmax_scale, logits_divisor = 1.0, 0.0, 1.0  # muP's
 
     def __init__(
         self,
@@ -313,7 +314,7 @@ class Twin:
         """Return the mean loss over the tokens that count."""
         w, d = self.w, self.sizes["kv_channels"]
         heads, groups = self.sizes["num_attention_heads"], self.sizes["num_query_groups"]
-        h = w["model.embed_tokens.weight"][batch["tokens"]]
+        h = w["model.embed_tokens.weight"][batch["tokens"]] * self.embedding_mult
         b, s, _ = h.shape
         positions = batch["position_ids"]
         positions = torch.arange(s).expand(b, s) if positions is None else positions
@@ -334,7 +335,7 @@ class Twin:
                 )
             q, k = self.rotate(q, positions), self.rotate(k, positions)
             k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
-            scores = (q @ k.transpose(-1, -2)) / d**0.5
+            scores = (q @ k.transpose(-1, -2)) * (self.softmax_scale or d**-0.5)
             scores = scores.masked_fill(~look[:, None], -torch.inf)
             weights = self.scores(scores, i).softmax(-1)
             y = (weights @ v).transpose(1, 2).reshape(b, s, -1)
@@ -343,7 +344,7 @@ class Twin:
             h = h + self.mlp(x, at) + self.more(x, at)
             auxiliary += self.auxiliary(h)
         head = w.get("lm_head.weight", w["model.embed_tokens.weight"])
-        logits = self.norm(h, "model.norm.weight") @ head.t()
+        logits = self.norm(h, "model.norm.weight") @ head.t() / self.logits_divisor
         loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
         loss = loss + self.z_loss * logits.flatten(0, 1).logsumexp(-1).square()
         mask = batch["loss_mask"]

@@ -18,7 +18,8 @@ from model.load import ModelFile, read_sizes
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 
-OF_THE_RUN = {"make_vocab_size_divisible_by"}  # fields that a config.json does not have
+# fields that a config.json does not have: of padding, of initial weights
+OF_THE_RUN = {"make_vocab_size_divisible_by", "width_mult"}
 WITHOUT_EFFECT = {"max_position_embeddings"}  # on what the model computes
 OF_NO_MODEL = {"architectures", "torch_dtype", "dtype"}  # keys of a config.json
 Finding = tuple[str, str, str]

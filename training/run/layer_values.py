@@ -78,9 +78,7 @@ class LayerValues:
     def activation_rms(self) -> dict[str, float]:
         """Return the RMS of what each block returned."""
         run, names = self.run, list(self.squares)
-        rows = torch.zeros(
-            (run.config.model.num_layers, 2), dtype=torch.float64, device=run.device
-        )
+        rows = torch.zeros((run.config.model.num_layers, 2), dtype=torch.float64, device=run.device)
         for name in names:
             number = int(name.rpartition(".")[2])
             rows[number, 0] = self.squares[name]
