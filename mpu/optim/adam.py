@@ -76,8 +76,8 @@ class TorchAdam(Updater):
             torch._fused_adamw_(
                 params, [segment.grad for segment in params], first, second, [], steps,
                 lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
-                eps=divided(self._rule.eps, group), amsgrad=False, maximize=False, grad_scale=grad_scale,
-                found_inf=found_inf,
+                eps=divided(self._rule.eps, group), amsgrad=False, maximize=False,
+                grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
