@@ -49,13 +49,15 @@ DOUBLE = {
     "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/backends.py": 4,
     "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40, "training/run/log.py": 2,
     "mpu/layers/expert_load.py": 1 << 20, "training/run/expert_values.py": 1 << 20,
+    "training/run/layer_values.py": 1 << 20,
     "training/run/watch/guard.py": 256, "training/run/stop.py": 8,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of
 # attention are merged in; no matmul.
 SINGLE = (
     "mpu/activation_offload.py",
-    "mpu/gradients.py", "mpu/layers/cross_entropy.py", "mpu/layers/float8", "mpu/layers/fused",
+    "mpu/gradients.py", "mpu/layers/cross_entropy.py", "mpu/layers/attention/max_logits.py",
+    "mpu/layers/float8", "mpu/layers/fused",
     "mpu/layers/linear.py", "mpu/layers/linear_cross_entropy.py", "mpu/layers/rope.py",
     "mpu/layers/softmax_rows.py", "mpu/zero/", "mpu/optim/", "pretrain_llama.py", "training/run/",
     "training/data/batch.py", "mpu/layers/attention/block_attention.py",
@@ -74,6 +76,7 @@ ON_HOST = (
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
 MIXES = {
+    "mpu/layers/attention/max_logits.py": ("aten::bmm",),  # summed in fp32
     "mpu/zero/bucket.py": ("aten::add_",),  # bf16 contributions, in fp32
     "mpu/layers/fused_gpu.py": ("aten::mul_",),
     "mpu/layers/float8/cuda.py": ("aten::_scaled_mm_v2",),  # scales are in fp32

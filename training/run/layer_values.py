@@ -82,7 +82,7 @@ class LayerValues:
         for name in names:
             number = int(name.rpartition(".")[2])
             rows[number, 0] = self.squares[name]
-            rows[number, 1] = self.counts[name]
+            rows[number, 1].fill_(self.counts[name])  # no copy from the host
         ctx = run.model.ctx
         for axis in (ctx.tp,) * ctx.sp + (run.grid.dp_cp, run.grid.pp):
             rows = sum_in_order(rows, axis, LABEL)
@@ -117,7 +117,7 @@ def logit_values(run: Run) -> dict[str, Any]:
     if isinstance(logits, MaxLogits) and logits.largest is not None:
         top.copy_(logits.largest.max()[None])
         if logits.clipped is not None:  # each rank of tp_kv has counted a group that they share
-            clipped += logits.clipped / run.grid.tp_kv.size
+            clipped += logits.clipped.double() / run.grid.tp_kv.size
     for axis in (run.grid.tp, run.grid.pp):
         if axis.size > 1:
             top = all_reduce(top, axis, op=MAX, label=LABEL)[0]

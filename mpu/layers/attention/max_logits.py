@@ -68,7 +68,7 @@ def largest(q: Tensor, k: Tensor, part: Part, kind: torch.dtype) -> Tensor:
     """Return the largest logit of each head in one block, of dtype `kind`: [a]."""
     (b, a, s, d), (g, keys) = q.shape, k.shape[1:3]
     step = max(1, CHUNK // (b * a * keys))
-    found = q.new_full((a,), -torch.inf, dtype=kind)
+    found = torch.full((a,), -torch.inf, dtype=kind, device=q.device)
     for first in range(0, s, step):
         last = min(first + step, s)
         low, high = (first if part == "triu" else 0), (last if part == "tril" else keys)
