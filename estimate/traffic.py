@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from estimate import activations, buffers, matrices, rank_memory
 from estimate.model_profile import ModelProvider, grid_of
 from estimate.rank_profile import RankProfile
+from estimate.stages import rank_stages
 from mpu.grid import Grid
 from mpu.zero.layout import BLOCK, BucketLayout
 from training import batch_size
@@ -38,7 +39,7 @@ class Traffic:
     axis: as the grid names it. verb: as a trace names it. who, purpose: as in the label of the call
     (mpu/comm/transport.py): the layer, "*" for its number, the bucket or the message; "forward",
     "backward", "wgrad", "message", "grad sum", "gather", "update", "float8 scales", "amaxes",
-    "counts", "exchange" or one of SMALL. times: how many. bytes: of each whole tensor,
+    "counts", "exchange", "max logits" or one of SMALL. times: how many. bytes: of each whole tensor,
     about where they differ. sent: bytes that leave this rank, all times together, exactly.
     size: ranks of the axis. peer: of a message, the other rank's place on pp.
     """
@@ -90,6 +91,7 @@ def traffic(
         *_extra(config, grid, rank_memory.flats(config, provider, pp_rank)),
         *_amaxes(grid, found),
         *_loads(config, grid, found),
+        *_max_logits(config, provider, grid, pp_rank),
         *_data(config, provider, grid, pp_rank),
         *_norms(config, provider, grid, pp_rank),
         *_ends(grid, found),
@@ -184,6 +186,21 @@ def _loads(config: Config, grid: Grid, found: RankProfile) -> Iterator[Traffic]:
     sp = ("tp",) * config.parallel.sequence_parallel
     for axis in (*sp, "dp_cp") if found.loads else ():
         yield from _sum(config, grid, axis, ("experts", "counts"), found.loads, item=8)
+
+
+def _max_logits(
+    config: Config, provider: ModelProvider, grid: Grid, pp_rank: int
+) -> Iterator[Traffic]:
+    """Yield the largest attention logits, of each head, and with QK-clip of each shared group."""
+    clips, label = config.optimizer.qk_clip, ("core_attention", "max logits")
+    if not clips and not config.log.log_max_attention_logit:
+        return
+    layers = sum(len(stage.layers) for stage in rank_stages(config, provider, pp_rank))
+    heads = config.model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    item = rank_memory.accumulate_bytes(config)
+    for axis, count in (("dp_cp", heads), ("tp_kv", 1))[: 2 if clips else 1]:
+        if layers:
+            yield _row(grid, axis, "all_reduce", label, layers * count * item)
 
 
 def _data(

@@ -50,6 +50,7 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (1, 2, {"more": (*FLOAT8, "blockwise", GATHER), "zero": 3, "micro_batches": 3}),
     (2, 2, {"more": (*FLOAT8, "tensorwise", GATHER, *FULL), "zero": 3}),
     (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
+    (2, 2, {"more": (*ONE_HEAD, "--qk-clip", "--output-z-loss-coeff", "1e-4")}),
 ]
 BOTH = ("--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2")
 EACH = ("--cp-comm-type", "p2p", "all_gather", "a2a")
