@@ -82,7 +82,9 @@ class Optimizer:
         for buckets in each:
             self._add(buckets, grads, groups)
         self.norm = GlobalNorm(module, sink.buckets, grid)
-        self.grad_squares = torch.zeros(())  # of the last `step`, before clipping
+        # of the last `step`, before its scale and clipping: parts of the norm, and that scale
+        self.grad_squares = torch.zeros(())
+        self.grad_scale: Tensor | None = None
         self.state_offload = self._state_offload() if state_offload else None
 
     def _state_offload(self) -> StateOffload:
@@ -191,10 +193,9 @@ class Optimizer:
         (tokens assumed / tokens counted). Where the norm is not finite every rank skips the update,
         since all see the same norm.
         """
-        norm = self.grad_norm()
+        norm, self.grad_scale = self.grad_norm(), scale
         if scale is not None:
             norm = norm * scale
-            self.grad_squares *= scale**2
         factor = torch.ones_like(norm) if scale is None else scale.to(norm)
         if self.clip > 0:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)

@@ -94,7 +94,10 @@ class LayerValues:
 
     def gradient_rms(self) -> dict[str, float]:
         """Return the RMS of the gradients of each block, and of each module outside of blocks."""
-        norm, squares = self.run.optimizer.norm, self.run.optimizer.grad_squares
+        optimizer = self.run.optimizer
+        norm, squares = optimizer.norm, optimizer.grad_squares
+        if optimizer.grad_scale is not None:
+            squares = squares * optimizer.grad_scale**2
         found: dict[str, list[float]] = {}
         for name, numel, square in zip(norm.names, norm.numels, squares.tolist(), strict=True):
             block = block_of(name)
