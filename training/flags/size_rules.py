@@ -67,6 +67,11 @@ def mup_notes(config: Config) -> list[str]:
             "--use-mup with --muon-scale-mode spectral: the update of a matrix has a size of its "
             "own, which does not carry over between widths; take unit_rms_norm"
         )
+    if o.decoupled_lr is not None:
+        lines.append(
+            "--use-mup with --decoupled-lr: that is the rate of the embedding and the output layer "
+            "at every width"
+        )
     return lines
 
 
