@@ -28,6 +28,8 @@ class CoreAttention:
     is asked of torch at each call. maxima: where the largest logits are noted, if they are.
     """
 
+    maxima: HeadMaxima | None = None  # also of a fork's subclass that does not call __init__
+
     def __init__(
         self, asked: str = "auto", card: Card | None = None, maxima: HeadMaxima | None = None
     ) -> None:
