@@ -39,8 +39,8 @@ class Traffic:
     axis: as the grid names it. verb: as a trace names it. who, purpose: as in the label of the call
     (mpu/comm/transport.py): the layer, "*" for its number, the bucket or the message; "forward",
     "backward", "wgrad", "message", "grad sum", "gather", "update", "float8 scales", "amaxes",
-    "counts", "exchange", "max logits" or one of SMALL. times: how many. bytes: of each whole tensor,
-    about where they differ. sent: bytes that leave this rank, all times together, exactly.
+    "counts", "exchange", "max logits" or one of SMALL. times: how many. bytes: of each whole
+    tensor, about where they differ. sent: bytes that leave this rank, all times together, exactly.
     size: ranks of the axis. peer: of a message, the other rank's place on pp.
     """
 
