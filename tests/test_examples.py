@@ -151,8 +151,9 @@ MARKED = [pytest.param(*e, marks=[pytest.mark.prove] if e[0] in LONG else []) fo
 
 
 @pytest.mark.parametrize("name,world,said", MARKED, ids=[e[0] for e in EXAMPLES])
-def test_dry_run_and_header_agree(name, world, said):
-    done = run(name, "--dry-run", WORLD_SIZE=str(world), LAUNCH=sys.executable)
+def test_dry_run_and_header_agree(name, world, said, launcher):
+    words = run(name, "--dry-run", WORLD_SIZE=str(world), LAUNCH=r"printf %s\n").stdout.splitlines()
+    done = launcher.python(*words, env={**os.environ, "WORLD_SIZE": str(world)})
     assert done.returncode == 0, done.stderr
     assert "does NOT fit" not in done.stdout
     header = (ROOT / "examples" / name).read_text().split("set -euo pipefail")[0]
