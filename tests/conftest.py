@@ -28,8 +28,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 120.0
-# torch's optimizers import the first; a session has one such process, so fork-check's is this one
-PRELOADED = ["torch._dynamo", "pretrain_llama", "tests.conftest", "tools.forks.rank"]
+# a session has one process that ranks are forked from, so fork-check's is this one
+PRELOADED = ["pretrain_llama", "tests.conftest", "tools.forks.rank"]
 
 # files that take longest, the longest first, as --durations tells
 LONGEST = """

@@ -32,8 +32,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch._dynamo  # noqa: E402, F401  (an optimizer imports it, in a second)
-
 import pretrain_llama  # noqa: E402
 from mpu.comm import symmetric  # noqa: E402
 from mpu.grid import Grid  # noqa: E402

@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = config.parallel.world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with waiting(f"one step on {world} rank(s)"):
-        mp.get_context("forkserver").set_forkserver_preload(["tools.explain", "torch._dynamo"])
+        mp.get_context("forkserver").set_forkserver_preload(["tools.explain"])
         mp.start_processes(_rank, (config, store.port), world, start_method="forkserver")
     print(store.get("text").decode())
     return 0 if store.get("equal") == b"1" else 1
