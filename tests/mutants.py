@@ -27,9 +27,10 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -471,17 +472,28 @@ def make_map(out: Path, sites: Sequence[Site]) -> dict[str, Any]:
     return found
 
 
-def files_that_name(file: str, names: Sequence[str]) -> set[str]:
-    """List the test files that name a file's module, or are called as it is."""
-    module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
-    imported = rf"from {re.escape(module.rpartition('.')[0])} import [^\n]*\b{stem}\b"
-    found = set()
-    for name in names:
-        text = (ROOT / name).read_text(encoding="utf-8")
-        named = module in text or f"{stem}.py" in text or re.search(imported, text)
-        if named or Path(name).stem == f"test_{stem}":
-            found.add(name)
-    return found
+@cache
+def texts_of_tests() -> dict[str, str]:
+    """Return {file: text} of all Python below tests/."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
+
+
+def files_that_name(file: str, names: Collection[str]) -> set[str]:
+    """List the test files that name a file's module, by way of their helpers too, or are its own.
+
+    names: the test files. A helper that names it stands for the files that name the helper.
+    """
+    found, again = set[str](), [file]
+    while again:
+        module, stem = again[-1].removesuffix(".py").replace("/", "."), Path(again.pop()).stem
+        imported = rf"from {re.escape(module.rpartition('.')[0])} import [^\n]*\b{stem}\b"
+        for name, text in texts_of_tests().items():
+            if name not in found and (module in text or re.search(imported, text)):
+                found.add(name)
+                again += [name] * (name not in names and not name.endswith("conftest.py"))
+    own = f"test_{Path(file).stem}.py"
+    return {name for name in names if name in found or Path(name).name == own}
 
 
 def in_order(site: Site, files: Sequence[str], seconds: dict[str, float]) -> list[str]:
