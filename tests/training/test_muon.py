@@ -540,13 +540,15 @@ def test_a_fork_without_matrices_is_refused(what, tmp_path, capsys):
         assert capsys.readouterr().err.strip().splitlines()[-1] == f"pretrain_llama.py: {said}"
 
 
-def test_a_checkpoint_of_adamw_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "saved, loaded, kind", [("adam", "muon", "momentum_buffer"), ("muon", "adam", "exp_avg")]
+)
+def test_a_checkpoint_of_the_other_optimizer_is_refused(tmp_path, capsys, saved, loaded, kind):
     argv = [*FLAGS.split(), "--save", str(tmp_path), "--load", str(tmp_path)]
-    assert pretrain_llama.main(argv) == 0
+    assert pretrain_llama.main([*argv, "--optimizer", saved]) == 0
     capsys.readouterr()
-    more = ["--train-iters", "4", "--optimizer", "muon"]
-    assert pretrain_llama.main([*argv, *more]) == 2
+    assert pretrain_llama.main([*argv, "--train-iters", "4", "--optimizer", loaded]) == 2
     assert (
-        "lacks optimizer state (model.layers.1.mlp.down_proj.weight.momentum_buffer): give "
+        f"lacks optimizer state (model.layers.1.mlp.down_proj.weight.{kind}): give "
         "--finetune or --no-load-optim to take the weights only\n"
     ) in capsys.readouterr().err
