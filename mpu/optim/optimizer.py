@@ -283,10 +283,13 @@ class Optimizer:
             self.sink.amaxes.loaded()
         self.sink.requantise()
 
-    def named_weights(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`."""
+    def named_weights(self, gathered: bool = False) -> Iterator[tuple[str, str, int, Tensor]]:
+        """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`.
+
+        gathered: of those too that are kept whole and owned in parts (gather_weights).
+        """
         for bucket in self.sink.buckets:
-            if bucket.sharded:
+            if bucket.sharded or gathered and bucket.shard is not None:
                 own, first = bucket.param_shard, bucket.low
                 for name, low, high, start in bucket.owned():
                     yield name, "", low - start, own[low - first : high - first]

@@ -159,12 +159,14 @@ class ParamAndGradBuffer(GradientSink):
         for gather in self.float8:
             gather.requantise()
 
-    def gather_weights(self) -> None:
-        """Gather the weights that are kept whole, after an update.
+    def gather_weights(self, requantise: bool = True) -> None:
+        """Gather the weights that are kept whole, after an update or a load.
 
-        With overlap_param_gather this does not wait for them.
+        With overlap_param_gather this does not wait for them. requantise: also those that are
+        gathered in float8.
         """
-        self.requantise()
+        if requantise:
+            self.requantise()
         for bucket in reversed(self.buckets):  # about the order of the next forward
             if bucket.shard is not None and not bucket.sharded:
                 own, into, label = bucket.param_shard, bucket.weights, Label(bucket, "update")
@@ -180,9 +182,13 @@ class ParamAndGradBuffer(GradientSink):
             return bucket.reduction.replicate
         return self.grid.data(bucket.layout.sharing.cut).every
 
-    def unsharded_names(self) -> set[str]:
-        """Return the names of the parameters whose weights this rank keeps whole."""
-        return {name for b in self.buckets if not b.sharded for name, _, _ in b.params}
+    def unsharded_names(self, gathered: bool = True) -> set[str]:
+        """Return the names of the parameters whose weights this rank keeps whole.
+
+        gathered: those too that gather_weights makes whole.
+        """
+        kept = (b for b in self.buckets if not b.sharded and (gathered or b.shard is None))
+        return {name for bucket in kept for name, _, _ in bucket.params}
 
     def acquire(self, param: nn.Parameter) -> Tensor:
         """Return the whole local weight, or its rows of float8; wait for a gather under way."""

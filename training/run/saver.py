@@ -90,13 +90,20 @@ class Saver:
         self._source, self._needs = 0, list[str]()  # of SOURCES; files that this rank would load
         self._progress, self._first = -1, (0, 0.0)  # the supervisor's file; the first iteration
 
-    def pieces(self, with_state: bool = True) -> list[checkpoint.NamedPiece]:
-        """List this rank's rectangles of the weights, and of the optimizer's state."""
+    def pieces(
+        self, with_state: bool = True, to_load: bool = False
+    ) -> list[checkpoint.NamedPiece]:
+        """List this rank's rectangles of the weights, and of the optimizer's state.
+
+        to_load: of weights that are gathered after each update only the part that is gathered from
+        here; gather_weights() must follow. So a data-parallel group reads them once together.
+        """
         optimizer, sink = self.optimizer, self.optimizer.sink
         sink.wait_for_weights()
         parameters = list(unique_parameters(self.model))
-        parts = list(optimizer.named_weights())
-        kept_whole = [p for p in parameters if p[0] in sink.unsharded_names()]
+        parts = list(optimizer.named_weights(gathered=to_load))
+        whole = sink.unsharded_names(gathered=not to_load)
+        kept_whole = [p for p in parameters if p[0] in whole]
         pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
         pieces += checkpoint.buffer_pieces(self.model, self.names, self.ctx.grid)
         if with_state:
@@ -376,7 +383,7 @@ class Saver:
             fresh = True
             self.note(f"{flag} {root} is a Hugging Face directory: its weights, from sample 0 on")
         weights_only = fresh or no_optim
-        pieces = self.pieces(with_state=not weights_only)
+        pieces = self.pieces(with_state=not weights_only, to_load=True)
         found = checkpoint.find_latest(
             root,
             grid,
@@ -398,6 +405,8 @@ class Saver:
             for _, counts in self.optimizer.sink.loads.state():
                 counts.zero_()
         checkpoint.load(found, pieces, grid, device)
+        self.optimizer.sink.gather_weights(requantise=False)  # loaded() does, with its scales
+        self.optimizer.sink.wait_for_weights()
         for line in same_run.of_model(found, self.config, self.hf_config):
             self.note(line)
         if weights_only:

@@ -74,7 +74,7 @@ def compare(config: Config, digests: dict[str, str], launch: Launch, store: dist
     """
     settings = json.loads(config.canonical_json()) | digests | sources()
     settings["whether WEFT_SECRET is set"] = bool(launch.point.secret)
-    mine = json.dumps(settings)
+    mine = json.dumps(settings, sort_keys=True)
     try:
         _exchange(mine, launch.rank, launch.world, store)
     except RuntimeError as error:
@@ -82,18 +82,33 @@ def compare(config: Config, digests: dict[str, str], launch: Launch, store: dist
         raise MeetingError(f"a rank left before all had compared: {why}") from None
 
 
+def digest_of(settings: str) -> str:
+    """Return what a rank tells of its settings, unless it is asked for them."""
+    return hashlib.sha256(settings.encode()).hexdigest()
+
+
 def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
-    """Send every rank's settings to rank 0; raise UsageError, on every rank, if they differ."""
+    """Send a digest of every rank's settings to rank 0, which asks the first that differs for all
+    of them; raise UsageError, on every rank, if they differ.
+    """
     deadline, gone = time.monotonic() + COMPARING, "rank {} met the others and then left"
     if rank == 0:
-        verdict = ""
+        odd, verdict = "", ""
         for other in range(1, world):
             theirs = await_key(store, f"start/{other}", deadline, gone.format(other))
-            verdict = verdict or _difference(mine, theirs, other)
-        store.set("start/verdict", verdict)
+            odd = odd or (str(other) if theirs != digest_of(mine) else "")
+        store.set("start/ask", odd)
+        if odd:
+            whole = await_key(store, f"start/whole/{odd}", deadline + MARGIN, gone.format(odd))
+            verdict = _difference(mine, whole, int(odd))
+            store.set("start/verdict", verdict)
     else:
-        store.set(f"start/{rank}", mine)
-        verdict = await_key(store, "start/verdict", deadline + MARGIN, gone.format(0))
+        store.set(f"start/{rank}", digest_of(mine))
+        odd, verdict = await_key(store, "start/ask", deadline + MARGIN, gone.format(0)), ""
+        if odd == str(rank):
+            store.set(f"start/whole/{rank}", mine)
+        if odd:
+            verdict = await_key(store, "start/verdict", deadline + 3 * MARGIN, gone.format(0))
     if not verdict:
         return
     heard, deadline = store.add("start/heard", 1), time.monotonic() + HEARD
