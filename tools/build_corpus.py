@@ -11,7 +11,8 @@ file is held out by a hash of its path, so every machine and every Python hold o
 With --input the corpus is made of those files, folders or patterns instead (.txt, .jsonl, both also
 as .gz or .zst, .parquet). A long text is cut, at line ends where it has some, into pieces of about
 16,000 characters, or into fewer where there is little text, and a piece is held out by its own
-hash: about a tenth of the text, and always at least one piece. --data is --input as make's DATA
+hash: about a tenth of the text, and always at least one piece. Of a single .txt the last tenth is
+held out, to the character, as nanoGPT does with Shakespeare. --data is --input as make's DATA
 gives it, in one word. --check-only looks at the files and builds nothing; --source FILE writes what
 the corpus would be made from, and leaves a FILE that says the same as it is: for make, which
 compares times.
@@ -111,12 +112,17 @@ def pieces(
     with progress("reading", total) as tell:
         for file, key in product(files, keys):
             for text in documents(file, key, bad, tell):
-                begin = 0
-                while begin < len(text):
-                    end = _end(text, begin, size)
-                    piece = text[begin:end]
-                    yield hashlib.sha256(piece.encode()).hexdigest(), piece
-                    begin = end
+                yield from _cut(text, size)
+
+
+def _cut(text: str, size: int) -> Iterator[tuple[str, str]]:
+    """Yield (name, piece) of a text."""
+    begin = 0
+    while begin < len(text):
+        end = _end(text, begin, size)
+        piece = text[begin:end]
+        yield hashlib.sha256(piece.encode()).hexdigest(), piece
+        begin = end
 
 
 def _end(text: str, begin: int, size: int) -> int:
@@ -130,12 +136,16 @@ def _end(text: str, begin: int, size: int) -> int:
 
 
 def build(
-    texts: Iterable[tuple[str, str]], output: Path, percent: float, aside: int | None = None
+    texts: Iterable[tuple[str, str]],
+    output: Path,
+    percent: float,
+    aside: int | None = None,
+    last: int | None = None,
 ) -> dict[str, Any]:
     """Write the two files and corpus.json, text after text; return the content of corpus.json.
 
-    aside: the number of a text that is held out besides. Raises TooFew where one of the two files
-    would be empty.
+    aside: the number of a text that is held out besides. last: the number from which on they all
+    are, and no other. Raises TooFew where one of the two files would be empty.
     """
     new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
@@ -144,7 +154,8 @@ def build(
         paths = {name: output / f"{name}.jsonl" for name in counts}
         files = {name: stack.enter_context(open(at, "wb")) for name, at in paths.items()}
         for i, (path, text) in enumerate(texts):
-            name = "heldout" if i == aside or held_out(path, percent) else "train"
+            held = i == aside or held_out(path, percent) if last is None else i >= last
+            name = "heldout" if held else "train"
             counts[name] += 1
             size += len(text.encode())
             files[name].write((json.dumps({"text": text, "path": path}) + "\n").encode())
@@ -207,6 +218,13 @@ def build_given(
     files = find_files(names)
     total = sum(size for _, size, _ in stat_files(files))
     size = min(PIECE, max(LEAST, total // FEWEST))
+    if len(files) == 1 and files[0].endswith(".txt"):
+        text = "".join(text for _, text in pieces(files, size, bad, keys))
+        at = int((1 - percent / 100) * len(text))
+        if len(text) - at >= size:
+            train = list(_cut(text[:at], size))
+            return build([*train, *_cut(text[at:], size)], output, percent, last=len(train))
+        bad.kinds.clear()  # the same are found again
     try:
         return build(pieces(files, size, bad, keys), output, percent)
     except TooFew as few:

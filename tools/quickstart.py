@@ -42,6 +42,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 1000
+WHOLE = 65_536  # held-out tokens, up to which every evaluation takes all of them
 TP, PP = range(1, 3), range(1, 7)  # what the model's heads and layers can be cut into
 # fmt: off
 MODEL: dict[str, Any] = {
@@ -118,6 +119,14 @@ def unigram_entropy(prefix: Path) -> float:
     return float(-(share * np.log(share)).sum())
 
 
+def evaluated(heldout: Path) -> tuple[int, bool]:
+    """Return how many held-out tokens an evaluation takes, and whether that is all of them."""
+    there = Path(f"{heldout}.idx").exists()
+    tokens = int(IndexedTokens(str(heldout)).count) if there else WHOLE + 1
+    few = MODEL["eval-iters"] * MODEL["global-batch-size"] * MODEL["seq-length"]
+    return (tokens, True) if tokens <= WHOLE else (few, False)
+
+
 def parameters() -> int:
     """Return the number of the model's parameters; head and embedding are one matrix."""
     h, f, layers = MODEL["hidden-size"], MODEL["ffn-hidden-size"], MODEL["num-layers"]
@@ -136,6 +145,8 @@ def records(log: Path) -> list[dict[str, Any]]:
 def launch(flags: dict[str, Any], tp: int, pp: int) -> None:
     """Pretrain: torchrun with tp x pp ranks, or one plain process that has all the cores."""
     switches, threads = list(SWITCHES), max(1, CORES // (tp * pp))
+    if (heldout := flags.get("valid-data-path")) and evaluated(Path(heldout))[1]:
+        switches.append("full-validation")
     command = [PYTHON, "pretrain_llama.py"]
     if tp * pp > 1:
         torchrun = Path(PYTHON).with_name("torchrun")  # absent if torch is the interpreter's
@@ -262,10 +273,11 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
     run([*command, "--output", str(picture), "--reference", str(entropy), "unigram entropy"])
     speed = statistics.median(r["tokens_per_second"] for r in steps[-20:])
     layout += " with sequence parallelism" * (tp > 1)
-    tokens = MODEL["eval-iters"] * MODEL["global-batch-size"] * MODEL["seq-length"]
+    tokens, every = evaluated(out / "tokens" / "heldout" / TOKENS)
+    over = f"all {tokens:,}" if every else f"the first {tokens:,}"
     print(
-        f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f}), over the "
-        f"first {tokens:,} held-out tokens\n"
+        f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f}), over "
+        f"{over} held-out tokens\n"
         f"unigram entropy  {entropy:.3f} nats a token: the least that knowing only how frequent "
         "each\n                 held-out token is could reach\n"
         f"{bits_line(evaluations[-1])}{lowest(evaluations)}"

@@ -54,6 +54,12 @@ def test_about_a_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
     done = subprocess.run([*words, "--output-dir", str(tmp_path / "out")], capture_output=True)
     assert done.returncode == 0, done.stderr
     train, heldout = held(tmp_path / "out")
+    text = (tmp_path / "a.txt").read_text()
+    assert train == text[: int(0.9 * len(text))] and heldout == text[len(train) :]  # the last tenth
+    (tmp_path / "b.txt").write_text(text[:90_000])
+    several = tmp_path / "several"
+    build_given([str(tmp_path / f"{name}.txt") for name in "ab"], several, 10.0, BadDocuments())
+    train, heldout = held(several)
     assert 0.05 < len(heldout) / (len(train) + len(heldout)) < 0.15
     for percent in ("0", "100", "-5", "nan"):
         done = subprocess.run(
