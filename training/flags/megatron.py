@@ -985,9 +985,13 @@ REFUSED = (
     ),
     Refused(
         "a test of the devices during the run",
-        """--gpu-sniff-test-interval --result-rejected-tracker-filename
-        --phase-transition-iterations""",
+        "--gpu-sniff-test-interval --result-rejected-tracker-filename",
         "faults are reported in the log",
+    ),
+    Refused(
+        "another blend from an iteration on, given at a restart",
+        "--phase-transition-iterations",
+        "--data-stages has the blend of every stage",
     ),
     Refused("freezing of layers", "--freeze-all-layers"),
     Refused(
