@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -285,11 +286,22 @@ def command(ranks: int, *flags: str, **environment: str) -> subprocess.Completed
     )  # fmt: skip
 
 
+def save_steps(folder: Path, run: Path, steps: Sequence[int]) -> None:
+    """Save the model of a Hugging Face folder as checkpoints of a run."""
+    model, _ = load_model(str(folder), Grid(), torch.device("cpu"), None)
+    pieces = parameter_pieces(unique_parameters(model), hf_names(model), Grid())
+    kind = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    for step in steps:
+        state = {"hf_config": hf_config(model.config), **kind}
+        save(run, step=step, pieces=pieces, state=state, grid=Grid())
+
+
 @needs_lm_eval
 @pytest.mark.prove
 def test_tasks_agree_with_lm_evals_model_of_transformers(
     folder: Path, tasks: Path, tmp_path: Path
 ) -> None:
+    """A checkpoint at tp 1, tp 2 and dp 2: ten questions, their continuations and rolling texts."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -298,10 +310,11 @@ def test_tasks_agree_with_lm_evals_model_of_transformers(
     manager = find_tasks(TASKS.split(","), str(tasks))
     given = simple_evaluate(model, tasks=TASKS.split(","), task_manager=manager, log_samples=False)
     wanted = plain(given)
+    save_steps(folder, tmp_path / "run", [3])
     for ranks, tp in ((1, 1), (2, 2), (2, 1)):
         out = tmp_path / f"{ranks}-{tp}"
         done = command(
-            ranks, "--load", str(folder), "--tasks", TASKS, "--include-path", str(tasks),
+            ranks, "--load", f"{tmp_path}/run", "--tasks", TASKS, "--include-path", str(tasks),
             "--output", str(out), "--tensor-model-parallel-size", str(tp), "--batch-size", "3",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -320,12 +333,7 @@ def test_a_run_is_watched_and_each_step_has_its_scores(
     folder: Path, tasks: Path, tmp_path: Path
 ) -> None:
     run, out, board = tmp_path / "run", tmp_path / "eval", tmp_path / "tensorboard"
-    model, found = load_model(str(folder), Grid(), torch.device("cpu"), None)
-    pieces = parameter_pieces(unique_parameters(model), hf_names(model), Grid())
-    kind = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
-    for step in (0, 5, 10):
-        state = {"hf_config": hf_config(model.config), **kind}
-        save(run, step=step, pieces=pieces, state=state, grid=Grid())
+    save_steps(folder, run, (0, 5, 10))
     (run / "step_00000005" / "state.json").write_text("{}")  # damaged: passed over
     flags = [
         "--load", str(run), "--tasks", "weft_choice", "--include-path", str(tasks), "--output",

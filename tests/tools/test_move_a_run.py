@@ -181,6 +181,27 @@ def test_what_is_written_for_megatron_comes_back(saves: Path, tmp_path: Path, ca
     assert "iter_0000005 exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("at", [1, 2, 40, 10_000])
+def test_what_is_written_is_complete_or_absent(taken, tmp_path, capsys, monkeypatch, at):
+    """A disk that fills leaves nothing, and what a kill left is cleared away."""
+    calls, write = [0], torch.save
+
+    def fails(value: Any, file: Any) -> None:
+        calls[0] += 1
+        if calls[0] == at or (at == 10_000 and str(file).endswith("common.pt")):
+            raise OSError(28, "No space left on device")
+        write(value, file)
+
+    (tmp_path / ".iter_0000005.tmp-0").mkdir()
+    monkeypatch.setattr(torch, "save", fails)
+    words = ["convert", "--to-mcore", str(tmp_path), "--load", str(taken)]
+    assert main(words) == 2
+    assert "it was not written: [Errno 28] No space left" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(torch, "save", write)
+    assert main(words) == 0 and (tmp_path / "iter_0000005" / "metadata.json").is_file()
+
+
 def test_torch_reads_what_is_written(saves: Path, taken: Path, tmp_path: Path):
     """torch.distributed.checkpoint and torch.load, as Megatron calls them."""
     assert main(["convert", "--to-mcore", str(tmp_path), "--load", str(taken)]) == 0

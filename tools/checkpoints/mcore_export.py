@@ -40,7 +40,7 @@ from tools.checkpoints.huggingface import check_shapes
 from tools.checkpoints.mcore_names import FC1, FC2, LAYER, PROJ, QKV, Names, Theirs
 from tools.checkpoints.mcore_state import MASTERS, MOMENTS
 from tools.checkpoints.torch_dist import COMMON, FORMAT, LATEST
-from training.checkpoint import Checkpoint
+from training.checkpoint import Checkpoint, SaveError
 from training.checkpoint.files import fsync_directory, write_bytes
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.pieces import is_state, state_name, whole
@@ -83,7 +83,8 @@ class Parts:
 def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[Path, Path]:
     """Write the newest whole checkpoint for Megatron; return the directories read and made.
 
-    Raises CheckpointError, and ValueError for what Megatron's dense Llama or its Adam cannot hold.
+    What is written is complete or absent. Raises CheckpointError, SaveError, and ValueError for
+    what Megatron's dense Llama or its Adam cannot hold.
     """
     found = open_newest(place, hashed=True)
     if "hf_config" not in found.state:
@@ -99,6 +100,8 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
     if os.path.lexists(made):
         raise ValueError(f"--to-mcore: {made} exists")
     root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(".iter_*.tmp-*"):  # by a kill
+        shutil.rmtree(left, ignore_errors=True)
     aside = root / f".{made.name}.tmp-{secrets.token_hex(8)}"
     aside.mkdir()
     try:
@@ -109,8 +112,10 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
         write_bytes(aside / FORMAT, json.dumps(about).encode())  # Megatron writes it last too
         fsync_directory(aside)
         os.rename(aside, made)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, (OSError, RuntimeError)):  # RuntimeError: of torch.save
+            raise SaveError(f"{made}: it was not written: {error}") from None
         raise
     latest = root / f".latest-{secrets.token_hex(8)}"
     write_bytes(latest, str(iteration).encode())
