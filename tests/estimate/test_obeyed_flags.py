@@ -150,6 +150,25 @@ PASSED_BY = {  # what a fork does, and the flags that no longer reach anything
         {"weight=shared, output_layer=True, bias": "weight=shared, bias"},
         ("--defer-embedding-wgrad-compute",),
     ),
+    "loss of torch": (
+        {
+            "return output_loss(self.head, h, labels, v, self.ctx, self.logits)":
+            "return torch.nn.functional.cross_entropy(self.logits(h)[..., :v].flatten(0, 1), "
+            "labels.flatten(), reduction='none').view(labels.shape)",
+        },
+        ("--output-z-loss-coeff 1e-4",),
+    ),
+    "own attention": (
+        {
+            "y = self.core(qkv, cos, sin, self.heads, self.groups, packed, cache=cache, **more)":
+            "y = qkv[..., : self.heads * self.head_size]",
+        },
+        ("--qk-clip", "--log-max-attention-logit"),
+    ),
+    "own queries": (
+        {"self.qkv = qkv_linear(h,": "self.qkv = ColumnParallelLinear(h,"},
+        ("--qk-clip",),
+    ),
 }  # fmt: skip
 
 
@@ -184,6 +203,15 @@ def test_float8_reaches_each_layer_or_is_refused(tmp_path, base):
     )
     with pytest.raises(ValueError, match=r"^--fp8-format e4m3: layers\.0\..* forward of Own does"):
         check_flags(parse([*argv, str(path)], 1), model_provider)
+
+
+@pytest.mark.parametrize("file", ["model/qwen3.py", "examples/forks/olmo2.py"])
+def test_a_norm_that_would_undo_a_clip_is_refused(file):
+    argv = [*SIZES.split(), "--model-file", file]
+    check_flags(parse([*argv, "--log-max-attention-logit"], 1), model_provider)
+    norm = r"layers\.0\.attention\.q_norm\.weight"
+    with pytest.raises(ValueError, match=f"^--qk-clip: .* has {norm}"):
+        check_flags(parse([*argv, "--qk-clip"], 1), model_provider)
 
 
 NORMS = {
