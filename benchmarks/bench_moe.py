@@ -2,7 +2,7 @@
 """Measure a layer of experts against transformers', and two ranks of experts against one process.
 
     python benchmarks/bench_moe.py [layer ep] [--sizes tiny small] [--pairs 9] [--cpu]
-    sudo python benchmarks/bench_moe.py overlap [--link 1gbit]
+    sudo python benchmarks/bench_moe.py overlap beside [--link 1gbit]
 
 layer      forward and backward of one mixture of experts, in fp32 on all cores, beside
            MixtralSparseMoeBlock of transformers with experts_implementation="grouped_mm", from the
@@ -16,6 +16,9 @@ overlap    forward and backward of one mixture with a shared expert, its experts
            evenly: as it is; with every exchange of `start` waited for at once; and with these
            exchanges free, a copy. Hidden is the share of their time that the first does not wait;
            of medians, in brackets of the least times, as a noisy machine adds to the longer sides
+beside     the same of the forwards and backwards of a step of 8 micro-batches, of 2 layers without
+           a shared expert: with --overlap-moe-expert-parallel-comm; without it; without it, with
+           every exchange free
 
 The two sides of a pair run one right after the other, so that a machine whose speed drifts is fair
 to both. A row has the median of the pairs' ratios and their range; above 1 Weft, or two ranks, are
@@ -23,6 +26,7 @@ faster.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -43,14 +47,17 @@ from torch import Tensor
 from benchmarks.bench_pipeline import Link
 from benchmarks.bench_step import BATCH, SIZES, command, model_flags, output
 from model.moe import MoEConfig, SparseMLP
+from mpu.comm import mappings
 from mpu.comm.collectives import barrier
 from mpu.comm.transport import DONE
 from mpu.context import LayerContext
 from mpu.launch import Launch
 from mpu.layers import dispatch
 from mpu.layers.experts import RECIPE, grouped_product
+from mpu.pipeline.schedules import build as build_schedule
 from mpu.recompute import Decisions
-from pretrain_llama import build, make_grid, prepare
+from pretrain_llama import LlamaRun, build, make_grid, prepare, run_schedule
+from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run.meeting import meet
@@ -62,7 +69,9 @@ EXPERTS, TOPK = 8, 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="*", help="layer, ep, overlap (left out: the first two)")
+    parser.add_argument(
+        "what", nargs="*", help="layer, ep, overlap, beside (left out: the first two)"
+    )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--link", default="1gbit", metavar="RATE", help="as tc writes it (1gbit)")
@@ -74,10 +83,12 @@ def main() -> None:
     rows: dict[str, Callable[[str], str]] = {
         "layer": lambda size: layer(size, args.pairs, args.cpu),
         "ep": lambda size: ep(size, args.pairs),
-        "overlap": lambda size: overlap(size, args.pairs, args.link),
+        "overlap": lambda size: overlap("overlap", size, args.pairs, args.link),
+        "beside": lambda size: overlap("beside", size, args.pairs, args.link),
     }
     if args.rank:
-        return one_rank(args.sizes[0], args.pairs, args.rank)
+        of_rank = one_rank if args.what == ["overlap"] else one_rank_beside
+        return of_rank(args.sizes[0], args.pairs, args.rank)
     if unknown := set(args.what) - set(rows):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
     cores = len(os.sched_getaffinity(0))
@@ -217,23 +228,27 @@ def train(size: str, ranks: int, steps: int) -> float:
     return statistics.median([row["step_seconds"] for row in rows if "loss" in row][2:])
 
 
-SIDES = ("as it is", "waited for at once", "free")
+SIDES = {
+    "overlap": ("as it is", "waited for at once", "free"),
+    "beside": ("beside", "one after the other", "free"),
+}
 
 
-def overlap(size: str, pairs: int, rate: str) -> str:
+def overlap(what: str, size: str, pairs: int, rate: str) -> str:
     """Return the row of two ranks on a link."""
     with tempfile.TemporaryDirectory() as folder, Link(rate, burst="256kb") as link:
         file = Path(folder) / "seconds.json"
-        words = [sys.executable, __file__, "--rank", str(file), "--sizes", size]
+        words = [sys.executable, __file__, what, "--rank", str(file), "--sizes", size]
         link.run([*words, "--pairs", str(pairs)])
         took = json.loads(file.read_text())
     sides = [*zip(*took, strict=True)]
     middle, least = ([find(side) for side in sides] for find in (statistics.median, min))
     told = "   ".join(
         f"{side} {a * 1e3:.0f} ({b * 1e3:.0f}) ms"
-        for side, a, b in zip(SIDES, middle, least, strict=True)
+        for side, a, b in zip(SIDES[what], middle, least, strict=True)
     )
-    return f"over  {size:<6} {told}   hidden {hidden(*middle):.0%} ({hidden(*least):.0%}) at {rate}"
+    share = f"hidden {hidden(*middle):.0%} ({hidden(*least):.0%})"
+    return f"{what:<7} {size:<6} {told}   {share} at {rate}"
 
 
 def hidden(own: float, at_once: float, free: float) -> float:
@@ -244,17 +259,10 @@ def hidden(own: float, at_once: float, free: float) -> float:
 def one_rank(size: str, pairs: int, file: Path) -> None:
     """Run one rank of `overlap`; rank 0 writes the seconds of each side of each pair."""
     f = SIZES[size][4]
-    flags = f"""--num-experts {EXPERTS} --moe-router-topk {TOPK} --micro-batch-size 2
-        --global-batch-size 4 --train-iters 1 --expert-model-parallel-size 2 --num-layers 1
-        --moe-token-dispatcher-type alltoall --moe-router-force-load-balancing
-        --moe-shared-expert-intermediate-size {f} --no-shared-memory"""
-    launch = Launch.from_env()
-    config = parse([*model_flags(size), *flags.split()], launch.world)
-    grid = make_grid(config, launch)
-    config, device, _, _ = prepare(config, grid, False, print)
-    wait = timedelta(minutes=5)
-    connect(config, grid, device, meet(wait, launch), wait, print)
-    run = build(config, grid, device, FailureMonitor())
+    run = joined(
+        size, f"--global-batch-size 4 --num-layers 1 --moe-shared-expert-intermediate-size {f}"
+    )
+    config, grid = run.config, run.grid
     block = run.model.layers["0"].mlp
     x = torch.randn(config.model.seq_length, 2, config.model.hidden_size)
     dy = torch.randn_like(x)
@@ -264,9 +272,6 @@ def one_rank(size: str, pairs: int, file: Path) -> None:
         y, handle = real(*given, **more)
         handle.wait()
         return y, DONE
-
-    def free(x: Tensor, *_: Any, **__: Any) -> Any:
-        return x.clone(), DONE  # as many rows come as go
 
     for _ in range(1 + pairs):
         took.append([])
@@ -280,6 +285,52 @@ def one_rank(size: str, pairs: int, file: Path) -> None:
                 took[-1].append(time.perf_counter() - begin)
     if grid.rank == 0:
         file.write_text(json.dumps(took[1:]))  # the first connects the ranks and touches the memory
+    grid.close()
+
+
+def joined(size: str, more: str) -> LlamaRun:
+    """Return the run of one rank of two that deal out experts, tokens being spread evenly."""
+    flags = f"""--num-experts {EXPERTS} --moe-router-topk {TOPK} --micro-batch-size 2
+        --train-iters 1 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall
+        --moe-router-force-load-balancing --no-shared-memory {more}"""
+    launch = Launch.from_env()
+    config = parse([*model_flags(size), *flags.split()], launch.world)
+    grid = make_grid(config, launch)
+    config, device, _, _ = prepare(config, grid, False, print)
+    wait = timedelta(minutes=5)
+    connect(config, grid, device, meet(wait, launch), wait, print)
+    return build(config, grid, device, FailureMonitor())
+
+
+def free(x: Tensor, *_: Any, **__: Any) -> Any:
+    """Stand in for an exchange of as many rows as come."""
+    return x.clone(), DONE
+
+
+def one_rank_beside(size: str, pairs: int, file: Path) -> None:
+    """Run one rank of `beside`; rank 0 writes the seconds of each side of each pair."""
+    run = joined(size, "--global-batch-size 32 --num-layers 2 --overlap-moe-expert-parallel-comm")
+    config, grid, count = run.config, run.grid, 8
+    tokens = torch.randint(0, 1000, (count, 2, config.model.seq_length + 1))
+    batches = [
+        Batch(rows[:, :-1], rows[:, 1:], None, None, None, 0, rows[:, 1:].numel())
+        for rows in tokens
+    ]
+    took, plain = list[list[float]](), build_schedule("1f1b", 1, count)
+    sides = ((run.schedule(count), None), (plain, None), (plain, free))
+    for _ in range(1 + pairs):
+        took.append([])
+        for schedule, verb in sides:
+            run.sink.begin_step(count)
+            barrier(grid.world)
+            with contextlib.ExitStack() as stack:
+                for module in (dispatch, mappings) if verb else ():
+                    stack.enter_context(patch.object(module, "all_to_all", verb))
+                begin = time.perf_counter()
+                run_schedule(run, schedule, batches, tokens.numel(), "")
+                took[-1].append(time.perf_counter() - begin)
+    if grid.rank == 0:
+        file.write_text(json.dumps(took[1:]))
     grid.close()
 
 

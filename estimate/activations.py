@@ -9,6 +9,7 @@ and of the kernels.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import zip_longest
 
 from estimate.few_layers import profile_of
 from estimate.model_profile import ModelProvider
@@ -84,12 +85,25 @@ def held(config: Config, provider: ModelProvider) -> list[Held]:
     ]
 
 
+def in_turns(f: StageProfile, b: StageProfile) -> int:
+    """Return the most that lives while an F and a B run beside each other, with what both keep."""
+    most, has = 0, [0, b.for_b + b.logits]
+    for parts in zip_longest(f.f_turns, b.b_turns):
+        for which, part in enumerate(parts):
+            if part is not None:
+                most = max(most, part[0] + has[1 - which])
+                has[which] = part[1]
+    return most
+
+
 class _Walk:
     """A pipeline rank's way through its schedule, action by action, in bytes.
 
     kept, logits: what micro-batches keep. messages: inputs that have arrived or are about to, and
     the last output sent, which is freed when the next one is. most: at the fullest moment so far.
     fullest: activations, logits, working and under_way of Held then.
+
+    An F and the B beside it take turns, part by part, the F first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, stages: Sequence[StageProfile]) -> None:
@@ -98,6 +112,7 @@ class _Walk:
         last, deferred = schedule.stages - 1, 0
         trains = any(action.kind == "B" for action in schedule.ranks[rank])
         sent = 0  # bytes of the last output that left
+        beside: StageProfile | None = None  # of an F, until the B beside it is done
         for step in plan(schedule)[rank] if trains else ():
             (kind, _, i), stage = step.action, stages[step.stage]
             self.messages += stage.message * len(step.receives)
@@ -108,12 +123,18 @@ class _Walk:
             forward = kind == "F"
             if step.stage != (0 if forward else last):
                 self.messages -= stage.message  # its input counts as the action's now
-            if forward:
+            if step.beside:
+                beside = stage
+            elif forward:
                 self._keep(stage.for_b, stage.logits)
                 self._note(stage.in_f - stage.for_b - stage.logits)
             else:
-                self._note(stage.in_b - stage.for_b - stage.logits, stage.again, stage.under_way)
+                most = stage.in_b if beside is None else in_turns(beside, stage)
+                self._note(most - stage.for_b - stage.logits, stage.again, stage.under_way)
                 self._keep(-stage.for_b, -stage.logits)
+                if beside is not None:
+                    self._keep(beside.for_b, beside.logits)
+                    beside = None
                 if schedule.split or (step.stage == last and i < schedule.deferred):
                     self._keep(stage.for_w, stage.logits * (stage.for_w > 0))
                     deferred += not schedule.split

@@ -32,7 +32,7 @@ from training.config import Config
 from training.schedule import recomputed_layers
 
 FEW = 2  # units of a stage from which its line begins
-BYTES = [field.name for field in fields(StageProfile) if field.name != "collectives"]
+BYTES = [field.name for field in fields(StageProfile) if field.type in (int, "int")]
 Names = tuple[str, ...]
 
 
@@ -71,7 +71,8 @@ def _profile_of(
     p = config.parallel
     block = p.recompute_granularity == "full" and p.recompute_method == "block"
     alone = p.pipeline_model_parallel_size == 1
-    if alike(config, provider) and not (block and alone):
+    in_parts = p.overlap_moe_expert_parallel_comm  # these have no line
+    if alike(config, provider) and not (block and alone) and not in_parts:
         how = _blocks if block else _units
         try:
             found = how(config, provider, stages, pp_rank, split)

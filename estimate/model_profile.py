@@ -30,6 +30,7 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import Placement, group_of, placement_of
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
+from mpu.turns import Turns
 from mpu.zero.layout import ParamEntry, block_of, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
@@ -236,6 +237,7 @@ def rank_model(
     queue: WeightGradientQueue | None = None,
     trace: Any = None,
     recompute: Recompute | None = None,
+    turns: Turns | None = None,
 ) -> StagedModel:
     """Build the model of a pipeline rank on meta tensors.
 
@@ -254,6 +256,7 @@ def rank_model(
         loss_in_chunks=linear_cross_entropy if p.fused_linear_cross_entropy else None,
         cp_comm_type=p.cp_comm_type,
         experts=expert_options(config),
+        turns=turns or Turns(),
     )
     return provider(config, ctx, recompute or recompute_of(config, META), stages)
 

@@ -10,7 +10,7 @@ Nothing is sent: a trace records each collective instead.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -45,6 +45,7 @@ from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
 from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.layout import Stage
+from mpu.turns import Turns
 from training.config import Config
 from training.recompute import recompute_of
 
@@ -78,6 +79,8 @@ class StageProfile:
     offloaded: what waits in host memory. under_way: two units of it, the most that is on its way
     at once. in_f, in_b, in_w: the most that lives while an action runs, in F and B with what the
     micro-batch keeps, in W without what waited. message: what its F or B sends.
+    f_turns, b_turns: of F and B, in parts between which another micro-batch may run (mpu/turns.py),
+    the most that lives in each part and what lives at its end; few_layers.py has none.
     """
 
     for_b: int
@@ -91,6 +94,8 @@ class StageProfile:
     in_w: int
     message: int
     collectives: tuple[Collective, ...]
+    f_turns: tuple[tuple[int, int], ...] = ()
+    b_turns: tuple[tuple[int, int], ...] = ()
 
     @property
     def working(self) -> int:
@@ -136,13 +141,13 @@ def rank_profile(
 def _rank_profile(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
 ) -> RankProfile:
-    live, queue, trace = Live(), _Queue(), _Trace()
+    live, queue, trace, turns = Live(), _Queue(), _Trace(), _Turns()
     sink = _Sink(accumulate_dtype(config), live)
     sink.in_float8 = bool(config.parallel.zero) and config.parallel.shard_size > 1
     again = recompute_of(config, META, MetaCarrier, MetaOffload, MetaRecompute)
     model = rank_model(
         config, provider, stages, pp_rank,
-        sink=sink, queue=queue, trace=trace, recompute=again,
+        sink=sink, queue=queue, trace=trace, recompute=again, turns=turns,
     )  # fmt: skip
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap_of(config))
@@ -150,6 +155,7 @@ def _rank_profile(
     trace.names = {module: name for name, module in model.named_modules()}
     with MetaAttention(flash_attention), MetaOperations(), meta_kernels():
         run = _Run(config, model, sink, queue, trace, offload=again.offload, live=live)
+        turns.note = run.gives_way
         for param in sink.names:
             sink.main_grad(param)  # kept from step to step
         with run.live:
@@ -177,6 +183,17 @@ def overlap_of(config: Config) -> OverlapMap:
     low = config.float8.fp8_format is not None and p.device != "cpu"
     ring = p.tp_comm_overlap == "ring" or (p.tp_comm_overlap == "symmetric" and low)
     return OverlapMap("ring" if ring else "none")
+
+
+class _Turns(Turns):
+    """Notes when another micro-batch could run. There is none: each micro-batch runs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note: Callable[[], None] = lambda: None
+
+    def give_way(self) -> None:
+        self.note()
 
 
 class _Run:
@@ -214,6 +231,9 @@ class _Run:
         self.kept = [(0, 0)] * len(self.saved)
         self.most = {(chunk, kind): 0 for chunk in self.chunks for kind in "FBW"}
         self.counted: dict[int, int] = {}  # chunk -> bytes that live since its F
+        self.begun = 0  # bytes that lived when the action began, its micro-batch's not among them
+        self.parts: list[tuple[int, int]] = []  # of the action, as StageProfile.f_turns
+        self.turns: dict[tuple[int, str], tuple[tuple[int, int], ...]] = {}  # of chunk and action
 
     @property
     def chunks(self) -> range:
@@ -241,7 +261,7 @@ class _Run:
 
     def forward(self, chunk: int) -> None:
         self.trace.at = (chunk, "F")
-        before = self.live.begin()
+        before = self._begin(0)
         out = self._run(chunk, self.saved[chunk])
         loss = self.model.stages[chunk].loss
         self.out[chunk] = get_gradient_edge(out.sum() if loss else out)
@@ -250,12 +270,13 @@ class _Run:
         self.kept[chunk] = self.saved[chunk].bytes(self.logits)
         self.away[chunk] = self.offload.bytes() if self.offload else (0, 0)
         self.counted[chunk] = self.live.now - before
+        self._end(chunk, "F")
 
     def backward(self, chunk: int, split: bool) -> None:
         out, again = self.out.pop(chunk), self.rerun[chunk]
         self.trace.at = (chunk, "B")
         defers = split or self.defers_output
-        before = self.live.begin() - self.counted.pop(chunk)
+        before = self._begin(self.counted.pop(chunk))
         if defers:
             self.queue.defer(output_layer_only=not split)
         loss, shape = self.model.stages[chunk].loss, self.model.hidden_shape(*self.size)
@@ -264,6 +285,7 @@ class _Run:
             torch.autograd.backward((out,), (dy,))
         del out, dy
         self.most[chunk, "B"] = self.live.peak - before
+        self._end(chunk, "B")
         if defers:
             self.waiting[chunk] = self.queue.waiting
             self.queue.waiting = []
@@ -271,6 +293,20 @@ class _Run:
             before = self.live.begin()
             run_deferred(self.queue.take())
             self.most[chunk, "W"] = self.live.peak - before
+
+    def _begin(self, kept: int) -> int:
+        """Begin an action whose micro-batch keeps so much; return what lives beside that."""
+        self.parts.clear()
+        self.begun = self.live.begin() - kept
+        return self.begun
+
+    def gives_way(self) -> None:
+        """Note what the action has, and had at most since it last gave way."""
+        self.parts.append((self.live.most_of_part() - self.begun, self.live.now - self.begun))
+
+    def _end(self, chunk: int, action: str) -> None:
+        self.gives_way()
+        self.turns[chunk, action] = tuple(self.parts)
 
     def profiles(self) -> tuple[StageProfile, ...]:
         """Return what each chunk keeps and sends."""
@@ -295,6 +331,8 @@ class _Run:
             in_w=self.most[chunk, "W"],
             message=prod(self.model.hidden_shape(*self.size)) * self.dtype.itemsize,
             collectives=tuple(each for at, each in self.trace.collectives if at == chunk),
+            f_turns=self.turns[chunk, "F"],
+            b_turns=self.turns[chunk, "B"],
         )
 
 

@@ -164,6 +164,7 @@ def simulate(
     speeds: Speeds | None = None,
 ) -> Simulation:
     """Time a schedule: each rank does its list in order and waits for inputs; sends do not block.
+    An F beside a B takes as long as it does alone, then the B: what the two hide is not known here.
 
     held_for_b, held_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
     without them peaks count activations, one for each micro-batch of a stage. An F holds nothing if
@@ -197,18 +198,18 @@ def _time(schedule: Schedule, costs: Costs, speeds: Speeds | None) -> tuple[tupl
     cost = {"F": costs.forward, "B": costs.input_gradient, "W": costs.weight_gradient}
     places = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
     lanes: list[list[Event]] = []
-    for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):
+    for rank, actions in enumerate(schedule.ranks):
         stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
         lane = list[Event]()
-        for action, source in zip(actions, sources, strict=True):
+        for n, action in enumerate(actions):
             seconds = cost[action.kind][stages[action.chunk]]
-            if source is None:
-                lane.append(Event(seconds))
-                continue
-            sender, given = source
-            place = places[sender].get(given, len(places[sender]))  # none: it waits for ever
-            late = costs.send if sender != rank else 0.0
-            lane.append(Event(seconds, ((sender, place),), late))
+            after, late = list[tuple[int, int]](), 0.0
+            for sender, given in schedule.inputs(rank, n):
+                # none: it waits for ever
+                place = places[sender].get(given, len(places[sender]))
+                after.append((sender, place + 2 * (place in schedule.beside(sender))))
+                late = costs.send if sender != rank else late
+            lane.append(Event(seconds, tuple(after), late))
         lanes.append(lane)
     spans = play(lanes, speeds)
     for rank, actions in enumerate(schedule.ranks):
@@ -239,12 +240,16 @@ def _peaks(
     stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
     split, last, deferred = schedule.split, schedule.stages - 1, schedule.deferred
     b = w = most_b = most_w = most = 0.0
-    for kind, chunk, i in schedule.ranks[rank] if trains else ():
+    beside, pairs = 0.0, schedule.beside(rank)  # of an F, whose layers come as those of the B go
+    for n, (kind, chunk, i) in enumerate(schedule.ranks[rank] if trains else ()):
         stage = stages[chunk]
-        if kind == "F":
+        if n in pairs:
+            beside = for_b[stage]
+        elif kind == "F":
             b += for_b[stage]
         elif kind == "B":
-            b -= for_b[stage]
+            b += beside - for_b[stage]
+            beside = 0.0
             if split or (stage == last and i < deferred):  # the latter: after the last action
                 w += for_w[stage]
         elif split:

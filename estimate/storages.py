@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Live(TorchDispatchMode):
     """Count every storage that an operation makes, until its last reference is gone.
 
-    now: bytes that live. peak: the most since `begin`. recent: since `most_since`, too.
+    now: bytes that live. peak: the most since `begin`. recent, part: since `most_since` and
+    `most_of_part` too.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = self.recent = 0
+        self.now = self.peak = self.recent = self.part = 0
         self._references: dict[int, Any] = {}
 
     @classmethod
@@ -31,12 +32,17 @@ class Live(TorchDispatchMode):
 
     def begin(self) -> int:
         """Forget the peak; return the bytes that live."""
-        self.peak = self.recent = self.now
+        self.peak = self.recent = self.part = self.now
         return self.now
 
     def most_since(self) -> int:
         """Return the most bytes that lived since the last call, or since `begin`."""
         most, self.recent = self.recent, self.now
+        return most
+
+    def most_of_part(self) -> int:
+        """Return the same since the last call of this."""
+        most, self.part = self.part, self.now
         return most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,6 +62,7 @@ class Live(TorchDispatchMode):
         nbytes = storage.nbytes()
         self.now += nbytes
         self.peak, self.recent = max(self.peak, self.now), max(self.recent, self.now)
+        self.part = max(self.part, self.now)
         self._references[key] = weakref.ref(storage, lambda _: self._gone(key, nbytes))
 
     def _gone(self, key: int, nbytes: int) -> None:

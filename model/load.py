@@ -25,6 +25,30 @@ from mpu.param import GROUPS
 HERE = Path(__file__).resolve().parent
 # by model_type, where the names differ
 FILES = {"granite": "llama", "mixtral": "moe", "qwen3_moe": "moe", "dots1": "moe"}
+# by model_type of other mixtures of experts, what they compute that no file of this folder does
+LATENT = "multi-head latent attention"
+MISSING = {
+    "qwen2_moe": "biases of q, k and v and a gate of the shared expert",
+    "olmoe": "a norm over all heads of q, and of k, together",
+    "flex_olmo": "norms after attention and MLP, and over all heads of q, and of k, together",
+    "glm4_moe": "a rotary embedding of a part of each head",
+    "hunyuan_v1_moe": "norms of q and k behind the rotary embedding",
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "kimi_k2": LATENT,
+    "glm4_moe_lite": LATENT,
+    "gpt_oss": "attention sinks, sliding windows, and biases of experts and projections",
+    "granitemoe": "multipliers of embeddings, residuals, attention and logits",
+    "phimoe": "LayerNorm, and a router of another kind (sparsemixer)",
+    "ernie4_5_moe": "softmax scores with a bias, and a rotary embedding of neighbouring pairs",
+    "dbrx": "LayerNorm, and clipped q, k and v",
+    "llama4": "layers without a rotary embedding, and experts whose inputs are weighted",
+    "jamba": "state-space layers",
+    "lfm2_moe": "convolutions in place of attention",
+    "minimax": "linear attention",
+    "qwen3_next": "linear attention",
+    "qwen3_5_moe": "linear attention",
+}
 NEEDED = ("Model", "ModelConfig", "hf_names", "hf_config", "from_hf_config", "parameter_group")
 
 
@@ -112,9 +136,19 @@ def model_file_of(
         return load_model_file(str(at))
     if named:
         raise ValueError(f"it was trained with --model-file {named}: give that too")
+    if kind in MISSING:
+        raise ValueError(missing_in(kind))
     raise ValueError(
         f"config.json: model_type is {kind!r}, and Weft has {', '.join(known)}: give the fork's "
         "--model-file"
+    )
+
+
+def missing_in(kind: str) -> str:
+    """Return the sentence that refuses a mixture of experts of a model_type in MISSING."""
+    return (
+        f"config.json: model_type is {kind!r}, which has {MISSING[kind]}: that is not available in "
+        "model/moe.py; give a --model-file that has it (docs/forking.md)"
     )
 
 

@@ -30,6 +30,7 @@ from model.llama import (
     read_hf_config,
     with_mup,
 )
+from model.load import MISSING, missing_in
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
@@ -171,7 +172,7 @@ class SparseMLP(nn.Module):
         self.load = ExpertLoad(e, self.router.weight, ctx=ctx, bias=biased)
         self.experts = Experts(e, h, config.expert_ffn, ctx=ctx)
         self.dispatcher = dispatcher(
-            ctx.experts, e, config.moe_router_topk, ctx.grid.ep, self
+            ctx.experts, e, config.moe_router_topk, ctx.grid.ep, self, ctx.turns
         )
         self.shared: nn.Module | None = None
         if size := config.moe_shared_expert_intermediate_size:
@@ -483,6 +484,8 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
             "moe_layer_freq": tuple(freq) if isinstance(freq, list) else freq,
         }  # fmt: skip
         return _read(hf, kind, {}, own)
+    if kind in MISSING:
+        raise ValueError(missing_in(kind))
     raise ValueError(
         f"config.json: model_type is {kind!r}, and this --model-file's are 'mixtral', 'qwen3_moe', "
         "'dots1' and 'moe'"

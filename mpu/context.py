@@ -13,6 +13,7 @@ from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
 from mpu.param import Placement, Region, parameter
+from mpu.turns import Turns
 
 
 class ExpertOptions(NamedTuple):
@@ -59,7 +60,8 @@ class LayerContext:
     is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
     for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
     attention_backend: whose kernels they are, as the flags of these names say.
-    auxiliary_losses: what `auxiliary_loss` adds to. experts: how a mixture of experts is trained.
+    turns: of two micro-batches that run beside each other. auxiliary_losses: what `auxiliary_loss`
+    adds to. experts: how a mixture of experts is trained.
     log_max_attention_logit, qk_clip: whether each head's largest logit is noted, and clipped.
     output_z_loss: the coefficient of the output layer's z-loss (mpu/layers/cross_entropy.py).
     """
@@ -71,6 +73,7 @@ class LayerContext:
     device: torch.device = torch.device("cpu")
     sink: GradientSink = field(default_factory=GradientSink)
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
+    turns: Turns = field(default_factory=Turns)
     loss_in_chunks: Callable[..., Tensor] | None = None
     cp_comm_type: tuple[str, ...] = ("p2p",)
     norm_backend: str = "weft"

@@ -15,6 +15,7 @@ Collectives are events of their axis: mpu.comm.transport.Trace receives them.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -50,6 +51,17 @@ class Event(NamedTuple):
     tensors: tuple[Tensor, ...]
 
 
+class _Running(threading.local):
+    """What runs in a thread. Two micro-batches beside each other have two (mpu/turns.py).
+
+    modules: whose forward runs, outermost first. works: whose weight gradient runs.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+        self.works: list[str] = []
+
+
 class ModuleTracker:
     """Follow the modules of a model that trains, from now until `close`.
 
@@ -77,8 +89,7 @@ class ModuleTracker:
         self._queue, self._sink, self._readers = queue, sink, dict(readers or {})
         self.names = {id(module): name for name, module in model.named_modules()}
         self._params = {id(param): name for name, param in model.named_parameters()}
-        self._modules: list[str] = []  # whose forward runs, outermost first
-        self._works: list[str] = []  # whose weight gradient runs
+        self._here = _Running()
         self._marked = ""  # the module of the last node that had a mark
         self._hooks: list[Any] = []
         for name, module in model.named_modules():
@@ -107,7 +118,7 @@ class ModuleTracker:
 
     def running(self) -> str:
         """Return the name of the module that runs, or ""."""
-        for names in (self._works, self._modules):
+        for names in (self._here.works, self._here.modules):
             if names:
                 return names[-1]
         node = self._node()
@@ -124,11 +135,11 @@ class ModuleTracker:
     @property
     def phase(self) -> str:
         """Return the phase that runs now."""
-        if self._works:
+        if self._here.works:
             return WGRAD
         if self._node() is None:
             return FORWARD
-        return RECOMPUTE if self._modules else BACKWARD
+        return RECOMPUTE if self._here.modules else BACKWARD
 
     @property
     def in_backward(self) -> bool:
@@ -140,7 +151,7 @@ class ModuleTracker:
         self._readers[kind](Event(kind, name, of, self.phase, tensors))
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._modules.append(name)
+        self._here.modules.append(name)
         if INPUT in self._readers:
             self._event(INPUT, name, module, (args, kwargs))
 
@@ -151,7 +162,7 @@ class ModuleTracker:
             for x in tree_leaves(out):
                 if isinstance(x, Tensor) and x.requires_grad:
                     x.register_hook(partial(self._event, OUTPUT_GRAD, name, module))
-        self._modules.pop()
+        self._here.modules.pop()
         done = {_node_of(x) for x in tree_leaves((args, kwargs))} | {None}
         nodes: list[Any] = [_node_of(x) for x in tree_leaves(out)]
         while nodes:
@@ -171,9 +182,9 @@ class ModuleTracker:
         return lambda: self._put(work, kept)
 
     def _work(self, name: str, work: Callable[[], None]) -> None:
-        self._works.append(name)
+        self._here.works.append(name)
         work()
-        self._works.pop()
+        self._here.works.pop()
 
     def _is_ready(self, param: nn.Parameter) -> None:
         self._event(MAIN_GRAD, self._params.get(id(param), ""), param, self._sink.main_grad(param))

@@ -7,6 +7,7 @@ generator state to restore. What a layer decides from values, such as which expe
 is decided once: `Decisions` gives the second run what the first one decided.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -20,10 +21,11 @@ Blocks = Sequence[Callable[..., Tensor]]
 Decision = TypeVar("Decision")
 
 
-class Decisions:
+class Decisions(threading.local):
     """What layers decided from values while recomputed blocks ran first, in order.
 
-    At most one list is written or read at a time, as units are not recomputed inside one another.
+    At most one list is written or read at a time in a thread, as units are not recomputed inside
+    one another. Two micro-batches that run beside each other have two threads.
     """
 
     def __init__(self) -> None:

@@ -242,6 +242,10 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--ep", type=int, default=1, help="ranks that experts are dealt out over")
     parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
     parser.add_argument("--optimizer", choices=[*RULES], default="adam", help="of the update")
+    parser.add_argument(
+        "--overlap-moe-expert-parallel-comm", action="store_true",
+        help="a forward beside a backward; with --micro-batches of at least 2",
+    )  # fmt: skip
     parser.add_argument("--shared-expert", action="store_true", help="that every token meets")
     a = parser.parse_args(argv)
     for flag in ("tp", "cp", "dp", "pp", "ep", "layers", "micro_batches"):
@@ -264,6 +268,8 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         more += ["--num-experts", str(a.num_experts), "--moe-router-force-load-balancing"]
         more += ["--moe-token-dispatcher-type", a.dispatcher, "--expert-tensor-parallel-size", "1"]
         more += ["--moe-shared-expert-intermediate-size", "80"] * a.shared_expert
+    if a.overlap_moe_expert_parallel_comm:
+        more.append("--overlap-moe-expert-parallel-comm")
     if a.ep > 1:
         more += ["--expert-model-parallel-size", str(a.ep)]
     if a.optimizer != "adam":

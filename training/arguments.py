@@ -717,6 +717,12 @@ class Communication:
         one_of("allgather", "alltoall", "auto"),
         "--num-experts",
     )
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False,
+        "run the forward of one micro-batch beside the backward of another, so that the exchange "
+        "of rows between experts of one is hidden by what the other computes",
+        off="left out, one after the other",
+    )
     nccl_communicator_config_path: str | None = setting(
         None,
         "YAML or JSON file of NCCL settings by group: min_ctas, max_ctas, cga_cluster_size, "

@@ -78,6 +78,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
             micro_batches,
             p.virtual_stages,
             p.microbatch_group_size_per_virtual_pipeline_stage,
+            p.overlap_moe_expert_parallel_comm,
         )
     except ValueError as error:
         dp = p.data_parallel_size

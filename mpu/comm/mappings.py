@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from mpu.comm.transport import Axis, Label, Splits
+from mpu.turns import Turns
 
 Verb = Callable[[Tensor, Axis, Label], Tensor]
 
@@ -43,8 +44,15 @@ def _scatter(x: Tensor, axis: Axis, label: Label) -> Tensor:
     return reduce_scatter(x, axis, label=label)[0]
 
 
-def _exchange(x: Tensor, axis: Axis, label: Label, splits: Splits | None) -> Tensor:
-    return all_to_all(x, axis, splits=splits, label=label)[0]
+def _exchange(
+    x: Tensor, axis: Axis, label: Label, splits: Splits | None, turns: Turns | None
+) -> Tensor:
+    beside = turns is not None and turns.two
+    y, handle = all_to_all(x, axis, async_op=beside, splits=splits, label=label)
+    if turns is not None:
+        turns.give_way()
+    handle.wait()
+    return y
 
 
 class _Pair(torch.autograd.Function):
@@ -93,9 +101,16 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, axis: Axis, who: objec
 
 
 def differentiable_all_to_all(
-    x: Tensor, axis: Axis, splits: Splits | None = None, who: object = None
+    x: Tensor,
+    axis: Axis,
+    splits: Splits | None = None,
+    who: object = None,
+    turns: Turns | None = None,
 ) -> Tensor:
-    """Send each rank its rows of dim 0; their gradients come back by the reversed splits."""
+    """Send each rank its rows of dim 0; their gradients come back by the reversed splits.
+
+    turns: of two micro-batches, of which the other computes while rows are on their way.
+    """
     back = None if splits is None else splits.reversed
-    there = partial(_exchange, splits=splits)
-    return _pair(x, axis, there, partial(_exchange, splits=back), who)
+    there = partial(_exchange, splits=splits, turns=turns)
+    return _pair(x, axis, there, partial(_exchange, splits=back, turns=turns), who)

@@ -17,8 +17,9 @@ Rows are sorted stably, and a token's outputs are added in the order of j, in th
 dtype. Nothing is added by scatter, so the bits do not depend on the device's order of threads.
 Gradients travel the same ways back: that of a gather is a sum in rank order, that of an exchange
 the exchange reversed. What is computed between `start` and `finish` runs while rows are on their
-way, and in backward so do the weight gradients of the experts' first matmul. AllToAll needs the
-sizes of what it sends on the host, and so do the products of experts: one wait for the device a
+way, and in backward so do the weight gradients of the experts' first matmul. Before it waits
+AllToAll gives way to another micro-batch (mpu/turns.py), where one runs beside this one. It needs
+the sizes of what it sends on the host, and so do the products of experts: one wait for the device a
 layer, and none where experts are padded to a capacity.
 """
 
@@ -39,6 +40,7 @@ from mpu.comm.mappings import (
 from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.context import ExpertOptions
 from mpu.layers.experts import Counts, Later
+from mpu.turns import Turns
 
 
 class Exchange(NamedTuple):
@@ -167,11 +169,15 @@ class Sent:
 class Dispatcher:
     """What brings tokens to the experts of a rank that holds them all.
 
-    experts: their number on all ranks. who: the layer, for the trace of the axis.
+    experts: their number on all ranks. who: the layer, for the trace of the axis. turns: of two
+    micro-batches, of which one computes while the other's rows are on their way.
     """
 
-    def __init__(self, experts: int, ep: Axis, who: object, skew: float = 1.0) -> None:
+    def __init__(
+        self, experts: int, ep: Axis, who: object, turns: Turns, skew: float = 1.0
+    ) -> None:
         self.experts, self.ep, self.who, self.skew = experts, ep, who, skew
+        self.turns = turns
         self.local = experts // ep.size
         self.label = Label(who, "forward")
 
@@ -329,7 +335,7 @@ class AllToAll(Dispatcher):
         assert plan.exchange is not None
         splits, order, place = plan.exchange
         back = _Rows.apply(rows, place, order[:, None], False)
-        own = differentiable_all_to_all(back, self.ep, splits.reversed, self.who)
+        own = differentiable_all_to_all(back, self.ep, splits.reversed, self.who, self.turns)
         return super().combine(own, weights, plan)
 
 
@@ -337,7 +343,7 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGather, "alltoall": 
 
 
 def dispatcher(
-    options: ExpertOptions, experts: int, topk: int, ep: Axis, who: object
+    options: ExpertOptions, experts: int, topk: int, ep: Axis, who: object, turns: Turns
 ) -> Dispatcher:
     """Return the dispatcher that the options name, "auto" the one that sends fewer bytes at
     balance.
@@ -345,11 +351,11 @@ def dispatcher(
     An all-gather sends (ep - 1) T h numbers each way, an all-to-all k / ep of that.
     """
     if ep.size == 1:
-        return Dispatcher(experts, ep, who)
+        return Dispatcher(experts, ep, who, turns)
     kind = options.dispatcher
     if kind == "auto":
         kind = "allgather" if ep.size <= topk else "alltoall"
-    return DISPATCHERS[kind](experts, ep, who, options.skew)
+    return DISPATCHERS[kind](experts, ep, who, turns, options.skew)
 
 
 class _Start(torch.autograd.Function):
@@ -363,13 +369,14 @@ class _Start(torch.autograd.Function):
     def forward(
         saved_ctx: Any, x: Tensor, dispatcher: Dispatcher, splits: Splits, sent: Sent
     ) -> Tensor:
-        saved_ctx.sent = sent
+        saved_ctx.sent, saved_ctx.turns = sent, dispatcher.turns
         label = dispatcher.label
         y, sent.handle = all_to_all(x, dispatcher.ep, async_op=True, splits=splits, label=label)
         return y
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        saved_ctx.turns.give_way()
         _wait(saved_ctx.sent)  # for the gradients of x, which are not as many as those of y
         return saved_ctx.sent.take(), None, None, None
 
@@ -384,6 +391,7 @@ class _Finish(torch.autograd.Function):
         saved_ctx: Any, y: Tensor, dispatcher: Dispatcher, splits: Splits, sent: Sent
     ) -> Tensor:
         saved_ctx.dispatcher, saved_ctx.splits, saved_ctx.sent = dispatcher, splits, sent
+        dispatcher.turns.give_way()
         _wait(sent)
         return y.view_as(y)
 

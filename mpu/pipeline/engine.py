@@ -6,6 +6,7 @@
         F  wait for the activation of the stage before, forward, send the output, keep its graph
         B  wait for the gradient of the stage after, backward, send the gradient of the input;
            in a split schedule the weights' gradients wait
+        F beside B  wait for both inputs, run the two in turns, send both outputs
         W  compute the weights' gradients that waited
     compute the output layer's weight gradients that waited (Schedule.deferred)
     Sends are asynchronous too (mpu/comm/p2p.py, Outbox): they run under the next actions.
@@ -31,6 +32,7 @@ from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.grid import Grid
 from mpu.pipeline.plan import Message, Step, plan
 from mpu.pipeline.schedules import Schedule
+from mpu.turns import Turns
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 Key = tuple[int, int]  # chunk, micro-batch
@@ -60,10 +62,11 @@ PHASE = {"F": "forward", "B": "backward"}
 class Engine:
     """Run schedules on one rank of the pipeline axis.
 
-    queue: the layers' weight-gradient queue. dtype: the dtype of the hidden states that travel.
-    schedule: the last one run. spans: None, or a list that each run replaces by its actions'
-    (kind, chunk, micro_batch, begin, end) in seconds of time.perf_counter; BW is B and W in one.
-    What Schedule.deferred puts after the last action is in none of them.
+    queue: the layers' weight-gradient queue. turns: the layers', of two micro-batches. dtype: of
+    the hidden states that travel. schedule: the last one run. spans: None, or a list that each run
+    replaces by its actions' (kind, chunk, micro_batch, begin, end) in seconds of time.perf_counter;
+    BW is B and W in one. Of the time of an F beside a B and its W the F is given a third. What
+    Schedule.deferred puts after the last action is in none of them.
     """
 
     def __init__(
@@ -73,8 +76,9 @@ class Engine:
         monitor: Monitor,
         dtype: torch.dtype,
         device: torch.device,
+        turns: Turns | None = None,
     ) -> None:
-        self.grid, self.queue, self.monitor = grid, queue, monitor
+        self.grid, self.queue, self.monitor, self.turns = grid, queue, monitor, turns or Turns()
         self.dtype, self.device = dtype, device
         self.schedule: Schedule | None = None
         self.spans: list[tuple[str, int, int, float, float]] | None = None
@@ -105,16 +109,32 @@ class Engine:
 
 
 class _Clock:
-    """Records when each action began and ended."""
+    """Records when each action began and ended.
+
+    noted: kind, chunk, micro-batch, begin and end, and which part of that time the action is given.
+    """
 
     def __init__(self) -> None:
-        self.noted: list[tuple[str, int, int, Any, Any]] = []
+        self.noted: list[tuple[str, int, int, Any, Any, float, float]] = []
+
+    def note(
+        self, kind: str, chunk: int, i: int, begin: Any, end: Any, low: float = 0, high: float = 1
+    ) -> None:
+        self.noted.append((kind, chunk, i, begin, end, low, high))
 
     def now(self) -> Any:
         return time.perf_counter()
 
+    def seconds(self, noted: Any) -> float:
+        return float(noted)
+
     def spans(self) -> list[tuple[str, int, int, float, float]]:
-        return self.noted
+        made = list[tuple[str, int, int, float, float]]()
+        for kind, chunk, i, *both, low, high in self.noted:
+            begin, end = map(self.seconds, both)
+            took = end - begin
+            made.append((kind, chunk, i, begin + low * took, begin + high * took))
+        return made
 
 
 class _CudaClock(_Clock):
@@ -130,13 +150,12 @@ class _CudaClock(_Clock):
         event.record()
         return event
 
+    def seconds(self, noted: Any) -> float:
+        return self.began + float(self.zero.elapsed_time(noted)) / 1e3
+
     def spans(self) -> list[tuple[str, int, int, float, float]]:
         torch.cuda.synchronize()
-        at = [
-            [self.began + self.zero.elapsed_time(event) / 1e3 for event in note[3:]]
-            for note in self.noted
-        ]
-        return [(*note[:3], *times) for note, times in zip(self.noted, at, strict=True)]
+        return super().spans()
 
 
 class _Run:
@@ -160,15 +179,22 @@ class _Run:
         self.inputs: dict[Key, Tensor] = {}
         self.outputs: dict[Key, GradientEdge] = {}  # where backward starts; the tensors are freed
         self.deferred: dict[Key, deque[Callable[[], None]]] = {}
+        self.beside: Step | None = None  # an F, until the B that it runs beside
 
     def do(self, step: Step, clock: _Clock | None) -> None:
         """Execute one step: post receives, take the input, compute, send."""
         for message in step.receives:
             self.arriving[message[:3]] = self._post(message)
+        if step.beside:
+            self.beside = step
+            return
         kind, chunk, i = step.action
         fused = kind != "F" and not self.schedule.split
         if kind == "W" and fused:
             return  # it ran with its B
+        if self.beside is not None:
+            forward, self.beside = self.beside, None
+            return self._pair(forward, step, clock)
         given = self._take(step) if kind != "W" else None
         name = "BW" if fused else kind
         doing = f"{name} chunk {chunk} micro-batch {i}"
@@ -181,9 +207,29 @@ class _Run:
         else:
             out = run_deferred(self.deferred.pop((chunk, i)))
         if clock:
-            clock.noted.append((name, chunk, i, begin, clock.now()))
+            clock.note(name, chunk, i, begin, clock.now())
         if out is not None:
             self._give(kind, step.stage, i, out)
+
+    def _pair(self, forward: Step, backward: Step, clock: _Clock | None) -> None:
+        """Execute an F beside a B and its W."""
+        hidden, dy = self._take(forward), self._take(backward)
+        (_, chunk, i), (_, other, j) = forward.action, backward.action
+        self.engine.monitor.action = (
+            f"F chunk {chunk} micro-batch {i} in stage {forward.stage} beside "
+            f"BW chunk {other} micro-batch {j} in stage {backward.stage}{self.during}"
+        )
+        begin = clock.now() if clock else None
+        out, dx = self.engine.turns.run(
+            lambda: self._forward(forward, hidden), lambda: self._backward(backward, dy, True)
+        )
+        if clock:
+            end = clock.now()
+            clock.note("F", chunk, i, begin, end, high=1 / 3)
+            clock.note("BW", other, j, begin, end, low=1 / 3)
+        for kind, stage, of, result in (("F", forward.stage, i, out), ("B", backward.stage, j, dx)):
+            if result is not None:
+                self._give(kind, stage, of, result)
 
     def _forward(self, step: Step, hidden: Tensor | None) -> Tensor | None:
         _, chunk, i = step.action

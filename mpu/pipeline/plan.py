@@ -23,12 +23,16 @@ class Message(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One action of a rank, the receives posted before it, the send after it, and its stage."""
+    """One action of a rank, the receives posted before it, the send after it, and its stage.
+
+    beside: it is an F that runs beside the B of the next step, before which nothing is received.
+    """
 
     action: Action
     receives: tuple[Message, ...]
     sends: Message | None
     stage: int = 0
+    beside: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -41,16 +45,14 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     has it if its sender needs that action (see last_needed): posted before the action, it would
     wait on the GPU for what the action has yet to make, and could hold the action up. Receives keep
     their order on each pair of ranks, and never part a B from its W in a schedule that is not
-    split.
+    split, nor an F from the B that it runs beside.
     """
     hoisted, blocking = [], blocking_steps(schedule)
     needed = last_needed(schedule)
     for number, rank in enumerate(blocking):
         receives: list[tuple[Message, ...]] = [()] * len(rank)
         for n, step in enumerate(rank):
-            before = max(n - 1, 0)
-            if not schedule.split and rank[before].action.kind == "W":
-                before -= 1
+            before = schedule.begin(number, max(n - 1, 0))
             for message in step.receives:
                 receives[before if needed[message] < before else n] += (message,)
         steps = zip(rank, receives, strict=True)
@@ -69,7 +71,8 @@ def last_needed(schedule: Schedule) -> dict[Message, int]:
     It is the action's number in the receiver's list, or -1 where the sender needs none of them. An
     action needs the ones before it on its rank, the one that makes its input, and all that these
     need. No message needs what its receiver does with it, so the number is always below that of the
-    action that takes it. The ranks must not wait for one another (blocking_steps raises).
+    action that takes it; an F and the B beside it are one action. The ranks must not wait for one
+    another (blocking_steps raises).
     """
     needs = [list[np.ndarray]() for _ in schedule.ranks]  # rank, action: last of each rank
     at = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
@@ -77,18 +80,25 @@ def last_needed(schedule: Schedule) -> dict[Message, int]:
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.ranks):
-            for n in range(len(needs[rank]), len(actions)):
+            while (n := len(needs[rank])) < len(actions):
+                count = 3 if n in schedule.beside(rank) else 1  # F, B and W
+                taken = [
+                    (action, source[0], at[source[0]][source[1]])
+                    for action, source in zip(
+                        actions[n : n + count], schedule.sources[rank][n : n + count], strict=True
+                    )
+                    if source
+                ]
+                if any(its >= len(needs[sender]) for _, sender, its in taken):
+                    break
                 mine = needs[rank][-1].copy() if n else np.full(len(schedule.ranks), -1)
-                if source := schedule.sources[rank][n]:
-                    sender, its = source[0], at[source[0]][source[1]]
-                    if its >= len(needs[sender]):
-                        break
+                for action, sender, its in taken:
                     theirs = needs[sender][its]
                     if sender != rank:
-                        last[Message(*actions[n], sender, rank)] = int(theirs[rank])
+                        last[Message(*action, sender, rank)] = int(theirs[rank])
                         np.maximum(mine, theirs, out=mine)
-                mine[rank], moved = n, True
-                needs[rank].append(mine)
+                mine[rank], moved = n + count - 1, True
+                needs[rank] += [mine] * count
     return last
 
 
@@ -98,7 +108,7 @@ def blocking_steps(schedule: Schedule) -> list[list[Step]]:
     Actions are ordered by unit time (see slots). Each action is followed by its send, and the
     receiver receives at that very place, before its next action. Within a unit a receiver acts
     before its sender where it can, so that nothing is received earlier than it must. Where B and W
-    are one backward, the B stands directly before its W.
+    are one backward, the B stands directly before its W, and the F beside it before the B.
     """
     messages = {}
     for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):
@@ -107,12 +117,16 @@ def blocking_steps(schedule: Schedule) -> list[list[Step]]:
                 messages[source] = Message(*action, source[0], rank)
     steps: list[list[Step]] = [[] for _ in schedule.ranks]
     arrived: list[list[Message]] = [[] for _ in schedule.ranks]
+    beside: dict[int, Action] = {}  # rank: an F whose B and W come next
+    counts = [0] * len(schedule.ranks)
     for now in zip(*slots(schedule), strict=True):
-        acting = {
-            rank: action
-            for rank, action in enumerate(now)
-            if action and (action.kind != "B" or schedule.split)
-        }
+        acting = {}
+        for rank, action in enumerate(now):
+            if action and counts[rank] in schedule.beside(rank):
+                beside[rank] = action
+            elif action and (action.kind != "B" or schedule.split):
+                acting[rank] = action
+            counts[rank] += action is not None
         while acting:
             chain = []  # a rank, the rank that it sends to, ...
             rank = next(iter(acting))
@@ -122,6 +136,12 @@ def blocking_steps(schedule: Schedule) -> list[list[Step]]:
                 rank = sends.to if sends else rank
             for rank, action, sends in reversed(chain):
                 receives, arrived[rank] = tuple(arrived[rank]), []
+                if forward := beside.pop(rank, None):
+                    given = messages.get((rank, forward))
+                    steps[rank].append(Step(forward, receives, given, beside=True))
+                    receives = ()
+                    if given:
+                        arrived[given.to].append(given)
                 if action.kind == "W" and not schedule.split:
                     steps[rank].append(Step(action._replace(kind="B"), receives, None))
                     receives = ()

@@ -8,7 +8,9 @@ p ranks, m micro-batches, v chunks a rank, p v stages. An Action is one of
     W  the gradients of its weights
 
 In a schedule that is not `split` each B is directly followed by its own W, and the two are one
-backward: the gradient of the input leaves after both.
+backward: the gradient of the input leaves after both. An F may run beside the B and W that follow
+it in the list (`pairs`): they begin when both inputs are there, take turns where one of them waits
+for an exchange of its experts (mpu/turns.py), and hand on their outputs when both are done.
 """
 
 from collections import deque
@@ -21,6 +23,7 @@ CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-hal
 NAMES = tuple(CHUNKS)  # CHUNKS: chunks a rank; interleaved also takes other numbers
 V_SHAPED = ("zb-v", "v-half")  # two chunks a rank: the second comes back up the ranks
 SPLIT = ("zb-h1", "zb-v", "v-half")  # W is apart from B
+OVERLAPPING = ("1f1b", "interleaved")  # an F may run beside a B
 
 
 class Action(NamedTuple):
@@ -40,6 +43,7 @@ class Schedule:
 
     v_shape: chunk 0 goes down the ranks and chunk 1 comes back up, so that rank 0 holds both ends;
     else stage = chunk p + rank. deferred: the output layer's first so many W's come at the end.
+    pairs: of each rank, the numbers of the F's that run beside the B and W behind them.
     """
 
     name: str
@@ -49,6 +53,11 @@ class Schedule:
     split: bool = False
     v_shape: bool = False
     deferred: int = 0
+    pairs: tuple[range, ...] = ()
+
+    def beside(self, rank: int) -> range:
+        """Return the numbers of a rank's F's that run beside the B and W behind them."""
+        return self.pairs[rank] if self.pairs else range(0)
 
     @cached_property
     def stages(self) -> int:
@@ -84,6 +93,18 @@ class Schedule:
 
         return [[source(rank, a) for a in actions] for rank, actions in enumerate(self.ranks)]
 
+    def begin(self, rank: int, n: int) -> int:
+        """Return the number of the action with which a rank's n-th begins: the B of a W that is
+        directly behind it, the F beside which a B runs, or n itself.
+        """
+        n -= self.ranks[rank][n].kind == "W" and not self.split
+        return n - (n - 1 in self.beside(rank))
+
+    def inputs(self, rank: int, n: int) -> list[tuple[int, Action]]:
+        """Return what must be done before a rank's n-th action begins, as (rank, action)."""
+        taken = self.sources[rank][n : n + 1 + (n in self.beside(rank))]
+        return [source for source in taken if source]
+
 
 def stage_of(rank: int, chunk: int, p: int, v_shape: bool) -> int:
     """Return the stage that is chunk `chunk` of rank `rank`."""
@@ -91,21 +112,28 @@ def stage_of(rank: int, chunk: int, p: int, v_shape: bool) -> int:
 
 
 @lru_cache(maxsize=64)
-def build(name: str, p: int, m: int, v: int = 1, group: int | None = None) -> Schedule:
+def build(
+    name: str, p: int, m: int, v: int = 1, group: int | None = None, overlaps: bool = False
+) -> Schedule:
     """Return the schedule of that name for p ranks, m micro-batches and v chunks a rank.
 
-    group: for interleaved only. Raises ValueError that names the rule that the sizes break.
+    group: for interleaved only. overlaps: F's run beside B's, for the names in OVERLAPPING. Raises
+    ValueError that names the rule that the sizes break.
     """
     if name not in NAMES:
         raise ValueError(f"{name!r} is no schedule: the schedules are {', '.join(NAMES)}")
     if min(p, m, v) < 1:
         raise ValueError(f"pipeline size {p}, micro-batches {m} and v {v} must be at least 1")
     if name == "interleaved":
-        return interleaved(p, m, v, group)
+        return interleaved(p, m, v, group, overlaps)
     if group is not None:
         raise ValueError(f"{name} has no micro-batch group size ({group}): only interleaved has")
     if v != CHUNKS[name]:
         raise ValueError(f"{name} has {CHUNKS[name]} virtual stages a rank, not {v}")
+    if overlaps:
+        if name not in OVERLAPPING:
+            raise ValueError(f"{name} has no forward beside a backward: {OVERLAPPING} have")
+        return one_f_one_b(p, m, overlaps)
     makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "v-half": v_half}
     return makers[name](p, m)
 
@@ -124,7 +152,7 @@ def gpipe(p: int, m: int) -> Schedule:
     return Schedule("gpipe", (_one_in_turn(_actions("F", m), _actions("B", m), m),) * p, m)
 
 
-def one_f_one_b(p: int, m: int) -> Schedule:
+def one_f_one_b(p: int, m: int, overlaps: bool = False) -> Schedule:
     """Run a backward as soon as there is one: after the warm-up a forward and a backward in turn.
 
         0  F0 F1 F2 F3 .  .  .  .  .  .  B0 W0 .  B1 W1 .  B2 W2 .  B3 W3
@@ -134,12 +162,21 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
     Bubble (p-1)(F + B + W), GPipe's; but rank r holds no more than min(m, p - r) micro-batches.
     It has the fewest messages: take it when links are slow or m is large (Narayanan et al. 2021).
+
+    overlaps: the forward that precedes a backward runs beside it, so a rank has one more in its
+    warm-up. An output is handed on when both are done, so a micro-batch comes back from the next
+    rank two pairs after it left, and rank r holds up to min(m, 2(p - r) - 1) micro-batches and a
+    layer of the next one.
     """
     f, b = _actions("F", m), _actions("B", m)
-    return Schedule("1f1b", tuple(_one_in_turn(f, b, warm_up=p - r - 1) for r in range(p)), m)
+    warm_up = [2 * (p - r - 1) + 1 if overlaps else p - r - 1 for r in range(p)]
+    ranks = tuple(_one_in_turn(f, b, warm_up=k) for k in warm_up)
+    return Schedule("1f1b", ranks, m, pairs=_pairs(m, warm_up) if overlaps else ())
 
 
-def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
+def interleaved(
+    p: int, m: int, v: int, group: int | None = None, overlaps: bool = False
+) -> Schedule:
     """Cut each rank's layers into v chunks, so that the pipeline fills v times as fast.
 
     Chunk 1 is in lower case. Micro-batches pass chunk by chunk in groups, of p unless given:
@@ -150,12 +187,13 @@ def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
     Bubble (p-1)(F + B + W) / v, with F, B, W of a rank's v chunks together, at m a multiple of p.
     Rank 0 holds 1 + (p-1)/(pv) times what 1F1B's holds; messages are v times as many. Take it when
     links are fast, as inside a node. Warm-up and groups are Megatron's (Narayanan et al. 2021).
+    overlaps: as in one_f_one_b; the warm-up has one more forward, as Megatron's.
     v = 1 is 1F1B. Raises ValueError unless p <= group <= m and m mod group is 0 or at least p.
     """
     if v == 1:
         if group is not None:
             raise ValueError(f"a micro-batch group size ({group}) needs v > 1 stages a rank")
-        return replace(one_f_one_b(p, m), name="interleaved")
+        return replace(one_f_one_b(p, m, overlaps), name="interleaved")
     size = p if group is None else group
     if not p <= size <= m:
         raise ValueError(
@@ -168,8 +206,9 @@ def interleaved(p: int, m: int, v: int, group: int | None = None) -> Schedule:
             f"be at least the pipeline size {p}"
         )
     f, b = _actions("F", m, v, size), _actions("B", m, v, size)
-    warm_up = [2 * (p - r - 1) + (v - 1) * size for r in range(p)]
-    return Schedule("interleaved", tuple(_one_in_turn(f, b, warm_up=k) for k in warm_up), m, v)
+    warm_up = [2 * (p - r - 1) + (v - 1) * size + overlaps for r in range(p)]
+    ranks = tuple(_one_in_turn(f, b, warm_up=k) for k in warm_up)
+    return Schedule("interleaved", ranks, m, v, pairs=_pairs(m * v, warm_up) if overlaps else ())
 
 
 def zb_h1(p: int, m: int) -> Schedule:
@@ -248,7 +287,7 @@ def v_half(p: int, m: int) -> Schedule:
 def forward_only(schedule: Schedule) -> Schedule:
     """Return only the forwards of a schedule: what an evaluation runs."""
     ranks = tuple(tuple(a for a in rank if a.kind == "F") for rank in schedule.ranks)
-    return replace(schedule, ranks=ranks)
+    return replace(schedule, ranks=ranks, pairs=())
 
 
 def table(schedule: Schedule) -> str:
@@ -279,21 +318,23 @@ def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None
     """
     grid: list[list[Action | None]] = [[] for _ in schedule.ranks]
     done: dict[tuple[int, Action], int] = {}  # in which unit
-    lists = zip(schedule.ranks, schedule.sources, strict=True)
-    to_do = [deque(zip(*both, strict=True)) for both in lists]
+    to_do = [
+        deque((a, schedule.inputs(r, n), n in schedule.beside(r)) for n, a in enumerate(actions))
+        for r, actions in enumerate(schedule.ranks)
+    ]
     weights: list[deque[Action]] = [deque() for _ in schedule.ranks]  # W's to place
     held = [0] * len(schedule.ranks)
     now = 0
     while any(to_do) or any(weights):
         for r, row in enumerate(grid):
-            action, source = to_do[r][0] if to_do[r] else (None, None)
-            if source and done.get(source, now) >= now:
+            action, inputs, beside = to_do[r][0] if to_do[r] else (None, [], False)
+            if any(done.get(source, now) >= now for source in inputs):
                 action = None
             if cap and action and action.kind == "F" and held[r] >= cap and weights[r]:
                 action = None
             if action:
                 to_do[r].popleft()
-                done[r, action] = now
+                done[r, action] = now + 2 * beside  # with the B and W beside it
                 held[r] += action.kind == "F"
                 if cap and action.kind == "B":
                     weights[r].append(action._replace(kind="W"))
@@ -329,3 +370,8 @@ def _one_in_turn(f: list[Action], b: list[Action], warm_up: int) -> tuple[Action
         order += [forward] if forward else []
         order += [backward, backward._replace(kind="W")] if backward else []
     return tuple(order)
+
+
+def _pairs(forwards: int, warm_up: list[int]) -> tuple[range, ...]:
+    """Return the numbers of the F's that `_one_in_turn` puts before a B and its W, of each rank."""
+    return tuple(range(k, k + 3 * max(0, forwards - k), 3) for k in warm_up)

@@ -197,7 +197,6 @@ MISTAKES = [
         "--decoder-first-pipeline-num-layers 3: 8 layers, 3 of them at the ends: the 3 of pipeline",
     ),
     ("--decoder-first-pipeline-num-layers 0", 2, "must be a whole number >= 1"),
-    ("--delay-wgrad-compute", 2, "use --pipeline-schedule zb-h1, zb-v or v-half"),
     ("--mtp-standalone", 2, "--mtp-standalone is refused"),
 ]
 

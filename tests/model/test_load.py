@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import pretrain_llama
-from model import llama, qwen3
-from model.load import load_model_file, model_file_of, of_checkpoint
+from model import llama, moe, qwen3
+from model.load import MISSING, load_model_file, model_file_of, of_checkpoint
 from tests.training.small_llama import read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,9 +64,16 @@ def test_a_checkpoint_says_which_of_our_models_it_is():
     sizes = qwen3.hf_config(qwen3.ModelConfig(100, 32, 48, 2, 4, 2))
     path, config = of_checkpoint(sizes)
     assert path == "model/qwen3.py" and qwen3.hf_config(config) == sizes
-    refused = "model_type is 'deepseek_v3', and Weft has llama, moe, qwen2"
-    with pytest.raises(ValueError, match=refused):
-        model_file_of({"model_type": "deepseek_v3"})
+    with pytest.raises(ValueError, match="model_type is 'gptj', and Weft has llama, moe, qwen2"):
+        model_file_of({"model_type": "gptj"})
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_another_mixture_is_refused_by_what_is_missing(kind):
+    refused = re.escape(f"model_type is '{kind}', which has {MISSING[kind]}: that is not available")
+    for reads in (model_file_of, moe.from_hf_config):
+        with pytest.raises(ValueError, match=refused):
+            reads({"model_type": kind})
 
 
 @pytest.mark.parametrize("place", ["{folder}/evil.py", "model/../../../{folder}/evil.py"])

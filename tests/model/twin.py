@@ -80,6 +80,7 @@ def config_of(case: dict) -> Config:
             sequence_parallel=case["sp"],
             expert_model_parallel_size=case.get("ep", 1),
             moe_token_dispatcher_type=case.get("dispatch", "allgather"),
+            overlap_moe_expert_parallel_comm=case.get("beside", False),
             recompute_granularity=case["recompute"],
             fused_linear_cross_entropy="chunk" in case,
             recompute_method="uniform" if case["recompute"] == "full" else None,

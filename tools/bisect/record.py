@@ -199,7 +199,9 @@ class Recorder:
     # what happens in the step
 
     def _where(self) -> dict[str, int]:
-        action = self.run.monitor.action
+        # of an F and the B beside it the one that runs
+        forward, _, backward = self.run.monitor.action.partition(" beside ")
+        action = backward if backward and self.tracker.in_backward else forward
         found = WHERE.search(action) or DEFERRED.search(action)
         number, stage = (int(found[2]), int(found[3])) if found else (0, 0)
         batch = self.batches[min(number, len(self.batches) - 1)]

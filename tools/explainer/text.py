@@ -205,17 +205,21 @@ def sums(counted: Totals, rows: Sequence[Traffic], who: str = "rank 0") -> list[
 
 def in_order(explainer: Explainer, chunks: int) -> list[str]:
     """Return a rank's actions, one a line: where the input came from, where the output went."""
-    messages = [(e, e.parcel.peer) for e in explainer.events if e.parcel]
-    taken = {e.waited_in: peer for e, peer in messages if e.verb == "receive"}
-    given = {e.action: peer for e, peer in messages if e.verb == "send"}
+    messages = [(e, e.parcel) for e in explainer.events if e.parcel is not None]
+    taken = {(e.waited_in, p.kind): p.peer for e, p in messages if e.verb == "receive"}
+    given = {(e.action, p.kind): p.peer for e, p in messages if e.verb == "send"}
     lines = []
     for number, action in enumerate(explainer.actions):
-        if found := re.match(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)", action):
-            kind, _, micro_batch, stage = found.groups()
-            source = f"{taken[number]} >" if number in taken else ""
-            name = f"{kind}{micro_batch}" + (f" stage {stage}" if chunks > 1 else "")
-            to = f"> {given[number]}" if number in given else ""
-            lines.append(f"{source:>4} {name:<{12 if chunks > 1 else 5}}{to}".rstrip())
+        beside = ""  # an F and the B beside it: two lines
+        for words in action.split(" beside "):
+            if found := re.match(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)", words):
+                kind, _, micro_batch, stage = found.groups()
+                at = number, kind[0]
+                source = f"{taken[at]} >" if at in taken else ""
+                name = f"{beside}{kind}{micro_batch}" + (f" stage {stage}" if chunks > 1 else "")
+                to = f"> {given[at]}" if at in given else ""
+                lines.append(f"{source:>4} {name:<{12 if chunks > 1 else 5}}{to}".rstrip())
+                beside = "+ "
     return lines
 
 

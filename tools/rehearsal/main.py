@@ -107,6 +107,7 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     network.install(patches)
     p = config.parallel  # the first micro-batches differ, or chunks hand on what others keep
     unlike = bool(p.wgrad_deferral_limit) or p.schedule in V_SHAPED
+    unlike |= p.overlap_moe_expert_parallel_comm  # or two run at once
     replay_engine.install(recorder, asked.rehearse_full or unlike)
     return rehearse(
         script, config, launch, recorder, network, steps=asked.rehearse_steps, patches=patches

@@ -123,15 +123,14 @@ def answers(schedule: Schedule, rank: int) -> int:
     """Return how many messages a rank is sent in answer to the action before their use.
 
     No computation can stand between their start and their wait, whoever posts them: of one
-    micro-batch all are of this kind. B and W of a schedule that is not split are one action.
+    micro-batch all are of this kind. B and W of a schedule that is not split are one action, and so
+    is an F beside them.
     """
     actions, count = schedule.ranks[rank], 0
     for message, needed in last_needed(schedule).items():
         if message.to == rank:
-            before = actions.index(Action(*message[:3])) - 1
-            if before >= 0 and not schedule.split and actions[before].kind == "W":
-                before -= 1
-            count += needed >= before
+            begin = schedule.begin(rank, actions.index(Action(*message[:3])))
+            count += needed >= (schedule.begin(rank, begin - 1) if begin else -1)
     return count
 
 

@@ -29,6 +29,13 @@ def action_of(words: str) -> tuple[str, int, int, int] | None:
     return (found[1], int(found[2]), int(found[3]), int(found[4])) if found else None
 
 
+def parts_of(words: str) -> list[tuple[str, int]]:
+    """Return (kind, stage) of what an action's words name: of two where they run beside each other;
+    none for other words.
+    """
+    return [(m[1], int(m[4])) for m in WORDS.finditer(words)] if WORDS.match(words) else []
+
+
 def stage_seconds(
     actions: Sequence[ActionSpan], schedule: Schedule, pp_rank: int, work: Costs
 ) -> Costs:
@@ -41,13 +48,10 @@ def stage_seconds(
     parts = {"F": work.forward, "B": work.input_gradient, "W": work.weight_gradient}
     measured: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in actions:
-        action = action_of(span.words)
-        if action is None:
-            continue
-        kind, _, _, stage = action
-        whole = sum(parts[part][stage] for part in kind)
-        for part in kind:  # BW is both, in proportion to their work; a stage may have no layer
-            share = parts[part][stage] / whole if whole else 1 / len(kind)
+        each = [(part, stage) for kind, stage in parts_of(span.words) for part in kind]
+        whole = sum(parts[part][stage] for part, stage in each)
+        for part, stage in each:  # in proportion to their work; a stage may have no layer
+            share = parts[part][stage] / whole if whole else 1 / len(each)
             measured[part, stage].append((span.end - span.begin) * share)
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
     seconds: dict[str, list[float]] = {}

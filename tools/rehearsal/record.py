@@ -8,6 +8,7 @@ methods.
 """
 
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -41,6 +42,13 @@ HOST = -1  # a stream's number
 RECOMPUTED = "_Recompute"  # the forward of mpu/recompute.py, whose inside runs again
 
 
+class Inside(threading.local):
+    """The autograd functions that run in a thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.functions: list[str] = []
+
+
 class Recorder:
     """The events of one rank, in order; and which storages, streams and transfers there are.
 
@@ -53,7 +61,7 @@ class Recorder:
         self.stream = 0  # the current one
         self.layers: ModuleTracker | None = None
         self.action = ""
-        self.inside: list[str] = []  # the autograd functions that run, outermost first
+        self._here = Inside()
         self.functions: dict[str, type] = {}  # the autograd functions that ran, by name
         self.live: dict[int, tuple[int, Any]] = {}  # address of a StorageImpl -> number, reference
         self.sizes: dict[int, int] = {}  # number -> bytes
@@ -101,8 +109,9 @@ class Recorder:
             part = "wgrad"
         if call.startswith(STATE):  # whatever layer's gradient has called for it
             part = "state"
-        again = any(name.startswith(RECOMPUTED) for name in self.inside)
-        inner = self.inside[-1] if self.inside else ""
+        inside = self._here.functions
+        again = any(name.startswith(RECOMPUTED) for name in inside)
+        inner = inside[-1] if inside else ""
         return Where(phase, layer, part, call or use, inner, again)
 
     def place(self) -> str:
@@ -310,14 +319,14 @@ class Recorder:
 
     def enters(self, name: str, made: type) -> None:
         """Note that the host enters an autograd function, forward or backward; then call leaves."""
-        self.inside.append(name)
+        self._here.functions.append(name)
         self.functions[made.__name__] = made
         if not self.paused:
             self.events.append(Call(name))
 
     def leaves(self) -> None:
         """Note that the host leaves the autograd function that it entered last."""
-        self.inside.pop()
+        self._here.functions.pop()
 
     def acts(self, words: str) -> None:
         """Note that the rank begins something else."""

@@ -20,6 +20,7 @@ from mpu.gradients import GradientSink
 from mpu.layers.embedding import VocabParallelEmbedding, _Lookup
 from mpu.layers.fused import RMSNorm, _RMSNorm
 from mpu.layers.linear import _ParallelLinear
+from mpu.module_tracker import FORWARD
 from mpu.optim.exchange import MatrixUpdater
 from mpu.optim.interface import rules_of
 from mpu.optim.optimizer import Optimizer
@@ -50,8 +51,8 @@ GIVERS: dict[type, Callable[..., Any]] = {  # what gives the gradient of a layer
 }
 SUMMING = ("reduce_scatter", "all_to_all", "all_reduce")  # by one of them gradients travel
 SUMMED = "mpu/zero/bucket.py"
-MICRO_BATCH = re.compile(
-    r"(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) micro-batch (\d+)"
+MICRO_BATCH = re.compile(  # of an F beside a B that of the B: only it writes gradients
+    r"(?:.* beside )?(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) micro-batch (\d+)"
 )
 Span = tuple[int, int]
 
@@ -349,11 +350,11 @@ def from_loss(seen: "Rehearsed") -> set[int]:
     for index in range(seen.first, len(events)):
         event = events[index]
         if type(event) is Action:
-            begins = event.words.startswith(("B ", "BW "))
+            begins = event.words.startswith(("B ", "BW ")) or " beside BW " in event.words
         elif isinstance(event, (Launch, Transfer)):
             received = type(event) is Transfer and event.verb == "receive"
             shaped = type(event) is Launch and event.op.rpartition("::")[2] in SHAPED
-            if (begins and type(event) is Launch) or received:
+            if (begins and type(event) is Launch and event.where.phase != FORWARD) or received:
                 marked.update(event.written)  # autograd's first number, or a message
                 begins = False
                 found.add(index)

@@ -4,10 +4,12 @@
 from collections.abc import Iterator
 from typing import Any
 
+from mpu.pipeline.schedules import OVERLAPPING
 from training.arguments import EXPERTS, MoEConfig
 from training.config import Config, UsageError
 from training.flags.megatron import WITH_EXPERTS
 
+BESIDE, DISPATCHER = "--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 OURS, NORMALISED = "model/moe.py", "model/qwen3.py"
 
@@ -71,6 +73,8 @@ def check(config: Config) -> None:
             raise UsageError(f"{EP} {ep} needs {EXPERTS}: a dense model has no experts to deal out")
         if p.expert_tensor_parallel_size > 1:
             raise UsageError(f"{ETP} {p.expert_tensor_parallel_size} needs {EXPERTS}")
+        if p.overlap_moe_expert_parallel_comm:
+            raise UsageError(f"{BESIDE} needs {EXPERTS}: a dense model exchanges no rows")
         return
     etp = p.expert_tensor_parallel_size or tp
     if etp > 1:
@@ -123,6 +127,8 @@ def check(config: Config) -> None:
             "is added to scores from 0 to 1"
         )
     _check_groups(m)
+    if p.overlap_moe_expert_parallel_comm:
+        _check_beside(config)
     freq = m.moe_layer_freq
     if isinstance(freq, tuple) and len(freq) != config.model.num_layers:
         raise UsageError(
@@ -136,6 +142,33 @@ def check(config: Config) -> None:
     for name, given in unfit.items():
         if given:
             raise UsageError(f"{name} is not available with {EXPERTS} {m.experts}: {WHY[name]}")
+
+
+def _check_beside(config: Config) -> None:
+    """Raise UsageError where no forward can run beside a backward."""
+    p, kind = config.parallel, config.parallel.moe_token_dispatcher_type
+    if p.expert_model_parallel_size == 1:
+        raise UsageError(f"{BESIDE} needs {EP} of at least 2: with 1 no rows are exchanged")
+    if kind != "alltoall":
+        raise UsageError(
+            f"{BESIDE} needs {DISPATCHER} alltoall, not {kind}: only its exchanges are started "
+            "before they are waited for"
+        )
+    if p.schedule not in OVERLAPPING:
+        raise UsageError(
+            f"{BESIDE} needs --pipeline-schedule {' or '.join(OVERLAPPING)}, not {p.schedule}: "
+            "in others no forward is paired with the backward behind it"
+        )
+    if p.zero == 3 and p.pipeline_model_parallel_size == 1:
+        raise UsageError(
+            f"{BESIDE} is not available at ZeRO stage 3 without a pipeline: the two micro-batches "
+            "use the weights of two layers in turns, and each turn would gather them again"
+        )
+    if config.gpu.cpu_offload_activations:
+        raise UsageError(
+            f"{BESIDE} is not available with --cpu-offload-activations: its copies are timed for "
+            "one micro-batch at a time"
+        )
 
 
 def _check_groups(m: MoEConfig) -> None:

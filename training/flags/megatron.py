@@ -111,6 +111,12 @@ SPELLED = {
 ACCEPTED = (
     Accepted("--swiglu", "a Llama's feed-forward is SwiGLU"),
     Accepted(
+        "--delay-wgrad-compute",
+        "beside a forward (--overlap-moe-expert-parallel-comm) a backward computes its weight "
+        "gradients in its own turns; --pipeline-schedule zb-h1, zb-v and v-half put them off",
+        says=True,
+    ),
+    Accepted(
         "--normalization",
         "a Llama's norm is RMSNorm; Megatron-DeepSpeed writes rmsnorm",
         TEXT,
@@ -824,11 +830,6 @@ REFUSED = (
         "use --num-layers and --seq-length",
     ),
     Refused(
-        "a switch for late weight gradients",
-        "--delay-wgrad-compute",
-        "use --pipeline-schedule zb-h1, zb-v or v-half, which put them off",
-    ),
-    Refused(
         "a gather that starts during the update",
         "--overlap-param-gather-with-optimizer-step",
         "use --overlap-param-gather",
@@ -846,7 +847,7 @@ REFUSED = (
     ),
     Refused(
         "this part of a mixture of experts",
-        """--expert-tensor-parallel-num-weight-shards --overlap-moe-expert-parallel-comm
+        """--expert-tensor-parallel-num-weight-shards
         --ep-overlap-early-attn-memory-release --high-priority-a2a-comm-stream
         --use-grouped-gemm-for-shared-expert --moe-shared-expert-glu-interleave-size
         --moe-enable-routing-replay --moe-router-quantile-balancing-ema

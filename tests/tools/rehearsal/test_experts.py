@@ -111,6 +111,26 @@ def test_the_fullest_rank_has_the_dry_runs_memory_at_a_skew(rehearse):
     assert held(rehearse, 4, 0, f"{words} --rehearse-expert-skew 2.5")
 
 
+TURNS = f"{TO} alltoall --overlap-moe-expert-parallel-comm --micro-batch-size 2"
+VIRTUAL = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
+BESIDE = [  # world, rank, flags: a forward beside a backward
+    (4, 0, f"{EP} 4 --zero-stage 1 {OVERLAP} --moe-router-topk 2 --global-batch-size 32"),
+    (8, 6, f"{TP} {EP} 4 {SHARED} --recompute-granularity full --global-batch-size 32"),
+    (8, 1, f"{VIRTUAL} {EP} 4 --zero-stage 2 --global-batch-size 64"),
+    (8, 5, f"{VIRTUAL} {EP} 2 {SHARED} --zero-stage 3 {OVERLAP} --global-batch-size 64"),
+    (8, 2, f"{PP} {EP} 2 --recompute-granularity selective --global-batch-size 64"),
+    (8, 7, f"{PP} {EP} 4 --moe-layer-freq [0,1,1,1] --global-batch-size 64"),
+]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("world, rank, flags", BESIDE)
+def test_a_forward_beside_a_backward_has_no_finding_and_the_dry_runs_memory(
+    rehearse, world, rank, flags
+):
+    assert held(rehearse, world, rank, f"{flags} {TURNS}")
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("part", range(4))
 def test_drawn_layouts_have_no_finding_and_the_dry_runs_memory(rehearse, part):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from model.load import of_checkpoint
-from training.config import UsageError
+from training.config import Config, UsageError
 from training.flags import run_rules
 from training.flags.foreign import translate, unknown
 from training.flags.parse import parse
@@ -40,9 +40,9 @@ class Script:
     flags: list[str]
 
 
-def scripts() -> list[Script]:
-    """Read the list beside this file."""
-    text = LIST.read_text()
+def scripts(path: Path = LIST) -> list[Script]:
+    """Read a list beside this file."""
+    text = path.read_text()
     found = []
     for block in text.split("\n\n")[1:]:
         head, *flags = block.splitlines()
@@ -52,13 +52,18 @@ def scripts() -> list[Script]:
     return found
 
 
+def read_flags(flags: list[str], world: int) -> Config:
+    """Parse a launch whose files are all there."""
+    with patch.object(run_rules, "os", FILES):
+        return parse(flags, world, of_checkpoint=of_checkpoint)
+
+
 def refusal(flags: list[str], world: int) -> str:
     """Return why a launch with these flags is refused, "" where it is not, up to missing files."""
-    with patch.object(run_rules, "os", FILES):
-        try:
-            parse(flags, world, of_checkpoint=of_checkpoint)
-        except UsageError as error:
-            return str(error)
+    try:
+        read_flags(flags, world)
+    except UsageError as error:
+        return str(error)
     return ""
 
 

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags of experts: which model they make, what they refuse, what they change."""
 
+import re
 import shlex
+from pathlib import Path
 
 import pytest
 
+from tests.training.flags.public_scripts import LIST, Script, read_flags, refusal, scripts
 from training.config import Config, UsageError
 from training.experts import expert_options, own_sizes
 from training.flags.parse import parse
@@ -66,6 +69,8 @@ def test_what_changes_nothing_or_depends_on_the_layout_is_said() -> None:
     more = "--num-experts 4 --moe-expert-capacity-factor 1.25"
     assert any("what is dropped depends" in note for note in read(more).notes)
     assert not [note for note in read("--num-experts 4").notes if "moe" in note]
+    late = read(f"{BESIDE} {EP2} --delay-wgrad-compute", 2)
+    assert any("--delay-wgrad-compute" in note for note in late.notes)
     frozen = read(
         "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
         "--moe-router-bias-update-rate 0"
@@ -88,6 +93,36 @@ def test_other_text_is_refused(text: str) -> None:
         read(f'--num-experts 4 --moe-layer-freq "{text}"')
 
 
+# what a refusal of a public script of experts names: what is not here, or not so here
+PUBLIC = scripts(LIST.with_name("public_moe_scripts.txt"))
+LACKING = {
+    "multi-latent attention": r"--multi-latent-attention is refused: another attention",
+    "linear attention": r"--(linear-attention-type|attention-output-gate)",
+    "half of each head rotated": r"--rotary-percent [\d.]+: only 1.0 is accepted",
+    "a tolerant read of checkpoints": r"--dist-ckpt-strictness log_all: only",
+    "a flag of ROCm's tree": r"--moe-use-legacy-grouped-gemm is not a flag",
+}
+
+
+@pytest.mark.parametrize("script", PUBLIC, ids=lambda s: f"{Path(s.path).stem} {s.edit}")
+def test_a_public_script_parses_or_is_refused_by_what_is_missing(script: Script) -> None:
+    """What some refusals name is left out, one after the other, and then it parses."""
+    flags, seen = list(script.flags), []
+    while why := refusal(flags, script.world):
+        named = [name for name, words in LACKING.items() if re.search(words, why)]
+        assert named and "\n" not in why, why
+        if named[0] in ("multi-latent attention", "linear attention"):
+            return  # another model
+        assert named[0] not in seen, why
+        seen.append(named[0])
+        flag = re.search(r"--[\w-]+", why)[0]
+        at = flags.index(flag)
+        del flags[at : at + 1 + (at + 1 < len(flags) and not flags[at + 1].startswith("--"))]
+    assert read_flags(flags, script.world).moe.experts
+
+
+BESIDE = "--num-experts 8 --overlap-moe-expert-parallel-comm"
+EP2 = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
 MISTAKES = [
     ("--expert-model-parallel-size 2", 2, "needs --num-experts"),
     ("--expert-tensor-parallel-size 2", 2, "--expert-tensor-parallel-size 2 needs --num-experts"),
@@ -112,7 +147,13 @@ MISTAKES = [
      "1 groups of 2 experts have fewer than the --moe-router-topk 3"),
     ("--num-experts 8 --moe-router-dtype fp64", 1, "only fp32 is accepted"),
     ("--num-experts 8 --fp8-format e4m3 --bf16 --fp8-recipe tensorwise", 1, "--fp8-format is not"),
-    ("--num-experts 8 --overlap-moe-expert-parallel-comm", 1, "this part of a mixture of experts"),
+    ("--overlap-moe-expert-parallel-comm", 1, "needs --num-experts: a dense model exchanges no"),
+    (BESIDE, 1, "-expert-parallel-comm needs --expert-model-parallel-size of at least 2"),
+    (f"{BESIDE} --expert-model-parallel-size 2", 2, "alltoall, not allgather: only its exchanges"),
+    (f"{BESIDE} {EP2} --zero-stage 3", 2, "is not available at ZeRO stage 3 without a pipeline"),
+    (f"{BESIDE} {EP2} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", 4,
+     "needs --pipeline-schedule 1f1b or interleaved, not zb-h1"),
+    (f"{BESIDE} {EP2} --cpu-offload-activations", 2, "is not available with --cpu-offload-activat"),
     ("--num-experts 8 --rank-order tp-cp-dp-ep-pp", 1, "so ep must stand before dp"),
     ("--num-experts 8 --expert-model-parallel-size 2 --rehearse-expert-skew 2.5 --dry-run", 2,
      "--rehearse-expert-skew 2.5: of the rows of 2 ranks (ep) the first can have from 1 to 2"),
