@@ -33,6 +33,7 @@ class Turns:
         self._may_run: tuple[threading.Semaphore, threading.Semaphore] | None = None
         self._now = 0
         self._failed = False
+        self._goes_on: Callable[[], None] = lambda: None
 
     @property
     def two(self) -> bool:
@@ -44,16 +45,26 @@ class Turns:
 
         Called by the one that runs, in whichever thread: autograd has threads of its own.
         """
-        if self._may_run is None:
+        both = self._may_run  # the other one clears it at its end
+        if both is None:
             return
         mine, self._now = self._now, 1 - self._now
-        self._may_run[self._now].release()
-        self._may_run[mine].acquire()
+        both[1 - mine].release()
+        both[mine].acquire()
+        self._goes_on()
         if self._failed:
             raise RuntimeError("the other micro-batch failed")
 
-    def run(self, first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-        """Return what both return. Raises what the one that fails first raises."""
+    def run(
+        self,
+        first: Callable[[], First],
+        second: Callable[[], Second],
+        goes_on: Callable[[], None] = lambda: None,
+    ) -> tuple[First, Second]:
+        """Return what both return. Raises what the one that fails first raises.
+
+        goes_on: called in the thread of the one whose turn begins, and at the end in this one.
+        """
         assert self._may_run is None, "two run already"
         both = self._may_run = threading.Semaphore(0), threading.Semaphore(0)
         results: list[Any] = [None, None]
@@ -61,6 +72,7 @@ class Turns:
 
         def work(which: int, run: Callable[[], Any]) -> None:
             try:
+                goes_on()
                 results[which] = run()
             except BaseException as error:
                 errors.append(error)
@@ -77,6 +89,7 @@ class Turns:
             both[0].acquire()
             work(0, as_here)
 
+        self._goes_on = goes_on
         self._now, self._failed, inside = 0, False, _as_here()
         thread = threading.Thread(target=in_thread, name="weft-forward", daemon=True)
         thread.start()
@@ -84,6 +97,7 @@ class Turns:
         both[1].acquire()
         work(1, second)
         thread.join()
+        goes_on()
         self._may_run, self._failed = None, False
         if errors:
             raise errors[0]

@@ -41,7 +41,8 @@ MESSAGES = ("send", "receive")
 
 
 class Waits:
-    """The waits of the thread that made this object; those of other threads are not counted.
+    """The waits of one thread: the one that made this object, or called `follow` last. Those of
+    other threads are not counted.
 
     seconds: {axis: seconds blocked}, growing. started: {axis: collectives started}, growing. now:
     what it waits for at this moment. last: the collective begun last. moved: time.monotonic() at
@@ -55,6 +56,10 @@ class Waits:
         self.now: Wait | None = None
         self.moved = time.monotonic()
         self.last: Wait | None = None
+
+    def follow(self) -> None:
+        """Count the waits of the calling thread from now on."""
+        self.thread = threading.get_ident()
 
     def of(self, axis: str, ranks: tuple[int, ...], what: str) -> Wait:
         """Return the wait of memory that `ranks` share: mostly for the collective begun last."""

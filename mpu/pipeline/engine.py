@@ -221,7 +221,9 @@ class _Run:
         )
         begin = clock.now() if clock else None
         out, dx = self.engine.turns.run(
-            lambda: self._forward(forward, hidden), lambda: self._backward(backward, dy, True)
+            lambda: self._forward(forward, hidden),
+            lambda: self._backward(backward, dy, True),
+            self.engine.grid.waits.follow,
         )
         if clock:
             end = clock.now()
