@@ -8,6 +8,7 @@ from mpu.pipeline.schedules import OVERLAPPING
 from training.arguments import EXPERTS, MoEConfig
 from training.config import Config, UsageError
 from training.flags.megatron import WITH_EXPERTS
+from training.schedule import micro_batch_counts, schedule_of
 
 BESIDE, DISPATCHER = "--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
@@ -52,6 +53,13 @@ def notes(config: Config) -> Iterator[str]:
             "--moe-router-pre-softmax changes nothing with --moe-router-score-function "
             f"{m.moe_router_score_function}, there as here: there is no softmax"
         )
+    if m.experts and config.parallel.overlap_moe_expert_parallel_comm:
+        most = max(micro_batch_counts(config))
+        if not any(schedule_of(config, most).pairs):
+            yield (
+                f"{BESIDE}: of {most} micro-batches no forward has a backward to run beside; more "
+                "micro-batches, or fewer pipeline stages, have"
+            )
     if m.experts and m.moe_expert_capacity_factor:
         yield (
             f"--moe-expert-capacity-factor {m.moe_expert_capacity_factor:g} is of a rank's tokens "

@@ -71,6 +71,9 @@ def test_what_changes_nothing_or_depends_on_the_layout_is_said() -> None:
     assert not [note for note in read("--num-experts 4").notes if "moe" in note]
     late = read(f"{BESIDE} {EP2} --delay-wgrad-compute", 2)
     assert any("--delay-wgrad-compute" in note for note in late.notes)
+    for size, said in ((2, True), (4, False)):
+        notes = read(f"{BESIDE} {EP2} --global-batch-size {size}", 2).notes
+        assert any("no forward has a backward to run beside" in note for note in notes) == said
     frozen = read(
         "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
         "--moe-router-bias-update-rate 0"
