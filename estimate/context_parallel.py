@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism: a rank's part of a sequence, and a check that attention reaches the rest."""
 
-from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from estimate.attention_costs import AttentionSizes, memory, traffic
 from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
 from estimate.model_profile import ModelProvider, plannable, rank_model
 from mpu.comm.transport import Axis
@@ -57,36 +55,6 @@ def lines(config: Config) -> list[str]:
             map(str, uneven)
         )
     return [text]
-
-
-def cost_lines(config: Config, in_units: Callable[[float], str]) -> list[str]:
-    """Return a line for each --cp-comm-type of the run: what a layer's core attention sends and
-    needs in a micro-batch (estimate/attention_costs.py). At --context-parallel-size 1 none.
-    """
-    p, m = config.parallel, config.model
-    if p.context_parallel_size == 1:
-        return []
-    t, dtype = p.tensor_model_parallel_size, config.run.dtype
-    heads, groups = m.num_attention_heads, m.num_query_groups or m.num_attention_heads
-    sizes = AttentionSizes(
-        cp=p.context_parallel_size,
-        s=m.seq_length // p.context_parallel_size,
-        b=config.batch.micro_batch_size,
-        a=heads // t,
-        g=max(1, groups // t),
-        d=m.kv_channels or m.hidden_size // heads,
-        bytes=dtype.itemsize,
-        wide=max(4, dtype.itemsize),
-    )
-    near, found = (p.hierarchical_context_parallel_sizes or (1,))[0], []
-    for kind in dict.fromkeys(comm_type_of(config, i) for i in range(m.num_layers)):
-        sent, most = traffic(kind, sizes, near), memory(kind, sizes, near)
-        found.append(
-            f"{kind}: a layer's attention sends {in_units(sent[0])} forward and "
-            f"{in_units(sent[1])} backward, and needs {in_units(most.forward)} and "
-            f"{in_units(most.backward)} for a moment, for a row of one document"
-        )
-    return found
 
 
 def _uneven(length: int) -> tuple[int, ...]:

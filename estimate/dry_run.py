@@ -150,7 +150,7 @@ def _layout(config: Config) -> list[str]:
         lines.insert(1, f"ranks count along the axes in the order {p.rank_order}, fastest first")
     if cp > 1:
         lines.insert(-1, f"context-parallel group of rank 0: {_few(grid.cp.ranks)}")
-        lines += context_parallel.lines(config) + context_parallel.cost_lines(config, in_units)
+        lines += context_parallel.lines(config)
     if pp > 1:
         lines.append(f"pipeline group of rank 0: {_few(grid.pp.ranks)}")
     return lines

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from estimate import activations
-from estimate.attention_costs import AttentionSizes, memory, traffic
 from estimate.meta import META, MetaAttention, MetaOperations
 from estimate.storages import Live
 from mpu.comm.meta import MetaTransport
@@ -19,6 +18,7 @@ from mpu.launch import Launch
 from mpu.layers.attention.shards import shards
 from mpu.layers.context_attention import COMM_TYPES, ContextAttention
 from pretrain_llama import model_provider
+from tests.estimate.attention_costs import AttentionSizes, memory, traffic
 from training.flags.parse import parse
 
 HEADS = ((8, 2), (8, 8), (32, 1))

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What context parallelism costs a rank in one layer, by arithmetic: memory and traffic.
+"""What context parallelism costs a rank in one layer, worked out by hand: memory and traffic.
+
+The dry run measures both with the rest of the model; these formulas are what tests hold it to.
 
 Memory is what attention needs beside its inputs q, k, v, from the start of its forward and from the
 start of its backward, at its fullest moment, for rows of one document on the busiest rank, beside
