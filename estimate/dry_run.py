@@ -122,7 +122,9 @@ def memories(
     found = [kinds]
     if config.parallel.pipeline_model_parallel_size == 1:
         found = [kinds | now for now in buffers.moments(config, provider, held)]
-    moving = matrices.memory(config, provider, pp_rank)
+    moving = 0  # an offloaded update has its matrices in host memory
+    if not rank_memory.offloaded(config):
+        moving = matrices.memory(config, provider, pp_rank)
     if moving or moved:  # in the update
         gone = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
         found.append(kinds | gone | {"matrices": moving, "fetched state": moved})
@@ -247,7 +249,10 @@ def _memory(
         if value or kind in STATE or kind in ("activations", "logits")
     ]
     lines.append(f"{'total':<16} {in_units(total):>10}  what the libraries keep on top")
-    if host := rank_memory.host_bytes(config, flats):
+    host = rank_memory.host_bytes(config, flats)
+    if rank_memory.offloaded(config):
+        host += matrices.memory(config, provider, rank)
+    if host:
         more = ", and copies of what goes down and up" * rank_memory.offloaded(config)
         lines.append(
             f"{'in host memory':<16} {in_units(host):>10}  masters{',' if more else ' and'} moments"

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from estimate import rank_memory
+from estimate import activations, dry_run, rank_memory
 from estimate.model_profile import model_profile
 from model.llama import SIZES
 from mpu.param import placement_of
@@ -173,3 +173,11 @@ def test_memory_on_the_host():
     assert rank_memory.host_bytes(read(f"{offload}", 4), flats) == 29 * K * 4 * 4
     assert rank_memory.host_bytes(read("--zero-stage 1", 4), flats) == 0
     assert rank_memory.host_bytes(read(f"{offload} --device cpu", 4), flats) == 0
+
+
+@pytest.mark.parametrize("more, there", [("", True), ("--optimizer-cpu-offload", False)])
+def test_an_offloaded_update_has_its_matrices_in_host_memory(more, there):
+    config = read(f"--optimizer muon --zero-stage 1 --bf16 {UNTIED} {more}", 4)
+    (held,) = activations.held(config, model_provider)
+    moments = dry_run.memories(config, model_provider, 0, held)
+    assert any(kinds.get("matrices") for kinds in moments) == there
