@@ -368,6 +368,17 @@ def dump(args: Namespace, chunks: list[Any], optimizer: Any) -> None:
     save_file(tensors, Path(args.out) / "dump.safetensors")
 
 
+def write_logits(args: Namespace, model: Any) -> None:
+    """Write the logits of one row of tokens, 0 to s-1, to logits.safetensors."""
+    from safetensors.torch import save_file
+
+    places = torch.arange(SEQUENCE)[None]
+    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    with torch.no_grad():
+        logits = model(places, places, mask)
+    save_file({"logits": logits.float().contiguous()}, Path(args.out) / "logits.safetensors")
+
+
 def run(rank: int, args: Namespace) -> None:
     """Be one rank."""
     torch.set_num_threads(1)
@@ -403,6 +414,8 @@ def run(rank: int, args: Namespace) -> None:
         chunks, optimizer, schedule = build(args)
         iteration = load(args, chunks, optimizer, schedule) if args.load else 0
         first_loss = step(args, chunks, data, iteration * GLOBAL, train=False)
+        if args.load and world == 1:
+            write_logits(args, chunks[0])
         losses: dict[int, float] = {}
         saved = args.steps if not args.load else iteration
         while iteration < saved + args.more:
