@@ -3,10 +3,9 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,27 +199,19 @@ def test_ranks_agree_on_the_directory(world: Any, tmp_path: Path) -> None:
     assert notes1 == []
 
 
-WRITER = """
-import sys
-from pathlib import Path
-import torch
-from mpu.grid import Grid
-from training.checkpoint import SaveError, save
-from training.checkpoint.pieces import whole
-
-root, me, steps = Path(sys.argv[1]), int(sys.argv[2]), [int(n) for n in sys.argv[3:]]
-torch.set_num_threads(1)
-print("ready", flush=True)
-sys.stdin.readline()
-for step in steps:
-    value = float(100 * me + step)
-    pieces = [whole(n, torch.full((50, 30), value)) for n in ("a", "b")]
-    try:
-        save(root, step=step, pieces=pieces, state={"value": value}, grid=Grid(), file_bytes=6000)
-        print("saved", flush=True)
-    except SaveError as error:
-        print(error, flush=True)
-"""
+def write_all(root: Path, me: int, steps: list[int], begin: Any, said: Any) -> None:
+    """Save each step with this writer's number in its tensors; send how each save went."""
+    torch.set_num_threads(1)
+    begin.wait(60)
+    for step in steps:
+        value = float(100 * me + step)
+        pieces = [whole(n, torch.full((50, 30), value)) for n in ("a", "b")]
+        state = {"value": value}
+        try:
+            save(root, step=step, pieces=pieces, state=state, grid=Grid(), file_bytes=6000)
+            said.send("saved")
+        except SaveError as error:
+            said.send(str(error))
 
 
 @pytest.mark.parametrize(
@@ -230,26 +221,22 @@ for step in steps:
 )
 def test_two_writers_at_once_never_mix(tmp_path: Path, steps: Any) -> None:
     """Runs are kept apart by a lock; should two write all the same, each checkpoint is one's."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    context = multiprocessing.get_context("fork")
+    begin, pipes = context.Barrier(2), [context.Pipe(False) for _ in steps]
     writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(me), *map(str, own)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )
+        context.Process(target=write_all, args=(tmp_path, me, own, begin, pipes[me][1]))
         for me, own in enumerate(steps)
-    ]  # fmt: skip
-    assert [writer.stdout.readline() for writer in writers] == ["ready\n"] * 2
+    ]
     for writer in writers:
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-    while any(writer.poll() is None for writer in writers):
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
         try:
             value_of(tmp_path)
         except CheckpointError:
             pass  # it was replaced while it was read
-    for writer in writers:
-        lines = writer.communicate()[0].splitlines()
-        assert writer.returncode == 0 and len(lines) == len(steps[0]), lines
+    for writer, (pipe, _) in zip(writers, pipes, strict=True):
+        assert writer.exitcode == 0
+        lines = [pipe.recv() for _ in steps[0]]
         # each clears away what the other is writing, so that every save of one may fail
         assert all(line == "saved" or "was not saved" in line for line in lines), lines
     value_of(tmp_path)
