@@ -363,9 +363,12 @@ def forked(folder: Path, words: Sequence[str], limit: float, env: dict[str, str]
     while status[0] == 0 and time.monotonic() < stop:
         time.sleep(0.05)
         status = os.waitpid(pid, os.WNOHANG)
-    end_all(env["MUTANTS_KILLER"])
-    if status[0] == 0:
+    late = status[0] == 0
+    if late:
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+    end_all(env["MUTANTS_KILLER"])
+    if late:
         return 124
     return os.waitstatus_to_exitcode(status[1])
 
