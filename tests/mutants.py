@@ -590,6 +590,23 @@ def write(out: Path, site: Site, result: dict[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def confirm(out: Path) -> None:
+    """Run every killing test in a clone without a mutant; forget the kills of those that fail."""
+    folder, lines = clone(out / "clean"), list(results(out))
+    killers = sorted({line["by"] for line in lines if line["outcome"] == "killed"})
+    log = folder / "pytest.log"
+    with open(log, "w") as file:
+        subprocess.run(
+            [sys.executable, "-B", "-m", "pytest", "-q", "-rfE", *killers], cwd=folder,
+            env=environment(folder), check=False, stdout=file, stderr=file,
+        )  # fmt: skip
+    bad = {name for name in killers if f"FAILED {name}" in log.read_text()}
+    kept = [line for line in lines if line["by"] not in bad]
+    text = "".join(json.dumps(line) + "\n" for line in kept)
+    (out / "results.jsonl").write_text(text)
+    print(f"{len(killers)} tests kill; without a mutant these fail too: {sorted(bad)}")
+
+
 def table(lines: Sequence[dict[str, Any]]) -> str:
     """Write how many mutants of each room and kind were killed, and those that were not."""
     head = f"{'':18}{'mutants':>8}{'killed':>8}{'survived':>9}{'unreached':>10}{'late':>6}"
@@ -619,13 +636,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no mutant after them")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "mutants")
     parser.add_argument("--part", default="0/1", help="of several processes: which, of how many")
+    parser.add_argument("--confirm", action="store_true", help="run the killing tests unmutated")
     parser.add_argument("--near", action="store_true", help="no map: only what names the module")
     parser.add_argument("--like", type=Path, help="the folder of a run at another commit")
     parser.add_argument("--table", action="store_true", help="print the results that are there")
     asked = parser.parse_args(argv)
     out, stop = asked.out.resolve(), time.monotonic() + 60 * asked.minutes
     out.mkdir(parents=True, exist_ok=True)
-    if not asked.table:
+    if asked.confirm:
+        confirm(out)
+    elif not asked.table:
         chosen, map_file = out / "chosen.json", out / "map.json"
         if not chosen.exists():
             if asked.like:
