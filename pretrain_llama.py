@@ -67,12 +67,13 @@ from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.optimizer import mup_of, optimizer_groups, qk_clip
 from training.recompute import as_configured, recompute_of
-from training.run import bucket_size, memory
+from training.run import memory_report
+from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.layer_values import LayerValues
 from training.run.log import Log
 from training.run.meeting import meet
-from training.run.memory import MemoryReport
+from training.run.memory_report import MemoryReport
 from training.run.prepare import prepare
 from training.run.sample import draw_sample
 from training.run.saver import Saver
@@ -154,7 +155,7 @@ def run_schedule(
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
     total[2] += auxiliary.take()
     if run.config.fault.empty_unused_memory_level:
-        memory.empty_cache(run.config, run.device, level=1)
+        memory_report.empty_cache(run.config, run.device, level=1)
     return total
 
 
@@ -289,7 +290,7 @@ def train(
             step.loss, step.norm, step.found_inf = train_step(
                 run, batches, step.lr, step.decoupled_lr
             )
-            memory.empty_cache(config, run.device, level=2)
+            memory_report.empty_cache(config, run.device, level=2)
             saver.poll()
             over = time_is_up(config.run, started) or bool(saver.failed)
             spiked = guard.spiked(step)
@@ -352,7 +353,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 print(printable(report(config, model_provider), lines=True))
                 return 0
             config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
-            memory.check_host(config, model_provider, grid, device)
+            memory_report.check_host(config, model_provider, grid, device)
             digests["model_digest"] = digest(load_model_file(config.model.model_file))
         except (ValueError, OSError) as error:
             return refuse(error, launch, 2, report_to, alone=True)
@@ -362,10 +363,12 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if store is not None:
                 compare(config, digests | agreed(device), launch, store)
             monitor = new_monitor(config, grid, launch, store, report_to)
-            with monitor, memory.enough():
+            with monitor, memory_report.enough():
                 connect(config, grid, device, store, timeout, note_of(grid))
                 monitor.action = "measuring what size gradient buckets should have"
-                config = bucket_size.settle(config, grid, device, model_provider, note_of(grid))
+                config = gradient_buckets.choose_size(
+                    config, grid, device, model_provider, note_of(grid)
+                )
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:

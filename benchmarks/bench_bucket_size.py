@@ -43,7 +43,7 @@ from pretrain_llama import Run, build, model_provider, train_step  # noqa: E402
 from training.data.batch import DocumentRules, make_batch  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
-from training.run import bucket_size  # noqa: E402
+from training.run.autotune import gradient_buckets  # noqa: E402
 from training.run.meeting import meet  # noqa: E402
 
 SIZES = (32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576, 4_194_304)
@@ -106,9 +106,9 @@ def one_rank(more: str, steps: int, asleep: bool) -> None:
         alone = parse([*MODEL.split(), *more.split()], 1)
         whole = build(alone, make_grid(alone, Launch()), CPU, FailureMonitor()).model
         sleeper = Sleeper(list(whole.named_parameters()))
-        bucket_size.measured_timeline = lambda *about: sleeper.time
-    settled = bucket_size.settle(asked, grid, CPU, model_provider, note)
-    wanted["auto"] = settled.parallel.ddp_bucket_size or 0
+        gradient_buckets.measured_timeline = lambda *about: sleeper.time
+    chosen = gradient_buckets.choose_size(asked, grid, CPU, model_provider, note)
+    wanted["auto"] = chosen.parallel.ddp_bucket_size or 0
     runs: dict[str, Run] = {}
     for name, size in wanted.items():
         own = replace(config, parallel=replace(config.parallel, ddp_bucket_size=size))

@@ -194,7 +194,7 @@ def start(tree: Path, rank: int, flags: list[str]) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True)
     lines = [line for line in done.stderr.splitlines() if line.startswith('{"modules"')]
     if not lines:
-        raise SystemExit(f"bench_start.py: rank {rank} did not come to its first step\n"
+        raise SystemExit(f"bench_start.py: rank {rank} did not connect to its first step\n"
                          f"{done.stdout[-2000:]}{done.stderr[-4000:]}")  # fmt: skip
     found: dict[str, Any] = json.loads(lines[-1])
     return found

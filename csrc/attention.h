@@ -164,7 +164,7 @@ struct Room {
   }
 };
 
-// rows of x, `apart` from each other, to rows of `wide`, multiplied; the rest is 0
+// rows of x, `apart` elements from each other, to rows of `wide`, multiplied; the rest is 0
 template <typename T, typename A>
 INLINE void pack(const T* x, int64_t apart, int64_t rows, int64_t d, A* y, int64_t all, int64_t wide, A by) {
   for (int64_t i = 0; i < all; ++i) {
@@ -175,7 +175,7 @@ INLINE void pack(const T* x, int64_t apart, int64_t rows, int64_t d, A* y, int64
   }
 }
 
-// the next rows of x, which lie far apart, come to the cache while this thread multiplies
+// the next rows of x, which are far apart, come to the cache while this thread multiplies
 template <typename T>
 INLINE void expect(const T* x, int64_t apart, int64_t from, int64_t to, int64_t d) {
   for (int64_t i = from; i < to; ++i)

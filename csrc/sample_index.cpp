@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// Token t of the stream lies in document order[p], `offset` tokens into it. Write (p, offset) for
+// Token t of the stream is in document order[p], `offset` tokens into it. Write (p, offset) for
 // t = first, first + step, ..., `count` times; return how many of these the stream holds.
 extern "C" int64_t weft_sample_index(const int32_t* lengths, const int32_t* order,
                                      int64_t documents, int64_t first, int64_t step,

@@ -8,7 +8,7 @@
 // A flag holds the number of the last epoch that is ready and only grows, so nothing has to be reset, and a late
 // reader sees a larger number. Numbers have 32 bits and wrap: `reached` compares their difference.
 // A wait spins a little, then sleeps in the kernel until the writer wakes it or its time is up (Linux futexes; the
-// flag lies in shared memory, so the futex must not be a private one).
+// flag is in shared memory, so the futex must not be a private one).
 
 #pragma once
 

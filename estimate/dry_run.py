@@ -212,16 +212,16 @@ def _memory(
         else "",
         "moments": rank_memory.state_names(config),
         "norm's index": "where each block of a parameter lies among all ranks' parts",
-        "whole gradients": "for a while in a step, until their sum is with its owner",
-        "gathered weights": "for a while in a step",
+        "whole gradients": "during a part of a step, until they are summed",
+        "gathered weights": "during a part of a step",
         "tied look-ups": "gradient of a tied embedding's look-ups, until it is added to the rest",
         "activations": f"recomputed: {p.recompute_granularity or 'none'}; one micro-batch",
         "logits": "one micro-batch; their gradient takes the same memory",
-        "offloaded": "activations on their way to host memory, or back: two units",
-        "working memory": "gathered inputs, partial sums, a weight's gradient: of one operation",
+        "offloaded": "activations being copied to or from host memory: two units",
+        "working memory": "one operation's gathered inputs, partial sums and weight gradient",
         "fetched state": "masters and moments that are on the device at that moment",
         "workspaces": "cuBLAS's, on Hopper or later; less before",
-        "matrices": "in the update: on their way to owners, and their updates on the way back",
+        "matrices": "in the update: sent to their owners, and their updates sent back",
     }
     remarks["masters"] = remarks["masters"] or "none: the parameters take their place"
     flats = rank_memory.flats(config, provider, rank)
@@ -240,7 +240,7 @@ def _memory(
         remarks["activations"] = (
             f"recomputed: {p.recompute_granularity or 'none'}; all that {p.schedule} has in flight"
         )
-        remarks["logits"] = "all micro-batches that wait; the gradient of one takes the same memory"
+        remarks["logits"] = "all waiting micro-batches; the gradient of one takes the same memory"
         remarks["gathered weights"] = "all stages of the rank, from a step's first use to its last"
     total = sum(kinds.values())
     lines = [
@@ -248,16 +248,15 @@ def _memory(
         for kind, value in kinds.items()
         if value or kind in STATE or kind in ("activations", "logits")
     ]
-    lines.append(f"{'total':<16} {in_units(total):>10}  what the libraries keep on top")
-    host = rank_memory.host_bytes(config, flats)
+    lines.append(
+        f"{'total':<16} {in_units(total):>10}  CUDA, NCCL and allocator overhead come on top"
+    )
+    host, what = rank_memory.host_bytes(config, flats), "masters and moments, pinned"
     if rank_memory.offloaded(config):
         host += matrices.memory(config, provider, rank)
+        what = "masters, moments and staging buffers"
     if host:
-        more = ", and copies of what goes down and up" * rank_memory.offloaded(config)
-        lines.append(
-            f"{'in host memory':<16} {in_units(host):>10}  masters{',' if more else ' and'} moments"
-            f"{more}{'' if more else ', pinned'}"
-        )
+        lines.append(f"{'in host memory':<16} {in_units(host):>10}  {what}")
     if away := held[rank].in_host:
         lines.append(f"{'in host memory':<16} {in_units(away):>10}  offloaded activations, pinned")
     lines.append(

@@ -36,7 +36,7 @@ def fit_lines(
         if (size := peak(other, same)) < total:
             rows.append((size, name, f"saves {in_units(total - size)}"))
     if not rows:
-        return [f"does NOT fit a GPU of {gpu}, and no measure of this program alone saves memory"]
+        return [f"does NOT fit a GPU of {gpu}, and no single flag saves memory"]
     enough = [size for size, _, _ in rows if size <= GPU_BYTES]
     which = "each of these, by itself" if enough else "none of these, by itself, is enough"
     lines = [f"does NOT fit a GPU of {gpu}: {in_units(total - GPU_BYTES)} too much; {which}:"]
@@ -47,7 +47,7 @@ def fit_lines(
     if enough and len(enough) < len(rows):
         lines[0] = lines[0].replace("each of these, by itself", "by itself")
     if config.parallel.gradient_ranks == 1:
-        lines.append("  with one data-parallel rank --zero-stage has no one to share with")
+        lines.append("  with one data-parallel rank --zero-stage shards nothing")
     return lines
 
 

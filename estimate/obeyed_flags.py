@@ -90,7 +90,7 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
         if flag == LOSS and listener.own_logits:
             raise ValueError(
                 f"{flag}: the method logits of {file} returns something else than its head does, "
-                "and the loss in chunks multiplies by the head's weight alone: leave the flag out"
+                "and the loss in chunks multiplies by the head's weight alone: omit the flag"
             )
     if config.optimizer.qk_clip:
         _check_clip(model, file, len(listener.cores))
@@ -159,7 +159,7 @@ def _check_clip(model: nn.Module, file: str, cores: int) -> None:
                 at = f"{name.rpartition('.')[0]}.{own}"
                 raise ValueError(
                     f"{CLIP}: {file} has {at} between queries or keys and their product, and a "
-                    f"norm there undoes what is clipped: leave the flag out; {LOGIT} shows the "
+                    f"norm there undoes what is clipped: omit the flag; {LOGIT} shows the "
                     "largest logit"
                 )
 

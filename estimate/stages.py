@@ -67,8 +67,8 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
     more = 100 * (max(work) * size / sum(work) - 1)
     stages = f", {v} stages each" if v > 1 else ""
     out = [
-        f"pipeline {p.schedule}: {size} ranks{stages}; the slowest does {more:.1f} % more than "
-        "the mean"
+        f"pipeline {p.schedule}: {size} ranks{stages}; the slowest has {more:.1f} % more work "
+        "than the mean"
     ]
     held = [rank_stages(config, provider, rank) for rank in range(size)]
     out += [f"pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(held)]
@@ -77,17 +77,17 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
         ideal = simulate(schedule_of(config, count), even(cost))
         out.append(
             f"{count} micro-batches: bubble {100 * waits.bubble / waits.step:.2f} % of a step, "
-            f"{100 * ideal.bubble / ideal.step:.2f} % were all stages equal"
+            f"{100 * ideal.bubble / ideal.step:.2f} % if all stages were equal"
         )
     return out
 
 
 def describe_stages(stages: Sequence[Stage]) -> str:
     """Return what a rank holds as text: "embedding + layers 0-1 | layers 8-9"."""
-    return " | ".join(_told(stage) for stage in stages)
+    return " | ".join(_describe(stage) for stage in stages)
 
 
-def _told(stage: Stage) -> str:
+def _describe(stage: Stage) -> str:
     parts = ["embedding"] * stage.embedding
     if len(stage.layers) == 1:
         parts.append(f"layer {stage.first}")

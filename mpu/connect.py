@@ -72,5 +72,5 @@ def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str
         grid.tp, carrier = replace(grid.tp, transport=transport), "symmetric memory"
     except Unavailable as error:
         grid.tp = by_process_group(grid.tp, why_not=str(error))
-        carrier = f"not to be had; {error}"
+        carrier = f"not available: {error}"
     return [f"overlap kernels of tp ({grid.tp.size} ranks): {carrier}"]

@@ -129,7 +129,7 @@ class _Use(torch.autograd.Function):
         if full_weight.dtype != param.dtype:
             raise ValueError(
                 f"--fp8-param-gather: a weight {tuple(param.shape)} is gathered in float8, and a "
-                "forward of its own takes it by mpu.gradients.use: leave the flag out, or give "
+                "forward of its own takes it by mpu.gradients.use: omit the flag, or give "
                 "its layer a recipe of its own"
             )
         # autograd may keep what it is given, so a weight that may be freed is copied

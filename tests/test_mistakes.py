@@ -122,7 +122,7 @@ MISTAKES = [
     mistake(
         "more stages than things to place",
         {"--pipeline-model-parallel-size": "8", "--global-batch-size": "8"},
-        "--pipeline-model-parallel-size 8: pipeline rank 1 would hold nothing",
+        "--pipeline-model-parallel-size 8: pipeline rank 1 would have no layers",
         8,
     ),
     mistake(
@@ -212,7 +212,7 @@ MISTAKES = [
     mistake(
         "tokens of another vocabulary", {"--vocab-size": "100"}, "data/good.bin: tokens: ids fr"
     ),
-    mistake("empty split", {"--split": "0,1,0"}, "the train split holds no document"),
+    mistake("empty split", {"--split": "0,1,0"}, "the train split has no documents"),
     mistake("no tokenizer", {"--tokenizer-type": None}, "--tokenizer-type is missing"),
     mistake(
         "tokenizer that is not there",

@@ -228,7 +228,7 @@ MISTAKES = {
         " --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 2",
         "--pipeline-schedule interleaved at --global-batch-size 2 = 1 micro-batches",
     ),
-    "a rank with nothing": (4, " --num-layers 1", "pipeline rank 1 would hold nothing"),
+    "a rank with nothing": (4, " --num-layers 1", "pipeline rank 1 would have no layers"),
 }
 
 

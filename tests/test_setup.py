@@ -166,7 +166,7 @@ def test_pip_shows_its_progress(monkeypatch, tmp_path, capfd, terminal):
     else:  # its newest line, from time to time
         assert said.out == "" and said.err == "pip: 0 s, Downloading torch\n"
     python.write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(setup_env.SetupError, match="pip failed, as it says above"):
+    with pytest.raises(setup_env.SetupError, match=r"pip failed \(see above\)"):
         setup_env.pip("install", "torch")
 
 

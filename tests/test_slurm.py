@@ -240,7 +240,7 @@ def test_a_job_that_is_told_that_its_time_is_over_saves_and_comes_back(queue, fr
             os.kill(rank, number)
     said = job.communicate(timeout=120)[0]
     assert job.returncode == 75 and "Traceback" not in said, said
-    assert "stopped by SIGUSR1 after iteration" in said and "the same command goes on" in said
+    assert "stopped by SIGUSR1 after iteration" in said and "the same command resumes" in said
     assert queue.requeued() == 1
     (saved,) = (queue.out / "checkpoints").glob("step_*")
     step = int(saved.name.removeprefix("step_"))

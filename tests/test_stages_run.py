@@ -88,7 +88,7 @@ def whole(launcher: Launcher, folder: Path) -> Result:
     """A run that stops only where the length of rows changes."""
     first = start(launcher, folder, "one rank")
     assert first.codes == [75], first.said(0)
-    assert "as stage long is next: the same command goes on" in first.said(0, "out")
+    assert "as stage long is next: the same command continues" in first.said(0, "out")
     last = start(launcher, folder, "one rank", folder=first.folder)
     assert last.codes == [0], last.said(0)
     return last

@@ -70,7 +70,7 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add = parser.add_argument
     add("a", metavar="A", help="a folder of a run, or a command line in quotes")
-    add("b", metavar="B", nargs="?", default="", help="the same; left out, the flags of A")
+    add("b", metavar="B", nargs="?", default="", help="the same; default: the flags of A")
     for side in "ab":
         commit = f"--commit-{side}"
         add(commit, metavar="COMMIT", help=f"the checkout that makes {side.upper()}'s steps")
@@ -136,7 +136,7 @@ def bisect(
         if not side.ran and (was := side.lines.head.get("torch")) not in (None, torch.__version__):
             found.notes.append(
                 f"{side.letter} was made with torch {was} and this is {torch.__version__}: its "
-                "steps are made again by another torch"
+                "steps are replayed by another torch"
             )
     step = Step(number, "", f"step {number}, as asked for", number - 1) if number else None
     step = step or first_step(*sides, may, found.notes)
@@ -294,7 +294,7 @@ def made_again(
         try:
             found.replays.append(run(program, folder, record=number, limit=limit))
         except RunError as error:
-            raise RunError(f"{side.letter} cannot make it again: {error}") from None
+            raise RunError(f"{side.letter} cannot replay it: {error}") from None
         records.append(folder / "record")
     return records
 
@@ -304,15 +304,15 @@ def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[
     verdict, step = found.verdict, found.step
     assert verdict is not None and step is not None
     if not verdict.same:
-        return f"{differ}. Made again from {found.start}, {verdict.sentence}"
+        return f"{differ}. Replayed from {found.start},  {verdict.sentence}"
     if not step.what:
-        return f"{differ}. Made again from {found.start}, {verdict.sentence}"
+        return f"{differ}. Replayed from {found.start},  {verdict.sentence}"
     apart = [side.letter for side, record in zip((a, b), records, strict=True)
              if not repeats(side, step, record)]  # fmt: skip
     which = " and ".join(apart)
     repeat = f"{which} does not repeat" if which else "both repeat"
     return (
-        f"{differ}. Made again from {found.start}, {verdict.sentence}: what differed is in no "
+        f"{differ}. Replayed from {found.start},  {verdict.sentence}: what differed is in no "
         "flag, code or data, but a fault of that time, of a machine or of its memory ("
         f"{repeat} the loss and norm that it wrote of that step)"
     )

@@ -39,7 +39,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, progress, told
+from tools.command_line import Parser, error_line, progress
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, split_names, stat_files
@@ -267,13 +267,13 @@ def main() -> None:
         "--heldout-percent",
         type=float,
         metavar="P",
-        help="share held out, in %% (left out: 10 of --input, 5 of --library)",
+        help="share held out, in %% (default: 10 of --input, 5 of --library)",
     )
     parser.add_argument(
         "--json-keys", nargs="+", default=["text"], metavar="KEY", help="of --input (text)"
     )
     parser.add_argument(
-        "--on-bad-document", choices=POLICIES, help="left out: empty ones skipped, others refused"
+        "--on-bad-document", choices=POLICIES, help="default: empty ones skipped, others refused"
     )
     parser.add_argument("--data", metavar="PATHS", help="--input in one word, between spaces")
     parser.add_argument("--check-only", action="store_true", help="of the files; build nothing")
@@ -306,7 +306,7 @@ def main() -> None:
         if place != args.output_dir:
             take(place, args.output_dir)
     except (ValueError, OSError) as error:
-        sys.exit(told("make train" if args.check_only else "build_corpus.py", error))
+        sys.exit(error_line("make train" if args.check_only else "build_corpus.py", error))
     source = "the given files" if args.input else f"Python {about['python']}'s standard library"
     print(
         f"corpus: {source}, {about['texts']} texts, {about['bytes']:,} bytes,"

@@ -124,7 +124,7 @@ def do_convert(args: argparse.Namespace) -> int:
         counts = args.num_experts, args.moe_router_topk or 2
         with waiting("converting"):
             read, made = upcycle(args.upcycle, args.save, *counts, seed=1234)
-        say(f"{read} -> {made}; train on from it with --load {args.save} --finetune")
+        say(f"{read} -> {made}; continue from it with --load {args.save} --finetune")
         return 0
     if args.from_hf or args.from_mcore:
         source = args.from_hf or args.from_mcore
@@ -143,7 +143,7 @@ def do_convert(args: argparse.Namespace) -> int:
                 f"{state['iteration']}, {state['consumed_samples']} samples consumed, AdamW's "
                 + (f"state of {state['optimizer_steps']} updates" if moments else "moments at 0")
             )
-        say(f"{source} -> {made}; train on from it with --load {args.save} {how}")
+        say(f"{source} -> {made}; continue from it with --load {args.save} {how}")
         return 0
     if args.to_mcore:
         with waiting("converting"):
@@ -227,13 +227,13 @@ def parser() -> Parser:
     sub = command(
         "list",
         "list a run's checkpoints",
-        "Sizes are held against each manifest, which is quick; `verify` reads every byte.",
+        "Compares sizes with each manifest, which is quick; `verify` reads every byte.",
     )
     sub.add_argument("run", **run)
     sub = command(
         "verify",
         "hash every file of every checkpoint, look for a NaN, and say which are damaged",
-        "Exit code 1 where one is. A resume passes over a damaged one by itself.",
+        "Exit code 1 where one is. A resume skips a damaged one.",
     )
     sub.add_argument("place", **place)
     sub = command("show", "show a checkpoint's progress, layout, config and tensors")
@@ -287,8 +287,8 @@ def parser() -> Parser:
         help="with --from-mcore: the weights alone, not the optimizer's state",
     )  # fmt: skip
     sub.add_argument("--load", type=Path, metavar="PLACE", help="with --to-*: what to read")
-    sub.add_argument("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
-    sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf; left out: as stored")
+    sub.add_argument("--model-file", metavar="PATH", help="for a fork; default: Weft's own")
+    sub.add_argument("--dtype", choices=DTYPES, help="with --to-hf; default: as stored")
     sub.add_argument(
         "--max-shard-size", type=gigabytes, metavar="GB", help="with --to-hf (default: 5)"
     )
@@ -312,14 +312,16 @@ def parser() -> Parser:
     sub = command(
         "prune",
         "remove old checkpoints as a run with these flags would",
-        "The newest K that are whole stay (they are hashed first; a damaged one counts as none),\n"
+        "The newest K complete ones stay (they are hashed first; a damaged one does not count),\n"
         "and every step that is a multiple of N. N alone keeps the last besides, as Megatron-LM\n"
         "does. Refused while a run writes there.",
     )
     sub.add_argument("run", **run)
     sub.add_argument("--keep-last-k", type=positive, metavar="K")
     sub.add_argument("--save-retain-interval", type=positive, metavar="N")
-    sub.add_argument("--dry-run", action="store_true", help="say what would go; remove nothing")
+    sub.add_argument(
+        "--dry-run", action="store_true", help="print what would be removed; remove nothing"
+    )
     return main
 
 

@@ -23,7 +23,7 @@ class Parser(argparse.ArgumentParser):
         super().error(printable(message))
 
 
-def told(program: str, error: BaseException) -> str:
+def error_line(program: str, error: BaseException) -> str:
     """Return the line that a tool prints for an error."""
     return f"{program}: {sentence(error)}"
 
@@ -45,12 +45,12 @@ def whole(low: int = -MOST, high: int = MOST) -> Callable[[str], int]:
 def add_tokenizer(parser: argparse.ArgumentParser, left_out: str = "") -> None:
     """Add the flags by which pretrain_llama.py finds a tokenizer. left_out: the type, without."""
     add = parser.add_argument
-    kinds = ", ".join(TOKENIZER_TYPES) + (f"; left out: {left_out}" if left_out else "")
+    kinds = ", ".join(TOKENIZER_TYPES) + (f"; default: {left_out}" if left_out else "")
     kinds = textwrap.fill(kinds, 76)
     add("--tokenizer-type", required=not left_out, type=_kind, metavar="TYPE", help=kinds)
     add("--tokenizer-model", metavar="PATH", help="its file, or a Hugging Face folder")
     add("--vocab-file", metavar="PATH", help="vocab.json of GPT2BPETokenizer")
-    add("--merge-file", metavar="PATH", help="left out: merges.txt beside --vocab-file")
+    add("--merge-file", metavar="PATH", help="default: merges.txt beside --vocab-file")
 
 
 def _kind(name: str) -> str:

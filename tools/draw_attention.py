@@ -24,7 +24,7 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from mpu.layers.attention.shards import balance, context_blocks, pairs, shards
-from tools.command_line import Parser, told
+from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, RULE, axes_at, page
 
 MOST = 1 << 14  # tokens of a row: a picture shows no more
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.out:
                 draw(*asked, args.out)
     except (ValueError, OSError) as error:
-        print(told("draw_attention.py", error), file=sys.stderr)
+        print(error_line("draw_attention.py", error), file=sys.stderr)
         return 2
     return 0
 

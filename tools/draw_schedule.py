@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from estimate.simulate import Costs, Span, Timeline, simulate, validate
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, table
-from tools.command_line import Parser, told
+from tools.command_line import Parser, error_line
 from tools.pictures.schedule import caption, draw, heading
 from tools.pictures.timeline import Summary, rows, summary, usual_peak
 from training.untrusted import read_json
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.table:
             print(table(schedule))
     except (ValueError, OSError) as error:
-        print(told("draw_schedule.py", error), file=sys.stderr)
+        print(error_line("draw_schedule.py", error), file=sys.stderr)
         return 2
     return 0
 
@@ -239,7 +239,7 @@ def _flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--send", type=float, default=0.0, help="cost of one message (0)")
     parser.add_argument("--iteration", type=int, help="step of --profile (that of median length)")
     parser.add_argument(
-        "--out", type=Path, help=".svg or .png; left out: one in runs/schedules, or in --profile"
+        "--out", type=Path, help=".svg or .png; default: one in runs/schedules, or in --profile"
     )
     parser.add_argument("--table", action="store_true", help="print the schedule as a table too")
     args = parser.parse_args(argv)

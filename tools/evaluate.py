@@ -81,10 +81,10 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add(
         "--model-file",
         metavar="PATH",
-        help="of a fork; left out: the one that the checkpoint names",
+        help="for a fork; default: the one that the checkpoint names",
     )
-    add("--dtype", choices=("float32", "bfloat16", "float64"), help="left out: as stored")
-    add("--device", choices=("cpu", "cuda"), help="left out: cuda where there is one")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     args = parser.parse_args(None if argv is None else list(argv))
     args.tasks = [name for name in args.tasks.split(",") if name]
     if not args.tasks:
@@ -158,7 +158,7 @@ def evaluate(
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
-            f"{model.config.vocab_size}: they do not belong together"
+            f"{model.config.vocab_size}: they do not match"
         )
     length = args.max_length or model.config.max_position_embeddings
     if length > model.config.max_position_embeddings:
@@ -238,7 +238,7 @@ def watch(
                 passed_over.add(name)
                 last = max(last, step_of(name) or 0)
                 if writer is not None:
-                    print(f"evaluate: {name} is passed over: {sentence(error)}", file=sys.stderr)
+                    print(f"evaluate: {name} is skipped: {sentence(error)}", file=sys.stderr)
                 continue
             if writer is not None:
                 writer.write(*done)

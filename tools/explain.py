@@ -46,7 +46,7 @@ from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from pretrain_llama import build, model_provider, train_step
-from tools.command_line import Parser, told
+from tools.command_line import Parser, error_line
 from tools.explainer.ops import Operations
 from tools.explainer.text import head, in_order, pipeline, rule, story, sums
 from tools.explainer.trace import Explainer
@@ -239,7 +239,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--fp8-recipe", choices=[*RECIPES], help="float8, in bf16 beside it")
     parser.add_argument("--fp8-param-gather", action="store_true", help="with --fp8-recipe, --zero")
     parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
-    parser.add_argument("--ep", type=int, default=1, help="ranks that experts are dealt out over")
+    parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
     parser.add_argument("--optimizer", choices=[*RULES], default="adam", help="of the update")
     parser.add_argument(
@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = read_arguments(argv)
     except ValueError as error:
-        print(told("tools/explain.py", error), file=sys.stderr)
+        print(error_line("tools/explain.py", error), file=sys.stderr)
         return 2
     world = config.parallel.world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -42,7 +42,7 @@ from tools.bisect.compare import Allowed
 from tools.bisect.side import Side
 from tools.bisect.sides import value_of
 from tools.bisect.verdict import Verdict, verdict_of
-from tools.forks.case import Case, Desk, told
+from tools.forks.case import Case, Desk, describe_error
 from tools.forks.layouts import cases, sizes
 from tools.forks.rank import work
 from tools.forks.table import Row, head, row_of, table
@@ -65,7 +65,7 @@ def serve(rank: int, desk: Desk, port: int, limit: float, pipe: Connection) -> N
                 answer: Answer = work(desk, case, rank, store, limit)
             except (Exception, SystemExit) as error:  # a model's file may call sys.exit
                 kind = "refused" if isinstance(error, ValueError) else "raised"
-                answer = {"error": told(error, desk.model), "kind": kind}
+                answer = {"error": describe_error(error, desk.model), "kind": kind}
             faulthandler.cancel_dump_traceback_later()
             pipe.send(answer)
 
@@ -148,7 +148,7 @@ class World:
             if frames:
                 frame = next((f for f in frames if model in f), frames[0])
                 file, _, at = frame.removeprefix('File "').partition('", ')
-                places.append(f"rank {rank} stood in {Path(file).name} {at}")
+                places.append(f"rank {rank} was in {Path(file).name} {at}")
         return "; ".join(places)
 
 
@@ -243,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"tools/fork_check.py: {error}", file=sys.stderr)
             return 2
         except Exception as error:  # of the model's file: its config, its flags
-            print(f"tools/fork_check.py: {told(error, model)}", file=sys.stderr)
+            print(f"tools/fork_check.py: {describe_error(error, model)}", file=sys.stderr)
             return 2
         width = max(len(case.name) for case in some)
         print("on the CPU over gloo, also where there is a GPU")
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                         row.told_by(first_difference(world, case, row.to_record))
                 except Exception as error:
                     world.close()
-                    line = f"fork-check itself failed: {told(error, model)}"
+                    line = f"fork-check itself failed: {describe_error(error, model)}"
                     row = Row(case, time.monotonic() - began, findings=[("internal", "", line)])
                 if case.oracle and row.blocks:
                     broken.add(case.tied)

@@ -201,7 +201,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--load", required=True, metavar="DIR", help="where checkpoints were saved")
-    add("--prompt", default="", help="text to continue; left out: begin a document")
+    add("--prompt", default="", help="text to continue; default: begin a document")
     add(
         "--max-new-tokens",
         type=whole(),
@@ -221,13 +221,13 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, help="draw among those that sum to p (1.0: all)")
     add("--seed", type=whole(0), default=1234, help="of the draws (1234)")
     add_tokenizer(parser, "the checkpoint's")
-    add("--model-file", metavar="PATH", help="of a fork; left out: Weft's own")
-    add("--dtype", choices=("float32", "bfloat16", "float64"), help="left out: as stored")
+    add("--model-file", metavar="PATH", help="for a fork; default: Weft's own")
+    add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
     add(
         "--expert-model-parallel-size", type=whole(), default=0, metavar="N",
-        help="of a mixture: ranks that its experts are dealt out over (1)",
+        help="of a mixture: expert-parallel ranks (1)",
     )  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), help="left out: cuda where there is one")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     args = parser.parse_args(None if argv is None else list(argv))
     rules = {
         "--max-new-tokens": (args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
@@ -255,7 +255,7 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} entries and the model only "
-            f"{model.config.vocab_size}: they do not belong together"
+            f"{model.config.vocab_size}: they do not match"
         )
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         count = sum(param.numel() for param in model.parameters())

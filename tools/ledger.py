@@ -7,8 +7,8 @@ For each step: the samples consumed before it, its batch size, and a SHA-256 of 
 dataset, document, offset) of all its rows, as the loaders of all data-parallel ranks hand them out.
 The lines depend on data, seed, sequence length and batch size only. They must be the same for every
 number of ranks and workers, micro-batch and point of resumption. `--rows` also lists the rows. A
-step that is counted and not trained on says "passed over": those of --iterations-to-skip, and those
-that the newest checkpoint of --load says a rewind passed over. With --data-stages a line names its
+step that is counted and not trained on says "skipped": those of --iterations-to-skip, and those
+that the newest checkpoint of --load says a rewind skipped. With --data-stages a line names its
 stage, and data sets are numbered over all stages.
 """
 
@@ -28,7 +28,7 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from mpu.grid import Grid
-from tools.command_line import Parser, told, whole
+from tools.command_line import Parser, error_line, whole
 from training.batch_size import global_batch_size, samples_after
 from training.checkpoint import find_latest
 from training.config import Config
@@ -54,7 +54,7 @@ class Entry:
     def line(self) -> str:
         """Return the step as one line, its rows as a hash."""
         digest = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
-        end = f"  stage {self.stage}" * bool(self.stage) + "  passed over" * self.passed_over
+        end = f"  stage {self.stage}" * bool(self.stage) + "  skipped" * self.passed_over
         return f"step {self.step}  consumed {self.consumed}  batch {len(self.rows)}  {digest}{end}"
 
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in entry.rows if args.rows else ():
                 print("  sample {}  dataset {}  document {}  offset {}".format(*row))
     except (ValueError, OSError) as error:
-        print(told("ledger.py", error), file=sys.stderr)
+        print(error_line("ledger.py", error), file=sys.stderr)
         return 2
     return 0
 

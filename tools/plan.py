@@ -27,7 +27,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, told, whole
+from tools.command_line import Parser, error_line, whole
 from tools.planner import own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
 from tools.planner.model import read_model
@@ -116,16 +116,18 @@ def build_parser() -> Parser:
     parser.add_argument("cluster", nargs="?", help="a cluster file, or its name")
     parser.add_argument("--nodes", type=whole(1, 65_536), help="instead of the cluster file's")
     parser.add_argument(
-        "--seq-length", type=whole(1, 1 << 24), help=f"tokens; left out: {SEQUENCE:,}"
+        "--seq-length", type=whole(1, 1 << 24), help=f"tokens; default: {SEQUENCE:,}"
     )
     parser.add_argument("--global-batch-size", type=whole(1, 1 << 24), help="sequences of a step")
     parser.add_argument("--top", type=whole(1, 1000), default=5, help="layouts that are printed")
-    parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; left out: bfloat16")
+    parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; default: bfloat16")
     parser.add_argument(
-        "--optimizer", choices=list(RULES), help="left out: what the model's flags say, or adam"
+        "--optimizer", choices=list(RULES), help="default: what the model's flags say, or adam"
     )
-    parser.add_argument("--tokens", type=float, default=TOKENS, help="that GPU-hours are told for")
-    parser.add_argument("--why", metavar="FLAGS", help="your layout beside the best, term by term")
+    parser.add_argument("--tokens", type=float, default=TOKENS, help="that GPU-hours are given for")
+    parser.add_argument(
+        "--why", metavar="FLAGS", help="your layout compared with the best, term by term"
+    )
     parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
     parser.add_argument("--what-if", metavar="NAME=VALUE,...", help="the best plan of another case")
     parser.add_argument(
@@ -175,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
         with waiting("planning"):
             lines, fits = answer(args)
     except MISTAKES as error:
-        print(told("plan.py", error), file=sys.stderr)
+        print(error_line("plan.py", error), file=sys.stderr)
         return 2
     print("\n".join(lines))
     return 0 if fits else 1

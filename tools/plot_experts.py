@@ -19,7 +19,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, told
+from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, QUIET, axes_at, check_name, page
 from training.untrusted import parse_json, read_plain
 
@@ -51,7 +51,7 @@ def read_counts(path: Path) -> dict[int, Counts]:
         if rows:
             found[iteration] = dict(rows)
     if not found:
-        raise ValueError(f"{path}: holds no tokens of experts: train with --moe-per-layer-logging")
+        raise ValueError(f"{path}: has no tokens of experts: train with --moe-per-layer-logging")
     return found
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("log", type=Path, metavar="LOG", help="a file of --log-json")
     parser.add_argument(
-        "--output", type=Path, help="the .png or .svg to write (left out: LOG with -experts.png)"
+        "--output", type=Path, help="the .png or .svg to write (default: LOG with -experts.png)"
     )
     parser.add_argument("--title", default="Load of experts", help="title of the picture")
     args = parser.parse_args()
@@ -114,7 +114,7 @@ def main() -> None:
         draw(read_counts(args.log), output, args.title)
         print(f"drawn: {output}")
     except (ValueError, OSError) as error:
-        sys.exit(told("plot_experts.py", error))
+        sys.exit(error_line("plot_experts.py", error))
 
 
 if __name__ == "__main__":

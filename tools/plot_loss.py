@@ -25,7 +25,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, told
+from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, QUIET, axes_at, check_name, page
 from training.untrusted import parse_json, read_plain
 
@@ -252,11 +252,11 @@ def main() -> None:
     parser = Parser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("logs", type=Path, nargs="+", metavar="LOG", help="files of --log-json")
     parser.add_argument(
-        "--names", nargs="+", metavar="NAME", help="of the runs (left out: their folders' names)"
+        "--names", nargs="+", metavar="NAME", help="of the runs (default: their folders' names)"
     )
     parser.add_argument("--axis", choices=AXES, default="iterations", help="what runs across")
     parser.add_argument(
-        "--output", type=Path, help="the .png or .svg to write (left out: LOG with the ending .png)"
+        "--output", type=Path, help="the .png or .svg to write (default: LOG with the ending .png)"
     )
     parser.add_argument("--title", default="Loss", help="title of the picture")
     parser.add_argument(
@@ -284,7 +284,7 @@ def main() -> None:
         draw(runs, args.output, args.title, references, args.axis)
         print(f"drawn: {args.output}")
     except (ValueError, OSError) as error:
-        sys.exit(told("plot_loss.py", error))
+        sys.exit(error_line("plot_loss.py", error))
 
 
 def names_of(logs: Sequence[Path]) -> list[str]:

@@ -11,7 +11,7 @@ lines. .txt and .jsonl may be packed as .gz or .zst. A folder stands for all suc
 .json that is named is read as a .jsonl.
 
 The input is cut into shards, which the workers tokenize into a folder beside the output. If the run
-is interrupted, the same command goes on after the shards that are complete. The two files appear
+is interrupted, the same command continues after the shards that are complete. The two files appear
 only at the end, whole.
 """
 
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from tools.command_line import Parser, add_tokenizer, model_of, told, whole
+from tools.command_line import Parser, add_tokenizer, error_line, model_of, whole
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
@@ -57,7 +57,7 @@ QUIET = 10.0  # seconds between progress lines in a log
 INPUT = ".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns"
 BAD = """what to do with a document that is not UTF-8, not JSON, without a text, empty or longer
 than 1 GiB: skip leaves it out and counts it, error refuses it with its file, line and
-byte (left out: empty ones are skipped, others refused)"""
+byte (default: empty ones are skipped, others refused)"""
 
 
 # Flags of Megatron-LM's tool that change nothing here: documents stay in order, in one pair.
@@ -317,13 +317,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         args["tokenizer_model"] = model_of(*files)
         preprocess(args.pop("input"), **args)
     except (ValueError, OSError) as error:
-        print(told("preprocess_data.py", error), file=sys.stderr)
+        print(error_line("preprocess_data.py", error), file=sys.stderr)
         return 1
     except BrokenProcessPool:
-        print("a worker was killed (out of memory?); the same command goes on", file=sys.stderr)
+        print("a worker was killed (out of memory?); the same command continues", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted; the same command continues from here", file=sys.stderr)
         return 130
     return 0
 

@@ -39,7 +39,7 @@ import torch
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.comm.collectives import all_gather, gather_bytes
 from mpu.grid import ORDER, Grid
-from tools.command_line import Parser, told, whole
+from tools.command_line import Parser, error_line, whole
 from tools.planner.cluster import content_of
 from tools.planner.constants import DEVICES
 from tools.topology import host
@@ -211,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
                 args.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             print("\n".join([*lines(content, report), f"written: {args.out}"]))
     except (ValueError, OSError) as error:
-        print(told("probe_topology.py", error), file=sys.stderr)
+        print(error_line("probe_topology.py", error), file=sys.stderr)
         return 2
     return 0
 

@@ -95,7 +95,7 @@ def run(command: list[str], threads: int | None = CORES, stdout: int | None = No
             raise
     if child.returncode:
         script = next(Path(word).name for word in command if word.endswith(".py"))
-        raise SystemExit(f"make train: {script} failed, as it says above")
+        raise SystemExit(f"make train: {script} failed (see above)")
     return said
 
 
@@ -170,7 +170,7 @@ def goes_on(folder: Path, done: int, target: int) -> str:
     seen = [r["lr"] for r in records(folder / "log.jsonl") if "lr" in r]
     before = f", after {seen[-1]:.2g}: the cosine now ends at {target}" if seen else ""
     return (
-        f"going on with {folder / 'checkpoints'} after iteration {done}, at a learning rate of "
+        f"continuing with {folder / 'checkpoints'} after iteration {done}, at a learning rate of "
         f"{rate:.2g}{before}"
     )
 
@@ -242,7 +242,7 @@ def lowest(evaluations: list[dict[str, Any]]) -> str:
     return (
         f"lowest           {best['validation_loss']:.3f} nats a token, after iteration "
         f"{best['iteration']}: the text is\n                 small, and the model has begun to "
-        "learn it by heart. More text helps,\n                 or fewer iterations: ITERS="
+        "overfit it. More text helps,\n                 or fewer iterations: ITERS="
         f"{best['iteration']} with another OUT\n"
     )
 
@@ -263,7 +263,9 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
     lines = records(folder / "log.jsonl")
     evaluations = [r for r in lines if "validation_loss" in r]
     if not evaluations:
-        raise SystemExit("make train: stopped before the first evaluation; call it again to go on")
+        raise SystemExit(
+            "make train: stopped before the first evaluation; call it again to continue"
+        )
     loss, steps = evaluations[-1]["validation_loss"], [r for r in lines if "loss" in r]
     entropy = unigram_entropy(out / "tokens" / "heldout" / TOKENS)
     picture = folder / "loss.png"
@@ -278,8 +280,8 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
     print(
         f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f}), over "
         f"{over} held-out tokens\n"
-        f"unigram entropy  {entropy:.3f} nats a token: the least that knowing only how frequent "
-        "each\n                 held-out token is could reach\n"
+        f"unigram entropy  {entropy:.3f} nats a token: the best loss of a model that ignores "
+        "context\n"
         f"{bits_line(evaluations[-1])}{lowest(evaluations)}"
         f"speed            {speed:,.0f} tokens/s, {layout} on {world} rank(s), {CORES} cores"
     )
@@ -288,7 +290,7 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
         f"\npicture          {picture}\n"
         f"TensorBoard      .venv/bin/tensorboard --logdir {folder}\n"
         f"checkpoint       {folder / 'checkpoints'}\n"
-        "make train       once more trains on from here",
+        "make train       again continues from here",
         flush=True,
     )
 
@@ -311,7 +313,7 @@ def main() -> None:
         folder = train(out, tp, args.pp, args.iters)
         finish(out, folder, tp, args.pp)
     except KeyboardInterrupt:
-        print("\nstopped; make train goes on from here", flush=True)
+        print("\nstopped; make train continues from here", flush=True)
         sys.exit(130)
 
 

@@ -153,7 +153,7 @@ def pip(*arguments: str) -> None:
                     newest[0] = line.strip()[:120]
         code = child.returncode
     if code:
-        raise SetupError("pip failed, as it says above; the next make setup goes on from here")
+        raise SetupError("pip failed (see above); the next make setup continues from here")
 
 
 def make_venv(torch: "list[Any]") -> None:
@@ -165,14 +165,14 @@ def make_venv(torch: "list[Any]") -> None:
     if os.path.islink(VENV):
         raise SetupError(
             f".venv is a link to {os.path.realpath(VENV)}, which is not cleared here: make setup"
-            " there, or rm .venv to make one of this checkout's own"
+            " there, or rm .venv to make one for this checkout"
         )
     inherit = ["--system-site-packages"] if supported(torch[1]) else []
     print(f"making .venv from {sys.executable}", flush=True)
     with at_work("making .venv"):
         done = subprocess.run([sys.executable, "-m", "venv", "--clear", *inherit, VENV])
     if done.returncode:
-        raise SetupError(f"{sys.executable} -m venv failed, as it says above")
+        raise SetupError(f"{sys.executable} -m venv failed (see above)")
     if inherit and look(PYTHON)[2] != torch[2]:
         import sysconfig
 
@@ -226,7 +226,7 @@ def build_native() -> None:
     with at_work("compiling the native library"):
         done = subprocess.run([PYTHON, "setup.py", "--quiet", "build_native"], cwd=ROOT)
     if done.returncode:
-        raise SetupError("setup.py build_native failed, as it says above")
+        raise SetupError("setup.py build_native failed (see above)")
 
 
 def add_torchrun() -> None:
@@ -256,7 +256,7 @@ def prepare(chosen: bool) -> None:
     here = "Python {}.{} of {}".format(*sys.version_info[:2], sys.prefix)
     if chosen and stamp and present and stamp.get("python") != here:
         raise SetupError(
-            f".venv was made from {stamp.get('python')}, not {here}: rm -r .venv to make it anew"
+            f".venv was made from {stamp.get('python')}, not {here}: rm -r .venv to make it again"
         )
     moved = bool(stamp) and stamp.get("root") != wanted["root"]
     if present is not None and (tuple(present[0]) < MINIMUM or moved):
@@ -270,7 +270,7 @@ def prepare(chosen: bool) -> None:
             return
     if present and present[1] is not None and not supported(present[1]):
         raise SetupError(
-            f".venv holds torch {present[1]}, Weft needs 2.11 to 2.13: rm -r .venv to make it anew"
+            f".venv holds torch {present[1]}, Weft needs 2.11 to 2.13: rm -r .venv to make it again"
         )
     if present:
         print("reusing .venv, completing what is in it", flush=True)
@@ -302,7 +302,7 @@ def main() -> None:
     except SetupError as error:
         sys.exit(f"make setup: {error}")
     except KeyboardInterrupt:
-        sys.exit("make setup: stopped; the next call goes on from here")
+        sys.exit("make setup: stopped; the next call continues from here")
 
 
 if __name__ == "__main__":

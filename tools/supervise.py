@@ -46,7 +46,7 @@ from tools.supervisor.report import (
     say,
     verdict,
 )
-from training.faults.door import Seat
+from training.faults.admission import Seat
 
 PATIENCE = {"fault": 2.0, "mistake": 12.0, "end": 150.0}  # seconds for the other ranks to end
 BEAT = 1.0  # seconds between signs of life
@@ -121,7 +121,7 @@ class Leader:
                 self.copies.lost(node)
                 self._gone(node, f"its node was lost: {event['lost']}")
         elif "gone" in event:
-            self._gone(node, "the process that had started it was killed")
+            self._gone(node, "the process that started it was killed")
         elif "ended" in event:
             rank, code, cause = event["ended"]
             if event["attempt"] == self.attempt and rank in self.running():
@@ -183,7 +183,7 @@ class Leader:
         """Return the largest world that the program accepts. Raises Stop."""
         left = f"{free} of the {wanted} places for ranks are left"
         if not self.options.elastic_dp or self.attempt < 0:
-            raise Stop(1, f"{left}; with --elastic-dp the run would go on")
+            raise Stop(1, f"{left}; with --elastic-dp the run would continue")
         for world in range(min(free, wanted), self.options.min_nproc - 1, -1):
             if world not in self.tried:
                 self.node.do({"try": world})
@@ -191,7 +191,7 @@ class Leader:
             while world not in self.tried and time.monotonic() < deadline and not self.signalled:
                 self.pump()
             if self.tried.get(world) == 0:
-                say(f"{left}: going on with {world} ranks")
+                say(f"{left}: continuing with {world} ranks")
                 return world
         fits = f"no world of {self.options.min_nproc} to {free} ranks"
         raise Stop(1, f"{left}, and the flags fit {fits}")
@@ -251,7 +251,7 @@ class Leader:
                     self.tell({"signal": int(signal.SIGKILL)})
         return verdict(self.ends), seen or time.monotonic()
 
-    def judge(self, seen: float) -> None:
+    def examine(self, seen: float) -> None:
         """Return if the ranks are to be restarted after a fault. Raises Stop otherwise."""
         o, report = self.options, self.report
         if self.signalled:
@@ -282,7 +282,7 @@ class Leader:
                 if end is not None:
                     code = end
                     return code
-                self.judge(seen)
+                self.examine(seen)
         except Stop as stop:
             code, why = stop.args
             if why:

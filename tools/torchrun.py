@@ -44,7 +44,7 @@ def last_word(error: ChildFailedError) -> str:
     how = f"ended with exit code {failure.exitcode}"
     if failure.exitcode < 0:
         how = f"was ended by {failure.signal_name()}"
-    return f"torchrun: rank {rank} {how} and left no word"
+    return f"torchrun: rank {rank} {how} without a message"
 
 
 def main() -> int:

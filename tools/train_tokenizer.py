@@ -29,7 +29,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, progress, told, whole
+from tools.command_line import Parser, error_line, progress, whole
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
@@ -161,7 +161,7 @@ def main() -> None:
     )
     parser.add_argument("--lines", action="store_true", help="take each line of a .txt by itself")
     parser.add_argument(
-        "--on-bad-document", choices=POLICIES, help="left out: empty ones skipped, others refused"
+        "--on-bad-document", choices=POLICIES, help="default: empty ones skipped, others refused"
     )
     args = parser.parse_args()
     bad = BadDocuments(args.on_bad_document)
@@ -175,7 +175,7 @@ def main() -> None:
         held = replace(texts, files=checked or files)
         ratio = check(Path(f"{args.output_prefix}.model"), held, bad)
     except (ValueError, OSError) as error:
-        sys.exit(told("train_tokenizer.py", error))
+        sys.exit(error_line("train_tokenizer.py", error))
     print(
         f"tokenizer: {size} pieces, {ratio:.2f} characters a token, every text given back exactly"
     )

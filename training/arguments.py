@@ -266,7 +266,7 @@ class MoEConfig:
         older=0,
     )
     moe_router_topk: int = setting(
-        2, "experts that a token meets, k", "experts", whole(1, 16384), EXPERTS, older=2
+        2, "experts of a token, k", "experts", whole(1, 16384), EXPERTS, older=2
     )
     moe_ffn_hidden_size: int = setting(
         0,
@@ -297,7 +297,7 @@ class MoEConfig:
         older="softmax",
     )  # fmt: skip
     moe_router_topk_scaling_factor: float = setting(
-        1.0, "what the weights of experts are multiplied by", "ratio", POSITIVE, EXPERTS, older=1.0
+        1.0, "factor of the experts' weights", "ratio", POSITIVE, EXPERTS, older=1.0
     )
     moe_router_enable_expert_bias: bool = setting(
         False,
@@ -325,7 +325,7 @@ class MoEConfig:
     )
     moe_router_group_topk: int = setting(
         0,
-        "groups that a token chooses experts from, by the sums of their best scores",
+        "groups from which a token chooses experts, by the sums of their best scores",
         "groups",
         whole(0, 16384),
         "--moe-router-num-groups",
@@ -334,7 +334,7 @@ class MoEConfig:
     )
     moe_shared_expert_intermediate_size: int = setting(
         0,
-        "width of an expert that every token meets",
+        "width of a shared expert, which every token goes through",
         "channels",
         whole(0, 8_388_608),
         EXPERTS,
@@ -352,10 +352,10 @@ class MoEConfig:
         older=("aux_loss",),
     )
     moe_aux_loss_coeff: tuple[float, ...] = setting(
-        (0.0,), "what each of them is multiplied by", "ratios", REALS, EXPERTS, older=(0.0,)
+        (0.0,), "factor of each of them", "ratios", REALS, EXPERTS, older=(0.0,)
     )
     moe_z_loss_coeff: float = setting(
-        0.0, "what the mean square of the router's logsumexp is multiplied by", "ratio", real(),
+        0.0, "factor of the mean square of the router's logsumexp", "ratio", real(),
         EXPERTS, older=0.0,
     )  # fmt: skip
     moe_router_force_load_balancing: bool = setting(
@@ -364,7 +364,7 @@ class MoEConfig:
     moe_expert_capacity_factor: float = setting(
         0.0,
         "an expert takes at most this times the mean number of pairs (token, choice) of a rank's "
-        "tokens of a micro-batch; what is more is dropped",
+        "tokens of a micro-batch; pairs beyond it are dropped",
         "ratio",
         real(),
         EXPERTS,
@@ -423,7 +423,7 @@ class Layout:
     )
     expert_model_parallel_size: int = setting(
         1,
-        "deal the experts out over this many neighbours of a stage's tp x cp x dp ranks, ep",
+        "split the experts over this many neighbours among a stage's tp x cp x dp ranks, ep",
         "ranks",
         whole(1),
         EXPERTS,
@@ -435,7 +435,8 @@ class Layout:
         "ranks",
         whole(1),
         EXPERTS,
-        derived="--tensor-model-parallel-size, so that more than 1 asks for 1 in so many words",
+        derived="--tensor-model-parallel-size, so --expert-tensor-parallel-size 1 must be given "
+        "with more than 1",
     )
     context_parallel_size: int = setting(
         1,
@@ -465,7 +466,7 @@ class Layout:
     )
     rank_order: str = setting(
         "-".join(ORDER),
-        "count the ranks along the axes in this order: ranks that are near in it share a node",
+        "count the ranks along the axes in this order: neighbouring ranks share a node",
         "axes, the fastest first",
         ours=True,
     )
@@ -532,7 +533,7 @@ class Pipeline:
     )
     wgrad_deferral_limit: int = setting(
         0,
-        "put off only the first so many micro-batches' weight gradients",
+        "defer the weight gradients of this many micro-batches only",
         "micro-batches",
         whole(),
         off="0, all",
@@ -931,14 +932,14 @@ class OptimizerConfig:
     )
     muon_scale_mode: str = setting(
         "spectral",
-        "what an update of o outputs and i inputs is multiplied by: sqrt(max(o, i)), sqrt(o / i), "
+        "scale of an update with o outputs and i inputs: sqrt(max(o, i)), sqrt(o / i), "
         "or sqrt(max(1, o / i))",
         rule=one_of("spectral", "unit_rms_norm", "shape_scaling"),
         **MUON,
         older="spectral",
     )
     muon_extra_scale_factor: float = setting(
-        1.0, "what it is multiplied by beside that", rule=POSITIVE, **MUON, older=1.0
+        1.0, "another factor of an update", rule=POSITIVE, **MUON, older=1.0
     )
     muon_no_split_qkv: bool = setting(
         False, "take queries, keys and values of a layer as one matrix", **MUON, older=False
@@ -1172,12 +1173,12 @@ class CheckpointConfig:
     )
     async_save: bool = setting(
         False,
-        "copy the state, and write the copy in the background while training goes on",
+        "copy the state, and write the copy in the background",
         needs="--save",
     )
     save_hf: str | None = setting(
         None,
-        "after each save write its weights there as a Hugging Face folder, behind the training",
+        "after each save write its weights there as a Hugging Face folder, in the background",
         "directory",
         DIRECTORY,
         needs="--save",
@@ -1280,14 +1281,14 @@ class LogConfig:
     )
     sample_interval: int | None = setting(
         None,
-        "steps between two samples: print how the model goes on with a text",
+        "steps between two samples: print how the model continues a text",
         "steps",
         whole(1),
         ours=True,
     )
     sample_prompt: str | None = setting(
         None,
-        "text that --sample-interval goes on with",
+        "text that --sample-interval continues",
         "text",
         off="left out, the start of a held-out sample",
         needs="--sample-interval",
@@ -1358,7 +1359,7 @@ class RunConfig:
     on_nan: str = setting(
         "stop",
         "what to do where the gradient norm is not finite and the update was skipped: end the "
-        "run, go on, or go back to the last sound checkpoint and pass over those samples",
+        "run, go on, or go back to the last valid checkpoint and skip those samples",
         rule=one_of("stop", "skip", "rewind"),
         ours=True,
     )
@@ -1453,7 +1454,7 @@ class GpuConfig:
 
     cpu_offload_activations: bool = setting(
         False,
-        "keep what backward needs of a layer in host memory, copied beside the layers that compute",
+        "keep what backward needs of a layer in host memory, copied while layers compute",
         off="left out, keep activations on the device",
         also=("--fine-grained-activation-offloading",),
         ours=True,
@@ -1508,14 +1509,14 @@ class FaultConfig:
     )
     peer_timeout: float = setting(
         20.0,
-        "how long a rank may give no sign of life before the run ends and names it",
+        "how long a rank may send no heartbeat before the run ends and names it",
         "seconds",
         real(0.001, 1_000_000),
         ours=True,
     )
     hang_timeout: float | None = setting(
         None,
-        "how long a rank may stand still after set-up before the run ends and names it: more "
+        "how long a rank may make no progress after set-up before the run ends and names it: more "
         "than the longest save, first step and micro-batch",
         "seconds",
         real(5, 1_000_000),
@@ -1524,14 +1525,15 @@ class FaultConfig:
     )
     empty_unused_memory_level: int = setting(
         0,
-        "give CUDA's unused memory back before each update and in evaluations (1), after each "
+        "return CUDA's unused memory before each update and in evaluations (1), after each "
         "update too (2)",
         rule=one_of("0", "1", "2"),
         off="0",
     )
     check_replicas: int | None = setting(
         None,
-        "compare what several ranks must hold bit for bit every so many steps and before each "
+        "compare tensors that several ranks share, bit for bit, every so many steps and before "
+        "each "
         "save, and name the rank that differs",
         "steps",
         whole(1),
@@ -1540,7 +1542,7 @@ class FaultConfig:
     )
     on_replica_mismatch: str = setting(
         "stop",
-        "what to do where replicas differ: end the run, or go back to the last sound checkpoint",
+        "what to do where replicas differ: end the run, or go back to the last valid checkpoint",
         rule=one_of("stop", "rewind"),
         needs="--check-replicas",
         ours=True,
@@ -1580,7 +1582,7 @@ class RehearseConfig:
     rehearse: bool = setting(
         False,
         "run the steps of one rank of this WORLD_SIZE on a device without memory, on any "
-        "machine: what it launches, keeps, sends and waits for",
+        "machine: its launches, memory, transfers and waits",
         ours=True,
     )
     rehearse_rank: int = setting(
@@ -1612,7 +1614,7 @@ class RehearseConfig:
         EXPERTS,
         ours=True,
     )
-    rehearse_json: str | None = setting(None, "write what was found", "file", FILE, ours=True)
+    rehearse_json: str | None = setting(None, "write the findings", "file", FILE, ours=True)
     rehearse_trace: str | None = setting(
         None,
         "write the step's predicted timeline, for Perfetto or chrome://tracing",

@@ -98,7 +98,7 @@ class SymmetricBuffer:
                 memory = mmap.mmap(fd, nbytes)
                 memory[: len(token)] = token
             except OSError as error:
-                why = f"{nbytes / 2**20:.0f} MiB of shared memory cannot be had: {error}"
+                why = f"{nbytes / 2**20:.0f} MiB of shared memory cannot be allocated: {error}"
         here = "" if why else host()  # reads /proc, which only Linux has
         mine = dict(host=here, pid=self._pid, fd=fd, token=token.hex(), why=why)
         every = [json.loads(d) for d in gather_bytes(json.dumps(mine).encode(), self.axis)]
@@ -188,10 +188,12 @@ class SymmetricBuffer:
                 late = ranks[there]
                 if late in gone or now - alone > GRACE:
                     who = late if late in gone else gone[0]
-                    raise CommunicationError(f"rank {self.axis.ranks[who]} is gone, in {what}")
+                    raise CommunicationError(f"rank {self.axis.ranks[who]} has ended, in {what}")
             if now - begin > self.timeout:
                 name = f"rank {self.axis.ranks[late]}" if late >= 0 else "every rank"
-                raise CommunicationError(f"no sign of {name} for {self.timeout:.0f} s, in {what}")
+                raise CommunicationError(
+                    f"no answer from {name} for {self.timeout:.0f} s, in {what}"
+                )
             there = call(*args, 0, SLICE)
 
     def refuse_fork(self) -> None:

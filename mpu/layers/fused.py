@@ -101,7 +101,7 @@ class RMSNorm(nn.Module):
         if self.zero_centered and name != "weft":
             raise ValueError(
                 f"--norm-backend {name}: this norm multiplies by 1 + w ({type(self).__name__}), "
-                "which only Weft's own does: leave the flag out"
+                "which only Weft's own does: omit the flag"
             )
 
     def forward(self, x: Tensor) -> Tensor:

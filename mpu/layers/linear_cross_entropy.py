@@ -58,7 +58,7 @@ def linear_cross_entropy(
     if own := _own(head):
         raise ValueError(
             f"--fused-linear-cross-entropy: {own} of its own, and the loss in chunks multiplies "
-            "by the weight alone: leave the flag out"
+            "by the weight alone: omit the flag"
         )
     if type(head.recipe) is not Recipe:
         raise ValueError(

@@ -30,7 +30,7 @@ class PackedSeqParams:
     def of(cls, lengths: Sequence[int]) -> "PackedSeqParams":
         """Return the documents of these lengths, on the CPU.
 
-        Raises ValueError where a document holds no token.
+        Raises ValueError where a document has no tokens.
         """
         if not lengths or min(lengths) < 1:
             raise ValueError(f"the lengths of documents are {lengths}: each must be at least 1")

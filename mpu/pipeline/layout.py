@@ -77,7 +77,7 @@ def stages(
     for rank, held in enumerate(own):
         if not any(counts[s] or s in (0, p * v - 1) for s in held):
             raise ValueError(
-                f"pipeline rank {rank} would hold nothing: an embedding, a head and {num_layers} "
+                f"pipeline rank {rank} would have no layers: an embedding, a head and {num_layers} "
                 f"layer{'s' * (num_layers > 1)} over {p} ranks"
             )
     return tuple(

@@ -240,7 +240,7 @@ def whole_beside(entries: Sequence[ParamEntry]) -> set[str]:
         if entry.matrix:
             raise ValueError(
                 f"--fp8-param-gather at --zero-stage 3: {entry.name} is not in float8, and "
-                "other weights of its block are; leave the flag out, or take a lower stage"
+                "other weights of its block are; omit the flag, or take a lower stage"
             )
     return {entry.name for entry in beside}
 

@@ -33,8 +33,8 @@ OWN = r"rank {rank} failed first"
 # a run that writes more than the page in which a file on a full disk still has room
 LONG: dict[str, Any] = {"base": "--train-iters 60 --save-interval 20", "steps": 60}
 # a kill may look like a reset to the survivors; which rank it is, they know
-DIED = Promise(says=OWN + r".*(the process died|do not hear each other \(dead, )")
-SILENT = Promise(says=OWN + r".*no sign of life", limit=PEER_TIMEOUT + SLACK)
+DIED = Promise(says=OWN + r".*(the process died|lost contact \(dead, )")
+SILENT = Promise(says=OWN + r".*no heartbeat", limit=PEER_TIMEOUT + SLACK)
 HARMLESS = Promise(codes=(0,), who=None)
 SAVED = Promise(codes=(75,), who="one", says=r"stopped by .* after iteration \d+ of .*; saved")
 GOES_ON = Promise(codes=(0,), who="one", says=r"was not saved: .*rank {rank}: .*training goes on")
@@ -165,7 +165,7 @@ DISKS += [
          flags="--tensorboard-dir {dir}/small/tb", **LONG, job={"disk": "small", "size": "64k"}),
 ]  # fmt: skip
 DAMAGE = [
-    Kind(f"checkpoint: {name}", at("data", "kill all"), fallen_back(r"passed over.*{name}"),
+    Kind(f"checkpoint: {name}", at("data", "kill all"), fallen_back(r"is skipped.*{name}"),
          outside=f"damage_{how}", first=2 * SAVE_EVERY + 1)
     for name, how in (("bit flipped", "flip"), ("file truncated", "truncate"),
                       ("file missing", "remove"))
@@ -178,7 +178,7 @@ SIGNALS = [
     Kind("signal: SIGHUP to all", wait, SAVED, outside="sighup"),
 ]
 CLOCKS = [Kind("clock: jumps", jump, HARMLESS)]
-STOPPED = Promise(codes=(-9,), who="one", says="saved: the same command goes on")
+STOPPED = Promise(codes=(-9,), who="one", says="saved: the same command resumes")
 BACK = Promise(codes=(0,), who="one", says=DIED.says, limit=60.0)
 LAUNCHERS = [
     Kind(f"launcher: {name} killed", wait, STOPPED, outside="kill_launcher", apart=apart, share=0.4)
@@ -200,7 +200,7 @@ STRANGERS = [
     Kind("network: 300 idle connections to the hub", wait, HARMLESS, outside="idle_connections"),
 ]
 WIRE = {"base": "--no-shared-memory", "job": {"wire": True}}
-BOTH = "rank 0 and rank 1 do not hear each other"
+BOTH = "rank 0 and rank 1 lost contact"
 APART = Promise(who="both sides", says=BOTH, limit=PEER_TIMEOUT + SLACK)
 LINK = BOTH + r"|rank (\d) failed first.*rank (?!\1)\d lost it, too"
 RESET = Promise(who="both sides", says=LINK, limit=PEER_TIMEOUT + SLACK)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the storm does to a run from outside: signals, files, strangers on the network.
+"""What the storm does to a run from outside: signals, files, callers on the network.
 
 Each function takes the scene of tests/chaos/play.py: its folder, its ranks' process ids, its drawn
 numbers. Most run while every rank waits in the fault's step; those of `damage` while nobody runs.
@@ -140,17 +140,17 @@ RUBBISH: list[Callable[[random.Random], bytes]] = [
 
 
 def garbage(scene: Any) -> None:
-    """Send rubbish to the hub's port: nested, random, forged, endless, nothing; end by a reset."""
+    """Send rubbish to rank 0's port: nested, random, forged, endless, nothing; end by a reset."""
     for port in hub_ports(scene):
         for make in scene.rng.sample(RUBBISH, len(RUBBISH)):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 2) as stranger:
-                stranger.settimeout(0.2)
-                stranger.sendall(make(scene.rng))
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 2) as caller:
+                caller.settimeout(0.2)
+                caller.sendall(make(scene.rng))
                 with suppress(TimeoutError):
-                    stranger.recv(100)
+                    caller.recv(100)
                 if scene.rng.random() < 0.5:
                     linger = struct.pack("ii", 1, 0)
-                    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     time.sleep(0.5)
 
 

@@ -119,8 +119,8 @@ def play(
         seen.equal = seen.equal and losses(folder) == rows
     if scene.wire:
         scene.wire.close()
-    for stranger in scene.keep:
-        stranger.close()
+    for caller in scene.keep:
+        caller.close()
     seen.seconds = time.monotonic() - began
     return seen
 

@@ -83,7 +83,7 @@ def test_two_of_a_hundred_names_may_be_wrong_and_nothing_else() -> None:
 
 
 def test_the_rank_that_is_struck_need_not_speak_and_the_limit_counts_from_the_fault() -> None:
-    silent = "rank 1 failed first: no sign of life for 6 s"
+    silent = "rank 1 failed first: no heartbeat for 6 s"
     ended = [10.0 + PEER_TIMEOUT + SLACK + 0.1, 99.0]
     verdict = judge(seen("stop: for good", words=[silent, ""], ended=ended))
     assert verdict.named and verdict.hang and len(verdict.broken) == 1

@@ -55,7 +55,7 @@ def test_the_report_of_a_pipeline():
         "pipeline rank 0: embedding + layer 0 | layer 4\n",
         "pipeline rank 3: layer 3 | layer 7 + head\n",
         "8 micro-batches: bubble ",
-        "% were all stages equal",
+        "% if all stages were equal",
         "rank  parameters ",
         "Parameters of pipeline rank 0, the fullest",
         "Memory of pipeline rank 0, the fullest",
@@ -166,7 +166,7 @@ def test_the_measures_that_are_told_are_those_that_help():
     for flag in ("--recompute-granularity full", "--micro-batch-size 1"):
         assert flag in shown, text
     assert not any("--zero-stage" in flag for flag in shown)
-    assert "with one data-parallel rank --zero-stage has no one to share with" in text
+    assert "with one data-parallel rank --zero-stage shards nothing" in text
 
 
 def test_only_the_differences_that_the_flags_touch():
@@ -210,8 +210,8 @@ def test_the_memory_of_a_level():
     for row in (
         "  parameters         69.63 kB  bfloat16, a share of 1/4\n",
         "  gradients          139.3 kB  fp32, a share of 1/4\n",
-        "  whole gradients    278.5 kB  for a while in a step, until their sum is with its owner\n",
-        "  gathered weights   40.96 kB  for a while in a step\n",  # at the fullest moment
+        "  whole gradients    278.5 kB  during a part of a step, until they are summed\n",
+        "  gathered weights   40.96 kB  during a part of a step\n",  # at the fullest moment
         "  --zero-stage 3 without --overlap-param-gather: every block waits for its weights\n",
     ):
         assert row in text, row
@@ -234,7 +234,7 @@ def test_state_in_host_memory_takes_none_of_the_device():
         "  masters                 0 B  in host memory, a share of 1/4\n",
         "  moments                 0 B  in host memory, a share of 1/4\n",
         # 34 blocks: a gradient, a master, two moments in fp32, bf16 weights
-        "  in host memory     626.7 kB  masters, moments, and copies of what goes down and up\n",
+        "  in host memory     626.7 kB  masters, moments and staging buffers\n",
         # a gradient in fp32, weights in bf16
         "gradients down, weights up; a rank sends 139.3 kB down and 69.63 kB up\n",
     ):

@@ -8,7 +8,7 @@ import pretrain_llama
 from estimate import buffers, rank_memory
 from tests.model.twin import config_of, micro_batches
 from training.faults.monitor import FailureMonitor
-from training.run import memory as memory_report
+from training.run import memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 CASES = {

@@ -60,5 +60,5 @@ def test_the_table_of_modules_is_what_a_layer_keeps():
 
 def test_a_report_says_where_activations_are():
     text = report(read(f"{ON} --bf16"), model_provider)
-    assert "activations on their way to host memory, or back: two units" in text
+    assert "activations being copied to or from host memory: two units" in text
     assert "offloaded activations, pinned" in text

@@ -212,7 +212,7 @@ def test_a_mistake_is_one_sentence(more, p, sentence):
 def test_more_ranks_than_things_to_place():
     base = SMALL.replace("--num-layers 8", "--num-layers 1")
     assert layers(read(p=3, world=3, base=base)) == [0, 1, 0]
-    with pytest.raises(UsageError, match=f"{P} 4: pipeline rank 1 would hold nothing"):
+    with pytest.raises(UsageError, match=f"{P} 4: pipeline rank 1 would have no layers"):
         read(p=4, world=4, base=base)
 
 
@@ -274,10 +274,10 @@ def test_messages_of_a_micro_batch():
 def test_the_lines_said_first():
     base = SMALL.replace("--num-layers 8", "--num-layers 7")
     assert stages.lines(read(base=base), model_provider) == [
-        "pipeline 1f1b: 2 ranks; the slowest does 3.1 % more than the mean",
+        "pipeline 1f1b: 2 ranks; the slowest has 3.1 % more work than the mean",
         "pipeline rank 0: embedding + layers 0-3",
         "pipeline rank 1: layers 4-6 + head",
-        "16 micro-batches: bubble 5.22 % of a step, 5.88 % were all stages equal",
+        "16 micro-batches: bubble 5.22 % of a step, 5.88 % if all stages were equal",
     ]
     text = "\n".join(
         stages.lines(
@@ -286,7 +286,7 @@ def test_the_lines_said_first():
         )
     )
     assert "pipeline zb-v: 2 ranks, 2 stages each" in text
-    assert f"{100 / (1 + 6 * 16):.2f} % were all stages equal" in text  # (p-1) F of a chunk
+    assert f"{100 / (1 + 6 * 16):.2f} % if all stages were equal" in text  # (p-1) F of a chunk
     assert "pipeline rank 0: embedding + layer 0 | head" in text
     assert "pipeline rank 1: nothing | layers 1-7" in text
     two = read(

@@ -53,7 +53,7 @@ def test_a_killed_rank_is_named_by_all_others(
 def test_a_stopped_rank_is_named_by_all_others(ranks: Ranks, rank: int) -> None:
     """Nothing breaks, nothing moves: only the missing beats tell."""
     result = ranks.run(2, 2, fault("backward", rank, "stop"), monitor={"silence": 4.0})
-    check_blame(result, rank, "no sign of life")
+    check_blame(result, rank, "no heartbeat")
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.prove), 1])
@@ -132,7 +132,7 @@ def test_a_signal_stops_all_ranks_after_the_same_step_and_the_run_goes_on_to_the
     step = int(last.removeprefix("step_"))
     name = {"term": "SIGTERM", "int": "SIGINT"}[how]
     by = name if rank in (0, -1) else "a signal to another rank"
-    note = f"stopped by {by} after iteration {step} of {STEPS}; saved: the same command goes on"
+    note = f"stopped by {by} after iteration {step} of {STEPS}; saved: the same command resumes"
     assert step < STEPS and note in stopped.said(0, "out")
     if rank in (0, -1):
         assert "stopping after this step" in stopped.said(0)

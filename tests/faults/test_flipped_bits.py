@@ -62,4 +62,4 @@ def test_three_copies_name_the_rank_without_a_replay(launcher: Launcher) -> None
     assert result.codes == [1, 1, 1]
     line = result.said(0)
     assert "replicas differ at iteration 3" in line and "differs on rank 2 of the ranks" in line
-    assert "the steps since were not made again (there is no --save)" in line
+    assert "the steps since the checkpoint were not replayed (there is no --save)" in line

@@ -36,7 +36,8 @@ PLACES = {  # name: (point, how, call, what is said)
     "save": ("saving", "stall", 1, f"hangs in the phase save: in a checkpoint's files at {OURS}"),
     "Python's lock held": (
         "update", "hold", 2,
-        rf"no sign of life .* Python stands still \(.*\) at {OURS}; its last word, .*before: \S",
+        rf"no heartbeat .* Python interpreter is blocked \(.*\) at {OURS}; its last report, "
+        r".*before: \S",
     ),
     "stopped": ("backward", "stop", 9, r"its process is stopped \(SIGSTOP\?\); its last"),
 }  # fmt: skip

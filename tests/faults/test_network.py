@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the network does to a real run: ranks that never meet, strangers, resets, partitions."""
+"""What the network does to a real run: ranks that never meet, callers, resets, partitions."""
 
 import os
 import resource
@@ -32,7 +32,9 @@ def test_a_rank_that_never_comes_is_named_in_one_sentence(ranks: Ranks, absent: 
     other = 1 - absent
     assert result.codes[other] == 1
     (line,) = result.said(other).splitlines()
-    assert line.startswith(f"pretrain_llama.py: rank {absent} did not come to MASTER_ADDR:MASTER_P")
+    assert line.startswith(
+        f"pretrain_llama.py: rank {absent} did not connect to MASTER_ADDR:MASTER_P"
+    )
 
 
 def test_a_rank_0_that_dies_at_the_meeting_is_named_in_one_sentence(ranks: Ranks) -> None:
@@ -100,7 +102,7 @@ def test_a_host_that_is_cut_off_is_told_by_both_sides(
     for rank in (0, 1):
         (line,) = result.said(rank).splitlines()
         assert line.startswith(f"[rank {rank}] stopping ")
-        assert "rank 0 and rank 1 do not hear each other" in line
+        assert "rank 0 and rank 1 lost contact" in line
 
 
 @pytest.mark.prove
@@ -115,7 +117,7 @@ def test_a_dead_link_between_two_ranks_that_rank_0_hears_is_told_by_all(
     assert time.monotonic() - cut < 4.0 + LIMIT / 2 and result.codes == [1, 1, 1]
     for rank in range(3):
         last = result.said(rank).splitlines()[-1]
-        assert "rank 1 and rank 2 do not hear" in last or "rank 2 and rank 1 do not" in last
+        assert "rank 1 and rank 2 lost contact" in last or "rank 2 and rank 1 lost" in last
 
 
 @pytest.mark.prove
@@ -131,7 +133,7 @@ def test_after_a_reset_all_ranks_tell_one_story(
     assert time.monotonic() - cut < LIMIT / 3 and result.codes == [1, 1]
     stories = {result.said(rank).splitlines()[-1].split(": rank ", 1)[1] for rank in (0, 1)}
     (story,) = stories
-    assert " failed first" in story and "; rank 0 and rank 1 do not hear each other (a con" in story
+    assert " failed first" in story and "; rank 0 and rank 1 lost contact (a con" in story
 
 
 LONG = "--train-iters 400 --save-interval 400 --eval-interval 400"
@@ -139,10 +141,10 @@ SECRET = {"WEFT_SECRET": "known to the ranks of this run"}
 
 
 @pytest.mark.prove
-def test_strangers_change_no_bit_of_a_run(ranks: Ranks) -> None:
+def test_admission_change_no_bit_of_a_run(ranks: Ranks) -> None:
     """Garbage, 2,000 connections, forged deaths and fake ranks, all the time, at nofile 1,024.
 
-    The stranger reads torch's store, which nobody guards, and so knows all but the secret.
+    The caller reads torch's store, which nobody guards, and so knows all but the secret.
     """
     undisturbed = ranks.run(2, 2, flags=LONG, env=SECRET)
     assert undisturbed.codes == [0, 0]
@@ -163,8 +165,8 @@ def test_strangers_change_no_bit_of_a_run(ranks: Ranks) -> None:
         while True:
             for noise in noises:
                 with suppress(ConnectionResetError, BrokenPipeError, TimeoutError):
-                    with socket.create_connection(where, timeout=0.5) as stranger:
-                        stranger.sendall(noise)
+                    with socket.create_connection(where, timeout=0.5) as caller:
+                        caller.sendall(noise)
                         counts["noise"] += 1
             for rank in (0, 1):
                 with suppress(TimeoutError, ConnectionResetError, BrokenPipeError):

@@ -57,7 +57,7 @@ def test_a_stopped_stage_is_named_by_all_others(
     pp, tp, flags = pipeline
     how = fault(point, rank, "stop")
     result = ranks.run(pp * tp, tp, how, pp=pp, flags=flags, monitor=PATIENCE)
-    check_blame(result, rank, "no sign of life")
+    check_blame(result, rank, "no heartbeat")
 
 
 @pytest.mark.prove

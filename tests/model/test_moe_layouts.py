@@ -20,7 +20,7 @@ from tests.model.twin import batch_of, config_of, micro_batches, run_layout, sam
 from tests.saved import check_equal, stored
 from training.arguments import CheckpointConfig
 from training.faults.monitor import FailureMonitor
-from training.run import memory as memory_report
+from training.run import memory_report
 from training.run.saver import Saver
 
 RUN = BASE | dict(layers=3, lr=1e-2, clip=0.5, sp=False)

@@ -57,7 +57,7 @@ def test_paths(world, twins, path):
 @pytest.mark.prove
 @pytest.mark.parametrize("tp, dp, pp", [(2, 1, 1), (2, 2, 1), (4, 1, 1), (4, 2, 1), (2, 1, 2)])
 def test_all_paths(world, twins, tp, dp, pp):
-    """Also where shared memory is not to be had, tied, masked, sharded, in a pipeline that defers
+    """Also where shared memory is not available, tied, masked, sharded, in a pipeline that defers
     weight gradients.
     """
     some = over_paths(tp, dp)

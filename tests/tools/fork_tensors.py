@@ -76,9 +76,9 @@ def llama(old: str, new: str, layouts: str, said: str) -> Mistake:
 
 Y = "swiglu(self.gate_up(x))"
 GAIN = "use(self.gain, self.ctx.sink)"
-TAKES = r"what layers\.0\.mlp\.down \(RowParallelLinear\) takes differs first"
-GIVES = r"what layers\.0\.mlp \(MLP\) gives differs first"
-PROJ_TAKES = r"what layers\.0\.attention\.proj \(RowParallelLinear\) takes differs first"
+TAKES = r"the input of layers\.0\.mlp\.down \(RowParallelLinear\) differs first"
+GIVES = r"the output of layers\.0\.mlp \(MLP\) differs first"
+PROJ_TAKES = r"the input of layers\.0\.attention\.proj \(RowParallelLinear\) differs first"
 FIRST = r"what layers\.0 \(Block\) takes.* differs first|layers\.0\.attention_norm \(\w+\) takes"
 
 TENSORS: dict[str, Mistake] = {
@@ -166,7 +166,8 @@ TENSORS: dict[str, Mistake] = {
     "a gain of hidden states in another region": hidden_gain(
         "TENSOR_PARALLEL", "tp 2", r"mlp\.gain \(in .*added over tp twice"),
     "a sum forward and none backward": Mistake(
-        OLMO2, {BACK: ""}, r"in backward, the gradient of what layers\.3\.attention\.q_norm",
+        OLMO2, {BACK: ""}, r"in backward, the gradient of the (in|out)put of "
+                           r"layers\.3\.attention\.q_norm",
         "tp 2"),
     # positions and tokens
     "positions of a shard": llama(

@@ -102,7 +102,7 @@ def test_show(tmp_path: Path, tool: Any, write: Any) -> None:
     (write(tmp_path, 12346) / "state.json").unlink()
     code, lines, err = tool("show", tmp_path, "--tensors")
     assert code == 0 and lines[0] == str(tmp_path / "step_00012345")
-    assert len(err) == 1 and "step_00012346 is passed over: " in err[0] and "state.json" in err[0]
+    assert len(err) == 1 and "step_00012346 is skipped: " in err[0] and "state.json" in err[0]
     facts = dict(re.split("  +", line) for line in lines[1 : lines.index("")])
     assert facts["step"].startswith("12345, saved 20") and facts["written by"] == "1 rank"
     assert facts["consumed_samples"] == "12,345,000"
@@ -129,7 +129,7 @@ def test_prune(tmp_path: Path, tool: Any, write: Any) -> None:
     assert code == 0 and sorted(os.listdir(tmp_path)) == before
     stay = "3 stay: step_00000020, step_00000030, step_00000040"
     assert lines == [f"would remove {tmp_path / 'step_00000010'}", stay]
-    assert len(err) == 1 and "step_00000040 is left and not counted" in err[0]
+    assert len(err) == 1 and "step_00000040 is left in place and not counted" in err[0]
     code, lines, _ = tool("prune", tmp_path, *flags)
     assert code == 0 and lines == [f"removed {tmp_path / 'step_00000010'}", stay]
     assert {n for n in os.listdir(tmp_path) if n.startswith("step")} == {

@@ -83,7 +83,7 @@ def test_what_is_consolidated_is_hashed_before(tmp_path: Path, tool: Any, write:
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     code, lines, err = tool("consolidate", tmp_path / "run", "--save", tmp_path / "whole")
     assert code == 0 and "step_00000001 -> " in lines[0]
-    assert "step_00000002 is passed over" in err[0] and "XXH3-128" in err[0]
+    assert "step_00000002 is skipped" in err[0] and "XXH3-128" in err[0]
     code, _, err = tool("consolidate", tmp_path / "run" / "step_00000002", "--save", tmp_path / "x")
     assert code == 2 and "XXH3-128" in err[-1] and not (tmp_path / "x").exists()
 

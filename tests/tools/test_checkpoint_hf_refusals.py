@@ -123,12 +123,12 @@ WRONG = {
         lambda hf: change_shard(hf, "lm_head.weight", torch.zeros(251, 96)),
         "lm_head.weight differs from model.embed_tokens.weight",
     ),
-    "a huge header": (lambda hf: header(hf, 1 << 62, b"{}"), "is not a sound safetensors file"),
-    "a header past the end": (lambda hf: header(hf, 100, b"{}"), "is not a sound safetensors file"),
-    "no JSON in the header": (lambda hf: header(hf, 2, b"[["), "is not a sound safetensors file"),
+    "a huge header": (lambda hf: header(hf, 1 << 62, b"{}"), "is not a valid safetensors file"),
+    "a header past the end": (lambda hf: header(hf, 100, b"{}"), "is not a valid safetensors file"),
+    "no JSON in the header": (lambda hf: header(hf, 2, b"[["), "is not a valid safetensors file"),
     "overlapping tensors": (
         lambda hf: header(hf, len(OVERLAP), OVERLAP + bytes(12)),
-        "is not a sound safetensors file",
+        "is not a valid safetensors file",
     ),
     "an index that is no JSON": (
         lambda hf: (hf / "model.safetensors.index.json").write_text("{"),

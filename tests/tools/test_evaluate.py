@@ -341,7 +341,7 @@ def test_a_run_is_watched_and_each_step_has_its_scores(
     ]  # fmt: skip
     done = command(1, *flags)
     assert done.returncode == 0, done.stderr
-    assert "step_00000005 is passed over" in done.stderr
+    assert "step_00000005 is skipped" in done.stderr
     assert sorted(p.name for p in out.iterdir()) == ["step_00000000.json", "step_00000010.json"]
     assert any(p.name.startswith("events") for p in board.iterdir())
     again = command(1, *flags)

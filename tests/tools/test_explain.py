@@ -179,7 +179,7 @@ def test_a_reader_follows_a_message(world):
     (at,) = (i for i, x in enumerate(lines) if "stage 0's activation 0  send" in x)
     assert "pp to rank 1 " in lines[at] and "[16, 2, 64]" in lines[at] and "8,192" in lines[at]
     assert lines[at].endswith(send) and "needs add of layers.0 (model/" in lines[at + 1]
-    assert lines[at + 2].endswith("the rank goes on: F chunk 0 micro-batch 1")
+    assert lines[at + 2].endswith("the rank continues with F chunk 0 micro-batch 1")
     assert "--- F chunk 0 micro-batch 0 in stage 0 of iteration 1 -" in lines[at - 3]
     (at,) = (i for i, x in enumerate(lines) if "stage 1's gradient 0    receive" in x)
     assert "pp_back from rank 1 " in lines[at]
@@ -291,7 +291,7 @@ def test_the_document_tells_what_the_schedules_cost():
 def test_a_difference_is_said():
     row = Traffic("tp", "all_gather", "layers.*.mlp.gate_up", "forward", 2, 64, 96, 4)
     lines = sums({("tp", "all_gather"): (3, 96)}, [row])
-    assert "DIFFERS: traffic.py says 2 and 96 bytes" in lines[3]
+    assert "DIFFERS: traffic.py computes 2 and 96 bytes" in lines[3]
     assert lines[4].split() == "forward layers.*.mlp.gate_up 2 of 64 bytes, 96 sent".split()
     assert lines[-1] == "DIFFERENT: tp all_gather"
 

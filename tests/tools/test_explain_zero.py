@@ -77,7 +77,7 @@ def check(world, ranks, tp, pp, rest):
     for _, text in world(ranks).run(run, tp, pp, rest):
         assert text.endswith("All equal.") and "DIFFERS" not in text
         assert max(map(len, text.splitlines())) <= 150
-        for before in re.findall(r"on their way since .*?\n---", text, re.DOTALL):
+        for before in re.findall(r"started by the update .*?\n---", text, re.DOTALL):
             assert " update  " in before and "send" not in before.partition("\n")[2].replace(
                 "sends", ""
             )
@@ -120,14 +120,14 @@ def test_a_reader_sees_what_each_sum_leaves_before(world):
 def test_a_reader_sees_new_weights_wait_for_their_use(world):
     text, events = explained(world, 1)
     gathers = [event for event in events if event.startswith("update")]
-    begin, first = text.index("on their way since the update"), text.index("BW chunk 0")
+    begin, first = text.index("started by the update"), text.index("BW chunk 0")
     assert begin < text.index("  update ") < first, "they come before the first micro-batch"
     assert [re.search(r"bucket (\d)", event)[1] for event in gathers] == list("43210")
     assert "waited for at embedding (mpu/layers/embedding.py:" in gathers[0]
     assert "waited for at head (mpu/layers/linear.py:" in gathers[-1]
     assert "matmul of layers.0.attention.qkv to matmul of layers.1.mlp.down" in gathers[-1]
     after = [event for event in events if re.match(r"\d+ update", event)]
-    assert len(after) == 5 and all("still on its way at the end" in event for event in after)
+    assert len(after) == 5 and all("not done at the end" in event for event in after)
 
 
 def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
@@ -136,15 +136,15 @@ def test_a_reader_sees_a_block_gathered_under_the_one_before(world):
     order = [re.search(r"bucket (\d)", event)[1] for event in gathers]
     assert order == list("4321023"), "to the head and back; bucket 1 stays whole at the turn"
     assert "the 6 weights of layers.1, asked for by layers.0.attention_norm" in gathers[2]
-    assert "whole beside it: bucket 3 waited for at layers.1.attention_norm" in gathers[2]
+    assert "gathered at the same time: bucket 3 waited for at layers.1.attention_norm" in gathers[2]
     assert gathers[2].endswith("matmul of layers.0.attention.qkv to matmul of layers.0.mlp.down")
     assert "asked for by layers.1.mlp.down" in gathers[-1]
-    assert all(event.count("whole beside it") == 1 for event in gathers)
+    assert all(event.count("gathered at the same time") == 1 for event in gathers)
     assert "bucket 1: the 6 weights of layers.2; 45,056 numbers, rank 0 of 2 owns" in text
     _, events = explained(world, 3, layers=3, ahead=False)
     gathers = [event for event in events if "gather bucket" in event]
     assert len(gathers) == 2 * 3 + 2 and all("nothing ran meanwhile" in event for event in gathers)
-    assert all("whole beside it: nothing" in event for event in gathers)
+    assert all("gathered at the same time: nothing" in event for event in gathers)
 
 
 @pytest.mark.prove

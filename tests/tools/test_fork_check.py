@@ -83,7 +83,7 @@ MISTAKES = {
         {"h, (f, f), ctx": "h, 2 * f, ctx", '("mlp.gate_proj", "mlp.up_proj")': '("mlp.gate_up",)'},
         "tp 2; pp 2 1f1b",
         (
-            "what layers.0.mlp.down (RowParallelLinear) takes differs first",
+            "the input of layers.0.mlp.down (RowParallelLinear) differs first",
             "only with tensor parallelism",
             "a Placement cuts wrongly",
         ),
@@ -111,7 +111,7 @@ MISTAKES = {
         },
         "tp 2; dp 2",
         (
-            "what layers.0.mlp.down (RowParallelLinear) takes differs first",
+            "the input of layers.0.mlp.down (RowParallelLinear) differs first",
             "only with tensor parallelism",
             "(a norm, a mean",
         ),
@@ -194,7 +194,7 @@ MISTAKES = {
         "tp 2; tp 2 + SP",
         (
             "tp 2 + SP: the loss of the first step",
-            "what layers.0.attention.proj (RowParallelLinear) takes differs first",
+            "the input of layers.0.attention.proj (RowParallelLinear) differs first",
             "only under SP",
         ),
     ),

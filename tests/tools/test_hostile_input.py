@@ -8,7 +8,7 @@ import pytest
 
 from tools import checkpoint, draw_schedule, generate, ledger, plot_loss, preprocess_data
 from tools.command_line import whole
-from training.checkpoint.lock import DirectoryLock, _told
+from training.checkpoint.lock import DirectoryLock, _holder
 
 ESCAPE = "esc\x1b[2Jape\u202e"
 
@@ -80,4 +80,4 @@ def test_pipes_hang_no_tool(tmp_path, capsys):
 
 @pytest.mark.parametrize("text", ["[" * 999, '{"pid": 1}', "\\ud800", '{"host":"\x1b","pid":1}'])
 def test_a_lock_file_that_says_nothing(text):
-    assert _told(text.encode()) == "its file `lock` does not say which"
+    assert _holder(text.encode()) == "its file `lock` does not say which"

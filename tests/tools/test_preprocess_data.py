@@ -207,12 +207,12 @@ def workers_of(process):
 @pytest.mark.parametrize(
     ("workers", "stop", "status", "says"),
     [
-        (1, "interrupt", 130, "interrupted; the same command goes on from here"),
+        (1, "interrupt", 130, "interrupted; the same command continues from here"),
         pytest.param(
-            *(2, "interrupt", 130, "interrupted; the same command goes on from here"),
+            *(2, "interrupt", 130, "interrupted; the same command continues from here"),
             marks=pytest.mark.prove,
         ),
-        (2, "kill a worker", 1, "a worker was killed (out of memory?); the same command goes on"),
+        (2, "kill a worker", 1, "a worker was killed (out of memory?); the same command continues"),
         pytest.param(2, "kill", -signal.SIGKILL, "", marks=pytest.mark.prove),
     ],
 )

@@ -238,7 +238,7 @@ def test_trains_samples_and_goes_on_where_it_was_stopped(tmp_path):
                 break
         rest = first.stdout.read()
     assert first.returncode == 130, rest
-    assert "stopped; make train goes on from here" in rest and "Traceback" not in rest
+    assert "stopped; make train continues from here" in rest and "Traceback" not in rest
     assert "stopped by SIGINT after iteration" in rest
     saved = sorted(tmp_path.glob("out/tp2/checkpoints/step_*/manifest.json"))
     assert saved and not list(tmp_path.glob("out/tp2/checkpoints/*.tmp-*"))
@@ -301,5 +301,5 @@ def test_a_second_call_says_what_it_goes_on_with_and_at_which_lr(tmp_path):
     words = quickstart.command_line(flags, quickstart.SWITCHES)
     config = parse([*words, "--mock-data", "--vocab-size", "2048"], 1)
     rate = learning_rate(config, 1000 * quickstart.MODEL["global-batch-size"])
-    assert f"going on with {tmp_path}/checkpoints after iteration 1000" in said
+    assert f"continuing with {tmp_path}/checkpoints after iteration 1000" in said
     assert f"at a learning rate of {rate:.2g}, after 0.0002: the cosine now ends at 2000" in said

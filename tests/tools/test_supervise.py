@@ -69,11 +69,13 @@ def test_what_the_supervisor_killed_is_no_fault_of_its_own() -> None:
 
 
 def test_the_first_cause_is_the_rank_that_died_then_what_ranks_say() -> None:
-    told = "rank 1 failed first: the process died (killed?); its last word, 0.1 s before: backward"
+    told = (
+        "rank 1 failed first: the process died (killed?); its last report, 0.1 s before: backward"
+    )
     assert first_cause([End(0, 1, told), End(1, -9)]) == (
-        1, "ended by SIGKILL; its last word, 0.1 s before: backward",
+        1, "ended by SIGKILL; its last report, 0.1 s before: backward",
     )  # fmt: skip
-    hung = "rank 2 failed first while waiting for data: no sign of life"
+    hung = "rank 2 failed first while waiting for data: no heartbeat"
     assert first_cause([End(0, 1, hung), End(2, -9, killed=True)])[0] == 2
     assert first_cause([End(0, 1, "RuntimeError: broken")]) == (0, "RuntimeError: broken")
     assert first_cause([End(3, None, "its node was lost")]) == (3, "its node was lost")
@@ -190,7 +192,7 @@ def test_a_starter_that_is_stopped_is_woken_or_replaced(
         os.kill(starter, signal.SIGSTOP)
         time.sleep(0.2)
     assert run.wait() == 0 and len(run.starts()) == 4
-    assert "has given no sign of life" in run.said()
+    assert "has sent no heartbeat" in run.said()
 
 
 def state(process: int) -> str:
@@ -251,7 +253,7 @@ def test_ranks_die_with_what_started_them_and_start_again(
     children = Path(f"/proc/{run.process.pid}/task/{run.process.pid}/children").read_text()
     os.kill(int(children.split()[0]), signal.SIGKILL)
     assert run.wait() == 0 and len(run.starts()) == 4
-    assert "the process that had started it was killed" in run.said()
+    assert "the process that started it was killed" in run.said()
 
 
 def test_a_slot_that_fails_again_gives_way_to_a_spare(
@@ -356,7 +358,7 @@ def met() -> Iterator[Met]:
 
 def test_a_stranger_is_not_heard_and_one_with_another_secret_is_told(met: Met) -> None:
     for _ in range(2):
-        with pytest.raises(WireError, match="it knows another secret") as error:
+        with pytest.raises(WireError, match="it has another secret") as error:
             met.call(b"another secret")
         assert error.value.final
     with socket.create_connection(("127.0.0.1", met.listener.port)) as mute:
@@ -388,7 +390,7 @@ def test_the_first_holder_of_a_seat_stays_while_it_is_heard(met: Met) -> None:
     assert error.value.final
     met.over.set()  # the holder is gone
     deadline = time.monotonic() + 10
-    while met.listener.door.seats and time.monotonic() < deadline:
+    while met.listener.admission.seats and time.monotonic() < deadline:
         time.sleep(0.01)
     met.call(kind="node", number=1, session=same)
 

@@ -87,7 +87,7 @@ def test_without_a_spare_the_run_waits_for_the_node_then_ends(nodes: Nodes) -> N
     two[1].until("0 1 2 ")
     lose(two[1])
     assert two[0].wait() == 1
-    assert "1 of the 2 places for ranks are left; with --elastic-dp the run would go" in (
+    assert "1 of the 2 places for ranks are left; with --elastic-dp the run would continue" in (
         two[0].said()
     )
 
@@ -125,17 +125,17 @@ def test_a_second_supervisor_of_a_node_is_told_and_the_first_stays(nodes: Nodes)
 
 def test_another_secret_is_told_at_once_by_both_sides(nodes: Nodes) -> None:
     first = nodes.start(2, "", plan={"": 0}, joined=[0])[0]
-    stranger = nodes.join(1, "stranger", SECRET + "!")
-    assert stranger.wait(30.0) == 2
-    assert "node 0 refuses --node-rank 1" in stranger.said()
-    assert "it knows another secret: all of a run share one WEFT_SECRET" in stranger.said()
-    first.until("127.0.0.1 calls with another secret", seconds=1.0)
+    caller = nodes.join(1, "caller", SECRET + "!")
+    assert caller.wait(30.0) == 2
+    assert "node 0 refuses --node-rank 1" in caller.said()
+    assert "it has another secret: all ranks of a run need the same WEFT_SECRET" in caller.said()
+    first.until("127.0.0.1 connects with a different secret", seconds=1.0)
     right = nodes.join(1)
     assert first.wait() == 0 and right.wait() == 0
 
 
 class Dripping(threading.Thread):
-    """200 strangers at a port. Each sends a byte every 2 s, and comes again if it is sent away."""
+    """200 callers at a port. Each sends a byte every 2 s, and comes again if it is sent away."""
 
     def __init__(self, port: int) -> None:
         super().__init__(daemon=True)
@@ -173,12 +173,12 @@ def test_two_hundred_strangers_that_drip_keep_no_node_away(nodes: Nodes) -> None
     """They come before a node does, and stay as one is lost and comes back."""
     plan = {"0.0": "wait", "0.1": "wait", "step": 1}
     first = nodes.start(2, "--node-wait 20", plan=plan, joined=[0])[0]
-    strangers = Dripping(nodes.port)
-    strangers.start()
+    callers = Dripping(nodes.port)
+    callers.start()
     try:
         deadline = time.monotonic() + 60
-        while strangers.came <= 200:
-            assert time.monotonic() < deadline, "no stranger was sent away"
+        while callers.came <= 200:
+            assert time.monotonic() < deadline, "no caller was sent away"
             time.sleep(0.1)
         second = nodes.join(1)
         second.until("0 1 2 ", seconds=30.0)
@@ -186,8 +186,8 @@ def test_two_hundred_strangers_that_drip_keep_no_node_away(nodes: Nodes) -> None
         back = nodes.join(1, "back")
         assert first.wait() == 0 and back.wait() == 0, first.said()
     finally:
-        strangers.over = True
-        strangers.join()
+        callers.over = True
+        callers.join()
     assert [words[:2] for words in back.starts()] == [["1", "1"]]
 
 

@@ -57,4 +57,4 @@ def test_a_mistake_of_the_launcher_itself_is_a_line():
 def test_a_rank_that_left_no_word_is_named(code, how):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="/no")
     said = last_word(ChildFailedError("program", {3: failure}))
-    assert said == f"torchrun: rank 3 {how} and left no word"
+    assert said == f"torchrun: rank 3 {how} without a message"

@@ -228,7 +228,7 @@ def _factors(full: Sequence[str], axes: Mapping[str, Sequence[int]]) -> Iterator
     yield 1.0, ""
     for axis in full:
         size = axes[axis][1]
-        yield float(size), f"and {size} times, as if added over {axis} again"
+        yield float(size), f"and {size} times, as if added over {axis} twice"
         yield 1.0 / size, f"and divided by {size}, the ranks of {axis}"
 
 

@@ -16,7 +16,7 @@ def page(found: Mapping[str, Any], a: str, b: str) -> str:
         if len(step["names"]) > 1:
             lines.append(f"| tensors that differ then | {', '.join(step['names'][:20])} |")
     if found["start"]:
-        lines.append(f"| both made it again from | {found['start']} |")
+        lines.append(f"| both replayed it from | {found['start']} |")
     if verdict is not None and not verdict["same"]:
         shown = ("name", "module", "what", "phase", "kind", "site", "error")
         lines += [f"| {name} | {verdict[name]} |" for name in shown if verdict[name]]

@@ -12,10 +12,10 @@ from tools.bisect.kinds import kind_of, region_of
 from tools.bisect.side import Key, Side
 
 PLACES = {
-    "input": "what {} takes",
-    "output": "what {} gives",
-    "input gradient": "the gradient of what {} takes",
-    "output gradient": "the gradient of what {} gives",
+    "input": "the input of {}",
+    "output": "the output of {}",
+    "input gradient": "the gradient of the input of {}",
+    "output gradient": "the gradient of the output of {}",
 }
 PHASES = {"forward": "forward", "recompute": "recomputation", "backward": "backward", "wgrad": "W"}
 

@@ -51,7 +51,7 @@ def read_inert(data: bytes, known: re.Pattern[str] = KNOWN) -> Any:
     try:
         return _read(data, known)
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"it is not a sound pickle ({error})") from None
+        raise ValueError(f"it is not a valid pickle ({error})") from None
 
 
 def _read(data: bytes, known: re.Pattern[str]) -> Any:
@@ -63,7 +63,7 @@ def _read(data: bytes, known: re.Pattern[str]) -> Any:
         while stack[at] is not _MARK:
             at -= 1
             if at < 0:
-                raise ValueError("it is not a sound pickle (no mark)")
+                raise ValueError("it is not a valid pickle (no mark)")
         found = stack[at + 1 :]
         del stack[at:]
         return found
@@ -129,4 +129,4 @@ def _read(data: bytes, known: re.Pattern[str]) -> Any:
             return result
         elif kind not in ("PROTO", "FRAME"):
             raise ValueError(f"its opcode {kind} is not in a checkpoint's metadata")
-    raise ValueError("it is not a sound pickle (no end)")
+    raise ValueError("it is not a valid pickle (no end)")

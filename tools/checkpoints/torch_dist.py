@@ -373,7 +373,7 @@ class McoreCheckpoint:
         if saves:
             return CheckpointError(
                 f"{self.directory}: {LATEST} is missing, which Megatron writes after a save; to "
-                f"take one of {len(saves)} iterations all the same, give its directory, such as "
+                f"take one of {len(saves)} iterations anyway, give its directory, such as "
                 f"{saves[-1]}"
             )
         return CheckpointError(

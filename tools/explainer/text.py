@@ -60,11 +60,11 @@ def head(config: Config) -> list[str]:
         else "  hidden states are [s, b, h], the same on every rank of tp",
         "",
         *([] if alone else [f"  axis    {PIPELINE_AXES}"]),
-        f"  {'axis' if alone else '    '}    {AXES}world: everybody",
+        f"  {'axis' if alone else '    '}    {AXES}world: all ranks",
         "  F, BW   forward of a micro-batch; backward: B, the gradient of a stage's input, and W, "
         "those of its weights",
         "  sends   bytes that leave this rank, by the best algorithm",
-        "  how     blocks: the rank stands still; async: it computes on, and waits when it needs "
+        "  how     blocks: the rank waits; async: it goes on computing, and waits when it needs "
         "the result",
         "  needs   the operation that made the tensor that is sent (dgrad, wgrad: the gradient of "
         "a layer's input, of its weight)",
@@ -85,7 +85,7 @@ def story(explainer: Explainer, every_action: bool) -> list[str]:
     )
     lines = []
     if explainer.before:
-        lines += ["", rule("on their way since the update of the step before"), title, ""]
+        lines += ["", rule("started by the update of the step before"), title, ""]
         for event in explainer.before:
             lines += _told(event, "")
     for number, action in enumerate(explainer.actions):
@@ -134,7 +134,7 @@ def _where(event: Seen) -> str:
 def _why(event: Seen) -> list[str]:
     """Return what an event needs, who waited for it, and what ran meanwhile."""
     actions = [_short(action) for action in event.explainer.actions]
-    needs = f"needs {event.needs or 'nothing that was computed in this step'}"
+    needs = f"needs {event.needs or 'nothing computed in this step'}"
     if event.verb == "receive":
         under = actions[event.action : event.waited_in]
         hidden = f"hidden under: {' and '.join(under)}" if under else "nothing runs meanwhile"
@@ -142,7 +142,7 @@ def _why(event: Seen) -> list[str]:
         return [f"{what}, which waits for it at {event.waited_at}; {hidden}"]
     if event.verb == "send":
         following = [*actions[event.action + 1 :], "the end of the step"]
-        return [needs, f"the outbox waits for it, the rank goes on: {following[0]}"]
+        return [needs, f"the outbox waits for it, and the rank continues with {following[0]}"]
     reasons = [needs, _hidden(event)] if event.is_async else [needs]
     return reasons if event.place.bucket is None else _why_bucket(event, reasons)
 
@@ -160,7 +160,7 @@ def _why_bucket(event: Seen, reasons: list[str]) -> list[str]:
         return [f"the new weights of {buckets.contents(place.bucket)}", *reasons[1:]]
     whole = " and ".join(f"bucket {other}" for other in event.whole)
     asked = f"{buckets.contents(place.bucket)}, asked for by {place.during}"
-    return [f"{asked}; whole beside it: {whole or 'nothing'}", *reasons[1:]]
+    return [f"{asked}; gathered at the same time: {whole or 'nothing'}", *reasons[1:]]
 
 
 def _short(action: str) -> str:
@@ -178,19 +178,19 @@ def _hidden(event: Seen) -> str:
     else:
         hidden = f"hidden under: {' and '.join(under)}" if under else "nothing ran meanwhile"
     if not event.waited_at:
-        return "still on its way at the end: the next step waits for it before the first use"
+        return "not done at the end: the next step waits for it before the first use"
     return f"waited for at {event.waited_at}; {hidden}"
 
 
 def sums(counted: Totals, rows: Sequence[Traffic], who: str = "rank 0") -> list[str]:
     """Return the totals of the trace beside those that estimate/traffic.py works out."""
     stated, differ = totals(rows), []
-    lines = ["", rule(f"what {who} sent in this step, and what estimate/traffic.py works out")]
+    lines = ["", rule(f"what {who} sent in this step, and what estimate/traffic.py computes")]
     for key in dict.fromkeys([*counted, *stated]):
         (count, sent), (times, size) = counted.get(key, (0, 0)), stated.get(key, (0, 0))
         verdict = "equal"
         if (count, sent) != (times, size):
-            verdict = f"DIFFERS: traffic.py says {times:,} and {size:,} bytes"
+            verdict = f"DIFFERS: traffic.py computes {times:,} and {size:,} bytes"
             differ.append(" ".join(key))
         lines += ["", f"{key[0]:<11} {key[1]:<15} {count:>4,} x {sent:>12,} bytes   {verdict}"]
         lines += [

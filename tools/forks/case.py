@@ -116,7 +116,7 @@ class Oracle:
 class Report:
     """What a rank found. findings: (kind, parameter, sentence); errors: the largest of each kind.
 
-    notes: what is said though nothing is wrong. held: the rectangles of parameters that this rank
+    notes: notes that are no mistakes. held: the rectangles of parameters that this rank
     has: (name, cut dimension, first, size).
     """
 
@@ -132,7 +132,7 @@ class Report:
         self.errors[kind] = max(value, self.errors.get(kind, 0.0))
 
 
-def told(error: BaseException, model: str) -> str:
+def describe_error(error: BaseException, model: str) -> str:
     """Return an error as a sentence, with the line of the model's file that it comes through."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if Path(f.filename).resolve() == Path(model).resolve()]

@@ -88,7 +88,7 @@ def layout(
 
 
 def cases(full: bool, experts: bool = False) -> list[Case]:
-    """Return the cases, those that others are held against first. experts: of a model with some."""
+    """Return the cases, the references first. experts: of a model with some."""
     oracle = [Case("one rank", 1, ("--micro-batch-size", "4"), oracle=True)]
     oracle.append(Case("one rank, tied", 1, ("--micro-batch-size", "4"), True, oracle=True))
     every = [
@@ -169,7 +169,7 @@ class Pattern(NamedTuple):
 
 
 SPLIT = "one rank, 4 micro-batches"
-PATTERNS = (  # of two that fit the same layouts, the first is told
+PATTERNS = (  # of two that fit the same layouts, the first is reported
     Pattern(
         "with tensor parallelism",
         lambda name: "tp " in name,
@@ -179,7 +179,8 @@ PATTERNS = (  # of two that fit the same layouts, the first is told
     Pattern(
         "at tp without SP",
         lambda name: "tp " in name and "SP" not in name,
-        "a replicated weight that meets a shard of heads or features, whose gradient nobody adds: "
+        "a replicated weight applied to a shard of heads or features, whose gradient is not "
+        "summed: "
         "give it region=Region.TENSOR_PARALLEL",
     ),
     Pattern(
@@ -241,7 +242,7 @@ PATTERNS = (  # of two that fit the same layouts, the first is told
         lambda name: any(s in name for s, chunks in CHUNKS.items() if chunks > 1),
         "chunk_of names the wrong stage of a parameter, a layer does not know its number in the "
         "whole model, a module keeps something from one stage to the next, or both ends are on one "
-        "rank and take themselves for two",
+        "rank and are treated as two",
     ),
     Pattern(
         "where weight gradients wait",

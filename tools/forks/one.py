@@ -107,7 +107,7 @@ def derivatives(
                 (
                     piece.name,
                     f"the loss changes by {true:.6g} along a random direction of {piece.name}, and "
-                    f"its gradient {how}: what comes after this weight loses or falsifies it (a "
+                    f"its gradient {how}: what comes after this weight drops or falsifies it (a "
                     ".detach(), a torch.no_grad, a backward that is wrong)",
                 )
             )

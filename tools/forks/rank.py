@@ -41,12 +41,12 @@ from tools.forks.case import (
     Report,
     batches_of,
     cut,
+    describe_error,
     forward,
     pieces,
     put,
     rectangles,
     step,
-    told,
 )
 from tools.forks.fields import fields_of_config, keys_of_json
 from tools.forks.huggingface import compare as compare_transformers
@@ -185,7 +185,7 @@ def record(desk: Desk, case: Case, run: LlamaRun) -> None:
 
 
 def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
-    """Compute what other layouts are held against, and what one rank alone can tell."""
+    """Compute what other layouts are compared with, and what one rank alone can tell."""
     initial = {name: values.clone() for name, (_, values) in pieces(run, "param_shard").items()}
     start = {}
     for name, values in initial.items():
@@ -348,7 +348,7 @@ def plan(run: LlamaRun, sent: Sent, report: Report) -> None:
     try:
         plan_differs(run, sent, report)
     except Exception as error:
-        line = f"its dry run fails, {told(error, run.config.model.model_file)}"
+        line = f"its dry run fails, {describe_error(error, run.config.model.model_file)}"
         report.findings.append(("plan", "", line))
 
 

@@ -59,7 +59,7 @@ BLOCKING = {
     "refused",
     "hung",
     "internal",
-}  # of one rank: nothing can be held against it
+}  # of one rank: nothing can be compared with it
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def blocks(self) -> bool:
-        """Whether other layouts cannot be held against this one."""
+        """Whether other layouts cannot be compared with this one."""
         return any(kind in BLOCKING for kind, _, _ in self.findings)
 
     @property
@@ -101,7 +101,7 @@ class Row:
         self.findings = [("tensor", verdict.name or verdict.what, text), *rest]
 
     def line(self, width: int) -> str:
-        """Return the row as it stands in the table."""
+        """Return the row of the table."""
         cells = [f"{self.errors[c]:.1e}" if c in self.errors else "-" for c in COLUMNS]
         result = f"DISAGREES: {short(self.findings[0])}" if self.findings else self.result
         result = "not run: the model refuses it" if self.refused else result
@@ -188,7 +188,7 @@ def covered(
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return what stands under the rows: sentences, each with its layouts, and the likely cause."""
+    """Return the lines under the rows: sentences, each with its layouts, and the likely cause."""
     told: dict[tuple[str, str], list[str]] = {}
     first: dict[tuple[str, str], str] = {}
     refused = [row for row in rows if row.refused]

@@ -24,7 +24,7 @@ NAMES = {
 TITLES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved 1F1B"}
 TITLES |= {"zb-h1": "ZB-H1", "zb-v": "ZB-V", "v-half": "V-Half"}
 BOX, STRIP = 0.46, 0.31  # of a row: its boxes, and under them what the rank holds
-LEFT, RIGHT, TOP = 1.35, 0.75, 0.72  # inches beside the rows and above them
+LEFT, RIGHT, TOP = 1.35, 0.75, 0.72  # inches left and right of the rows and above them
 DIGIT = 0.64  # width of a digit in heights of the font
 MOST_ARROWS = 48  # a picture that needs more is easier to read without them
 
@@ -164,7 +164,7 @@ def _name_row(axes: Any, rank: int, schedule: Schedule, numbers: Summary, gap: f
 def _draw_waits(axes: Any, arrows: Sequence[Wait]) -> None:
     """Draw the messages that idle ranks waited for, from box to box.
 
-    Between neighbours an arrow lies behind the boxes; one that passes other ranks lies on them, in
+    Between neighbours an arrow is behind the boxes; one that passes other ranks is on them, in
     a white edge.
     """
     from matplotlib.patheffects import withStroke
@@ -191,7 +191,7 @@ def _draw_legend(
     peak: int,
     with_arrows: bool,
 ) -> None:
-    """Explain the boxes in one line and what lies under them in the next."""
+    """Explain the boxes in one line and what is under them in the next."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -56,7 +56,7 @@ class Layout:
     overlap: str = "none"
     dtype: str = "bf16"
     each: bool = False  # --zero-reduce-each-microbatch
-    ep: int = 0  # ranks that experts are dealt out over; 0: the model has none
+    ep: int = 0  # expert-parallel ranks; 0: the model has none
 
     def flags(self) -> str:
         """Return pretrain_llama.py's flags of the layout."""

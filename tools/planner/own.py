@@ -52,11 +52,11 @@ def layout_of(config: Config) -> Layout:
     p, b = config.parallel, config.batch
     for flag in ("optimizer_cpu_offload", "optimizer_state_offload"):
         if getattr(p, flag):
-            raise PlanError(f"--why does not know --{flag.replace('_', '-')}")
+            raise PlanError(f"--why does not count --{flag.replace('_', '-')}")
     if len(set(p.cp_comm_type)) > 1 or p.cp_comm_type[0] not in COMMS:
         raise PlanError(f"--why knows one --cp-comm-type, {', '.join(COMMS)}")
     if p.schedule not in SCHEDULES:
-        raise PlanError(f"--why does not know --pipeline-schedule {p.schedule}")
+        raise PlanError(f"--why does not count --pipeline-schedule {p.schedule}")
     kind = p.recompute_granularity or "none"
     if kind == "full" and p.recompute_method == "block":
         kind = "block"

@@ -136,8 +136,8 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
     lines += [*aligned(rows), *variants_of(plans, top)]
     lines += [*parts_of(plans, best), *edges_of(plans, best)]
     lines.append(
-        f"GPU-hours are to {tokens:.3g} tokens, as far off as step s; GB are --dry-run's, of "
-        f"{plans.limit / 1e9:.1f} that a GPU counts on"
+        f"GPU-hours: for {tokens:.3g} tokens, +-{ERROR:.0%}; GB: as in --dry-run, of "
+        f"{plans.limit / 1e9:.1f} available on a GPU"
     )
     order, saved = faster(plans.model, cluster, plans.layouts[best[0]].flags())
     if order:
@@ -192,7 +192,7 @@ def parts_of(plans: Plans, best: Sequence[int]) -> list[str]:
     meanings = "; ".join(f"{key}: {meaning}" for key, meaning in TERMS.items())
     return [
         f"parts of the step ({meanings})", *aligned(steps),
-        "GB of the fullest pipeline rank at its fullest moment", *aligned(memory),
+        "GB of the fullest pipeline rank at its peak", *aligned(memory),
     ]  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
         share = f"{plans.times.host_share[n]:.0%}"
         rows.append((str(number), f"{left / 1e9:.1f}", f"{left / plans.memory:.1%}", *away, share))
     return [
-        f"to the edges (GB left: of the {plans.limit / 1e9:.1f} GB that a plan counts on, and % of "
+        f"margins (GB left: of the {plans.limit / 1e9:.1f} GB available to a plan, and % of "
         f"the device's {plans.memory / 1e9:.1f}; host GB left: of the {host / 1e9:,.0f} of a node "
         "that offloaded activations may take; host busy: what the host needs to launch the slowest "
         "stage, over that stage's time: above 100% the GPU waits)",
@@ -243,7 +243,7 @@ def why(plans: Plans, own: Plans, uncounted: Sequence[str] = ()) -> list[str]:
     if uncounted:
         lines.append(f"not counted: {'; '.join(uncounted)}")
     if not own.fit(0):
-        lines.append(f"it needs {own.exact(0) / 1e9:.1f} GB; {own.limit / 1e9:.1f} GB count on")
+        lines.append(f"it needs {own.exact(0) / 1e9:.1f} GB of {own.limit / 1e9:.1f} GB available")
     lines += edges_of(own, [0])
     found = plans.best(1)
     if not found:

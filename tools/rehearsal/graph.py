@@ -126,7 +126,7 @@ def difference(
     recorder: Recorder, one: Sequence[Event], other: Sequence[Event], which: str
 ) -> list[Finding]:
     """Return the finding that is the first difference of two micro-batches, if there is one."""
-    a, b = told(recorder, one), told(recorder, other)
+    a, b = described(recorder, one), described(recorder, other)
     for (x, place), (y, also) in zip(a, b, strict=False):
         if x != y:
             what = f"micro-batches {which} differ: {x[0]} {x[1]}, then {y[0]} {y[1]}"
@@ -140,7 +140,7 @@ def difference(
     return []
 
 
-def told(recorder: Recorder, events: Sequence[Event]) -> list[tuple[tuple[Any, ...], str]]:
+def described(recorder: Recorder, events: Sequence[Event]) -> list[tuple[tuple[Any, ...], str]]:
     """Return what a graph would hold of these events, and the line of each."""
     own: dict[int, int] = {}
     given: dict[int, int] = {}

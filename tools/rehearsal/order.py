@@ -143,7 +143,7 @@ class Order:
             if number not in self.over:
                 one = self.events[uses[0][0].event]
                 if isinstance(one, Transfer) and one.stream not in storage.recorded:
-                    what = f"memory of {who(one)} at {place_of(one)} is freed, which nobody awaited"
+                    what = f"memory of {who(one)} at {place_of(one)} is freed without a wait"
                     self._note("free", what, index, uses[0][0].event)
         known, host = self.clock(storage.home), self.clock(HOST)
         for other, tick in storage.ticks.items():

@@ -60,7 +60,7 @@ def text(
             f"  {part:<10} {sums['count']:>9,} launches  {nbytes:>9} read and written"
             f"  {sums['flops']:.3g} FLOPs"
         )
-    lines += ["", f"Memory at the fullest moment: {in_units(made['memory']['peak_bytes'])}"]
+    lines += ["", f"Peak memory: {in_units(made['memory']['peak_bytes'])}"]
     for kind, nbytes in made["memory"]["by_kind"].items():
         lines.append(f"  {kind:<28} {in_units(nbytes):>9}")
     lines += [f"  not counted: {what}" for what in made["memory"]["not_counted"]]

@@ -89,7 +89,7 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
             axis, what = purpose
             words = f"{found:,} bytes are sent over {axis} in a step, purpose {what}; "
             said = "; ".join([*dict.fromkeys(rows.get(purpose, ("nobody",)))][:5])
-            words += f"estimate/traffic.py works out {wanted:,} ({said})"
+            words += f"estimate/traffic.py computes {wanted:,} ({said})"
             yield at_line(seen, purpose, words, indices, found < wanted)
 
 

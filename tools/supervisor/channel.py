@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from training.faults import wire
-from training.faults.door import Door, Seat, Stranger
+from training.faults.admission import Admission, Caller, Seat
 
 GREETING = 5.0  # seconds for a call to be answered, from the connection to the welcome
 TURN = 0.05  # seconds between two looks for callers
@@ -43,7 +43,7 @@ class Channel:
         self.host, self.here = connection.address, connection.here
 
     def send(self, message: wire.Said, blob: bytes = b"") -> None:
-        """Send a message, and bytes beside it. Raises WireError."""
+        """Send a message, and bytes with it. Raises WireError."""
         deadline = time.monotonic() + self._silence
         self._connection.send(message, blob)
         while not self._connection.flush():
@@ -53,14 +53,14 @@ class Channel:
             raise WireError(f"{self.host} closed the connection")
 
     def receive(self) -> tuple[wire.Said, bytes]:
-        """Return the next message and the bytes beside it. Raises WireError."""
+        """Return the next message and the bytes with it. Raises WireError."""
         while not self._said:
             if self._connection.ended == "closed":
                 raise WireError(f"{self.host} closed the connection")
             if self._connection.ended:
                 raise WireError(f"the connection to {self.host} broke")
             if not self._connection.wait(self._silence):
-                raise WireError(f"no sign of life from {self.host}")
+                raise WireError(f"no heartbeat from {self.host}")
             self._said.extend(self._connection.read())
         return self._said.popleft()
 
@@ -104,7 +104,7 @@ class Listener:
         self._selector, self._silence, self._serve = selectors.DefaultSelector(), silence, serve
         listener = socket.create_server((host, port), backlog=128)
         self.port: int = listener.getsockname()[1]
-        self.door = Door(
+        self.admission = Admission(
             listener, _key(secret), self._selector, "node", nodes, visitors=(VISIT,), wrong=wrong
         )
         self._closed = False
@@ -114,17 +114,17 @@ class Listener:
     def _listen(self) -> None:
         while not self._closed:
             for key, _ in self._selector.select(timeout=TURN):
-                assert isinstance(key.data, Stranger), "nobody else is in the selector"
-                if (hello := self.door.admit(key.data)) is not None:
+                assert isinstance(key.data, Caller), "nobody else is in the selector"
+                if (hello := self.admission.admit(key.data)) is not None:
                     channel = Channel(key.data.connection, self._silence)
                     seated = hello.kind != VISIT
                     number = hello.number if seated else None
-                    seat = self.door.seats[hello.number] if seated else None
+                    seat = self.admission.seats[hello.number] if seated else None
                     threading.Thread(
                         target=self._meet, args=(channel, number, seat), daemon=True
                     ).start()
-            self.door.accept(time.monotonic())
-        self.door.close()
+            self.admission.accept(time.monotonic())
+        self.admission.close()
         self._selector.close()
 
     def _meet(self, channel: Channel, number: int | None, seat: Seat | None) -> None:
@@ -134,7 +134,7 @@ class Listener:
             channel.close()
         finally:
             if number is not None and seat is not None:
-                self.door.free(number, seat)
+                self.admission.free(number, seat)
 
     def close(self) -> None:
         """Take no more calls."""

@@ -66,7 +66,7 @@ class Copies:
             self._spread()
 
     def _undone(self, step: int) -> None:
-        """Forget later steps than one that is made now: the run went back."""
+        """Forget steps after one that is made now: the run went back."""
         if later := [other for other in self._copies if other > step]:
             self._forget(lambda other: other in later)
             self._tell([0, step])
@@ -75,7 +75,7 @@ class Copies:
                 self._moving, self.waiting = -1, set()
 
     def fetched(self, node: int, event: Event) -> None:
-        """A node has what it was told to fetch, or failed to."""
+        """A node has what it was asked to fetch, or failed to."""
         step = event["fetched"]
         if node in self.members and step == self._moving:
             if event["have"] is not None:

@@ -38,13 +38,13 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
     add("--nnodes", type=above(0), default=nodes, help="nodes, each with a supervisor")
     add("--node-rank", type=above(-1), default=rank, help="this node's number; 0 decides")
     add("--master-addr", default=e.get("MASTER_ADDR") if step else None, help="node 0's address")
-    add("--master-port", type=above(0), default=port, help="where supervisors meet, 1 to 65535")
+    add("--master-port", type=above(0), default=port, help="where supervisors connect, 1 to 65535")
     add("--max-restarts", type=above(-1), default=100, help="restarts in all")
     add("--crash-loop", type=above(0), default=3, metavar="K",
         help="give up after so many faults in a row without a new step")  # fmt: skip
     add("--spares", type=above(-1), default=0, metavar="K", help="places that wait for a fault")
     add("--elastic-dp", action="store_true",
-        help="with too few places left, go on with fewer data-parallel ranks")  # fmt: skip
+        help="with too few places left, continue with fewer data-parallel ranks")  # fmt: skip
     add("--min-nproc", type=above(0), default=1, help="least ranks in all for --elastic-dp")
     add("--node-wait", type=above(-1), default=20, metavar="SECONDS",
         help="how long a restart waits for a node that was lost")  # fmt: skip

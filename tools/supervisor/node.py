@@ -28,14 +28,14 @@ from typing import Any
 
 from tools.supervisor.channel import Channel, Listener, WireError, call
 from tools.supervisor.report import say
-from training.faults.door import Seat
+from training.faults.admission import Seat
 from training.faults.wire import BLOB_LIMIT
 
 SCRIPT = Path(__file__).resolve().parent / "ranks.py"
 MEMORY = Path("/dev/shm")
 NEW = 60.0  # seconds for which a directory may not have its lock yet
 POLL = 0.05  # seconds between two looks at the ranks' progress
-# seconds without a sign of life of the process that starts ranks: until it is told to go on
+# seconds without a heartbeat of the process that starts ranks: until it is told to go on
 # (SIGCONT), and until it is killed; IMPORTING: while it imports torch
 WAKE, SILENT, IMPORTING = 10.0, 20.0, 300.0
 PROGRESS = struct.Struct("=qdqdq")  # as training/run/saver.py writes it
@@ -47,7 +47,7 @@ Event = dict[str, Any]
 def memory_directory() -> tuple[Path, int]:
     """Make this supervisor's directory in the host's memory, for this user alone.
 
-    Where that is full or is not there, the directory for temporary files stands in. Return it and a
+    Where that is full or is missing, the directory for temporary files is used. Return it and a
     descriptor that locks it, also in whoever inherits that. Directories that nobody holds any more
     are removed: their supervisors were killed, with all that they had started. Raises OSError.
     """
@@ -136,7 +136,10 @@ class Node:
                 serve(channel, number, seat)
 
         def wrong(address: str) -> None:
-            say(f"{address} calls with another secret: the nodes of a run share one WEFT_SECRET")
+            say(
+                f"{address} connects with a different secret: all nodes of a run need the same "
+                "WEFT_SECRET"
+            )
 
         if options.nnodes > 1:
             try:
@@ -243,7 +246,7 @@ class Node:
         self._send(start=ranks, argv=self.argv)
 
     def _watch(self) -> None:
-        """Report rank 0's progress and the copies that are whole; end a starter that stands."""
+        """Report rank 0's progress and the complete copies; end a starter that is stuck."""
         last, heard, quiet, looked, woken = None, 0, 0.0, time.monotonic(), False
         while not self._closed:
             now = time.monotonic()

@@ -91,8 +91,8 @@ def first_cause(ends: Sequence[End]) -> tuple[int, str]:
         if end.fault and (end.code is None or end.code < 0):
             told = next((text for rank, text in said if rank == end.rank), "")
             why = f"ended by {signal_name(-end.code)}" if end.code else end.cause
-            last = told.partition("its last word")[2]
-            return end.rank, f"{why}; its last word{last}" if last else why
+            last = told.partition("its last report")[2]
+            return end.rank, f"{why}; its last report{last}" if last else why
     if said:
         return said[0][0], said[0][1].lstrip(": ").strip()
     for end in ends:

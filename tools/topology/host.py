@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read where a rank stands in its host: NUMA node, network cards and how near they are to its GPU.
+"""Read where a rank is on its host: NUMA node, network cards and how near they are to its GPU.
 
 Everything comes from sysfs, whose root is an argument. NCCL reads the same, so it needs a file
 (NCCL_TOPO_FILE) only where sysfs hides which cards share a switch, as in many virtual machines.
@@ -27,7 +27,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands: CPUs and their NUMA node, its GPU if any, the host's network cards.
+    """Where a rank is: CPUs and their NUMA node, its GPU if any, the host's network cards.
 
     near: names of the cards that share most bridges with the GPU, or the NUMA node without one.
     """
@@ -84,7 +84,7 @@ def cards_of(root: Path = Path("/sys")) -> tuple[Card, ...]:
 
 
 def place_of(gpu_address: str | None, root: Path = Path("/sys")) -> Place:
-    """Return where this process stands. gpu_address: its GPU's on the PCI bus, as CUDA says."""
+    """Return where this process is. gpu_address: its GPU's on the PCI bus, as CUDA says."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     cards, gpu = cards_of(root), None
     if gpu_address and (device := root / "bus/pci/devices" / gpu_address.lower()).exists():
@@ -100,7 +100,7 @@ def place_of(gpu_address: str | None, root: Path = Path("/sys")) -> Place:
 
 
 def findings(place: Place, rank: int) -> list[str]:
-    """Return what is wrong with where a rank stands, a line each."""
+    """Return what is wrong with the place of a rank, a line each."""
     found = []
     if place.gpu is not None and -1 != place.numa != place.gpu.numa != -1:
         found.append(

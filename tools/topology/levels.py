@@ -37,7 +37,7 @@ def levels_of(alpha: Matrix, beta: Matrix, node: int) -> tuple[Level, ...]:
     """Return the levels of links of ranks in a row, `node` of them on each node.
 
     A level's latency and bandwidth are the medians over the pairs that it is the first to join.
-    What several pairs get at the same time is not told by pairs alone: oversubscription is 1.
+    What several pairs get at the same time does not show in pairs alone: oversubscription is 1.
     """
     n, below, found = len(alpha), 1, list[Level]()
     sizes = blocks_of(edges(alpha, beta, TYPICAL), node)

@@ -88,9 +88,9 @@ class Prober:
         # the second rank's trip holds what the first does between two of them
         there = self._rate(one, other)
         back = self._rate(other, one)
-        return self._told(one, other, min(trips) / 2), there, back
+        return self._share(one, other, min(trips) / 2), there, back
 
-    def _told(self, teller: int, other: int, number: float) -> float:
+    def _share(self, teller: int, other: int, number: float) -> float:
         """Return a rank's number on both ranks of a pair."""
         if self.axis.rank == teller:
             self._done(send(torch.tensor([number], dtype=torch.float64, device=self.device),
@@ -105,7 +105,7 @@ class Prober:
         size, found = LEAST, list[float]()
         while len(found) < STREAMS:
             rate, seconds = self._stream(source, target, size)
-            rate, seconds = (self._told(target, source, x) for x in (rate, seconds))
+            rate, seconds = (self._share(target, source, x) for x in (rate, seconds))
             if seconds > LONG or size >= MOST:
                 found.append(rate)
             else:

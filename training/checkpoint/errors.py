@@ -3,7 +3,7 @@
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used, or none of those found is whole."""
+    """A checkpoint cannot be used, or none of those found is complete."""
 
 
 class MismatchError(CheckpointError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the newest whole checkpoint, the same on every rank, and print why newer ones are not whole.
+"""Find the newest complete checkpoint, the same on every rank, and print why newer ones are not.
 
 A whole one has a name that only finished saves get, a manifest, and files of the sizes and hashes
 that it lists. The ranks share the hashing, each file once. A checkpoint that is sound but of
@@ -77,7 +77,7 @@ def find_latest(
     note: Callable[[str], None] = print,
     device: torch.device | None = None,
 ) -> Checkpoint | None:
-    """Return the newest whole checkpoint under `root` (or at `root`, a step's directory), or None.
+    """Return the newest complete checkpoint under `root` (or at it, a step's directory), or None.
 
     root: a directory, or several.
     flag: the flag that named `root`, for messages.
@@ -89,7 +89,7 @@ def find_latest(
     step: consider this step only.
     note: called on rank 0 with a line for each newer directory that is passed over.
     Raises, on every rank: MismatchError for another model; CheckpointError where there are
-    checkpoints but none is whole, where `step` is not there, and for checkpoints of other programs.
+    checkpoints but none is complete, where `step` is missing, and for those of other programs.
     """
     roots = root if isinstance(root, Roots) else Roots([str(root)])
 
@@ -107,7 +107,7 @@ def find_latest(
             note(line)
 
     for name in leftovers:
-        tell(f"checkpoint {name} is passed over: its save did not finish")
+        tell(f"checkpoint {name} is skipped: its save did not finish")
     for i, name in enumerate(names):
         here, local = roots.here(name, first_local)
 
@@ -125,7 +125,7 @@ def find_latest(
         if found.mismatch:
             raise MismatchError(f"{flag}: {found.error}")
         failed = found
-        tell(f"checkpoint {name} is passed over: rank {failed.rank}: {failed.error}")
+        tell(f"checkpoint {name} is skipped: rank {failed.rank}: {failed.error}")
     if names:
         raise CheckpointError(
             f"{flag} {root}: none of its {len(names)} checkpoints is whole (the last, "
@@ -171,7 +171,7 @@ def _verified(
         if grid.rank == 0:
             if not local:
                 checkpoint.check_sizes()
-            # and what is kept beside the tensors
+            # and what is stored next to the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
         names = names_told(pieces) if isinstance(checkpoint, HuggingFaceDirectory) else []

@@ -18,13 +18,13 @@ HEADER_LIMIT, NAMES = 1 << 24, 100_000  # most bytes of a header; most tensors i
 def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
     """Return a safetensors file's size and {tensor: (dtype, shape)}.
 
-    Raises CheckpointError naming the rule that is broken: the header lies in the file and is a JSON
+    Raises CheckpointError naming the rule that is broken: the header is in the file and is a JSON
     object; a tensor has the bytes of its dtype and shape; one after another they fill the file, so
     that nothing overlaps and nothing is hidden in between.
     """
 
     def refuse(rule: str) -> CheckpointError:
-        return CheckpointError(f"{path.name} is not a sound safetensors file: {rule}")
+        return CheckpointError(f"{path.name} is not a valid safetensors file: {rule}")
 
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -36,7 +36,7 @@ def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
         if length > size - 8:
             raise refuse(f"its header of {length} bytes ends beyond the {size} of the file")
         header = parse(
-            file.read(length), f"{path.name} is not a sound safetensors file: its header"
+            file.read(length), f"{path.name} is not a valid safetensors file: its header"
         )
     texts = header.pop("__metadata__", {})
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):

@@ -61,7 +61,7 @@ class HuggingFaceDirectory(Checkpoint):
         except CheckpointError as error:
             hint = ""
             if str(error).endswith("is a link"):
-                hint = ": copy what stands in Hugging Face's cache with cp -rL, and give the copy"
+                hint = ": copy the files of Hugging Face's cache with cp -rL and use the copy"
             raise CheckpointError(f"{directory}: {error}{hint}") from None
         self.state = {"iteration": 0, "consumed_samples": 0, "hf_config": sizes}
         self.index = {n: entry for n, entry in self.index.items() if not n.endswith(DERIVED)}
@@ -206,7 +206,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return {tensor: file} of an index. Raises CheckpointError for a file not beside it."""
+    """Return {tensor: file} of an index. Raises CheckpointError for a file elsewhere."""
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map")

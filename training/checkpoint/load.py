@@ -88,10 +88,10 @@ class OneOfFused:
 
 
 class Checkpoint:
-    """One directory, its JSON files read and checked. Raises CheckpointError where it is not whole.
+    """One directory, its JSON files read and checked. Raises CheckpointError if not complete.
 
     state: the contents of state.json. index: {tensor: {"dtype", "shape", "parts"}}. passed_over:
-    newer directories that were not whole.
+    newer directories that were not complete.
     """
 
     passed_over: Sequence[str] = ()

@@ -26,7 +26,7 @@ PATIENCE = 120.0  # seconds: a requeued job may begin while its old ranks still 
 
 
 class DirectoryLock:
-    """The right to write to `root`, held until close() or the end of the process.
+    """The right to write to `root`, kept until close() or the end of the process.
 
     A process may have only one for a directory: the kernel drops all of a process's locks on a file
     when any of its handles closes. Waits up to `patience` seconds for another process, then raises
@@ -42,19 +42,19 @@ class DirectoryLock:
         self._fd = os.open(self._path, flags, 0o600)
         until, noted = time.monotonic() + patience, False
         while (failed := self._try()) in HELD:
-            who = f"{root} is being written by another run: {_told(os.pread(self._fd, 1000, 0))}"
+            who = f"{root} is being written by another run: {_holder(os.pread(self._fd, 1000, 0))}"
             if time.monotonic() > until:
                 self.close()
                 raise SaveError(who)
             if not noted:
-                note(f"{who}; waiting for its end")
+                note(f"{who}; waiting for it to end")
             noted = True
             time.sleep(min(1.0, patience / 2))
         if failed is not None and failed not in WITHOUT:
             self.close()
             raise OSError(failed, os.strerror(failed), str(root / NAME))
         if failed is not None:
-            note(f"{root}: the file system knows no locks; keep other runs away from it")
+            note(f"{root}: the file system does not support locks; keep other runs away from it")
             return
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
         os.ftruncate(self._fd, 0)
@@ -77,7 +77,7 @@ class DirectoryLock:
         self._fd = -1
 
 
-def _told(data: bytes) -> str:
+def _holder(data: bytes) -> str:
     """Return who holds a lock, as its file says."""
     try:
         who = parse_json(data, NAME)

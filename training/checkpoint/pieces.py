@@ -21,7 +21,7 @@ from mpu.param import placement_of, saved_buffers, unique_parameters
 class NamedPiece:
     """One rectangle of the canonical tensor `name` of full `shape`.
 
-    starts, sizes: where it lies, one number a dimension. tensor: the local data, shaped `sizes` (a
+    starts, sizes: where it is, one number a dimension. tensor: the local data, shaped `sizes` (a
     view is fine: loading writes through it). holders: the axes over which other ranks hold the very
     same rectangle; one of them writes it. fetch: gives the data of a piece whose `tensor` is on the
     meta device, when its turn to be written comes (tools/checkpoint.py, in bounded memory).
@@ -107,7 +107,7 @@ def weight_pieces(
 def buffer_pieces(
     model: nn.Module, names: Mapping[str, Sequence[str]], grid: Grid
 ) -> list[NamedPiece]:
-    """List a model's buffers, which are whole on every rank of tp x dp x cp."""
+    """List a model's buffers, which every rank has whole of tp x dp x cp."""
     holders = (grid.tp, grid.dp_cp)
     return [
         replace(whole(names[name][0], buffer), holders=holders)
@@ -243,7 +243,7 @@ def share(pieces: Sequence[NamedPiece]) -> list[NamedPiece]:
 
 
 def into_files(pieces: Sequence[NamedPiece], limit: int) -> list[list[NamedPiece]]:
-    """Group pieces, in order, into files of at most `limit` bytes; a larger piece stands alone."""
+    """Group pieces, in order, into files of at most `limit` bytes; a larger one has its own."""
     files: list[list[NamedPiece]] = []
     room = 0
     for piece in pieces:

@@ -42,10 +42,10 @@ def prune(
 ) -> list[str]:
     """Remove the checkpoints under `root` that need not stay; return their names, oldest first.
 
-    keep_last: how many whole ones stay, the newest. retain_interval: steps that are multiples of it
-        stay too; without keep_last, which then is 1, it means what it means in Megatron-LM: only
+    keep_last: how many complete ones stay, the newest. retain_interval: multiples of it stay too;
+        without keep_last, which then is 1, it means what it means in Megatron-LM: only
         multiples and the last stay. Both None: nothing is removed.
-    good: names known to be whole, because this run wrote or verified them; what is verified here is
+    good: names known to be complete, as this run wrote or verified them; those verified here are
         added, so that the next call does not hash it again.
     note: called with a line for each damaged checkpoint and failed removal; neither is an error.
     hook(phase): "pruning" before each removal, "trash" once its directory is renamed.
@@ -88,7 +88,7 @@ def choose(
     window = 1 if keep_last is None else keep_last
     assert window >= 1
     doomed: list[str] = []
-    counted: list[int] = []  # steps of the whole ones found so far
+    counted: list[int] = []  # steps of the complete ones found so far
     for step, _, name in reversed(step_directories(root)):
         if among is not None and name not in among:
             continue
@@ -99,7 +99,7 @@ def choose(
                 check_whole(root / name, good)
                 counted.append(step)
             except (CheckpointError, OSError) as error:
-                note(f"checkpoint {root / name} is left and not counted as kept: {error}")
+                note(f"checkpoint {root / name} is left in place and not counted: {error}")
         elif not retain_interval or step % retain_interval:
             doomed.append(name)
     return doomed[::-1]
@@ -130,7 +130,7 @@ def check_whole(directory: Path, good: set[str]) -> None:
 def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
     """Remove what a killed save or prune left under `root`. Nobody else may be writing there.
 
-    A directory set aside (.old-) is rubbish where its successor is whole; without one it is the
+    A directory set aside (.old-) is rubbish where its successor is complete; without one it is the
     checkpoint of its step.
     """
     rubbish = []

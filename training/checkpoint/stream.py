@@ -62,7 +62,7 @@ def stream(
 
 
 def attached(checkpoint: Checkpoint, names: Container[str] | None = None) -> dict[str, bytes]:
-    """Return {name: bytes} of a checkpoint's small files beside its tensors: all or of `names`."""
+    """Return {name: bytes} of a checkpoint's small files besides its tensors: all or of `names`."""
     files = checkpoint.manifest["files"]
     return {
         name: read_checked(checkpoint.directory / name, files[name])

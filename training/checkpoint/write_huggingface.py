@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the weights of a checkpoint as a Hugging Face directory that is complete or absent.
 
-    rank 0       makes .step_00000123.tmp-<random>/ beside the directory that is to be
+    rank 0       makes .step_00000123.tmp-<random>/ next to the directory that is to be
     every rank   writes each world-size-th file of weights there, tensor by tensor, fsync
     rank 0       index, config.json, tokenizer; fsync; rename; fsync of the parent
 
@@ -62,7 +62,7 @@ def write_huggingface(
 
     The files have the names of transformers' save_pretrained. dtype: of the weights; None: as they
     are stored. shard_bytes: a file's limit. extra(): on rank 0, the small files, and what
-    config.json has beside the sizes of `found.state`. world, device: as in save(). What stands at
+    config.json has beside the sizes of `found.state`. world, device: as in save(). What is at
     `target` is replaced. hook(phase): "start", "piece" before each tensor, "written", "commit",
     "aside", "renamed". arrange(pieces): what is written, of the tensors as they are. Raises
     SaveError, on every rank, with the rank, the path and the cause.

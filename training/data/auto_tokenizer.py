@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write what transformers.AutoTokenizer reads beside a tokenizer's own files, with the same ids.
+"""Write what transformers.AutoTokenizer reads besides a tokenizer's own files, with the same ids.
 
 transformers turns a SentencePiece model into one of `tokenizers` when it loads it, and loses the
 user-defined pieces on the way: a newline with its indentation gets other ids. So the conversion is

@@ -14,7 +14,7 @@ class BadDocuments:
     """
 
     def __init__(self, policy: str | None = None, skip: str = "--on-bad-document skip") -> None:
-        """Take --on-bad-document. skip: what a person writes for "skip", told in a refusal."""
+        """Take --on-bad-document. skip: what a person writes for "skip", printed in a refusal."""
         self.policy, self.skip = policy, skip
         self.kinds: dict[str, tuple[int, str]] = {}  # {kind: (how many, where the first is)}
 

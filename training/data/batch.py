@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpu.layers.packed_seq_params import PackedSeqParams
 
-PAD = -1  # Megatron's: a place of a sample that holds no token
+PAD = -1  # Megatron's: a place of a sample that has no tokens
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def build_loaders(
 
     train = load(datasets["train"])
     if train is None:
-        raise ValueError("the train split holds no document: check --split and the data paths")
+        raise ValueError("the train split has no documents: check --split and the data paths")
     held_out = {
         name.partition("-")[2]: load(dataset)
         for name, dataset in datasets.items()
@@ -108,15 +108,15 @@ def build_loaders(
     }
     valid = {name: loader for name, loader in held_out.items() if loader is not None}
     for name in held_out.keys() - valid.keys() if data.multiple_validation_sets else ():
-        raise ValueError(f"--multiple-validation-sets: the set {name} holds no token")
+        raise ValueError(f"--multiple-validation-sets: the set {name} has no tokens")
     evaluates = config.run.eval_iters > 0 or data.full_validation
     if not valid and config.run.eval_interval and evaluates:
-        why = "--valid-data-path holds no token"
+        why = "--valid-data-path has no tokens"
         if data.data_path:
             why = (
-                f"--split {data.split or DEFAULT_SPLIT} gives whole documents and none to "
-                "validation: give its second number more, or --valid-data-path "
-                "(tools/build_corpus.py cuts a text and holds a part of it out)"
+                f"--split {data.split or DEFAULT_SPLIT} assigns whole documents, and none to "
+                "validation: raise its second number, or use --valid-data-path "
+                "(tools/build_corpus.py cuts a text and holds out a part of it)"
             )
         raise ValueError(
             f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: {why}"
@@ -177,7 +177,7 @@ def build_datasets(
 def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
     """Return how many samples of each split Megatron's order is made for, and how many are read.
 
-    Megatron's evaluations read on where the one before ended; these here begin anew.
+    Megatron's evaluations read on where the one before ended; these begin again.
     """
     batch, run = config.batch, config.run
     size, steps = batch.global_batch_size, batch.train_iters
@@ -268,7 +268,7 @@ class _Opener:
             for prefix in prefixes:
                 file, cut = self._cut(prefix, "train", None)
                 if not file.lengths[cut.start : cut.stop].any():
-                    raise ValueError(f"{flag}: {prefix} holds no token")
+                    raise ValueError(f"{flag}: {prefix} has no tokens")
                 found.append(self._dataset(file, "train", cut, stage.length))
             shares = weights or [float(part.tokens) for part in found]
             keys = [os.path.realpath(prefix + ".bin") for prefix in prefixes]

@@ -26,7 +26,7 @@ from training.untrusted import open_plain
 
 WORDS = 8  # of int32 in a SHA-256
 WHOLE = 256 << 20  # bytes; a larger entry is mapped instead of read
-NOTICE = 5.0  # seconds of waiting before it is told
+NOTICE = 5.0  # seconds of waiting before it is reported
 
 
 class IndexCache:

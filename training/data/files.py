@@ -12,7 +12,7 @@ from typing import BinaryIO
 def replacing(path: str) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` on success and is removed on failure.
 
-    Its name cannot be guessed and it is new, so that nothing that stands there is written through.
+    Its name cannot be guessed and it is new, so that no existing file is written through.
     """
     temporary = f"{path}.{secrets.token_hex(8)}.tmp"
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)

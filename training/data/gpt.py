@@ -38,7 +38,7 @@ class Epoch(NamedTuple):
 class GPTDataset:
     """The endless, shuffled samples of a range of documents of one file.
 
-    Raises ValueError when the range holds no token; sample() raises DataError where the file was
+    Raises ValueError when the range has no tokens; sample() raises DataError where the file was
     changed since it was opened.
     """
 
@@ -58,7 +58,7 @@ class GPTDataset:
         self.seq_length = seq_length
         self.tokens = int(data.lengths[documents.start : documents.stop].sum(dtype=np.int64))
         if self.tokens == 0:
-            raise ValueError(f"{data.prefix}: the {split} split holds no token")
+            raise ValueError(f"{data.prefix}: the {split} split has no tokens")
         self._data = data
         self._documents = documents
         self._cache = cache

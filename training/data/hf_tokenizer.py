@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a tokenizer.json of Hugging Face, and what stands beside it about its special tokens."""
+"""Read a tokenizer.json of Hugging Face, and what is next to it about its special tokens."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ MEANING = ("model", "normalizer", "pre_tokenizer", "added_tokens")  # parts of a
 class HuggingFaceTokenizer:
     """Read a tokenizer.json, or the one in a folder.
 
-    bos and eod are what tokenizer_config.json beside it calls bos_token and eos_token, else
+    bos and eod are what tokenizer_config.json next to it calls bos_token and eos_token, else
     special_tokens_map.json, else the first of BOS and EOD that it knows.
     """
 
@@ -51,7 +51,7 @@ class HuggingFaceTokenizer:
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
 
     def _beside(self, path: str, name: str) -> tuple[bytes, dict[str, Any]]:
-        """Return a file beside tokenizer.json as it is and as an object, empty where it is not."""
+        """Return a file next to tokenizer.json as it is and as an object, empty where it is not."""
         beside, data = os.path.join(os.path.dirname(path), name), b"{}"
         if os.path.exists(beside):
             data = read_model(beside)

@@ -20,7 +20,7 @@ from training.data.watched import WatchedFile
 PART, READ = 64 << 20, 4 << 20  # bytes of one digest, and of one read
 CACHE_FROM = 256 << 20  # bytes; a smaller file is hashed in a moment
 THREADS = 8  # at most
-QUIET = 5.0  # seconds before progress is told, and between two lines of it
+QUIET = 5.0  # seconds before progress is reported, and between two lines of it
 SLOW = 50e6  # bytes a second that another process hashes at least
 
 

@@ -20,7 +20,7 @@ from training.data.files import replacing
 from training.untrusted import open_plain
 
 BLOCK = 16 << 20  # bytes of one read
-QUIET = 5.0  # seconds before progress is told, and between two lines of it
+QUIET = 5.0  # seconds before progress is reported, and between two lines of it
 FLAG = "--data-local-copy"
 
 
@@ -60,7 +60,7 @@ def local_copy(prefix: str, directory: str, report: Callable[[str], None] = prin
 
 
 def _there(path: str, size: int) -> bool:
-    """Return whether a whole copy of this user's, or root's, is there."""
+    """Return whether a complete copy of this user's, or root's, is there."""
     with suppress(FileNotFoundError):
         found = os.lstat(path)
         return found.st_size == size and found.st_uid in (0, os.geteuid())

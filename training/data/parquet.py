@@ -29,7 +29,7 @@ def rows(path: str, file: BinaryIO, column: str) -> Iterator[tuple[int, bytes | 
         stored = stored.value_type
     text = ("string", "large_string", "binary", "large_binary")
     if str(stored) not in text:
-        raise ValueError(f"{path}: the column {column!r} holds {stored}, which is no text")
+        raise ValueError(f"{path}: the column {column!r} holds {stored}, which is not text")
     number = 0
     for batch in table.iter_batches(ROWS, columns=[column], use_threads=False):
         values = batch.column(0)

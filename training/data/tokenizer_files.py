@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
 def files_of(kind: str | None, path: str | None, merge_file: str | None = None) -> dict[str, str]:
     """Return {name in a checkpoint: path} of a tokenizer's files, the one at `path` first.
 
-    kind, path, merge_file: --tokenizer-type, --tokenizer-model and --merge-file. Files beside it
+    kind, path, merge_file: --tokenizer-type, --tokenizer-model and --merge-file. Files next to it
     that have a name of TOKENIZER_FILES are its own where its name is one of them too; in a folder
     of many tokenizers, only those that are read with it are.
     """

@@ -51,7 +51,7 @@ class WatchedFile:
         since, offset = min(tuple(self._reads.values()), default=(0.0, -1))
         if offset < 0:
             return ""
-        return f"{self.path}, byte {offset}: a read goes on for {time.monotonic() - since:.1f} s"
+        return f"{self.path}, byte {offset}: a read has taken {time.monotonic() - since:.1f} s"
 
     def fill(self, array: np.ndarray, offset: int) -> None:
         """Fill an array with the bytes from `offset` on. Raises DataError where there are fewer."""

@@ -3,12 +3,12 @@
 
 monitor       FailureMonitor, a rank's end of the channel
 coordinator   Coordinator, a thread of rank 0, decides on one first cause and sends it to all
-door          who may join, and which seat is whose; of the supervisors (tools/supervise.py), too
-wire          the one wire: handshake and frames
+admission     authenticates callers, and gives each rank or supervisor (tools/supervise.py) its seat
+wire          handshake and frames of a connection
 messages      the channel's kinds of messages and their fields
-hang_watch    whether this rank moves, and where it stands
-hang_judge    which rank hangs, from what all ranks say
-process       another rank's process on this host: stopped, or its Python stands still
+hang_watch    whether this rank makes progress, and where it is
+hang_detector which rank hangs, from the reports of all ranks
+process       another rank's process on this host: stopped, or its Python interpreter is blocked
 links         connections to other hosts that are dead
 address       on which address a rank listens
 """

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from training.faults import messages
-from training.faults.door import Door, Seat, Stranger
-from training.faults.hang_judge import HangJudge, named
+from training.faults.admission import Admission, Caller, Seat
+from training.faults.hang_detector import HangDetector, named
 from training.faults.hang_watch import say
 from training.faults.wire import Connection
 
@@ -66,7 +66,7 @@ class Coordinator(threading.Thread):
     """Accept one connection per rank, decide on the first cause, send it to all.
 
     listener: a socket that listens. secret: what a rank must know. silence: seconds without a
-    message after which a rank counts as lost. beat: seconds between beats. judge: finds hangs.
+    message after which a rank counts as lost. beat: seconds between beats. detector: finds hangs.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class Coordinator(threading.Thread):
         secret: bytes,
         silence: float,
         beat: float,
-        judge: HangJudge,
+        detector: HangDetector,
     ) -> None:
         super().__init__(name="failure-coordinator", daemon=True)
         self.port: int = listener.getsockname()[1]
-        self.world, self.silence, self.beat, self.judge = world, silence, beat, judge
+        self.world, self.silence, self.beat, self.detector = world, silence, beat, detector
         self.selector = selectors.DefaultSelector()
-        self.door = Door(listener, secret, self.selector, "rank", range(world))
+        self.admission = Admission(listener, secret, self.selector, "rank", range(world))
         self.begun, self.members = time.monotonic(), dict[int, Member]()
         self.decided: Cause | None = None
         self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
@@ -95,7 +95,7 @@ class Coordinator(threading.Thread):
 
     def close(self) -> None:
         """Close every socket. A forked child calls it, too."""
-        self.door.close()
+        self.admission.close()
         for member in self.members.values():
             if member.connection is not None:
                 member.connection.close()
@@ -105,21 +105,21 @@ class Coordinator(threading.Thread):
         while self._needed():
             quick = len(self.members) < self.world or any(m.away for m in self.members.values())
             for key, _ in self.selector.select(timeout=0.02 if quick else 0.1):
-                if isinstance(key.data, Stranger):
+                if isinstance(key.data, Caller):
                     self._greet(key.data)
                 else:
                     self._listen(key.data)
             now = time.monotonic()
-            if quick or now - accepted > 0.1:  # strangers take no more of rank 0's time than this
+            if quick or now - accepted > 0.1:  # callers take no more of rank 0's time than this
                 accepted = now
-                self.door.accept(now)
+                self.admission.accept(now)
             if (
-                now - turn > self.judge.shortest(self.silence) / 2
+                now - turn > self.detector.shortest(self.silence) / 2
             ):  # this process was stopped, not the others
                 for member in self.members.values():
                     member.last = now
             turn = now
-            self._judge(now)
+            self._examine(now)
             beats = now - sent > self.beat
             sent = now if beats else sent
             doing = self.members[0].action if 0 in self.members else ""
@@ -133,13 +133,13 @@ class Coordinator(threading.Thread):
             return True
         return any(m.connection is not None or m.away for m in self.members.values())
 
-    def _greet(self, stranger: Stranger) -> None:
-        """Make a stranger that knows the secret a member, for the first time or again."""
-        hello = self.door.admit(stranger)
+    def _greet(self, caller: Caller) -> None:
+        """Make a caller that knows the secret a member, for the first time or again."""
+        hello = self.admission.admit(caller)
         if hello is None:
             return
-        rank, connection = hello.number, stranger.connection
-        seat, member = self.door.seats[rank], self.members.get(rank)
+        rank, connection = hello.number, caller.connection
+        seat, member = self.admission.seats[rank], self.members.get(rank)
         if member is None:
             member = self.members[rank] = Member(rank, seat, connection, connection.address)
         elif member.connection is not None:
@@ -148,7 +148,7 @@ class Coordinator(threading.Thread):
         member.seat, member.address = seat, connection.address
         member.connection, member.away, member.last = connection, None, time.monotonic()
         messages.send(connection, "alive", action="")
-        messages.send(connection, "place", said=self.judge.place)
+        messages.send(connection, "place", said=self.detector.place)
         if self.decided is not None:
             messages.send(connection, "cause", **vars(self.decided))
 
@@ -172,7 +172,7 @@ class Coordinator(threading.Thread):
         ended = member.connection.ended
         if ended:
             self._part(member)
-            if not member.left and (ended == "closed" or self.judge.is_gone(member.rank)):
+            if not member.left and (ended == "closed" or self.detector.is_gone(member.rank)):
                 self._lose(member, DIED)
             elif not member.left:
                 member.away = time.monotonic()
@@ -183,7 +183,7 @@ class Coordinator(threading.Thread):
         member.action = fields.get("action", member.action)
         if kind in ("bye", "failed"):
             member.left = True
-            self.door.close_seat(member.rank)
+            self.admission.close_seat(member.rank)
         if kind == "failed":
             cause = Cause(member.rank, member.action, fields["why"])
             if fields["wait"]:
@@ -193,7 +193,7 @@ class Coordinator(threading.Thread):
         elif kind == "stack":
             say(f"[rank 0] the stack of rank {member.rank}, innermost first: {fields['text']}")
         elif kind in ("status", "place"):
-            self.judge.hear(member.rank, kind, fields["said"])
+            self.detector.hear(member.rank, kind, fields["said"])
         elif kind == "unheard":
             self._unheard(member, fields["address"], fields["seconds"])
 
@@ -205,44 +205,42 @@ class Coordinator(threading.Thread):
         far = [m for m in self.members.values() if m.address == address and not m.left]
         if far and all(member.last - m.last < self.silence / 2 for m in far):
             both = f"{named([member.rank])} and {named(sorted(m.rank for m in far))}"
-            why = (
-                f"no sign of life from {address} for {seconds:.0f} s: {both} do not hear each other"
-            )
+            why = f"no heartbeat from {address} for {seconds:.0f} s: {both} lost contact"
             self.decide(Cause(member.rank, member.action, f"{why} (cut off by the network)"))
 
     def _lose(self, member: Member, why: str, address: str = "") -> None:
         """Decide on a rank that did not report its own failure, with its last action."""
         member.left, member.away = True, None
-        self.door.close_seat(member.rank)
+        self.admission.close_seat(member.rank)
         age = time.monotonic() - member.last
-        why = f"{why}; its last word, {age:.1f} s before: {member.action}"
+        why = f"{why}; its last report, {age:.1f} s before: {member.action}"
         self.decide(Cause(member.rank, "", why, int(bool(address)), address))
 
-    def _judge(self, now: float) -> None:
+    def _examine(self, now: float) -> None:
         members = [m for m in self.members.values() if not m.left]
-        patience = {m.rank: self.judge.patience(m.rank, self.silence) for m in members}
+        patience = {m.rank: self.detector.patience(m.rank, self.silence) for m in members}
         silent = [m for m in members if now - m.last > patience[m.rank]]
         if silent and self.decided is None:
             also = sorted(m.rank for m in members if now - m.last > 0.75 * patience[m.rank])
-            apart = f"rank 0 and {named(also)} do not hear each other {APART}"
-            apart, address = self.judge.why_silent(silent[0].rank, apart)
+            apart = f"rank 0 and {named(also)} lost contact {APART}"
+            apart, address = self.detector.why_silent(silent[0].rank, apart)
             self._lose(
-                silent[0], f"no sign of life for {now - silent[0].last:.0f} s: {apart}", address
+                silent[0], f"no heartbeat for {now - silent[0].last:.0f} s: {apart}", address
             )
         for member in members:
-            if member.away is not None and self.judge.is_gone(member.rank):
+            if member.away is not None and self.detector.is_gone(member.rank):
                 self._lose(member, DIED)
             elif member.away is not None and now - member.away > RETURN:
-                apart = f"rank 0 and rank {member.rank} do not hear each other {APART}"
-                self._lose(member, f"its connection was reset and it did not come back: {apart}")
+                apart = f"rank 0 and rank {member.rank} lost contact {APART}"
+                self._lose(member, f"its connection was reset and it did not reconnect: {apart}")
         absent = set(range(self.world)) - self.members.keys()
         if absent and now - self.begun > JOIN:
-            why = "did not join the failure channel (dead, or with another WEFT_SECRET)"
+            why = "did not join the failure channel (dead, or with a different WEFT_SECRET)"
             self.decide(Cause(min(absent), "start-up", f"{named(sorted(absent))} {why}"))
         for due, cause in self.weak:
             if now > due:
                 self.decide(self._behind(cause, members, now))
-        hang, ends = self.judge.look(_heard(members, now), now)
+        hang, ends = self.detector.look(_heard(members, now), now)
         if hang is not None and ends:
             self.decide(Cause(hang.ranks[0], hang.action, hang.text, quick=1))
         elif hang is not None and self.decided is None:
@@ -253,7 +251,7 @@ class Coordinator(threading.Thread):
 
     def _behind(self, cause: Cause, members: list[Member], now: float) -> Cause:
         """Return what is behind the report of a rank that gave up: the rank that it waited for."""
-        hang = self.judge.find(_heard(members, now))
+        hang = self.detector.find(_heard(members, now))
         if hang is None:
             elsewhere = [m for m in members if m.action != cause.action][:2]
             more = [f"rank {m.rank} was at: {m.action}" for m in elsewhere]
@@ -269,7 +267,7 @@ class Coordinator(threading.Thread):
         if cause.rank not in lost or len(lost) == 1:
             return ""
         who = " and ".join(f"rank {r}" for r in sorted(lost)) if len(lost) < 4 else named([*lost])
-        return f"; {who} do not hear each other (a connection broke while every process lived)"
+        return f"; {who} lost contact (a connection broke while all processes were alive)"
 
     def decide(self, cause: Cause) -> None:
         """Take the first cause, and tell all."""

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know whether this rank moves, and say where it stands if it does not.
+"""Know whether this rank makes progress, and where it is if it does not.
 
-The monitor's thread asks `status()` at each beat; the hub (training/faults/hang_judge.py) compares
-what the ranks answer. A rank moves when its action changes, when a wait for other ranks ends, and,
-in set-up, in a load and in a save, when it reads or writes a MiB. A rank has a limit in each phase:
+The monitor's thread asks `status()` at each beat; rank 0 (hang_detector.py) compares
+the answers. A rank makes progress when its action changes, when a wait for other ranks ends, and,
+in set-up, a load and a save, when it reads or writes a MiB. A rank has a limit in each phase:
 FACTOR times the longest of the phase's last times, and no less than `floor`. A phase that has not
 been measured has none, so set-up, the first step, the first evaluation and the first save are
 exempt.
 
-Where Python itself stands still (a library holds the interpreter's lock) no thread of this process
-can speak. Then faulthandler, which is C, writes the stacks into memory that the ranks of this host
+Where Python itself is blocked (a library holds the interpreter's lock) no thread of this process
+can report. Then faulthandler, which is C, writes the stacks into memory that the ranks of this host
 can read (training/faults/process.py), and an alarm of the kernel ends the process at last.
 """
 
@@ -31,7 +31,7 @@ from training.faults.process import Dump, own_line
 
 FACTOR = 10.0
 KEPT = 20  # times of a phase that are remembered
-QUIET = 1.0  # seconds without movement after which a status says where the rank stands
+QUIET = 1.0  # seconds without progress after which a status says where the rank is
 BYTES = 1 << 20  # read or written: movement
 IN_FILES = ("set-up", "load", "save")  # phases in which files are read or written
 LATE = 5.0  # seconds after the deadline at which the kernel's alarm ends the process
@@ -83,7 +83,7 @@ class HangWatch:
         return silence if self.phase == "set-up" else min(silence, self.hang_timeout or silence)
 
     def status(self, action: str, beat: float) -> dict[str, Any]:
-        """Return what the hub needs. action: the rank's. beat: seconds between two calls."""
+        """Return what rank 0 needs. action: the rank's. beat: seconds between two calls."""
         now = time.monotonic()
         if action is not self._action:  # a new one, even in the same words
             self._action, self._moved = action, now
@@ -112,7 +112,7 @@ class HangWatch:
         }
 
     def place(self) -> tuple[str, str, list[str]]:
-        """Return the kind of place where the main thread stands, its line, and our frames there."""
+        """Return the kind of place where the main thread is, its line, and our frames there."""
         return place_of(sys._current_frames(), self.waits.thread, self.phase)
 
     def stacks(self) -> str:
@@ -128,14 +128,14 @@ class HangWatch:
         return ("".join(parts) + flight_recorder()).rstrip()
 
     def report(self, rank: int, text: str) -> str:
-        """Write the stacks to stderr, below the hub's text where that is on another rank's stderr;
+        """Write the stacks to stderr, below rank 0's text where that is on another rank's stderr;
         return the lines of our code.
         """
         say(f"[rank {rank}] {text}\n{self.stacks()}" if rank else self.stacks())
         return " <- ".join(self.place()[2])
 
     def arm(self, silence: float, several: bool) -> None:
-        """Let C code speak and end this process if Python does not come here again in time.
+        """Let C code report and end this process if Python does not come here again in time.
 
         silence: seconds after which the other ranks count this one as lost. several: there are
         others; a single rank's stacks go to stderr, and only --hang-timeout ends it, since a user
@@ -162,10 +162,10 @@ class HangWatch:
 
 
 def place_of(frames: dict[int, FrameType], thread: int, phase: str) -> tuple[str, str, list[str]]:
-    """Return where a thread stands: the kind of place, its line of our code, and our frames.
+    """Return where a thread is: the kind of place, its line of our code, and our frames.
 
     The kinds: "data", "checkpoint", "evaluation", "set-up", "communication" (but in no wait that is
-    counted) and "compute". A thread that waits for a helper of its own stands where that one does.
+    counted) and "compute". A thread that waits for a helper of its own is where that one is.
     """
     own = own_lines(frames.get(thread))
     for where, name in _HELPERS:

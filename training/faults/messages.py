@@ -11,13 +11,13 @@ from training.faults.wire import Connection, printable
 FORMAT: dict[str, dict[str, type]] = {
     "beat": {"action": str},  # of a rank
     "failed": {"action": str, "why": str, "wait": float},  # wait: seconds for a better explanation
-    "status": {"said": str},  # of a rank that stands still: HangWatch.status, in JSON
+    "status": {"said": str},  # of a rank without progress: HangWatch.status, in JSON
     "stack": {"text": str},  # of a rank, after a report
-    "place": {"said": str},  # where a rank's process is, the hub's too: Dump.address, in JSON
+    "place": {"said": str},  # where a rank's process is, rank 0's too: Dump.address, in JSON
     "unheard": {"address": str, "seconds": float},  # no acknowledgement from there for so long
     "bye": {},
-    "alive": {"action": str},  # the hub's beat, with what rank 0 is doing
-    "report": {"text": str},  # of the hub to a rank that hangs
+    "alive": {"action": str},  # rank 0's beat, with what rank 0 is doing
+    "report": {"text": str},  # of rank 0 to a rank that hangs
     "cause": {"rank": int, "action": str, "why": str, "quick": int, "address": str},
 }
 QUEUE = 1 << 18  # bytes that may wait for a peer that does not read

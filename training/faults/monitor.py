@@ -33,7 +33,7 @@ from mpu.comm.transport import CommunicationError
 from training.faults import messages, wire
 from training.faults.address import listen_as_known, tell_address
 from training.faults.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
-from training.faults.hang_judge import HangJudge, silence, watch_alone
+from training.faults.hang_detector import HangDetector, silence, watch_alone
 from training.faults.hang_watch import HangWatch, say
 from training.faults.links import Links
 from training.faults.messages import Message
@@ -70,7 +70,7 @@ class FailureMonitor:
     """This rank's end of the failure channel. `action` is what the rank is doing, in words.
 
     Use it as a context manager round the whole run. An exception that leaves it is reported. Where
-    the exception only says that a peer is gone, the first cause, kept in `first`, is printed. A
+    the exception only says that a peer is gone, the first cause, stored in `first`, is printed. A
     rank that learns of a failure while it is stuck in a collective prints the cause and ends with
     exit code 1 after `unwind` seconds. At world size 1 the monitor only watches for a hang.
 
@@ -142,15 +142,15 @@ class FailureMonitor:
         address, listener = listen_as_known(store, host, self.world, timedelta(seconds=MEETING))
         salt = secrets.token_hex(16)
         key = wire.proof(secret, "run", salt.encode())
-        judge = self._judge()
-        coordinator = Coordinator(self.world, listener, key, self._silence, self._beat, judge)
+        detector = self._detector()
+        coordinator = Coordinator(self.world, listener, key, self._silence, self._beat, detector)
         coordinator.start()
         store.set("monitor", f"{address},{coordinator.port},{salt}")
         return coordinator
 
-    def _judge(self) -> HangJudge:
+    def _detector(self) -> HangDetector:
         place = json.dumps(self.watch.dump.address())
-        return HangJudge(self.watch.deadline, self.watch.hang_timeout, place)
+        return HangDetector(self.watch.deadline, self.watch.hang_timeout, place)
 
     def enter(self, phase: str, action: str) -> None:
         """Begin a phase ("data", "step", "evaluation", "save", "load") with an action."""
@@ -181,7 +181,7 @@ class FailureMonitor:
     def _listen(self, said: list[Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
         turn = sent = heard = time.monotonic()
-        hub, doing = "{}", ""  # where rank 0's process is, and its last action
+        place0, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
         assert self._connection is not None
         messages.send(self._connection, "place", said=json.dumps(self.watch.dump.address()))
@@ -194,7 +194,7 @@ class FailureMonitor:
                 if kind == "alive":
                     doing = fields["action"]
                 elif kind == "place":
-                    hub = fields["said"]
+                    place0 = fields["said"]
                 elif kind == "report":
                     messages.send(
                         connection, "stack", text=self.watch.report(self.rank, fields["text"])
@@ -216,10 +216,10 @@ class FailureMonitor:
                 heard = now
             turn = now
             if now - heard > patience:
-                apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
-                apart = silence(json.loads(hub), apart)
-                why = f"no sign of life for {now - heard:.0f} s: {apart}; its last word, before"
-                self._stop(Cause(0, "", f"{why}: {doing}", 1, hub))
+                apart = f"rank 0 and rank {self.rank} lost contact {APART}"
+                apart = silence(json.loads(place0), apart)
+                why = f"no heartbeat for {now - heard:.0f} s: {apart}; its last report, before"
+                self._stop(Cause(0, "", f"{why}: {doing}", 1, place0))
                 return
             if now - sent >= self._beat and connection.flush():
                 sent = now
@@ -232,7 +232,9 @@ class FailureMonitor:
 
     def _alone(self) -> None:
         """Watch a world of one rank until it leaves or hangs for too long."""
-        hang = watch_alone(self.watch, self._judge(), lambda: self.action, self._ended, self._beat)
+        hang = watch_alone(
+            self.watch, self._detector(), lambda: self.action, self._ended, self._beat
+        )
         if hang is not None:
             self._stop(Cause(0, self.action, hang.text, quick=1))
 
@@ -246,8 +248,8 @@ class FailureMonitor:
         except ConnectionRefusedError:
             return DIED, []
         except OSError as error:
-            apart = f"rank 0 and rank {self.rank} do not hear each other {APART}"
-            return f"the connection was reset and does not come back ({error}): {apart}", []
+            apart = f"rank 0 and rank {self.rank} lost contact {APART}"
+            return f"the connection was reset and cannot be restored ({error}): {apart}", []
         if self._report:
             messages.send(self._connection, "failed", **self._report)
         return "", said

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look at another rank's process on this host: is it stopped, where does its Python stand still?
 
-A rank that gives no sign of life cannot say why. Its peers on the same host can: the kernel tells
+A rank that gives no heartbeat cannot say why. Its peers on the same host can: the kernel tells
 whether it is stopped, and faulthandler has written its stacks into memory (Dump) that they open
 through /proc. They also end it, since no signal that Python handles would.
 """

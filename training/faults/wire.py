@@ -2,7 +2,7 @@
 """Carry messages between processes that know one secret, and nobody else's.
 
 The one wire of Weft: ranks talk over it to the coordinator of the failure channel, and supervisors
-(tools/supervise.py) to one another. One side listens (training/faults/door.py), the other calls:
+(tools/supervise.py) to one another. One side listens (admission.py), the other calls:
 
     listener -> caller   greeting: GREETING and the listener's nonce
     caller -> listener   hello: seat, session, the caller's nonce, HMAC(secret, all of it + nonce)
@@ -139,7 +139,7 @@ class Connection:
         return mac.digest()
 
     def send(self, message: Said, blob: bytes = b"") -> None:
-        """Queue a message, and bytes beside it; send what the socket takes now."""
+        """Queue a message, and bytes with it; send what the socket takes now."""
         text = json.dumps(message).encode()
         assert len(text) <= TEXT_LIMIT and len(blob) <= BLOB_LIMIT, "the frame is too long"
         head = HEAD.pack(len(text), len(blob))
@@ -200,7 +200,7 @@ class Connection:
         return data
 
     def read(self) -> list[tuple[Said, bytes]]:
-        """Return the messages that have arrived whole, and the bytes beside each.
+        """Return the messages that have arrived whole, and the bytes with each.
 
         `ended` says whether more may come.
         """
@@ -271,14 +271,18 @@ def join(
         connection.send_raw(hello(secret, kind, number, session, own, listener))
         answer = _exactly(connection, 1, deadline)
         if answer == NO:
-            raise AnotherSecret("it knows another secret: all of a run share one WEFT_SECRET")
+            raise AnotherSecret(
+                "it has another secret: all ranks of a run need the same WEFT_SECRET"
+            )
         messages: list[tuple[Said, bytes]] = []
         while answer == YES and not messages and _more(connection, deadline):
             messages = connection.read()
         if not messages:
             broken = answer and connection.ended == "broken"
             raise ConnectionError(
-                "it does not know this secret" if broken else "it hung up: it may be busy"
+                "it does not know this secret"
+                if broken
+                else "it closed the connection: it may be busy"
             )
         first = messages.pop(0)[0]
         if "refused" in first:

@@ -126,7 +126,7 @@ def check_float8(config: Config) -> None:
     if f.first_last_layers_bf16 and at_start + at_end >= m.num_layers:
         raise UsageError(
             f"--num-layers-at-start-in-bf16 {at_start} and --num-layers-at-end-in-bf16 {at_end} "
-            f"leave none of --num-layers {m.num_layers} in float8: leave --fp8-format out"
+            f"leave none of --num-layers {m.num_layers} in float8: omit --fp8-format"
         )
     unit = BLOCKS[RECIPES[recipe]] or ALIGN
     for what, size in _sizes(config):

@@ -40,7 +40,7 @@ def check_given(given: dict[str, Any]) -> None:
         order = str(given.get("--rank-order", "")).split("-")
         if "ep" in order and "dp" in order and order.index("ep") > order.index("dp"):
             raise UsageError(
-                f"--rank-order {given['--rank-order']}: the ranks that experts are dealt out over "
+                f"--rank-order {given['--rank-order']}: the expert-parallel ranks "
                 "are neighbours in a stage, so ep must stand before dp"
             )
 
@@ -78,7 +78,7 @@ def check(config: Config) -> None:
     ep, tp = p.expert_model_parallel_size, p.tensor_model_parallel_size
     if not m.experts:
         if ep > 1:
-            raise UsageError(f"{EP} {ep} needs {EXPERTS}: a dense model has no experts to deal out")
+            raise UsageError(f"{EP} {ep} needs {EXPERTS}: a dense model has no experts")
         if p.expert_tensor_parallel_size > 1:
             raise UsageError(f"{ETP} {p.expert_tensor_parallel_size} needs {EXPERTS}")
         if p.overlap_moe_expert_parallel_comm:
@@ -86,9 +86,9 @@ def check(config: Config) -> None:
         return
     etp = p.expert_tensor_parallel_size or tp
     if etp > 1:
-        left = "" if p.expert_tensor_parallel_size else ", which left out is --tensor-model-"
+        left = "" if p.expert_tensor_parallel_size else ", whose default is --tensor-model-"
         left += "" if p.expert_tensor_parallel_size else "parallel-size"
-        raise UsageError(f"{ETP} {etp}{left}: an expert is not cut here; give {ETP} 1")
+        raise UsageError(f"{ETP} {etp}{left}: an expert is not split here; give {ETP} 1")
     if tp > 1 and not p.sequence_parallel:
         raise UsageError(
             f"{EXPERTS} {m.experts} at --tensor-model-parallel-size {tp} needs --sequence-parallel:"

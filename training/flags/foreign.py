@@ -99,13 +99,13 @@ def take_out(
     for name in counts:
         _refuse_known(name, own_names)
     lines = [
-        f"{FLAG}: {name} is left out: what it does in another program is not done here"
+        f"{FLAG}: {name} is ignored: what it does in another program is not done here"
         for name in counts
     ]
     rest, left = _without_trees(_without(rest, counts), of_trees, own_names)
     for tree in dict.fromkeys(each for each in asked if each in TREES):
         flags = [name for name, of in left.items() if of == tree]
-        said = f"left out, and what they do there is not done here: {', '.join(flags)}"
+        said = f"ignored, and what they do there is not done here: {', '.join(flags)}"
         lines.append(f"{FLAG} {tree}: {said if flags else 'no flag of it is given'}")
     return rest, tuple(asked), lines
 
@@ -159,12 +159,12 @@ def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
     if len(found) == 1:
         raise UsageError(
             f"{names[0]} is not a flag of this program nor of Megatron-LM{whose}; --help all "
-            f"lists the flags, {FLAG} {found[0]} leaves it out"
+            f"lists the flags, {FLAG} {found[0]} ignores it"
         )
     if found:
         raise UsageError(
             f"{len(found)} flags are not flags of this program nor of Megatron-LM{whose}; "
-            f"--help all lists the flags, and this leaves them out: {FLAG} {given}"
+            f"--help all lists the flags, and this ignores them: {FLAG} {given}"
         )
 
 
@@ -200,11 +200,11 @@ def _refuse_known(name: str, own_names: Collection[str]) -> None:
     """Refuse a flag that is known, or close to one that is."""
     known = table.known_flags()
     if name in known or name in own_names:
-        raise UsageError(f"{FLAG} {name[2:]}: {name} is known here, so it cannot be left out")
+        raise UsageError(f"{FLAG} {name[2:]}: {name} is known here, so it cannot be ignored")
     usable = [flag.name for flag in known.values() if flag.usable]
     if close := like(name, [*usable, *own_names]):
         raise UsageError(
-            f"{FLAG} {name[2:]}: too close to {close[0]}, for which {name} may be a slip of the pen"
+            f"{FLAG} {name[2:]}: too close to {close[0]}, for which {name} may be a typing mistake"
         )
 
 
@@ -236,7 +236,7 @@ def suggest(name: str) -> str:
 
 
 def like(name: str, names: Sequence[str]) -> list[str]:
-    """Return up to 3 of `names` that `name` may be a slip of the pen for, the closest first.
+    """Return up to 3 of `names` that `name` may be a typing mistake for, the closest first.
 
     Case, "-" and "_" do not count. One letter may be left out, added, changed or swapped with the
     next, more in a long name.

@@ -17,6 +17,7 @@ from training.flags.trees import SYNONYMS, TREES
 ALL = "all"
 TITLE = "Pretrain a Llama. Flags have Megatron-LM's names and meanings."
 WIDTH = 78  # of a line
+NOT_GIVEN = "left out"  # how Setting.off begins where leaving the flag out has that effect
 
 
 class Page(NamedTuple):
@@ -72,7 +73,8 @@ def effect(flag: Flag) -> str:
     """Return what a live flag does, and in brackets its unit, off-value, default and need."""
     choices = f"; {flag.rule.what}" * (flag.rule.metavar == "NAME")
     ours = " (ours, not Megatron's)" if flag.row.ours else ""
-    return f"{flag.text}{choices}{ours} [{'; '.join(_facts(flag))}]"
+    facts = "; ".join(_facts(flag))
+    return f"{flag.text}{choices}{ours}" + f" [{facts}]" * bool(facts)
 
 
 def _facts(flag: Flag) -> list[str]:
@@ -80,7 +82,15 @@ def _facts(flag: Flag) -> list[str]:
     row = flag.row
     none = row.default is None or row.default is False or row.default == ()
     default = row.derived or ("" if none else _show(row.default))
-    off = row.off or ("left out" if none and not (row.derived or row.required) else "")
+    off = row.off or ""
+    if off.startswith(f"{NOT_GIVEN}, "):
+        off = off.removeprefix(f"{NOT_GIVEN}, ")
+        if off.startswith("with "):
+            return [row.unit, f"not {off}"]
+        default, off = off, ""
+    elif off.startswith(f"{NOT_GIVEN} or "):
+        off = off.removeprefix(f"{NOT_GIVEN} or ")
+        default = default or off.partition(",")[0]
     out = [row.unit] * bool(row.unit) + ["required"] * row.required
     if off and off.partition(",")[0] == default:
         out.append(f"off: {off}, the default")

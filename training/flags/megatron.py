@@ -532,7 +532,7 @@ ACCEPTED = (
         "--no-use-tokenizer-model-from-checkpoint-args "
         "--disable-use-tokenizer-model-from-checkpoint-args",
         "a given --tokenizer-model always decides; --use-checkpoint-args takes the "
-        "checkpoint's where it is left out",
+        "checkpoint's by default",
     ),
     Accepted(
         "--no-initialization",
@@ -1158,8 +1158,8 @@ DIFFERENCES = (
     Difference(
         "--apply-layernorm-1p", "norms hold gamma - 1", "norms hold gamma; the same function"
     ),
-    Difference("--max-position-embeddings", "required", "--seq-length where left out"),
-    Difference("--micro-batch-size", "required", "1 where left out"),
+    Difference("--max-position-embeddings", "required", "--seq-length by default"),
+    Difference("--micro-batch-size", "required", "1 by default"),
     Difference("--log-interval", "100 steps", "10 steps"),
     Difference("--distributed-backend", "nccl", "nccl on CUDA, gloo on a CPU"),
     Difference(
@@ -1194,7 +1194,7 @@ DIFFERENCES = (
     ),
     Difference(
         "--ddp-bucket-size",
-        "max(40e6, 1e6 x data-parallel size) where left out",
+        "max(40e6, 1e6 x data-parallel size) by default",
         "an eighth of the gradients, 2e6 to 40e6; at --zero-stage 3 a block",
     ),
     Difference(
@@ -1227,7 +1227,7 @@ DIFFERENCES = (
         "checkpoint's",
         name="--lr-decay-style, other --lr-* flags, --weight-decay",
     ),
-    Difference("--save-interval", "needed with --save", "left out: one checkpoint at the end"),
+    Difference("--save-interval", "needed with --save", "default: one checkpoint at the end"),
     Difference(
         "--use-megatron-fsdp",
         "turns --use-distributed-optimizer on; main gradients are bf16 where no flag says "
@@ -1252,12 +1252,12 @@ DIFFERENCES = (
     ),
     Difference(
         "--check-for-spiky-loss",
-        "a loss 10 times the largest of the first 100 samples is told, after a rerun",
+        "a loss 10 times the largest of the first 100 samples is reported, after a rerun",
         "--on-spike report: loss and gradient norm by their z-scores over the last 128 steps",
     ),
     Difference(
         "--check-for-large-grads",
-        "a gradient 10 times the largest of the first 100 is told, after a rerun",
+        "a gradient 10 times the largest of the first 100 is reported, after a rerun",
         "--on-spike report: loss and gradient norm by their z-scores over the last 128 steps",
     ),
     Difference(

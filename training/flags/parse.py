@@ -358,7 +358,7 @@ def _assemble(
     if low.get("fp8_format") and "fp8_recipe" not in low:
         low["fp8_recipe"] = "delayed"
         notes.append(
-            "--fp8-recipe is left out: delayed, as in Megatron-LM; tensorwise costs no history and "
+            "no --fp8-recipe: delayed, as in Megatron-LM; tensorwise needs no history and "
             "clamps nothing (docs/float8.md)"
         )
     bf16, fp64 = run.pop("bf16", False), run.pop("fp64", False)

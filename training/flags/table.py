@@ -68,7 +68,7 @@ class Flag:
 
     def _read(self, text: str) -> Any:
         if type(self.rule) is Rule and self.rule.nargs is None and not text.strip():
-            raise UsageError(f"{self.name} is empty: leave the flag out instead")
+            raise UsageError(f"{self.name} is empty: omit the flag instead")
         try:
             return self.rule.read(text)
         except ValueError as error:

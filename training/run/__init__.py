@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process does around its steps.
 
-prepare, meeting, startup, start    before the first step: data, ranks that meet, what is printed
-state, step     Run, what a rank holds; Step, Decision and combine, what follows a step
+prepare, meeting, startup, start    before the first step: data, connecting the ranks, first lines
+state, step     Run, the state of a rank; Step, Decision and combine, what follows a step
 saver           save, resume, copies in a supervisor's memory; same_run: what may resume
 stop            signals and time, agreed by all ranks
 log, output     the log: lines, JSON, TensorBoard, Weights & Biases
-memory, device, gpu_health, peak_flops, cuda_graph, warm_up    the device
+memory_report, device, gpu_health, peak_flops, cuda_graph, warm_up    the device
 sample          a text that the model continues
-bucket_size     --ddp-bucket-size auto
 watch           what watches a step
-autotune        what is measured before the first step
+autotune        choices that are measured before the first step
 """

@@ -98,7 +98,7 @@ class Log:
         self.peak = peak * world_size
         if sys.stdout is not None and sys.stdout.isatty():
             self.bar = Bar(total_samples or total_iterations)
-        self.note(f"MFU is held against {flops(peak)} a rank x {world_size}: {source}")
+        self.note(f"MFU: percent of {world_size} x {flops(peak)}, {source}")
 
     def due(self, iteration: int) -> bool:
         """Return whether step() of this iteration writes, so that the values are needed."""
@@ -244,13 +244,13 @@ class Log:
         """Say that the run is over, where it is, and where its result lies."""
         if not self.writes or iteration < self.total_iterations:
             return
-        where = f"; saved in {self.saved_in}" if self.saved_in else "; nothing is saved: no --save"
+        where = f"; saved in {self.saved_in}" if self.saved_in else "; not saved (no --save)"
         if self.trained:
             took = duration(time.monotonic() - self.began)
             loss = f"loss {self.mean_loss:.4f}"
             self.print(f"finished: {iteration} iterations, {loss}, {took}{where}")
         else:
-            self.print(f"nothing to do: iteration {iteration} of {iteration} was reached before")
+            self.print(f"nothing to do: iteration {iteration} of {iteration} is already done")
 
     def note(self, text: str) -> None:
         """Print a line, above the live bar where there is one."""
@@ -295,7 +295,7 @@ class Log:
             flag, end = OUTPUTS[name]
             why = (isinstance(error, OSError) and error.strerror) or error
             what = f"--{flag.replace('_', '-')} {getattr(self.config, flag)}" if flag else "the bar"
-            self.print(f"{what}: {why}; it ends here")
+            self.print(f"{what}: {why}; nothing more is written to it")
             with suppress(Exception):  # it may fail in the same way
                 getattr(output, end)()
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from mpu.launch import Launch
 from training.config import UsageError
 from training.faults.address import is_loopback, listen, resolve
-from training.faults.hang_judge import named
+from training.faults.hang_detector import named
 from training.faults.wire import printable
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
@@ -117,9 +117,9 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
     else:
         who = "torchrun's agent" if launch.point.agent else "rank 0"
         raise MeetingError(
-            f"{who} did not come to {_where(launch)} in {timeout.total_seconds():.0f} s: {why}"
+            f"{who} did not connect to {_where(launch)} in {timeout.total_seconds():.0f} s: {why}"
         )
-    state[0] = f"what listens at {_where(launch)} does not answer as rank 0's store would"
+    state[0] = f"what listens at {_where(launch)} is not rank 0's store"
     return dist.TCPStore(host, port, world, False, timeout, False)
 
 
@@ -149,7 +149,7 @@ def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) ->
             pause = min(0.1, 1.5 * pause)
     if absent and not verdict:
         seconds, who = time.monotonic() - begun, named(sorted(absent))
-        verdict = f"{ABSENT}{who} did not come to {_where(launch)} in {seconds:.0f} s"
+        verdict = f"{ABSENT}{who} did not connect to {_where(launch)} in {seconds:.0f} s"
     if not told:
         store.set(f"weft/{name}/roll", verdict)
     if not verdict:
@@ -163,7 +163,7 @@ def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) ->
 def _other_rank(store: dist.Store, launch: Launch, deadline: float, refused: str) -> str:
     """Say hello to rank 0; return the name of this start. Raises UsageError, MeetingError."""
     nonce, late = secrets.token_hex(8), deadline + MARGIN
-    gone = f"rank 0 did not come to {_where(launch)}, or left it, before all ranks were there"
+    gone = f"rank 0 did not connect to {_where(launch)}, or ended, before all ranks were there"
     store.set(f"weft/hello/{launch.rank}", f"{nonce} {launch.attempt} {refused}")
     name = await_key(store, f"weft/answer/{nonce}", late, gone)
     store.set(f"weft/{name}/here/{launch.rank}", "")

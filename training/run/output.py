@@ -83,7 +83,7 @@ def open_tensorboard(directory: str, start_iteration: int) -> Any:
     except ImportError:
         raise ValueError(
             f"--tensorboard-dir {directory}: the package tensorboard is not installed;"
-            " pip install tensorboard, or leave the flag out"
+            " pip install tensorboard, or omit the flag"
         ) from None
     try:
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None
     except ImportError:
         raise ValueError(
             f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
-            " or leave the flag out"
+            " or omit the flag"
         ) from None
     with owner_only():
         return wandb.init(project=project, name=name, config=run_config)

@@ -67,10 +67,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         name = torch.cuda.get_device_name(device)
         peak = table_peak(name)
         if peak is not None and dtype == torch.bfloat16:
-            return peak, f"{name}, dense bf16 from its data sheet"
-        return measured_peak(device, dtype), f"{name}, a matmul measured in {short(dtype)}"
+            return peak, f"the dense bf16 peak of {name} from its data sheet"
+        return measured_peak(device, dtype), f"measured here on {name} with a {short(dtype)} matmul"
     threads = torch.get_num_threads()
-    source = f"a matmul measured on this CPU in {short(dtype)}, {threads} thread(s)"
+    source = f"measured here with a {short(dtype)} matmul, {threads} thread(s)"
     return measured_peak(device, dtype), source
 
 

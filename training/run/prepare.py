@@ -45,7 +45,7 @@ def prepare(
     grid.launch.check_meeting()
     if (steps := config.fault.peer_checkpoint) and not grid.launch.supervisor:
         raise UsageError(
-            f"--peer-checkpoint {steps} needs tools/supervise.py, whose memory keeps the copies"
+            f"--peer-checkpoint {steps} needs tools/supervise.py, which stores the copies"
         )
     device = choose_device(config, grid.launch, share_cores, note)
     p, dtype = config.parallel, config.run.dtype
@@ -101,5 +101,5 @@ def check_early(config: Config) -> None:
         if wanted and find_spec(package) is None:
             raise UsageError(
                 f"{flag} {wanted}: the package {package} is not installed; pip install {package}, "
-                "or leave the flag out"
+                "or omit the flag"
             )

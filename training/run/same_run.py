@@ -56,8 +56,8 @@ def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) ->
     if there and before != {field: hf_config[field] for field in ROPE}:
         length = saved.get("model.seq_length")
         yield (
-            f"{found.directory} was trained with {_rope(before, length)}; going on with "
-            f"{_rope(hf_config, config.model.seq_length)}, as {_asked(config)} says"
+            f"{found.directory} was trained with {_rope(before, length)}; continuing with "
+            f"{_rope(hf_config, config.model.seq_length)}, as {_asked(config)} allows"
         )
 
 
@@ -97,7 +97,7 @@ def changes(
             if staged and key in ("model.seq_length", "corpus_digest", SCHEDULE):
                 continue
             if key in there and key in here and there[key] != here[key]:
-                yield what, f"{found.directory} {_told(key, there[key], here[key])}"
+                yield what, f"{found.directory} {_difference(key, there[key], here[key])}"
 
 
 def _past(found: Checkpoint, config: Config, here: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -144,7 +144,7 @@ def _only(flat: Mapping[str, Any], corpus: Any) -> dict[str, Any]:
 
 def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
     """Yield a line where stages that have not begun are others than they were planned to be."""
-    consumed, was = found.state["consumed_samples"], found.state.get("stages") or []
+    consumed, was = found.state.get("consumed_samples", 0), found.state.get("stages") or []
     old, new = (
         [s for s in stages if s["first_sample"] >= consumed]
         for stages in (was, _stages(config, digests))
@@ -165,14 +165,14 @@ def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iter
     for key, here in config.flat().items():
         there = found.state.get("config", {}).get(key, here)
         if key.startswith("float8.") and there != here:
-            yield f"{found.directory} {_told(key, there, here)}; it goes on from the same weights"
+            yield f"{found.directory} {_difference(key, there, here)}; the weights are the same"
     yield from edited(found, config, digests)
     for _, line in changes(found, config, digests):
-        yield f"{line}; going on as --allow-change says"
+        yield f"{line}; continuing, as --allow-change allows"
     if _sketched(found.state) and digests.get("corpus_digest", "").startswith(WHOLE):
         yield (
-            f"{found.directory} is of an older version, which knew its corpus by 64 blocks of each "
-            "file; these were compared, and the next save knows every token"
+            f"{found.directory} is of an older version, which identified its corpus by 64 blocks "
+            "of each file; these match, and the next save identifies it by all tokens"
         )
 
 
@@ -181,7 +181,7 @@ def _sketched(state: Mapping[str, Any]) -> bool:
     return not str(state.get("corpus_digest", WHOLE)).startswith(WHOLE)
 
 
-def _told(key: str, there: Any, here: Any) -> str:
+def _difference(key: str, there: Any, here: Any) -> str:
     """Return how a checkpoint differs from this run, as the rest of a sentence about it."""
     if key == "tokenizer_digest":
         return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"

@@ -121,7 +121,7 @@ class Saver:
         """Check that --save can be written, take its lock, load; return (iteration, samples).
 
         Raises what load() does, and SaveError. That includes a --save with whole checkpoints of
-        later steps than this run begins at: a resume would load one of those.
+        steps after this run begins at: a resume would load one of those.
         """
         every = self.config.fault.peer_checkpoint
         save = self.config.checkpoint.save
@@ -171,9 +171,9 @@ class Saver:
             later = checkpoint.later_steps(root, iteration, self._later)
         if later:
             raise checkpoint.SaveError(
-                f"it holds checkpoints of later steps than {iteration}, where this run begins "
-                f"({', '.join(later)}), and a resume would take the newest: name another --save, "
-                "move them away, or go on from them with --load"
+                f"it has checkpoints of steps after {iteration}, where this run begins "
+                f"({', '.join(later)}), and a resume would take the newest: use another --save, "
+                "move them away, or resume from them with --load"
             )
 
     def _together(self, work: Callable[[], None]) -> None:
@@ -381,7 +381,10 @@ class Saver:
         c, grid, device = self.config.checkpoint, self.ctx.grid, self.ctx.device
         if checkpoint.is_hugging_face(root, grid, device) and not fresh:
             fresh = True
-            self.note(f"{flag} {root} is a Hugging Face directory: its weights, from sample 0 on")
+            self.note(
+                f"{flag} {root} is a Hugging Face directory: loading its weights, starting "
+                "at sample 0"
+            )
         weights_only = fresh or no_optim
         pieces = self.pieces(with_state=not weights_only, to_load=True)
         found = checkpoint.find_latest(
@@ -443,12 +446,12 @@ class Saver:
         the difference, and CheckpointError where its state lacks a count to resume from."""
         missing = [name for name in COUNTS if name not in found.state]
         if missing:
-            raise checkpoint.CheckpointError(f"{STATE} lacks {', '.join(missing)}")
+            raise checkpoint.CheckpointError(f"{STATE} has no {', '.join(missing)}")
         for what, line in same_run.changes(found, self.config, self.digests):
             if what not in self.config.checkpoint.allow_change:
                 raise checkpoint.MismatchError(
-                    f"{line}: give what the checkpoint has, --finetune to begin at sample 0, or "
-                    f"--allow-change {what} to go on all the same"
+                    f"{line}: use the value of the checkpoint, --finetune to begin at sample 0, or "
+                    f"--allow-change {what} to continue anyway"
                 )
         if stage := waits_for(self.config, found.state["consumed_samples"]):
             raise checkpoint.MismatchError(
@@ -488,7 +491,8 @@ class Saver:
         try:
             if max(self._told(count)) >= MOST:
                 raise checkpoint.SaveError(
-                    f"step {iteration} is not copied to memory: the supervisors still work on the "
+                    f"step {iteration} is not copied to memory: the supervisors are still busy "
+                    "with the last "
                     f"{MOST} copies before"
                 )
             path = checkpoint.save(

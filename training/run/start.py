@@ -40,7 +40,7 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     count = sum(p.numel() for p in run.module.parameters())
     note(f"{run.grid}; {count:,} parameters on this rank, {run.device}")
     if reason := fused_gpu.without(run.device):
-        note(f"without fused operations, so slower: {reason}")
+        note(f"fused operations are not available, so this is slower: {reason}")
 
 
 def measure_and_warm_up(
@@ -55,7 +55,7 @@ def measure_and_warm_up(
     config, ctx = run.config, run.model.ctx
     run.sink.check = GradientCheck(run.grid, note)
     run.monitor.action = "measuring what is fastest"
-    found = overlap.settle(run.module, ctx, config, note, saver.overlap_choices)
+    found = overlap.choose_methods(run.module, ctx, config, note, saver.overlap_choices)
     saver.overlap_choices = found.chosen.choices
     warm_up(run, provider, run_schedule, found.chosen, note)
     return found

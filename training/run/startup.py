@@ -79,7 +79,9 @@ def compare(config: Config, digests: dict[str, str], launch: Launch, store: dist
         _exchange(mine, launch.rank, launch.world, store)
     except RuntimeError as error:
         why = printable(str(error).splitlines()[0])
-        raise MeetingError(f"a rank left before all had compared: {why}") from None
+        raise MeetingError(
+            f"a rank ended before all ranks had compared their settings: {why}"
+        ) from None
 
 
 def digest_of(settings: str) -> str:
@@ -91,7 +93,7 @@ def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
     """Send a digest of every rank's settings to rank 0, which asks the first that differs for all
     of them; raise UsageError, on every rank, if they differ.
     """
-    deadline, gone = time.monotonic() + COMPARING, "rank {} met the others and then left"
+    deadline, gone = time.monotonic() + COMPARING, "rank {} connected and then ended"
     if rank == 0:
         odd, verdict = "", ""
         for other in range(1, world):
@@ -129,10 +131,9 @@ def _difference(mine: str, theirs: str, other: int) -> str:
     name = flag if flag in known_flags() else key
     if key.startswith("the file "):
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
-        return f"{key} is not the same on rank 0 and on rank {other}{more}: all must run one code"
+        return f"{key} differs on rank 0 and rank {other}{more}: all must run the same code"
     return (
-        f"{name} is {here!r} on rank 0 and {there!r} on rank {other}: "
-        "all ranks must be given the same"
+        f"{name} is {here!r} on rank 0 and {there!r} on rank {other}: all ranks need the same value"
     )
 
 

@@ -85,13 +85,13 @@ class StopSignal:
             return f"stopped after {done}"
         self.code = self._stopped
         if not by_signal:
-            return f"stopped after {done}, as stage {stage} is next: the same command goes on"
+            return f"stopped after {done}, as stage {stage} is next: the same command continues"
         if not saved.save:
             rest = "nothing was saved, as there is no --save"
         elif saved.load == saved.save:
-            rest = "saved: the same command goes on from there"
+            rest = "saved: the same command resumes from there"
         else:
-            rest = f"saved: with --load {saved.save} the same command goes on from there"
+            rest = f"saved: with --load {saved.save} the same command resumes from there"
         return f"stopped by {self._name} after {done}; {rest}"
 
     def _at_once(self, number: int, first: float | None) -> bool:
@@ -133,7 +133,7 @@ class StopSignal:
                     number = end.recv(1)
                 except TimeoutError:
                     if not self.stepped and time.monotonic() > end_at:
-                        self._say(last, f"the first step was not done in {self.FIRST:g} s: stopped")
+                        self._say(last, f"the first step took more than {self.FIRST:g} s: stopped")
                         os._exit(128 + last)
                     if self._launcher not in (None, os.getppid()):
                         self._launcher = None

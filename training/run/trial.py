@@ -42,7 +42,7 @@ from training.optimizer import optimizer_groups
 from training.zero import zero_config
 
 TOKENS = 256  # of a call: more than a block of any kernel, and a multiple of float8's
-WITHOUT = "without Triton torch's operations do it, more slowly: pip uninstall triton"
+WITHOUT = "without Triton, torch's slower operations are used: pip uninstall triton"
 
 
 def agreed(device: torch.device) -> dict[str, str]:
@@ -87,7 +87,7 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     )  # fmt: skip
     kernels = device.type == "cuda" and not available.why_not()
     own = WITHOUT if kernels else "no flag avoids it"
-    avoid = own if p.norm_backend == "weft" else "take --norm-backend weft"
+    avoid = own if p.norm_backend == "weft" else "use --norm-backend weft"
     yield Trial(f"the norm of --norm-backend {p.norm_backend}", avoid, lambda: _norm(config, ctx))
     yield from _matmuls(f"in {name}", Recipe(), ctx, sums)
     if config.float8.fp8_format is not None:
@@ -104,7 +104,7 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     yield Trial("SwiGLU", own, lambda: _backward(swiglu, _numbers(ctx, TOKENS, 1, 2 * TOKENS)))
     yield Trial("the cross entropy", own, lambda: _loss(config, ctx))
     if not p.optimizer_cpu_offload:
-        avoid = "take --optimizer-backend torch" if p.optimizer_backend != "torch" else own
+        avoid = "use --optimizer-backend torch" if p.optimizer_backend != "torch" else own
         what = f"the update of --optimizer-backend {p.optimizer_backend}"
         yield Trial(what, avoid, lambda: _update(config, ctx))
 
@@ -132,7 +132,7 @@ def _matmuls(what: str, recipe: Recipe, ctx: LayerContext, sums: torch.dtype) ->
     """Yield the three products of a layer, each of 256 x 256 by 256 x 256."""
     float8 = "--fp8" in what
     avoid = (
-        "leave --fp8-format out, or take another --fp8-recipe" if float8 else "no flag avoids it"
+        "omit --fp8-format, or use another --fp8-recipe" if float8 else "no flag avoids it"
     )
 
     def operands(role: str, cut: str, weight: str, cut_of_weight: str) -> tuple[Tensor, Tensor]:
@@ -153,9 +153,9 @@ def _matmuls(what: str, recipe: Recipe, ctx: LayerContext, sums: torch.dtype) ->
                 lambda: recipe.dgrad(*operands("dy", "k", "wt", "k")))  # fmt: skip
     narrow = str(sums).removeprefix("torch.")
     if float8:
-        avoid = "take --fp8-wgrad-bf16, or leave --fp8-format out"
+        avoid = "use --fp8-wgrad-bf16, or omit --fp8-format"
     elif sums != ctx.dtype:
-        avoid = "take --main-grads-dtype bf16"
+        avoid = "use --main-grads-dtype bf16"
     yield Trial(f"the matmul {what} of the weight's gradient (wgrad), added in {narrow}", avoid,
                 wgrad)  # fmt: skip
 

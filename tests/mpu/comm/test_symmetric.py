@@ -70,13 +70,13 @@ def late(comm) -> None:
             all_gather(torch.ones(3), axis)
         said = str(caught.value)
         assert said.startswith("all_gather over dp_cp (ranks [0, 1, 2]): "), said
-        assert "no sign of rank 1 for 0 s, in shared memory" in said
-        with pytest.raises(CommunicationError, match="no sign of rank 1 for 0 s, in here"):
+        assert "no answer from rank 1 for 0 s, in shared memory" in said
+        with pytest.raises(CommunicationError, match="no answer from rank 1 for 0 s, in here"):
             buffer.wait(1, 2, "here")
         buffer.close(1)
-        with pytest.raises(CommunicationError, match="no sign of rank 1 .* in the turn before"):
+        with pytest.raises(CommunicationError, match="no answer from rank 1 .* in the turn before"):
             buffer.wait_closed(1, "the turn before")
-        with pytest.raises(CommunicationError, match="no sign of every rank .* in a barrier"):
+        with pytest.raises(CommunicationError, match="no answer from every rank .* in a barrier"):
             buffer.barrier()
         assert time.monotonic() - begin >= 1.2  # four waits of 0.3 s
     barrier(comm.grid().dp_cp)  # through gloo: rank 1 lives, and says nothing in memory until then
@@ -162,7 +162,7 @@ def too_large(comm) -> list[str]:
                 all_gather(torch.ones(1 << 20), axis)
             said.append(str(caught.value))
             works(axis)
-        with pytest.raises(Unavailable, match="cannot be had"):
+        with pytest.raises(Unavailable, match="cannot be allocated"):
             SymmetricBuffer(by_process_group(axis), 1 << 21, WAIT)
     works(axis, 1 << 18)
     return said
@@ -171,7 +171,7 @@ def too_large(comm) -> list[str]:
 def test_growth_that_cannot_be_had_is_an_error_on_all_ranks(world):
     every = world(2).run(too_large)
     assert every[0] == every[1] and every[0][0] == every[0][1]
-    assert "16 MiB of shared memory cannot be had: [Errno 27] File too large" in every[0][0]
+    assert "16 MiB of shared memory cannot be allocated: [Errno 27] File too large" in every[0][0]
     assert every[0][0].endswith("--no-shared-memory does without")
 
 

@@ -146,11 +146,13 @@ def test_a_large_unequal_model_is_cut_soon_and_well():
 
 def test_a_rank_that_holds_nothing_is_refused():
     assert counts(2, 4, head_cost=1.0) == [0, 1, 1, 0]  # the ends hold an end
-    with pytest.raises(ValueError, match="rank 1 would hold nothing: an embedding, a head and 1 l"):
+    with pytest.raises(
+        ValueError, match="rank 1 would have no layers: an embedding, a head and 1 l"
+    ):
         equal(1, 4, head_cost=1.0)
-    with pytest.raises(ValueError, match="rank 2 would hold nothing: .* 2 layers over 4 ranks"):
+    with pytest.raises(ValueError, match="rank 2 would have no layers: .* 2 layers over 4 ranks"):
         equal(2, 4, 2, True, layout="Et|t||||||L")
-    with pytest.raises(ValueError, match="rank 1 would hold nothing"):
+    with pytest.raises(ValueError, match="rank 1 would have no layers"):
         equal(2, 3, layout="Et||tL")
 
 

@@ -47,7 +47,7 @@ from training.arguments import CheckpointConfig
 from training.config import Config
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.run import memory as memory_report
+from training.run import memory_report
 from training.run.saver import Saver
 
 ROOT = Path(__file__).resolve().parents[3]

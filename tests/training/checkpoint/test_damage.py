@@ -77,7 +77,7 @@ def test_damage_falls_back_to_the_previous_one(
     DAMAGE[what](write(tmp_path, 2))
     step, notes = newest(tmp_path)
     assert step == 1
-    assert len(notes) == 1 and "step_00000002 is passed over: rank 0: " in notes[0]
+    assert len(notes) == 1 and "step_00000002 is skipped: rank 0: " in notes[0]
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "index.json", "state.json", SHARD])

@@ -55,7 +55,7 @@ def test_a_file_system_without_locks_is_told_of(
     monkeypatch.setattr(fcntl, "lockf", lockf)
     notes: list[str] = []
     DirectoryLock(tmp_path, notes.append)
-    assert len(notes) == 1 and "knows no locks" in notes[0]
+    assert len(notes) == 1 and "does not support locks" in notes[0]
 
 
 def test_a_link_in_the_locks_place_is_not_followed(tmp_path: Path) -> None:

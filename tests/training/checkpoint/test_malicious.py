@@ -100,7 +100,7 @@ def check_passed_over(newest: Any, root: Path, why: str = "") -> None:
     """Step 1 is taken, and one line says why step 2 is not."""
     step, notes = newest(root)
     assert step == 1 and len(notes) == 1, notes
-    assert "step_00000002 is passed over: rank 0: " in notes[0] and why in notes[0], notes
+    assert "step_00000002 is skipped: rank 0: " in notes[0] and why in notes[0], notes
     check_sentence(notes[0])
 
 

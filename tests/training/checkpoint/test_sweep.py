@@ -325,7 +325,7 @@ def test_a_directory_of_another_number(sound: Sound) -> None:
             os.rename(path, sound.new)
             sound.mend()
         assert found is not None and found.step == 1, f"lie: {lie}"
-        assert len(notes) == 1 and "step_00000003 is passed over" in notes[0]
+        assert len(notes) == 1 and "step_00000003 is skipped" in notes[0]
 
 
 def test_what_else_stands_in_the_directory_is_not_taken(sound: Sound) -> None:

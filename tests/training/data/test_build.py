@@ -119,14 +119,14 @@ def test_what_a_user_is_told(prefixes, tmp_path):
     refused("either by --data-path")
     refused("either by --data-path", data_path=(a,), train_data_path=(b,))
     refused("--split nonsense: give up to three numbers", data_path=(a,), split="nonsense")
-    refused("the train split holds no document", data_path=(a,), split="0,1")
-    refused("the train split holds no document", valid_data_path=(a,))
+    refused("the train split has no documents", data_path=(a,), split="0,1")
+    refused("the train split has no documents", valid_data_path=(a,))
     with IndexedWriter(str(tmp_path / "c"), token_dtype(1000)) as writer:
         writer.add([1] * 50)
     asked = {"eval_interval": 5, "split": "98,1,1"}
-    few = "--eval-interval 5 has nothing to evaluate on: --split 98,1,1 gives whole documents"
+    few = "--eval-interval 5 has nothing to evaluate on: --split 98,1,1 assigns whole documents"
     refused(few, data_path=(str(tmp_path / "c"),), **asked)
-    none = "--eval-interval 5 has nothing to evaluate on: --valid-data-path holds no token"
+    none = "--eval-interval 5 has nothing to evaluate on: --valid-data-path has no tokens"
     refused(none, eval_interval=5, train_data_path=(a,))
     lost = ("1", a, "0.5", str(tmp_path / "c"))
     refused("--data-path: .*c has weight 0.5 but no train tokens", data_path=lost, split="1,9")

@@ -73,7 +73,7 @@ def test_an_unusable_directory_is_said_once(tmp_path):
 
 
 def build_slowly(directory):
-    """Return how often this process built the entry, and its last word."""
+    """Return how often this process built the entry, and its last report."""
     built = []
 
     def build():

@@ -98,7 +98,7 @@ def test_a_split_reads_its_own_documents_only(prefix):
     data = dataset(prefix, documents=range(4, 7))
     seen = {int(token) for i in range(20) for token in data.sample(i)}
     assert seen == set(range(23, 23 + 41))
-    with pytest.raises(ValueError, match="data: the test split holds no token"):
+    with pytest.raises(ValueError, match="data: the test split has no tokens"):
         dataset(prefix, documents=range(1, 2), split="test")
 
 

@@ -196,7 +196,7 @@ def test_a_read_of_a_file_says_where_it_is(tmp_path, monkeypatch):
     reader = threading.Thread(target=file.read, args=(64, 8))
     reader.start()
     inside.wait(20)
-    assert file.under_way().startswith(f"{tmp_path}/a.bin, byte 64: a read goes on for 0.")
+    assert file.under_way().startswith(f"{tmp_path}/a.bin, byte 64: a read has taken 0.")
     gate.set()
     reader.join()
     assert file.under_way() == ""

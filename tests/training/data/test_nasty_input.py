@@ -194,7 +194,7 @@ def test_parquet(tmp_path):
     }
     with pytest.raises(ValueError, match="a.parquet, row 2: no text in this row"):
         list(documents(tmp_path / "a.parquet"))
-    for column, says in (("body", "no column 'body'; it has text, n"), ("n", "which is no text")):
+    for column, says in (("body", "no column 'body'; it has text, n"), ("n", "which is not text")):
         with pytest.raises(ValueError, match=says):
             list(documents(tmp_path / "a.parquet", column))
     (tmp_path / "b.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-40])

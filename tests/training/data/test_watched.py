@@ -133,6 +133,6 @@ def test_a_run_whose_read_hangs_names_file_and_byte_and_ends(prefix, monkeypatch
     finally:
         gate.set()
     said = capsys.readouterr().err
-    where = rf"{prefix}.bin, byte \d+: a read goes on for \d\.\d s"
+    where = rf"{prefix}.bin, byte \d+: a read has taken \d\.\d s"
     assert re.search(rf"{where}: not read within 0.5 seconds \(--data-timeout\)", said), said
     assert time.monotonic() - begin < 30

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mpu.comm.transport import CommunicationError
 from tests.proxy import Proxy
 from tests.training.faults.test_monitor import PATIENCE, Staying, wait_until
-from training.faults import coordinator, hang_judge, messages
+from training.faults import coordinator, hang_detector, messages
 from training.faults import monitor as failure_monitor
 from training.faults.links import Links
 from training.faults.wire import Connection
@@ -101,7 +101,7 @@ def test_a_reset_link_that_stays_away_is_told_by_both_its_ends(
     monkeypatch.setattr(failure_monitor, "RETURN", 0.5)
     three = linked()
     three.link.asked = "away"
-    both = "rank 0 and rank 2 do not hear each other"
+    both = "rank 0 and rank 2 lost contact"
     for rank, blamed in ((0, 2), (1, 2), (2, 0)):
         said = three.first(rank)
         assert said.startswith(f"rank {blamed} failed first") and both in said
@@ -111,13 +111,13 @@ def test_a_reset_link_that_stays_away_is_told_by_both_its_ends(
 def test_a_silent_link_is_told_by_both_its_ends(
     linked: Callable[..., Linked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for user in (hang_judge, failure_monitor):  # the peer is on another host, out of sight
+    for user in (hang_detector, failure_monitor):  # the peer is on another host, out of sight
         monkeypatch.setattr(user, "silence", lambda place, otherwise: otherwise)
     three = linked(silence=1.0)
     three.link.asked = "drop"
     for rank in range(3):
         said = three.first(rank)
-        assert "no sign of life for 1 s: rank 0 and rank 2 do not hear each other" in said
+        assert "no heartbeat for 1 s: rank 0 and rank 2 lost contact" in said
 
 
 def test_a_death_behind_the_link_is_a_death_at_once(linked: Callable[..., Linked]) -> None:
@@ -146,8 +146,8 @@ def test_a_dead_link_elsewhere_is_told_with_both_ends(linked: Callable[..., Link
     for address in ("10.0.0.9", "10.0.0.2"):  # no rank is at the first
         messages.send(three.monitors[1]._connection, "unheard", address=address, seconds=21.0)
     assert three.first(2) == (
-        "rank 1 failed first during start-up: no sign of life from 10.0.0.2 for 21 s: rank 1 and "
-        "rank 2 do not hear each other (cut off by the network)"
+        "rank 1 failed first during start-up: no heartbeat from 10.0.0.2 for 21 s: rank 1 and "
+        "rank 2 lost contact (cut off by the network)"
     )
 
 
@@ -162,7 +162,7 @@ def test_after_a_reset_both_ends_tell_one_story(linked: Callable[..., Linked]) -
     assert len(stories) == 1
     assert stories <= {  # whichever report arrives first
         f"rank {rank} failed first during start-up: CommunicationError: {text}; rank 1 and rank 2 "
-        "do not hear each other (a connection broke while every process lived)"
+        "lost contact (a connection broke while all processes were alive)"
         for rank in (1, 2)
     }
 

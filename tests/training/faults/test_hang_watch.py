@@ -22,7 +22,7 @@ import torch
 from mpu.comm.transport import blocked
 from mpu.comm.waits import Wait, Waits
 from training.faults import hang_watch
-from training.faults.hang_judge import HangJudge, Status, find, named, silence, watch_alone
+from training.faults.hang_detector import HangDetector, Status, find, named, silence, watch_alone
 from training.faults.hang_watch import FACTOR, HangWatch, flight_recorder
 from training.faults.process import Process, own_line
 
@@ -47,7 +47,7 @@ def waits(
     )
 
 
-def stands(rank: int, stuck: float, kind: str = "compute", action: str = "it") -> Status:
+def where(rank: int, stuck: float, kind: str = "compute", action: str = "it") -> Status:
     return Status(rank, action, phase="step", stuck=stuck, kind=kind, line=LINE)
 
 
@@ -56,7 +56,7 @@ def test_who_stands_still_and_waits_for_nobody_hangs() -> None:
         waits(0, 30.1, "tp", (0, 1), 8),
         waits(1, 30.2, "dp", (1, 3), 4),
         waits(2, 30.0, "tp", (2, 3), 8),
-        stands(3, 30.5, "data", "reading the data of iteration 7"),
+        where(3, 30.5, "data", "reading the data of iteration 7"),
     ]
     hang = find(ranks)
     assert hang is not None and hang.ranks == (3,)
@@ -68,12 +68,12 @@ def test_who_stands_still_and_waits_for_nobody_hangs() -> None:
 
 
 def test_who_still_moves_does_not_hang_and_those_who_wait_for_it_do_not_either() -> None:
-    ranks = [waits(0, 30.0, "tp", (0, 1), 8), stands(1, 0.4)]
+    ranks = [waits(0, 30.0, "tp", (0, 1), 8), where(1, 0.4)]
     assert find(ranks) is None
 
 
 def test_a_rank_that_works_since_a_while_is_not_what_stopped_the_others_long_ago() -> None:
-    ranks = [waits(0, 60.0, "tp", (0, 1), 8), stands(1, 20.0)]
+    ranks = [waits(0, 60.0, "tp", (0, 1), 8), where(1, 20.0)]
     assert find(ranks) is None
 
 
@@ -95,33 +95,33 @@ def test_ranks_that_wait_for_each_other_are_named_together() -> None:
     hang = find(ranks)
     assert hang is not None and hang.ranks == (0, 1)
     assert "ranks 0 and 1, which is every rank, hang in the phase step: in a receive" in hang.text
-    assert "which does not come from rank 1" in hang.text
+    assert "which has not come from rank 1" in hang.text
 
 
 def test_a_collective_in_which_every_rank_is_without_an_end() -> None:
     ranks = [waits(r, 30.0, "tp", (0, 1), 6) for r in (0, 1)]
     hang = find(ranks)
-    assert hang is not None and "in all_gather 6 over tp, in which every rank is" in hang.text
+    assert hang is not None and "in all_gather 6 over tp, which every rank has entered" in hang.text
 
 
 def test_all_ranks_at_once_are_named_together() -> None:
-    hang = find([stands(r, 30.0 + r / 10) for r in range(5)])
+    hang = find([where(r, 30.0 + r / 10) for r in range(5)])
     assert hang is not None and hang.ranks == (0, 1, 2, 3, 4)
     assert hang.text.startswith("ranks 0, 1, 2 and 2 more, which is every rank, hang in the phase")
 
 
 def test_of_those_that_stand_still_the_first_is_named() -> None:
     """As on NCCL, where hosts wait for their device and not for a peer."""
-    others = [stands(r, 29.0, action="the update of iteration 7") for r in (0, 1, 2)]
-    hang = find([*others, stands(3, 30.0, "data", "reading the data of iteration 7")])
+    others = [where(r, 29.0, action="the update of iteration 7") for r in (0, 1, 2)]
+    hang = find([*others, where(3, 30.0, "data", "reading the data of iteration 7")])
     assert hang is not None and hang.ranks == (3,)
 
 
 def test_a_rank_in_communication_without_a_wait_is_named_only_if_no_other_stands() -> None:
-    ranks = [waits(0, 30.0, "tp", (0, 1), 8), stands(1, 30.2, "communication")]
+    ranks = [waits(0, 30.0, "tp", (0, 1), 8), where(1, 30.2, "communication")]
     hang = find(ranks)
     assert hang is not None and hang.ranks == (1,)
-    hang = find([*ranks, stands(2, 29.9, "data")])
+    hang = find([*ranks, where(2, 29.9, "data")])
     assert hang is not None and hang.ranks == (2,)
 
 
@@ -145,18 +145,18 @@ def said(stuck: float, limit: float | None, phase: str = "step") -> str:
 def test_a_hang_is_spoken_of_past_its_limit_and_ends_the_run_past_the_timeout(
     phase: str, stuck: float, limit: float | None, timeout: float | None, speaks: bool, ends: bool
 ) -> None:
-    judge = HangJudge(600.0, timeout)
-    judge.hear(0, "status", said(stuck, limit, phase))
-    hang, over = judge.look([(0, "work", 0.0)], 10.0)
+    detector = HangDetector(600.0, timeout)
+    detector.hear(0, "status", said(stuck, limit, phase))
+    hang, over = detector.look([(0, "work", 0.0)], 10.0)
     assert ((hang is not None), over) == (speaks, ends)
 
 
 def test_a_hang_is_spoken_of_once_until_the_rank_moves() -> None:
-    judge, now, heard = HangJudge(600.0, None), 0.0, []
+    detector, now, heard = HangDetector(600.0, None), 0.0, []
     for stuck in (29.0, 31.0, 35.0, 0.1, 29.0, 31.0):
-        judge.hear(0, "status", said(stuck, 30.0))
+        detector.hear(0, "status", said(stuck, 30.0))
         now += 1.0
-        heard.append(judge.look([(0, "work", 0.0)], now)[0] is not None)
+        heard.append(detector.look([(0, "work", 0.0)], now)[0] is not None)
     assert heard == [False, True, False, False, False, True]
 
 
@@ -290,7 +290,10 @@ def test_a_process_whose_python_stands_still_is_read_and_ended(tmp_path: Path) -
     try:
         address = json.loads(child.stdout.readline())
         line = f"at {tmp_path}/holder.py:8 (hold)"
-        soon(f"its process lives but its Python stands still (a library holds its lock) {line}")
+        soon(
+            "its process is alive but its Python interpreter is blocked (a library holds its "
+            f"lock) {line}"
+        )
         os.kill(child.pid, signal.SIGSTOP)
         soon(f"its process is stopped (SIGSTOP?) {line}")
         Process(address | {"began": "1"}).end()  # that number was another process's
@@ -339,11 +342,11 @@ def test_what_was_armed_is_taken_back_for_good() -> None:
 
 
 def test_a_single_rank_speaks_once_and_ends_at_its_timeout(capsys: Any) -> None:
-    watch, judge = HangWatch(floor=2.1, deadline=4.0), HangJudge(4.0, None)
+    watch, detector = HangWatch(floor=2.1, deadline=4.0), HangDetector(4.0, None)
     for phase in ("data", "step", "data"):
         watch.enter(phase)
     ended = threading.Event()
-    hang = in_a_thread(lambda: watch_alone(watch, judge, lambda: "reading", ended, 0.05))
+    hang = in_a_thread(lambda: watch_alone(watch, detector, lambda: "reading", ended, 0.05))
     assert hang is not None and hang.stuck > 4.0
     said = capsys.readouterr().err
     assert said.count("rank 0 hangs in the phase data: in the data loader at") == 1

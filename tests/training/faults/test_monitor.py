@@ -135,7 +135,7 @@ def test_a_rank_that_hangs_is_named_before_those_that_gave_up_waiting(
 ) -> None:
     """It still beats; those that wait for it are the ones to fail."""
     four = ranks(4, grace=0.5)
-    judge = four.monitors[0]._coordinator.judge
+    detector = four.monitors[0]._coordinator.detector
     for rank, monitor in enumerate(four.monitors):
         wait = Wait("all_reduce", "tp", (0, 1, 2, 3), 5 if rank != 2 else 4)
         said = {"phase": "step", "stuck": 60.0, "started": {"tp": wait.number}, "kind": "compute"}
@@ -143,7 +143,9 @@ def test_a_rank_that_hangs_is_named_before_those_that_gave_up_waiting(
             said | {"wait": None if wait.number == 4 else wait.pack()}
         )
         monitor.action = f"the work of rank {rank}"
-    wait_until(lambda: len(judge._said) == 4 and all("kind" in x for x in judge._said.values()))
+    wait_until(
+        lambda: len(detector._said) == 4 and all("kind" in x for x in detector._said.values())
+    )
     error = CommunicationError("all_reduce over tp: Timed out waiting 600000ms")
     four.fail(0, error, "waiting for rank 2")
     (cause,) = four.causes()
@@ -227,7 +229,7 @@ def test_silence_is_a_cause(ranks: Callable[..., Ranks]) -> None:
     line = two.monitors[1]._connection
     line.send = lambda message: None  # stopped: the connection stands, nothing comes
     (cause,) = two.causes()
-    assert cause.rank == 1 and "no sign of life" in cause.why
+    assert cause.rank == 1 and "no heartbeat" in cause.why
 
 
 def test_a_rank_that_falls_silent_right_after_set_up_counts_as_lost_soon(
@@ -235,15 +237,15 @@ def test_a_rank_that_falls_silent_right_after_set_up_counts_as_lost_soon(
 ) -> None:
     """It says that set-up is over before its next beat; --hang-timeout holds from then on."""
     two = ranks(2, silence=60.0, beat=0.1)
-    judge = two.monitors[0]._coordinator.judge
-    judge.hang_timeout = 1.0
-    assert judge.patience(1, 60.0) == 60.0
+    detector = two.monitors[0]._coordinator.detector
+    detector.hang_timeout = 1.0
+    assert detector.patience(1, 60.0) == 60.0
     line, two.monitors[1]._beat = two.monitors[1]._connection, 9.0  # no beat comes soon
     two.monitors[1].enter("data", "reading the data of iteration 1")
     assert line is not None
     line.send = lambda message: None
     (cause,) = two.causes()
-    assert cause.rank == 1 and "no sign of life" in cause.why
+    assert cause.rank == 1 and "no heartbeat" in cause.why
     assert cause.why.endswith("before: reading the data of iteration 1")
 
 
@@ -252,7 +254,7 @@ def test_a_silent_coordinator_is_rank_0s_fault(ranks: Callable[..., Ranks]) -> N
     coordinator = two.monitors[0]._coordinator
     coordinator.beat = 1e9  # the coordinator's thread stands still
     wait_until(lambda: two.monitors[1].first is not None)
-    assert two.monitors[1].first.rank == 0 and "no sign of life" in two.monitors[1].first.why
+    assert two.monitors[1].first.rank == 0 and "no heartbeat" in two.monitors[1].first.why
 
 
 def test_a_goodbye_is_no_death_and_costs_no_time(ranks: Callable[..., Ranks], capsys: Any) -> None:
@@ -268,7 +270,7 @@ def test_a_goodbye_is_no_death_and_costs_no_time(ranks: Callable[..., Ranks], ca
 def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2)
     two.monitors[0]._coordinator.world = 3
-    two.monitors[0]._coordinator.door.numbers = range(3)
+    two.monitors[0]._coordinator.admission.numbers = range(3)
     two.fail(1, RuntimeError("early"))
     assert {c.why for c in two.causes()} == {"RuntimeError: early"}
     late = Staying(2, 3, two.store, beat=0.05, unwind=0.1)
@@ -281,11 +283,11 @@ def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     [b"GET / HTTP/1.1\r\n\r\n", b"\xff\x00" * 100, b'["a"]\n', b"x" * 100_000]
     + [b'{"rank": 1, "token": "guessed", "failed": "ha", "wait": 0}\n', b'{"failed": "x"}\n', b""],
 )
-def test_strangers_on_the_port_change_nothing(ranks: Callable[..., Ranks], noise: bytes) -> None:
+def test_admission_on_the_port_change_nothing(ranks: Callable[..., Ranks], noise: bytes) -> None:
     two = ranks(2)
     port = two.monitors[0]._coordinator.port
-    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as stranger:
-        stranger.sendall(noise)
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as caller:
+        caller.sendall(noise)
         time.sleep(0.2)
     assert two.monitors[0]._coordinator.is_alive() and two.monitors[0]._coordinator.decided is None
     two.bye()
@@ -293,7 +295,7 @@ def test_strangers_on_the_port_change_nothing(ranks: Callable[..., Ranks], noise
 
 
 def test_the_port_of_a_local_run_is_not_open_to_the_network(ranks: Callable[..., Ranks]) -> None:
-    assert ranks(2).monitors[0]._coordinator.door.listener.getsockname()[0] == "127.0.0.1"
+    assert ranks(2).monitors[0]._coordinator.admission.listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_forked_child_does_not_hide_a_death(ranks: Callable[..., Ranks]) -> None:

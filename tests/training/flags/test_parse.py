@@ -152,7 +152,7 @@ def test_flags_of_another_program_are_left_out_and_told():
     assert (config.run.dtype, config.run.seed) == (torch.bfloat16, 3)
     assert config.run.ignore_flags == ("trigger-path:1", "use-mpi:0", "beta:1", "data-weights:2")
     for name in ("trigger-path", "use-mpi", "beta", "data-weights"):
-        assert f"--ignore-flags: --{name} is left out" in "\n".join(config.notes)
+        assert f"--ignore-flags: --{name} is ignored" in "\n".join(config.notes)
 
 
 @pytest.mark.parametrize(
@@ -281,15 +281,15 @@ MISTAKES = [
         "--use-mpi --use-z-loss 0.1 --label=a",
         1,
         "3 flags are not flags of this program nor of Megatron-LM; --help all lists the flags, and "
-        "this leaves them out: --ignore-flags use-mpi:0 use-z-loss:1 label:1",
+        "this ignores them: --ignore-flags use-mpi:0 use-z-loss:1 label:1",
     ),
-    ("--use-mpi", 1, "lists the flags, --ignore-flags use-mpi:0 leaves it out"),
+    ("--use-mpi", 1, "lists the flags, --ignore-flags use-mpi:0 ignores it"),
     ("--use-mpi --num-layer 3", 1, "did you mean --num-layers?"),
     ("--context-parallel-algo ring", 1, "here and in Megatron-LM it is --cp-comm-type"),
     ("--learning_rate x", 1, "--lr x: must be a number >= 0"),
     ("--dataloader-type external", 1, "--dataloader-type external: only single or cyclic is"),
     ("--ignore-flags nobody", 1, "or one of the trees argonne, bigscience,"),
-    ("--trigger-path /x --job-name y", 1, "this leaves them out: --ignore-flags trigger-path:1 j"),
+    ("--trigger-path /x --job-name y", 1, "this ignores them: --ignore-flags trigger-path:1 j"),
     ("--trigger-path /x", 1, "nor of Megatron-LM, but of swiss-ai; --help all lists the flags"),
     (
         "--fp16 --data-parallel-random-init --otel-enabled",
@@ -417,7 +417,7 @@ MISTAKES = [
     ("--eval-iters -2", 1, "--eval-iters -2: must be a whole number >= -1"),
     ("--ignore-flags", 1, "--ignore-flags names no flag: give NAME:COUNT"),
     ("--ignore-flags use-mpi", 1, "--ignore-flags use-mpi: give NAME:COUNT, COUNT the number"),
-    ("--ignore-flags lr:1", 1, "--ignore-flags lr: --lr is known here, so it cannot be left out"),
+    ("--ignore-flags lr:1", 1, "--ignore-flags lr: --lr is known here, so it cannot be ignored"),
     ("--ignore-flags moe-router-topk:1", 1, "--moe-router-topk is known here"),
     ("--ignore-flags num-layer:1", 1, "too close to --num-layers, for which --num-layer may be"),
     ("--ignore-flags tensor-model-paralel-siz:1", 1, "too close to --tensor-model-parallel-size"),

@@ -229,7 +229,7 @@ def test_values(name, text, value):
         ("--seed", "-1", "a whole number >= 0"),
         ("--adam-beta1", "1", "a number from 0 to below 1"),
         ("--lr-decay-style", "wsd", "one of constant, linear, cosine, inverse-square-root, WSD"),
-        ("--save", " ", "leave the flag out instead"),
+        ("--save", " ", "omit the flag instead"),
         ("--zero-stage", "4", "one of 0, 1, 2, 3"),
         ("--tp-comm-overlap", "yes", "one of none, auto, ring, symmetric"),
         ("--zero-stage", "full", "one of 0, 1, 2, 3"),

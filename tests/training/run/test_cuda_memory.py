@@ -9,7 +9,7 @@ import torch
 
 from training.arguments import FaultConfig
 from training.run.log import cuda_memory
-from training.run.memory import empty_cache
+from training.run.memory_report import empty_cache
 
 
 @pytest.mark.parametrize("given, emptied", [(0, []), (1, [1]), (2, [1, 2])])

@@ -91,8 +91,8 @@ def test_line_names_everything_a_person_watches(capsys):
         step(log, 1)
         step(log, 2)
     first, line = capsys.readouterr().out.splitlines()
-    assert first.startswith("MFU is held against") and "a rank x 2" in first
-    assert "a matmul measured on this CPU in float32" in first
+    assert first.startswith("MFU: percent of 2 x ")
+    assert "measured here with a float32 matmul" in first
     parts = ["iteration 2/4", "loss 0.3333", "lr 1.00e-3", "norm 3.14", "2.00k tokens/s"]
     assert line.split(" | ")[:5] == parts and line.endswith("% | ETA 0:01") and " | MFU " in line
 
@@ -147,7 +147,7 @@ def test_the_line_has_the_mean_of_its_steps_and_the_files_have_each(tmp_path, ca
     assert each == [(1, 10), (2, 20), (3, 30), (4, 40)]
     lines = capsys.readouterr().out.splitlines()
     assert "iteration 4/8 | loss 25.0000" in lines[1] and "iteration 8/8 | loss 1.5000" in lines[3]
-    said = r"finished: 8 iterations, loss 1.5000, \d:\d\d; nothing is saved: no --save"
+    said = r"finished: 8 iterations, loss 1.5000, \d:\d\d; not saved \(no --save\)"
     assert re.fullmatch(said, lines[4])
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_has_nothing_to_do_says_so(capsys):
         log.finished(3)
         log.finished(4)
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "nothing to do: iteration 4 of 4 was reached before"
+        "nothing to do: iteration 4 of 4 is already done"
     ]
 
 
@@ -279,7 +279,10 @@ def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys, monke
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     out = capsys.readouterr().out
-    assert out.count(f"--tensorboard-dir {tmp_path}: File too large; it ends here") == 1
+    assert (
+        out.count(f"--tensorboard-dir {tmp_path}: File too large; nothing more is written to it")
+        == 1
+    )
     assert iteration < 1999 and f"{iteration:>4}/2000 " in out
     assert not traces
 
@@ -294,7 +297,7 @@ def test_an_error_of_wandb_ends_wandb(monkeypatch, capsys):
         step(log, 1)
         step(log, 2)
     out = capsys.readouterr().out
-    assert out.count("--wandb-project llamas: no network; it ends here") == 1
+    assert out.count("--wandb-project llamas: no network; nothing more is written to it") == 1
     assert "iteration 2/4" in out
 
 
@@ -407,6 +410,6 @@ def test_unknown_gpu_has_no_table_peak():
 
 def test_cpu_peak_is_measured_and_says_so():
     peak, source = peak_flops(torch.device("cpu"), torch.bfloat16)
-    assert "measured on this CPU in bfloat16" in source
+    assert "measured here with a bfloat16 matmul" in source
     assert peak > 1e8
     assert measured_peak(torch.device("cpu"), torch.float64, seconds=0.05) > 1e8

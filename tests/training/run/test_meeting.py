@@ -106,18 +106,20 @@ def test_who_did_not_come_is_named_to_all_who_did(start):
     results = start(4).run({0: impatient, 2: impatient})
     for error in results.values():
         assert isinstance(error, MeetingError) and error.told
-        assert str(error).startswith("ranks 1 and 3 did not come to MASTER_ADDR:MASTER_PORT (127.0")
+        assert str(error).startswith(
+            "ranks 1 and 3 did not connect to MASTER_ADDR:MASTER_PORT (127.0"
+        )
 
 
 def test_a_rank_0_that_never_came_is_named(start):
     error = start(2).run({1: impatient})[1]
     assert isinstance(error, MeetingError) and not error.told
-    assert str(error).startswith("rank 0 did not come to MASTER_ADDR:MASTER_PORT (127.0.0.1:")
+    assert str(error).startswith("rank 0 did not connect to MASTER_ADDR:MASTER_PORT (127.0.0.1:")
 
 
 def test_an_agents_store_without_rank_0_is_left_in_time(agent):
     error = agent(2).run({1: impatient})[1]
-    assert isinstance(error, MeetingError) and "rank 0 did not come" in str(error)
+    assert isinstance(error, MeetingError) and "rank 0 did not connect" in str(error)
 
 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["mute", "http"])
@@ -189,4 +191,4 @@ def test_a_rank_that_said_hello_and_died_did_not_come(agent):
     two = agent(2)
     assert isinstance(two.run({1: impatient})[1], MeetingError)  # its hello stays
     error = two.run({0: impatient})[0]
-    assert str(error).startswith("rank 1 did not come")
+    assert str(error).startswith("rank 1 did not connect")

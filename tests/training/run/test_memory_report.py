@@ -13,11 +13,11 @@ from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read
 from training.faults.monitor import FailureMonitor
 from training.optimizer import optimizer_groups
-from training.run import memory as memory_report
+from training.run import memory_report
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 KINDS = ("parameters", "gradients", "masters", "moments")
-FORK = "the formula is of the model as it is built on meta tensors"
+FORK = "the formula is for the model as built on meta tensors"
 
 
 def said(config, measured: dict, peaks: dict, pp_rank: int = 0) -> dict[str, str]:
@@ -40,7 +40,7 @@ def test_a_line_a_kind():
     number = f"{116 * 1024 * 2:,}"
     assert found["parameters"] == f"241,664 bytes, 4,096 more than the formula's {number}: {FORK}"
     assert "bytes, 8 fewer than the formula's" in found["moments"] and FORK in found["moments"]
-    assert "from the second step on, with the most" in found["whole gradients, at most"]
+    assert "for the second step on, with the most" in found["whole gradients, at most"]
     assert found["gradients"].endswith("equal to the formula")
 
 
@@ -70,7 +70,7 @@ def reported(comm, case: dict) -> list[str]:
         (dict(zero=0), "has its weights in 13 buckets of about 500 elements (--ddp-", 0),
         (dict(zero=1, bucket=None), "its weights in 1 bucket of about 2,097,152", 0),
         (dict(zero=2, bucket=3000), "buckets of about 3,000 elements", 1),
-        (dict(zero=3, gather=True), "its weights in 5 buckets, a transformer block", 2),
+        (dict(zero=3, gather=True), "its weights in 5 buckets, one transformer block", 2),
     ],
     ids=["level 0", "level 1, automatic", "level 2", "level 3"],
 )
@@ -79,7 +79,7 @@ def test_two_steps_are_what_the_formulas_state(world, case, buckets, peaks):
         assert buckets in lines[0]
         assert len(lines) == 1 + len(KINDS) + peaks
         assert all(line.endswith("bytes, equal to the formula") for line in lines[1:])
-    assert ("chosen together" in lines[0]) == ("bucket" in case and case["bucket"] is None)
+    assert ("the default" in lines[0]) == ("bucket" in case and case["bucket"] is None)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -100,7 +100,7 @@ def test_where_all_is_equal_it_is_one_line():
     sizes = {"parameters": 610304, "masters": 0, "gathered weights, at most": 8}
     kinds = [f"{k:<25} {size:>15,} bytes, equal to the formula" for k, size in sizes.items()]
     (line,) = memory_report.brief(["rank 0 has its weights in 1 bucket", *kinds])
-    said = "rank 0 has its weights in 1 bucket; bytes, as the formulas state them: "
+    said = "rank 0 has its weights in 1 bucket; bytes, as --dry-run computes them: "
     assert line == f"{said}parameters 610,304, gathered weights, at most 8"
     differs = [*kinds, "moments 3 bytes, 1 more than the formula's 2: why"]
     assert memory_report.brief(["b", *differs]) == ["b", *differs]

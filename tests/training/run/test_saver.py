@@ -77,7 +77,7 @@ def test_another_run_is_refused_by_name_and_allowed_by_name(
     said = capsys.readouterr().err
     assert told in said and f"--allow-change {word}" in said and "step_00000003" in said
     assert len(run(begun, f"{words} --allow-change {word}")) == 2
-    assert f"{told}" in (out := capsys.readouterr().out) and "as --allow-change says" in out
+    assert f"{told}" in (out := capsys.readouterr().out) and "as --allow-change allows" in out
     assert len(run(begun, f"{words} --finetune")) == 5  # begins afresh: nothing to compare
 
 
@@ -128,7 +128,7 @@ def test_a_longer_sequence_with_other_rotary_positions(begun: Path, capsys: Any,
     said = capsys.readouterr().out
     assert "nothing to act on" not in said
     assert (
-        "was trained with --rotary-base 10000, no --use-rope-scaling, --seq-length 16; going on "
+        "was trained with --rotary-base 10000, no --use-rope-scaling, --seq-length 16; continuing "
         "with --rotary-base 500000, --rope-scaling-factor 8, --seq-length 32, as --allow-change"
     ) in said
 
@@ -142,21 +142,21 @@ def test_a_directory_with_later_steps_is_not_written_to(begun: Path, capsys: Any
     """A resume would take the other run's newest step for this run's."""
     assert run(begun, "--train-iters 5 --save {tmp}/saved", code=2) == []
     errors = capsys.readouterr().err
-    assert "later steps than 0" in errors and "step_00000003" in errors
-    assert "go on from them with --load" in errors
+    assert "steps after 0" in errors and "step_00000003" in errors
+    assert "resume from them with --load" in errors
     run(begun, "--train-iters 5 --save {tmp}/saved --load {tmp}/saved --save-interval 1")
     assert steps(begun) == [3, 4, 5]
     assert (
         run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved --ckpt-step 4", 2) == []
     )
-    assert "later steps than 4" in capsys.readouterr().err
+    assert "steps after 4" in capsys.readouterr().err
     # one that is damaged is no later step: the run comes there again
     (shard,) = (begun / "saved" / "step_00000005").glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
     shard.write_bytes(data)
     assert len(run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved")) == 2
-    assert "step_00000005 is passed over" in capsys.readouterr().out
+    assert "step_00000005 is skipped" in capsys.readouterr().out
 
 
 def fork(work: Callable[[], None]) -> int:
@@ -353,7 +353,7 @@ def test_a_state_that_says_not_where_to_go_on_is_passed_over(
     put_state(begun, 5, {k: v for k, v in state_of(begun, 5).items() if k != lost})
     assert len(run(begun, "--train-iters 5 --load {tmp}/saved")) == 2
     output = capsys.readouterr().out
-    assert "step_00000005 is passed over" in output and f"state.json lacks {lost}" in output
+    assert "step_00000005 is skipped" in output and f"state.json has no {lost}" in output
 
 
 def test_a_name_that_leaves_the_checkpoint_is_no_tokenizer(begun: Path, capsys: Any) -> None:
@@ -390,7 +390,7 @@ def test_the_lock_comes_before_the_look(
     losses = run(begun, "--train-iters 6 --save {tmp}/saved --load {tmp}/saved")
     assert os.waitpid(child, 0)[1] == 0
     output = capsys.readouterr().out
-    assert "waiting for its end" in output and len(losses) == 1
+    assert "waiting for it to end" in output and len(losses) == 1
     assert steps(begun) == [3, 5, 6]
 
 
@@ -424,7 +424,7 @@ def test_a_hugging_face_directory_is_loaded_as_it_is(
     take = f"--train-iters 2 --use-checkpoint-args --seq-length 16 --load {foreign}"
     direct = run(tmp_path, take, sizes=[])
     said = capsys.readouterr().out
-    assert "is a Hugging Face directory: its weights, from sample 0 on" in said
+    assert "is a Hugging Face directory: loading its weights, starting at sample 0" in said
     assert direct == run(tmp_path, take.replace("--use-checkpoint-args", "--ffn-hidden-size 64"))
     fresh = run(tmp_path, "--train-iters 2 --ffn-hidden-size 64")
     assert direct[0] != fresh[0], "the weights were taken"

@@ -37,8 +37,8 @@ def test_every_source_of_the_product_is_in_it(copy: Path) -> None:
 def test_a_changed_file_is_named(copy: Path) -> None:
     (copy / "mpu/optim/adam.py").write_text("# another\n")
     assert difference(sources(copy)) == (
-        "the file mpu/optim/adam.py is not the same on rank 0 and on rank 3 (and 1 more): all must "
-        "run one code"
+        "the file mpu/optim/adam.py differs on rank 0 and rank 3 (and 1 more): all "
+        "must run the same code"
     )
 
 
@@ -49,12 +49,12 @@ def test_a_file_that_one_rank_alone_has_is_named(copy: Path, new: bool) -> None:
     else:
         (copy / "mpu/grid.py").unlink()
     name = "mpu/extra.py" if new else "mpu/grid.py"
-    assert difference(sources(copy)).startswith(f"the file {name} is not the same on rank 0")
+    assert difference(sources(copy)).startswith(f"the file {name} differs on rank 0")
 
 
 def test_another_torch_is_named() -> None:
     theirs = sources() | {"the version of torch": "1.0"}
     assert difference(theirs).startswith("the version of torch is ")
     assert difference(theirs).endswith(
-        "on rank 0 and '1.0' on rank 3: all ranks must be given the same"
+        "on rank 0 and '1.0' on rank 3: all ranks need the same value"
     )

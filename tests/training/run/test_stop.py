@@ -130,7 +130,7 @@ def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd
     assert said == f"\n{name}: stopping after this step\n"
     where = SimpleNamespace(save="runs/a", load="runs/a")
     note = stop.end(True, "iteration 12 of 40", where)
-    more = "; saved: the same command goes on from there"
+    more = "; saved: the same command resumes from there"
     assert note == f"stopped by {name} after iteration 12 of 40{more}"
     assert stop.code == 75
 
@@ -163,7 +163,7 @@ with StopSignal() as stop:
     done = launcher.python("-c", program)
     assert done.returncode == (128 + number if code else 0), done.stderr
     assert "stopping after this step" in done.stderr
-    assert ("the first step was not done in 0.1 s: stopped" in done.stderr) == code
+    assert ("the first step took more than 0.1 s: stopped" in done.stderr) == code
 
 
 def test_a_run_under_nohup_outlives_its_terminal():

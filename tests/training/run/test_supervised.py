@@ -89,7 +89,7 @@ def test_the_newest_sound_one_of_disk_and_memory_counts(tmp_path: Path) -> None:
     assert found(both) == "memory 25" and not notes
     data = next(newest.glob("*.safetensors"))
     data.write_bytes(data.read_bytes()[:-1] + b"\x01")  # a bit of the copy flips
-    assert found(both) == "disk 20" and "step_00000025 is passed over" in notes[0]
+    assert found(both) == "disk 20" and "step_00000025 is skipped" in notes[0]
     assert found(Roots([str(disk)], None, after=20)) == ""
     assert found(Roots([], memory, after=10)) == "memory 20"
     assert found(Roots([str(tmp_path / "none")], tmp_path / "nowhere")) == ""

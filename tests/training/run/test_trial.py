@@ -60,14 +60,14 @@ def raising(sentence):
         # aten/src/ATen/native/cuda/ScaledBlas.cpp, of cards without such a kernel
         (Float8, "accumulate", "--bf16 --fp8-format hybrid --fp8-recipe rowwise",
          ("the matmul of --fp8-recipe rowwise of the weight's gradient (wgrad), added in float32",
-          "Only bf16", "take --fp8-wgrad-bf16")),
+          "Only bf16", "use --fp8-wgrad-bf16")),
         (Float8, "dgrad", "--bf16 --fp8-format hybrid --fp8-recipe blockwise",
          ("the matmul of --fp8-recipe blockwise of the input's gradient (dgrad)",
-          "leave --fp8-format out, or take another --fp8-recipe")),
+          "omit --fp8-format, or use another --fp8-recipe")),
         (Float8, "product", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise",
-         ("the forward matmul of --fp8-recipe blockwise", "leave --fp8-format out")),
+         ("the forward matmul of --fp8-recipe blockwise", "omit --fp8-format")),
         (Recipe, "accumulate", "--bf16", ("in bfloat16 of the weight's gradient (wgrad), added in "
-                                          "float32", "take --main-grads-dtype bf16")),
+                                          "float32", "use --main-grads-dtype bf16")),
         (F, "scaled_dot_product_attention", "--bf16",
          ("attention of rows by --attention-backend auto, heads of 64 in bfloat16",
           "try --attention-backend unfused")),
@@ -100,8 +100,8 @@ def test_what_avoids_a_kernel_of_triton(monkeypatch):
         f"{FLAGS} --dry-run --bf16 --norm-backend te --optimizer-backend triton".split(), 1
     )
     told = {t.what: t.avoid for t in trials(config, CUDA)}
-    assert told["the norm of --norm-backend te"] == "take --norm-backend weft"
-    assert told["the update of --optimizer-backend triton"] == "take --optimizer-backend torch"
+    assert told["the norm of --norm-backend te"] == "use --norm-backend weft"
+    assert told["the update of --optimizer-backend triton"] == "use --optimizer-backend torch"
 
 
 def test_a_run_makes_them_before_it_meets_other_ranks(monkeypatch, capsys):
@@ -126,5 +126,5 @@ def test_ranks_that_differ_in_triton_are_named(monkeypatch):
     said = startup._difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
     assert said == (
         "what keeps Triton from running is '' on rank 0 and 'Triton launches no kernel here (no "
-        "gcc)' on rank 9: all ranks must be given the same"
+        "gcc)' on rank 9: all ranks need the same value"
     )

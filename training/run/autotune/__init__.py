@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--tp-comm-overlap: what is measured before the first step, and chosen by it.
+"""Choices that are measured before the first step.
 
-measure.py   the seconds of each matmul by each overlap method
-overlap.py   the method of each linear layer
+measure.py            the seconds of each matmul by each overlap method (--tp-comm-overlap auto)
+overlap.py            the overlap method of each linear layer
+gradient_buckets.py   the size of gradient buckets (--ddp-bucket-size auto)
 """

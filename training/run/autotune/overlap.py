@@ -55,8 +55,8 @@ class Overlap:
             return []
         new = list(self._method.unmeasured)[self._noted :]
         self._noted += len(new)
-        lost = "was not measured at the start, so it takes none"
-        return [f"overlap: lost: {matmul} {lost}" for matmul in new]
+        lost = "was not measured at the start, so it runs without overlap"
+        return [f"overlap: {matmul} {lost}" for matmul in new]
 
 
 class OverlapNotes:
@@ -72,7 +72,7 @@ class OverlapNotes:
         return CONTINUE
 
 
-def settle(
+def choose_methods(
     model: nn.Module,
     ctx: LayerContext,
     config: Config,
@@ -86,7 +86,7 @@ def settle(
     if not ctx.sp:
         return Overlap(OverlapMap(mode, recorded or {}), model)
     if mode == "none":
-        note("overlap: none, as --tp-comm-overlap says: linear layers wait for what they gather")
+        note("communication overlap: off (--tp-comm-overlap turns it on)")
         return Overlap(OverlapMap(mode), model)
     tokens = config.batch.micro_batch_size * config.model.seq_length
     layers = projections(model, tokens // ctx.grid.cp.size)
@@ -103,7 +103,7 @@ def settle(
         needed = {key for _, key in names}
         chosen = _auto(ctx, layers, needed, methods, note, recorded or {})
         if why_not:
-            note(f"overlap: symmetric is not to be had: {why_not}")
+            note(f"overlap: symmetric is not available: {why_not}")
     elif mode == "symmetric" and why_not:
         chosen = OverlapMap("ring")  # everywhere, though some tp groups might share memory
     for line in _lines(mode, chosen, names, why_not):
@@ -140,9 +140,9 @@ def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> s
     """Return why these choices do not fit this run, or "" where they do."""
     for key in sorted(needed):
         if key not in choices:
-            return f"it says nothing of {key}"
+            return f"it has none for {key}"
         if choices[key] not in methods:
-            return f"it says {choices[key]} of {key}, which is not to be had"
+            return f"it has {choices[key]} for {key}, which is not available"
     return ""
 
 
@@ -158,9 +158,9 @@ def _auto(
     if recorded:
         why = _fits(recorded, needed, methods)
         if not why:
-            note("overlap: as in the checkpoint, which the run goes on from")
+            note("overlap: as in the checkpoint")
             return OverlapMap("auto", recorded)
-        note(f"overlap: the checkpoint does not fit, {why}")
+        note(f"overlap: the choices of the checkpoint cannot be used: {why}")
     note("overlap: measuring")
     times = tune(layers.values(), methods, ctx)
     return OverlapMap("auto", choose(times), times)
@@ -175,7 +175,7 @@ def _lines(
         if mode == "auto":
             yield begin + _reason(chosen.choices[key], chosen.seconds.get(key, {}))
         elif chosen.mode != mode:
-            yield f"{begin}{chosen.mode}, as symmetric is not to be had: {why}"
+            yield f"{begin}{chosen.mode}, as symmetric is not available: {why}"
         else:
             yield f"{begin}{mode}, as asked for; the gain is not measured"
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write a line of digests every --log-digests steps: what tools/bisect_runs.py compares runs by.
 
-The file is digests.jsonl in --save, else beside --log-json, else here (docs/bisect.md has its
+The file is digests.jsonl in --save, else next to --log-json, else here (docs/bisect.md has its
 format). A start of the run writes a line about itself, then each step one: samples, loss, norm,
 learning rate, and for each tensor of the model its gradient and weight, exactly and as a sketch
 (mpu/zero/digest.py).
@@ -106,7 +106,9 @@ class Digests:
             write_line(self._file, json.dumps(line, separators=(",", ":")))
         except OSError as error:
             self._file = None
-            self.log.note(f"--log-digests: {error.strerror or error}; it ends here")
+            self.log.note(
+                f"--log-digests: {error.strerror or error}; nothing more is written to it"
+            )
 
 
 def batch_digest(run: Run, batches: Sequence[Batch]) -> Tensor:

@@ -29,7 +29,7 @@ from training.run.state import Run, RunSchedule
 WHERE = re.compile(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)")
 DEFERRED = re.compile(r"deferred (W) of (micro-batch) (\d+) in stage (\d+)")
 WHAT = {  # a kind of event: name, class
-    INPUT: "what {} ({}) is given",
+    INPUT: "the input of {} ({})",
     OUTPUT: "the output of {} ({})",
     OUTPUT_GRAD: "the gradient of the output of {} ({})",
     MAIN_GRAD: "the gradient of the weight {}",
@@ -57,8 +57,8 @@ def find_first(
     found = sorted((*at, rank, text) for rank, own in enumerate(every) for at, text in own)
     if not found:
         return [
-            "run again, all of its values were finite, so nothing in its samples is to blame: a "
-            "transient fault, or one outside of forward and backward"
+            "run again, all values were finite, so its samples are not the cause: a transient "
+            "fault, or one outside of forward and backward"
         ]
     *_, rank, text = found[0]
     return [f"run again, the first value that is not finite is in {text}, on rank {rank}"]

@@ -107,8 +107,8 @@ class Guard:
             raise FloatingPointError(what)
         if how == "skip" and self._skipped >= SKIPS:
             raise FloatingPointError(
-                f"{what}; it is the {SKIPS}th in a row: no data is that bad, so a weight or this "
-                "program is; the checkpoints from before are still there"
+                f"{what}; it is the {SKIPS}th in a row, so a weight or the program is at fault and "
+                "not the data; earlier checkpoints are untouched"
             )
         if how != "rewind":
             self.log.note(what)

@@ -29,7 +29,7 @@ VIEWER = "https://pytorch.org/memory_viz"
 def folder_of(config: Config) -> Path:
     """Return where a run's profile goes: --tensorboard-dir, or a folder of the run's own files.
 
-    That is `profile` in --save, else beside --log-json, else here.
+    That is `profile` in --save, else next to --log-json, else here.
     """
     if config.log.tensorboard_dir:
         return Path(config.log.tensorboard_dir)

@@ -52,11 +52,11 @@ class Replicas:
         found = self._check.run()
         if not found:
             return CONTINUE
-        what = f"replicas differ at iteration {run.iteration}: {told(found)}"
+        what = f"replicas differ at iteration {run.iteration}: {described(found)}"
         stop = run.config.fault.on_replica_mismatch == "stop"
         if not (self.exact and run.config.checkpoint.save):
             why = "there is no --save" if self.exact else "without --deterministic-mode bits vary"
-            why = f"{what}; the steps since were not made again ({why})"
+            why = f"{what}; the steps since the checkpoint were not replayed ({why})"
             if stop:
                 raise FloatingPointError(why)
             self.rewind.go_back(why)
@@ -64,25 +64,26 @@ class Replicas:
         again, sides = self._replay(what, found)
         if again:
             raise FloatingPointError(
-                f"{what}; after the same steps again from the checkpoint {told(again)}: a "
-                "persistent fault, take that machine out"
+                f"{what}; after a replay from the checkpoint {described(again)}: a persistent "
+                "fault, "
+                "remove that machine"
             )
-        what += f"; after the same steps again from the checkpoint they agree{sides}: a transient "
+        what += f"; after a replay from the checkpoint they agree{sides}: a transient "
         what += "fault"
         if stop:
             raise FloatingPointError(what)
-        self.log.note(f"{what}; going on from there")
+        self.log.note(f"{what}; continuing from there")
         return BACK
 
     def _replay(self, what: str, found: list[Difference]) -> tuple[list[Difference], str]:
         """Make the steps since the checkpoint again; compare again, and with what was found."""
         run, end, first = self.run, self.run.iteration, found[0]
-        self.rewind.go_back(f"{what}; making the steps again")
+        self.rewind.go_back(f"{what}; replaying the steps")
         self.rewind.pass_over(end)
         while run.iteration < end:
             step = Step.next(run)
             batches = step.batches(self.data, run.device)
-            run.monitor.enter("step", f"making iteration {step.iteration} again")
+            run.monitor.enter("step", f"replaying iteration {step.iteration}")
             self.train_step(run, batches, step.lr, step.decoupled_lr)
             step.count(run)
             self.rewind.pass_over(end)
@@ -99,7 +100,7 @@ class Replicas:
         return again, f", and {' and '.join(wrong)} had other bits"
 
 
-def told(found: list[Difference]) -> str:
+def described(found: list[Difference]) -> str:
     """Return the surest differences as a sentence."""
     sure = [d for d in found if len(d.suspects) == len(found[0].suspects)]
     more = len(found) - 1

@@ -2,7 +2,7 @@
 """Go back to the newest sound checkpoint of --save, and pass over iterations.
 
 An iteration that is passed over counts, and so do its samples, but nothing is trained on them.
-Every later checkpoint lists what was passed over, so that a resume passes over the same.
+Every later checkpoint lists what was skipped, so that a resume passes over the same.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class Rewind:
             step, passed = Step.next(run), True
             step.count(run)
             samples = f"samples {step.consumed} to {run.consumed - 1}"
-            self.log.note(f"iteration {run.iteration} is passed over: {samples}")
+            self.log.note(f"iteration {run.iteration} is skipped: {samples}")
         return passed
 
     def go_back(self, why: str, over: Iterable[int] = ()) -> None:
@@ -66,13 +66,13 @@ class Rewind:
         run.monitor.enter("load", f"going back from iteration {run.iteration}")
         before, found = run.iteration, self.saver.rewind()
         if found is None:
-            raise FloatingPointError(f"{why}; there is no sound checkpoint under --save to go to")
+            raise FloatingPointError(f"{why}; --save has no valid checkpoint to go back to")
         run.iteration, run.consumed = found
         self._went_back[run.iteration] += 1
         if self._went_back[run.iteration] > REWINDS:
             raise FloatingPointError(
                 f"{why}; going back to iteration {run.iteration} did not help {REWINDS} times: the "
-                "cause is not in the samples passed over; start from an earlier checkpoint "
+                "cause is not in the skipped samples; start from an earlier checkpoint "
                 "(--ckpt-step), or look at the learning rate, the data and the machine"
             )
         self.log.note(f"{why}; going back from iteration {before} to {run.iteration}")

@@ -134,7 +134,7 @@ def diagnose(rows: Sequence[Row], layout: Layout, young: Sequence[Row] | None) -
 
 
 def _beyond(values: Sequence[float]) -> list[float]:
-    """Return how far each value lies beyond the others': the middle one, or of two the other."""
+    """Return how far each value is beyond the others': the middle one, or of two the other."""
     if len(values) == 2:
         return [values[0] - values[1], values[1] - values[0]]
     usual = median(values)

@@ -108,7 +108,7 @@ def settled(comm, mode, memory, saved=None):
 
     overlap.tune = tune
     try:
-        found = overlap.settle(Two(ctx), ctx, config, said.append, saved)
+        found = overlap.choose_methods(Two(ctx), ctx, config, said.append, saved)
         chosen = found.chosen
         assert found.unmeasured() == []
     finally:
@@ -136,27 +136,25 @@ def test_each_mode_says_one_line_a_projection(world):
 def test_what_does_not_pay_or_cannot_be_had_is_said_with_the_reason(world):
     ((mode, _, said, _), _) = world(2).run(settled, "symmetric", False)
     assert mode == "ring"
-    assert all("ring, as symmetric is not to be had: --no-shared-memory" in line for line in said)
+    assert all("ring, as symmetric is not available: --no-shared-memory" in line for line in said)
     ((_, choices, said, _), _) = world(2).run(settled, "auto", False)
     assert set(choices.values()) == {"ring"}
-    assert "overlap: symmetric is not to be had: --no-shared-memory" in said
+    assert "overlap: symmetric is not available: --no-shared-memory" in said
     assert "symmetric 2" not in said[-1]
     ((_, _, said, _), _) = world(2).run(settled, "none", True)
-    assert said == [
-        "overlap: none, as --tp-comm-overlap says: linear layers wait for what they gather"
-    ]
+    assert said == ["communication overlap: off (--tp-comm-overlap turns it on)"]
 
 
 def test_a_checkpoints_choices_are_replayed_where_they_fit(world):
     saved = dict(zip(KEYS, ("ring", "none"), strict=True))
     ((_, choices, said, tuned), _) = world(2).run(settled, "auto", True, saved)
     assert choices == saved and not tuned
-    assert said[0] == "overlap: as in the checkpoint, which the run goes on from"
+    assert said[0] == "overlap: as in the checkpoint"
     assert said[1].endswith("ring, as recorded") and said[2].endswith("none, as recorded")
     other = {"gather 3x8 -> 6 float32": "ring"}
     ((_, choices, said, tuned), _) = world(2).run(settled, "auto", True, other)
     assert tuned == 1 and choices.keys() == set(KEYS)
-    assert f"the checkpoint does not fit, it says nothing of {KEYS[0]}" in said[0]
+    assert f"the choices of the checkpoint cannot be used: it has none for {KEYS[0]}" in said[0]
 
 
 def a_step_of_what_was_listed(comm):
@@ -179,7 +177,7 @@ def a_step_of_what_was_listed(comm):
 def test_every_matmul_of_a_step_was_listed_and_others_are_told_once(world):
     for listed, others, again in world(2).run(a_step_of_what_was_listed):
         assert listed == [] and again == []
-        assert len(others) == 10 and all("overlap: lost: " in line for line in others)
+        assert len(others) == 10 and all("overlap: " in line for line in others)
 
 
 def without_memory(comm):
@@ -238,7 +236,7 @@ def test_a_run_with_auto_follows_none_and_a_resumed_one_replays(launcher):
     assert all("none " in line and " ms" in line and "%" in line for line in lines[1:])
     check_follows(first, plain)
     again, lines = run(launcher, f"{auto} --load {first.folder}/saved --ckpt-step 2")
-    assert lines[0] == "overlap: as in the checkpoint, which the run goes on from"
+    assert lines[0] == "overlap: as in the checkpoint"
     assert all(line.endswith("as recorded") for line in lines[1:]) and len(lines) == 11
     assert again.losses() == first.losses()[2:]  # to the bit
     choices = find_latest(str(first.folder / "saved"), Grid()).state["tp_comm_overlap"]["choices"]
@@ -266,5 +264,7 @@ def test_runs_of_every_mode_follow_none(launcher):
     saved, _ = run(launcher, f"{words} --exit-interval 2 --save {{dir}}/saved")
     other = f"{words} --micro-batch-size 1 --load {saved.folder}/saved"
     result, lines = run(launcher, other)
-    assert lines[0].startswith("overlap: the checkpoint does not fit, it says nothing of gather 8x")
+    assert lines[0].startswith(
+        "overlap: the choices of the checkpoint cannot be used: it has none for gather 8x"
+    )
     check_follows(result, plain)

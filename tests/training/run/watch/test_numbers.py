@@ -184,7 +184,7 @@ def test_a_checkpoint_with_a_nan_is_found_by_verify_and_by_no_resume(
     said = capsys.readouterr().out
     assert f"DAMAGED  rank_00000-000.safetensors: {name}: 1 of its" in said
     said = go(more + "3")
-    assert "step_00000002 is passed over" in said and f"{name}: 1 of its 1024 values" in said
+    assert "step_00000002 is skipped" in said and f"{name}: 1 of its 1024 values" in said
     assert "at iteration 1, 4 samples" in said and steps(tmp_path) == [1, 2, 3]
     assert tool.main(["verify", str(tmp_path / "saved")]) == 0
 
@@ -281,7 +281,7 @@ def test_rewind_passes_over_the_samples_that_break_a_step(
         after_step(patch, {5}, spoil_gradient(NAN), once=False)
         said = go(more + "saved --on-nan rewind")
     assert "going back from iteration 6 to 4" in said
-    assert "iteration 5 is passed over: samples 16 to 19" in said
+    assert "iteration 5 is skipped: samples 16 to 19" in said
     assert [row["iteration"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6, 6, 7, 8, 9]
     for step in (2, 4, 6, 8, 9):
         here = saved.tensors(tmp_path / "saved", step)
@@ -292,7 +292,7 @@ def test_rewind_passes_over_the_samples_that_break_a_step(
     capsys.readouterr()
     assert ledger.main(["--first-step", "4", "--steps", "3", "--", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("passed over") for line in lines] == [False, True, False]
+    assert [line.endswith("skipped") for line in lines] == [False, True, False]
     # a resume passes over the same samples
     said = go("--train-iters 7 --save {tmp}/again --load {tmp}/saved --ckpt-step 4")
     state = json.loads((tmp_path / "again" / "step_00000007" / "state.json").read_text())

@@ -53,7 +53,7 @@ def brief(report: list[str]) -> list[str]:
         return report
     sizes = [line.removesuffix(f" bytes{EQUAL}").rpartition(" ") for line in kinds]
     shown = ", ".join(f"{kind.strip()} {size}" for kind, _, size in sizes if size != "0")
-    return [f"{buckets}; bytes, as the formulas state them: {shown}"]
+    return [f"{buckets}; bytes, as --dry-run computes them: {shown}"]
 
 
 def in_full(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
@@ -67,9 +67,9 @@ def in_full(config: Config, provider: ModelProvider, optimizer: Optimizer) -> li
     count = len(sink.buckets)
     text = f"rank {optimizer.grid.rank} has its weights in {count} bucket{'s' * (count > 1)}"
     if sink.zero_stage == 3:
-        text += ", a transformer block in each, and what lies outside of blocks"
+        text += ", one transformer block each, and the parameters outside of blocks"
     else:
-        how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "chosen together"
+        how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "the default"
         text += f" of about {sink.bucket_size:,} elements ({how})"
     ranks = {b.layout.sharing.cut: b.shard.rank for b in sink.buckets if b.shard is not None}
     found = optimizer.memory()
@@ -101,13 +101,13 @@ def lines(
         stated = buffers.transient(config, provider, pp_rank)
     out = []
     for kind, found in measured.items():
-        why = "the formula is of the model as it is built on meta tensors"
+        why = "the formula is for the model as built on meta tensors"
         out.append(_line(kind, found, kept[kind], why))
     for kind, found in peaks.items():
         if found or stated[kind]:
             why = (
-                "the formula holds from the second step on, with the most micro-batches; "
-                "a block that mpu.gradients.use has touched is whole until its backward"
+                "the formula is for the second step on, with the most micro-batches; "
+                "a block read by mpu.gradients.use stays gathered until its backward"
             )
             out.append(_line(f"{kind}, at most", found, stated[kind], why))
     return out

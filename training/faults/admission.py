@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let in those who know the run's secret, each to a seat of its own; waste little on all others.
+"""Authenticate callers by the run's secret, and give each its seat, at little cost for all others.
 
-Whoever reaches the port may try to stop the run. So the door waits for nobody, reads HELLO bytes at
-most from a stranger, keeps SPARE strangers at most beside as many as there are seats, and each for
-PATIENCE seconds at most, whatever it sends. Too many: the oldest go, since our own are quick.
+Anybody who reaches the port may try to stop the run. So admission never blocks, reads at most HELLO
+bytes of an unauthenticated caller, keeps at most SPARE callers more than there are seats, each for
+at most PATIENCE seconds. With too many the oldest are closed, since ranks of the run are quick.
 
-A seat (rank 3, node 1) belongs to the first process that takes it. The same process may come back
-to it after its connection broke. Another process is refused: at once for good if the holder is
-heard after it came, else "not yet", since the holder may be dead. The owner of the door says who
-is heard and who is gone (`Seat.heard`, `free`).
+A seat (rank 3, node 1) belongs to the first process that takes it. The same process may reconnect.
+Another process is refused: for good if the holder is heard from afterwards, else "not yet", since
+the holder may be dead. The owner of this object says who is heard and who is gone (`Seat.heard`,
+`free`).
 """
 
 import selectors
@@ -21,16 +21,16 @@ from dataclasses import dataclass, field
 from training.faults import wire
 from training.faults.wire import Connection, Hello
 
-SPARE = 128  # strangers
-PATIENCE = 5.0  # seconds until a stranger must have shown that it knows the secret
+SPARE = 128  # unauthenticated callers
+PATIENCE = 5.0  # seconds until a caller must have proved that it knows the secret
 ACCEPTS = 64  # connections accepted in one turn
 CLAIMS = 64  # processes refused so far that are remembered
-NAMED = 8  # hosts with another secret that are spoken of
+NAMED = 8  # hosts with another secret that are reported
 
 
 @dataclass(eq=False)
-class Stranger:
-    """A connection that has not yet shown who it is."""
+class Caller:
+    """A connection that is not authenticated yet."""
 
     connection: Connection
     nonce: bytes
@@ -40,17 +40,17 @@ class Stranger:
 
 @dataclass(eq=False)
 class Seat:
-    """Who sits there. session: of its process; b"": nobody may any more. heard: when it was."""
+    """The holder of a number. session: its process; b"": closed. heard: when it last reported."""
 
     session: bytes
     address: str
     heard: float = field(default_factory=time.monotonic)
 
 
-class Door:
-    """The strangers at a port, and who sits where.
+class Admission:
+    """The callers at a port, and the holder of each seat.
 
-    listener: a socket that listens. secret: what lets them in. kind, numbers: the seats. visitors:
+    listener: a socket that listens. secret: the run's. kind, numbers: the seats. visitors:
     kinds of callers that need no seat. wrong: called with the address of a host that calls with
     another secret, once.
     """
@@ -69,67 +69,67 @@ class Door:
         self.listener, self.secret, self.selector = listener, secret, selector
         self.kind, self.numbers, self.visitors = kind, numbers, visitors
         self.most = len(numbers) + SPARE
-        self.strangers: list[Stranger] = []  # the oldest first
+        self.callers: list[Caller] = []  # the oldest first
         self.seats: dict[int, Seat] = {}
         self._claims: dict[tuple[int, bytes], float] = {}  # {(seat, session): since when}
         self._lock = threading.Lock()  # of the seats: another thread may free one
         self._wrong, self._named = wrong, set[str]()
 
     def accept(self, now: float) -> None:
-        """Accept those who wait, and send away those who wait too long or are too many."""
+        """Accept new callers; close those that take too long or are too many."""
         for _ in range(ACCEPTS):
             try:
                 connection = Connection(self.listener.accept()[0])
             except BlockingIOError:
                 break
             except OSError:  # out of descriptors, or a connection that is gone already
-                if self.strangers:
-                    self.dismiss(self.strangers[0])
+                if self.callers:
+                    self.dismiss(self.callers[0])
                 break
-            stranger = Stranger(connection, wire.nonce(), now)
-            self.strangers.append(stranger)
-            self.selector.register(connection.sock, selectors.EVENT_READ, stranger)
-            connection.send_raw(wire.GREETING + stranger.nonce)
-        for stranger in self.strangers[: -self.most]:
-            self.dismiss(stranger)
-        while self.strangers and now - self.strangers[0].since > PATIENCE:
-            self.dismiss(self.strangers[0])
+            caller = Caller(connection, wire.nonce(), now)
+            self.callers.append(caller)
+            self.selector.register(connection.sock, selectors.EVENT_READ, caller)
+            connection.send_raw(wire.GREETING + caller.nonce)
+        for caller in self.callers[: -self.most]:
+            self.dismiss(caller)
+        while self.callers and now - self.callers[0].since > PATIENCE:
+            self.dismiss(self.callers[0])
 
-    def dismiss(self, stranger: Stranger) -> None:
-        """Close a stranger's connection."""
-        self._forget(stranger)
-        stranger.connection.close()
+    def dismiss(self, caller: Caller) -> None:
+        """Close a caller's connection."""
+        self._forget(caller)
+        caller.connection.close()
 
-    def _forget(self, stranger: Stranger) -> None:
-        self.strangers.remove(stranger)
-        self.selector.unregister(stranger.connection.sock)
+    def _forget(self, caller: Caller) -> None:
+        self.callers.remove(caller)
+        self.selector.unregister(caller.connection.sock)
 
-    def admit(self, stranger: Stranger) -> Hello | None:
-        """Read from a stranger; return who it is once it may come in, which it is told.
+    def admit(self, caller: Caller) -> Hello | None:
+        """Read from a caller; once it is authenticated, answer it and return who it is.
 
-        Its connection is the caller's from then on, and no longer in the selector. One that does
-        not know the secret or whose seat is taken is told so and sent away.
+        Its connection is no longer in the selector then. A caller without the secret, or whose seat
+        is taken, gets that answer and is closed.
         """
-        connection = stranger.connection
-        stranger.text += connection.receive(wire.HELLO - len(stranger.text))
-        if not connection.ended and len(stranger.text) < wire.HELLO:
+        connection = caller.connection
+        caller.text += connection.receive(wire.HELLO - len(caller.text))
+        if not connection.ended and len(caller.text) < wire.HELLO:
             return None
-        hello = wire.read_hello(self.secret, stranger.text, stranger.nonce)
+        hello = wire.read_hello(self.secret, caller.text, caller.nonce)
         if hello is None:
-            if len(stranger.text) == wire.HELLO:
+            if len(caller.text) == wire.HELLO:
                 connection.send_raw(wire.NO)
                 self._note(connection.address)
-            self.dismiss(stranger)
+            self.dismiss(caller)
             return None
-        connection.use_keys(self.secret, stranger.nonce, hello.nonce, listens=True)
+        connection.use_keys(self.secret, caller.nonce, hello.nonce, listens=True)
         connection.send_raw(wire.YES)
         why, final = self._take(hello, connection.address)
         if why:
             connection.send({"refused": why, "final": final})
-            self.dismiss(stranger)
+            self.dismiss(caller)
             return None
         connection.send({"welcome": True})
-        self._forget(stranger)
+        self._forget(caller)
         return hello
 
     def _note(self, address: str) -> None:
@@ -138,7 +138,7 @@ class Door:
             self._wrong(address)
 
     def _take(self, hello: Hello, address: str) -> tuple[str, bool]:
-        """Give a caller its seat; return why it does not get it, or "", and whether for good."""
+        """Give a caller its seat; return why it is refused, or "", and whether for good."""
         if hello.kind in self.visitors:
             return "", True
         kind, number, session, _ = hello
@@ -157,12 +157,12 @@ class Door:
             return f"another process, at {seat.address}, is {kind} {number} already", final
 
     def close_seat(self, number: int) -> None:
-        """Let nobody sit there any more."""
+        """Refuse this seat to everybody from now on."""
         with self._lock:
             self.seats[number].session = b""
 
     def free(self, number: int, seat: Seat) -> None:
-        """Free a seat whose holder is gone, unless somebody sits there already."""
+        """Free a seat whose holder is gone, unless another process has it already."""
         with self._lock:
             if self.seats.get(number) is seat:
                 del self.seats[number]
@@ -170,5 +170,5 @@ class Door:
     def close(self) -> None:
         """Close every socket."""
         self.listener.close()
-        for stranger in self.strangers:
-            stranger.connection.close()
+        for caller in self.callers:
+            caller.connection.close()

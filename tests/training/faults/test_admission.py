@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mpu.comm.transport import CommunicationError
 from mpu.launch import run_secret
 from tests.training.faults.test_monitor import PATIENCE, Staying, wait_until
-from training.faults import coordinator, door, messages, wire
+from training.faults import admission, coordinator, messages, wire
 from training.faults import monitor as failure_monitor
 from training.faults.address import is_loopback, listen, resolve
 from training.faults.coordinator import Cause
@@ -82,11 +82,11 @@ GARBAGE = {
 
 @pytest.mark.parametrize("noise", GARBAGE.values(), ids=GARBAGE)
 def test_garbage_is_sent_away(two: Two, noise: bytes) -> None:
-    with two.connect() as stranger:
+    with two.connect() as caller:
         try:
-            stranger.sendall(noise)
+            caller.sendall(noise)
             if len(noise) >= wire.HELLO:
-                while stranger.recv(4096):
+                while caller.recv(4096):
                     pass
         except ConnectionError:
             pass  # sent away while it talks
@@ -94,7 +94,7 @@ def test_garbage_is_sent_away(two: Two, noise: bytes) -> None:
 
 
 def test_two_thousand_connections_at_a_limit_of_1024(two: Two) -> None:
-    """The strangers hold them in a process of their own, since this one holds the limit."""
+    """The callers hold them in a process of their own, since this one holds the limit."""
     code = f"""
 import resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
@@ -110,11 +110,11 @@ sys.stdin.read()
     before, (_, hard) = descriptors(), resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], **pipes) as strangers:
-        assert strangers.stdout.readline() == b"connected\n"
-        assert descriptors() - before < door.SPARE + 20
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as callers:
+        assert callers.stdout.readline() == b"connected\n"
+        assert descriptors() - before < admission.SPARE + 20
         two.check()
-        strangers.stdin.close()
+        callers.stdin.close()
 
 
 def descriptors() -> int:
@@ -124,8 +124,8 @@ def descriptors() -> int:
 def test_no_descriptors_left(two: Two) -> None:
     """accept() fails; the ranks that have joined hear each other all the same."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    strangers = [two.connect() for _ in range(3)]
-    wait_until(lambda: len(two.hub.door.strangers) == 3)
+    callers = [two.connect() for _ in range(3)]
+    wait_until(lambda: len(two.hub.admission.callers) == 3)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
     held = []
     try:
@@ -142,15 +142,15 @@ def test_no_descriptors_left(two: Two) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in held:
             os.close(fd)
-        for stranger in strangers:
-            stranger.close()
+        for caller in callers:
+            caller.close()
 
 
 def test_a_stranger_who_waits_is_sent_away(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "PATIENCE", 0.2)
-    with two.connect() as stranger:
-        stranger.sendall(b"half a hello")
-        while stranger.recv(4096):
+    monkeypatch.setattr(admission, "PATIENCE", 0.2)
+    with two.connect() as caller:
+        caller.sendall(b"half a hello")
+        while caller.recv(4096):
             pass
     two.check()
 
@@ -158,7 +158,7 @@ def test_a_stranger_who_waits_is_sent_away(two: Two, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("rank", [0, 1, 2, 99_999_999])
 def test_a_fake_rank_with_another_secret_is_sent_away(two: Two, rank: int) -> None:
     address = ("127.0.0.1", two.port)
-    with pytest.raises(wire.AnotherSecret, match="it knows another secret"):
+    with pytest.raises(wire.AnotherSecret, match="it has another secret"):
         wire.join(address, b"guessed", "rank", rank, wire.nonce(), PATIENCE)
     two.check()
 
@@ -221,7 +221,7 @@ def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(coordinator, "JOIN", 0.5)
     store = dist.HashStore()
     first = Staying(0, 2, store, "127.0.0.1", SECRET, beat=0.05, unwind=0.1)
-    with pytest.raises(CommunicationError, match="it knows another secret: all of a run share one"):
+    with pytest.raises(CommunicationError, match="it has another secret: all ranks of a run need"):
         Staying(1, 2, store, "127.0.0.1", SECRET + b"!")
     wait_until(lambda: first.first is not None)
     assert first.first.rank == 1 and "rank 1 did not join the failure channel" in first.first.why
@@ -276,7 +276,7 @@ def test_what_is_no_message_is_a_value_error(said: dict[str, Any]) -> None:
 
 def test_a_hub_whose_thread_breaks_is_noticed_at_once(two: Two, monkeypatch: Any) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    two.hub._judge = lambda now: 1 / 0
+    two.hub._examine = lambda now: 1 / 0
     wait_until(lambda: two.monitors[1].first is not None)
     assert two.monitors[1].first.why == "the process died (killed?)"
 

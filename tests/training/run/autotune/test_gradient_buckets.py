@@ -13,7 +13,7 @@ from tests.launcher import Launcher, Result
 from tests.saved import check_equal, tensors
 from tests.training.small_llama import read
 from training.flags.parse import parse
-from training.run import bucket_size
+from training.run.autotune import gradient_buckets
 
 RUN = (
     "--mock-data --vocab-size 300 --num-layers 3 --hidden-size 96 --num-attention-heads 4 "
@@ -21,7 +21,7 @@ RUN = (
     "--device cpu --overlap-grad-reduce --log-interval 1 --save-interval 2 --save {dir}/saved"
 )
 CPU = torch.device("cpu")
-TOLD = re.compile(r"gradient buckets: about ([\d,]+) elements, chosen: of a backward of ")
+TOLD = re.compile(r"gradient buckets: about ([\d,]+) elements, as measured: backward ")
 ZERO1 = "--zero-stage 1 --overlap-param-gather --num-distributed-optimizer-instances 2"
 
 
@@ -67,14 +67,16 @@ def replayed(run: Result, chosen: int) -> None:
     words = words.replace("{dir}", str(run.folder))
     said = list[str]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket_size, "gather_bytes", lambda data, axis, device: [data])
+        patch.setattr(gradient_buckets, "gather_bytes", lambda data, axis, device: [data])
         config = parse(words.split(), 2)
         grid = make_grid(config, Launch(0, 2))
-        made = bucket_size.settle(config, grid, torch.device("cuda"), model_provider, said.append)
+        made = gradient_buckets.choose_size(
+            config, grid, torch.device("cuda"), model_provider, said.append
+        )
         assert made.parallel.ddp_bucket_size == chosen
         assert "as in the checkpoint, for the same bits" in said[0]
         other = parse(words.split(), 4)
-        assert bucket_size.recorded(other, make_grid(other, Launch(0, 4)), CPU) == 0
+        assert gradient_buckets.recorded(other, make_grid(other, Launch(0, 4)), CPU) == 0
 
 
 @pytest.mark.parametrize(
@@ -89,16 +91,16 @@ def test_where_there_is_nothing_to_choose_a_line_says_why(more: str, world: int,
     assert config.parallel.ddp_bucket_size == 0
 
     grid = make_grid(config, Launch(0, world))
-    made = bucket_size.settle(config, grid, CPU, model_provider, lines.append)
+    made = gradient_buckets.choose_size(config, grid, CPU, model_provider, lines.append)
     assert made.parallel.ddp_bucket_size == 1 << 21 and lines[0].endswith(why)
     fixed = read("--ddp-bucket-size 5000", world)
-    assert bucket_size.settle(fixed, grid, CPU, model_provider, lines.append) is fixed
+    assert gradient_buckets.choose_size(fixed, grid, CPU, model_provider, lines.append) is fixed
 
 
 def test_the_timeline_has_every_parameter_in_the_order_of_a_step() -> None:
     config = read("--ddp-bucket-size auto --untie-embeddings-and-output-weights")
     grid = make_grid(config, Launch())
-    time = bucket_size.measured_timeline(config, grid, CPU, model_provider)
+    time = gradient_buckets.measured_timeline(config, grid, CPU, model_provider)
     names = list(time.ready)
     layers = [[n for n in names if n.startswith(f"layers.{i}.")] for i in range(3)]
     assert all(layers) and time.used.keys() == time.ready.keys()

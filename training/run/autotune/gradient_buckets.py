@@ -66,7 +66,7 @@ class Noting(Scratch):
         self.ready[param] = self._now()
 
 
-def settle(
+def choose_size(
     config: Config, grid: Grid, device: torch.device, provider: ModelProvider, note: Note
 ) -> Config:
     """Return the config with the size that was chosen, where the flags ask for that.
@@ -101,13 +101,13 @@ def settle(
     seconds = all_gather(mine, grid.world)[0].max(0).values.tolist()  # of the slowest rank
     steps = torch.tensor([timeline.forward + timeline.backward], dtype=torch.float64, device=device)
     chosen = choose(sizes, seconds, all_gather(steps, grid.world)[0].min().item())
-    told = dict(zip(sizes, seconds, strict=True))
+    predicted = dict(zip(sizes, seconds, strict=True))
     first, *_ = costs.sums
     note(
-        f"gradient buckets: about {chosen:,} elements, chosen: of a backward of "
-        f"{timeline.backward * 1e3:.3g} ms, collectives that start in {first.start * 1e3:.3g} ms "
-        f"and move {1e-6 / max(first.each, 1e-15):.3g} M elements/s, {told[chosen] * 1e3:.3g} ms a "
-        f"step stay exposed; with {usual:,} elements {told[usual] * 1e3:.3g} ms"
+        f"gradient buckets: about {chosen:,} elements, as measured: backward "
+        f"{timeline.backward * 1e3:.3g} ms, a collective {first.start * 1e3:.3g} ms and "
+        f"{1e-6 / max(first.each, 1e-15):.3g} M elements/s; {predicted[chosen] * 1e3:.3g} ms a "
+        f"step are exposed, and {predicted[usual] * 1e3:.3g} ms with {usual:,} elements"
     )
     return replace(config, parallel=replace(p, ddp_bucket_size=chosen))
 
@@ -134,7 +134,7 @@ def _why_not(config: Config) -> str:
         return "there is one data-parallel rank"
     if p.zero == 3:
         return "at --zero-stage 3 a bucket is a transformer block"
-    return "the data-parallel ranks share memory, where nothing is on its way"
+    return "the data-parallel ranks share memory, so sums cannot overlap"
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:

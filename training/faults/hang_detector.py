@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide which rank hangs, from what all ranks say of themselves: the one that all others wait for.
+"""Decide which rank hangs, from the reports of all ranks: the one that all others wait for.
 
-A rank that stands still and waits for nobody hangs. Where every rank waits, the one that the others
-miss does: a collective has a number on its axis, and a rank that has not started that number is not
-there; a message has one sender. Ranks that wait for one another in a circle are named together.
+A rank without progress that waits for nobody hangs. Where every rank waits, the one that the others
+miss hangs: a collective has a number on its axis, and a rank that has not started that number is
+missing; a message has one sender. Ranks that wait for one another in a circle are named together.
 """
 
 import json
@@ -18,8 +18,8 @@ from training.faults.hang_watch import HangWatch, say
 from training.faults.process import Process
 
 TURNS = 4  # looks a second
-TOGETHER = 1.0  # seconds: ranks that stopped at one action within this hang together
-MOVING = 2.0  # seconds: what moved within them does not hang
+TOGETHER = 1.0  # seconds: ranks stuck in one action within this hang together
+MOVING = 2.0  # seconds: a rank with progress within them does not hang
 WHERE = {
     "data": "in the data loader",
     "checkpoint": "in a checkpoint's files",
@@ -32,9 +32,9 @@ WHERE = {
 
 @dataclass
 class Status:
-    """What the hub knows of a rank. stuck: seconds without movement.
+    """What the coordinator knows of a rank. stuck: seconds without progress.
 
-    The rest is what HangWatch.status says; all of it is there once a rank stands still.
+    The rest is HangWatch.status; all of it is known once a rank makes no progress.
     """
 
     rank: int
@@ -74,10 +74,10 @@ class Hang:
     stuck: float
 
 
-class HangJudge:
-    """Keep what the ranks say of themselves; name a hang once, and say when it ends the run.
+class HangDetector:
+    """Collect the reports of all ranks; name a hang once, and say when it ends the run.
 
-    deadline: seconds without movement after which the run ends in any phase; hang_timeout: after
+    deadline: seconds without progress after which the run ends in any phase; hang_timeout: after
     set-up (None: the deadline). place: where this process is, in JSON.
     """
 
@@ -85,7 +85,7 @@ class HangJudge:
         self.deadline, self.hang_timeout, self.place = deadline, hang_timeout, place
         self._said: dict[int, dict[str, Any]] = {}
         self._places: dict[int, str] = {}
-        self._told: set[int] = set()  # ranks of which a report was made, until they move
+        self._reported: set[int] = set()  # ranks of which a report was made, until they move
         self._looked = 0.0
 
     def hear(self, rank: int, kind: str, said: str) -> None:
@@ -96,15 +96,15 @@ class HangJudge:
             self._said[rank] = json.loads(said)
 
     def look(self, heard: list[tuple[int, str, float]], now: float) -> tuple[Hang | None, bool]:
-        """Return a hang to speak of, if any, and whether it ends the run.
+        """Return a hang to report, if any, and whether it ends the run.
 
-        heard: each rank, its action, and the seconds since its last word. now: time.monotonic().
+        heard: each rank, its action, and the seconds since its last report. now: time.monotonic().
         Looks TURNS times a second at most, less in a large world.
         """
         if now - self._looked < max(1, len(heard) / 512) / TURNS:
             return None, False
         self._looked, ranks = now, self._statuses(heard)
-        self._told &= {s.rank for s in ranks if s.stuck >= MOVING}
+        self._reported &= {s.rank for s in ranks if s.stuck >= MOVING}
         over = [s for s in ranks if s.stuck > self._end(s)]
         late = [s for s in ranks if s.limit is not None and s.stuck > s.limit]
         hang = find(ranks) if over or late else None
@@ -112,9 +112,9 @@ class HangJudge:
             return None, False
         if hang.stuck > self._end(next(s for s in ranks if s.rank == hang.ranks[0])):
             return hang, True
-        if not late or self._told & set(hang.ranks):
+        if not late or self._reported & set(hang.ranks):
             return None, False
-        self._told |= set(hang.ranks)
+        self._reported |= set(hang.ranks)
         return hang, False
 
     def find(self, heard: list[tuple[int, str, float]]) -> Hang | None:
@@ -183,7 +183,7 @@ def missing(waiter: Status, ranks: dict[int, Status]) -> list[Status]:
 
 
 def _end_of_chain(still: Sequence[Status], ranks: dict[int, Status]) -> list[Status]:
-    """Follow who waits for whom from the rank that stands longest; return who stands at the end."""
+    """Follow who waits for whom from the rank stuck longest; return the end of the chain."""
     path = [max(still, key=lambda s: s.stuck)]
     while absent := missing(path[-1], ranks):
         following = max(absent, key=lambda s: s.stuck)
@@ -202,7 +202,7 @@ def _sentence(group: Sequence[Status], ranks: Sequence[Status]) -> str:
     verb = "hangs" if len(group) == 1 else "hang"
     limit = f" (limit {first.limit:.0f} s)" if first.limit is not None else ""
     phase = f" in the phase {first.phase}:" if first.phase else ""
-    words = f"{subject} {verb}{phase} {stands(first, ranks)}, for {first.stuck:.1f} s{limit}"
+    words = f"{subject} {verb}{phase} {where(first, ranks)}, for {first.stuck:.1f} s{limit}"
     waiting = [s for s in ranks if s.wait is not None and s.rank not in inside]
     if waiting:
         one = waiting[0]
@@ -211,16 +211,20 @@ def _sentence(group: Sequence[Status], ranks: Sequence[Status]) -> str:
     return words
 
 
-def stands(status: Status, ranks: Sequence[Status] = ()) -> str:
-    """Return where a rank stands: "in the data loader at training/data/loader.py:73 (f)"."""
+def where(status: Status, ranks: Sequence[Status] = ()) -> str:
+    """Return where a rank is: "in the data loader at training/data/loader.py:73 (f)"."""
     line = f" at {status.line}" if status.line else ""
     if status.wait is None:
         return WHERE.get(status.kind, "computing") + line
     absent = missing(status, {s.rank: s for s in ranks})
     who = named([s.rank for s in absent]) if absent else ""
-    why = f"to which {who} never came" if absent else "in which every rank is, without an end"
+    why = (
+        f"to which {who} never came"
+        if absent
+        else "which every rank has entered and which does not end"
+    )
     if status.wait.number == 0:
-        why = f"which does not come from {who or named(list(status.wait.peers))}"
+        why = f"which has not come from {who or named(list(status.wait.peers))}"
     return f"in {_of(status.wait)}, {why},{line}"
 
 
@@ -234,7 +238,7 @@ def _of(wait: Wait | None) -> str:
 
 
 def silence(place: dict[str, Any], otherwise: str) -> str:
-    """Return why a rank gives no sign of life, as far as this host tells; else `otherwise`.
+    """Return why a rank gives no heartbeat, as far as this host tells; else `otherwise`.
 
     place: of its process.
     """
@@ -243,9 +247,11 @@ def silence(place: dict[str, Any], otherwise: str) -> str:
     if state in ("T", "t"):
         why = "its process is stopped (SIGSTOP?)"
     elif state and lines:
-        why = "its process lives but its Python stands still (a library holds its lock)"
+        why = (
+            "its process is alive but its Python interpreter is blocked (a library holds its lock)"
+        )
     elif state:
-        why = "its process lives but says nothing"
+        why = "its process is alive but sends nothing"
     else:
         return otherwise
     return f"{why} at {lines[0]}" if lines else why
@@ -262,7 +268,7 @@ def named(ranks: list[int]) -> str:
 
 def watch_alone(
     watch: HangWatch,
-    judge: HangJudge,
+    detector: HangDetector,
     action: Callable[[], str],
     ended: threading.Event,
     beat: float,
@@ -270,8 +276,8 @@ def watch_alone(
     """Watch the only rank of a world until it has `ended`; return the hang that ends the run."""
     while not ended.wait(beat):
         watch.arm(0.0, several=False)
-        judge.hear(0, "status", json.dumps(watch.status(action(), beat)))
-        hang, ends = judge.look([(0, action(), 0.0)], time.monotonic())
+        detector.hear(0, "status", json.dumps(watch.status(action(), beat)))
+        hang, ends = detector.look([(0, action(), 0.0)], time.monotonic())
         if ends:
             return hang
         if hang is not None:
