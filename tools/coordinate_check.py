@@ -12,7 +12,7 @@ not depend on the width, else a learning rate that is right at one width is wron
 et al. 2022, Tensor Programs V, appendix D.1). Printed is the slope of its logarithm over that of
 the width, for each kind of module: 0 is no dependence. After "--" come flags of pretrain_llama.py,
 of the narrowest model, whose hidden size is the base; the hidden size, the heads and the width of
-the MLP grow together. Exit code 1: with muP a slope is beyond --tolerance; 2: a mistake in the flags.
+the MLP grow together. Exit code 1: with muP a slope is beyond --tolerance; 2: a mistake in flags.
 """
 
 import json
