@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
@@ -171,6 +172,8 @@ def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool 
     )
     for name, fake in fakes.items():
         setattr(cuda, name, fake)
+    # up to torch 2.12 a fake tensor's device is opened by a real allocation
+    fake_tensor.init_gpu_context = lambda device: None
     torch.Generator = Generator  # type: ignore[misc]
     torch.backends.cudnn.version = lambda: CUDNN
     torch.are_deterministic_algorithms_enabled = lambda: deterministic

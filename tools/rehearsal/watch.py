@@ -261,6 +261,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     if short in FLASH:  # torch's formula takes [b, n, s, d], the operation whole rows [b, s, n, d]
         args = [rows_last(a) for a in args]
         kwargs = {name: rows_last(a) for name, a in kwargs.items()}
+    if "attention" in short:
+        args = as_many_heads(args)
     operands = [a for a in args if not isinstance(a, torch.dtype)]  # which it takes for a shape
     flops = float(count(*operands, **kwargs, out_val=out))
     if "attention" in func._schema.name and _causal(func, args, kwargs):
@@ -271,6 +273,19 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 def rows_last(x: Any) -> Any:
     """Return a tensor [b, s, n, d] as [b, n, s, d]; anything else as it is."""
     return x.transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x
+
+
+def as_many_heads(args: Any) -> list[Any]:
+    """Return the shapes [b, n, s, d] of tensors with the n of the queries, anything else as it is.
+
+    Before torch 2.13 its formulas do not know keys and values that queries share.
+    """
+    shapes = [list(a.shape) if isinstance(a, Tensor) and a.dim() == 4 else None for a in args]
+    most = max((shape[1] for shape in shapes if shape), default=0)
+    return [
+        a if shape is None else (shape[0], most, *shape[2:])
+        for a, shape in zip(args, shapes, strict=True)
+    ]
 
 
 def _causal(func: Any, args: Any, kwargs: Any) -> bool:
