@@ -37,7 +37,7 @@ import pretrain_llama
 from model.load import of_checkpoint
 from mpu.grid import Grid
 from mpu.zero.layout import block_of
-from tools.command_line import Parser, told
+from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, axes_at, check_name, page
 from tools.plot_loss import spread
 from training.data.batch import Batch
@@ -269,5 +269,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except (ValueError, OSError) as error:
-        print(told("coordinate_check.py", error), file=sys.stderr)
+        print(error_line("coordinate_check.py", error), file=sys.stderr)
         sys.exit(2)
