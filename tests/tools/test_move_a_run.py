@@ -420,6 +420,25 @@ def test_megatron_core_goes_on_from_what_is_written(
     assert apart(said["losses"], saves / "plain" / "run.json") < TOLERANCE
 
 
+@pytest.mark.prove
+def test_a_run_goes_there_and_back(saves: Path, taken: Path, tmp_path: Path):
+    """Five steps of megatron-core, five here, and ten of megatron-core again: its own losses."""
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed: pip install psutil megatron-core==0.16.1")
+    here, out = tmp_path / "here", tmp_path / "out"
+    words = [*flags(saves, taken).split(), *SCHEDULE.split(), "--save", str(here)]
+    assert pretrain_llama.main([*words, "--exit-interval", "10"]) == 0
+    assert main(["convert", "--to-mcore", str(out), "--load", str(here)]) == 0
+    more = ["--data", str(saves / "plain" / "text"), "--load", str(out), "--more", "10"]
+    subprocess.run([sys.executable, RUN, str(tmp_path / "run"), *more], check=True)
+    said, wanted = (
+        json.loads((place / "run.json").read_text())["losses"]
+        for place in (tmp_path / "run", saves / "plain")
+    )
+    assert list(said) == [str(i) for i in range(11, 21)]
+    assert max(abs(said[i] - wanted[i]) for i in said) < TOLERANCE
+
+
 def test_the_archives_say_who_wrote_them(saves: Path):
     versions = {
         path.parent.name: json.loads(path.read_text())["megatron-core"]
