@@ -12,7 +12,7 @@ from itertools import accumulate, groupby, pairwise
 
 from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
-from estimate.rank_memory import gradient_bytes, level, moved_state
+from estimate.rank_memory import accumulate_bytes, gradient_bytes, level, moved_state
 from mpu.zero.layout import BucketLayout, block_of
 from training.config import Config
 from training.schedule import micro_batch_counts
@@ -42,6 +42,25 @@ def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict
         "gathered weights": _gathered(config, provider, flats),
         "tied look-ups": lookups * size,
     }
+
+
+def sums(config: Config, flats: Sequence[BucketLayout]) -> int:
+    """Return what the sums of gradients take on GPUs where all leave after backward: what travels
+    in another dtype than its sum, what comes of it, and one owner's sum as it is made.
+
+    A sum in the dtype that travels takes nothing (mpu/comm/collectives.py, reduce_scatter).
+    """
+    p, size = config.parallel, gradient_bytes(config)
+    if p.device == "cpu" or p.overlap_grad_reduce:
+        return 0
+    wire = 2 if p.grad_reduce_in_bf16 else size
+    came, made = 0, [0]
+    for flat in flats:
+        share, stage = flat.sharing.shard, flat.sharing.zero_stage
+        if share > 1 and wire != (accumulate_bytes(config) if stage else size):
+            came += flat.length * wire * (1 + (wire < size))
+            made.append(flat.length // share * accumulate_bytes(config))
+    return came + max(made)
 
 
 def matmul_workspaces(config: Config) -> int:

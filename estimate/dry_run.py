@@ -128,6 +128,9 @@ def memories(
     if moving or moved:  # in the update
         gone = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
         found.append(kinds | gone | {"matrices": moving, "fetched state": moved})
+    if summed := buffers.sums(config, flats):  # when backward is over
+        gone = dict.fromkeys({*kinds} & {*held_kinds, "working memory", "offloaded"}, 0)
+        found.append(kinds | gone | {"sums of gradients": summed})
     return found
 
 
@@ -221,6 +224,7 @@ def _memory(
         "working memory": "one operation's gathered inputs, partial sums and weight gradient",
         "fetched state": "masters and moments that are on the device at that moment",
         "workspaces": "cuBLAS's, on Hopper or later; less before",
+        "sums of gradients": "narrow gradients sent to their owners, and one owner's sum",
         "matrices": "in the update: sent to their owners, and their updates sent back",
     }
     remarks["masters"] = remarks["masters"] or "none: the parameters take their place"

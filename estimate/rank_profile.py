@@ -11,7 +11,7 @@ Nothing is sent: a trace records each collective instead.
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -94,8 +94,8 @@ class StageProfile:
     in_w: int
     message: int
     collectives: tuple[Collective, ...]
-    f_turns: tuple[tuple[int, int], ...] = ()
-    b_turns: tuple[tuple[int, int], ...] = ()
+    f_turns: tuple[tuple[int, int], ...] = field(default=(), compare=False)
+    b_turns: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @property
     def working(self) -> int:

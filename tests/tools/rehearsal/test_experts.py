@@ -12,7 +12,6 @@ import pretrain_llama
 from estimate import activations
 from estimate.dry_run import memory
 from estimate.model_profile import make_grid
-from estimate.stages import rank_stages
 from mpu.launch import Launch
 from training.flags.parse import parse
 
@@ -85,9 +84,6 @@ def held(rehearse, world, rank, flags, within=0.02):
     assert (report["findings"], code) == ([], 0), (world, rank, flags, report["findings"])
     config = parse([*words.split(), "--dry-run"], world)
     pp, provider = make_grid(config, Launch(rank, world)).pp.rank, pretrain_llama.model_provider
-    if not any(len(stage.layers) for stage in rank_stages(config, provider, pp)):
-        print(f"not held, as its rank has no layer: {flags}")  # zb-v: embedding and head alone
-        return True
     kept = activations.held(config, provider)[pp]
     stated = memory(config, provider, pp, kept)
     counted = report["memory"]["peak_bytes"]
