@@ -173,7 +173,7 @@ def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool 
     for name, fake in fakes.items():
         setattr(cuda, name, fake)
     # up to torch 2.12 a fake tensor's device is opened by a real allocation
-    fake_tensor.init_gpu_context = lambda device: None
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     torch.Generator = Generator  # type: ignore[misc]
     torch.backends.cudnn.version = lambda: CUDNN
     torch.are_deterministic_algorithms_enabled = lambda: deterministic
