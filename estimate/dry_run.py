@@ -130,7 +130,8 @@ def memories(
         found.append(kinds | gone | {"matrices": moving, "fetched state": moved})
     if summed := buffers.sums(config, flats):  # when backward is over
         gone = dict.fromkeys({*kinds} & {*held_kinds, "working memory", "offloaded"}, 0)
-        found.append(kinds | gone | {"sums of gradients": summed})
+        up = {"fetched state": moved} if moved else {}
+        found.append(kinds | gone | up | {"sums of gradients": summed})
     return found
 
 
