@@ -47,5 +47,5 @@ def test_a_data_parallel_group_reads_weights_once():
         found = [start(ROOT, 9, [*flags, "--zero-stage", zero]) for zero in "01"]
     weights = 4 * (8192 * 256 + 4 * (4 * 256 * 256 + 3 * 256 * 640)) / TP
     assert found[0]["loaded"] > 3 * 0.9 * weights  # moments too
-    assert 0 < found[1]["loaded"] < 3 * 1.5 * weights / 512
+    assert 0 < found[1]["loaded"] < 3 * weights / 100  # a part is a multiple of a block
     assert all(each["put"] < 1000 for each in found)
