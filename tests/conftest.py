@@ -125,7 +125,11 @@ def _child(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
 
     bind_loopback()
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=TIMEOUT * max(1.0, size / 4)),
     )
     comm, modules = Comm(rank, size, store), {}
     while (job := inbox.get()) is not None:
@@ -170,7 +174,7 @@ class World:
         for inbox in self.inboxes:
             inbox.put((path, fn.__name__, args))
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + TIMEOUT * max(1.0, self.size / 4)  # cores are few
         while len(results) < self.size:
             self.broken = True
             rank, result, error = self.outbox.get(timeout=max(0.1, deadline - time.monotonic()))
