@@ -61,7 +61,7 @@ def test_enough_draws_are_accepted(place: Path, monkeypatch: pytest.MonkeyPatch)
         words, environment = draw(seed)
         monkeypatch.setenv("WORLD_SIZE", environment["WORLD_SIZE"])
         answer(words)
-    assert SHORT // 15 < len(begun) < SHORT
+    assert SHORT // 20 < len(begun) < SHORT
 
 
 def test_the_judge_sees_what_is_wrong() -> None:

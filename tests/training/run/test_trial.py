@@ -73,7 +73,7 @@ def raising(sentence):
           "try --attention-backend unfused")),
         (trial, "vocab_parallel_cross_entropy", "", ("the cross entropy",)),
         (trial, "swiglu", "", ("SwiGLU",)),
-        (torch.optim, "AdamW", "", ("the update of --optimizer-backend torch",)),
+        (torch, "_fused_adamw_", "", ("the update of --optimizer-backend torch",)),
     ],
 )  # fmt: skip
 def test_a_failure_is_the_librarys_sentence_and_what_avoids_it(
