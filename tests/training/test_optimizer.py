@@ -89,7 +89,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.prove), "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
 def test_levels_and_offload_change_no_bit(world, name, dtype):
     case = BASE | dict(optimizer=name, dtype=dtype)
@@ -252,7 +252,7 @@ def on_tp(comm, name: str, root: str) -> list[list[float]]:
         return [canonical.train(run, range(3, 6)) for run in (first, second)]
 
 
-@pytest.mark.parametrize("name", ["momentum", "muon"])
+@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.prove), "muon"])
 def test_it_goes_on_over_tp(world, tmp_path, name):
     for stayed, moved in world(2).run(on_tp, name, str(tmp_path)):
         assert moved == pytest.approx(stayed, rel=1e-11)

@@ -1,28 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds whose triton is the interpreter: it patches the language of a whole process."""
 
-import numpy as np
+from multiprocessing import forkserver
+
 import pytest
 
 from mpu import native
-from tests.conftest import World
+from tests.conftest import PRELOADED, World
 
 
 @pytest.fixture(scope="package")
 def interpreted():
-    """interpreted(n) -> a world of n ranks whose triton is the interpreter."""
-    if np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        why = "the interpreter of a triton before 3.7 fails on numpy 2.4"
-        pytest.importorskip("triton", "3.7", reason=why)
+    """interpreted(n) -> a world of n ranks whose triton is the interpreter.
+
+    Their ranks are forked from a process of their own, which has begun with TRITON_INTERPRET.
+    """
     if native.load() is None:
         pytest.skip(native.reason())
-    worlds = {}
+    worlds, server = {}, forkserver.ForkServer()
+    server.set_forkserver_preload(PRELOADED)
 
     def get(size):
         if size not in worlds or worlds[size].broken:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("TRITON_INTERPRET", "1")
-                worlds[size] = World(size, "spawn")
+                patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+                worlds[size] = World(size)
         return worlds[size]
 
     yield get

@@ -87,7 +87,8 @@ def whole_model(comm, zero: int):
     return [(loss, masters.numpy()) for loss, masters in found]
 
 
-@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.prove), 1])
+@pytest.mark.prove
+@pytest.mark.parametrize("zero", [0, 1])
 def test_the_optimizer_needs_no_copy_into_the_weights(interpreted, zero):
     for torchs, ours in interpreted(2).run(whole_model, zero):
         assert ours[0] == pytest.approx(torchs[0], rel=2e-3)

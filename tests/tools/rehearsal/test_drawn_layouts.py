@@ -25,6 +25,7 @@ def without_finding(rehearse, seed, wanted):
     assert accepted == wanted, f"only {accepted} layouts were accepted, {refused} refused"
 
 
+@pytest.mark.prove
 def test_a_drawn_layout_has_no_finding(rehearse):
     without_finding(rehearse, SEED + 1, 1)
 
