@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -149,7 +150,7 @@ def _assumed(
 def of_stages(
     config: Config, provider: ModelProvider, data: bytes, axis: Axis
 ) -> list[bytes] | None:
-    """Return what each pipeline rank says of its parameters: how many elements, or the names.
+    """Return what each pipeline rank says of its parameters: how many elements, or names and sizes.
 
     None where `data`, which this rank says, is neither, or the axis is another.
     """
@@ -159,12 +160,16 @@ def of_stages(
     every = [rank_memory.parameters(config, provider, rank) for rank in range(axis.size)]
     if data == str(sum(p.entry.numel for p in own.values())).encode():
         return [str(sum(p.entry.numel for p in each.values())).encode() for each in every]
-    if set(data.decode().split("\n")) <= own.keys():
-        names = [  # of the copies of a tied weight only the first rank's counts
-            [name for name, p in each.items() if "embd" not in p.entry.axes or rank == 0]
+    if {line.partition(" ")[0] for line in data.decode().splitlines()} <= own.keys():
+        lines = [
+            [
+                f"{name} {prod(p.place.shape)}"
+                for name, p in each.items()
+                if "embd" not in p.entry.axes or rank == 0  # of tied weights the first counts
+            ]
             for rank, each in enumerate(every)
         ]
-        return ["\n".join(each).encode() for each in names]
+        return ["\n".join(each).encode() for each in lines]
     return None
 
 
