@@ -77,7 +77,7 @@ def test_an_exit_before_the_run_is_done_is_a_failure(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "more, says",
     [
-        ({"1": ["--lr", "2e-3"]}, "--lr is 0.001 on rank 0 and 0.002 on rank 1: all ranks must"),
+        ({"1": ["--lr", "2e-3"]}, "--lr is 0.001 on rank 0 and 0.002 on rank 1: all ranks need"),
         ({"1": ["--lr", "-2"]}, "--lr -2: must be a number >= 0"),
         ({"0": ["--lr", "-2"]}, "--lr -2: must be a number >= 0"),
         ({"0": ["--lr", "-2"], "1": ["--lr", "-2"]}, "--lr -2: must be a number >= 0"),

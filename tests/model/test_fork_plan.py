@@ -29,7 +29,6 @@ from training.flags import model_sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 EDITS = {
-    "from dataclasses import dataclass\n": "from dataclasses import dataclass, replace\n",
     "        return self.config\n": (
         "        width = self.config.ffn_hidden_size * (1 + i % 3 * 2)\n"
         "        return replace(self.config, ffn_hidden_size=width)\n"
