@@ -113,7 +113,6 @@ def _as_here() -> contextlib.AbstractContextManager[Any]:
     def inside() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if stream is not None:
-                torch.cuda.set_device(stream.device)
                 stack.enter_context(torch.cuda.stream(stream))
             for mode in modes:
                 stack.enter_context(mode)

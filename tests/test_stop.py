@@ -90,8 +90,9 @@ def by_train(case, monkeypatch):
         run=settings,
         checkpoint=kept,
         model=SimpleNamespace(seq_length=1),
-        log=SimpleNamespace(sample_interval=None, log_digests=None),
+        log=SimpleNamespace(sample_interval=None, log_digests=None, log_layer_rms_interval=None),
         fault=FaultConfig(rerun_mode="disabled"),
+        stages=(),
     )
     run = SimpleNamespace(
         config=config,
@@ -131,7 +132,7 @@ def by_train(case, monkeypatch):
     signal = SimpleNamespace(
         begin=lambda speak: None,
         received=False,
-        end=lambda told, how_far, saved: done.append(f"end, by a signal {told}"),
+        end=lambda told, how_far, saved, next_stage: done.append(f"end, by a signal {told}"),
     )
     try:
         pretrain_llama.train(

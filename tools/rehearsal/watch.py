@@ -276,16 +276,19 @@ def rows_last(x: Any) -> Any:
 
 
 def as_many_heads(args: Any) -> list[Any]:
-    """Return the shapes [b, n, s, d] of tensors with the n of the queries, anything else as it is.
+    """Return attention's arguments, [b, n, s, d] or rows [s, n, d], each with the n of the queries.
 
     Before torch 2.13 its formulas do not know keys and values that queries share.
     """
-    shapes = [list(a.shape) if isinstance(a, Tensor) and a.dim() == 4 else None for a in args]
-    most = max((shape[1] for shape in shapes if shape), default=0)
-    return [
-        a if shape is None else (shape[0], most, *shape[2:])
-        for a, shape in zip(args, shapes, strict=True)
-    ]
+    most = max((a.shape[1] for a in args if isinstance(a, Tensor) and a.dim() > 2), default=0)
+
+    def repeated(a: Any) -> Any:
+        if not isinstance(a, Tensor) or a.dim() < 3 or a.shape[1] == most:
+            return a
+        with _disable_current_modes():
+            return torch.empty(a.shape[0], most, *a.shape[2:], dtype=a.dtype, device="meta")
+
+    return [repeated(a) for a in args]
 
 
 def _causal(func: Any, args: Any, kwargs: Any) -> bool:
