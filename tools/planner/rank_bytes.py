@@ -73,19 +73,27 @@ class Sizes(NamedTuple):
     moments: tuple[float, float, float, float]
 
 
-def _config(flags: tuple[str, ...], tp: int, more: str, ep: int = 0) -> Config:
-    dp = max(1, ep // tp)
+def unit_config(
+    flags: tuple[str, ...], tp: int, more: str, ep: int = 0, cp: int = 1
+) -> Config:
+    """Return the config of few layers by which a layer and the ends are measured.
+
+    It has two data-parallel ranks at least, so that a model's own collectives over them are there.
+    """
+    dp = max(2, ep // tp)
     argv = [*flags, *REST.split(), "--num-layers", "8", "--tensor-model-parallel-size", str(tp),
             "--pipeline-model-parallel-size", "2", *["--sequence-parallel"] * (tp > 1),
+            "--context-parallel-size", str(cp),
             "--micro-batch-size", "1", "--global-batch-size", str(4 * dp)]  # fmt: skip
     argv += more.split()
     if ep:
         argv += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
         argv += ["--moe-token-dispatcher-type", "auto"]
-    return parse(last_of_each(argv), 2 * tp * dp)
+    return parse(last_of_each(argv), 2 * tp * cp * dp)
 
 
-def _profiled(config: Config, stage: Stage, split: bool = False) -> StageProfile:
+def unit_profile(config: Config, stage: Stage, split: bool = False) -> StageProfile:
+    """Return what a stage of such a config keeps and sends in a micro-batch."""
     return rank_profile(config, PROVIDER, (stage,), int(stage.loss), split).stages[0]
 
 
@@ -93,17 +101,17 @@ def _profiled(config: Config, stage: Stage, split: bool = False) -> StageProfile
 def unit(flags: tuple[str, ...], tp: int, recompute: str, dtype: str, ep: int = 0) -> Unit:
     """Return what is measured at a tp and a recomputation: "none", "selective" or "full"."""
     low = "" if dtype == "bf16" else f" --fp8-format hybrid --fp8-recipe {dtype}"
-    config = _config(flags, tp, RECOMPUTE_FLAGS[recompute] + low, ep)
-    one, two = (_profiled(config, Stage(1, n)) for n in (2, 3))
+    config = unit_config(flags, tp, RECOMPUTE_FLAGS[recompute] + low, ep)
+    one, two = (unit_profile(config, Stage(1, n)) for n in (2, 3))
     if recompute != "none":  # the ends do not depend on it
         ends = unit(flags, tp, "none", dtype, ep)
         return ends._replace(
             layer=two.for_b - one.for_b, again=max(two.again, one.again),
             working=one.working, end_working=max(one.working, ends.end_working),
         )  # fmt: skip
-    first, last = _profiled(config, Stage(0, 1, embedding=True)), _profiled(config, LAST)
+    first, last = unit_profile(config, Stage(0, 1, embedding=True)), unit_profile(config, LAST)
     twice = replace(config, batch=replace(config.batch, micro_batch_size=2))
-    both = [_profiled(twice, stage) for stage in (Stage(1, 2), LAST)]
+    both = [unit_profile(twice, stage) for stage in (Stage(1, 2), LAST)]
     layer = two.for_b - one.for_b
     return Unit(
         layer=layer, again=0.0, logits=last.logits, first=first.for_b - layer,
@@ -118,7 +126,7 @@ LAST = Stage(7, 8, loss=True)
 @lru_cache(maxsize=64)
 def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
     """Return the numbers of a layer and of both ends at a tp and an ep, and what waits for W."""
-    config = _config(flags, tp, "", ep)
+    config = unit_config(flags, tp, "", ep)
     each = state_bytes(optimizer_groups(config), torch.float32)
 
     def numbers(stage: Stage, cut: str = "") -> Array:
@@ -128,7 +136,7 @@ def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
 
     layer = numbers(Stage(1, 2))
     ends = [numbers(stage) - layer for stage in (Stage(0, 1, embedding=True), LAST)]
-    waits = _profiled(config, Stage(1, 2), split=True).for_w
+    waits = unit_profile(config, Stage(1, 2), split=True).for_w
     parts = (layer, *ends, numbers(Stage(1, 2), "ep"))
     of_layer, embedding, head, experts = (float(part[0]) for part in parts)
     a, b, c, d = (float(part[1]) for part in parts)
@@ -139,7 +147,7 @@ def layer_parameters(
     flags: tuple[str, ...], tp: int, ep: int = 0
 ) -> tuple[Config, dict[str, ParameterProfile]]:
     """Return the parameters of one layer by name, and the config that they are of."""
-    config = _config(flags, tp, "", ep)
+    config = unit_config(flags, tp, "", ep)
     return config, rank_parameters(config, PROVIDER, (Stage(1, 2),), 0)
 
 

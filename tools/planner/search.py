@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import layout
-from tools.planner import matrices
+from tools.planner import matrices, transfers
 from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
@@ -22,7 +22,7 @@ from tools.planner.model import Model
 from tools.planner.pipeline import SCHEDULES
 from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
 from tools.planner.runs import COMMS, Array, Runs
-from tools.planner.step_time import Times, host_layer, layer
+from tools.planner.step_time import Times, Unnamed, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
 from tools.rehearsal.device_file import read_device
 
@@ -282,7 +282,7 @@ def check_dtype(cluster: Cluster, dtype: str) -> None:
 def told(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
     """Return what is told of given layouts."""
     runs, c = runs_of(model, cluster, found), _constants(cluster)
-    times = _timed(c, runs)
+    times = _timed(c, runs, transfers.unnamed(c, model, found, runs))
     more = matrices.seconds(c, model, found, runs)
     times = replace(times, update=times.update + more, step=times.step + more)
     return Plans(
@@ -299,14 +299,14 @@ def _constants(cluster: Cluster) -> dict[str, float]:
     return profile(f"weft_{cluster.device}")
 
 
-def _timed(c: dict[str, float], runs: Runs) -> Times:
+def _timed(c: dict[str, float], runs: Runs, more: Unnamed) -> Times:
     """Time runs, those with as many stages together, so that arrays are no wider than needed."""
     count = (runs.pp * runs.virtual).astype(int)
     parts: list[tuple[npt.NDArray[np.intp], Times]] = []
     for stages in np.unique(count):
         at = np.flatnonzero(count == stages)
         some = runs[at]
-        parts.append((at, times_of_runs(c, replace(some, cut=some.cut[:, :stages]))))
+        parts.append((at, times_of_runs(c, replace(some, cut=some.cut[:, :stages]), more[at])))
     values: dict[str, Array] = {}
     for field in fields(Times):
         whole = np.zeros((len(runs), *((runs.cut.shape[1],) if field.name == "stages" else ())))

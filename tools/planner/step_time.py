@@ -6,10 +6,11 @@ of the device file, and the fitted ones that constants.py lists with their meani
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tools.planner.constants import LINKS
 from tools.planner.pipeline import SCHEDULES, W_APART, bubble
@@ -134,6 +135,30 @@ class Exposed(NamedTuple):
     ep: Array
     fsdp: Array
     copies: Array
+
+
+    @property
+    def seconds(self) -> Array:
+        return np.asarray(sum(self))
+
+    def plus(self, other: "Exposed", times: Array | float = 1.0) -> "Exposed":
+        return Exposed(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True)
+class Unnamed:
+    """Transfers of F and B that no formula here names, such as a fork's: see transfers.py.
+
+    layer: of each layer. first: of the embedding's end of the model. head: of the other end.
+    """
+
+    layer: Exposed
+    first: Exposed
+    head: Exposed
+
+    def __getitem__(self, chosen: npt.NDArray[np.intp]) -> "Unnamed":
+        return Unnamed(*(Exposed(*(seconds[chosen] for seconds in getattr(self, part.name)))
+                         for part in fields(self)))  # fmt: skip
 
 
 class Experts(NamedTuple):
@@ -378,19 +403,24 @@ def update(c: Constants, r: Runs) -> Array:
     return passes(c, each * rank_weights(r) + of_expert * rank_experts(r)) + c["host_step"]
 
 
-def times(c: Constants, r: Runs) -> Times:
-    """Return the times of steps of these runs."""
+def times(c: Constants, r: Runs, more: Unnamed | None = None) -> Times:
+    """Return the times of steps of these runs. more: transfers that no formula names."""
+    none = Exposed(*np.zeros((5, len(r))))
+    more = more or Unnamed(none, none, none)
     of_layer, shown = layer(c, r)
-    compute, exposed = of_layer.seconds, sum(shown)
+    shown = shown.plus(more.layer)
+    compute, exposed = of_layer.seconds, shown.seconds
     on_layer = host_layer(c, r)
     of_head, head_exposed = head(c, r)
-    head_compute = of_head.seconds
+    at_head = more.head._replace(tp=more.head.tp + head_exposed)
+    head_seconds = of_head.seconds + at_head.seconds
     stages = r.cut.shape[1]
     number = np.arange(stages)[None, :]
     count = (r.pp * r.virtual)[:, None]
     used = number < count
-    is_head = (number == r.head[:, None]) & used
-    gpu = r.cut * (compute + exposed)[:, None] + is_head * (head_compute + head_exposed)[:, None]
+    is_head, is_first = (number == r.head[:, None]) & used, number == 0
+    gpu = r.cut * (compute + exposed)[:, None] + is_head * head_seconds[:, None]
+    gpu = gpu + is_first * more.first.seconds[:, None]
     host = r.cut * on_layer[:, None] + used * c["host_stage"] + is_head * c["host_head"]
     sharp = c["sharp"]  # 8: the soft maximum is 9 % above where both are equal
     both = (gpu**sharp + host**sharp) ** (1 / sharp)
@@ -410,11 +440,13 @@ def times(c: Constants, r: Runs) -> Times:
     step = (body + ends) * jitter + sums + optimizer
     busy, launches = r.by_rank(gpu)[at], r.by_rank(host)[at]
     layers, has_head = r.by_rank(r.cut)[at], r.by_rank(is_head * 1.0)[at]
+    has_first = r.by_rank(np.broadcast_to(is_first * 1.0, gpu.shape))[at]
+    sent = Exposed(*(each * layers for each in shown))
+    sent = sent.plus(at_head, has_head).plus(more.first, has_first)
     kernels = Kernels(*(each * layers for each in of_layer)).plus(of_head, has_head)
     return Times(
         slot=slot, compute=kernels.seconds, matmul=kernels.matmul, attention=kernels.attention,
-        tp=shown.tp * layers + head_exposed * has_head, cp=shown.cp * layers,
-        ep=shown.ep * layers, fsdp=shown.fsdp * layers, copies=shown.copies * layers,
+        tp=sent.tp, cp=sent.cp, ep=sent.ep, fsdp=sent.fsdp, copies=sent.copies,
         waits=waits, host=slowest - busy,
         bubble=ends, sums=sums, update=optimizer, step=step, stages=both,
         message=message, host_share=launches / busy, jitter=jitter,

@@ -13,8 +13,13 @@ import pytest
 import pretrain_llama
 from estimate.dry_run import report
 from tools.explain import explain
+from tools.planner import search
 from tools.planner.cluster import read_cluster
+from tools.planner.layout import Layout
+from tools.planner.model import read_model
 from tools.planner.rank_order import ledger, orders
+from tools.rehearsal.device_file import read_device
+from tools.rehearsal.links import collective_seconds
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,6 +51,45 @@ def fork(folder: Path) -> str:
     path = folder / "exchanging.py"
     path.write_text(text)
     return str(path)
+
+
+LARGE = """
+    --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --vocab-size 32000 --swiglu
+    --untie-embeddings-and-output-weights
+"""
+
+
+def planned(flags, **more):
+    """Return times of Llama 3 8B's layers by the planner. flags: the model's, a fork's too."""
+    layout = Layout(**{"tp": 2, "dp": 4, "pp": 1, "virtual": 1, "micro_batch": 1,
+                       "micro_batches": 4, "zero": 1, "recompute": "none", **more})  # fmt: skip
+    cluster = read_cluster("h100_8_nodes").of(1)
+    model = read_model(f"{LARGE} {flags}", 8192)
+    return search.told(model, cluster, [layout]).times
+
+
+@pytest.mark.parametrize(
+    ("more", "times", "tokens"),
+    [
+        ({}, 2, 8192),
+        ({"recompute": "full"}, 3, 8192),  # forward runs again
+        ({"cp": 2, "dp": 2, "micro_batch": 2}, 2, 8192),
+        ({"pp": 2, "dp": 2, "schedule": "zb-h1"}, 2, 8192),
+        ({"overlap": "ring", "dtype": "tensorwise", "micro_batch": 2}, 2, 2 * 8192),
+    ],
+)
+def test_the_planner_times_a_new_collective(more, times, tokens, tmp_path):
+    plain, found = planned("", **more), planned(f"--model-file {fork(tmp_path)}", **more)
+    sent = 2 * 4096 * tokens // 2  # a rank's rows of hidden states, in bf16
+    each = collective_seconds(read_device("h100"), "all_to_all", sent, (0, 1))
+    layers = 4 // more.get("pp", 1)
+    assert each > 0
+    assert found.tp[0] - plain.tp[0] == pytest.approx(layers * times * each, rel=1e-6)
+    for name in ("cp", "ep", "fsdp", "sums", "update", "compute"):
+        assert getattr(found, name)[0] == pytest.approx(getattr(plain, name)[0], rel=1e-12)
+    grown = 4 * layers * times * each * plain.jitter[0]  # 4 micro-batches; a pipeline's ends too
+    assert 0.8 * grown < found.step[0] - plain.step[0] < (1 if layers == 4 else 1.6) * 1.001 * grown
 
 
 def explained(comm, more):
