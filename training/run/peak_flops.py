@@ -9,19 +9,20 @@ import time
 import torch
 
 # Dense bf16 tensor-core TFLOP/s of one device, without sparsity, from NVIDIA's data sheets. A row
-# matches when all its words stand in the device's name; the first row that matches counts.
+# matches when all its words stand in the device's name; the first row that matches counts. Where
+# there is a device file of a GPU (tools/rehearsal/devices), its peak is the same: a test compares.
 DENSE_BF16_TFLOPS = (
     (("GB300",), 2500.0),
     (("B300",), 2500.0),
     (("GB200",), 2500.0),
     (("B200",), 2250.0),
-    (("GH200",), 989.0),
+    (("GH200",), 989.4),
     (("H200", "NVL"), 836.0),
-    (("H200",), 989.0),
+    (("H200",), 989.4),
     (("H100", "PCIe"), 756.0),
     (("H100", "NVL"), 835.0),
-    (("H100",), 989.0),
-    (("H800",), 989.0),
+    (("H100",), 989.4),
+    (("H800",), 989.4),
     (("H20",), 148.0),
     (("A100",), 312.0),
     (("A800",), 312.0),

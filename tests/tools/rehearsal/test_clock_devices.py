@@ -10,6 +10,7 @@ import pytest
 from benchmarks import predict_published
 from benchmarks.predict_published import DOCUMENT, frozen_files, stated_hashes
 from tools.rehearsal.device_file import FOLDER, DeviceFileError, path_of, read_device
+from training.run.peak_flops import table_peak
 
 NAMES = ("a100", "b200", "h100", "h200")
 
@@ -27,6 +28,12 @@ def test_a_device_file_is_whole_and_its_numbers_make_sense(name: str) -> None:
     assert 1e-6 <= device["launch_seconds"] < 1e-4 and 1e-6 <= device["kernel_seconds"] < 1e-5
     assert device.levels[0].ranks == 8 and device.levels[0].bandwidth > device.levels[1].bandwidth
     assert all(source_of(entry) for entry in entries(json.loads(path_of(name).read_text())))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_log_compares_with_the_same_peak(name: str) -> None:
+    device = read_device(name)
+    assert table_peak(device.name) == device.peak("bfloat16")
 
 
 def entries(value: Any) -> list[dict[str, Any]]:

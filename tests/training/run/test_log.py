@@ -389,10 +389,10 @@ def test_terminal_has_a_live_bar_and_gets_its_cursor_back():
 @pytest.mark.parametrize(
     ("name", "tflops"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
         ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.0),
-        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
         ("NVIDIA H20", 148.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA B200", 2250.0),
