@@ -8,7 +8,13 @@ from training.arguments import ParallelConfig
 from training.config import Config, UsageError
 from training.flags import parallel_rules, rules
 
-GPU_BYTES = 80e9  # memory of an H100 or A100
+GPU_BYTES = 80e9  # memory of an H100 or A100, as in their device files
+OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
+
+
+def available(gpu_bytes: float) -> float:
+    """Return the bytes of a GPU's memory that a run can count on."""
+    return gpu_bytes * POOL - OVERHEAD
 
 
 def fit_lines(
@@ -22,9 +28,10 @@ def fit_lines(
     """
     if config.parallel.device == "cpu":
         return []
-    gpu = in_units(GPU_BYTES)
-    if total <= GPU_BYTES:
-        return [f"fits a GPU of {gpu}, with {in_units(GPU_BYTES - total)} to spare"]
+    limit = available(GPU_BYTES)
+    gpu = f"{in_units(GPU_BYTES)} ({in_units(limit)} available)"
+    if total <= limit:
+        return [f"fits a GPU of {gpu}, with {in_units(limit - total)} to spare"]
     rows = []
     for name, other in measures(config):
         p = other.parallel
@@ -37,12 +44,12 @@ def fit_lines(
             rows.append((size, name, f"saves {in_units(total - size)}"))
     if not rows:
         return [f"does NOT fit a GPU of {gpu}, and no single flag saves memory"]
-    enough = [size for size, _, _ in rows if size <= GPU_BYTES]
+    enough = [size for size, _, _ in rows if size <= limit]
     which = "each of these, by itself" if enough else "none of these, by itself, is enough"
-    lines = [f"does NOT fit a GPU of {gpu}: {in_units(total - GPU_BYTES)} too much; {which}:"]
+    lines = [f"does NOT fit a GPU of {gpu}: {in_units(total - limit)} too much; {which}:"]
     width = max(len(name) for _, name, _ in rows)
     for size, name, saves in rows:
-        told = f"fits, {in_units(size)}" if size <= GPU_BYTES else f"{in_units(size)}, too much"
+        told = f"fits, {in_units(size)}" if size <= limit else f"{in_units(size)}, too much"
         lines.append(f"  {name:<{width}}  {saves}: {told}")
     if enough and len(enough) < len(rows):
         lines[0] = lines[0].replace("each of these, by itself", "by itself")

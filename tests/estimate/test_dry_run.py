@@ -7,8 +7,15 @@ import re
 import pytest
 
 from estimate import activations, buffers, dry_run, rank_memory
+from estimate.dry_run import in_units
+from estimate.fit import GPU_BYTES, fit_lines
 from pretrain_llama import model_provider
 from tests.training.small_llama import PIPELINE, SMALL, read
+from tools.planner.cluster import read_cluster
+from tools.planner.layout import Layout
+from tools.planner.model import read_model
+from tools.planner.search import told
+from tools.rehearsal.device_file import read_device
 from training.config import UsageError
 from training.flags.megatron import DIFFERENCES
 
@@ -102,7 +109,7 @@ def test_the_report_of_a_large_run():
         "Korthikanti et al. 2022",
     ):
         assert line in text
-    assert "fits a GPU of 80 GB, with 79.93 GB to spare" in report(read())
+    assert "fits a GPU of 80 GB (73.7 GB available), with 73.63 GB to spare" in report(read())
     assert "fits a GPU" not in report(read("--device cpu"))
     assert "none: one rank" in report(read())
 
@@ -127,6 +134,19 @@ def test_the_vocabulary_is_read_where_the_tokenizer_is_here(tmp_path):
     assert "vocabulary 512," in report(read(tokenizer, 1, base))
 
 
+def test_a_run_fits_where_the_planner_says_so():
+    """Both take a share of the device file's memory, less what context and libraries need."""
+    flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 500"
+    layout = Layout(tp=1, pp=1, virtual=1, dp=8, micro_batch=1, micro_batches=1, zero=1,
+                    recompute="none")  # fmt: skip
+    plans = told(read_model(flags, 64), read_cluster("h100_8_nodes").of(1), [layout])
+    assert GPU_BYTES == read_device("h100")["memory"] == read_device("a100")["memory"]
+    for total in (plans.limit - 1e6, plans.limit + 1e6):
+        first = fit_lines(read(), total, lambda config, same: plans.limit, in_units)[0]
+        assert first.startswith("fits") == (total <= plans.limit)
+        assert first.startswith("does NOT fit") == (total > plans.limit)
+
+
 LLAMA_8B = (
     "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
     "--num-query-groups 8 --seq-length 4096 --max-position-embeddings 8192 --micro-batch-size 1 "
@@ -144,12 +164,12 @@ def advice(more, world):
 
 
 def test_what_does_not_fit_gets_the_measures_that_do_alone():
-    # 18 bytes x 8.03e9 = 144.5 GB at stage 0, 6 + 12/2 = 12 bytes = 96.4 GB at stage 1, over 4
-    # ranks 9 bytes = 72.3 GB
-    first, found = advice("", 4)
-    assert first.startswith("does NOT fit a GPU of 80 GB: ") and first.endswith(" by itself:")
+    # 18 bytes x 8.03e9 = 144.5 GB at stage 0; at stage 1 over 8 ranks 6 + 12/8 bytes = 60.2 GB
+    first, found = advice("", 8)
+    assert first.startswith("does NOT fit a GPU of 80 GB (73.7 GB available): ")
+    assert first.endswith(" by itself:")
     of_zero = {name: text for name, text in found.items() if "--zero" in name}
-    assert list(of_zero) == [f"--zero-stage {s} (over 4 data-parallel ranks)" for s in (1, 2, 3)]
+    assert list(of_zero) == [f"--zero-stage {s} (over 8 data-parallel ranks)" for s in (1, 2, 3)]
     assert all(re.match(r"saves \d+(\.\d+)? GB: fits, \d\d", text) for text in of_zero.values())
     # masters and moments, 12 bytes, leave the device
     assert re.match(r"saves 96.\d+ GB: fits, ", found["--optimizer-cpu-offload"])
@@ -159,7 +179,7 @@ def test_what_does_not_fit_gets_the_measures_that_do_alone():
 
 def test_the_measures_that_are_told_are_those_that_help():
     first, found = advice("--zero-stage 3 --global-batch-size 4 --optimizer-cpu-offload", 2)
-    assert first.startswith("fits a GPU of 80 GB, with ") and not found
+    assert first.startswith("fits a GPU of 80 GB (73.7 GB available), with ") and not found
     plain = LLAMA_8B.replace("--recompute-granularity full", "")
     text = report(read(f"{plain} --micro-batch-size 8 --tensor-model-parallel-size 4", 4))
     shown = re.findall(r"^    (--\S+(?: \w+)?) .*saves", text, re.MULTILINE)

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from estimate.fit import available
 from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import layout
 from tools.planner import matrices, transfers
@@ -26,7 +27,6 @@ from tools.planner.step_time import Times, Unnamed, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
 from tools.rehearsal.device_file import read_device
 
-OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
 NEARLY = 1.1  # layouts whose memory is told to be so much above the limit are told exactly too
 LOOKED = 25  # layouts that are told exactly, at most, to find the fastest of a row, or its first
 APART = 0.048  # median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
@@ -113,7 +113,7 @@ class Plans:
     @property
     def limit(self) -> float:
         """Return the bytes of a GPU that a plan counts on."""
-        return self.memory * POOL - OVERHEAD
+        return available(self.memory)
 
     def command(self, n: int) -> str:
         """Return the flags of model and layout; data, learning rate and length are the user's."""
