@@ -42,10 +42,11 @@ WORDS = f"""
 """.split()
 
 
-def fork(folder: Path) -> str:
+def fork(folder: Path, axis: str = "tp") -> str:
     """Copy the model, with one more collective in each block."""
     text = (ROOT / "model" / "llama.py").read_text()
-    edits = {OLD: NEW, "import torch\n": IMPORT, KEPT: KEPT + "        self.ctx = ctx\n"}
+    new = NEW.replace(".tp)", f".{axis})")
+    edits = {OLD: new, "import torch\n": IMPORT, KEPT: KEPT + "        self.ctx = ctx\n"}
     for old, new in edits.items():
         text = text.replace(old, new, 1)
     path = folder / "exchanging.py"
@@ -90,6 +91,20 @@ def test_the_planner_times_a_new_collective(more, times, tokens, tmp_path):
         assert getattr(found, name)[0] == pytest.approx(getattr(plain, name)[0], rel=1e-12)
     grown = 4 * layers * times * each * plain.jitter[0]  # 4 micro-batches; a pipeline's ends too
     assert 0.8 * grown < found.step[0] - plain.step[0] < (1 if layers == 4 else 1.6) * 1.001 * grown
+
+
+@pytest.mark.parametrize(
+    ("axis", "term", "more", "group"),
+    [("cp", "cp", {"cp": 4, "dp": 1}, range(0, 8, 2)), ("dp_cp", "fsdp", {}, range(0, 8, 2))],
+)
+def test_and_one_over_another_axis(axis, term, more, group, tmp_path):
+    plain, found = planned("", **more), planned(f"--model-file {fork(tmp_path, axis)}", **more)
+    sent = 2 * 4096 * 8192 // (2 * more.get("cp", 1))
+    each = collective_seconds(read_device("h100"), "all_to_all", sent, tuple(group))
+    grown = {name: getattr(found, name)[0] - getattr(plain, name)[0]
+             for name in ("tp", "cp", "ep", "fsdp", "sums", "update")}  # fmt: skip
+    assert grown.pop(term) == pytest.approx(4 * 2 * each, rel=1e-6)
+    assert not any(grown.values())
 
 
 def explained(comm, more):
