@@ -231,6 +231,7 @@ def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_peer_that_does_not_read_holds_up_nobody(two: Two) -> None:
     """A stopped rank's buffers fill; what the hub has for it waits, and the others are served."""
+    wait_until(lambda: len(two.hub.members) == 2)  # a hub answers before it notes who came
     member = two.hub.members[1]
     with member.connection._lock:
         member.connection._out = bytearray(b"x" * 100)  # as if the socket had taken no more
