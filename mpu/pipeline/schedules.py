@@ -319,12 +319,8 @@ def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None
     grid: list[list[Action | None]] = [[] for _ in schedule.ranks]
     done: dict[tuple[int, Action], int] = {}  # in which unit
     to_do = [
-        deque(
-            (a, schedule.inputs(r, n) if n in beside else [source] if source else [], n in beside)
-            for n, (a, source) in enumerate(zip(actions, schedule.sources[r], strict=True))
-        )
+        deque((a, schedule.inputs(r, n), n in schedule.beside(r)) for n, a in enumerate(actions))
         for r, actions in enumerate(schedule.ranks)
-        for beside in [schedule.beside(r)]
     ]
     weights: list[deque[Action]] = [deque() for _ in schedule.ranks]  # W's to place
     held = [0] * len(schedule.ranks)
