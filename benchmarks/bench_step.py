@@ -202,11 +202,14 @@ def products(size: str, dtype: str, t: int, batch: int) -> tuple[float, float]:
     seconds = []
     for i, o in [*layer, (h, vocab // t)]:
         x, w, dy = (torch.randn(*z, dtype=kind) for z in ((n, i), (o, i), (n, o)))
-        y, dx, dw = (torch.empty(*z, dtype=kind) for z in ((n, o), (n, i), (o, i)))
+        y, dx = (torch.empty(*z, dtype=kind) for z in ((n, o), (n, i)))
+        dw = torch.empty(o, i)  # fp32, as gradients are
         by = partial(Recipe().product, x, w), partial(torch.mm, x, w.t(), out=y)
         seconds.append(fastest(*by))
         by = partial(Recipe().dgrad, dy, w.t()), partial(torch.mm, dy, w, out=dx)
-        seconds[-1] += fastest(*by) + fastest(partial(torch.mm, dy.t(), x, out=dw))
+        seconds[-1] += fastest(*by)
+        by = partial(Recipe().accumulate, dw, True, x, dy), partial(torch.mm, dy.t(), x, out=dw)
+        seconds[-1] += fastest(*by)
     qkv = torch.randn(s, batch, (heads + 2 * groups) // t * d, dtype=kind, requires_grad=True)
     sizes = [heads // t * d, groups // t * d, groups // t * d]
     q, k, v = (part.unflatten(-1, (-1, d)) for part in qkv.split(sizes, -1))  # [s, b, n, d]

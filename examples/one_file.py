@@ -199,9 +199,13 @@ def add_grad(param: Parameter, grad: Tensor) -> None:
 
 
 def add_wgrad(param: Parameter, dy: Tensor, x: Tensor) -> None:
-    """Add dy^T x to the gradient [o, i]: dy [..., o], x [..., i]. One matmul that accumulates."""
+    """Add dy^T x to the gradient [o, i]: dy [..., o], x [..., i]."""
     dy, x = dy.flatten(0, -2), x.flatten(0, -2)
-    if x.dtype != param.main_grad.dtype:
+    onednn = onednn_linear(x)
+    if onednn is not None:  # the wider one is packed as the weight
+        wide = dy.shape[1] > x.shape[1]
+        add_grad(param, onednn(x.t(), dy.t()).t() if wide else onednn(dy.t(), x.t()))
+    elif x.dtype != param.main_grad.dtype:
         add_grad(param, torch.mm(dy.t(), x))
     elif param.fresh:
         torch.mm(dy.t(), x, out=param.main_grad)
@@ -210,13 +214,17 @@ def add_wgrad(param: Parameter, dy: Tensor, x: Tensor) -> None:
     param.fresh = False
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x w^T: x [..., i], weight [o, i] -> [..., o]. On a CPU oneDNN's is faster in fp32."""
+def onednn_linear(x: Tensor):
+    """Return oneDNN's x w^T for fp32 on a CPU, where it is the fastest; else None."""
     onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if onednn is None or x.device.type != "cpu" or x.dtype != torch.float32:
-        return F.linear(x, weight)
-    y: Tensor = onednn(x, weight, None, "none", [], "")
-    return y
+        return None
+    return lambda a, b: onednn(a, b, None, "none", [], "")
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x w^T: x [..., i], weight [o, i] -> [..., o]."""
+    return (onednn_linear(x) or F.linear)(x, weight)
 
 
 class ColumnParallel(torch.autograd.Function):

@@ -110,9 +110,8 @@ def runs(counts: Counts) -> Iterator[tuple[int, int, int]]:
 def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     """Return x w_e^T of each expert's rows: x [n, i], weights [E, o, i] -> [n, o].
 
-    In bf16 on a GPU it is one kernel, torch's grouped_mm. Elsewhere it is a loop of torch.mm, which
-    on a CPU is as fast: oneDNN's linear, which Recipe takes there, prepares anew for each number of
-    rows. On meta tensors it is one matmul of as many FLOPs.
+    In bf16 on a GPU it is one kernel, torch's grouped_mm; elsewhere a loop over the experts. On
+    meta tensors it is one matmul of as many FLOPs.
     """
     if x.is_meta:
         return RECIPE.product(x, weights[0])
@@ -122,7 +121,7 @@ def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
     y = x.new_empty((len(x), weights.shape[1]))
     for e, low, high in runs(counts):
         if high > low:
-            torch.mm(x[low:high], weights[e].t(), out=y[low:high])
+            y[low:high] = RECIPE.product(x[low:high], weights[e])
     return y
 
 

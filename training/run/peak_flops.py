@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from mpu.layers.linear import Recipe
+
 # Dense bf16 tensor-core TFLOP/s of one device, without sparsity, from NVIDIA's data sheets. A row
 # matches when all its words stand in the device's name; the first row that matches counts. Where
 # there is a device file of a GPU (tools/rehearsal/devices), its peak is the same: a test compares.
@@ -47,15 +49,16 @@ def table_peak(name: str) -> float | None:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """Return the best FLOP/s of a square matmul, with the threads this process has."""
+    """Return the best FLOP/s of the layers' own product of square matrices, with this process'
+    threads.
+    """
     size = 1024 if device.type == "cpu" else 8192
     a = torch.ones(size, size, device=device, dtype=dtype)
     b = torch.ones(size, size, device=device, dtype=dtype)
-    out = torch.empty(size, size, device=device, dtype=dtype)
     best, stop = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < stop or best == float("inf"):
         begin = time.perf_counter()
-        torch.mm(a, b, out=out)
+        Recipe().product(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
