@@ -202,8 +202,7 @@ def products(size: str, dtype: str, t: int, batch: int) -> tuple[float, float]:
     seconds = []
     for i, o in [*layer, (h, vocab // t)]:
         x, w, dy = (torch.randn(*z, dtype=kind) for z in ((n, i), (o, i), (n, o)))
-        y, dx = (torch.empty(*z, dtype=kind) for z in ((n, o), (n, i)))
-        dw = torch.empty(o, i)  # fp32, as gradients are
+        y, dx, dw = (torch.empty(*z, dtype=kind) for z in ((n, o), (n, i), (o, i)))
         by = partial(Recipe().product, x, w), partial(torch.mm, x, w.t(), out=y)
         seconds.append(fastest(*by))
         by = partial(Recipe().dgrad, dy, w.t()), partial(torch.mm, dy, w, out=dx)
