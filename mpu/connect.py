@@ -34,7 +34,8 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
             continue
         if axis.ranks not in spaces:
             try:
-                spaces[axis.ranks] = Workspace(by_process_group(axis), timeout)
+                here = grid.launch.local_world
+                spaces[axis.ranks] = Workspace(by_process_group(axis), timeout, here)
             except Unavailable as error:
                 spaces[axis.ranks] = str(error)
             space = spaces[axis.ranks]

@@ -32,6 +32,7 @@ from mpu.comm.transport import Axis, CommunicationError, blocked
 
 LINE = 64  # bytes of a flag
 SPINS = 200  # looks at a flag before the wait sleeps: some microseconds
+OWN_CORE_SPINS = 5000  # the same where no other rank needs the core
 SLICE = 20_000_000  # nanoseconds of one sleep, after which the wait looks whether peers live
 LARGE = 1 << 20  # bytes from which a copy bypasses the caches
 GRACE = 1.0  # seconds that a wait goes on when another rank than the one waited for is gone
@@ -57,6 +58,14 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def spins(ranks: int) -> int:
+    """Return how often a wait looks at its flag before it sleeps, with so many ranks on this host.
+
+    A sleep and the wake that ends it cost two system calls, but whoever spins keeps the core.
+    """
+    return OWN_CORE_SPINS if ranks <= len(os.sched_getaffinity(0)) else SPINS
+
+
 def copy(to: Tensor, x: Tensor) -> None:
     """Copy x into `to`, of the same shape; LARGE ones bypass the caches, up to twice as fast."""
     plain = to.dtype == x.dtype and to.is_contiguous() and x.is_contiguous()
@@ -71,10 +80,11 @@ class SymmetricBuffer:
 
     All ranks make it at once, over the axis' process group. flag(src, dst) holds the last epoch
     that src has ready for dst. A wait raises CommunicationError when a rank has died, or after
-    `timeout`. Raises Unavailable, on all ranks alike, where the memory cannot be had or shared.
+    `timeout`. ranks: of this host, on all axes (0: the axis'). Raises Unavailable, on all ranks
+    alike, where the memory cannot be had or shared.
     """
 
-    def __init__(self, axis: Axis, nbytes: int, timeout: timedelta) -> None:
+    def __init__(self, axis: Axis, nbytes: int, timeout: timedelta, ranks: int = 0) -> None:
         self.axis, self.rank, self.size = axis, axis.rank, axis.size
         self.timeout = timeout.total_seconds()
         self._pid = os.getpid()
@@ -82,6 +92,7 @@ class SymmetricBuffer:
         control = -(-lines * LINE // 4096) * 4096  # token | barrier | closed | flags
         memory, pids = self._map(control + nbytes)
         self._peers = [_Life(pid) for pid in pids]
+        self._spins = spins(max(ranks, self.size))
         region = torch.frombuffer(memory, dtype=torch.uint8)
         self.data = region[control:]
         self._barrier = region.data_ptr() + 2 * LINE
@@ -177,7 +188,7 @@ class SymmetricBuffer:
     def _until(self, first: int, stride: int, ranks: Any, epoch: int, what: str) -> None:
         call = _library().weft_wait
         args, count = (first, stride, len(ranks), epoch & 0xFFFFFFFF), len(ranks)
-        if (there := call(*args, SPINS, SLICE)) == count:
+        if (there := call(*args, self._spins, SLICE)) == count:
             return
         begin, alone = time.monotonic(), 0.0
         while there < count:

@@ -24,17 +24,18 @@ class Workspace:
     """What the collectives of one axis share: SLOTS slots, which grow to the largest message.
 
     axis: its transport must be a process group, over which the ranks agree on the memory. All ranks
-    use the workspace in the same order, as they use a process group.
+    use the workspace in the same order, as they use a process group. ranks: of this host, on all
+    axes (0: the axis').
     """
 
-    def __init__(self, axis: Axis, timeout: timedelta) -> None:
-        self.axis, self.timeout = axis, timeout
+    def __init__(self, axis: Axis, timeout: timedelta, ranks: int = 0) -> None:
+        self.axis, self.timeout, self.ranks = axis, timeout, ranks
         self.epoch = 0
         self._open: dict[int, Turn] = {}
         self._allocate(1 << 16)
 
     def _allocate(self, slot_bytes: int) -> None:
-        self.buffer = SymmetricBuffer(self.axis, SLOTS * slot_bytes, self.timeout)
+        self.buffer = SymmetricBuffer(self.axis, SLOTS * slot_bytes, self.timeout, self.ranks)
         self.slot_bytes = slot_bytes
 
     def begin(self, part_bytes: int) -> "Turn":

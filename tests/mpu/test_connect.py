@@ -81,8 +81,8 @@ def test_on_gpus_a_pipeline_does_without():
 @pytest.mark.parametrize("found", [True, False])
 def test_on_a_host_the_group_and_its_staging_stay(monkeypatch, staged, found):
     class Shared:
-        def __init__(self, axis, timeout):
-            assert not axis.symmetric
+        def __init__(self, axis, timeout, ranks):
+            assert not axis.symmetric and ranks == grid.launch.local_world
             if not found:
                 refuse()
 

@@ -114,12 +114,12 @@ class Host:
             )
         )
 
-    def buffer(self, axis: Axis, nbytes: int, timeout: timedelta) -> Any:
+    def buffer(self, axis: Axis, nbytes: int, timeout: timedelta, ranks: int = 0) -> Any:
         """Take the place of mpu.comm.symmetric.SymmetricBuffer."""
         recorder = self.recorder
         paused, recorder.paused = recorder.paused, True
         made = (
-            symmetric.SymmetricBuffer(axis, nbytes, timeout)
+            symmetric.SymmetricBuffer(axis, nbytes, timeout, ranks)
             if self.real
             else FakeBuffer(axis, nbytes)
         )

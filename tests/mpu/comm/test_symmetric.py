@@ -261,6 +261,19 @@ def test_growth_leaves_nothing_for_long(world):
 # How long it takes
 
 
+def looks(comm) -> list[int]:
+    axis, cores = by_process_group(comm.grid().dp_cp), len(os.sched_getaffinity(0))
+    many = Workspace(axis, WAIT, cores + 1).buffer  # ranks of the host, more than its cores
+    return [many._spins, SymmetricBuffer(axis, 64, WAIT)._spins]
+
+
+def test_a_wait_sleeps_early_where_ranks_share_a_core(world):
+    cores = len(os.sched_getaffinity(0))
+    for early, alone in world(2).run(looks):
+        assert early == symmetric.SPINS
+        assert alone == (symmetric.OWN_CORE_SPINS if cores >= 2 else symmetric.SPINS)
+
+
 def barriers(comm, times: int) -> float:
     buffer, seconds = SymmetricBuffer(comm.grid().dp_cp, 64, WAIT), []
     for _ in range(times):
