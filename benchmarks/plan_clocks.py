@@ -75,7 +75,7 @@ def planned(
     model, cluster = read_model(name, sequence), read_cluster(CLUSTER).of(world // NODE)
     model = own.with_optimizer(model, flags)
     each = own.layout_of(own.config_of(model, cluster, f"--micro-batch-size 1 {flags}"))
-    plans = search.told(model, cluster, [each])
+    plans = search.evaluate(model, cluster, [each])
     told = dict(table.breakdown(plans, 0).seconds)
     many = each.micro_batches * float(plans.times.jitter[0])
     for kind in ("matmul", "attention"):

@@ -4,8 +4,9 @@
     python benchmarks/plan_examples.py
 
 The layout's flags are read from each example. The planner plans the same model, batch and sequence
-on the same GPUs. A layout within the error of a comparison (tools/planner/search.py: APART) of the
-fastest is one of the first row's variants. The rows are predictions: nothing was fitted on weft.
+on the same GPUs. A layout within the error of a comparison
+(tools/planner/search.py: COMPARISON_ERROR) of the fastest is one of the first row's variants. The
+rows are predictions: nothing was fitted on weft.
 """
 
 import re
@@ -66,13 +67,13 @@ def compared(example: Example) -> tuple[list[str], str]:
     flags = layout_flags((ROOT / "examples" / example.script).read_text(encoding="utf-8"))
     config = own.config_of(read_model(example.model, 8192), cluster, flags)
     model = read_model(example.model, config.model.seq_length)
-    mine = search.told(model, cluster, [own.layout_of(config)])
+    mine = search.evaluate(model, cluster, [own.layout_of(config)])
     batch = config.batch.global_batch_size
     plans = plans_of(example.model, cluster, {"global-batch-size": batch,
                                               "seq-length": config.model.seq_length})  # fmt: skip
     (row,) = plans.rows(1)
     slower = float(mine.times.step[0] / plans.times.step[row.fastest]) - 1
-    near = slower <= search.APART
+    near = slower <= search.COMPARISON_ERROR
     a, b = table.breakdown(mine, 0).seconds, table.breakdown(plans, row.first).seconds
     worst = max(table.TERMS, key=lambda key: a[key] - b[key])
     reason = (
@@ -95,7 +96,7 @@ def named(plans: search.Plans, n: int) -> str:
     words = [f"tp {e.tp}"] * (e.tp > 1) + [f"cp {e.cp}"] * (e.cp > 1)
     if e.pp > 1:
         words.append(f"pp {e.pp} {e.schedule}" + f" v {e.virtual}" * (e.schedule == "interleaved"))
-    again = table.kept(e)
+    again = table.activations_of(e)
     words += [f"dp {e.dp}", f"b {e.micro_batch}", f"zero {e.zero}"] + [again] * (again != "none")
     return ", ".join(words)
 

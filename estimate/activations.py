@@ -2,7 +2,7 @@
 """Work out what a rank keeps for backward while a schedule runs.
 
 estimate/rank_profile.py measures what one micro-batch of a stage keeps; the schedule gives how
-many micro-batches are kept at once. Not counted are the buffers of collectives, of the allocator
+many micro-batches are stored at once. Not counted are the buffers of collectives, of the allocator
 and of the kernels.
 """
 
@@ -25,12 +25,12 @@ STEADY = 3  # micro-batches for each pipeline rank after which a schedule's full
 
 
 @dataclass(frozen=True)
-class Held:
+class ActivationPeak:
     """What one pipeline rank keeps for backward at the fullest moment of a step, in bytes.
 
-    for_b: kept from F to B; for_w: kept from B to W; each at its own fullest moment. The others are
+    for_b: stored from F to B; for_w: from B to W; each at its own peak. The others are
     of one moment. activations: both, plus what a recomputed layer needs. logits: not in these.
-    working: what the action under way has beside all that, and the messages that come and go under
+    working: what the running action has besides all that, and the messages that come and go under
     it. under_way: of what is offloaded, on its way. in_host: of that, in host memory at most.
     """
 
@@ -63,7 +63,7 @@ def steady(name: str, p: int, count: int, v: int, group: int | None = None) -> i
     return count if any(most == few * v for most, _, _ in peaks) else few
 
 
-def held(config: Config, provider: ModelProvider) -> list[Held]:
+def peaks(config: Config, provider: ModelProvider) -> list[ActivationPeak]:
     """Return what each pipeline rank keeps in a step of the run's largest batch."""
     p, count = config.parallel, max(micro_batch_counts(config))
     ranks = range(p.pipeline_model_parallel_size)
@@ -76,17 +76,22 @@ def held(config: Config, provider: ModelProvider) -> list[Held]:
         stages |= zip(own_stages(config, rank), own[rank], strict=True)
     cut = [stages[number] for number in sorted(stages)]
     schedule = schedule_of(config, count)
-    kept = peak_activations(schedule, [s.for_b for s in cut], [s.for_w for s in cut])
-    away = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
+    stored = peak_activations(schedule, [s.for_b for s in cut], [s.for_w for s in cut])
+    offloaded = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
     walks = [_Walk(schedule, rank, cut) for rank in ranks]
     return [
-        Held(int(kept[rank][0]), int(kept[rank][1]), *walks[rank].fullest, int(away[rank][2]))
+        ActivationPeak(
+            int(stored[rank][0]),
+            int(stored[rank][1]),
+            *walks[rank].fullest,
+            int(offloaded[rank][2]),
+        )
         for rank in ranks
     ]
 
 
 def in_turns(f: StageProfile, b: StageProfile) -> int:
-    """Return the most that lives while an F and a B run beside each other, with what both keep."""
+    """Return the peak bytes while an F and a B run overlapped, with what both store."""
     most, has = 0, [0, b.for_b + b.logits]
     for parts in zip_longest(f.f_turns, b.b_turns):
         for which, part in enumerate(parts):
@@ -99,20 +104,20 @@ def in_turns(f: StageProfile, b: StageProfile) -> int:
 class _Walk:
     """A pipeline rank's way through its schedule, action by action, in bytes.
 
-    kept, logits: what micro-batches keep. messages: inputs that have arrived or are about to, and
-    the last output sent, which is freed when the next one is. most: at the fullest moment so far.
-    fullest: activations, logits, working and under_way of Held then.
+    stored, logits: what micro-batches store. messages: inputs that have arrived or are about to,
+    and the last output sent, which is freed when the next one is. most: at the fullest moment so
+    far. fullest: activations, logits, working and under_way of ActivationPeak then.
 
-    An F and the B beside it take turns, part by part, the F first.
+    An F and the B that it overlaps alternate, part by part, the F first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, stages: Sequence[StageProfile]) -> None:
-        self.kept = self.logits = self.messages = self.most = 0
+        self.stored = self.logits = self.messages = self.most = 0
         self.fullest = (0, 0, 0, 0)
         last, deferred = schedule.stages - 1, 0
         trains = any(action.kind == "B" for action in schedule.ranks[rank])
         sent = 0  # bytes of the last output that left
-        beside: StageProfile | None = None  # of an F, until the B beside it is done
+        overlapped: StageProfile | None = None  # of an F, until the B it overlaps is done
         for step in plan(schedule)[rank] if trains else ():
             (kind, _, i), stage = step.action, stages[step.stage]
             self.messages += stage.message * len(step.receives)
@@ -124,40 +129,40 @@ class _Walk:
             if step.stage != (0 if forward else last):
                 self.messages -= stage.message  # its input counts as the action's now
             if step.beside:
-                beside = stage
+                overlapped = stage
             elif forward:
-                self._keep(stage.for_b, stage.logits)
+                self._store(stage.for_b, stage.logits)
                 self._note(stage.in_f - stage.for_b - stage.logits)
             else:
-                most = stage.in_b if beside is None else in_turns(beside, stage)
+                most = stage.in_b if overlapped is None else in_turns(overlapped, stage)
                 self._note(most - stage.for_b - stage.logits, stage.again, stage.under_way)
-                self._keep(-stage.for_b, -stage.logits)
-                if beside is not None:
-                    self._keep(beside.for_b, beside.logits)
-                    beside = None
+                self._store(-stage.for_b, -stage.logits)
+                if overlapped is not None:
+                    self._store(overlapped.for_b, overlapped.logits)
+                    overlapped = None
                 if schedule.split or (step.stage == last and i < schedule.deferred):
-                    self._keep(stage.for_w, stage.logits * (stage.for_w > 0))
+                    self._store(stage.for_w, stage.logits * (stage.for_w > 0))
                     deferred += not schedule.split
             if step.stage != (last if forward else 0):
-                stays = schedule.place(step.stage + (1 if forward else -1))[0] == rank
-                self.messages += stage.message - (0 if stays else sent)
-                sent = sent if stays else stage.message
+                same_rank = schedule.place(step.stage + (1 if forward else -1))[0] == rank
+                self.messages += stage.message - (0 if same_rank else sent)
+                sent = sent if same_rank else stage.message
         for _ in range(deferred):
             self._weight_gradient(stages[last])
 
     def _weight_gradient(self, stage: StageProfile) -> None:
         self._note(stage.in_w)
-        self._keep(-stage.for_w, -stage.logits * (stage.for_w > 0))
+        self._store(-stage.for_w, -stage.logits * (stage.for_w > 0))
 
-    def _keep(self, kept: int, logits: int) -> None:
-        self.kept += kept
+    def _store(self, stored: int, logits: int) -> None:
+        self.stored += stored
         self.logits += logits
 
-    def _note(self, living: int, again: int = 0, under_way: int = 0) -> None:
-        """Compare a moment with the fullest; living: what the action has beside what is kept."""
-        total = self.kept + self.logits + self.messages + living
+    def _note(self, in_use: int, again: int = 0, under_way: int = 0) -> None:
+        """Compare a moment with the peak; in_use: what the action has besides what is stored."""
+        total = self.stored + self.logits + self.messages + in_use
         if total >= self.most:
-            self.most, working = total, self.messages + living - again
+            self.most, working = total, self.messages + in_use - again
             moving = max(0, min(under_way, working))
-            kept = self.kept + again + min(working, 0)
-            self.fullest = (kept, self.logits, max(working, 0) - moving, moving)
+            stored = self.stored + again + min(working, 0)
+            self.fullest = (stored, self.logits, max(working, 0) - moving, moving)

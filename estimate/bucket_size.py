@@ -74,7 +74,7 @@ class Timeline:
     """When a micro-batch uses each parameter, by name, in seconds.
 
     used: from the start of forward to its first use. ready: from the start of backward to its
-    gradient. forward, backward: the whole.
+    gradient. forward, backward: in total.
     """
 
     used: Mapping[str, float]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work out what a step allocates and frees on top of what a rank keeps, at ZeRO stages 2 and 3.
 
-A whole gradient lives until its sum is with its owner, a gathered weight while it is used. The
-order in which a step uses the blocks gives both the gathers and how much is whole at once.
+An unsharded gradient lives until its owner has the sum, a gathered weight while it is used. The
+order in which a step uses the blocks gives both the gathers and how much is unsharded at once.
 
     stage 3    acquire(block i): free the others, gather block i and, a block ahead, block i + 1
 """
@@ -28,7 +28,7 @@ def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict
     whole gradients: at ZeRO stages 2 and 3 all buckets, as they leave after the last micro-batch.
     With --overlap-grad-reduce and one micro-batch a step, or with --zero-reduce-each-microbatch:
     the buckets that backward has begun and not ended, and the one being sent. Buckets summed over
-    a second axis are whole from the first gradient to the last, and so are tied embeddings with
+    a second axis are unsharded from the first gradient to the last, and so are tied embeddings with
     both ends on this rank.
     gathered weights: at stage 3 the block in use, with --overlap-param-gather the next one too; in
     a pipeline all of a rank's stages.
@@ -38,7 +38,7 @@ def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict
     size, named = gradient_bytes(config), rank_memory.parameters(config, provider, pp_rank)
     lookups = sum(named[name].entry.numel for name in both_ends(config, provider, pp_rank))
     return {
-        "whole gradients": _whole_gradients(config, provider, flats, pp_rank) * size,
+        "whole gradients": _unsharded_gradients(config, provider, flats, pp_rank) * size,
         "gathered weights": _gathered(config, provider, flats),
         "tied look-ups": lookups * size,
     }
@@ -81,7 +81,7 @@ def both_ends(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list
 
 
 def moments(
-    config: Config, provider: ModelProvider, held: activations.Held
+    config: Config, provider: ModelProvider, peak: activations.ActivationPeak
 ) -> list[dict[str, int]]:
     """Return what lives at moments of a step without a pipeline, of the kinds that change in it.
 
@@ -105,29 +105,33 @@ def moments(
     }  # fmt: skip
     walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
     begin = next((at for at, (name, _) in enumerate(walk) if block_of(name)), len(walk))
-    living = activations.profile(config, provider).living
-    come = _fetched(config, flats, [name for name, _ in walk[-len(living) :]])
-    for at, (name, whole) in enumerate(walk):
-        if at >= len(living):  # a sum has a place of its own before it is added to the last one's
-            whole += whole // config.parallel.shard_size
+    live_bytes = activations.profile(config, provider).live_bytes
+    come = _fetched(config, flats, [name for name, _ in walk[-len(live_bytes) :]])
+    for at, (name, numel) in enumerate(walk):
+        if at >= len(
+            live_bytes
+        ):  # a sum has a place of its own before it is added to the last one's
+            numel += numel // config.parallel.shard_size
         block = block_of(name)
         if block:
             number = int(block.rpartition(".")[2])
             where = {layers - 1: "last", layers - 2: "second", 0: "first"}.get(number, "")
         else:  # at the head of a micro-batch's list, or at its end
-            head = at % len(living) < begin
+            head = at % len(live_bytes) < begin
             number, where = (layers - 1, "head") if head else (-1, "embedding")
         if not where or not (sums or moves or where == "embedding"):
             continue
         now = {
-            "whole gradients": whole * size,
+            "whole gradients": numel * size,
             "gathered weights": _together(config, sharded, [n for n, _ in walk[at:]]),
             "tied look-ups": lookups * (where == "embedding" or not late),
         }
         if moves:  # the last micro-batch's backward brings it
-            last = at >= len(walk) - len(living)
-            now["fetched state"] = come[at % len(living)] if last else 0
-        now |= _parts(living[at % len(living)], held, (number + 1) / layers, where == "head")
+            last = at >= len(walk) - len(live_bytes)
+            now["fetched state"] = come[at % len(live_bytes)] if last else 0
+        now |= _parts(
+            live_bytes[at % len(live_bytes)], peak, (number + 1) / layers, where == "head"
+        )
         if sum(now.values()) >= sum(found.get(where, {}).values()):
             found[where] = now
     return [*([] if sums else [{"tied look-ups": 0}]), *found.values()]
@@ -148,12 +152,14 @@ def _fetched(config: Config, flats: list[BucketLayout], names: Sequence[str]) ->
     return [*accumulate(come)]
 
 
-def _parts(living: int, held: activations.Held, kept: float, head: bool) -> dict[str, int]:
-    """Return what the bytes that live are. kept: the share of the layers that still wait."""
-    told = {"logits": min(held.logits, living) if head else 0}
-    told["activations"] = min(int(held.activations * kept), living - told["logits"])
-    told["offloaded"] = min(held.under_way, living - sum(told.values()))
-    return told | {"working memory": living - sum(told.values())}
+def _parts(
+    live_bytes: int, peak: activations.ActivationPeak, share: float, head: bool
+) -> dict[str, int]:
+    """Divide the live bytes among kinds. share: of the layers whose B has not run."""
+    parts = {"logits": min(peak.logits, live_bytes) if head else 0}
+    parts["activations"] = min(int(peak.activations * share), live_bytes - parts["logits"])
+    parts["offloaded"] = min(peak.under_way, live_bytes - sum(parts.values()))
+    return parts | {"working memory": live_bytes - sum(parts.values())}
 
 
 def _together(config: Config, sharded: Mapping[str, tuple[int, int]], names: Sequence[str]) -> int:
@@ -164,29 +170,29 @@ def _together(config: Config, sharded: Mapping[str, tuple[int, int]], names: Seq
     return sum(nbytes for _, nbytes in buckets[: 1 + config.parallel.overlap_param_gather])
 
 
-def _whole_gradients(
+def _unsharded_gradients(
     config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
 ) -> int:
-    """Return the elements of whole gradients at the fullest moment of a step."""
+    """Return the elements of unsharded gradients at the peak of a step."""
     if level(config) < 2:
         return 0
-    return max(live for _, live in _walk(config, provider, flats, pp_rank))
+    return max(numel for _, numel in _walk(config, provider, flats, pp_rank))
 
 
 def _walk(
     config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
 ) -> list[tuple[str, int]]:
-    """Return the parameters in the order of their gradients, each with the elements of whole
-    gradients that live then.
+    """Return the parameters in the order of their gradients, each with the elements of the
+    unsharded gradients that live then.
     """
     p, count = config.parallel, max(micro_batch_counts(config))
-    total = sum(map(_comes, flats))
+    total = sum(map(_buffer_numel, flats))
     done = activations.profile(config, provider, pp_rank).gradients
     early = p.overlap_grad_reduce or p.zero_reduce_each_microbatch
     if not early or (count > 1 and not p.zero_reduce_each_microbatch):
         return [(name, total) for name in done] or [("", total)]
     each = p.zero_reduce_each_microbatch
-    short = [flat for flat in flats if not flat.axes and (not each or _comes(flat))]
+    short = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
     bucket_of = {name: i for i, flat in enumerate(short) for name, _, _ in flat.params}
     # the last bucket of a micro-batch is still being sent while the next one's backward begins
     passes = 2 if p.zero_reduce_each_microbatch and count > 1 else 1
@@ -198,20 +204,22 @@ def _walk(
     for name in bucket_of.keys() - set(done):  # plain autograd: known at the end of the step
         for n in range(passes):
             last.pop(n * len(short) + bucket_of[name], None)
-    live: set[int] = set()
-    told, following = list[tuple[str, int]](), 0
-    apart = sum(_comes(flat) for flat in flats if flat.axes)
+    in_use: set[int] = set()
+    steps, following = list[tuple[str, int]](), 0
+    second_axis = sum(_buffer_numel(flat) for flat in flats if flat.axes)
     for at, (name, bucket) in enumerate(order):
-        live |= {bucket} if bucket >= 0 else set()
-        told.append((name, apart + sum(_comes(short[i % len(short)]) for i in live)))
+        in_use |= {bucket} if bucket >= 0 else set()
+        steps.append(
+            (name, second_axis + sum(_buffer_numel(short[i % len(short)]) for i in in_use))
+        )
         while last.get(following, at + 1) <= at:  # a bucket leaves; its owner has the one before
-            live.discard(following - 1 if p.overlap_grad_reduce else following)
+            in_use.discard(following - 1 if p.overlap_grad_reduce else following)
             following += 1
-    return told or [("", apart)]
+    return steps or [("", second_axis)]
 
 
-def _comes(flat: BucketLayout) -> int:
-    """Return the elements of a bucket's whole gradients that come and go in a step."""
+def _buffer_numel(flat: BucketLayout) -> int:
+    """Return the elements of a bucket's unsharded gradients, if a step allocates them."""
     return flat.length if flat.sharing.zero_stage >= 2 else 0
 
 
@@ -258,10 +266,10 @@ def gathered(
     if config.parallel.pipeline_model_parallel_size > 1:
         return shared
     order = [i for i, _ in groupby(uses(config, provider, flats) * micro_batches)]
-    whole: set[int] = set()
+    unsharded: set[int] = set()
     out: list[BucketLayout] = []
     for here, following in zip(order, [*order[1:], order[-1]], strict=True):
         wanted = {here, following} if config.parallel.overlap_param_gather else {here}
-        out += [shared[i] for i in wanted - whole]
-        whole = wanted
+        out += [shared[i] for i in wanted - unsharded]
+        unsharded = wanted
     return out

@@ -78,16 +78,16 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
         return
     size, positions, documents = rank_batch(config)
     stages = [Stage(i, i + 1) for i in range(config.model.num_layers)]
-    heard = _Heard()
-    model = rank_model(plannable(config), provider, stages, 0, trace=heard)
+    listener = _Listener()
+    model = rank_model(plannable(config), provider, stages, 0, trace=listener)
     tokens = torch.empty(size, dtype=torch.long, device=META)
     shape = model.hidden_shape(*size)
     with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
         for chunk, stage in enumerate(stages):
-            heard.over_cp = False
+            listener.over_cp = False
             hidden = torch.empty(shape, dtype=config.run.dtype, device=META)
             model(tokens, None, positions, documents, hidden=hidden, chunk=chunk)
-            if not heard.over_cp:
+            if not listener.over_cp:
                 line = ContextAttention.attend.__code__.co_firstlineno
                 raise ValueError(
                     f"--context-parallel-size {config.parallel.context_parallel_size}: layer "
@@ -98,7 +98,7 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
                 )
 
 
-class _Heard:
+class _Listener:
     """A trace: whether anything was sent over context-parallel ranks."""
 
     over_cp = False

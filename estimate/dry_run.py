@@ -17,7 +17,7 @@ from estimate import (
     stages,
     traffic,
 )
-from estimate.activations import Held
+from estimate.activations import ActivationPeak
 from estimate.fit import fit_lines
 from estimate.model_profile import ModelProvider, grid_of, model_profile
 from estimate.obeyed_flags import check_flags
@@ -38,7 +38,7 @@ REHEARSAL = (
     "--rehearse in place of --dry-run runs a rank's steps on a device without memory: each launch "
     "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
 )
-STATE = ("parameters", "gradients", "masters", "moments")  # kept from step to step
+STATE = ("parameters", "gradients", "masters", "moments")  # persistent from step to step
 
 
 def report(config: Config, provider: ModelProvider) -> str:
@@ -74,15 +74,15 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
     """Return the sections that depend on the model's shapes."""
     size = config.parallel.pipeline_model_parallel_size
     shapes = [rank_memory.shapes(config, provider, rank) for rank in range(size)]
-    held = activations.held(config, provider)
-    kinds = [memory(config, provider, rank, held[rank]) for rank in range(size)]
+    peaks = activations.peaks(config, provider)
+    kinds = [memory(config, provider, rank, peaks[rank]) for rank in range(size)]
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
     return [
         ("Pipeline", stages.lines(config, provider)),
-        ("Memory of each pipeline rank", _ranks(shapes, held, kinds)),
+        ("Memory of each pipeline rank", _ranks(shapes, peaks, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
-        (f"Memory of {rank}", _memory(config, provider, held, kinds[fullest], fullest)),
+        (f"Memory of {rank}", _memory(config, provider, peaks, kinds[fullest], fullest)),
         ("Optimizer", matrices.lines(config, provider)),
         ("Batch", _batch(config)),
         ("Work", _work(config, model_profile(config, provider).flops)),
@@ -96,13 +96,15 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
     ]
 
 
-def memory(config: Config, provider: ModelProvider, pp_rank: int, held: Held) -> dict[str, int]:
+def memory(
+    config: Config, provider: ModelProvider, pp_rank: int, peak: ActivationPeak
+) -> dict[str, int]:
     """Return the bytes of each kind on the device of a pipeline rank, in the report's order."""
-    return max(memories(config, provider, pp_rank, held), key=lambda kinds: sum(kinds.values()))
+    return max(memories(config, provider, pp_rank, peak), key=lambda kinds: sum(kinds.values()))
 
 
 def memories(
-    config: Config, provider: ModelProvider, pp_rank: int, held: Held
+    config: Config, provider: ModelProvider, pp_rank: int, peak: ActivationPeak
 ) -> list[dict[str, int]]:
     """Return the bytes of each kind at every moment that may be a step's fullest."""
     flats = rank_memory.flats(config, provider, pp_rank)
@@ -110,28 +112,28 @@ def memories(
     kinds |= buffers.transient(config, provider, pp_rank)
     if rank_memory.offloaded(config):
         kinds |= {"masters": 0, "moments": 0}
-    held_kinds = {"activations": held.activations, "logits": held.logits}
-    kinds |= held_kinds | {"working memory": held.working}
+    activation_kinds = {"activations": peak.activations, "logits": peak.logits}
+    kinds |= activation_kinds | {"working memory": peak.working}
     kinds |= {"workspaces": buffers.matmul_workspaces(config)}
     if config.gpu.cpu_offload_activations:
-        kinds["offloaded"] = held.under_way
+        kinds["offloaded"] = peak.under_way
     moved = rank_memory.moved_state(config, flats)
     if moved:  # on a CPU its second place is in the same memory
         kinds |= {"masters": 0, "moments": 0} if config.parallel.device != "cpu" else {}
         kinds["fetched state"] = 0
     found = [kinds]
     if config.parallel.pipeline_model_parallel_size == 1:
-        found = [kinds | now for now in buffers.moments(config, provider, held)]
+        found = [kinds | now for now in buffers.moments(config, provider, peak)]
     moving = 0  # an offloaded update has its matrices in host memory
     if not rank_memory.offloaded(config):
         moving = matrices.memory(config, provider, pp_rank)
     if moving or moved:  # in the update
-        gone = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
-        found.append(kinds | gone | {"matrices": moving, "fetched state": moved})
+        released = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
+        found.append(kinds | released | {"matrices": moving, "fetched state": moved})
     if summed := buffers.sums(config, flats):  # when backward is over
-        gone = dict.fromkeys({*kinds} & {*held_kinds, "working memory", "offloaded"}, 0)
+        released = dict.fromkeys({*kinds} & {*activation_kinds, "working memory", "offloaded"}, 0)
         up = {"fetched state": moved} if moved else {}
-        found.append(kinds | gone | up | {"sums of gradients": summed})
+        found.append(kinds | released | up | {"sums of gradients": summed})
     return found
 
 
@@ -188,13 +190,15 @@ def _parameters(config: Config, provider: ModelProvider, parameters: Shapes) -> 
     ]
 
 
-def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) -> list[str]:
-    """Return a line for each rank of a pipeline; "for B", "for W": activations kept for those."""
+def _ranks(
+    shapes: list[Shapes], peaks: list[ActivationPeak], kinds: list[dict[str, int]]
+) -> list[str]:
+    """Return a line for each rank of a pipeline; "for B", "for W": activations stored for those."""
     if len(shapes) == 1:
         return []
     columns = ("parameters", "state", "buffers", "activations", "for B", "for W", "logits", "total")
     rows: list[tuple[str, ...]] = [("rank", *columns)]
-    for rank, (parameters, h, kind) in enumerate(zip(shapes, held, kinds, strict=True)):
+    for rank, (parameters, h, kind) in enumerate(zip(shapes, peaks, kinds, strict=True)):
         state = sum(kind[k] for k in STATE)
         rest = sum(kind.values()) - state - h.activations - h.logits
         sizes = (state, rest, h.activations, h.for_b, h.for_w, h.logits, sum(kind.values()))
@@ -203,7 +207,11 @@ def _ranks(shapes: list[Shapes], held: list[Held], kinds: list[dict[str, int]]) 
 
 
 def _memory(
-    config: Config, provider: ModelProvider, held: list[Held], kinds: dict[str, int], rank: int
+    config: Config,
+    provider: ModelProvider,
+    peaks: list[ActivationPeak],
+    kinds: dict[str, int],
+    rank: int,
 ) -> list[str]:
     """Return one line a kind of memory, the total, and advice where it does not fit a GPU."""
     p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
@@ -262,16 +270,18 @@ def _memory(
         what = "masters, moments and staging buffers"
     if host:
         lines.append(f"{'in host memory':<16} {in_units(host):>10}  {what}")
-    if away := held[rank].in_host:
-        lines.append(f"{'in host memory':<16} {in_units(away):>10}  offloaded activations, pinned")
+    if offloaded := peaks[rank].in_host:
+        lines.append(
+            f"{'in host memory':<16} {in_units(offloaded):>10}  offloaded activations, pinned"
+        )
     lines.append(
         "counted as in Korthikanti et al. 2022 (arXiv:2205.05198), for the operations of this model"
     )
 
     def peak(other: Config, same: bool) -> int:
         """Return the bytes of the rank that needs most; it takes seconds to trace activations."""
-        kept = held if same else activations.held(other, provider)
-        return max(sum(memory(other, provider, r, own).values()) for r, own in enumerate(kept))
+        of_ranks = peaks if same else activations.peaks(other, provider)
+        return max(sum(memory(other, provider, r, own).values()) for r, own in enumerate(of_ranks))
 
     return lines + fit_lines(config, total, peak, in_units)
 
@@ -330,8 +340,8 @@ def _traffic(rows: list[Traffic]) -> list[str]:
     for (axis, verb, _), same in groups.items():
         times, sent = sum(row.times for row in same), sum(row.sent for row in same)
         sizes = {row.bytes for row in same}
-        whole = sizes.pop() if len(sizes) == 1 else sum(row.times * row.bytes for row in same)
-        line = f"{axis:<9} {verb.replace('_', '-'):<14} {times:>7,} of {in_units(whole):>9}"
+        size = sizes.pop() if len(sizes) == 1 else sum(row.times * row.bytes for row in same)
+        line = f"{axis:<9} {verb.replace('_', '-'):<14} {times:>7,} of {in_units(size):>9}"
         line += " in all" * bool(sizes)
         if not axis:
             line = f"{', '.join(SMALL):<24} {times:>7,}"
@@ -346,8 +356,8 @@ def _host_traffic(config: Config, provider: ModelProvider, rank: int) -> list[st
     if not down:
         return []
     what = "gradients down, weights up" if rank_memory.offloaded(config) else "masters and moments"
-    said = f"a rank sends {in_units(down)} down and {in_units(up)} up"
-    return [f"{'PCIe':<9} {'copies':<14} {what}; {said}"]
+    sent = f"a rank sends {in_units(down)} down and {in_units(up)} up"
+    return [f"{'PCIe':<9} {'copies':<14} {what}; {sent}"]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

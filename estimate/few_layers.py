@@ -90,7 +90,7 @@ def _together(parts: Sequence[RankProfile]) -> RankProfile:
         uses=(),
         gradients=tuple(name for part in reversed(parts) for name in part.gradients),
         looked_up=frozenset().union(*(part.looked_up for part in parts)),
-        living=(),
+        live_bytes=(),
         amaxes=sum(part.amaxes for part in parts),
         loads=sum(part.loads for part in parts),
     )
@@ -124,22 +124,22 @@ def _units(
         small = _placed(config, stages, less)
         assert small is not None  # it has fewer layers than `large`
         low = rank_profile(bare, provider, small, rank, split)
-    told = [
+    extended = [
         _line(h, [(h, s, k)])
         for h, s, k in zip(high.stages, low.stages, times, strict=True)
     ]
     return replace(
         high,
-        stages=tuple(told),
+        stages=tuple(extended),
         uses=_longer(high.uses, chunks, forward=True),
         gradients=_longer(high.gradients, chunks, forward=False),
-        living=_living(high, low, chunks[0]) if len(stages) == 1 else (),
+        live_bytes=_live_bytes(high, low, chunks[0]) if len(stages) == 1 else (),
         amaxes=high.amaxes + (high.amaxes - low.amaxes) * max(times),
         loads=high.loads + (high.loads - low.loads) * max(times),
     )
 
 
-def _whole(
+def _same_length(
     config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
 ) -> RankProfile | None:
     """Return the profile of stages of as many layers, wherever these stand in the model."""
@@ -150,7 +150,7 @@ def _whole(
     found = rank_profile(bare, provider, same, rank, split)
     chunks = [_Chunk(s, other) for s, other in zip(stages, same, strict=True)]
     gradients = _longer(found.gradients, chunks, forward=False)
-    return replace(found, uses=(), gradients=gradients, living=())
+    return replace(found, uses=(), gradients=gradients, live_bytes=())
 
 
 def _blocks(
@@ -164,7 +164,7 @@ def _blocks(
     again = [recomputed_layers(config, stage) for stage in stages]
     plain = [len(stage.layers) - n for stage, n in zip(stages, again, strict=True)]
     if max(*again, *plain) <= FEW:  # nothing is left out
-        return _whole(config, provider, stages, pp_rank, split)
+        return _same_length(config, provider, stages, pp_rank, split)
     (bare, rank), found = _bare(config, stages, pp_rank), list[RankProfile]()
     for a, b in ((1, 1), (1, 2), (2, 1)):
         counts = [min(n, a) + min(m, b) for n, m in zip(again, plain, strict=True)]
@@ -177,14 +177,14 @@ def _blocks(
             times = [len(s.layers) - n for s, n in zip(stages, counts, strict=True)]
             chunks = [_Chunk(s, few, 1, k) for s, few, k in zip(stages, short, times, strict=True)]
     base = found[0]
-    told = [
+    extended = [
         _line(one, [(more, one, max(0, m - 1)), (twice, one, max(0, n - 1))])
         for one, more, twice, n, m in zip(*(f.stages for f in found), again, plain, strict=True)
     ]
     gradients = _longer(base.gradients, chunks, forward=False, middle=0)
     more = ((found[1], max(0, max(plain) - 1)), (found[2], max(0, max(again) - 1)))
     return replace(
-        base, stages=tuple(told), uses=(), gradients=gradients, living=(),
+        base, stages=tuple(extended), uses=(), gradients=gradients, live_bytes=(),
         amaxes=base.amaxes + sum((other.amaxes - base.amaxes) * k for other, k in more),
         loads=base.loads + sum((other.loads - base.loads) * k for other, k in more),
     )  # fmt: skip
@@ -211,11 +211,12 @@ def _parameters_of(
     times = [max(0, len(stage.layers) - 1) for stage in stages]
     chunks = [_Chunk(s, few, 1, k) for s, few, k in zip(stages, short, times, strict=True)]
     try:
-        told = list(_renamed(list(found), chunks, lambda seen: True, middle=0))
+        renamed = list(_renamed(list(found), chunks, lambda seen: True, middle=0))
     except _NoLine:
         return rank_parameters(config, provider, stages, pp_rank)
     return {
-        name: found[own]._replace(entry=found[own].entry._replace(name=name)) for name, own in told
+        name: found[own]._replace(entry=found[own].entry._replace(name=name))
+        for name, own in renamed
     }
 
 
@@ -281,8 +282,8 @@ def _longer(names: Names, chunks: Sequence[_Chunk], forward: bool, middle: int =
     """Return names of parameters in the order of the long rank. forward: they begin with a forward
     pass; else they are of a backward alone.
     """
-    told = _renamed(names, chunks, lambda seen: forward and not seen, middle)
-    return tuple(name for name, _ in told)
+    renamed = _renamed(names, chunks, lambda seen: forward and not seen, middle)
+    return tuple(name for name, _ in renamed)
 
 
 def _renamed(
@@ -333,17 +334,17 @@ def _moved(name: str, by: int) -> str:
     return f"{start}.{int(layer) + by}{name[len(block):]}"
 
 
-def _living(high: RankProfile, low: RankProfile, chunk: _Chunk) -> tuple[int, ...]:
-    """Return `living` of the long stage: what is above a unit in its backward has all units left
-    out below it, and these stand at even steps.
+def _live_bytes(high: RankProfile, low: RankProfile, chunk: _Chunk) -> tuple[int, ...]:
+    """Return `live_bytes` of the long stage: what is above a unit in its backward has all units
+    left out below it, and these stand at even steps.
     """
     if not chunk.times:
-        return high.living
+        return high.live_bytes
 
     def parts(found: RankProfile) -> list[tuple[int | None, list[int]]]:
-        both = zip(found.gradients, found.living, strict=True)
+        both = zip(found.gradients, found.live_bytes, strict=True)
         keyed = groupby(both, key=lambda item: _unit(item[0], [chunk]))
-        return [(key and key[1], [living for _, living in same]) for key, same in keyed]
+        return [(key and key[1], [nbytes for _, nbytes in same]) for key, same in keyed]
 
     many, few = parts(high), parts(low)
     at = next((n for n, (unit, _) in enumerate(many) if unit == 1), -1)

@@ -49,8 +49,8 @@ def fit_lines(
     lines = [f"does NOT fit a GPU of {gpu}: {in_units(total - limit)} too much; {which}:"]
     width = max(len(name) for _, name, _ in rows)
     for size, name, saves in rows:
-        told = f"fits, {in_units(size)}" if size <= limit else f"{in_units(size)}, too much"
-        lines.append(f"  {name:<{width}}  {saves}: {told}")
+        verdict = f"fits, {in_units(size)}" if size <= limit else f"{in_units(size)}, too much"
+        lines.append(f"  {name:<{width}}  {saves}: {verdict}")
     if enough and len(enough) < len(rows):
         lines[0] = lines[0].replace("each of these, by itself", "by itself")
     if config.parallel.gradient_ranks == 1:

@@ -47,9 +47,9 @@ def _plans(config: Config, provider: ModelProvider, pp_rank: int) -> dict[Update
     members = members_of(grid_of(config, pp_rank))
     flats = rank_memory.flats(config, provider, pp_rank)
     for rule in rules:
-        mine = {name for name, group in groups.items() if group.rule == rule}
+        of_rule = {name for name, group in groups.items() if group.rule == rule}
         try:
-            found[rule] = plan_of(flats, placements, mine, rule.split, members)
+            found[rule] = plan_of(flats, placements, of_rule, rule.split, members)
         except ValueError as error:
             raise UsageError(f"--optimizer {config.optimizer.optimizer}: {error}") from None
     return found
@@ -61,9 +61,9 @@ def check(config: Config, provider: ModelProvider) -> None:
     heads = sizes.num_attention_heads + 2 * (sizes.num_query_groups or sizes.num_attention_heads)
     for rank in range(config.parallel.pipeline_model_parallel_size):
         for rule, plan in plans(config, provider, rank).items():
-            mine = {matrix.parameter for matrix in plan.matrices}
+            planned = {matrix.parameter for matrix in plan.matrices}
             every = rank_memory.parameters(config, provider, rank)
-            named = {name: p for name, p in every.items() if name in mine}
+            named = {name: p for name, p in every.items() if name in planned}
             if not rule.split.qkv or any(p.place.qkv for p in named.values()):
                 continue
             rows = heads * (sizes.kv_channels or sizes.hidden_size // sizes.num_attention_heads)
@@ -86,15 +86,15 @@ def exchanges(
         for turn in plan.rounds:
             axis = grid.instance(turn.cut)
             for splits in (plan.splits(turn, axis.rank), plan.back(turn, axis.rank)):
-                whole = sum(splits.input)
-                away = whole - splits.input[axis.rank]
-                yield Exchange(axis.name, turn.bucket, whole * size, away * size)
+                total = sum(splits.input)
+                sent = total - splits.input[axis.rank]
+                yield Exchange(axis.name, turn.bucket, total * size, sent * size)
 
 
 def memory(config: Config, provider: ModelProvider, pp_rank: int) -> int:
-    """Return the most bytes that an update has of matrices on a rank, beside its state.
+    """Return the most bytes that an update has of matrices on a rank, besides its state.
 
-    Updates are kept, as they leave and as they come, until all matrices are done. Beside them are
+    Sent and received updates live until all matrices are done. Beside them are
     the matrices of one bucket, those of the next on their way, and what an iteration makes of one.
     """
     most = 0
@@ -105,7 +105,7 @@ def memory(config: Config, provider: ModelProvider, pp_rank: int) -> int:
             for me in range(len(plan.members[cut])):
                 there = [plan.splits(turn, me) for turn in turns]
                 back = [plan.back(turn, me) for turn in turns]
-                kept = sum(sum(s.input) + sum(s.output) for s in back)
+                waiting = sum(sum(s.input) + sum(s.output) for s in back)
                 came = [sum(s.output) for s in there]
                 sent = [sum(s.input) for s in there]
                 pairs = zip(came, [*came[1:], 0], [*sent[1:], 0], strict=True)
@@ -113,7 +113,7 @@ def memory(config: Config, provider: ModelProvider, pp_rank: int) -> int:
                     (m.rows * m.columns for m, o in zip(plan.matrices, plan.owners, strict=True)
                      if o == me), default=0,
                 )  # fmt: skip
-                most = max(most, item * (kept + max(map(sum, pairs)) + 5 * largest))
+                most = max(most, item * (waiting + max(map(sum, pairs)) + 5 * largest))
     return most
 
 
@@ -139,8 +139,8 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
                 _count(names, (group.rule.name, kind), name, [""])
     out = []
     for (rule_name, kind), counts in names.items():
-        said = ", ".join(name + f" x {n}" * (n > 1) for name, n in counts.items())
-        out.append(f"{rule_name}, group {kind}: {said}")
+        listed = ", ".join(name + f" x {n}" * (n > 1) for name, n in counts.items())
+        out.append(f"{rule_name}, group {kind}: {listed}")
     most = max(memory(config, provider, rank) for rank, _, _ in found)
     out += [_load(config, rank, rule, plan) for rank, rule, plan in found]
     moving = f"an update has at most {most / 1e6:,.1f} MB of matrices on a rank, beside the state"

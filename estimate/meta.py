@@ -178,8 +178,8 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     x, dims = given["self"], given.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())
     over = {dim % max(x.dim(), 1) for dim in dims}
-    kept = 1 if given.get("keepdim") else None
-    shape = [kept if i in over else n for i, n in enumerate(x.shape)]
+    length = 1 if given.get("keepdim") else None
+    shape = [length if i in over else n for i, n in enumerate(x.shape)]
     counts = func.overloadpacket.__name__ == "sum" and not x.is_floating_point()
     dtype = given.get("dtype") or (torch.long if counts else x.dtype)
     return torch.empty([n for n in shape if n is not None], dtype=dtype, device=META)
@@ -265,7 +265,7 @@ class MetaRecompute(Recompute):
     """Recompute with the stand-in for attention: MetaAttention is not active in backward."""
 
     def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `run` with the stand-in for attention, recomputed where that was asked for."""
+        """Return `run` with the stand-in for attention, recomputed where the flags say so."""
         return super().selective(_standing_in(run))
 
     def in_turn(self, layers: Blocks) -> Callable[..., Tensor]:

@@ -70,10 +70,10 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
 
     A forward that meta tensors cannot run, one that asks for values, is not checked.
     """
-    wanted = list(_functions(config))
+    required = list(_functions(config))
     p, g = config.parallel, config.gpu
     modules = (p.norm_backend != "weft", config.float8.fp8_format, g.offload_modules)
-    if not (wanted or any(modules) or p.defer_embedding_wgrad_compute):
+    if not (required or any(modules) or p.defer_embedding_wgrad_compute):
         return
     listener = _Listener(config, provider)
     try:
@@ -82,8 +82,8 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
         return
     file = f"--model-file {config.model.model_file}"
     backend = p.attention_backend
-    for flag in wanted:
-        if flag not in listener.heard:
+    for flag in required:
+        if flag not in listener.used:
             value = f" {backend}" if flag == ATTENTION else ""
             made = _maker_of_attention(model) if flag.endswith("selective") else ""
             raise ValueError(f"{flag}{value}: {file} does not obey it: {BY[flag]}{made}")
@@ -94,10 +94,10 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
             )
     if config.optimizer.qk_clip:
         _check_clip(model, file, len(listener.cores))
-    if backend == "fused" and WINDOW in listener.heard:
+    if backend == "fused" and WINDOW in listener.used:
         raise ValueError(f"{ATTENTION} fused: {file} attends in windows; take flash or auto")
     for name in g.offload_modules:
-        if name not in listener.heard:
+        if name not in listener.used:
             raise ValueError(
                 f"--offload-modules {name}: {file} does not call this module, so what it keeps "
                 "would stay: name the module whose forward is called"
@@ -107,11 +107,11 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
         norms = {name: m for name, m in model.named_modules() if isinstance(m, RMSNorm)}
         for norm in norms.values():
             norm.check_backend(p.norm_backend)
-        _all_heard(flag, file, listener, norms, "the norm's kernel")
+        _used_flags(flag, file, listener, norms, "the norm's kernel")
     if config.float8.fp8_format is not None:
         flag = f"--fp8-format {config.float8.fp8_format}"
         layers = {name: m for name, m in model.named_modules() if in_float8(m)}
-        _all_heard(flag, file, listener, layers, "the layer's recipe")
+        _used_flags(flag, file, listener, layers, "the layer's recipe")
     if p.defer_embedding_wgrad_compute and not any(
         getattr(each, "output_layer", False) for each in model.modules()
     ):
@@ -175,7 +175,7 @@ def in_float8(module: nn.Module) -> bool:
     return linear and isinstance(module.recipe, Float8)
 
 
-def _all_heard(
+def _used_flags(
     flag: str,
     file: str,
     listener: "_Listener",
@@ -186,7 +186,7 @@ def _all_heard(
     if not found:
         raise ValueError(f"{flag}: {file} does not obey it: no module of a layer takes {what}")
     for name, module in found.items():
-        if name not in listener.heard:
+        if name not in listener.used:
             raise ValueError(
                 f"{flag}: {name} of {file} does not obey it: the forward of "
                 f"{type(module).__name__} does not use {what}"
@@ -209,15 +209,15 @@ class _Listener:
 
     def __init__(self, config: Config, provider: ModelProvider) -> None:
         self.config, self.provider = config, provider
-        self.heard: set[str] = set()
+        self.used: set[str] = set()
         self.cores: set[int] = set()  # the core attentions that were called
         self.own_logits = False  # the model's logits are not what its head returns
 
     def noting(self, what: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `run`, whose calls are heard."""
+        """Return `run`, whose calls are recorded."""
 
         def noted(*args: Any, **options: Any) -> Any:
-            self.heard.add(what)
+            self.used.add(what)
             return run(*args, **options)
 
         return noted
@@ -237,11 +237,11 @@ class _Listener:
 
         def attend(core: CoreAttention, *args: Any, **options: Any) -> Tensor:
             self.cores.add(id(core))
-            self.heard |= {CLIP, LOGIT}
+            self.used |= {CLIP, LOGIT}
             if core.asked == config.parallel.attention_backend:
-                self.heard.add(ATTENTION)
+                self.used.add(ATTENTION)
             if options.get("window"):
-                self.heard.add(WINDOW)
+                self.used.add(WINDOW)
             stand_in = core_attention if isinstance(core, TransformerEngineAttention) else core
             found: Tensor = call(stand_in, *args, **options)
             return found
@@ -252,14 +252,14 @@ class _Listener:
         try:
             with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
                 model(tokens, tokens, positions, documents)
-                if LOSS in self.heard and hasattr(model, "logits"):
+                if LOSS in self.used and hasattr(model, "logits"):
                     hidden = model.hidden_shape(*size)
                     self.own_logits = _own_logits(model, hidden, config.run.dtype)
         finally:
             attention.__call__ = call
             cross_entropy.softmax_stats = stats
-        if LOSS in self.heard:
-            self.heard.add(Z_LOSS)
+        if LOSS in self.used:
+            self.used.add(Z_LOSS)
         return model
 
     def build(
@@ -301,14 +301,14 @@ def _own_logits(model: Any, shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 
 class _Passes:
-    """The norm's kernel of one module, whose calls are heard."""
+    """The norm's kernel of one module, whose calls are recorded."""
 
     def __init__(self, listener: _Listener, name: str, passes: Any) -> None:
         self.norm_forward = listener.noting(name, passes.norm_forward)
 
 
 class _Recompute(Recompute):
-    """A run's Recompute, whose calls are heard."""
+    """A run's Recompute, whose calls are recorded."""
 
     def __init__(self, listener: _Listener, *given: Any) -> None:
         super().__init__(*given)
@@ -318,5 +318,5 @@ class _Recompute(Recompute):
         return self.listener.noting("--recompute-granularity selective", super().selective(run))
 
     def blocks(self, layers: Blocks, h: Tensor, *shared: Any) -> Tensor:
-        self.listener.heard |= {"--recompute-granularity full", "--cpu-offload-activations"}
+        self.listener.used |= {"--recompute-granularity full", "--cpu-offload-activations"}
         return super().blocks(layers, h, *shared)

@@ -87,8 +87,8 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
 def largest(config: Config, provider: ModelProvider) -> int:
     """Return the elements of the pipeline rank that has most parameters."""
     ranks = range(config.parallel.pipeline_model_parallel_size)
-    held = [parameters(config, provider, rank).values() for rank in ranks]
-    return max(sum(each.entry.numel for each in own) for own in held)
+    of_ranks = [parameters(config, provider, rank).values() for rank in ranks]
+    return max(sum(each.entry.numel for each in own) for own in of_ranks)
 
 
 def state(
@@ -102,12 +102,12 @@ def state(
     size, acc = config.run.dtype.itemsize, accumulate_bytes(config)
     groups = optimizer_groups(config)
     each = state_bytes(groups, accumulate_dtype(config))
-    kept = layout.memory(
+    per_kind = layout.memory(
         flats, size, gradient_bytes(config), acc, state=each, ranks=ranks, apart=whole(groups)
     )
     if offloaded(config):
-        kept["masters"] = sum(flat.own for flat in flats) * acc
-    return kept
+        per_kind["masters"] = sum(flat.own for flat in flats) * acc
+    return per_kind
 
 
 def state_names(config: Config) -> str:
@@ -136,8 +136,8 @@ def moved_state(
     """Return the bytes of masters and moments that --optimizer-state-offload moves each way."""
     if not config.parallel.optimizer_state_offload:
         return 0
-    kept = state(config, flats, ranks)
-    return kept["masters"] + kept["moments"]
+    per_kind = state(config, flats, ranks)
+    return per_kind["masters"] + per_kind["moments"]
 
 
 def host_traffic(

@@ -38,7 +38,7 @@ from estimate.model_profile import (
     plannable,
     rank_model,
 )
-from estimate.storages import Live, Saved
+from estimate.storages import LiveStorages, Saved
 from mpu.activation_offload import Offload
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
@@ -55,7 +55,7 @@ PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 class Collective(NamedTuple):
     """One collective of a micro-batch: what a trace receives of it (mpu/comm/transport.py, Trace).
 
-    phase: F, B or W. bytes: of the whole tensor. sent: what leaves the rank. who, purpose: of its
+    phase: F, B or W. bytes: of the full tensor. sent: what leaves the rank. who, purpose: of its
     label; a layer by its name, with "*" for its number.
     """
 
@@ -72,9 +72,9 @@ class Collective(NamedTuple):
 class StageProfile:
     """What a stage keeps of one micro-batch, in bytes, and what it sends for it.
 
-    for_b, for_w: kept from F to B and from B to W, without the logits: the numbers, float8 too,
+    for_b, for_w: stored from F to B and from B to W, without the logits: the numbers, float8 too,
     that autograd saves or a deferred weight gradient keeps, each storage once, but neither weights
-    nor tables that micro-batches share. logits: kept from F to B; their gradient, of the
+    nor tables that micro-batches share. logits: stored from F to B; their gradient, of the
     same size, waits for W. again: the most that recomputation keeps in B, its inputs included.
     offloaded: what waits in host memory. under_way: two units of it, the most that is on its way
     at once. in_f, in_b, in_w: the most that lives while an action runs, in F and B with what the
@@ -99,9 +99,9 @@ class StageProfile:
 
     @property
     def working(self) -> int:
-        """Return the most that an action has beside what is kept and what is recomputed."""
-        kept = self.for_b + self.logits
-        return max(self.in_f - kept, self.in_b - kept - self.again, self.in_w)
+        """Return the peak of an action besides what is stored and what is recomputed."""
+        stored = self.for_b + self.logits
+        return max(self.in_f - stored, self.in_b - stored - self.again, self.in_w)
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class RankProfile:
 
     stages: in the order of its chunks. uses: names of parameters in the order of their uses
     (GradientSink.acquire); gradients: in the order in which their gradients are ready. looked_up:
-    parameters whose gradient comes by rows. living: for each of `gradients` the most that lives
+    parameters whose gradient comes by rows. live_bytes: for each of `gradients` the most that lives
     from the one before until it is ready, in bytes, main gradients and weights not counted. In a
-    pipeline uses and living may be left out. amaxes: bytes of the message that ends a step, for
+    pipeline uses and live_bytes may be left out. amaxes: bytes of the message that ends a step, for
     delayed scales in float8; else 0. loads: of that with the tokens of experts; else 0. auxiliary:
     the axes over which auxiliary losses are summed at the end of a step, one sum each.
     """
@@ -121,7 +121,7 @@ class RankProfile:
     uses: tuple[str, ...]
     gradients: tuple[str, ...]
     looked_up: frozenset[str]
-    living: tuple[int, ...]
+    live_bytes: tuple[int, ...]
     amaxes: int
     loads: int = 0
     auxiliary: tuple[str, ...] = ()
@@ -141,7 +141,7 @@ def rank_profile(
 def _rank_profile(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
 ) -> RankProfile:
-    live, queue, trace, turns = Live(), _Queue(), _Trace(), _Turns()
+    live, queue, trace, turns = LiveStorages(), _Queue(), _Trace(), _Turns()
     sink = _Sink(accumulate_dtype(config), live)
     sink.in_float8 = bool(config.parallel.zero) and config.parallel.shard_size > 1
     again = recompute_of(config, META, MetaCarrier, MetaOffload, MetaRecompute)
@@ -157,7 +157,7 @@ def _rank_profile(
         run = _Run(config, model, sink, queue, trace, offload=again.offload, live=live)
         turns.note = run.gives_way
         for param in sink.names:
-            sink.main_grad(param)  # kept from step to step
+            sink.main_grad(param)  # persistent from step to step
         with run.live:
             run.all(split)
     return RankProfile(
@@ -165,7 +165,7 @@ def _rank_profile(
         tuple(sink.uses),
         tuple(sink.gradients),
         frozenset(sink.looked_up),
-        tuple(sink.living),
+        tuple(sink.live_bytes),
         amaxes=sink.amaxes.noted.nbytes if sink.amaxes is not None else 0,
         loads=sink.loads.nbytes if sink.loads is not None else 0,
         auxiliary=tuple(
@@ -207,12 +207,12 @@ class _Run:
         queue: "_Queue",
         trace: "_Trace",
         offload: Offload | None,
-        live: Live,
+        live: LiveStorages,
     ) -> None:
         self.model, self.sink, self.queue, self.trace, self.live = model, sink, queue, trace, live
         assert offload is None or isinstance(offload, MetaOffload)
         self.offload = offload
-        self.away: dict[int, tuple[int, int]] = {}  # of a chunk: MetaOffload.bytes
+        self.offloaded_bytes: dict[int, tuple[int, int]] = {}  # of a chunk: MetaOffload.bytes
         self.size, self.positions, self.documents = rank_batch(config)
         self.dtype = config.run.dtype
         self.defers_output = config.parallel.defer_embedding_wgrad_compute
@@ -228,7 +228,7 @@ class _Run:
         self.rerun = [Saved(self.shared.storages) for _ in self.chunks]
         self.out: dict[int, GradientEdge] = {}
         self.waiting: dict[int, list[Tensor]] = {}
-        self.kept = [(0, 0)] * len(self.saved)
+        self.stored = [(0, 0)] * len(self.saved)
         self.most = {(chunk, kind): 0 for chunk in self.chunks for kind in "FBW"}
         self.counted: dict[int, int] = {}  # chunk -> bytes that live since its F
         self.begun = 0  # bytes that lived when the action began, its micro-batch's not among them
@@ -267,8 +267,8 @@ class _Run:
         self.out[chunk] = get_gradient_edge(out.sum() if loss else out)
         self.most[chunk, "F"] = self.live.peak - before
         del out
-        self.kept[chunk] = self.saved[chunk].bytes(self.logits)
-        self.away[chunk] = self.offload.bytes() if self.offload else (0, 0)
+        self.stored[chunk] = self.saved[chunk].bytes(self.logits)
+        self.offloaded_bytes[chunk] = self.offload.bytes() if self.offload else (0, 0)
         self.counted[chunk] = self.live.now - before
         self._end(chunk, "F")
 
@@ -294,10 +294,10 @@ class _Run:
             run_deferred(self.queue.take())
             self.most[chunk, "W"] = self.live.peak - before
 
-    def _begin(self, kept: int) -> int:
-        """Begin an action whose micro-batch keeps so much; return what lives beside that."""
+    def _begin(self, stored: int) -> int:
+        """Begin an action whose micro-batch stores so much; return what lives besides that."""
         self.parts.clear()
-        self.begun = self.live.begin() - kept
+        self.begun = self.live.begin() - stored
         return self.begun
 
     def gives_way(self) -> None:
@@ -313,14 +313,14 @@ class _Run:
         return tuple(self.profile(chunk) for chunk in self.chunks)
 
     def profile(self, chunk: int) -> StageProfile:
-        kept, logits = self.kept[chunk]
-        offloaded, two = self.away[chunk]
+        stored, logits = self.stored[chunk]
+        offloaded, two = self.offloaded_bytes[chunk]
         waits = Saved(self.shared.storages)
-        held = [waits.pack(tensor) for tensor in self.waiting.get(chunk, [])]
+        packed = [waits.pack(tensor) for tensor in self.waiting.get(chunk, [])]
         for_w, gradient = waits.bytes(self.logits)
-        del held
+        del packed
         return StageProfile(
-            kept - logits,
+            stored - logits,
             for_w - gradient,
             logits,
             again=self.rerun[chunk].peak if self.recomputes else 0,
@@ -339,10 +339,10 @@ class _Run:
 class _Sink(GradientSink):
     """Record the order in which parameters are used and their gradients ready; add nothing."""
 
-    def __init__(self, dtype: torch.dtype, live: Live) -> None:
+    def __init__(self, dtype: torch.dtype, live: LiveStorages) -> None:
         super().__init__(dtype)
         self.live = live
-        self.living: list[int] = []
+        self.live_bytes: list[int] = []
         self.names: dict[nn.Parameter, str] = {}
         self.uses: list[str] = []
         self.gradients: list[str] = []
@@ -368,7 +368,7 @@ class _Sink(GradientSink):
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
         self.gradients.append(self.names[param])
-        self.living.append(self.live.most_since())
+        self.live_bytes.append(self.live.most_since())
 
 
 class _Queue(WeightGradientQueue):

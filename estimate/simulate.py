@@ -52,11 +52,13 @@ def validate(schedule: Schedule) -> None:
     expected = list(product(kinds, range(schedule.chunks), range(schedule.micro_batches)))
     for rank, actions in enumerate(schedule.ranks):
         at = {action: n for n, action in enumerate(actions)}
-        for wanted in expected:
-            if wanted not in at:
-                raise ScheduleError(f"rank {rank} lacks {Action(*wanted)}")
+        for required in expected:
+            if required not in at:
+                raise ScheduleError(f"rank {rank} lacks {Action(*required)}")
         if len(actions) > len(expected):
-            extra = (Counter(actions) - Counter(Action(*wanted) for wanted in expected)).popitem()
+            extra = (
+                Counter(actions) - Counter(Action(*required) for required in expected)
+            ).popitem()
             raise ScheduleError(f"rank {rank} does {extra[0]} once more than it should")
         for action in actions:
             kind, chunk, i = action
@@ -143,7 +145,7 @@ class Simulation:
 
     step: from the first begin to the last end. bubble: step minus the busiest rank's work.
     idle: waiting between a rank's own first begin and last end. peak_for_b, peak_for_w, peak: the
-    most activations held for B's, for W's and for both at once.
+    most activations stored for B's, for W's and for both at once.
     """
 
     timeline: Timeline
@@ -159,22 +161,22 @@ class Simulation:
 def simulate(
     schedule: Schedule,
     costs: Costs,
-    held_for_b: Sequence[float] | None = None,
-    held_for_w: Sequence[float] | None = None,
+    bytes_for_b: Sequence[float] | None = None,
+    bytes_for_w: Sequence[float] | None = None,
     speeds: Speeds | None = None,
 ) -> Simulation:
     """Time a schedule: each rank does its list in order and waits for inputs; sends do not block.
-    An F beside a B takes as long as it does alone, then the B: what the two hide is not known here.
+    An overlapped F takes as long as it does alone, then its B: what the two hide is not known here.
 
-    held_for_b, held_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
+    bytes_for_b, bytes_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
     without them peaks count activations, one for each micro-batch of a stage. An F holds nothing if
     the schedule has no backward. speeds: of ranks that slow each other down (play.py). Raises
-    ValueError if only one of held_for_b and held_for_w is given.
+    ValueError if only one of bytes_for_b and bytes_for_w is given.
     """
-    if (held_for_b is None) != (held_for_w is None):
-        raise ValueError("simulate takes held_for_b and held_for_w, or neither")
-    for_b = held_for_b or [1.0] * schedule.stages
-    for_w = held_for_w or [1.0] * schedule.stages
+    if (bytes_for_b is None) != (bytes_for_w is None):
+        raise ValueError("simulate takes bytes_for_b and bytes_for_w, or neither")
+    for_b = bytes_for_b or [1.0] * schedule.stages
+    for_w = bytes_for_w or [1.0] * schedule.stages
     timeline = Timeline(_time(schedule, costs, speeds))
     begins = [min((span.begin for span in spans), default=0.0) for spans in timeline.ranks]
     ends = [max((span.end for span in spans), default=0.0) for spans in timeline.ranks]
@@ -227,8 +229,8 @@ def peak_activations(
 ) -> list[tuple[float, float, float]]:
     """Return the most that each rank holds for its B's, for its W's, and for both at once.
 
-    for_b, for_w: as held_for_b and held_for_w of `simulate`. No time is needed: a rank's list is in
-    order.
+    for_b, for_w: as bytes_for_b and bytes_for_w of `simulate`. No time is needed: a rank's
+    list is in order.
     """
     return [_peaks(schedule, rank, for_b, for_w) for rank in range(len(schedule.ranks))]
 
@@ -240,16 +242,19 @@ def _peaks(
     stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
     split, last, deferred = schedule.split, schedule.stages - 1, schedule.deferred
     b = w = most_b = most_w = most = 0.0
-    beside, pairs = 0.0, schedule.beside(rank)  # of an F, whose layers come as those of the B go
+    overlapped, pairs = (
+        0.0,
+        schedule.beside(rank),
+    )  # of an F, whose layers come as those of the B go
     for n, (kind, chunk, i) in enumerate(schedule.ranks[rank] if trains else ()):
         stage = stages[chunk]
         if n in pairs:
-            beside = for_b[stage]
+            overlapped = for_b[stage]
         elif kind == "F":
             b += for_b[stage]
         elif kind == "B":
-            b += beside - for_b[stage]
-            beside = 0.0
+            b += overlapped - for_b[stage]
+            overlapped = 0.0
             if split or (stage == last and i < deferred):  # the latter: after the last action
                 w += for_w[stage]
         elif split:

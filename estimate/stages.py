@@ -70,8 +70,10 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
         f"pipeline {p.schedule}: {size} ranks{stages}; the slowest has {more:.1f} % more work "
         "than the mean"
     ]
-    held = [rank_stages(config, provider, rank) for rank in range(size)]
-    out += [f"pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(held)]
+    of_ranks = [rank_stages(config, provider, rank) for rank in range(size)]
+    out += [
+        f"pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(of_ranks)
+    ]
     for count in micro_batch_counts(config):
         waits = simulate(schedule_of(config, count), cost)
         ideal = simulate(schedule_of(config, count), even(cost))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count storages while a model runs on meta tensors.
 
-`Live` counts those that live at once, `Saved` those that autograd or a deferred weight gradient
-keeps for a while.
+`LiveStorages` counts those that live at once, `Saved` those that autograd or a deferred weight
+gradient stores for a while.
 """
 
 import weakref
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Live(TorchDispatchMode):
+class LiveStorages(TorchDispatchMode):
     """Count every storage that an operation makes, until its last reference is gone.
 
     now: bytes that live. peak: the most since `begin`. recent, part: since `most_since` and
@@ -63,9 +63,9 @@ class Live(TorchDispatchMode):
         self.now += nbytes
         self.peak, self.recent = max(self.peak, self.now), max(self.recent, self.now)
         self.part = max(self.part, self.now)
-        self._references[key] = weakref.ref(storage, lambda _: self._gone(key, nbytes))
+        self._references[key] = weakref.ref(storage, lambda _: self._freed(key, nbytes))
 
-    def _gone(self, key: int, nbytes: int) -> None:
+    def _freed(self, key: int, nbytes: int) -> None:
         del self._references[key]
         self.now -= nbytes
 
@@ -82,38 +82,38 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 class Saved:
-    """The storages of tensors that are kept for a while, each counted once."""
+    """The storages of tensors that are saved for a while, each counted once."""
 
     def __init__(self, others: "dict[int, _Storage] | None" = None) -> None:
         self.others = others or {}
         self.storages: dict[int, _Storage] = {}
         self.live = self.peak = 0
 
-    def pack(self, tensor: Tensor) -> "_Kept":
+    def pack(self, tensor: Tensor) -> "_SavedTensor":
         """Keep a tensor for as long as the object returned lives."""
-        return _Kept(self, tensor)
+        return _SavedTensor(self, tensor)
 
     @staticmethod
-    def unpack(kept: "_Kept") -> Tensor:
+    def unpack(saved: "_SavedTensor") -> Tensor:
         """Return the tensor."""
-        return kept.tensor
+        return saved.tensor
 
     def bytes(self, logits: torch.Size) -> tuple[int, int]:
-        """Return the bytes kept now, and how many of them have a tensor of the logits' shape."""
+        """Return the bytes stored now, and how many of them have a tensor of the logits' shape."""
         of_logits = [s.bytes for s in self.storages.values() if logits in s.shapes]
         return self.live, sum(of_logits) if logits else 0
 
 
 class _Storage:
-    """One storage: its bytes, the shapes of the tensors in it, and how many of them are kept."""
+    """One storage: its bytes, the shapes of the tensors in it, and how many of them are stored."""
 
     def __init__(self, nbytes: int) -> None:
         self.bytes, self.users = nbytes, 0
         self.shapes: set[torch.Size] = set()
 
 
-class _Kept:
-    """One tensor that is kept; its storage is counted until this object dies."""
+class _SavedTensor:
+    """One saved tensor; its storage is counted until this object dies."""
 
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
         self.tensor, self.saved, self.key = tensor, saved, -1

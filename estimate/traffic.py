@@ -55,15 +55,15 @@ class Traffic:
     peer: int = -1
 
 
-def sent_of(verb: str, whole: int, size: int) -> int:
-    """Return the bytes that one rank sends in a collective of a whole tensor of so many bytes."""
+def sent_of(verb: str, total: int, size: int) -> int:
+    """Return the bytes that one rank sends in a collective of a full tensor of so many bytes."""
     if verb == "receive":
         return 0
     if verb == "all_gather":
-        return whole // size * (size - 1)
+        return total // size * (size - 1)
     if verb == "all_reduce":
-        return 2 * whole * (size - 1) // size
-    return whole * (size - 1) // size if verb in ("reduce_scatter", "all_to_all") else whole
+        return 2 * total * (size - 1) // size
+    return total * (size - 1) // size if verb in ("reduce_scatter", "all_to_all") else total
 
 
 def totals(rows: Iterable[Traffic]) -> Totals:
@@ -102,7 +102,7 @@ def traffic(
 def _row(
     grid: Grid, axis: str, verb: str, label: tuple[str, str], nbytes: int, times: int = 1
 ) -> Traffic:
-    """Return a row of equal collectives. label: who, purpose. nbytes: of each whole tensor."""
+    """Return a row of equal collectives. label: who, purpose. nbytes: of each full tensor."""
     size, (who, purpose) = getattr(grid, axis).size, label
     sent = times * sent_of(verb, nbytes, size)
     return Traffic(
@@ -255,9 +255,9 @@ def _scales(
     named = rank_memory.parameters(config, provider, pp_rank)
     several = config.parallel.num_distributed_optimizer_instances > 1
     for sharing in dict.fromkeys(flat.sharing for flat in flats if flat.scales):
-        mine = [flat for flat in flats if flat.scales and flat.sharing == sharing]
+        same_group = [flat for flat in flats if flat.scales and flat.sharing == sharing]
         shard = f"{sharing.data}_shard" if several else sharing.data
-        entries = [named[name].entry for flat in mine for name, _, _ in flat.params]
+        entries = [named[name].entry for flat in same_group for name, _, _ in flat.params]
         for axis, count in (
             (shard, sum(entry.scales for entry in entries)),
             (sharing.cut, sum(entry.scales for entry in entries if entry.agreed)),
@@ -295,8 +295,8 @@ def _norms(
             shard = f"{sharing.data}_shard" if several else sharing.data
             yield _row(grid, shard, "all_gather", ("blocks", "norm"), 8 * blocks, times)
         own = sum(cut == sharing.cut for cut in counted[pp_rank].values())
-        whole = 8 * own * getattr(grid, sharing.cut).size
-        yield _row(grid, sharing.cut, "all_gather", ("parameters", "norm"), whole, times)
+        total = 8 * own * getattr(grid, sharing.cut).size
+        yield _row(grid, sharing.cut, "all_gather", ("parameters", "norm"), total, times)
     every = len(set().union(*counted))
     yield _row(grid, "pp", "all_gather", ("the model", "norm"), 8 * every * grid.pp.size, times)
 
@@ -307,6 +307,6 @@ def _ends(grid: Grid, found: RankProfile) -> Iterator[Traffic]:
         nbytes = 8 * getattr(grid, axis).size
         yield _row(grid, axis, "all_gather", ("auxiliary_loss", "loss sum"), nbytes)
     for axis in ("dp_cp", "pp"):
-        whole = 3 * 8 * getattr(grid, axis).size
-        yield _row(grid, axis, "all_gather", ("losses", "loss sum"), whole)
+        total = 3 * 8 * getattr(grid, axis).size
+        yield _row(grid, axis, "all_gather", ("losses", "loss sum"), total)
     yield _row(grid, "world", "all_reduce", ("go on?", "agreement"), 3 * 4)

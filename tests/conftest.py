@@ -38,7 +38,7 @@ tools/rehearsal/test_rehearse.py training/run/test_saver.py model/test_pipeline_
 model/test_moe_layouts.py training/checkpoint/test_reshard.py tools/planner/test_ten_plans.py
 tools/rehearsal/test_drawn_layouts.py mpu/kernels/test_adamw.py model/test_one_file.py
 faults/test_failures.py faults/test_hangs.py mpu/kernels/test_overlap_kernels.py
-tools/rehearsal/test_experts.py tools/rehearsal/test_kept.py tools/test_gpu_check.py
+tools/rehearsal/test_experts.py tools/rehearsal/test_activation_costs.py tools/test_gpu_check.py
 """.split()
 
 

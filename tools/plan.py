@@ -82,7 +82,7 @@ def compare(model: str, cluster: Cluster, asked: Asked, flags: str) -> Answer:
     config = own.config_of(named, cluster, flags)
     each = own.layout_of(config)
     search.check_dtype(cluster, each.dtype)
-    mine = search.told(own.with_sequence(named, config), cluster, [each])
+    mine = search.evaluate(own.with_sequence(named, config), cluster, [each])
     same: Asked = {
         "seq-length": config.model.seq_length, "global-batch-size": config.batch.global_batch_size
     }  # fmt: skip

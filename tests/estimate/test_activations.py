@@ -139,28 +139,28 @@ def test_what_a_pipeline_rank_holds_follows_the_schedule():
     """1F1B: rank r has p - r micro-batches in flight; the head's logits only one."""
     config = read(f"{PIPELINE} 16", 4)
     two_layers = 2 * layer_bytes(config)
-    held = activations.held(config, model_provider)
+    held = activations.peaks(config, model_provider)
     last = two_layers + last_norm(config)
     assert [h.for_b for h in held] == [n * two_layers for n in (4, 3, 2)] + [last]
     assert [h.activations for h in held] == [h.for_b for h in held]
     assert [h.for_w for h in held] == [0] * 4
     assert [h.logits for h in held] == [0, 0, 0, 32 * 2 * 16 * 4]
 
-    few = activations.held(read(f"{PIPELINE} 4", 4), model_provider)  # 2 micro-batches
+    few = activations.peaks(read(f"{PIPELINE} 4", 4), model_provider)  # 2 micro-batches
     assert [h.for_b // two_layers for h in few] == [2, 2, 2, 1]
-    flood = activations.held(read(f"{PIPELINE} 16 --pipeline-schedule gpipe", 4), model_provider)
+    flood = activations.peaks(read(f"{PIPELINE} 16 --pipeline-schedule gpipe", 4), model_provider)
     assert [h.for_b // two_layers for h in flood] == [8, 8, 8, 8]
     assert flood[3].logits == 8 * held[3].logits
-    flood = activations.held(read(f"{PIPELINE} 64 --pipeline-schedule gpipe", 4), model_provider)
+    flood = activations.peaks(read(f"{PIPELINE} 64 --pipeline-schedule gpipe", 4), model_provider)
     assert [h.for_b for h in flood] == [32 * two_layers] * 3 + [32 * last]
 
 
 def test_zero_bubble_keeps_weights_inputs_too():
-    h1 = activations.held(read(f"{PIPELINE} 16 --pipeline-schedule zb-h1", 4), model_provider)
-    plain = activations.held(read(f"{PIPELINE} 16", 4), model_provider)
+    h1 = activations.peaks(read(f"{PIPELINE} 16 --pipeline-schedule zb-h1", 4), model_provider)
+    plain = activations.peaks(read(f"{PIPELINE} 16", 4), model_provider)
     assert [h.for_b for h in h1] == [h.for_b for h in plain]
     assert all(h.for_w > 0 for h in h1) and h1[-1].activations > plain[-1].activations
-    v = activations.held(read(f"{PIPELINE} 16 --pipeline-schedule v-half", 4), model_provider)
+    v = activations.peaks(read(f"{PIPELINE} 16 --pipeline-schedule v-half", 4), model_provider)
     assert v[0].logits and not v[3].logits  # both ends are on rank 0
     assert max(x.for_b for x in v) < max(x.for_b for x in plain)
 
@@ -168,12 +168,12 @@ def test_zero_bubble_keeps_weights_inputs_too():
 def test_recomputed_layers_are_kept_once_while_they_run_again():
     config = read(f"{PIPELINE} 16 --recompute-granularity full --recompute-num-layers 4", 4)
     one_input = 32 * 2 * 64 * 4
-    for rank, h in enumerate(activations.held(config, model_provider)):
+    for rank, h in enumerate(activations.peaks(config, model_provider)):
         ends = last_norm(config) if rank == 3 else 0
         assert h.for_b == (4 - rank) * one_input + ends
         assert h.activations == h.for_b + 2 * layer_bytes(config)
     block = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-    first = activations.held(read(f"{PIPELINE} 16 {block}", 4), model_provider)[0]
+    first = activations.peaks(read(f"{PIPELINE} 16 {block}", 4), model_provider)[0]
     layer = layer_bytes(config)
     # the layer that is kept is gone when the other one, whose input it had, runs again
     assert first.for_b == 4 * (one_input + layer)
@@ -203,7 +203,7 @@ def deferred_bytes(comm, case: dict) -> tuple[int, int]:
     finally:
         engine.run_deferred = run_deferred
     assert not any(ref() is not None for ref in refs), "something is held after the step"
-    held = activations.held(config, model_provider)[grid.pp.rank]
+    held = activations.peaks(config, model_provider)[grid.pp.rank]
     logits = activations.profile(config, model_provider, grid.pp.rank).stages[-1].logits
     in_flight = 0 < case["limit"] < case["m"]  # the logits of a micro-batch that does not wait
     return max(alive), held.for_w + held.logits - logits * in_flight

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from estimate import activations
 from estimate.meta import META, MetaAttention, MetaOperations
-from estimate.storages import Live
+from estimate.storages import LiveStorages
 from mpu.comm.meta import MetaTransport
 from mpu.context import LayerContext
 from mpu.grid import Grid
@@ -65,7 +65,7 @@ def measured(
         torch.empty(size // cp, b, n, d, dtype=dtype, device=META).requires_grad_()
         for n in (a, g, g)
     )
-    dy, live = torch.empty_like(q), Live()
+    dy, live = torch.empty_like(q), LiveStorages()
     with MetaAttention(lambda q, k, v, **_: _Flash.apply(q, k, v)), MetaOperations(), live:
         before = live.begin()
         y = core.exchange(q, k, v, shards(cp, (size,)), packed=None, documents=(size,), window=0)
@@ -128,7 +128,7 @@ LLAMA = f"""
 def peak(flags: str, cp: int = 1) -> int:
     """Return the most bytes of activations that a rank of a run has at once in a step."""
     config = parse(f"{LLAMA} {flags} --context-parallel-size {cp}".split(), cp)
-    (held,) = activations.held(config, model_provider)
+    (held,) = activations.peaks(config, model_provider)
     return held.activations + held.logits + held.working
 
 

@@ -14,7 +14,7 @@ from tests.training.small_llama import PIPELINE, SMALL, read
 from tools.planner.cluster import read_cluster
 from tools.planner.layout import Layout
 from tools.planner.model import read_model
-from tools.planner.search import told
+from tools.planner.search import evaluate
 from tools.rehearsal.device_file import read_device
 from training.config import UsageError
 from training.flags.megatron import DIFFERENCES
@@ -80,7 +80,7 @@ def test_the_report_of_a_pipeline():
         + h.logits
         + h.working
         + buffers.matmul_workspaces(config)
-        for rank, h in enumerate(activations.held(config, model_provider))
+        for rank, h in enumerate(activations.peaks(config, model_provider))
     ]
     (total,) = [line.split()[1:3] for line in text.splitlines() if line.startswith("  total ")]
     assert max(totals) == totals[0] and total == [f"{totals[0] / 1e6:.4g}", "MB"]
@@ -139,7 +139,7 @@ def test_a_run_fits_where_the_planner_says_so():
     flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 500"
     layout = Layout(tp=1, pp=1, virtual=1, dp=8, micro_batch=1, micro_batches=1, zero=1,
                     recompute="none")  # fmt: skip
-    plans = told(read_model(flags, 64), read_cluster("h100_8_nodes").of(1), [layout])
+    plans = evaluate(read_model(flags, 64), read_cluster("h100_8_nodes").of(1), [layout])
     assert GPU_BYTES == read_device("h100")["memory"] == read_device("a100")["memory"]
     for total in (plans.limit - 1e6, plans.limit + 1e6):
         first = fit_lines(read(), total, lambda config, same: plans.limit, in_units)[0]
@@ -192,23 +192,25 @@ def test_the_measures_that_are_told_are_those_that_help():
 def test_only_the_differences_that_the_flags_touch():
     """A list of flags counts by one of them, "with" by both, "without" where one is left out."""
 
-    def told(more):
+    def evaluate(more):
         text = report(read(more)).split("Differs from Megatron-LM\n")[1].splitlines()
         return [line.split(":")[0].strip() for line in text[:-1]], text[-1]
 
-    without = [name for name in told("")[0] if name.startswith("without ")]
+    without = [name for name in evaluate("")[0] if name.startswith("without ")]
     assert [name.split()[1] for name in without] == ["--swiglu,", "--hidden-dropout,"]
     llama = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
-    assert not any("--swiglu" in name for name in told(llama)[0])
-    few, rest = told(f"--hidden-dropout 0 --attention-dropout 0 {llama}")
+    assert not any("--swiglu" in name for name in evaluate(llama)[0])
+    few, rest = evaluate(f"--hidden-dropout 0 --attention-dropout 0 {llama}")
     assert few == ["--make-vocab-size-divisible-by", "--micro-batch-size", "--num-query-groups"]
     count = len(DIFFERENCES) - len(few)
     assert rest == f"  {count} more of flags that are not given: docs/flags.md"
-    assert "--seed" in told("--seed=3")[0] and told("--seed 3")[1].startswith(f"  {count - 3} more")
+    assert "--seed" in evaluate("--seed=3")[0] and evaluate("--seed 3")[1].startswith(
+        f"  {count - 3} more"
+    )
     with_schedule = "--train-iters with --step-batch-size-schedule"
-    assert with_schedule in told("--step-batch-size-schedule 0:4")[0]
+    assert with_schedule in evaluate("--step-batch-size-schedule 0:4")[0]
     decay = "--lr-decay-style, other --lr-* flags, --weight-decay"
-    assert decay in told("--lr-warmup-iters 2")[0]
+    assert decay in evaluate("--lr-warmup-iters 2")[0]
 
 
 def test_the_memory_of_a_level():

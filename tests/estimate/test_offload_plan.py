@@ -13,7 +13,7 @@ ON = "--cpu-offload-activations --min-offloaded-tensor-size 1 --num-layers 6"
 
 
 def held(more, world=1):
-    return activations.held(read(more, world), model_provider)
+    return activations.peaks(read(more, world), model_provider)
 
 
 @pytest.mark.parametrize("more,world", [

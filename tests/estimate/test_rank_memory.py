@@ -178,6 +178,6 @@ def test_memory_on_the_host():
 @pytest.mark.parametrize("more, there", [("", True), ("--optimizer-cpu-offload", False)])
 def test_an_offloaded_update_has_its_matrices_in_host_memory(more, there):
     config = read(f"--optimizer muon --zero-stage 1 --bf16 {UNTIED} {more}", 4)
-    (held,) = activations.held(config, model_provider)
+    (held,) = activations.peaks(config, model_provider)
     moments = dry_run.memories(config, model_provider, 0, held)
     assert any(kinds.get("matrices") for kinds in moments) == there

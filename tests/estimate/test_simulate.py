@@ -325,7 +325,7 @@ def test_peaks_count_bytes_of_each_stage():
     assert cost.peak_for_b == (200, 10)
     assert cost.peak_for_w == (30, 6)
     assert cost.peak == (200, 13)
-    with pytest.raises(ValueError, match="held_for_b and held_for_w, or neither"):
+    with pytest.raises(ValueError, match="bytes_for_b and bytes_for_w, or neither"):
         simulate(schedule, Costs([1] * 2, [1] * 2, [1] * 2), [100, 10])
 
 

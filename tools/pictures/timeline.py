@@ -8,7 +8,7 @@ from estimate.simulate import Span, Timeline
 from mpu.pipeline.schedules import Schedule
 
 
-class Held(NamedTuple):
+class ActivationPeak(NamedTuple):
     """The activations held for B's and W's from `time` on, one for each stage and micro-batch."""
 
     time: float
@@ -58,18 +58,18 @@ def rows(timeline: Timeline, schedule: Schedule) -> list[list[Span]]:
     return out
 
 
-def held(boxes: Sequence[Span]) -> list[Held]:
+def held(boxes: Sequence[Span]) -> list[ActivationPeak]:
     """Return how many activations a rank holds, at every time when that changes.
 
     An activation is held for its B from the begin of its F to the end of its B, and then for its W
     to the end of its W. Without a backward none is held.
     """
     trains = any(box.action.kind != "F" for box in boxes)
-    out = [Held(boxes[0].begin if boxes else 0.0, 0, 0)]
+    out = [ActivationPeak(boxes[0].begin if boxes else 0.0, 0, 0)]
     for (kind, _, _), begin, end in boxes if trains else ():
         _, b, w = out[-1]
         more_b, more_w = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}[kind]
-        out.append(Held(begin if kind == "F" else end, b + more_b, w + more_w))
+        out.append(ActivationPeak(begin if kind == "F" else end, b + more_b, w + more_w))
     return out
 
 

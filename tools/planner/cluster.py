@@ -100,7 +100,7 @@ def read_cluster(name: str) -> Cluster:
     if not isinstance(content["source"], str) or len(content["source"]) < 10:
         raise ClusterError(f"{path}: names no source")
     for key in ("nodes", "gpus_per_node"):
-        _number(path, key, content[key], 1, whole=True)
+        _number(path, key, content[key], 1, integer=True)
     node = content["gpus_per_node"]
     levels = _levels(path, content["levels"], node) if "levels" in content else _two(path, content)
     memory = content.get(HOST, HOST_GB)
@@ -131,11 +131,11 @@ def _levels(path: Path, found: Any, node: int) -> tuple[Level, ...]:
         where = f"levels[{n}]"
         if not isinstance(entry, dict) or entry.keys() != LEVEL:
             raise ClusterError(f"{path}: {where} must be an object with {', '.join(sorted(LEVEL))}")
-        for key, least, whole in (
+        for key, least, integer in (
             ("gpus", 0, True), ("gbps_per_gpu", 1e-6, False), ("latency_us", 0, False),
             ("oversubscription", 1, False),
         ):  # fmt: skip
-            _number(path, f"{where}.{key}", entry[key], least, whole)
+            _number(path, f"{where}.{key}", entry[key], least, integer)
         gpus, last = entry["gpus"], n == len(found) - 1
         if last != (gpus == 0):
             raise ClusterError(
@@ -169,9 +169,9 @@ def content_of(
     }  # fmt: skip
 
 
-def _number(path: Path, key: str, value: Any, least: float, whole: bool = False) -> None:
+def _number(path: Path, key: str, value: Any, least: float, integer: bool = False) -> None:
     """Raise ClusterError unless a value of the file is a number of at least so much."""
-    right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    right = isinstance(value, int if integer else int | float) and not isinstance(value, bool)
     if not right or not least <= value < 1e6:
-        kind = "a whole number" if whole else "a number"
+        kind = "a whole number" if integer else "a number"
         raise ClusterError(f"{path}: {key} is {value!r}, not {kind} of at least {least:g}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's constants: what each means, where it may lie, and the profiles that hold them.
 
-A profile is a framework on a device: what the framework does beside the matmuls (FRAMEWORKS, read
+A profile is a framework on a device: what the framework does besides the matmuls (FRAMEWORKS, read
 in its source) and a file of tools/planner/fitted with the numbers that benchmarks/plan_fit.py
 fitted on published runs. Peaks, bandwidths and SMs are the device file's, tools/rehearsal/devices.
 """
@@ -78,10 +78,11 @@ FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
     "attention_ramp": 0.0, "attention_backward": 1.0,
     "every_way": 0.0, "cp_hidden": 0.5, "sum_least": 0.1, "fsdp": 0.0, "host_head": 1e-3,
     "host_ring": 0.0,
-    # split_backward: transfers of activations that backward shows besides where B and W are apart
+    # split_backward: transfers of activations that backward shows besides where B and W are
+    # separate
     "split_backward": 0.0,
-    # sum_whole: 1 where ZeRO 1 sums whole gradients on all ranks. update_whole: bytes of a number's
-    # passes that ZeRO does not share, such as the clip's
+    # zero1_all_reduce: 1 where ZeRO 1 sums gradients by an all-reduce. update_unsharded: bytes of a
+    # number's passes that ZeRO does not share, such as the clip's
     # float8_bytes: of the passes that turn a number into float8: it is read in bf16, and written
     # as a row and as a column of codes
     # of experts, fitted by benchmarks/planning/experts.py.
@@ -91,7 +92,7 @@ FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
     # expert_loop: 1 where the weight gradient of each expert is a launch of its own
     "expert_skew": 1.05, "dispatch": 1.45, "dispatch_forward": 12.0, "dispatch_backward": 14.0,
     "expert_host": 0.0, "expert_loop": 0.0,
-    "sum_whole": 0.0, "update_whole": 0.0, "float8_bytes": 4.0,
+    "zero1_all_reduce": 0.0, "update_unsharded": 0.0, "float8_bytes": 4.0,
 }  # fmt: skip
 FRAMEWORKS: dict[str, dict[str, float]] = {
     # bytes of passes over memory for each token: of 2 bytes, in units of h (norms, residuals), of
@@ -101,7 +102,7 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
     "nanotron": dict(
         hidden_bytes=20, inner_bytes=20, ffn_bytes=12, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=60, accumulate_bytes=10, update_bytes=34, gradient_bytes=4, parameter_bytes=2,
-        sum_whole=1.0, update_whole=16,  # norm, clip and zero of float32 gradients
+        zero1_all_reduce=1.0, update_unsharded=16,  # norm, clip and zero of float32 gradients
         work_gib=0.1,
     ),
     "megatron-deepspeed": dict(
@@ -151,14 +152,14 @@ MEMORY = {
     "weight_bytes": 6.0, "state_bytes": 12.0, "act_hidden": 11.0, "act_ffn": 3.0, "act_scores": 0.0,
     "logit_memory": 13.0, "work_gib": 1.5,
 }  # fmt: skip
-NANOTRON = {  # what no other program shows: a host that waits beside messages of nodes
+NANOTRON = {  # what no other program shows: a host that also waits for messages between nodes
     "host_beside": 1e-7, "host_crossing": 1e-7,
 }  # fmt: skip
 HOST_SHARE = 0.73  # of PCIe's rate from a GPU to its host: 46.8 GB/s of 64 on nodes of 8 H100
 OF_DEVICE = ("matmul", "memory_share", "matmul.float8")  # not of a program's own kernels
 HOST_COSTS = ("launch", "function", "triton", "triton_argument", "transfer", "message")
 LAYER = {"launch": 15.0, "function": 16.0, "triton": 10.0, "triton_argument": 127.0}
-# what the host asks for, by the device file's HOST_COSTS: F and B of a layer, of one with tp, more
+# what the host launches, by the device file's HOST_COSTS: F and B of a layer, of one with tp, more
 # for each tp rank but one where tp's transfers are in a ring, of the head and the embedding,
 # counted in a rehearsal (benchmarks/plan_clocks.py compares)
 LAUNCHES: dict[str, dict[str, float]] = {
@@ -175,7 +176,8 @@ SLOWER = {  # factors on a profile's constants: torchtitan's H100s are of 500 W,
 
 
 def device_constants(name: str) -> dict[str, float]:
-    """Return what a device file says: peaks, SMs, bandwidths of memory and of the inner links."""
+    """Return the numbers of a device file: peaks, SMs, bandwidths of memory and of the inner links.
+    """
     device = read_device(name)
     found = {
         **device.numbers,

@@ -2,8 +2,8 @@
 """List every layout of a model on a cluster: tp, cp, pipeline, dp, ZeRO, what is recomputed.
 
 A layout is listed where the rules of pretrain_llama.py's flags allow it. Left out are ZeRO stages 2
-and 3 in a pipeline, as whole gradients and weights stand there at the fullest moment, offload where
-W is apart from B, and context parallelism that leaves a rank less than SHORTEST tokens.
+and 3 in a pipeline, as unsharded gradients and weights are the peak there, offload where
+W is separate from B, and context parallelism that leaves a rank less than SHORTEST tokens.
 """
 
 from collections.abc import Iterator
@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def mechanisms(self) -> int:
-        """Return how many mechanisms a run of the layout relies on beside plain data parallelism.
+        """Return how many mechanisms a run of the layout relies on besides plain data parallelism.
 
         One each: tensor, context, expert and pipeline parallelism, a schedule that is neither 1F1B
         nor interleaved, ZeRO 2 or 3, recomputation, activations in host memory.

@@ -2,9 +2,9 @@
 """Time what an optimizer of whole matrices adds to a step: iterations, exchange, passes.
 
 The matrices are those that mpu/optim/owners.py finds in the model's own placements, and so is the
-rule by which owners get them; a product costs what the rehearsal's clock says of it. Bytes on the
+rule by which owners get them; a product costs what the rehearsal's clock computes. Bytes on the
 way are those of estimate/matrices.py: a rank's slices to owners, and updates back, in the dtype of
-the iterations. The first bucket's exchange and the last one's way back have nothing beside them.
+the iterations. The first bucket's exchange and the last one's way back overlap with nothing.
 """
 
 from collections import Counter
@@ -64,14 +64,14 @@ def seconds(c: Constants, model: Model, found: list[Layout], r: Runs) -> Array:
         work[n] = known[key]
     own = of_layer(model.flags, min(model.experts, 1))
     members, inner = r.tp * r.cp * r.dp, np.ones(len(r))
-    sent, held = moved(own, layers, r)
+    sent, owned = moved(own, layers, r)
     there = collective(c, r, "all_to_all", size * sent, members, inner, calls=layers)
-    back = collective(c, r, "all_to_all", size * held, members, inner, calls=layers)
+    back = collective(c, r, "all_to_all", size * owned, members, inner, calls=layers)
     one = (there + back) / np.maximum(layers, 1)
     exposed = np.where(members > 1, np.maximum(one, there + back - work), 0.0)
     parameters = len({m.parameter for m in own})
     launched = layers * parameters * LAUNCHES * c["launch_seconds"]
-    return work + exposed + np.maximum(passes(c, MORE_BYTES * held), launched)
+    return work + exposed + np.maximum(passes(c, MORE_BYTES * owned), launched)
 
 
 def moved(own: Sequence[Whole], layers: Array, r: Runs) -> tuple[Array, Array]:

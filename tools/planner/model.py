@@ -24,7 +24,7 @@ HUGGING_FACE = {  # pretrain_llama.py's flag of each key
     "intermediate_size": "--ffn-hidden-size", "num_attention_heads": "--num-attention-heads",
     "vocab_size": "--vocab-size", "rope_theta": "--rotary-base",
 }  # fmt: skip
-REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # what a parse asks for beside a plan
+REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # what parsing requires besides a plan
 MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, their width, channels
     "MIXTRAL-8X7B": ((32, 4096, 14336, 32, 8, 32000), (8, 2, 14336), 128, 1000000),
     "MIXTRAL-8X22B": ((56, 6144, 16384, 48, 8, 32768), (8, 2, 16384), 128, 1000000),
@@ -49,8 +49,8 @@ class Model:
     def costs(self) -> tuple[float, float, float]:
         """Return forward FLOPs of a token: embedding, a layer, head."""
         few = replace(self.config, model=replace(self.config.model, num_layers=FEW))
-        told = model_profile(few, pretrain_llama.model_provider)
-        return told.embedding, told.layers[0], told.head
+        profile = model_profile(few, pretrain_llama.model_provider)
+        return profile.embedding, profile.layers[0], profile.head
 
 
     @property
@@ -70,7 +70,7 @@ class Model:
 
 MIXED = (
     "its layers with experts stand among dense ones, and the search takes layers as alike; "
-    "--dry-run says what a layout of yours keeps and sends"
+    "--dry-run shows what a layout of yours stores and sends"
 )
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a config.json
 
@@ -158,8 +158,8 @@ def last_of_each(argv: list[str]) -> list[str]:
     """Return flags without what a later one of the same name replaces."""
     given = [n for n, word in enumerate(argv) if word.startswith("--")]
     latest = {argv[n]: n for n in given}
-    kept: list[str] = []
+    arguments: list[str] = []
     for n, following in zip(given, [*given[1:], len(argv)], strict=True):
         if latest[argv[n]] == n:
-            kept += argv[n:following]
-    return kept
+            arguments += argv[n:following]
+    return arguments

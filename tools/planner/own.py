@@ -109,15 +109,15 @@ def _word(value: Any) -> str:
 
 def with_optimizer(model: Model, flags: str) -> Model:
     """Return the model with the optimizer that a layout's flags name, if they name one."""
-    mine, taken = list[str](), False
+    added, taken = list[str](), False
     for word in shlex.split(flags):
         if word.startswith("--"):
             name = word.partition("=")[0].replace("_", "-")
             taken = name == "--optimizer" or name.startswith("--muon-")
-        mine += [word] * taken
-    if not mine:
+        added += [word] * taken
+    if not added:
         return model
-    words = last_of_each([*model.flags, *mine])
+    words = last_of_each([*model.flags, *added])
     return replace(model, flags=tuple(words), config=parse([*words, *REST.split()], 1))
 
 

@@ -39,8 +39,8 @@ def draw(plans: Plans, path: Path) -> None:
     title = f"{plans.model.name} on {plans.cluster.gpus:,} GPUs"
     fits = f"{int(plans.fits.sum()):,} of {len(plans.layouts):,} layouts fit; filled: it fits"
     tall = 5.1 + (1.5 if best else 0) + (0.9 + ROW * rows if rows else 0)
-    said = f"{fits}; the line: none is faster with less"
-    with page(path, LEFT + WIDTH + 0.4, tall, title, said) as figure:
+    subtitle = f"{fits}; the line: none is faster with less"
+    with page(path, LEFT + WIDTH + 0.4, tall, title, subtitle) as figure:
         _draw_layouts(axes_at(figure, LEFT, 0.8, WIDTH, 3.6), plans)
         if best:
             _draw_parts(axes_at(figure, LEFT, 5.2, WIDTH, 0.35), plans, best[0])
@@ -76,13 +76,13 @@ def _draw_layouts(axes: Any, plans: Plans) -> None:
 
 def _draw_parts(axes: Any, plans: Plans, n: int) -> None:
     """Draw where the time of a step goes, as one bar."""
-    told, begin = breakdown(plans, n), 0.0
+    parts, begin = breakdown(plans, n), 0.0
     for colour, (key, what) in zip(PARTS, TERMS.items(), strict=True):
-        seconds = told.seconds[key]
+        seconds = parts.seconds[key]
         axes.barh(0, seconds, left=begin, color=colour, label=f"{what}: {seconds:.3f} s")
         begin += seconds
-    axes.set_title(f"the best step, {told.step:.2f} s", loc="left", fontsize=8)
-    axes.set_xlim(0, told.step)
+    axes.set_title(f"the best step, {parts.step:.2f} s", loc="left", fontsize=8)
+    axes.set_xlim(0, parts.step)
     axes.axis("off")
     axes.legend(loc="upper left", bbox_to_anchor=(0, -0.15), ncols=3, fontsize=7)
 

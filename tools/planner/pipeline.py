@@ -16,7 +16,7 @@ from mpu.pipeline.schedules import V_SHAPED as FOLDED
 
 SCHEDULES = (*NAMES, "zb-2p")  # the last: of published runs, with twice the activations, no bubble
 V_SHAPED = [SCHEDULES.index(name) for name in FOLDED]
-W_APART = [SCHEDULES.index(name) for name in (*SPLIT, "zb-2p")]  # W is apart from B
+SPLIT_SCHEDULES = [SCHEDULES.index(name) for name in (*SPLIT, "zb-2p")]  # W is separate from B
 FEW = 8  # pipeline ranks that stand for more
 EVEN = 2, 3  # micro-batches a rank from which a bubble grows evenly, if it grows
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predict every row of a CSV of published runs: step time, rate, memory, whether it fits.
 
-The time is that of a run alone (step_time.py) and the memory is told from sizes: what each rank
+The time is that of a run alone (step_time.py) and the memory is computed from sizes: what each rank
 keeps, and what it has in flight. Waits of a cluster, and why runs of other programs crash, are not
 part of it. Layouts of this repository have --dry-run's memory instead (rank_bytes.py).
 """
@@ -48,7 +48,7 @@ def terms(r: Runs) -> Array:
     dealt = layers * (r.experts * r.expert_weights / r.ep)[:, None]
     shard, edp = (r.dp * r.cp)[:, None], r.edp[:, None]
     above, share = r.zero[:, None] >= 3, r.zero[:, None] >= 1
-    kept = numbers / np.where(above, shard, 1) + dealt / np.where(above, edp, 1)
+    states = numbers / np.where(above, shard, 1) + dealt / np.where(above, edp, 1)
     shared = numbers / np.where(share, shard, 1) + dealt / np.where(share, edp, 1)
     t = (r.micro_batch * r.sequence / r.cp)[:, None]
     h, f = r.hidden[:, None], r.ffn[:, None]
@@ -59,12 +59,12 @@ def terms(r: Runs) -> Array:
     twice = r.schedule[:, None] == SCHEDULES.index("zb-2p")
     waiting = np.where(twice, np.minimum(2 * waiting, r.micro_batches[:, None]), waiting)
     again = r.recompute[:, None] > 0
-    flight = np.where(again, 1.0, layers * waiting)  # layers whose activations are whole
-    whole = 2 * t * h
-    inputs = np.where(again, whole / np.where(r.sequence_parallel[:, None] > 0, tp, 1), 0.0)
+    flight = np.where(again, 1.0, layers * waiting)  # layers whose activations are all stored
+    rows = 2 * t * h
+    inputs = np.where(again, rows / np.where(r.sequence_parallel[:, None] > 0, tp, 1), 0.0)
     one = np.ones_like(numbers)
     columns = [
-        kept, shared, flight * whole / tp, flight * 2 * t * f / tp,
+        states, shared, flight * rows / tp, flight * 2 * t * f / tp,
         flight * t * r.sequence[:, None] * r.heads[:, None] / tp,
         home * t * r.vocab[:, None] / tp, one * GIB,
     ]  # fmt: skip
@@ -117,7 +117,7 @@ def predict(
     return Predictions(**values)
 
 
-def write(path: Path, table: Table, told: Predictions) -> None:
+def write(path: Path, table: Table, predictions: Predictions) -> None:
     """Write the table's lines, each with COLUMNS at its end.
 
     A line that is no run, or whose numbers give no finite prediction, has a reason instead.
@@ -128,10 +128,14 @@ def write(path: Path, table: Table, told: Predictions) -> None:
         out.writerow([*table.columns, *COLUMNS])
         for at, line in enumerate(table.lines):
             n, reason = found.get(at), table.reasons.get(at, "")
-            if n is not None and not np.isfinite([told.seconds[n], told.gib[n]]).all():
+            if (
+                n is not None
+                and not np.isfinite([predictions.seconds[n], predictions.gib[n]]).all()
+            ):
                 n, reason = None, "its sizes give no finite time or memory"
             cells = [""] * (len(COLUMNS) - 1)
             if n is not None:
-                cells = [f"{told.seconds[n]:.6g}", f"{told.rate[n]:.6g}", f"{told.gib[n]:.4g}",
-                         "yes" if told.fits[n] else "no"]  # fmt: skip
+                cells = [f"{predictions.seconds[n]:.6g}", f"{predictions.rate[n]:.6g}",
+                         f"{predictions.gib[n]:.4g}",
+                         "yes" if predictions.fits[n] else "no"]  # fmt: skip
             out.writerow([*(line[column] for column in table.columns), *cells, reason])

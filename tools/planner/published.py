@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read published runs from CSV: three formats, told apart by their header.
+"""Read published runs from CSV: three formats, recognised by their header.
 
 The formats are those of the Ultra-Scale Playbook's table, of vTrain's data, and of a table with a
 row for each run of several sources. Rows may leave out what other columns or a model's name give.
@@ -40,7 +40,7 @@ NAMED = {  # layers, hidden, heads, kv heads, ffn, vocabulary: where a row names
     "gpt3-175b": (96, 12288, 96, 96, 49152, 51200),
 }  # fmt: skip
 SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-1p": "zb-h1", "ZB-2p": "zb-2p"}
-NETWORK = {"h100": 400.0, "h200": 400.0, "a100": 200.0, "b200": 400.0}  # Gb/s a GPU, unless said
+NETWORK = {"h100": 400.0, "h200": 400.0, "a100": 200.0, "b200": 400.0}  # Gb/s a GPU, the default
 DEVICES = {  # what a row calls a GPU: the device file, GPUs that NVLink joins, GB of memory
     "gb300": ("b200", 72, 288.0), "gb200": ("b200", 72, 186.0), "b300": ("b200", 8, 288.0),
     "b200": ("b200", 8, 180.0), "gh200": ("h200", 1, 96.0), "h200": ("h200", 8, 141.0),
@@ -61,7 +61,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a CSV, asked for by column."""
+    """A line of a CSV, read by column."""
 
     file: str
     number: int

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Work out the bytes of layouts' pipeline ranks: of many at once, and of a few as --dry-run does.
 
-`exactly` asks --dry-run's own functions. `many` takes state from the same arithmetic of buckets
+`exactly` calls --dry-run's own functions. `many` takes state from the same arithmetic of buckets
 (mpu/zero/layout.py), with an array for the sizes of all layouts, and activations from profiles of
 a layer, the first stage and the last one, measured once for each tp (estimate/rank_profile.py).
 """
@@ -42,9 +42,9 @@ Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 class Unit(NamedTuple):
     """Bytes of a rank for a micro-batch of one sequence, at a tp and a recomputation, cp 1.
 
-    layer: kept of each layer. again: what B keeps of one layer that it recomputes. logits. first:
-    what the first stage keeps beside its layers. working, end_working: of one operation, of a
-    middle stage and of the last; more, end_more: for each sequence more.
+    layer: stored of each layer. again: what B stores of one layer that it recomputes. logits.
+    first: what the first stage stores besides its layers. working, end_working: of one operation,
+    of a middle stage and of the last; more, end_more: for each sequence more.
     """
 
     layer: float
@@ -156,7 +156,7 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Arra
 
     host: bytes of a node's host memory for activations; a layout that needs more takes infinitely.
     """
-    told = np.zeros(len(found))
+    sizes = np.zeros(len(found))
     key = [
         (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.ep)
         for e in found
@@ -164,8 +164,8 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Arra
     order = sorted(range(len(found)), key=lambda n: key[n])
     for _, members in groupby(order, key=lambda n: key[n]):
         at = np.array(list(members))
-        told[at] = _group(model, [found[n] for n in at], runs[at], host)
-    return told
+        sizes[at] = _group(model, [found[n] for n in at], runs[at], host)
+    return sizes
 
 
 def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array:
@@ -198,40 +198,40 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
         share = np.array([min(x.again * x.virtual, 1e9) for x in found])[:, None] / layers.clip(1)
         share = np.minimum(share, 1.0)
         each = share * u.layer + (1 - share) * plain.layer
-    chunk, held, kept = layers / e.virtual, np.zeros(layers.shape), np.zeros(layers.shape)
+    chunk, waiting, stored = layers / e.virtual, np.zeros(layers.shape), np.zeros(layers.shape)
     for m in np.unique(r.micro_batches):
         at = r.micro_batches == m
         waits = in_flight(e.schedule, e.pp, int(m), e.virtual)
-        held[at] = waits[:, :, 0].max(1) * chunk[at]
+        waiting[at] = waits[:, :, 0].max(1) * chunk[at]
         both = waits[:, :, 0] * each[at, :, None] + waits[:, :, 1] * own.waits
-        kept[at] = both.max(2) * chunk[at]
+        stored[at] = both.max(2) * chunk[at]
     if e.offload:
-        away = (b * held * u.layer * r.node[:, None]).max(1)
-        stay = held / np.maximum(layers / e.virtual, 1)  # the last layer of each stage
-        kept = np.minimum(held, stay + 2) * u.layer
-    flight = held / np.maximum(layers, 1)
-    kept = kept + first * flight * u.first * (layers > 0)
+        offloaded = (b * waiting * u.layer * r.node[:, None]).max(1)
+        of_last = waiting / np.maximum(layers / e.virtual, 1)  # the last layer of each stage
+        stored = np.minimum(waiting, of_last + 2) * u.layer
+    flight = waiting / np.maximum(layers, 1)
+    stored = stored + first * flight * u.first * (layers > 0)
     logits = last * u.logits
     work = np.where(last > 0, u.end_working + (b - 1) * u.end_more,
                     u.working + (b - 1) * u.more)  # fmt: skip
-    told = np.asarray((state + b * (kept + u.again + logits) + work).max(1))
-    return np.where(away > host, np.inf, told) if e.offload else told
+    total = np.asarray((state + b * (stored + u.again + logits) + work).max(1))
+    return np.where(offloaded > host, np.inf, total) if e.offload else total
 
 
 def _state(
     model: Model, zero: int, numbers: Array, moments: Array, shard: Array, again: bool = False
 ) -> Array:
     """Return the bytes that ranks of so many numbers keep from step to step, as one bucket, and, at
-    ZeRO stages 2 and 3, those of the whole gradients of two buckets. moments: bytes of their state
-    before it is shared. again: what a rank has once is counted with other numbers.
+    ZeRO stages 2 and 3, those of the unsharded gradients of two buckets. moments: bytes of their
+    state before it is shared. again: what a rank has once is counted with other numbers.
     """
     arrays: Any = {"ranks": shard, "shard": shard}
     length: Any = numbers
-    whole = BucketLayout((), length, sharing=sharing_of("tp", 1, 2, zero)._replace(**arrays))
-    kept: dict[str, Any] = layout.memory([whole], 2, 4, 4, state={"": 1})  # of each number
-    kept["moments"] = kept["moments"] * moments / np.maximum(numbers, 1)
+    unsharded = BucketLayout((), length, sharing=sharing_of("tp", 1, 2, zero)._replace(**arrays))
+    kinds: dict[str, Any] = layout.memory([unsharded], 2, 4, 4, state={"": 1})  # of each number
+    kinds["moments"] = kinds["moments"] * moments / np.maximum(numbers, 1)
     two = 8 * np.clip(numbers / 8, layout.SMALLEST, layout.LARGEST) if zero >= 2 else 0
-    total = sum(kept.values()) + norm_bytes([whole])
+    total = sum(kinds.values()) + norm_bytes([unsharded])
     total = total + (0 if again else matmul_workspaces(model.config))
     return np.asarray(total + np.minimum(two, 4 * numbers))
 
@@ -246,7 +246,7 @@ class Exact(NamedTuple):
 def exactly(model: Model, each: Layout) -> list[Exact]:
     """Return the bytes of each pipeline rank, as --dry-run has them.
 
-    A pipeline is asked of as few micro-batches as have its fullest moment.
+    A pipeline is measured with the fewest micro-batches that reach its peak.
     """
     few = each
     if each.pp > 1:
@@ -254,7 +254,7 @@ def exactly(model: Model, each: Layout) -> list[Exact]:
         few = replace(each, micro_batches=count)
     words = shlex.split(" ".join([*model.flags, few.flags(), REST]))
     config = parse(words, each.tp * each.cp * each.dp * each.pp)
-    held = activations.held(config, PROVIDER)
+    peaks = activations.peaks(config, PROVIDER)
     return [
-        Exact(memory(config, PROVIDER, rank, own), own.in_host) for rank, own in enumerate(held)
+        Exact(memory(config, PROVIDER, rank, own), own.in_host) for rank, own in enumerate(peaks)
     ]

@@ -108,18 +108,18 @@ def groups(axis: str, order: Sequence[str], sizes: Sizes) -> Ranks:
     nesting = list(order)[::-1]
 
     def rows(*names: str) -> Ranks:
-        kept = [i for i, name in enumerate(nesting) if name not in names]
+        remaining = [i for i, name in enumerate(nesting) if name not in names]
         inner = [i for i, name in enumerate(nesting) if name in names]
         ranks = np.arange(sizes.world).reshape([getattr(sizes, name) for name in nesting])
         count = prod(getattr(sizes, name) for name in names)
-        return ranks.transpose(kept + inner).reshape(-1, count)
+        return ranks.transpose(remaining + inner).reshape(-1, count)
 
     def inside(found: Ranks, size: int) -> Ranks:
         return found.reshape(-1, size)
 
     def between(found: Ranks, size: int) -> Ranks:
-        apart = found.reshape(len(found), -1, size).transpose(0, 2, 1)
-        return apart.reshape(-1, found.shape[1] // size)
+        cut = found.reshape(len(found), -1, size).transpose(0, 2, 1)
+        return cut.reshape(-1, found.shape[1] // size)
 
     both = sizes.dp * sizes.cp
     if axis in ("tp_dp_cp_shard", "ep_edp_shard"):  # an instance: its shares, each with all parts
@@ -186,9 +186,9 @@ def pairs(
     n = found.shape[1]
     parts: list[Pairs] = []
     for ways in (True, False):  # to all others in the group, or to the next
-        mine = [f for f in flows if f.axis == axis and f.to < 0 and (f.verb in spread) == ways]
+        of_axis = [f for f in flows if f.axis == axis and f.to < 0 and (f.verb in spread) == ways]
         by_stage = np.zeros(sizes.pp)
-        for flow in mine:
+        for flow in of_axis:
             by_stage[flow.pp_rank] += flow.sent
         if n == 1 or not by_stage.any():
             continue
@@ -211,13 +211,13 @@ def across(
     spread: Collection[str] = NCCL,
 ) -> dict[str, list[int]]:  # fmt: skip
     """Return {axis: bytes of a step over each level's links, of all ranks together}."""
-    told = {}
+    of_axes = {}
     for axis in dict.fromkeys(flow.axis for flow in flows):
         sent = pairs(axis, order, sizes, flows, spread)
         at = level_of(levels, sent.source, sent.target)
         sums = np.bincount(at, weights=sent.sent, minlength=len(levels))
-        told[axis] = [round(each) for each in sums]
-    return told
+        of_axes[axis] = [round(each) for each in sums]
+    return of_axes
 
 
 def seconds(
@@ -225,14 +225,14 @@ def seconds(
 ) -> dict[str, float]:
     """Return {axis: seconds that its bytes of a step need}, each axis alone, nothing hidden.
 
-    Each call takes what the rehearsal's clock says of it (tools/rehearsal/links.py), on links of
-    one protocol with rings and trees; a flow's calls are equal parts. The pipeline rank with the
-    most seconds counts, and of groups that lie differently the slowest.
+    Each call takes the time that the rehearsal's clock computes (tools/rehearsal/links.py), on
+    links of one protocol with rings and trees; a flow's calls are equal parts. The pipeline rank
+    with the most seconds counts, and of groups that lie differently the slowest.
     """
     links = links_of(levels)
     blocks = [level.gpus for level in levels]
     places = array_of(order, sizes).reshape(-1, sizes.pp)  # [others, pp]
-    told = {}
+    of_axes = {}
     for axis in dict.fromkeys(flow.axis for flow in flows):
         found = groups(axis, order, sizes)
         n, ways = found.shape[1], [spans(blocks, group) for group in unlike(levels, found)]
@@ -251,8 +251,8 @@ def seconds(
                 given = input_of(flow.verb, sent, n)
                 each = max(float(collective(links, flow.verb, given, n, way)) for way in ways)
             of_rank[flow.pp_rank] += flow.calls * each
-        told[axis] = max(of_rank.values())
-    return told
+        of_axes[axis] = max(of_rank.values())
+    return of_axes
 
 
 def links_of(levels: Sequence[Level]) -> Links:
@@ -277,8 +277,8 @@ def unlike(levels: Sequence[Level], found: Ranks) -> list[list[int]]:
 
 def input_of(verb: str, sent: float, n: int) -> float:
     """Return the bytes of one rank's input where it sends so many in a ring: see sent_of."""
-    whole = sent * n / (n - 1) / ROUNDS.get(verb, 1)
-    return whole / n if verb == "all_gather" else whole
+    total = sent * n / (n - 1) / ROUNDS.get(verb, 1)
+    return total / n if verb == "all_gather" else total
 
 
 @dataclass(frozen=True)
@@ -351,11 +351,11 @@ def table(config: Config, cluster: Cluster) -> list[str]:
         ])  # fmt: skip
     best = found[0]
     parts = sorted(best.seconds.items(), key=lambda part: -part[1])
-    told = ", ".join(f"{axis} {seconds:.3f}" for axis, seconds in parts if seconds >= 5e-4)
+    listed = ", ".join(f"{axis} {seconds:.3f}" for axis, seconds in parts if seconds >= 5e-4)
     return [
         *aligned(rows),
         "bytes that a rank sends in a step, on average; seconds of all transfers, each axis alone "
         "and nothing hidden",
-        f"seconds of the first: {told or 'under a millisecond each'}",
+        f"seconds of the first: {listed or 'under a millisecond each'}",
         f"flag of the first: --rank-order {'-'.join(best.order)}",
     ]

@@ -29,7 +29,7 @@ class Runs:
     stages], the layers of each stage, 0 beyond pp * virtual. head: the stage that has the output
     layer. idle: 1 where a pipeline rank has nothing to do. core_again: 1 where attention runs again
     in backward. comm: how keys and values travel, an index into COMMS. overlap: 1 where tp's
-    transfers travel in a ring beside matmuls. offload: bytes of a layer and micro-batch that wait
+    transfers travel in a ring during matmuls. offload: bytes of a layer and micro-batch that wait
     in host memory. reduces: sums of gradients of a step. experts, topk, expert_ffn: of a mixture of
     experts, of each layer; ffn is then what every token meets. ep: the ranks that experts are dealt
     out over. channels: of a head; 0 means hidden / heads.
@@ -153,7 +153,7 @@ class Runs:
 COMMS = ("p2p", "all_gather", "a2a")
 PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1,
          "experts": 0, "topk": 0, "expert_ffn": 0, "ep": 1,
-         "channels": 0}  # unless said  # fmt: skip
+         "channels": 0}  # the defaults  # fmt: skip
 
 
 def even_cut(layers: int, stages: int) -> list[int]:

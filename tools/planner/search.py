@@ -27,18 +27,19 @@ from tools.planner.step_time import Times, Unnamed, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
 from tools.rehearsal.device_file import read_device
 
-NEARLY = 1.1  # layouts whose memory is told to be so much above the limit are told exactly too
-LOOKED = 25  # layouts that are told exactly, at most, to find the fastest of a row, or its first
-APART = 0.048  # median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
+NEARLY = 1.1  # layouts estimated at up to so much above the limit are computed exactly too
+LOOKED = 25  # layouts computed exactly, at most, to find the fastest of a row, or its first
+# median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
+COMPARISON_ERROR = 0.048
 
 
 class PlanError(ValueError):
-    """A plan that is asked for and not there: the text says why."""
+    """A plan that was requested and does not exist: the text says why."""
 
 
 @dataclass(frozen=True)
 class Variants:
-    """Layouts whose steps differ by less than APART, the error of a comparison: one row.
+    """Layouts whose steps differ by less than COMPARISON_ERROR, the error of a comparison: one row.
 
     first: the one that a table prints. It has the fewest mechanisms, and of those the least time.
     fastest: the one of least time. members: all of them, by time.
@@ -51,7 +52,7 @@ class Variants:
 
 @dataclass(frozen=True)
 class Plans:
-    """Layouts with what is told of them, in the same order.
+    """Layouts and their predictions, in the same order.
 
     bytes: of the fullest rank, to a few percent.
     """
@@ -132,7 +133,7 @@ class Plans:
         """Return rows of layouts that fit by --dry-run's arithmetic, the fastest row first.
 
         A row begins with the fastest layout that is in no row yet, and has all that are within
-        APART of it.
+        COMPARISON_ERROR of it.
         """
         near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
         rest = [int(n) for n in near[np.lexsort((self.bytes[near], self.times.step[near]))]]
@@ -142,7 +143,7 @@ class Plans:
             if fastest is None:
                 break
             rest = rest[rest.index(fastest) :]
-            end = self.times.step[fastest] * (1 + APART)
+            end = self.times.step[fastest] * (1 + COMPARISON_ERROR)
             members = [n for n in rest if self.times.step[n] <= end]
             own = [n for n in members if n == fastest or self.fits[n]]
             simple = sorted(own, key=lambda n: (self.layouts[n].mechanisms, self.times.step[n]))
@@ -244,12 +245,12 @@ def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, i
     c, runs = _constants(cluster), runs_of(model, cluster, tried)
     kernels, exposed = layer(c, runs)
     times_of = np.maximum(kernels.seconds + sum(exposed), host_layer(c, runs))
-    told: dict[tuple[int, int, int], tuple[float, Choice]] = {}
+    fastest: dict[tuple[int, int, int], tuple[float, Choice]] = {}
     for e, seconds in zip(tried, times_of, strict=True):
         key, way = (e.tp, e.cp, e.micro_batch), Choice(e.comm, e.overlap)
-        if key not in told or seconds < told[key][0] - 1e-12:
-            told[key] = (float(seconds), way)
-    return {key: way for key, (_, way) in told.items()}
+        if key not in fastest or seconds < fastest[key][0] - 1e-12:
+            fastest[key] = (float(seconds), way)
+    return {key: way for key, (_, way) in fastest.items()}
 
 
 def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Plans:
@@ -267,7 +268,7 @@ def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Pla
             f"{model.config.model.num_layers} layers and {model.config.model.num_attention_heads} "
             "heads: another --global-batch-size may"
         )
-    return told(model, cluster, found)
+    return evaluate(model, cluster, found)
 
 
 def check_dtype(cluster: Cluster, dtype: str) -> None:
@@ -279,8 +280,8 @@ def check_dtype(cluster: Cluster, dtype: str) -> None:
         raise PlanError(why)
 
 
-def told(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
-    """Return what is told of given layouts."""
+def evaluate(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
+    """Return the predictions of given layouts."""
     runs, c = runs_of(model, cluster, found), _constants(cluster)
     times = _timed(c, runs, transfers.unnamed(c, model, found, runs))
     more = matrices.seconds(c, model, found, runs)
@@ -309,12 +310,12 @@ def _timed(c: dict[str, float], runs: Runs, more: Unnamed) -> Times:
         parts.append((at, times_of_runs(c, replace(some, cut=some.cut[:, :stages]), more[at])))
     values: dict[str, Array] = {}
     for field in fields(Times):
-        whole = np.zeros((len(runs), *((runs.cut.shape[1],) if field.name == "stages" else ())))
+        joined = np.zeros((len(runs), *((runs.cut.shape[1],) if field.name == "stages" else ())))
         for at, some_times in parts:
             own = getattr(some_times, field.name)
             if own.ndim == 2:
-                whole[at, : own.shape[1]] = own
+                joined[at, : own.shape[1]] = own
             else:
-                whole[at] = own
-        values[field.name] = whole
+                joined[at] = own
+        values[field.name] = joined
     return Times(**values)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tools.planner.constants import LINKS
-from tools.planner.pipeline import SCHEDULES, W_APART, bubble
+from tools.planner.pipeline import SCHEDULES, SPLIT_SCHEDULES, bubble
 from tools.planner.runs import COMMS, Array, Runs
 from tools.rehearsal import links as cost
 from tools.rehearsal import roofline
@@ -23,7 +23,7 @@ from tools.rehearsal.roofline import memory_seconds
 
 Constants = Mapping[str, float]
 SOCKET = 4  # GPUs of one socket
-RING_SLOWS = 0.1  # of a transfer's time by which the matmuls beside it take longer
+RING_SLOWS = 0.1  # of a transfer's time by which the matmuls during it take longer
 EXPERT_LAUNCHES, PAIR_LAUNCHES = 52, 11  # of a layer with experts, and for each of a token's k
 MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
 
@@ -36,7 +36,7 @@ class Times:
     compute (matmul and attention are parts of it, the rest passes over memory), its exposed
     transfers (tp, cp, ep, fsdp: of weights and gradients layer by layer), copies to and from the
     host, waits for the host (host), and waits for messages. bubble: the pipeline's ends. sums:
-    exposed transfers of gradients and parameters beside micro-batches. update: the optimizer's.
+    exposed transfers of gradients and parameters during micro-batches. update: the optimizer's.
     stages: [runs, stages], F and B of each. message: between them. host_share: what the host
     needs to issue the slowest rank, over what that rank computes and waits for transfers.
     jitter: factor by which other nodes slow micro-batches and bubble. step is (micro-batches x
@@ -99,15 +99,15 @@ def links(c: Constants, r: Runs) -> Links:
 
 
 def collective(
-    c: Constants, r: Runs, verb: str, whole: Array, size: Array, inner: Array,
+    c: Constants, r: Runs, verb: str, total: Array, size: Array, inner: Array,
     calls: Array | float = 1.0,
 ) -> Array:  # fmt: skip
-    """Return the time of a collective of so many whole bytes, in so many calls.
+    """Return the time of a collective of so many bytes, in so many calls.
 
-    whole: of all ranks' parts together. size: ranks of the group. inner: neighbours in rank order
-    that belong to other groups.
+    total: bytes of all ranks' parts together. size: ranks of the group. inner: neighbours in rank
+    order that belong to other groups.
     """
-    sent = whole / calls / (size if verb == "all_gather" else 1)
+    sent = total / calls / (size if verb == "all_gather" else 1)
     crossed = strided(size, inner, r.node)
     return np.asarray(calls * cost.collective(links(c, r), verb, sent, size, crossed))
 
@@ -175,7 +175,7 @@ def experts(c: Constants, r: Runs, own: Array) -> Experts:
     """Return the seconds of a layer's mixture of experts. own: tokens of a rank that are routed.
 
     The fullest rank of ep has expert_skew times the mean of the rows: the others wait for it. Rows
-    are multiplied by E / ep experts one beside another. An all-to-all takes k rows a token to the
+    are multiplied by E / ep experts, one after another. An all-to-all takes k rows a token to the
     ranks of its experts and back, an all-gather one row a token to all of them, where ep is at most
     k; `dispatch` is what these transfers take, over what the links' rates say.
     """
@@ -206,8 +206,8 @@ def experts(c: Constants, r: Runs, own: Array) -> Experts:
     exchange = collective(c, r, "all_to_all", 2 * rows * h, r.ep, inner)
     gather = collective(c, r, "all_gather", 2 * own * h * r.ep, r.ep, inner)
     one_way = np.where(gathers, gather, exchange) * c["dispatch"] * spread
-    told = (forward, backward, first, second, one_way * (4 + 2 * r.recompute))
-    return Experts(*(np.where(has, each, 0.0) for each in told))
+    times = (forward, backward, first, second, one_way * (4 + 2 * r.recompute))
+    return Experts(*(np.where(has, each, 0.0) for each in times))
 
 
 def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
@@ -251,7 +251,7 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
     second = Kernels(backward, b_attention + again, b_passes).plus(first, r.recompute)
     f_compute, b_compute = first.seconds, second.seconds
     down, fsdp = r.offload / c["host_bandwidth"], np.zeros(len(r))
-    if (r.zero >= 3).any():  # in a pipeline a stage's weights stay whole for a step: gradients()
+    if (r.zero >= 3).any():  # in a pipeline a stage's weights stay gathered for a step: gradients()
         size, weights = r.dp * r.cp, r.layer_weights / tp
         gather = collective(c, r, "all_gather", c["parameter_bytes"] * weights, size, tp)
         scatter = collective(c, r, "reduce_scatter", c["gradient_bytes"] * weights, size, tp)
@@ -275,13 +275,15 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
 
 
 def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
-    """Return the exposed tp transfers of F and B of a layer. matmuls: seconds beside them."""
+    """Return the exposed tp transfers of F and B of a layer. matmuls: seconds of the matmuls during
+    them.
+    """
     one = _of_rows(c, r, t)
-    apart = c["split_backward"] * np.isin(r.schedule, W_APART)
-    gathered, whole = c["tp_backward"] + apart, np.minimum(4, c["tp_backward"])
-    shown = np.where(r.sequence_parallel > 0, gathered, whole)
+    split = c["split_backward"] * np.isin(r.schedule, SPLIT_SCHEDULES)
+    gathered, reduced = c["tp_backward"] + split, np.minimum(4, c["tp_backward"])
+    shown = np.where(r.sequence_parallel > 0, gathered, reduced)
     plain = one * (4 + (shown + 4 * r.recompute))  # an all-reduce is two of these
-    first = plain / r.tp  # a ring's first part has no matmul beside it, and parts slow matmuls
+    first = plain / r.tp  # a ring's first part overlaps no matmul, and parts slow matmuls
     ring = np.maximum(plain - matmuls, first) + RING_SLOWS * plain
     ring = ring + MATMULS * (r.tp - 1) * c["kernel_seconds"]
     return np.where(r.overlap > 0, ring, plain)
@@ -297,8 +299,8 @@ def _context(c: Constants, r: Runs, t: Array, compute: Array) -> Array:
     heads = collective(c, r, "all_to_all", t * (2 * q + kv) / r.tp, r.cp, r.tp)
     heads = heads * (2 + r.recompute)
     round_ = np.maximum(moved - compute * c["cp_hidden"], 0.2 * ring)
-    told = np.where(r.comm == COMMS.index("all_gather"), moved, round_)
-    return np.asarray(np.where(r.comm == COMMS.index("a2a"), heads, told))
+    seconds = np.where(r.comm == COMMS.index("all_gather"), moved, round_)
+    return np.asarray(np.where(r.comm == COMMS.index("a2a"), heads, seconds))
 
 
 def head(c: Constants, r: Runs) -> tuple[Kernels, Array]:
@@ -319,9 +321,9 @@ def _of_rows(c: Constants, r: Runs, t: Array) -> Array:
 
     Without sequence parallelism two of these are one all-reduce.
     """
-    whole, inner = 2 * t * r.hidden, np.ones_like(r.tp)
-    gather = collective(c, r, "all_gather", whole, r.tp, inner)
-    both = collective(c, r, "all_reduce", whole, r.tp, inner)
+    total, inner = 2 * t * r.hidden, np.ones_like(r.tp)
+    gather = collective(c, r, "all_gather", total, r.tp, inner)
+    both = collective(c, r, "all_reduce", total, r.tp, inner)
     return np.where(r.sequence_parallel > 0, gather, both / 2)
 
 
@@ -330,9 +332,9 @@ def host_layer(c: Constants, r: Runs) -> Array:
     seconds = np.where(r.tp > 1, c["host_layer_tp"], c["host_layer"])
     seconds = seconds + np.where(r.overlap > 0, (r.tp - 1) * c["host_ring"], 0.0)
     seconds = seconds + np.where(r.tp > SOCKET, c["host_socket"], 0.0)
-    beside = (r.pp > 1) & (r.nodes > 1) & (r.tp > 1)
+    shares_host = (r.pp > 1) & (r.nodes > 1) & (r.tp > 1)
     each = c["host_beside"] + c["host_crossing"] * (r.tp > r.node)
-    seconds = seconds + np.where(beside, r.tp * each, 0.0)
+    seconds = seconds + np.where(shares_host, r.tp * each, 0.0)
     more = c["expert_host"] * (EXPERT_LAUNCHES + PAIR_LAUNCHES * r.topk + 2 * r.experts / r.ep)
     seconds = seconds + np.where(r.experts > 0, more, 0.0)
     return seconds * (1 + c["host_recompute"] * r.recompute)
@@ -352,8 +354,8 @@ def rank_weights(r: Runs) -> Array:
     number = np.arange(r.cut.shape[1])[None, :]
     has = r.by_rank((number == 0) + (number == r.head[:, None]).astype(float))
     has = np.where((has > 1) & (r.tied > 0)[:, None], 1.0, has)
-    held = r.by_rank(r.cut) * r.layer_weights[:, None] + has * ends[:, None]
-    return np.asarray(held.max(1) / r.tp)
+    weights = r.by_rank(r.cut) * r.layer_weights[:, None] + has * ends[:, None]
+    return np.asarray(weights.max(1) / r.tp)
 
 
 def rank_experts(r: Runs) -> Array:
@@ -370,7 +372,7 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
     calls = np.where(r.zero > 0, c["sum_calls"], c["sum_calls_0"]) * layers
     gradient, parameter = c["gradient_bytes"] * weights, c["parameter_bytes"] * weights
     scatter = collective(c, r, "reduce_scatter", gradient, size, inner, calls=calls)
-    whole = collective(c, r, "all_reduce", gradient, size, inner, calls=calls)
+    reduced = collective(c, r, "all_reduce", gradient, size, inner, calls=calls)
     gather = collective(c, r, "all_gather", parameter, size, inner, calls=calls)
     if (r.experts > 0).any():
         dealt = rank_experts(r)
@@ -378,9 +380,9 @@ def gradients(c: Constants, r: Runs, backward: Array) -> Array:
         of = {"size": r.edp, "inner": r.ep, "calls": calls}
         several = r.edp > 1
         scatter = scatter + several * collective(c, r, "reduce_scatter", gradient, **of)
-        whole = whole + several * collective(c, r, "all_reduce", gradient, **of)
+        reduced = reduced + several * collective(c, r, "all_reduce", gradient, **of)
         gather = gather + several * collective(c, r, "all_gather", parameter, **of)
-    sums = np.where((r.zero > 0) & (c["sum_whole"] == 0), scatter, whole) * r.reduces
+    sums = np.where((r.zero > 0) & (c["zero1_all_reduce"] == 0), scatter, reduced) * r.reduces
     hidden = np.where(r.zero > 0, c["sum_hidden"], c["sum_hidden_0"]) * backward * r.reduces
     exposed = np.maximum(sums - hidden, c["sum_least"] * sums)
     by_layer = (r.zero >= 3) & (r.pp == 1)  # layer() has these gathers, and FSDP's sums
@@ -398,8 +400,8 @@ def ties(c: Constants, r: Runs) -> Array:
 
 def update(c: Constants, r: Runs) -> Array:
     shard = np.where(r.zero > 0, r.dp * r.cp, 1)
-    each = c["update_bytes"] / shard + c["update_whole"]
-    of_expert = c["update_bytes"] / np.where(r.zero > 0, r.edp, 1) + c["update_whole"]
+    each = c["update_bytes"] / shard + c["update_unsharded"]
+    of_expert = c["update_bytes"] / np.where(r.zero > 0, r.edp, 1) + c["update_unsharded"]
     return passes(c, each * rank_weights(r) + of_expert * rank_experts(r)) + c["host_step"]
 
 
@@ -458,12 +460,12 @@ def bubble_share(r: Runs) -> Array:
 
     A share of the layers runs again in backward: the bubble is between those of none and of all.
     """
-    told, again = np.zeros(len(r)), np.clip(r.recompute, 0.0, 1.0)
+    share, again = np.zeros(len(r)), np.clip(r.recompute, 0.0, 1.0)
     shapes = np.stack([r.schedule, r.pp, r.micro_batches, r.virtual], axis=1).astype(int)
     piped = np.flatnonzero(r.pp > 1)
     for shape in np.unique(shapes[piped], axis=0):
         kind, p, m, v = map(int, shape)
         at = piped[(shapes[piped] == shape).all(1)]
         none, every = (bubble(SCHEDULES[kind], p, m, v, again=way) for way in (False, True))
-        told[at] = (3 * none * (1 - again[at]) + 4 * every * again[at]) / (3 + again[at])
-    return told
+        share[at] = (3 * none * (1 - again[at]) + 4 * every * again[at]) / (3 + again[at])
+    return share

@@ -11,7 +11,7 @@ from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline import schedules
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
-from tools.planner.search import APART, Plans
+from tools.planner.search import COMPARISON_ERROR, Plans
 
 ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
 MILLION = 1_000_000
@@ -41,7 +41,7 @@ KINDS = {  # of the table: kinds of memory as --dry-run names them
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds of a step by TERMS' keys, and which of them is the largest beside compute."""
+    """Seconds of a step by TERMS' keys, and which of them is the largest besides compute."""
 
     seconds: dict[str, float]
 
@@ -63,14 +63,14 @@ def breakdown(plans: Plans, n: int) -> Breakdown:
     scale = float(t.jitter[n])
     many = each.micro_batches * scale
     ends = 2 * (each.pp - 1) * float(t.message[n]) * scale  # of the bubble: messages
-    told = {
+    seconds = {
         "compute": many * t.compute[n], "tp": many * t.tp[n], "cp": many * t.cp[n],
         "ep": many * t.ep[n],
         "pp": many * t.waits[n] + ends, "dp": many * t.fsdp[n] + t.sums[n],
         "copies": many * t.copies[n], "host": many * t.host[n],
         "bubble": t.bubble[n] * scale - ends, "update": t.update[n],
     }  # fmt: skip
-    return Breakdown({key: float(told[key]) for key in TERMS})
+    return Breakdown({key: float(seconds[key]) for key in TERMS})
 
 
 def timeline(plans: Plans, n: int, micro_batches: int) -> Timeline:
@@ -126,7 +126,8 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
             str(number), str(each.tp), f"{each.cp} {each.comm}" if each.cp > 1 else "1",
             *(str(each.ep) for _ in dealt),
             *map(str, (each.pp, each.virtual)), each.schedule if each.pp > 1 else "-",
-            *map(str, (each.dp, each.micro_batch, each.micro_batches, each.zero)), kept(each),
+            *map(str, (each.dp, each.micro_batch, each.micro_batches, each.zero)),
+            activations_of(each),
             each.overlap, each.dtype,
             f"{plans.times.step[n]:.2f} +-{ERROR:.0%}", f"{again:.2f}" if again else "-",
             f"{plans.rate[n]:,.0f}", f"{plans.mfu[n]:.1%}", f"{plans.exact(n) / 1e9:.1f}",
@@ -156,20 +157,20 @@ VARIED = {  # of a row's layouts: what differs, and how a table calls it
 
 
 def variants_of(plans: Plans, top: int) -> list[str]:
-    """Return, for each row, which layouts it stands for."""
+    """Return, for each row, which layouts it represents."""
     lines = [
-        f"variants (layouts within {APART:.1%} of the fastest of a row, which is the error of a "
-        "comparison; the row has the one that relies on the fewest mechanisms)"
+        f"variants (layouts within {COMPARISON_ERROR:.1%} of the fastest of a row, which is the "
+        "error of a comparison; the row has the one that relies on the fewest mechanisms)"
     ]
     for number, row in enumerate(plans.rows(top), 1):
         each = [plans.layouts[n] for n in row.members]
-        told = []
+        found_lines = []
         for name, word in VARIED.items():
             found = sorted({getattr(e, name) for e in each})
-            told.append(f"{word} {'/'.join(map(str, found))}")
-        told.append(f"recompute {'/'.join(sorted({kept(e) for e in each}))}")
+            found_lines.append(f"{word} {'/'.join(map(str, found))}")
+        found_lines.append(f"recompute {'/'.join(sorted({activations_of(e) for e in each}))}")
         fastest = plans.layouts[row.fastest].flags()
-        lines.append(f"{number}  {len(each)}: {', '.join(told)}")
+        lines.append(f"{number}  {len(each)}: {', '.join(found_lines)}")
         if row.fastest != row.first:
             lines.append(f"   fastest, {plans.times.step[row.fastest]:.2f} s: {fastest}")
     return lines
@@ -177,16 +178,16 @@ def variants_of(plans: Plans, top: int) -> list[str]:
 
 def by_kind(plans: Plans, n: int) -> list[float]:
     """Return the GB of a layout's fullest rank in the order of KINDS."""
-    told = plans.fullest(n)
-    return [sum(told.get(name, 0.0) for name in names) / 1e9 for names in KINDS.values()]
+    kinds = plans.fullest(n)
+    return [sum(kinds.get(name, 0.0) for name in names) / 1e9 for names in KINDS.values()]
 
 
 def parts_of(plans: Plans, best: Sequence[int]) -> list[str]:
     """Return, for each layout, the parts of its step and its fullest rank's memory by kind."""
     steps, memory = [("", *TERMS)], [("", *KINDS)]
     for number, n in enumerate(best, 1):
-        told = breakdown(plans, n)
-        shares = [f"{seconds / told.step:.1%}" for seconds in told.seconds.values()]
+        parts = breakdown(plans, n)
+        shares = [f"{seconds / parts.step:.1%}" for seconds in parts.seconds.values()]
         steps.append((str(number), *shares))
         memory.append((str(number), *(f"{gb:.2f}" for gb in by_kind(plans, n))))
     meanings = "; ".join(f"{key}: {meaning}" for key, meaning in TERMS.items())
@@ -202,9 +203,13 @@ def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
     host = plans.cluster.host
     for number, n in enumerate(best, 1):
         left, there = plans.limit - plans.exact(n), host - plans.in_host(n)
-        away = (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.layouts[n].offload else "--"
+        offloaded = (
+            (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.layouts[n].offload else "--"
+        )
         share = f"{plans.times.host_share[n]:.0%}"
-        rows.append((str(number), f"{left / 1e9:.1f}", f"{left / plans.memory:.1%}", *away, share))
+        rows.append(
+            (str(number), f"{left / 1e9:.1f}", f"{left / plans.memory:.1%}", *offloaded, share)
+        )
     return [
         f"margins (GB left: of the {plans.limit / 1e9:.1f} GB available to a plan, and % of "
         f"the device's {plans.memory / 1e9:.1f}; host GB left: of the {host / 1e9:,.0f} of a node "
@@ -214,30 +219,30 @@ def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
     ]  # fmt: skip
 
 
-def kept(each: Layout) -> str:
+def activations_of(each: Layout) -> str:
     """Return what becomes of activations: recomputed, or put in host memory."""
     if each.offload:
         return "offload"
     return f"{each.again} a stage" if each.recompute == "block" else each.recompute
 
 
-def asks(plans: Plans, n: int) -> tuple[str, str, str]:
+def work_of(plans: Plans, n: int) -> tuple[str, str, str]:
     """Return what a layout's step does: its batch, its sequences, the dtype of its matmuls."""
     each = plans.layouts[n]
     batch = each.micro_batch * each.micro_batches * each.dp
     return f"{batch:,} sequences", f"{plans.model.config.model.seq_length:,} tokens", each.dtype
 
 
-def said(question: tuple[str, str, str]) -> str:
+def describe_work(question: tuple[str, str, str]) -> str:
     return "{} of {}, matmuls in {}".format(*question)
 
 
 def why(plans: Plans, own: Plans, uncounted: Sequence[str] = ()) -> list[str]:
-    """Return a layout beside the best one, term by term.
+    """Compare a layout with the best one, term by term.
 
     own: the plans of that one layout. uncounted: what its flags say that the planner does not
     count. Seconds are of a step where both do the same work, and of MILLION tokens where they do
-    not; a line says which, and what differs.
+    not; a line states which, and what differs.
     """
     lines = [f"yours: {own.layouts[0].flags()}"]
     if uncounted:
@@ -250,27 +255,27 @@ def why(plans: Plans, own: Plans, uncounted: Sequence[str] = ()) -> list[str]:
         return [*lines, "no layout fits, so there is no best one to compare with"]
     n = found[0]
     lines.append(f"best:  {plans.layouts[n].flags()}")
-    both = asks(own, 0), asks(plans, n)
+    both = work_of(own, 0), work_of(plans, n)
     where = f"on {own.cluster.gpus:,} GPUs of {own.cluster.device}"
-    mine, best = (
+    yours, best = (
         {**breakdown(p, at).seconds, "step": float(p.times.step[at])}
         for p, at in ((own, 0), (plans, n))
     )
     if both[0] == both[1]:
         unit = "s"
-        lines.append(f"seconds of a step: {said(both[0])}, {where}, yours and best alike")
+        lines.append(f"seconds of a step: {describe_work(both[0])}, {where}, yours and best alike")
     else:
         unit = "s/Mtoken"
         lines.append(
             f"seconds of {MILLION:,} tokens, as the two do different work {where}: yours "
-            f"{said(both[0])}; best {said(both[1])}"
+            f"{describe_work(both[0])}; best {describe_work(both[1])}"
         )
-        mine = {key: value * MILLION / own.runs.tokens[0] for key, value in mine.items()}
+        yours = {key: value * MILLION / own.runs.tokens[0] for key, value in yours.items()}
         best = {key: value * MILLION / plans.runs.tokens[n] for key, value in best.items()}
-    digits = 3 + max(0, -int(np.floor(np.log10(min(mine["step"], best["step"])))))
+    digits = 3 + max(0, -int(np.floor(np.log10(min(yours["step"], best["step"])))))
     rows: list[Sequence[str]] = [("", f"yours {unit}", f"best {unit}", "difference")]
     for key, meaning in {**TERMS, "step": "step" if unit == "s" else "sum"}.items():
-        a, b = mine[key], best[key]
+        a, b = yours[key], best[key]
         rows.append((meaning, *(f"{x:.{digits}f}" for x in (a, b)), f"{a - b:+.{digits}f}"))
     gb = (own.exact(0) / 1e9, plans.exact(n) / 1e9)
     rows.append(("memory, GB", f"{gb[0]:.1f}", f"{gb[1]:.1f}", f"{gb[0] - gb[1]:+.1f}"))
@@ -281,25 +286,25 @@ def why(plans: Plans, own: Plans, uncounted: Sequence[str] = ()) -> list[str]:
         row[0].ljust(widths[0]) + "  " + "  ".join(map(str.rjust, row[1:], widths[1:]))
         for row in rows
     ]
-    return [*lines, verdict(mine, best, "a step" if unit == "s" else "a token")]
+    return [*lines, verdict(yours, best, "a step" if unit == "s" else "a token")]
 
 
-def verdict(mine: dict[str, float], best: dict[str, float], of: str) -> str:
+def verdict(yours: dict[str, float], best: dict[str, float], of: str) -> str:
     """Return in a sentence how two layouts compare, and by which term most."""
-    slower = mine["step"] / best["step"]
-    gap = {key: mine[key] - best[key] for key in TERMS}
+    slower = yours["step"] / best["step"]
+    gap = {key: yours[key] - best[key] for key in TERMS}
     worst = max(gap, key=lambda key: abs(gap[key]))
     if abs(gap[worst]) < 1e-9 * best["step"]:
         return f"yours takes as long as the best for {of}"
-    close = bool(abs(slower - 1) <= APART)
-    near = f"; that is within the error of a comparison, {APART:.0%}" * close
+    close = bool(abs(slower - 1) <= COMPARISON_ERROR)
+    near = f"; that is within the error of a comparison, {COMPARISON_ERROR:.0%}" * close
     return f"yours takes {slower:.2f} times as long for {of}; most of it is {TERMS[worst]}{near}"
 
 
-def what_if(base: Plans, other: Plans, asked: str) -> list[str]:
-    """Return the best layout of another question beside the best of this one."""
+def what_if(base: Plans, other: Plans, question: str) -> list[str]:
+    """Compare the best layout of another question with the best of this one."""
     lines = []
-    for name, plans in (("now", base), (asked, other)):
+    for name, plans in (("now", base), (question, other)):
         found = plans.best(1)
         if not found:
             lines.append(f"{name}: no layout fits")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the collectives of a model's layers and ends that the formulas of step_time.py do not name.
 
-The list is the one that --dry-run reads (estimate/traffic.py): the collectives that the model asks
+The list is the one that --dry-run reads (estimate/traffic.py): the collectives that the model calls
 for in a micro-batch on meta tensors. What the formulas count is taken from it, by axis, verb and
 phase; the rest, such as a fork's own collective, is timed by the same links, and nothing hides it.
 It is measured once for each tp, with and without cp, and each ep: in bf16, with sequence
@@ -40,7 +40,7 @@ class Sent(NamedTuple):
 
 def unnamed(c: Constants, model: Model, found: Sequence[Layout], r: Runs) -> Unnamed:
     """Return the seconds of layouts' collectives that no formula names."""
-    told = {part: {name: np.zeros(len(r)) for name in Exposed._fields} for part in PARTS}
+    seconds = {part: {name: np.zeros(len(r)) for name in Exposed._fields} for part in PARTS}
     keys = [(e.tp, e.cp > 1, e.ep) for e in found]
     for key in dict.fromkeys(keys):
         if not any(rest := unnamed_of(model.flags, *key)):
@@ -48,8 +48,10 @@ def unnamed(c: Constants, model: Model, found: Sequence[Layout], r: Runs) -> Unn
         at = np.array([n for n, own in enumerate(keys) if own == key])
         for part, rows in zip(PARTS, rest, strict=True):
             for row, sent in rows.items():
-                told[part][TERMS.get(row[0], "fsdp")][at] += _seconds(c, r[at], row, sent, key[1])
-    return Unnamed(**{part: Exposed(**values) for part, values in told.items()})
+                seconds[part][TERMS.get(row[0], "fsdp")][at] += _seconds(
+                    c, r[at], row, sent, key[1]
+                )
+    return Unnamed(**{part: Exposed(**values) for part, values in seconds.items()})
 
 
 def _seconds(c: Constants, r: Runs, key: Key, sent: Sent, cut: bool) -> Array:
@@ -86,11 +88,11 @@ def unnamed_of(
     """Return what a layer, the first stage's and the last stage's end send of one sequence beyond
     what the formulas count. cut: at a cp of 2; the ends are measured without.
     """
-    whole = unit_config(flags, tp, "", ep)
-    config = unit_config(flags, tp, "", ep, cp=2) if cut else whole
-    layer, plain = measured(config, PARTS["layer"]), measured(whole, PARTS["layer"])
-    ends = (_less(measured(whole, PARTS[part]), plain) for part in ("first", "head"))
-    first, head = (_less(found, named) for found, named in zip(ends, ends_of(whole), strict=True))
+    uncut = unit_config(flags, tp, "", ep)
+    config = unit_config(flags, tp, "", ep, cp=2) if cut else uncut
+    layer, plain = measured(config, PARTS["layer"]), measured(uncut, PARTS["layer"])
+    ends = (_less(measured(uncut, PARTS[part]), plain) for part in ("first", "head"))
+    first, head = (_less(found, named) for found, named in zip(ends, ends_of(uncut), strict=True))
     if cut:  # as _seconds scales them
         first, head = ({key: Sent(n, size / 2) for key, (n, size) in part.items()}
                        for part in (first, head))  # fmt: skip

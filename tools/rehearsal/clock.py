@@ -11,7 +11,7 @@
 A transfer needs SMs. On a stream of high priority it gets them at once. On another it queues behind
 the kernel that computes when it could begin, or that can begin at that very time, as the
 transfer's stream still waits for its event then. It begins in that kernel's tail, in which SMs are
-free. A matmul beside a collective has the SMs that the collective leaves. What a stream waits for
+free. A matmul during a collective has the SMs that the collective leaves. What a stream waits for
 while nothing else keeps it, the host included, is exposed: it counts for the axis that it waits
 for, or for the link between device and host.
 
@@ -156,18 +156,18 @@ class Clock:
                 self._transfer(event)
             elif isinstance(event, Wait):
                 if event.transfer in self.streams:
-                    self._settle(self.streams[event.transfer])
+                    self._advance(self.streams[event.transfer])
                 known = self.ends if event.event < 0 else self.marks
                 which = event.transfer if event.event < 0 else event.event
                 self._block(event.stream, *known.get(which, (0.0, "")))  # none: before the record
             elif isinstance(event, Record):
                 stream = event.stream
-                self._settle(stream)
+                self._advance(stream)
                 self.marks[event.event] = self.free[stream], self.waits_for[stream]
             elif isinstance(event, HostWait):
                 self._host_wait(event)
             elif isinstance(event, Call):
-                self._asks(host_seconds(self.device, event))
+                self._launch_cost(host_seconds(self.device, event))
             elif isinstance(event, Action):
                 self._action(event.words)
 
@@ -175,7 +175,7 @@ class Clock:
         """Return the timing of what ran; flops: of the model, in one step of this rank."""
         self._action("")
         for waiting in list(self.queued):
-            self._settle(waiting)
+            self._advance(waiting)
         # what an iteration sends down under the next one's forward, the next one waits for
         leave = self.under_next if self.iterations > 1 else ()
         free = {stream: time for stream, time in self.free.items() if stream not in leave}
@@ -195,14 +195,14 @@ class Clock:
         timing.busy_seconds = dict(self.kinds)
         return timing
 
-    def _asks(self, seconds: float) -> None:
-        """Let the host ask for something, which takes it so long."""
+    def _launch_cost(self, seconds: float) -> None:
+        """Let the host launch something, which takes it so long."""
         self.host += seconds
         self.bounds["host"] += seconds
 
     def _launch(self, event: Launch) -> None:
         device, stream = self.device, event.stream
-        self._asks(host_seconds(device, event))
+        self._launch_cost(host_seconds(device, event))
         free = self.free[stream]
         begin = max(self.host, free)
         if stream == 0 and begin > 0:
@@ -244,10 +244,10 @@ class Clock:
         self.busy = [span for span in self.busy if span[1] > begin]
         if not self.busy:
             return alone
-        slow = self.seconds.get(("beside", key))
+        slow = self.seconds.get(("overlap", key))
         if slow is None:
             left = max(1.0, self.device["sms"] - self.device["collective_sms"])
-            slow = self.seconds["beside", key] = kernel_of(self.device, event, left).seconds
+            slow = self.seconds["overlap", key] = kernel_of(self.device, event, left).seconds
         at, done = begin, 0.0
         for first, last in sorted(self.busy):
             alone_until = max(at, first)
@@ -255,16 +255,16 @@ class Clock:
                 break
             done += (alone_until - at) / alone
             at = alone_until
-            beside = max(at, last) - at
-            if done + beside / slow >= 1:
+            overlap = max(at, last) - at
+            if done + overlap / slow >= 1:
                 return at + (1 - done) * slow - begin
-            done += beside / slow
-            at += beside
+            done += overlap / slow
+            at += overlap
         return at + (1 - done) * alone - begin
 
     def _transfer(self, event: Transfer) -> None:
         if event.batch == -1 or event.batch != self.batch:  # a batch is one call
-            self._asks(host_seconds(self.device, event))
+            self._launch_cost(host_seconds(self.device, event))
         self.batch = event.batch
         ready = max(self.host, self.free[event.origin])
         while self.kernels and self.kernels[0].end <= self.host:
@@ -272,14 +272,14 @@ class Clock:
         self.queued[event.stream].append((ready, event))
         self.streams[event.id] = event.stream
         if event.urgent or event.stream == 0:
-            self._settle(event.stream)
+            self._advance(event.stream)
         elif ready < self.free[0]:  # another stream called it: kernels after `ready` are known
             for kernel in self.kernels:
                 self._begin_before(kernel.begin)
                 self._begin_behind(kernel)
 
-    def _settle(self, stream: int) -> None:
-        """Let the transfers of a stream that wait for SMs have them: no kernel is before them."""
+    def _advance(self, stream: int) -> None:
+        """Begin the transfers of a stream that wait for SMs: no kernel is before them."""
         while self.queued[stream]:
             self._begin(stream, 0.0)
 
@@ -341,7 +341,7 @@ class Clock:
     def _host_wait(self, event: HostWait) -> None:
         for waiting in list(self.queued) if event.event < 0 else ():
             if event.stream in (-1, waiting):
-                self._settle(waiting)
+                self._advance(waiting)
         if event.event >= 0:
             until, axis = self.marks.get(event.event, (0.0, ""))
         else:

@@ -5,7 +5,7 @@ A file is JSON, {"name": ..., "numbers": {key: {"value", "unit", "source"}}, "le
 level {"name", "ranks", "bandwidth", "step_seconds", "tree_seconds"} whose last three are numbers in
 the same form. NUMBERS and LEVEL list every key with its unit, and no other is allowed.
 
-A number may have an "other", {"value", "source"}: what another source says of it. All of these
+A number may have an "other", {"value", "source"}: the value from another source. All of these
 together are the device's other end. A prediction is a range from one end to the other. A file that
 was measured on the card itself has none.
 """
@@ -39,7 +39,7 @@ NUMBERS = {
     **{f"attention.{kernel}": "share of peak" for kernel in ATTENTION},
     "kernel_seconds": "s",
     # of the host: a call of aten that launches a kernel; an autograd function, forward or backward,
-    # beside the launches in it; a launch of Triton, and more for each of its arguments; a message,
+    # besides the launches in it; a launch of Triton, and more for each of its arguments; a message,
     # or several that start as a batch; a collective
     "launch_seconds": "s",
     "function_seconds": "s",
@@ -82,7 +82,8 @@ class Level:
 class Device:
     """A GPU and its links. numbers: as in NUMBERS; seconds, bytes, FLOP/s, or shares of 1.
 
-    other: those of its numbers that another source says differently; {}: the device is measured.
+    other: those of its numbers for which another source has another value; {}: the device is
+    measured.
     """
 
     name: str
@@ -184,5 +185,5 @@ def _number(path: Path, key: str, entry: Any, unit: str) -> tuple[float, ...]:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
             raise DeviceFileError(f"{path}: {key} is {value!r}, not a number of at least 0")
     if unit.startswith("share") and values[0] > 1:
-        raise DeviceFileError(f"{path}: {key} is {values[0]}, more than the whole")
+        raise DeviceFileError(f"{path}: {key} is {values[0]}, and a share of a peak is at most 1")
     return tuple(float(value) for value in values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank asks of its device, in the order in which its host asks: the rehearsal's record.
+"""The events of one rank, in the order of its host's calls: the rehearsal's record.
 
 The recorder (tools/rehearsal/record.py) writes these; memory.py, order.py, clock.py and report.py
 read them. A stream is a number: 0 is the stream that computes. A communicator has a stream of its
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Where(NamedTuple):
-    """Which part of the step asks. place: file:line of the innermost line of the product.
+    """Which part of the step calls. place: file:line of the innermost line of the product.
 
     phase: "forward", "backward", "wgrad", "grad sum", "gather", "update", ... layer: the innermost
     module's name in the model, such as "layers.3.mlp.down"; "" outside of all. part: "norm",
@@ -63,9 +63,9 @@ class Transfer(NamedTuple):
     else -1. number: this transfer's place among those of its communicator, from 0. bytes: of the
     input; of a receive, of the result. sent: bytes that leave this rank, by the ideal algorithm.
     batch: messages that start together have one number; -1 where one starts alone. From the
-    stream `origin`, which called it, the transfer waits for what was asked of it before. op: what
-    a reduction computes. spans: as of a Launch. communicator: its name, the same on all its ranks.
-    urgent: its stream has high priority.
+    stream `origin`, which called it, the transfer waits for what was launched on it before. op:
+    what a reduction computes. spans: as of a Launch. communicator: its name, the same on all its
+    ranks. urgent: its stream has high priority.
     """
 
     id: int
@@ -123,7 +123,7 @@ class HostWait(NamedTuple):
 
 
 class Polled(NamedTuple):
-    """The host asked whether an event, or a transfer (then event is -1), is over, and it was."""
+    """The host queried whether an event, or a transfer (then event is -1), is over, and it was."""
 
     event: int
     transfer: int = -1
@@ -147,7 +147,7 @@ class RecordStream(NamedTuple):
 
 
 class Alloc(NamedTuple):
-    """A storage begins, asked for while `stream` was current."""
+    """A storage begins, allocated while `stream` was current."""
 
     storage: int
     bytes: int

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold a rehearsed mixture of experts against what its counts say.
 
-The counts are those of Dispatcher.assumed: even, or skewed as --rehearse-expert-skew says.
+The counts are those of Dispatcher.assumed: even, or skewed by --rehearse-expert-skew.
 
 bytes       what each layer sends over ep in forward and in backward, of the counts alone: neither
-            the estimate nor the layer's own record of it is asked
+            the estimate nor the layer's own record of it is used
 waits       the host waits once for the counts, in forward alone: what recomputes takes the same
 router      its products are in the accumulation dtype; those of experts are not
 """
@@ -53,8 +53,8 @@ def sent_of(found: Dispatcher, tokens: int, topk: int, hidden: int, size: int) -
         return Sent(pairs * WIDE * others, 2 * rows + weights, 2 * rows + weights)
     if isinstance(found, AllToAll):
         counts, first = found.assumed(pairs), found.ep.rank * found.local
-        mine = sum(counts[first : first + found.local])
-        rows = (pairs - mine + others * mine) * hidden * size
+        local = sum(counts[first : first + found.local])
+        rows = (pairs - local + others * local) * hidden * size
         return Sent(found.experts * WIDE * others, rows, rows)
     return Sent(0, 0, 0)
 
@@ -77,9 +77,9 @@ def unlike_counts(seen: "Rehearsed") -> Iterator[Finding]:
         topk = module.config.moe_router_topk
         one = sent_of(module.dispatcher, tokens, topk, model.hidden_size, size)
         again = bool(at.get((name, "recompute")))
-        wanted = {"forward": one.plan + one.forward, "backward": one.backward}
-        wanted |= {"recompute": one.forward} if again else {}
-        for phase, bytes_of_one in wanted.items():
+        expected = {"forward": one.plan + one.forward, "backward": one.backward}
+        expected |= {"recompute": one.forward} if again else {}
+        for phase, bytes_of_one in expected.items():
             found, should = sent[name, phase], bytes_of_one * seen.micro_batches
             if found != should:
                 what = f"{name} sends {found:,} bytes over ep in {phase} of a step; its counts say "
@@ -170,10 +170,10 @@ def layer_of(name: str, layers: dict[str, Any]) -> str:
 
 
 def name_of(seen: "Rehearsed", event: Transfer) -> str:
-    """Return the mixture of experts that asked for a transfer."""
+    """Return the mixture of experts that started a transfer."""
     layers = dict(sparse_layers(seen))
-    asked = seen.recorder.asked.get(event.id)
-    return next((name for name, m in layers.items() if m is asked), "") or layer_of(
+    caller = seen.recorder.callers.get(event.id)
+    return next((name for name, m in layers.items() if m is caller), "") or layer_of(
         event.where.layer, layers
     )
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from tools.rehearsal import expert_rules
 from tools.rehearsal.events import HostWait, Launch, Transfer
 from tools.rehearsal.kernels_of_cuda import has_kernel
-from tools.rehearsal.loop_rules import for_nothing, grown, not_given_back, unread
+from tools.rehearsal.loop_rules import for_nothing, grown, unread, unreleased
 from tools.rehearsal.order import Finding, order
 from tools.rehearsal.overlap_rules import not_hidden
 from tools.rehearsal.places import on_lines
 from tools.rehearsal.roofline import MATMULS, short_name
-from tools.rehearsal.step_rules import in_whole_step, unplaced
+from tools.rehearsal.step_rules import in_last_step, unplaced
 from tools.rehearsal.traffic_rules import (
     left_out,
     one_way,
@@ -108,7 +108,7 @@ OF_STEPS = (
     work_of_layers,
     loss_scale,
     unread,
-    not_given_back,
+    unreleased,
     for_nothing,
     stand_ins,
     unplaced,
@@ -122,7 +122,7 @@ def findings(seen: "Rehearsed") -> list[Finding]:
     found: dict[tuple[str, str, str], Finding] = {}
     every = [] if seen.failure is None else [seen.failure]
     chains = seen.recorder.chains
-    every += [*seen.recorder.found, *in_step(seen), *in_whole_step(seen)]
+    every += [*seen.recorder.found, *in_step(seen), *in_last_step(seen)]
     if seen.recorder.device != "cpu" and seen.failure is None:
         every += [one for rule in OF_STEPS for one in rule(seen)]
     for one in [*every, *order(seen.recorder.events, chains)]:

@@ -37,11 +37,11 @@ FED = ("training/data/batch.py", "pretrain_llama.py")
 Key = tuple[int, int]  # iteration, micro-batch
 
 
-class Said(NamedTuple):
+class GraphReport(NamedTuple):
     """What a step costs the host, and what speaks against graphs.
 
     calls: launches and collectives of the step. outside: of these, those that no graph has.
-    graphs: launches of graphs. compared: micro-batches that were held against another. events: of
+    graphs: launches of graphs. compared: micro-batches that were compared with another. events: of
     the step; inside: those that a graph has.
     """
 
@@ -62,22 +62,22 @@ class Said(NamedTuple):
         """Return the lines of the report."""
         more = self.graphs * (1 + len(INPUTS[:2]))
         after = self.outside + more
-        whole, graphed = (
+        launched, graphed = (
             sum(host_seconds(device, event) for event in events)
             for events in (self.events, self.inside)
         )
-        rest = whole - graphed + more * device["launch_seconds"]
+        rest = launched - graphed + more * device["launch_seconds"]
         if self.findings:
             return [f"refused: {len(self.findings)} findings of the kind graph"]
         return [
             f"{self.graphs} micro-batches of a step go as a graph each; {self.compared} were "
             "compared, launch by launch",
-            f"the host asks {after:,} times a step instead of {self.calls:,} ({self.outside:,} "
-            f"outside of graphs): {1e3 * rest:.1f} ms instead of {1e3 * whole:.1f} ms",
+            f"the host makes {after:,} launches a step instead of {self.calls:,} ({self.outside:,} "
+            f"outside of graphs): {1e3 * rest:.1f} ms instead of {1e3 * launched:.1f} ms",
         ]
 
 
-def prove(recorder: Recorder, begin: int, first: int, parallel: ParallelConfig) -> Said:
+def prove(recorder: Recorder, begin: int, first: int, parallel: ParallelConfig) -> GraphReport:
     """Read a record. begin, first: where its first and its last step begin."""
     parts = micro_batches(recorder.events[begin:])
     last = max((iteration for iteration, _ in parts), default=0)
@@ -101,11 +101,11 @@ def prove(recorder: Recorder, begin: int, first: int, parallel: ParallelConfig) 
     inside = [event for i in graphed for event in parts[last, i]]
     unlike = {(f.kind, f.place, f.what): f for f in findings}
     counts = calls(step), calls(step) - calls(inside), len(graphed), len(pairs)
-    return Said(*counts, [*unlike.values()], step, inside)
+    return GraphReport(*counts, [*unlike.values()], step, inside)
 
 
 def calls(events: Iterable[Event]) -> int:
-    """Return how often the host asks the device for something."""
+    """Return how many calls the host makes to the device."""
     return sum(isinstance(e, (Launch, Transfer)) for e in events)
 
 
@@ -115,8 +115,8 @@ def micro_batches(events: Sequence[Event]) -> dict[Key, list[Event]]:
     at: Key | None = None
     for event in events:
         if isinstance(event, Action):
-            said = WORDS.match(event.words)
-            at = (int(said[2]), int(said[1])) if said else None
+            matched = WORDS.match(event.words)
+            at = (int(matched[2]), int(matched[1])) if matched else None
         elif at is not None:
             found[at].append(event)
     return found

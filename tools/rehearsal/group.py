@@ -43,16 +43,16 @@ class Group:
     def __init__(self, ranks: tuple[int, ...], number: int, urgent: bool = False) -> None:
         self.ranks, self.number, self.urgent = ranks, number, urgent
         self.pairs: dict[tuple[int, ...], Communicator] = {}
-        self.whole: Communicator | None = None
+        self.collectives: Communicator | None = None
 
     def communicator(self, recorder: Recorder, pair: tuple[int, ...] = ()) -> Communicator:
         """Return the group's own communicator, or that of a pair in it."""
         name = f"{self.number} of {self.ranks} {pair}"
         if pair and pair not in self.pairs:
             self.pairs[pair] = Communicator(pair, recorder.new_stream(), name, self.urgent)
-        elif not pair and self.whole is None:
-            self.whole = Communicator(self.ranks, recorder.new_stream(), name, self.urgent)
-        found = self.pairs[pair] if pair else self.whole
+        elif not pair and self.collectives is None:
+            self.collectives = Communicator(self.ranks, recorder.new_stream(), name, self.urgent)
+        found = self.pairs[pair] if pair else self.collectives
         assert found is not None
         return found
 
@@ -79,7 +79,7 @@ class Work:
     def __init__(self, recorder: Recorder, transfer: Transfer) -> None:
         self.recorder, self.transfer = recorder, transfer.id
         self.uses = {*transfer.read, *transfer.written}
-        self._asked = False
+        self._polled = False
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait."""
@@ -88,17 +88,17 @@ class Work:
 
     def is_completed(self) -> bool:
         """Return whether the transfer is over: from the second question on."""
-        self._asked, asked = True, self._asked
-        if asked:
+        self._polled, polled = True, self._polled
+        if polled:
             self.recorder.polled(transfer=self.transfer)
-        return asked
+        return polled
 
 
 class Distributed:
     """The functions of torch.distributed that mpu calls.
 
-    said: what each rank of an axis says where this one says some bytes; None: the same.
-    exchange: asks them, where all ranks are rehearsed (world.py).
+    answers: what each rank of an axis sends where this one sends some bytes; None: the same.
+    exchange: sends for real, where all ranks are rehearsed (world.py).
     """
 
     def __init__(self, recorder: Recorder, rank: int) -> None:
@@ -110,7 +110,7 @@ class Distributed:
         self.trace_who: Any = None
         self.exchange: Any = None
         self.starts: Any = None
-        self.said: Callable[[bytes, Any], list[bytes] | None] | None = None
+        self.answers: Callable[[bytes, Any], list[bytes] | None] | None = None
 
     def install(self, patches: Patches) -> None:
         """Replace them."""
@@ -183,18 +183,18 @@ class Distributed:
         input_split_sizes: Sequence[int] | None = None, group: Any = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Note an all-to-all. input_split_sizes: of an uneven one, the rows for each rank."""
-        away, rows = None, input_split_sizes
+        sent_rows, rows = None, input_split_sizes
         if rows is not None:
-            away = sum(rows) - rows[self._of(group).ranks.index(self.rank)]
+            sent_rows = sum(rows) - rows[self._of(group).ranks.index(self.rank)]
         uses = ((input,), (output,), input)
-        return self._collective("all_to_all", group, *uses, async_op, away=away)
+        return self._collective("all_to_all", group, *uses, async_op, sent_rows=sent_rows)
 
     def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Stand in for mpu's gather_bytes: what each rank says, or what this one does."""
+        """Stand in for mpu's gather_bytes: the bytes of each rank, or this one's for all."""
         if self.exchange is not None and axis.size > 1:
             return list(self.exchange.gather(data, axis))
-        said = self.said(data, axis) if self.said is not None else None
-        return said if said is not None else [data] * axis.size
+        answers = self.answers(data, axis) if self.answers is not None else None
+        return answers if answers is not None else [data] * axis.size
 
     def isend(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Work:
         """Note a message that leaves."""
@@ -232,7 +232,7 @@ class Distributed:
 
     def _collective(
         self, verb: str, group: Any, read: tuple[Tensor, ...], written: tuple[Tensor, ...],
-        tensor: Tensor, async_op: bool, op: Any = None, away: int | None = None,
+        tensor: Tensor, async_op: bool, op: Any = None, sent_rows: int | None = None,
     ) -> Work | None:  # fmt: skip
         group = self._of(group)
         name = str(op).removeprefix("RedOpType.") if op is not None else ""
@@ -243,7 +243,7 @@ class Distributed:
                 what = f"NCCL: Tensors must be contiguous ({verb} over {self.trace_axis} of "
                 what += f"{tuple(x.shape)} with strides {x.stride()}"
                 raise RuntimeError(what + (f", made at {made})" if made else ")"))
-        work = self._start(verb, over, -1, read, written, tensor, op=name, away=away)
+        work = self._start(verb, over, -1, read, written, tensor, op=name, sent_rows=sent_rows)
         if async_op:
             return work
         work.wait()
@@ -268,7 +268,7 @@ class Distributed:
 
     def _start(
         self, verb: str, over: Communicator, peer: int, read: tuple[Tensor, ...],
-        written: tuple[Tensor, ...], tensor: Tensor, op: str = "", away: int | None = None,
+        written: tuple[Tensor, ...], tensor: Tensor, op: str = "", sent_rows: int | None = None,
     ) -> Work:  # fmt: skip
         recorder = self.recorder
         for x in (*read, *written):
@@ -281,7 +281,7 @@ class Distributed:
         where = recorder.where()
         reads, writes, spans = recorder.uses(read, written, where, over.stream)
         recorder.chain()
-        sent = sent_bytes(verb, tensor, len(over.ranks), away)
+        sent = sent_bytes(verb, tensor, len(over.ranks), sent_rows)
         transfer = recorder.transfer(
             verb=verb,
             axis=self.trace_axis,
@@ -303,22 +303,22 @@ class Distributed:
             urgent=over.urgent,
         )
         if self.trace_who is not None and not isinstance(self.trace_who, (str, tuple)):
-            recorder.asked[transfer.id] = self.trace_who
+            recorder.callers[transfer.id] = self.trace_who
         return Work(recorder, transfer)
 
     def handle(self, work: Any, keep: tuple[Tensor, ...], *args: Any, **named: Any) -> Handle:
         """Make a Handle, which must keep the tensors of its transfers until they are over."""
         recorder = self.recorder
-        kept = {recorder.number(x) for x in keep}
+        referenced = {recorder.number(x) for x in keep}
         for one in getattr(work, "works", [work]):
-            if isinstance(one, Work) and not one.uses <= kept:
-                what = f"a tensor of the {named['what']} is not kept until the wait"
+            if isinstance(one, Work) and not one.uses <= referenced:
+                what = f"a tensor of the {named['what']} is freed before the wait"
                 _, place, *lines = recorder.lines()  # the first is in Axis.start
                 recorder.found.append(Finding("keep", place, what, "", tuple(lines)))
         return Handle(work, keep, *args, **named)
 
     def through_memory(self) -> None:
-        """Note that what the trace has just heard of goes through memory, on no stream of its own.
+        """Note that what was just traced goes through memory, on no stream of its own.
 
         Its ranks write and read there in the order of their own work.
         """

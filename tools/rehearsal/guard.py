@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build and load cuda_guard.cpp, the CUDA device that does nothing.
 
-Call `load` before torch is imported, and `check` after. torch asks for its CUDA hooks once, while
+Call `load` before torch is imported, and `check` after. torch looks up its CUDA hooks once, while
 torch._C is imported: by then torch has loaded its own libraries, with what they need, and the
 device is loaded after them.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stand in for what a rank on a CPU calls beside torch: the native library, shared memory.
+"""Stand in for what a rank on a CPU calls besides torch: the native library, shared memory.
 
 Both take addresses, which fake tensors do not have. A call of the library becomes a launch of its
 own, `weft::norm_forward`, with what it reads and writes (`CALLS`). Memory that ranks share is a

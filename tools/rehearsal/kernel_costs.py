@@ -102,7 +102,8 @@ def _row_scales(a: Mapping[str, Any]) -> Cost:
 
 
 def _encode(a: Mapping[str, Any]) -> Cost:
-    """Numbers and scales are read, rows are written, with scales in fp32 where these are asked."""
+    """Numbers and scales are read, rows are written, with scales in fp32 where they are requested.
+    """
     moved = a["n"] * a["k"] * a["x"].element_size() + a["n"] * a["blocks"]
     wide = 0 if a["wide"] is None else a["wide"].nbytes
     return Cost(moved + a["out"].numel() + wide, 0.0, ("out", "wide"))

@@ -30,51 +30,51 @@ if TYPE_CHECKING:
 
 SUMS = "the gradient sums"
 FED = "training/data/batch.py"
-POSTED = "mpu/pipeline/"  # it asks for the message of another micro-batch ahead
-CARRIER = "mpu/activation_offload.py"
+POSTED = "mpu/pipeline/"  # it posts the receive of another micro-batch ahead
+OFFLOAD = "mpu/activation_offload.py"
 SETS = (*SHAPED, "zero_", "fill_", "zeros", "full", "index")  # cheap, or of a stage without layers
 PER_PART = 4  # storages that may outlive the forward of a recomputed part: its output, and tables
 DECIDES = {"mpu/recompute.py": ("decision = decide()",)}
-NEXT_LAUNCH = 6  # events from a storage to the launch that asks for it, at most
+NEXT_LAUNCH = 6  # events from a storage to the launch that allocates it, at most
 FLOAT8 = ("mpu/layers/float8/", "mpu/zero/")  # codes of weights stay until their next update
 LARGE = 1 << 12  # bytes of a result
 
 
 def grown(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the lines whose memory lives on in the last step, more with each."""
-    held = set(seen.kinds())
-    lives: dict[int, tuple[str, int]] = {}  # what a micro-batch began: its line and number
-    now, said = -1, set[str]()
+    persistent = set(seen.kinds())
+    in_use: dict[int, tuple[str, int]] = {}  # what a micro-batch began: its line and number
+    now, reported = -1, set[str]()
     last = {of: index for index, of in actions(seen) if of >= 0}  # of each, its last action
     over: list[int] = []
     for index in range(seen.first, len(seen.recorder.events)):
         event = seen.recorder.events[index]
-        if type(event) is Alloc and now >= 0 and event.storage not in held:
+        if type(event) is Alloc and now >= 0 and event.storage not in persistent:
             if not (place := line_of(seen, event)).startswith(POSTED):
-                lives[event.storage] = place, now
+                in_use[event.storage] = place, now
         elif type(event) is Free:
-            lives.pop(event.storage, None)
+            in_use.pop(event.storage, None)
         elif type(event) is Action:
             over += [now] if now >= 0 and last[now] < index and now not in over else []
             left: dict[str, set[int]] = {}
-            for place, micro_batch in lives.values() if len(over) > 3 else ():
+            for place, micro_batch in in_use.values() if len(over) > 3 else ():
                 if micro_batch in over[:-1]:  # the last backward's are freed by the next one
                     left.setdefault(place, set()).add(micro_batch)
             for place, some in left.items():
-                if len(some) > 2 and place not in said:
-                    said.add(place)
+                if len(some) > 2 and place not in reported:
+                    reported.add(place)
                     what = f"memory of {len(some)} micro-batches lives when they are over"
                     yield Finding("leak", place, what, "", ways(seen, place))
             if event.words.startswith(SUMS):
                 break
             now = micro_batch_of(event)
-    yield from steps(seen, held)
+    yield from steps(seen, persistent)
 
 
 def micro_batch_of(event: Action) -> int:
     """Return the micro-batch of an action, or -1."""
-    said = MICRO_BATCH.match(event.words)
-    return int(said[1]) if said else -1
+    matched = MICRO_BATCH.match(event.words)
+    return int(matched[1]) if matched else -1
 
 
 def actions(seen: "Rehearsed") -> Iterator[tuple[int, int]]:
@@ -85,7 +85,7 @@ def actions(seen: "Rehearsed") -> Iterator[tuple[int, int]]:
             yield index, micro_batch_of(event)
 
 
-def steps(seen: "Rehearsed", held: set[int]) -> Iterator[Finding]:
+def steps(seen: "Rehearsed", persistent: set[int]) -> Iterator[Finding]:
     """Yield the lines of which more memory lives after the last step than before it.
 
     What lives in another line's place, storage for storage of the same size, is not more: float8's
@@ -93,16 +93,16 @@ def steps(seen: "Rehearsed", held: set[int]) -> Iterator[Finding]:
     """
     if seen.begin == seen.first:
         return  # one step was rehearsed
-    before, then = (living(seen, end, held) for end in (seen.loop, seen.end))
-    gone = Counter[int]()  # storages that lived before it, by their size
+    before, then = (live_by_place(seen, end, persistent) for end in (seen.loop, seen.end))
+    freed = Counter[int]()  # storages that lived before it, by their size
     for place, (count, nbytes) in before.items():
-        gone[nbytes // count] += max(0, count - then.get(place, (0, 0))[0])
+        freed[nbytes // count] += max(0, count - then.get(place, (0, 0))[0])
     for place, (count, nbytes) in then.items():
         had = before.get(place, (0, 0))
         if count > had[0]:
             size = (nbytes - had[1]) // (count - had[0])
-            if gone[size] >= count - had[0]:
-                gone[size] -= count - had[0]
+            if freed[size] >= count - had[0]:
+                freed[size] -= count - had[0]
                 continue
             what = f"{nbytes - had[1]:,} bytes more live after a step than before it"
             yield Finding("leak", place, what, "", ways(seen, place))
@@ -113,11 +113,11 @@ def steps(seen: "Rehearsed", held: set[int]) -> Iterator[Finding]:
             yield Finding("leak", place, what, "", ways(seen, place))
 
 
-def living(seen: "Rehearsed", end: int, held: set[int]) -> dict[str, tuple[int, int]]:
+def live_by_place(seen: "Rehearsed", end: int, persistent: set[int]) -> dict[str, tuple[int, int]]:
     """Return how many storages live before an event, and their bytes, by the lines that began
     them.
     """
-    lives: dict[int, Alloc] = {}
+    in_use: dict[int, Alloc] = {}
     replay, now = seen.recorder.replay, -1
     for index in range(end):
         event = seen.recorder.events[index]
@@ -126,19 +126,19 @@ def living(seen: "Rehearsed", end: int, held: set[int]) -> dict[str, tuple[int, 
         elif type(event) is Alloc and replay is not None and replay.copied(now):
             continue  # what ends of it may end with another micro-batch's
         elif type(event) is Alloc:
-            lives[event.storage] = event
+            in_use[event.storage] = event
         elif type(event) is Free:
-            lives.pop(event.storage, None)
+            in_use.pop(event.storage, None)
     count, sizes = Counter[str](), Counter[str]()
-    for number, event in lives.items():
-        if number not in held:
+    for number, event in in_use.items():
+        if number not in persistent:
             count[line_of(seen, event)] += 1
             sizes[line_of(seen, event)] += event.bytes
     return {place: (count[place], sizes[place]) for place in count if place}
 
 
 def line_of(seen: "Rehearsed", event: Alloc) -> str:
-    """Return the line that asked for a storage."""
+    """Return the line that allocated a storage."""
     return event.where.place or seen.recorder.born.get(event.storage, "")
 
 
@@ -182,13 +182,13 @@ def unread(seen: "Rehearsed") -> Iterator[Finding]:
         yield Finding("unread", own, "a part of the batch is read by nothing in a step", place)
 
 
-def not_given_back(seen: "Rehearsed") -> Iterator[Finding]:
+def unreleased(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the memory that lives where the flags free it: what is recomputed, what went to host
-    memory, and whole gradients after their sum.
+    memory, and unsharded gradients after their sum.
     """
     ends = {e.storage: i for i, e in numbered(seen) if type(e) is Free}
     yield from recomputed_again(seen, ends)
-    yield from carried_away(seen, ends)
+    yield from not_freed_by_offload(seen, ends)
     yield from after_sums(seen, ends)
     yield from after_passes(seen, ends)
 
@@ -228,11 +228,11 @@ def recomputed_again(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Findin
             calls, begun = 0, {}
 
 
-def carried_away(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
+def not_freed_by_offload(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
     """Yield whether activations live on the device until backward, though they were copied away."""
     gone: dict[int, int] = {}
     for index, event in numbered(seen):
-        if type(event) is Launch and event.where.place.startswith(CARRIER):
+        if type(event) is Launch and event.where.place.startswith(OFFLOAD):
             if event.op == "memcpy DtoH":
                 gone.update(dict.fromkeys(event.read, index))
             elif event.op == "memcpy HtoD":
@@ -250,12 +250,13 @@ def carried_away(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
 
 
 def after_sums(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
-    """Yield whether whole gradients live on when their owners have the sums, from stage 2 on."""
+    """Yield whether unsharded gradients live on when their owners have the sums, from stage 2 on.
+    """
     from mpu.zero.bucket import ParamAndGradBucket
 
     recorder, update = seen.recorder, update_of(seen)
     for index, event in numbered(seen):
-        bucket: Any = type(event) is Transfer and recorder.asked.get(event.id)
+        bucket: Any = type(event) is Transfer and recorder.callers.get(event.id)
         if not isinstance(bucket, ParamAndGradBucket) or bucket.reduction.zero_stage < 2:
             continue
         assert type(event) is Transfer
@@ -264,7 +265,9 @@ def after_sums(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
         for number in event.read:
             if ends.get(number, update) >= update:
                 born = recorder.born.get(number, "")
-                what = f"{event.bytes:,} bytes of whole gradients (made at {born}) live until the "
+                what = (
+                    f"{event.bytes:,} bytes of unsharded gradients (made at {born}) live until the "
+                )
                 what += "update; their owners have the sums"
                 place = beginning(ParamAndGradBucket._close_grad)
                 lines = (*recorder.chains.get(index, ()), *ways(seen, born))
@@ -281,14 +284,14 @@ def update_of(seen: "Rehearsed") -> int:
 
 
 def after_passes(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
-    """Yield whether whole weights that are gathered for a use live until the update."""
+    """Yield whether weights that are gathered for a use live until the update."""
     from mpu.zero import weights
 
     recorder, update = seen.recorder, update_of(seen)
     for index, event in numbered(seen):
         if type(event) is not Transfer or not event.label.endswith(": gather"):
             continue
-        bucket: Any = recorder.asked.get(event.id)
+        bucket: Any = recorder.callers.get(event.id)
         if not getattr(bucket, "sharded", False) or bucket.float8 is not None:
             continue
         if any(ends.get(number, update) >= update for number in event.written):
@@ -300,11 +303,11 @@ def after_passes(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
 
 def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the launches with large results that nothing reads, and nothing keeps."""
-    events, held = seen.recorder.events, set(seen.kinds())
+    events, persistent = seen.recorder.events, set(seen.kinds())
     for bucket in seen.run.sink.buckets:
         for x in (bucket.weights, bucket.param_shard, bucket.grad, bucket.grad_shard):
             if x is not None:
-                held.add(seen.recorder.live.get(x.untyped_storage()._cdata, (-1,))[0])
+                persistent.add(seen.recorder.live.get(x.untyped_storage()._cdata, (-1,))[0])
     made: dict[int, int] = {}  # storage: who wrote it last
     for index, event in numbered(seen):
         if isinstance(event, (Launch, Transfer, HostUse)):
@@ -313,17 +316,17 @@ def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
         if type(event) is Launch and event.op.rpartition("::")[2] not in SETS:
             size = max((seen.recorder.sizes.get(n, 0) for n in event.written), default=0)
             # a recomputed region makes what backward alone reads in both of its runs
-            if size >= LARGE and held.isdisjoint(event.written) and not event.where.again:
+            if size >= LARGE and persistent.isdisjoint(event.written) and not event.where.again:
                 made.update(dict.fromkeys(event.written, index))
-    said = set[str]()
+    reported = set[str]()
     for index in dict.fromkeys(made.values()):
         launch = events[index]
         assert type(launch) is Launch
         if any(made.get(number) != index for number in launch.written):
             continue  # of several results one is read
         place = launch.where.place
-        if place not in said and launch.written:
-            said.add(place)
+        if place not in reported and launch.written:
+            reported.add(place)
             what = (
                 f"{launch.op} reads and writes {launch.bytes:,} bytes, and nothing reads what it "
             )

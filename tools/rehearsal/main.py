@@ -17,7 +17,15 @@ from estimate.stages import costs
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
-from tools.rehearsal import graph, guard, kept, replay_engine, report, triton_kernels, workspaces
+from tools.rehearsal import (
+    activation_costs,
+    graph,
+    guard,
+    replay_engine,
+    report,
+    triton_kernels,
+    workspaces,
+)
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
 from tools.rehearsal.device_file import Device, read_device
@@ -62,22 +70,22 @@ def main(script: ModuleType, argv: list[str]) -> int:
 
 
 def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:
-    """Read the flags. world: its ranks, if not as the environment says. Raises UsageError."""
+    """Read the flags. world: its ranks, if not from the environment. Raises UsageError."""
     world = world or Launch.from_env().world
     argv = script.name_fork(argv)
     own = getattr(script.load_model_file(script.model_file(argv)), "extra_args_provider", None)
     # a plan's rules: the files of the data need not be on this machine
     config: Config = script.parse(["--dry-run", *argv], world, own, script.of_checkpoint)
     config = replace(config, run=replace(config.run, dry_run=False))
-    asked = config.rehearse
-    if asked.rehearse_rank >= world:
+    options = config.rehearse
+    if options.rehearse_rank >= world:
         raise UsageError(
-            f"--rehearse-rank {asked.rehearse_rank}: ranks of a world of {world} count from 0 to "
+            f"--rehearse-rank {options.rehearse_rank}: ranks of a world of {world} count from 0 to "
             f"{world - 1} (WORLD_SIZE sets the world)"
         )
     if config.model.vocab_size is None and not config.data.tokenizer_model:
         raise UsageError("--rehearse needs --vocab-size where no tokenizer's file is given")
-    if asked.rehearse_all_ranks and world > MOST_RANKS:
+    if options.rehearse_all_ranks and world > MOST_RANKS:
         raise UsageError(
             f"--rehearse-all-ranks: {world} ranks (WORLD_SIZE); at most {MOST_RANKS} are rehearsed "
             "together"
@@ -87,16 +95,16 @@ def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:
 
 def run(script: ModuleType, config: Config, exchange: Exchange | None = None) -> Rehearsed:
     """Rehearse a rank, for which this process must be new. Raises UsageError."""
-    world, asked = Launch.from_env().world, config.rehearse
+    world, options = Launch.from_env().world, config.rehearse
     here = min(GPUS_A_NODE, world)
-    launch = Launch(asked.rehearse_rank, world, asked.rehearse_rank % here, here)
+    launch = Launch(options.rehearse_rank, world, options.rehearse_rank % here, here)
     file = script.load_model_file(config.model.model_file)
-    recorder = Recorder("cpu" if asked.rehearse_device == "cpu" else "cuda", str(file.__file__))
+    recorder = Recorder("cpu" if options.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network, patches = Distributed(recorder, launch.rank), Patches()
     network.exchange = exchange
     if recorder.device == "cuda":
         guard.check(torch)
-        device = read_device(asked.rehearse_device)
+        device = read_device(options.rehearse_device)
         install(recorder, {
             "name": device.name, "major": device.major, "minor": 0, "uuid": "",
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
@@ -108,9 +116,9 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     p = config.parallel  # the first micro-batches differ, or chunks hand on what others keep
     unlike = bool(p.wgrad_deferral_limit) or p.schedule in V_SHAPED
     unlike |= p.overlap_moe_expert_parallel_comm  # or two run at once
-    replay_engine.install(recorder, asked.rehearse_full or unlike)
+    replay_engine.install(recorder, options.rehearse_full or unlike)
     return rehearse(
-        script, config, launch, recorder, network, steps=asked.rehearse_steps, patches=patches
+        script, config, launch, recorder, network, steps=options.rehearse_steps, patches=patches
     )
 
 
@@ -123,13 +131,13 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         major = read_device(seen.config.rehearse.rehearse_device).major
         of_matmuls = by_kind[workspaces.OF_MATMULS] = workspaces.of_matmuls(step, major)
         lacking = workspaces.not_counted(recorder.events)
-    told: list[str] = []
+    times: list[str] = []
     of_layers: list[str] = []
     graphs: list[str] = []
-    said = None
+    graph_report = None
     if seen.config.gpu.cuda_graph and seen.failure is None:
-        said = graph.prove(recorder, seen.begin, seen.first, seen.config.parallel)
-        recorder.found += said.findings
+        graph_report = graph.prove(recorder, seen.begin, seen.first, seen.config.parallel)
+        recorder.found += graph_report.findings
     made: dict[str, Any] = {
         "rank": seen.grid.rank,
         "world": seen.grid.world_size,
@@ -149,25 +157,25 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "collectives": report.collectives(step),
         "time": {},
         "activations": {},
-        "cuda_graph": said.as_json() if said else {},
+        "cuda_graph": graph_report.as_json() if graph_report else {},
     }
     if recorder.device == "cuda" and not made["findings"]:  # else there may be no whole step
         device = read_device(seen.config.rehearse.rehearse_device)
         timing, *others = (time_of(seen, end) for end in device.ends())
         other = others[0] if others else None
         made["time"] = as_json(timing, other)
-        told = lines(timing, device, other)
-        table = kept.rows(seen.config, seen.script.model_provider, step, device)
-        moved = kept.carried(step, device, timing)
-        made["activations"] = kept.as_json(table, moved)
-        of_layers = kept.lines(table, moved)
-        if said is not None:
-            graphs = said.lines(device)
+        times = lines(timing, device, other)
+        table = activation_costs.rows(seen.config, seen.script.model_provider, step, device)
+        moved = activation_costs.carried(step, device, timing)
+        made["activations"] = activation_costs.as_json(table, moved)
+        of_layers = activation_costs.lines(table, moved)
+        if graph_report is not None:
+            graphs = graph_report.lines(device)
         if path := seen.config.rehearse.rehearse_trace:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(chrome_trace(timing), file)
     heading = f"Rehearsal of rank {seen.grid.rank}: {seen.grid}, {made['device']}"
-    return made, report.text(made, heading, told, of_layers, graphs)
+    return made, report.text(made, heading, times, of_layers, graphs)
 
 
 def time_of(seen: Rehearsed, device: Device) -> Timing:

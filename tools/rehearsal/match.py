@@ -5,7 +5,7 @@ Every rank's host puts work on its streams in the order of its record, and stops
 stream does one thing after another: a transfer waits for what its origin did before, then for its
 peers, who must come to the same transfer of the same communicator. A collective is over when all
 its ranks are there, a message when both ends are, a batch when all its messages are. This is
-run until nothing moves. Whatever stands still then stands still on NCCL too: a deadlock.
+run until nothing moves. What is blocked then is blocked on NCCL too: a deadlock.
 """
 
 from collections import defaultdict, deque
@@ -83,7 +83,7 @@ class Rank:
         return not any(self.streams[stream] for stream in streams)
 
     def local(self) -> bool:
-        """Do what stands first on the streams and needs no peer; return whether there was any."""
+        """Do what is first on the streams and needs no peer; return whether there was any."""
         moved = False
         for stream, items in list(self.streams.items()):
             while items and not items[0].transfers:
@@ -99,7 +99,7 @@ class Rank:
         return moved
 
     def pop(self, stream: int) -> None:
-        """Take off what stands first on a stream, which is over."""
+        """Remove the first item of a stream, which is over."""
         item = self.streams[stream].popleft()
         self.done[stream] += 1
         self.over.update(transfer.id for transfer in item.transfers)
@@ -161,7 +161,7 @@ class World:
             other = there.transfers[0]
             if other.verb in MESSAGES:
                 return False
-            if said(one) != said(other):
+            if signature(one) != signature(other):
                 what = f"rank {one.group[0]}: {words(one)}; rank {rank}: {words(other)}"
                 self.note("mismatch", one, what, other)
         for rank in one.group:
@@ -180,7 +180,7 @@ class World:
                 if fits and (one.peer, other.id) not in self.met:
                     self.met |= {(number, one.id), (one.peer, other.id)}
                     moved = True
-                    if said(one) != said(other):
+                    if signature(one) != signature(other):
                         what = f"rank {number}: {words(one)}; rank {one.peer}: {words(other)}"
                         self.note("mismatch", one, what, other)
                     break
@@ -205,15 +205,15 @@ class World:
                     for other in others:
                         if other == rank.number:
                             continue
-                        at = self._stands(other, name)
-                        if at is not None and said(at) == said(one) and one.peer < 0:
+                        at = self._current(other, name)
+                        if at is not None and signature(at) == signature(one) and one.peer < 0:
                             continue  # that rank is there
                         what = f"rank {rank.number} waits for rank {other} in {words(one)}; that "
                         what += f"is at {words(at)} ({at.where.place})" if at else "has ended"
                         self.note("deadlock", one, what, at)
 
-    def _stands(self, number: int, name: str) -> Transfer | None:
-        """Return the transfer at which a rank stands still: of this communicator, if it has one."""
+    def _current(self, number: int, name: str) -> Transfer | None:
+        """Return the transfer at which a rank is blocked: of this communicator, if it has one."""
         ready = self.ranks[number].ready()
         if name in ready:
             return ready[name][1].transfers[0]
@@ -266,7 +266,7 @@ def crossed(records: Sequence[Sequence[Event]]) -> list[Finding]:
     return list(found.values())
 
 
-def said(one: Transfer) -> tuple[Any, ...]:
+def signature(one: Transfer) -> tuple[Any, ...]:
     """Return what both ends of a transfer must agree on."""
     verb = "message" if one.verb in MESSAGES else one.verb
     return verb, one.dtype, one.shape, one.op, one.label

@@ -33,7 +33,7 @@ class Memory:
 def memory(
     events: Sequence[Event], kinds: Mapping[int, str], device: str, first: int = 0
 ) -> Memory:
-    """Return the peak from event `first` on. kinds: of the storages that are kept, by number.
+    """Return the peak from event `first` on. kinds: of the persistent storages, by number.
 
     A launch's own workspace counts while it runs (workspaces.py).
     """
@@ -49,7 +49,7 @@ def memory(
             own = of_launch(event)
             if own and now + own > peak:
                 peak, at, taken = now + own, i, own
-    fullest = living(events[: at + 1], device)
+    fullest = live_storages(events[: at + 1], device)
     by_kind: dict[str, int] = defaultdict(int)
     for alloc in fullest:
         by_kind[kind_of(alloc, kinds)] += alloc.bytes
@@ -61,7 +61,7 @@ def memory(
     return Memory(peak, order, rounding, at, largest[:20])
 
 
-def living(events: Iterable[Event], device: str) -> list[Alloc]:
+def live_storages(events: Iterable[Event], device: str) -> list[Alloc]:
     """Return the storages that live after these events."""
     live: dict[int, Alloc] = {}
     for event in events:

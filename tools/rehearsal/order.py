@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find what one rank's streams may do in the wrong order, by vector clocks over its record.
 
-A clock says how far one timeline knows the others: the streams, and the host as one more. Work that
+A clock is how far one timeline knows the others: the streams, and the host as one more. Work that
 is put on a stream comes after all that the stream did or waited for, and after all that the host
 had seen by then. An event and a transfer's end carry the clock of their stream to whoever waits.
 Two uses of the same bytes, one of them a write, must be in order by these clocks. So must a
@@ -122,8 +122,8 @@ class Order:
                 continue
             for earlier, wrote in storage.pending[number]:
                 one = self.events[earlier.event]
-                apart = isinstance(one, Transfer) and one.stream != timeline
-                if apart and (writes or wrote):
+                other_stream = isinstance(one, Transfer) and one.stream != timeline
+                if other_stream and (writes or wrote):
                     if earlier.low < use.high and use.low < earlier.high:
                         self._race(earlier, wrote, timeline, use, writes)
 

@@ -66,11 +66,11 @@ def late_sums(seen: "Rehearsed") -> Iterator[Finding]:
         event = seen.recorder.events[index]
         if type(event) is not Transfer or not event.label.endswith(": grad sum"):
             continue
-        bucket: Any = seen.recorder.asked.get(event.id)
+        bucket: Any = seen.recorder.callers.get(event.id)
         first = bucket not in started  # the next ones follow it, wherever it ends
         started.append(bucket)
-        mine = bucket in sink._early and event.axis == bucket.reduction.shard.name
-        if mine and event.where.phase == "grad sum" and first:
+        of_bucket = bucket in sink._early and event.axis == bucket.reduction.shard.name
+        if of_bucket and event.where.phase == "grad sum" and first:
             what = "the sum of gradients that are there starts when all backward is over"
             through = seen.recorder.chains.get(index, ())
             starts = beginning(ParamAndGradBuffer.register_grad_ready)
@@ -90,12 +90,12 @@ def sort_of(seen: "Rehearsed", event: Transfer) -> str:
     if event.axis == "tp" and event.verb == "receive":
         return ""  # it goes with a send
     if label.endswith(": wgrad"):
-        return ""  # a deferred gradient gathers its operand, and multiplies it whole
+        return ""  # a deferred gradient gathers its operand, and multiplies it at once
     if event.axis == "tp" and event.verb == "send" and p.tp_comm_overlap == "ring":
         return "parts of a ring of matmuls"
     if event.axis == "tp" and label.startswith("ColumnParallelLinear: backward"):
         deferred = seen.run.engine.schedule is not None and seen.run.engine.schedule.split
-        if getattr(seen.recorder.asked.get(event.id), "output_layer", False):
+        if getattr(seen.recorder.callers.get(event.id), "output_layer", False):
             deferred = deferred or p.defer_embedding_wgrad_compute
         if not deferred and not event.where.place.startswith(IN_ONE_PIECE):
             return "gathers and sums of a column-parallel layer's backward"
@@ -113,7 +113,7 @@ def allowed(seen: "Rehearsed", sort: str, count: int) -> int:
     if sort.startswith("messages"):
         return answers(seen.run.engine.schedule, seen.grid.pp.rank)
     if sort.startswith("parts") and seen.grid.tp.size > 2:
-        return count // 2  # what is gathered beside a matmul travels in several turns
+        return count // 2  # what is gathered during a matmul travels in several parts
     if sort.startswith("sums of gradients"):
         return 1 + count // 4
     return 0
@@ -124,7 +124,7 @@ def answers(schedule: Schedule, rank: int) -> int:
 
     No computation can stand between their start and their wait, whoever posts them: of one
     micro-batch all are of this kind. B and W of a schedule that is not split are one action, and so
-    is an F beside them.
+    overlaps an F.
     """
     actions, count = schedule.ranks[rank], 0
     for message, needed in last_needed(schedule).items():

@@ -14,7 +14,7 @@ class Patches:
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Give a module or a class another attribute of this name."""
-        # as it stands there: a class method that is looked up is bound to its class
+        # as it is there: a class method that is looked up is bound to its class
         old = inspect.getattr_static(owner, name)
         if isinstance(old, property):  # of the owner's own class: setting goes through it
             old = getattr(owner, name)

@@ -30,7 +30,7 @@ def action_of(words: str) -> tuple[str, int, int, int] | None:
 
 
 def parts_of(words: str) -> list[tuple[str, int]]:
-    """Return (kind, stage) of what an action's words name: of two where they run beside each other;
+    """Return (kind, stage) of what an action's words name: of two where they overlap;
     none for other words.
     """
     return [(m[1], int(m[4])) for m in WORDS.finditer(words)] if WORDS.match(words) else []
@@ -49,9 +49,9 @@ def stage_seconds(
     measured: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in actions:
         each = [(part, stage) for kind, stage in parts_of(span.words) for part in kind]
-        whole = sum(parts[part][stage] for part, stage in each)
+        total = sum(parts[part][stage] for part, stage in each)
         for part, stage in each:  # in proportion to their work; a stage may have no layer
-            share = parts[part][stage] / whole if whole else 1 / len(each)
+            share = parts[part][stage] / total if total else 1 / len(each)
             measured[part, stage].append((span.end - span.begin) * share)
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
     seconds: dict[str, list[float]] = {}
@@ -85,13 +85,13 @@ def time_pipeline(
     sends = [e for e in events if isinstance(e, Transfer) and e.verb == "send"]
     send = max((message_seconds(device, e.bytes, rank, e.peer) for e in sends), default=0.0)
     costs = stage_seconds(alone.actions, schedule, pp_rank, work)
-    whole, free = simulate(schedule, replace(costs, send=send)), simulate(schedule, costs)
+    simulated, free = simulate(schedule, replace(costs, send=send)), simulate(schedule, costs)
     own = sum(s.end - s.begin for s in alone.actions if action_of(s.words))
-    step = alone.step_seconds - own + whole.step
+    step = alone.step_seconds - own + simulated.step
     bubble = free.step - free.busy[pp_rank]
-    exposed = {**alone.exposed_seconds, "bubble": bubble, "pp": whole.step - free.step}
-    begins = {span.action[:3]: span.begin for span in whole.timeline.ranks[pp_rank]}
-    spans, actions = _moved(alone, begins, whole.step)
+    exposed = {**alone.exposed_seconds, "bubble": bubble, "pp": simulated.step - free.step}
+    begins = {span.action[:3]: span.begin for span in simulated.timeline.ranks[pp_rank]}
+    spans, actions = _moved(alone, begins, simulated.step)
     return replace(
         alone,
         step_seconds=step,
@@ -110,15 +110,15 @@ def _moved(
     begins: of this rank's actions, since the pipeline's begin. What comes before the first stays,
     what comes after the last follows the pipeline's end.
     """
-    kept = [a for a in alone.actions if action_of(a.words)]
-    first = kept[0].begin
+    scheduled = [a for a in alone.actions if action_of(a.words)]
+    first = scheduled[0].begin
     actions, spans, at, shift = [], list(alone.spans), 0, 0.0
     for number, action in enumerate(alone.actions):
-        told = action_of(action.words)
-        if told:
-            shift = first + begins[told[0][0], told[1], told[2]] - action.begin
-        elif action.begin >= kept[-1].end:
-            shift = first + pipeline - kept[-1].end
+        named = action_of(action.words)
+        if named:
+            shift = first + begins[named[0][0], named[1], named[2]] - action.begin
+        elif action.begin >= scheduled[-1].end:
+            shift = first + pipeline - scheduled[-1].end
         later = alone.actions[number + 1 :]
         at, until = action.first_span, later[0].first_span if later else len(spans)
         for n in range(at, until):

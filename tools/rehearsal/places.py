@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name lines of the product: where a rank stands, from Python's stack or from a traceback."""
+"""Name lines of the product: where a rank is, from Python's stack or from a traceback."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence

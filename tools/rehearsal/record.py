@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what a rank asks of its device: operations, storages, streams, transfers, host reads.
+"""Record what a rank does on its device: operations, storages, streams, transfers, host reads.
 
 `Recorder` keeps the events; `Watch` (watch.py) is the dispatch mode through which torch's
 operations come. The same two record a run on fake tensors (a rehearsal) and one on real tensors,
@@ -70,7 +70,7 @@ class Recorder:
         self.replay: Any = None  # tools/rehearsal/replay.py, while it replays
         self.streams = 1
         self.homes: dict[int, int] = {}  # storage -> the stream that was current when it began
-        self.born: dict[int, str] = {}  # storage -> the line that asked for it
+        self.born: dict[int, str] = {}  # storage -> the line that allocated it
         self.host_made: dict[str, None] = {}  # lines that make tensors in host memory
         self.computed: dict[str, set[str]] = {}  # lines -> floating point dtypes made there
         self.abroad: set[int] = set()  # storages that another stream has used
@@ -78,8 +78,8 @@ class Recorder:
         self.pinned: list[tuple[Any, str]] = []  # page-locked storages, and who made them
         self.pinned_at: list[Counter[str]] = []  # of those that live, at each turn of the loop
         self.led: dict[str, tuple[str, ...]] = {}  # line -> the lines that led to it, at first
-        # transfer -> the module or bucket that asked for it: a record keeps neither alive
-        self.asked: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        # transfer -> the module or bucket that started it: a record keeps neither alive
+        self.callers: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._spans: dict[Any, Any] = {}
         self.paused = False
         self.found: list[Finding] = []  # what is wrong by itself, whatever comes before and after
@@ -216,12 +216,12 @@ class Recorder:
         found = [[use for use in uses if use[0] >= 0] for uses in (reads, writes)]
         numbers = [tuple(use[0] for use in uses) for uses in found]
         spans = tuple(use[1:] for uses in found for use in uses)
-        away = False
+        moved = False
         for number in (*numbers[0], *numbers[1]):
-            away = away or number in self.abroad or self.homes.get(number, stream) != stream
-            if away:
+            moved = moved or number in self.abroad or self.homes.get(number, stream) != stream
+            if moved:
                 self.abroad.add(number)
-        if away:
+        if moved:
             self.chain()
         return numbers[0], numbers[1], self._spans.setdefault(spans, spans)
 

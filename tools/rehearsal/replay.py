@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replay micro-batches that repeat, rather than run them: a step of 256 costs as much as one of 4.
 
-The first three micro-batches of a step run, and the last one. By the third a step has settled: its
-buffers exist, and what it does is what every later one does. Its record is the pattern for those
-between: each action's events are written again, with new numbers for what begins in them.
+The first three micro-batches of a step run, and the last one. By the third a step repeats itself:
+its buffers exist, and what it does is what every later one does. Its record is the pattern for
+those between: each action's events are written again, with new numbers for what begins in them.
 
     what the pattern names                          what its copy for micro-batch i names
     begun in an action of micro-batch 2             the same, begun in that action of i
@@ -11,8 +11,8 @@ between: each action's events are written again, with new numbers for what begin
     anything else: weights, buffers, streams        the same thing
 
 Messages between stages are not replayed: they are sent, received and waited for as in every step.
-A storage that the last micro-batch frees in earnest was begun by the third one. Its copies have
-handed it on, so it is the newest of its line that ends.
+A storage that the last micro-batch really frees was begun by the third one. Its copies have
+passed it on, so it is the newest of its line that ends.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ from tools.rehearsal.events import (
 )
 from tools.rehearsal.record import Recorder
 
-# what begins here ends with a whole backward: autograd's thread holds it until the next one begins
+# what begins here ends with a full backward: autograd's thread holds it until the next begins
 PASSING = ("mpu/recompute.py", "mpu/layers/")
 PATTERN = 2  # the micro-batch that is copied
 STORAGE, TRANSFER, EVENT = "storage", "transfer", "event"
@@ -81,13 +81,13 @@ class Replay:
         self.over: set[int] = set()  # storages that the copies have ended
         self.tail: tuple[list[Event], int] | None = None  # a pattern that may go on
         self.handed: set[int] = set()  # storages of tensors that copies have handed on
-        self.held: dict[tuple[int, int], Tensor] = {}  # what a copied forward took
+        self.inputs: dict[tuple[int, int], Tensor] = {}  # what a copied forward took
         self.given: dict[int, int] = {}  # chunk -> storage that the pattern's forward took
 
     def begin(self, micro_batches: int, copies: bool) -> None:
         """Begin a schedule's execution. copies: whether micro-batches may be replayed."""
         self.count = micro_batches if copies else 0
-        for table in (self.patterns, self.begun, self.place, self.newest, self.held, self.given):
+        for table in (self.patterns, self.begun, self.place, self.newest, self.inputs, self.given):
             table.clear()
         self.over.clear()
         self.handed.clear()
@@ -156,12 +156,12 @@ class Replay:
 
     def copy(
         self, action: str, chunk: int, i: int, make: Callable[[], Tensor] | None,
-        whole: bool = False,
+        full_backward: bool = False,
     ) -> Any:  # fmt: skip
         """Write the events of an action again, for micro-batch i; return what it hands on.
 
-        make: makes the tensor that is handed on, where one is. whole: it is a backward with its
-        weight gradients, so nothing that recomputation began outlives it.
+        make: makes the tensor that is handed on, where one is. full_backward: it is a backward with
+        its weight gradients, so nothing that recomputation began outlives it.
         """
         self.close()
         pattern, recorder = self.patterns[action, chunk], self.recorder
@@ -194,8 +194,8 @@ class Replay:
                     out = make()
                     number = begin(event, recorder.number(out))
                     self.handed.add(number)
-                    if action == "B" and (chunk, i) in self.held:
-                        self.held[chunk, i].grad = out  # so it lives as long
+                    if action == "B" and (chunk, i) in self.inputs:
+                        self.inputs[chunk, i].grad = out  # so it lives as long
                     recorder.events[-1] = event._replace(storage=number)  # where the pattern was
                     continue
                 event = event._replace(storage=begin(event, recorder.new_storage(event.bytes)))
@@ -203,7 +203,7 @@ class Replay:
                     passing.add(event.storage)
             elif kind is Free:
                 if event.storage == self.given.get(chunk):
-                    self.held.pop((chunk, i), None)  # which frees it in earnest
+                    self.inputs.pop((chunk, i), None)  # which frees it in earnest
                     continue
                 number = now(STORAGE, event.storage)
                 if number in self.over or number in self.handed:
@@ -233,7 +233,7 @@ class Replay:
             elif kind is Action:
                 event = Action(event.words.replace(f"micro-batch {PATTERN} ", f"micro-batch {i} "))
             recorder.events.append(event)
-        for number in passing - self.over - self.handed if whole else ():
+        for number in passing - self.over - self.handed if full_backward else ():
             self.over.add(number)
             recorder.events.append(Free(number, ""))
         if make is not None and out is None:

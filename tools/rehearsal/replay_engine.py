@@ -63,7 +63,7 @@ def install(recorder: Recorder, full: bool) -> None:
                 forward = super()._forward
                 return replay.run("F", chunk, i, lambda: forward(step, hidden), hidden)
             if hidden is not None:
-                replay.held[chunk, i] = hidden
+                replay.inputs[chunk, i] = hidden
             return replay.copy("F", chunk, i, None if step.stage == self.last else self._make)
 
         def _backward(self, step: Step, dy: Tensor | None, fused: bool) -> Tensor | None:
@@ -84,7 +84,7 @@ def install(recorder: Recorder, full: bool) -> None:
                 return out
             later = not fused or (step.stage == self.last and i < self.schedule.deferred)
             make = None if step.stage == 0 else self._make
-            out = replay.copy("B", chunk, i, make, whole=not later)
+            out = replay.copy("B", chunk, i, make, full_backward=not later)
             if later:
                 self.deferred[chunk, i] = deque([partial(replay.copy, "W", chunk, i, None)])
             return out

@@ -206,10 +206,8 @@ def _other_seconds(device: Device, launch: Launch, op: str, sms: float) -> float
             length=length,
         )
         return seconds * (device["sms"] / sms if sms else 1.0)
-    whole = device.peak(dtype) * device["matmul"] * (sms / device["sms"] if sms else 1.0)
-    return max(
-        launch.flops / whole + device["kernel_seconds"], memory_seconds(device, launch.bytes)
-    )
+    peak = device.peak(dtype) * device["matmul"] * (sms / device["sms"] if sms else 1.0)
+    return max(launch.flops / peak + device["kernel_seconds"], memory_seconds(device, launch.bytes))
 
 
 def host_seconds(device: Device, event: Event) -> float:

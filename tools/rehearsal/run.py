@@ -93,7 +93,7 @@ class Rehearsed:
         return size // (batch.micro_batch_size * self.grid.dp.size)
 
     def kinds(self) -> dict[int, str]:
-        """Return what is kept from step to step: the storage's number and its kind."""
+        """Return what persists from step to step: the storage's number and its kind."""
         found: dict[int, str] = {}
         if self.run is None or self.failure is not None:
             return found
@@ -150,9 +150,10 @@ def _assumed(
 def of_stages(
     config: Config, provider: ModelProvider, data: bytes, axis: Axis
 ) -> list[bytes] | None:
-    """Return what each pipeline rank says of its parameters: how many elements, or names and sizes.
+    """Return what each pipeline rank sends about its parameters: how many elements, or names and
+    sizes.
 
-    None where `data`, which this rank says, is neither, or the axis is another.
+    None where `data`, which this rank sends, is neither, or the axis is another.
     """
     if axis.name != "pp":
         return None
@@ -237,7 +238,7 @@ def rehearse(
 ) -> Rehearsed:
     """Run `steps` steps of the script's `work` on the rank of `launch`.
 
-    real: in earnest, on tensors that have memory, beside the other ranks of a world that has met.
+    real: on tensors that have memory, with the other ranks of a real world.
     """
     config = rehearsable(config, steps)
     device = torch.device(recorder.device)
@@ -247,7 +248,7 @@ def rehearse(
     grid: Grid = script.make_grid(config, launch)
     loaders = Loaders(loader(config, grid), {}, None)
     grid.traced(network)
-    network.said = partial(of_stages, config, script.model_provider)
+    network.answers = partial(of_stages, config, script.model_provider)
 
     def begins(action: str) -> None:
         if action.startswith("iteration "):

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 SUMS = ("reduce_scatter", "all_reduce", "all_to_all")
 MESSAGES = ("send", "receive")
 # What is one number of the whole model, by the label of its sums: the axes over which it is summed.
-WHOLE = {"optimizer: norm": ("tp", "pp"), "train_step: loss sum": ("dp_cp", "pp")}
+SUMMED_OVER = {"optimizer: norm": ("tp", "pp"), "train_step: loss sum": ("dp_cp", "pp")}
 
 
-def in_whole_step(seen: "Rehearsed") -> Iterator[Finding]:
+def in_last_step(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield what is wrong with the last step as a whole, and with communicators in any step."""
     if seen.recorder.device == "cpu" or seen.failure is not None:
         return
@@ -108,12 +108,12 @@ def unplaced(seen: "Rehearsed") -> Iterator[Finding]:
     ends += [m for m in model.modules() if getattr(m, "output_layer", False)]
     for module in ends if tied and len(ends) == 1 and is_own_llama(seen) else ():
         if grid.embd.name not in {axis.name for axis in placement_of(module.weight).reduce_axes}:
-            what = "a tied weight is held by both ends of the pipeline, and its Placement does not "
+            what = "a tied weight is on both ends of the pipeline, and its Placement does not "
             what += "say that its gradients are summed over embd"
             yield Finding("sum", function, what, beginning(tie))
 
 
-def asks(seen: "Rehearsed", label: str) -> str:
+def place_of_sum(seen: "Rehearsed", label: str) -> str:
     """Return where a number of the whole model is summed, or should be."""
     if label.startswith("optimizer"):
         return beginning(GlobalNorm.__call__)
@@ -122,7 +122,7 @@ def asks(seen: "Rehearsed", label: str) -> str:
 
 def partial(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the axes over which a number of the whole model was not summed in the last step."""
-    for label, axes in WHOLE.items():
+    for label, axes in SUMMED_OVER.items():
         sums = [
             (index, event)
             for index, event in enumerate(seen.recorder.events[seen.first :], seen.first)
@@ -131,6 +131,6 @@ def partial(seen: "Rehearsed") -> Iterator[Finding]:
         over = {event.axis for _, event in sums}
         for axis in axes:
             if getattr(seen.grid, axis).size > 1 and axis not in over:
-                place = sums[-1][1].where.place if sums else asks(seen, label)
+                place = sums[-1][1].where.place if sums else place_of_sum(seen, label)
                 through = tuple(line for i, _ in sums for line in seen.recorder.chains.get(i, ()))
                 yield Finding("sum", place, f"{label}: nothing is summed over {axis}", "", through)

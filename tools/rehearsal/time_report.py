@@ -32,7 +32,7 @@ def as_json(timing: Timing, other: Timing | None = None) -> dict[str, Any]:
 def lines(timing: Timing, device: Device, other: Timing | None = None) -> list[str]:
     """Return the timing as text, a line for each fact. other: on the device's other end."""
     step = timing.step_seconds
-    told = [
+    out = [
         f"{1e3 * step:.1f} ms a step on {device.name}, MFU {100 * timing.mfu:.1f} %",
         *(
             f"{1e3 * end.step_seconds:.1f} ms, MFU {100 * end.mfu:.1f} %, by the file's other end: "
@@ -44,10 +44,10 @@ def lines(timing: Timing, device: Device, other: Timing | None = None) -> list[s
         f"the device waits for the host {100 * timing.launch_bound_share:.1f} % of the step",
     ]
     for kind, seconds in sorted(timing.busy_seconds.items(), key=lambda item: -item[1]):
-        told.append(f"busy: {kind} {1e3 * seconds:.1f} ms, {100 * seconds / step:.1f} %")
+        out.append(f"busy: {kind} {1e3 * seconds:.1f} ms, {100 * seconds / step:.1f} %")
     for axis, seconds in sorted(timing.exposed_seconds.items(), key=lambda item: -item[1]):
-        told.append(f"exposed: {axis} {1e3 * seconds:.1f} ms, {100 * seconds / step:.1f} %")
-    return told
+        out.append(f"exposed: {axis} {1e3 * seconds:.1f} ms, {100 * seconds / step:.1f} %")
+    return out
 
 
 def chrome_trace(timing: Timing) -> dict[str, Any]:

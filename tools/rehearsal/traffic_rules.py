@@ -5,7 +5,7 @@ Bytes are compared for each axis and purpose, whatever the verbs: by the ideal a
 reduce-scatter and an all-gather send what an all-reduce does, and a ring of messages what a gather
 does. A layer without the transfer that its class makes is named by the line of its matmul.
 
-A torch.autograd.Function is held against itself, too, in any model: what its forward gathers its
+A torch.autograd.Function is compared with itself, too, in any model: what its forward gathers its
 backward must sum, what its forward scatters its backward must gather, and what its forward
 exchanges comes back (the pairs of mpu/comm/mappings.py).
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Purpose = tuple[str, str]  # the axis, and what for
 ROUNDING = 4  # bytes of a transfer: what whole divisions leave out
-PURPOSES = {  # what a transfer's label says that it is for
+PURPOSES = {  # a transfer's purpose, by its label
     "grad sum": "gradients",
     "gather": "weights",
     "update": "weights",
@@ -83,18 +83,18 @@ def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
     for purpose in {**stated, **sent}:
         if purpose[0] == "ep" and ep.rank and seen.config.rehearse.rehearse_expert_skew != 1.0:
             continue  # the estimate is of the first rank, which has the most rows; see expert_rules
-        found, wanted = sent.get(purpose, 0), stated.get(purpose, 0)
+        found, expected = sent.get(purpose, 0), stated.get(purpose, 0)
         indices = at.get(purpose, [])
-        if abs(found - wanted) > ROUNDING * max(len(indices), 1):
+        if abs(found - expected) > ROUNDING * max(len(indices), 1):
             axis, what = purpose
             words = f"{found:,} bytes are sent over {axis} in a step, purpose {what}; "
-            said = "; ".join([*dict.fromkeys(rows.get(purpose, ("nobody",)))][:5])
-            words += f"estimate/traffic.py computes {wanted:,} ({said})"
-            yield at_line(seen, purpose, words, indices, found < wanted)
+            purposes = "; ".join([*dict.fromkeys(rows.get(purpose, ("nobody",)))][:5])
+            words += f"estimate/traffic.py computes {expected:,} ({purposes})"
+            yield at_line(seen, purpose, words, indices, found < expected)
 
 
 def unlike_layers(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the layers that send another number of bytes over tp than SENDS says of their class.
+    """Yield the layers that send another number of bytes over tp than SENDS has for their class.
 
     The estimate measures what the model sends, so a sum that the model leaves out is missing there,
     too.
@@ -114,7 +114,7 @@ def unlike_layers(seen: "Rehearsed") -> Iterator[Finding]:
             if event.flops or "embedding" in event.op:
                 first.setdefault((event.where.layer, phase), index)
         elif event.axis == "tp" and (purpose := purpose_of(event)) is not None:
-            key = names.get(id(seen.recorder.asked.get(event.id)), event.where.layer), purpose[1]
+            key = names.get(id(seen.recorder.callers.get(event.id)), event.where.layer), purpose[1]
             sent[key] += event.sent
             at.setdefault(key, []).append(index)
     tokens = seen.micro_batches * config.batch.micro_batch_size * config.model.seq_length
@@ -190,14 +190,14 @@ def one_way(seen: "Rehearsed") -> Iterator[Finding]:
         if name.endswith(BACKWARD) or back not in ran:
             continue
         for verb, count in verbs.items():
-            wanted = CONJUGATE.get(verb, "")
+            expected = CONJUGATE.get(verb, "")
             done = made.get((back, axis), Counter())
-            if not wanted or done[wanted] >= count or (done["send"] and not done[wanted]):
+            if not expected or done[expected] >= count or (done["send"] and not done[expected]):
                 continue
             index = first[name, axis]
             what = f"{name}: forward does {verb} over {axis} {count} times in a step, backward "
-            what += f"does {wanted} {done[wanted]} times: a gradient is not "
-            what += "summed" if wanted == "reduce_scatter" else "brought together"
+            what += f"does {expected} {done[expected]} times: a gradient is not "
+            what += "summed" if expected == "reduce_scatter" else "brought together"
             also = events[index].where.place  # type: ignore[union-attr]
             through = lines_of_all(seen, [*ran[back], index])
             function: Any = recorder.functions[name]
@@ -220,7 +220,7 @@ def out_of_order(seen: "Rehearsed") -> Iterator[Finding]:
         if type(event) is Launch and event.op.rpartition("::")[2] in REORDERS:
             place = event.where.place
             if not place.startswith(WATCHERS) and not on_lines(place, SORTS):
-                what = f"{event.op} puts values in another order, which nothing in a step asks for"
+                what = f"{event.op} puts values in another order, which nothing in a step needs"
                 yield Finding("order of values", place, what, "", chains.get(index, ()))
         if not isinstance(event, (Launch, Transfer)) or not (name := event.where.function):
             continue
@@ -253,7 +253,7 @@ def is_own_llama(seen: "Rehearsed") -> bool:
 
 
 def purpose_of(event: Transfer) -> Purpose | None:
-    """Return a transfer's axis and what it is for; None for what is not held against bytes."""
+    """Return a transfer's axis and what it is for; None for what is not compared."""
     if event.axis == "background":
         return None
     who, _, what = event.label.rpartition(": ")
@@ -266,7 +266,7 @@ def of_words(axis: str, verb: str, who: str, what: str, phase: str = "") -> Purp
 
     who, what: of its label.
     """
-    if verb == "receive" or axis == "world" or what == "log":  # a step that writes a line asks
+    if verb == "receive" or axis == "world" or what == "log":  # of a step that writes a line
         return None
     axis = {"pp_back": "pp"}.get(axis, axis)
     if what in PURPOSES:
@@ -307,7 +307,7 @@ def caller(seen: "Rehearsed", index: int) -> str:
 def of_stage(seen: "Rehearsed", indices: list[int], words: str) -> tuple[str, str, str]:
     """Return where a stage sends what is missing, the words, and where its input comes in.
 
-    A gradient leaves where the stage's input asked for one, in its forward.
+    A gradient leaves where the stage's input required one, in its forward.
     """
     from mpu.pipeline.engine import Engine, _Run
 

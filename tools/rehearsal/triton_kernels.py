@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand in for Triton's launches and for memory that GPUs share: each launch is recorded, not run.
 
-What a launch costs stands in kernel_costs.py. Memory of other ranks is seen as views of this
+What a launch costs is in kernel_costs.py. Memory of other ranks is seen as views of this
 rank's own: it has no values, and takes no room here.
 """
 

@@ -50,10 +50,10 @@ def work_of_layers(seen: "Rehearsed") -> Iterator[Finding]:
         selective = seen.config.parallel.recompute_granularity == "selective" and not linear
         runs_again = (number.isdigit() and int(number) in full) or selective
         if linear:
-            wanted = {"backward": 2 * forward, "recompute": forward * runs_again}
+            expected = {"backward": 2 * forward, "recompute": forward * runs_again}
         else:
-            wanted = {"recompute": forward * runs_again}
-        for phase, count in wanted.items():
+            expected = {"recompute": forward * runs_again}
+        for phase, count in expected.items():
             if abs(flops.get(phase, 0.0) - count) > 1e-6 * max(forward, count):
                 what = f"{layer}: {flops.get(phase, 0.0):,.0f} FLOPs of products in {phase}, and "
                 what += f"{forward:,.0f} in forward, of which {count:,.0f} follow"

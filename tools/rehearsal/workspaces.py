@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that operators take for themselves: counted where torch's source says how much.
+"""Memory that operators take for themselves: counted from torch's source.
 
 It comes from torch's allocator, so torch.cuda.max_memory_allocated has it. What is known to exist
 and not how large it is, or lies outside of that allocator, is named instead: `not_counted`.
@@ -22,7 +22,7 @@ AHEAD = ("forward", "")  # phases in the host's own thread; autograd's has anoth
 
 
 def of_launch(launch: Launch) -> int:
-    """Return the bytes that a launch takes beside its tensors, and gives back at once.
+    """Return the bytes that a launch takes besides its tensors, and frees at once.
 
     The backward of FlashAttention 2: dq in fp32, a number a row, and dk and dv of every query head
     where heads share keys (pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,

@@ -20,7 +20,7 @@ MOST_RANKS = 16
 AT_ONCE = 2
 
 
-class Told(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank's process tells: its events that others must meet, and its report."""
 
     events: list[Any]
@@ -38,7 +38,7 @@ class Exchange:
 
     def __init__(self, folder: Path, rank: int, turns: Any) -> None:
         self.folder, self.rank, self.turns = folder, rank, turns
-        self._asked: Counter[tuple[int, ...]] = Counter()
+        self._rounds: Counter[tuple[int, ...]] = Counter()
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file that others see as a whole or not at all."""
@@ -47,9 +47,9 @@ class Exchange:
         os.replace(unfinished, self.folder / name)
 
     def gather(self, data: bytes, axis: Axis) -> list[bytes]:
-        """Return what each rank of an axis says; what this one says, where another has failed."""
-        self._asked[axis.ranks] += 1
-        name = f"{axis.ranks} {self._asked[axis.ranks]} of ".replace(" ", "_")
+        """Return the bytes of each rank of an axis; this one's, where another has failed."""
+        self._rounds[axis.ranks] += 1
+        name = f"{axis.ranks} {self._rounds[axis.ranks]} of ".replace(" ", "_")
         self.write(f"{name}{self.rank}", data)
         self.turns.release()
         try:
@@ -67,7 +67,7 @@ def all_ranks(
     describe: Callable[[Rehearsed], tuple[dict[str, Any], str]],
     config: Config,
 ) -> tuple[dict[str, Any], str]:
-    """Return the report of the rank that is asked for, with what was found on and between all.
+    """Return the report of the requested rank, with what was found on and between all.
 
     run, describe: rehearse a rank and report it, in a process that is forked from this one.
     """
@@ -76,33 +76,33 @@ def all_ranks(
     with tempfile.TemporaryDirectory(prefix="weft-rehearsal-") as name:
         folder = Path(name)
 
-        def work(rank: int, teller: Any) -> None:
+        def work(rank: int, connection: Any) -> None:
             turns.acquire()
             exchange = Exchange(folder, rank, turns)
-            asked = replace(config.rehearse, rehearse_rank=rank)
+            options = replace(config.rehearse, rehearse_rank=rank)
             if rank != config.rehearse.rehearse_rank:
-                asked = replace(asked, rehearse_trace=None)
-            told: Any
+                options = replace(options, rehearse_trace=None)
+            result: Any
             try:
-                seen = run(replace(config, rehearse=asked), exchange)
+                seen = run(replace(config, rehearse=options), exchange)
                 events = [e for e in seen.recorder.events if isinstance(e, MATCHED)]
-                told = Told(
+                result = RankReport(
                     events, seen.failure is not None, *describe(seen), chains_of(seen.recorder)
                 )
             except Exception as error:
-                told = error
+                result = error
             exchange.write(f"ended_{rank}", b"")
             turns.release()
-            teller.send(told)
+            connection.send(result)
             os._exit(0)  # threads of the trainer may still wait
 
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         processes = [
             context.Process(target=work, args=(rank, pipe[1])) for rank, pipe in enumerate(pipes)
         ]
-        for process, (_, teller) in zip(processes, pipes, strict=True):
+        for process, (_, connection) in zip(processes, pipes, strict=True):
             process.start()
-            teller.close()
+            connection.close()
         every = []
         for rank, (listener, _) in enumerate(pipes):
             try:
@@ -111,13 +111,13 @@ def all_ranks(
                 raise RuntimeError(f"rank {rank}'s process ended without a word") from None
         for process in processes:
             process.join()
-    for told in every:
-        if isinstance(told, Exception):
-            raise told
+    for result in every:
+        if isinstance(result, Exception):
+            raise result
     return together(every, config.rehearse.rehearse_rank)
 
 
-def together(every: list[Told], rank: int) -> tuple[dict[str, Any], str]:
+def together(every: list[RankReport], rank: int) -> tuple[dict[str, Any], str]:
     """Return a rank's report with the findings of all ranks, and of what they send each other."""
     made, text = every[rank].made, every[rank].text
     found: dict[tuple[str, str, str], dict[str, Any]] = {}

@@ -79,8 +79,8 @@ class Writes:
         for index in range(seen.first, len(self.events)):
             event = self.events[index]
             if type(event) is Action:
-                said = MICRO_BATCH.match(event.words)
-                now = int(said[1]) if said else -1
+                matched = MICRO_BATCH.match(event.words)
+                now = int(matched[1]) if matched else -1
             elif isinstance(event, (Launch, Transfer, HostUse)):
                 reads, writes = uses(event)
                 for number, low, high in reads:
@@ -211,19 +211,19 @@ def adds_rows(event: Launch) -> bool:
 
 def look_ups(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the embeddings that add no rows in some micro-batch; a tied head may hide that."""
-    now, found, apart = -1, dict[str, set[int]](), dict[int, int]()
+    now, found, unsummed = -1, dict[str, set[int]](), dict[int, int]()
     for index in range(seen.first, len(seen.recorder.events)):
         event = seen.recorder.events[index]
         if type(event) is Action:
-            said = MICRO_BATCH.match(event.words)
-            now = int(said[1]) if said else -1
+            matched = MICRO_BATCH.match(event.words)
+            now = int(matched[1]) if matched else -1
         elif type(event) is Launch and event.op == "aten::index_add_" and adds_rows(event):
             found.setdefault(event.where.layer, set()).add(now)
-            apart.update(dict.fromkeys(event.written, index))
+            unsummed.update(dict.fromkeys(event.written, index))
         elif isinstance(event, (Launch, Transfer, HostUse)):
             for number in event.read:
-                apart.pop(number, None)
-    for index in [*apart.values()][:1]:
+                unsummed.pop(number, None)
+    for index in [*unsummed.values()][:1]:
         what = "the sum of the rows that an embedding adds is not added to its weight's gradient"
         through = seen.recorder.chains.get(index, ())
         place = beginning(ParamAndGradBuffer._complete)
@@ -242,10 +242,10 @@ def of_param(
     """Yield what is wrong with one parameter's gradient. rounds: micro-batches that add it up."""
     given = [w for w in found if not zeroes(writes, w)]
     inside = [w for w in given if w.micro_batch >= 0]
-    wanted = range(seen.micro_batches - rounds, seen.micro_batches)
+    expected = range(seen.micro_batches - rounds, seen.micro_batches)
     missing = [
         i
-        for i in wanted
+        for i in expected
         if covered(at, [(w.low, w.high) for w in inside if w.micro_batch == i]) < at[1] - at[0]
     ]
     if missing:
@@ -322,11 +322,11 @@ def grad_storage(seen: "Rehearsed", writes: Writes, bucket: Any) -> int:
     """Return the storage of a bucket's main gradients in the last step, or -1."""
     if bucket.grad is not None:
         return writes.number(bucket.grad)
-    asked = seen.recorder.asked
+    callers = seen.recorder.callers
     size = bucket.length * bucket.reduction.main_dtype.itemsize
     for event in reversed(writes.events[seen.first :]):
         if type(event) is Transfer and event.label.endswith(": grad sum"):
-            if asked.get(event.id) is bucket and event.read:
+            if callers.get(event.id) is bucket and event.read:
                 source = event.read[0]
                 if writes.recorder.sizes.get(source) != size:  # a copy in the dtype that travels
                     source = made_of(writes, source, size)
@@ -376,8 +376,8 @@ def update(seen: "Rehearsed", writes: Writes) -> Iterator[Finding]:
     for i, segments in enumerate(optimizer.segments):
         last = seen.first
         for segment in segments:
-            kept = {"master": segment.weights, **segment.updater.state(segment.weights)}
-            for kind, x in kept.items():
+            states = {"master": segment.weights, **segment.updater.state(segment.weights)}
+            for kind, x in states.items():
                 if writes.number(x) < 0:
                     continue  # in host memory that the device does not reach
                 done = [w for w in writes.to(writes.number(x), span(x)) if not is_copy(writes, w)]
@@ -430,9 +430,9 @@ def weights(seen: "Rehearsed", writes: Writes, i: int, updated: int) -> Iterator
     """Yield whether a bucket's weights are not those of the masters, or are gathered before."""
     bucket, master = seen.run.sink.buckets[i], seen.run.optimizer.masters[i]
     number, shard = writes.number(bucket.param_shard), bucket.param_shard
-    apart = writes.number(master) != number
+    separate = writes.number(master) != number
     segments, written = seen.run.optimizer.segments[i], updated
-    for segment in segments if apart else ():
+    for segment in segments if separate else ():
         own = writes.to(writes.number(segment.weights), span(segment.weights))
         since = max((w.at for w in own), default=seen.first)
         low, high = segment.low - bucket.low, segment.high - bucket.low
@@ -521,11 +521,13 @@ def scaled(
 ) -> Iterator[Finding]:
     """Yield whether what scales an update does not depend on the norm of all gradients."""
     optimizer, config = seen.run.optimizer, seen.config
-    kept = {writes.number(x) for some in optimizer.held().values() for x in some if x is not None}
+    persistent = {
+        writes.number(x) for some in optimizer.held().values() for x in some if x is not None
+    }
     if optimizer.offload:
-        kept |= {writes.number(x) for x in optimizer.offload.gradients}
+        persistent |= {writes.number(x) for x in optimizer.offload.gradients}
     count = len(seen.run.sink.buckets)
-    wanted = (1 << count) - 1
+    expected = (1 << count) - 1
     if config.optimizer.clip_grad <= 0 or config.run.dtype == torch.float64:
         return
     if optimizer.offload:
@@ -535,12 +537,12 @@ def scaled(
         if type(event) is not Launch:
             continue
         sizes = {n: writes.recorder.sizes.get(n, 0) for n in event.read}
-        inputs = {n: m for n, m in scalars.get(write.at, {}).items() if n not in kept}
+        inputs = {n: m for n, m in scalars.get(write.at, {}).items() if n not in persistent}
         for number, mask in inputs.items():
             if sizes[number] > SCALAR or not from_norm(writes, number):
                 continue
             lost = [i for i in range(count) if not mask >> i & 1]
-            if lost and mask & wanted != wanted:
+            if lost and mask & expected != expected:
                 what = "what scales the update, or skips it, does not depend on the norm"
                 what += f" of the gradients of bucket {lost[0]}" if len(lost) < count else ""
                 place, what, _, through = at_write(writes, write, what)
@@ -577,7 +579,7 @@ def from_norm(writes: Writes, number: int) -> bool:
 
 
 def dtypes(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield masters, moments and gradients that are kept in another dtype than the flags say."""
+    """Yield masters, moments and gradients that are stored in another dtype than the flags give."""
     optimizer, sink, recorder = seen.run.optimizer, seen.run.sink, seen.recorder
     wide = torch.float64 if seen.config.run.dtype == torch.float64 else torch.float32
     kinds = {
@@ -591,7 +593,7 @@ def dtypes(seen: "Rehearsed") -> Iterator[Finding]:
     def wrong(x: Tensor | None, dtype: torch.dtype, what: str) -> Iterator[Finding]:
         if x is not None and x.dtype != dtype:
             place = recorder.birthplace(x)
-            yield Finding("dtype", place, f"{what} is kept in {x.dtype}, not {dtype}")
+            yield Finding("dtype", place, f"{what} is stored in {x.dtype}, not {dtype}")
 
     for bucket, master, segments in zip(
         sink.buckets, optimizer.masters, optimizer.segments, strict=True
@@ -608,18 +610,18 @@ def dtypes(seen: "Rehearsed") -> Iterator[Finding]:
 
 def travelling(seen: "Rehearsed", wire: torch.dtype) -> Iterator[Finding]:
     """Yield the gradients that travel to their owners in another dtype than the flags say."""
-    recorder, wanted = seen.recorder, str(wire).removeprefix("torch.")
+    recorder, expected = seen.recorder, str(wire).removeprefix("torch.")
     for index in range(seen.first, len(recorder.events)):
         event = recorder.events[index]
         if type(event) is not Transfer or not event.label.endswith(": grad sum"):
             continue
-        bucket: Any = recorder.asked.get(event.id)
+        bucket: Any = recorder.callers.get(event.id)
         how = getattr(bucket, "reduction", None)
         if how is None or event.axis != how.shard.name or event.verb not in SUMMING:
             continue
-        if event.dtype != wanted and event.read:
+        if event.dtype != expected and event.read:
             born = recorder.born.get(event.read[0], "")
-            what = f"gradients travel in {event.dtype}, not {wanted}; they were made at {born}"
+            what = f"gradients travel in {event.dtype}, not {expected}; they were made at {born}"
             through = recorder.chains.get(index, ())
             yield Finding("dtype", event.where.place, what, born, through)
             return

@@ -135,7 +135,7 @@ def check_host(config: Config, provider: ModelProvider, grid: Grid, device: torc
     places = {rank: i for row in grid.groups("pp") for i, rank in enumerate(row)}
     first = launch.rank - launch.local_rank
     ranks = [places[r] for r in range(first, first + launch.local_world) if r in places]
-    held = activations.held(config, provider)
+    held = activations.peaks(config, provider)
     kinds = {r: dry_run.memory(config, provider, r, held[r]) for r in set(ranks)}
     total = sum(sum(kinds[r].values()) for r in ranks)
     if total <= free:

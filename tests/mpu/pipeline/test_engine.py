@@ -18,7 +18,7 @@ from training.faults.monitor import FailureMonitor
 from training.schedule import schedule_of
 
 
-class Live:
+class LiveStorages:
     """Counts the storages that autograd saves, by a finaliser on each; those of before are not."""
 
     def __init__(self, run, batches):
@@ -56,7 +56,7 @@ class Live:
 def one_alone(run, batch, chunk: int) -> tuple[int, int]:
     """Return the bytes that one micro-batch keeps on a stage for B, and after B for W."""
     run.sink.begin_step()
-    live, stage = Live(run, [batch]), run.model.stages[chunk]
+    live, stage = LiveStorages(run, [batch]), run.model.stages[chunk]
     hidden = None
     if not stage.embedding:
         hidden = torch.randn(run.model.hidden_shape(*batch.tokens.shape), dtype=torch.float64)
@@ -86,7 +86,7 @@ def measured(comm, name: str, pp: int, m: int) -> dict:
     batches = micro_batches(case, 0)
     stages = [schedule_of(config, m).stage(grid.pp.rank, c) for c in range(CHUNKS[name])]
     alone = {s: one_alone(run, batches[0], c) for c, s in enumerate(stages)}
-    live, forward = Live(run, batches), run.model.forward
+    live, forward = LiveStorages(run, batches), run.model.forward
 
     def noted(tokens, *args, **more):
         live.now = (more["chunk"], tokens.data_ptr())
@@ -109,7 +109,7 @@ def test_live_activations_are_those_of_the_simulation(world, pp, m):
         costs = Costs(even, even, even)
         counts = simulate(schedule, costs)
         sizes = [[alone[s][kind] for s in range(schedule.stages)] for kind in (0, 1)]
-        held = simulate(schedule, costs, held_for_b=sizes[0], held_for_w=sizes[1])
+        held = simulate(schedule, costs, bytes_for_b=sizes[0], bytes_for_w=sizes[1])
         assert [r["sets"] for r in results] == list(counts.peak), name
         assert [r["bytes"] for r in results] == list(held.peak), name
 

@@ -30,7 +30,7 @@ WAYS = [
 def told(model: Model, flags: str) -> tuple[search.Plans, object]:
     cluster = read_cluster("h100_8_nodes").of(1)
     config = own.config_of(model, cluster, flags)
-    return search.told(model, cluster, [own.layout_of(config)]), config
+    return search.evaluate(model, cluster, [own.layout_of(config)]), config
 
 
 @pytest.mark.parametrize("flags", WAYS)

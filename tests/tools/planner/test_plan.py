@@ -42,7 +42,7 @@ def plans() -> Plans:
 def own_plan(plans: Plans, flags: str) -> Plans:
     """Return the plan of the layout that flags name."""
     config = own.config_of(plans.model, plans.cluster, flags)
-    return search.told(plans.model, plans.cluster, [own.layout_of(config)])
+    return search.evaluate(plans.model, plans.cluster, [own.layout_of(config)])
 
 
 def config_of(plans: Plans, n: int) -> Config:
@@ -53,7 +53,7 @@ def config_of(plans: Plans, n: int) -> Config:
 def dry_run_bytes(plans: Plans, n: int) -> float:
     """Return the bytes of a layout's fullest pipeline rank, as --dry-run has them."""
     config = config_of(plans, n)
-    held = activations.held(config, model_provider)
+    held = activations.peaks(config, model_provider)
     ranks = [memory(config, model_provider, rank, each) for rank, each in enumerate(held)]
     return max(float(sum(kinds.values())) for kinds in ranks)
 
@@ -114,11 +114,13 @@ def test_layouts_within_the_error_of_a_comparison_are_one_row(plans: Plans) -> N
     assert len(rows) == 4
     for row in rows:
         assert row.first in row.members and row.fastest == row.members[0]
-        assert max(step[n] for n in row.members) <= step[row.fastest] * (1 + search.APART)
+        assert max(step[n] for n in row.members) <= step[row.fastest] * (
+            1 + search.COMPARISON_ERROR
+        )
         least = min(plans.layouts[n].mechanisms for n in row.members if plans.fit(n))
         assert plans.layouts[row.first].mechanisms == least
     for one, other in pairwise(rows):
-        assert step[other.fastest] > step[one.fastest] * (1 + search.APART)
+        assert step[other.fastest] > step[one.fastest] * (1 + search.COMPARISON_ERROR)
         assert not {*one.members} & {*other.members}
     assert any(len(row.members) > 1 for row in rows)
     text = "\n".join(table.ranking(plans, 4, 1e9))
@@ -138,7 +140,7 @@ def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:
         plans = plan.plans_of(UNTIED, read_cluster(str(path)).of(2), asked)
         mine = own_plan(plans, flags)
         device, share, host, host_share, busy = table.edges_of(mine, [0])[-1].split()[1:]
-        ranks = activations.held(config_of(mine, 0), model_provider)
+        ranks = activations.peaks(config_of(mine, 0), model_provider)
         kept = 8 * max(rank.in_host for rank in ranks)
         assert kept > 2e8 and float(host) == pytest.approx((8e9 - kept) / 1e9, abs=0.06)
         assert float(host_share.rstrip("%")) == pytest.approx(100 - kept / 0.8e8, abs=0.2)
@@ -210,7 +212,7 @@ def test_why_adds_up_on_ten_pairs_of_layouts(plans: Plans) -> None:
             gap, abs=1e-9 * plans.times.step[mine]
         )
         assert min(*a.values(), *b.values()) >= 0
-        alone = search.told(plans.model, plans.cluster, [plans.layouts[mine]])
+        alone = search.evaluate(plans.model, plans.cluster, [plans.layouts[mine]])
         lines = table.why(plans, alone)
         assert any(line.startswith("seconds of a step: 4,096 sequences of 1,024") for line in lines)
         rows = {key: line for key in (*table.TERMS.values(), "step") for line in lines

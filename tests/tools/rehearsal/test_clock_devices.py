@@ -105,7 +105,7 @@ def test_a_device_that_nobody_measured_has_two_ends(tmp_path: Path) -> None:
         ({"watts": {"value": 1, "unit": "1", "source": "a datasheet"}}, "which nothing reads"),
         (
             {"matmul": {"value": 1.2, "unit": "share of peak", "source": "a datasheet"}},
-            "matmul is 1.2, more than the whole",
+            "matmul is 1.2, and a share of a peak is at most 1",
         ),
     ],
 )

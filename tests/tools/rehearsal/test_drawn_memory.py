@@ -100,7 +100,7 @@ def test_a_drawn_layout_keeps_and_sends_what_is_said(seed: int, rehearse: Any) -
     except UsageError as error:
         pytest.skip(f"the drawn flags exclude each other: {error}")
     grid = make_grid(config, Launch(rank, world))
-    held = activations.held(config, model_provider)[grid.pp.rank]
+    held = activations.peaks(config, model_provider)[grid.pp.rank]
     stated = sum(memory(config, model_provider, grid.pp.rank, held).values())
     rows = traffic.totals(traffic.traffic(config, model_provider, grid.pp.rank, grid))
     code, report, text = rehearse(" ".join([*words, "--rehearse-rank", str(rank)]), world, False)

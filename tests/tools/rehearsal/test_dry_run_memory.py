@@ -67,7 +67,7 @@ def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, pp_ra
     counted = json.loads(file.read_text())["memory"]["peak_bytes"]
     config = parse([*argv, "--dry-run"], world)
     provider = pretrain_llama.model_provider
-    held = activations.held(config, provider)[pp_rank]
+    held = activations.peaks(config, provider)[pp_rank]
     stated = sum(memory(config, provider, pp_rank, held).values())
     assert abs(stated - counted) <= 0.02 * counted, (stated / 1e9, counted / 1e9)
 

@@ -84,7 +84,7 @@ def held(rehearse, world, rank, flags, within=0.02):
     assert (report["findings"], code) == ([], 0), (world, rank, flags, report["findings"])
     config = parse([*words.split(), "--dry-run"], world)
     pp, provider = make_grid(config, Launch(rank, world)).pp.rank, pretrain_llama.model_provider
-    kept = activations.held(config, provider)[pp]
+    kept = activations.peaks(config, provider)[pp]
     stated = memory(config, provider, pp, kept)
     counted = report["memory"]["peak_bytes"]
     assert abs(sum(stated.values()) - counted) <= within * counted, (

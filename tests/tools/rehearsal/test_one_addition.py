@@ -67,7 +67,7 @@ def planned(flags, **more):
                        "micro_batches": 4, "zero": 1, "recompute": "none", **more})  # fmt: skip
     cluster = read_cluster("h100_8_nodes").of(1)
     model = read_model(f"{LARGE} {flags}", 8192)
-    return search.told(model, cluster, [layout]).times
+    return search.evaluate(model, cluster, [layout]).times
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def told(world: int, flags: str):
     """Return what the dry run says: the peak, and the bytes that go down and come up."""
     config = parse([*SMALL, *flags.split(), "--dry-run"], world)
     provider = pretrain_llama.model_provider
-    held = activations.held(config, provider)[0]
+    held = activations.peaks(config, provider)[0]
     flats = rank_memory.flats(config, provider)
     peak = sum(memory(config, provider, 0, held).values())
     return peak, rank_memory.host_traffic(config, flats, {"tp": 0})

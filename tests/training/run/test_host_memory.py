@@ -42,7 +42,7 @@ def test_it_is_the_dry_runs_number_of_all_ranks_of_the_host(monkeypatch):
     """Two stages of a pipeline on one host need what both need; alone on theirs, less."""
     sizes = "--hidden-size 2048 --micro-batch-size 2 --seq-length 512 --global-batch-size 8"
     config = parse([*FLAGS, *sizes.split(), "--pipeline-model-parallel-size", "2"], 2)
-    held = activations.held(config, model_provider)
+    held = activations.peaks(config, model_provider)
     each = [sum(dry_run.memory(config, model_provider, r, held[r]).values()) for r in range(2)]
     for local, need in ((2, sum(each)), (1, each[1])):
         launch = Launch(1, 2, local - 1, local)
@@ -71,7 +71,7 @@ def test_it_is_the_dry_runs_number_of_all_ranks_of_the_host(monkeypatch):
 )
 def test_the_cheap_bound_is_above_the_formulas(more):
     config = parse([*FLAGS, *more.split()], 2 if "pipeline" in more else 1)
-    held = activations.held(config, model_provider)
+    held = activations.peaks(config, model_provider)
     size = config.parallel.pipeline_model_parallel_size
     for r in range(size):
         total = sum(dry_run.memory(config, model_provider, r, held[r]).values())

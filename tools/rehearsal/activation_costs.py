@@ -34,7 +34,7 @@ class Row(NamedTuple):
 class Carried(NamedTuple):
     """What travels between the device and host memory in a step, and what it costs.
 
-    can_hide: the seconds of it that the link can carry beside the kernels: of each action, those of
+    can_hide: the seconds of it that the link can carry during kernels: of each action, those of
     its copies, or of the kernels between the first copy and the last wait for one, if fewer.
     exposed: what kernels wait for. hidden: the share of can_hide that no kernel waits for.
     """
@@ -104,13 +104,13 @@ def carried(events: Sequence[Event], device: Device, timing: Timing) -> Carried:
     """Return what travels in a step, whose timing this is."""
     down = up = 0
     seconds = can_hide = 0.0
-    copies = beside = waiting = 0.0  # of the action; `waiting`: kernels since its last wait
+    copies = computing = waiting = 0.0  # of the action; `waiting`: kernels since its last wait
     for event in [*events, Action("")]:
         if isinstance(event, Action):
-            can_hide += min(copies, beside)
-            copies = beside = waiting = 0.0
+            can_hide += min(copies, computing)
+            copies = computing = waiting = 0.0
         elif isinstance(event, Wait) and event.place.startswith(PLACE):
-            beside, waiting = beside + waiting, 0.0
+            computing, waiting = computing + waiting, 0.0
         elif isinstance(event, Launch):
             took = launch_seconds(device, event)
             if event.where.part == OFFLOAD and event.op.startswith("memcpy "):
@@ -132,21 +132,21 @@ def as_json(table: Sequence[Row], moved: Carried) -> dict[str, Any]:
 
 def lines(table: Sequence[Row], moved: Carried) -> list[str]:
     """Return both as text."""
-    told = [f"{'module':<16} {'keeps':>9} {'to recompute':>13} {'to offload':>11}  here"]
+    out = [f"{'module':<16} {'keeps':>9} {'to recompute':>13} {'to offload':>11}  here"]
     for row in table:
-        told.append(
+        out.append(
             f"{row.module or '(the layer)':<16} {in_units(row.bytes):>9} "
             f"{1e3 * row.recompute_seconds:>10.3f} ms {1e3 * row.offload_seconds:>8.3f} ms  "
             f"{row.choice}".rstrip()
         )
     total = sum(row.bytes for row in table)
     again = sum(row.recompute_seconds for row in table)
-    away = sum(row.offload_seconds for row in table)
-    told.append(f"{'all':<16} {in_units(total):>9} {1e3 * again:>10.3f} ms {1e3 * away:>8.3f} ms")
+    offload = sum(row.offload_seconds for row in table)
+    out.append(f"{'all':<16} {in_units(total):>9} {1e3 * again:>10.3f} ms {1e3 * offload:>8.3f} ms")
     if moved.down:
-        told.append(
+        out.append(
             f"a step sends {in_units(moved.down)} to host memory and {in_units(moved.up)} back, "
             f"{1e3 * moved.seconds:.1f} ms on the link; {1e3 * moved.can_hide:.1f} ms of it fit "
-            f"beside kernels, and {100 * moved.hidden:.0f} % of those are hidden"
+            f"behind kernels, and {100 * moved.hidden:.0f} % of those are hidden"
         )
-    return told
+    return out

@@ -35,7 +35,7 @@ def stated(flags, world):
     """Return what the dry run states of pipeline rank 0."""
     config = parse([*SMALL, *flags.split()], world)
     provider = pretrain_llama.model_provider
-    held = activations.held(config, provider)[0]
+    held = activations.peaks(config, provider)[0]
     profile = activations.profile(config, provider)
     sent = sum(stage.offloaded for stage in profile.stages)
     return sent, sum(memory(config, provider, 0, held).values())
