@@ -62,7 +62,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
         optimizers.append(run.optimizer)
     (updater,) = (u for u in optimizers[1].updaters[0] if isinstance(u, MuonUpdater))
     plan = updater.plan
-    owned = [plan.matrices[n] for turn in updater.turns for n in turn.owned]
+    owned = [plan.matrices[n] for turn in updater.exchanges for n in turn.owned]
     products = products_of([(m.rows, m.columns) for m in owned], len(updater.rule.coefficients))
     calls: tuple[Callable[[], Any], ...] = (
         lambda: optimizers[0].step(1e-4), lambda: optimizers[1].step(1e-4), products,

@@ -112,7 +112,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
 
         def in_place() -> Tensor:
             gathering = Symmetric.start_all_gather(x, axis, None)
-            whole = gathering.whole()
+            whole = gathering.gathered()
             gathering.close()  # a longer reader would close later
             return whole
 

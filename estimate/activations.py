@@ -128,7 +128,7 @@ class _Walk:
             forward = kind == "F"
             if step.stage != (0 if forward else last):
                 self.messages -= stage.message  # its input counts as the action's now
-            if step.beside:
+            if step.overlapped:
                 overlapped = stage
             elif forward:
                 self._store(stage.for_b, stage.logits)

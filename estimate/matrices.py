@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what an optimizer of whole matrices does in a run: which parameters, owners, bytes, FLOPs.
+"""Say what an optimizer of full matrices does in a run: which parameters, owners, bytes, FLOPs.
 
 A run asks the same plan (mpu/optim/owners.py), so the bytes are those of a trace. `lines` is for a
 start and for a dry run.
@@ -29,7 +29,7 @@ class Exchange(NamedTuple):
 
 
 def plans(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[UpdateRule, Plan]:
-    """Return the owners of matrices of a pipeline rank, for each rule of whole matrices.
+    """Return the owners of matrices of a pipeline rank, for each rule of full matrices.
 
     Raises UsageError where a parameter is no matrix, or its sections are not known.
     """
@@ -39,7 +39,7 @@ def plans(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[Upd
 @lru_cache(maxsize=16)
 def _plans(config: Config, provider: ModelProvider, pp_rank: int) -> dict[UpdateRule, Plan]:
     groups, found = optimizer_groups(config), dict[UpdateRule, Plan]()
-    rules = [rule for rule in rules_of(groups) if rule.whole_matrices]
+    rules = [rule for rule in rules_of(groups) if rule.needs_full_matrices]
     if not rules:
         return found
     named = rank_memory.parameters(config, provider, pp_rank)
@@ -83,12 +83,12 @@ def exchanges(
     """Yield what a rank of a grid sends for its optimizer: matrices to owners, and updates back."""
     for rule, plan in plans(config, provider, pp_rank).items():
         size = rule.wire(accumulate_dtype(config)).itemsize
-        for turn in plan.rounds:
-            axis = grid.instance(turn.cut)
-            for splits in (plan.splits(turn, axis.rank), plan.back(turn, axis.rank)):
+        for round_ in plan.rounds:
+            axis = grid.instance(round_.cut)
+            for splits in (plan.splits(round_, axis.rank), plan.back(round_, axis.rank)):
                 total = sum(splits.input)
                 sent = total - splits.input[axis.rank]
-                yield Exchange(axis.name, turn.bucket, total * size, sent * size)
+                yield Exchange(axis.name, round_.bucket, total * size, sent * size)
 
 
 def memory(config: Config, provider: ModelProvider, pp_rank: int) -> int:
@@ -100,11 +100,11 @@ def memory(config: Config, provider: ModelProvider, pp_rank: int) -> int:
     most = 0
     for rule, plan in plans(config, provider, pp_rank).items():
         item = rule.wire(accumulate_dtype(config)).itemsize
-        for cut in {turn.cut for turn in plan.rounds}:
-            turns = [turn for turn in plan.rounds if turn.cut == cut]
+        for cut in {round_.cut for round_ in plan.rounds}:
+            turns = [round_ for round_ in plan.rounds if round_.cut == cut]
             for me in range(len(plan.members[cut])):
-                there = [plan.splits(turn, me) for turn in turns]
-                back = [plan.back(turn, me) for turn in turns]
+                there = [plan.splits(round_, me) for round_ in turns]
+                back = [plan.back(round_, me) for round_ in turns]
                 waiting = sum(sum(s.input) + sum(s.output) for s in back)
                 came = [sum(s.output) for s in there]
                 sent = [sum(s.input) for s in there]
@@ -120,7 +120,7 @@ def memory(config: Config, provider: ModelProvider, pp_rank: int) -> int:
 def lines(config: Config, provider: ModelProvider) -> list[str]:
     """Return which parameters go where, the owners' load, and what the flags of Muon come to."""
     groups = optimizer_groups(config)
-    if not any(rule.whole_matrices for rule in rules_of(groups)):
+    if not any(rule.needs_full_matrices for rule in rules_of(groups)):
         return []
     names: dict[tuple[str, str], dict[str, int]] = {}
     found = []
@@ -134,7 +134,7 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
                 _count(names, (rule.name, "matrix"), name, own)
         for name, p in rank_memory.parameters(config, provider, rank).items():
             group = groups[p.entry.group]
-            if not group.rule.whole_matrices:
+            if not group.rule.needs_full_matrices:
                 kind = p.entry.group.partition("_")[0]
                 _count(names, (group.rule.name, kind), name, [""])
     out = []

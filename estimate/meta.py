@@ -7,8 +7,8 @@ shapes. On meta tensors torch composes attention of products of s x s matrices, 
 neither compute nor keep; `MetaAttention` calls another function instead.
 
 `meta_kernels` makes the fused operations allocate their results and nothing more, as csrc/ does on
-a CPU and mpu/kernels on a GPU; torch's own operations need more memory for a moment. `MetaCarrier`
-and `MetaOffload` count what activation offload sends to host memory.
+a CPU and mpu/kernels on a GPU; torch's own operations need more memory for a moment.
+`MetaHostCopies` and `MetaOffload` count what activation offload sends to host memory.
 """
 
 import re
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpu.activation_offload import Carrier, Event, Offload, Stored
+from mpu.activation_offload import Event, HostCopies, Offload, Stored
 from mpu.gradients import GradientSink
 from mpu.layers import fused_gpu, softmax_rows
 from mpu.overlap import ring
@@ -268,8 +268,8 @@ class MetaRecompute(Recompute):
         """Return `run` with the stand-in for attention, recomputed where the flags say so."""
         return super().selective(_standing_in(run))
 
-    def in_turn(self, layers: Blocks) -> Callable[..., Tensor]:
-        return _standing_in(super().in_turn(layers))
+    def sequential(self, layers: Blocks) -> Callable[..., Tensor]:
+        return _standing_in(super().sequential(layers))
 
 
 def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -338,7 +338,7 @@ def meta_kernels() -> Iterator[None]:
             setattr(*each)
 
 
-class MetaCarrier(Carrier):
+class MetaHostCopies(HostCopies):
     """Copy nothing; note how many bytes each unit sends."""
 
     def __init__(self, device: torch.device) -> None:
@@ -358,21 +358,21 @@ class MetaCarrier(Carrier):
 class MetaOffload(Offload):
     """Let what stays on the device be counted by `saved`, as what no unit offloads."""
 
-    carrier: MetaCarrier
+    copies: MetaHostCopies
     saved: Any = None  # has pack and unpack
 
-    def keep(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Any:
         return self.saved.pack(tensor)
 
-    def kept(self, kept: Any) -> Tensor:
-        tensor: Tensor = self.saved.unpack(kept)
+    def unpack(self, packed: Any) -> Tensor:
+        tensor: Tensor = self.saved.unpack(packed)
         return tensor
 
     def begin(self, saved: Any) -> None:
         """Begin a chunk's forward."""
-        self.saved, self.carrier.units = saved, []
+        self.saved, self.copies.units = saved, []
 
     def bytes(self) -> tuple[int, int]:
         """Return what the last chunk's forward sent, and the most of two units in a row."""
-        units = self.carrier.units
+        units = self.copies.units
         return sum(units), max(map(sum, pairwise(units)), default=sum(units))

@@ -24,19 +24,19 @@ from mpu.comm.meta import MetaTransport
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
+from mpu.interleave import Interleaver
 from mpu.launch import Launch
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import Placement, group_of, placement_of
 from mpu.pipeline.layout import Stage
 from mpu.recompute import Recompute
-from mpu.turns import Turns
 from mpu.zero.layout import ParamEntry, block_of, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
 from training.experts import expert_options
 from training.nccl import nccl_groups
-from training.optimizer import whole_matrices
+from training.optimizer import needs_full_matrices
 from training.recompute import recompute_of
 
 SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # of a module
@@ -217,7 +217,8 @@ def make_grid(config: Config, launch: Launch) -> Grid:
         query_groups=config.model.num_query_groups,
         hierarchical=p.hierarchical_context_parallel_sizes,
         order=tuple(p.rank_order.split("-")), ep_size=config.expert_model_parallel_size,
-        nccl=nccl_groups(p.nccl_communicator_config_path), whole_matrices=whole_matrices(config),
+        nccl=nccl_groups(p.nccl_communicator_config_path),
+        needs_full_matrices=needs_full_matrices(config),
     )  # fmt: skip
 
 
@@ -237,7 +238,7 @@ def rank_model(
     queue: WeightGradientQueue | None = None,
     trace: Any = None,
     recompute: Recompute | None = None,
-    turns: Turns | None = None,
+    interleaver: Interleaver | None = None,
 ) -> StagedModel:
     """Build the model of a pipeline rank on meta tensors.
 
@@ -256,7 +257,7 @@ def rank_model(
         loss_in_chunks=linear_cross_entropy if p.fused_linear_cross_entropy else None,
         cp_comm_type=p.cp_comm_type,
         experts=expert_options(config),
-        turns=turns or Turns(),
+        interleaver=interleaver or Interleaver(),
     )
     return provider(config, ctx, recompute or recompute_of(config, META), stages)
 

@@ -238,7 +238,7 @@ class _Listener:
         def attend(core: CoreAttention, *args: Any, **options: Any) -> Tensor:
             self.cores.add(id(core))
             self.used |= {CLIP, LOGIT}
-            if core.asked == config.parallel.attention_backend:
+            if core.requested == config.parallel.attention_backend:
                 self.used.add(ATTENTION)
             if options.get("window"):
                 self.used.add(WINDOW)

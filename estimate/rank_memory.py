@@ -14,7 +14,7 @@ from estimate.few_layers import parameters_of
 from estimate.model_profile import ModelProvider, ParameterProfile, accumulate_dtype
 from estimate.stages import rank_stages
 from mpu.grid import DATA
-from mpu.optim.interface import rules_of, state_bytes, whole
+from mpu.optim.interface import full_matrix_groups, rules_of, state_bytes
 from mpu.zero import layout
 from mpu.zero.layout import BucketLayout, Sharing, sharing_of
 from training.config import Config
@@ -103,7 +103,13 @@ def state(
     groups = optimizer_groups(config)
     each = state_bytes(groups, accumulate_dtype(config))
     per_kind = layout.memory(
-        flats, size, gradient_bytes(config), acc, state=each, ranks=ranks, apart=whole(groups)
+        flats,
+        size,
+        gradient_bytes(config),
+        acc,
+        state=each,
+        ranks=ranks,
+        separate=full_matrix_groups(groups),
     )
     if offloaded(config):
         per_kind["masters"] = sum(flat.own for flat in flats) * acc

@@ -24,7 +24,7 @@ from estimate.context_parallel import rank_batch
 from estimate.meta import (
     META,
     MetaAttention,
-    MetaCarrier,
+    MetaHostCopies,
     MetaOffload,
     MetaOperations,
     MetaRecompute,
@@ -42,10 +42,10 @@ from estimate.storages import LiveStorages, Saved
 from mpu.activation_offload import Offload
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
+from mpu.interleave import Interleaver
 from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.layout import Stage
-from mpu.turns import Turns
 from training.config import Config
 from training.recompute import recompute_of
 
@@ -79,8 +79,9 @@ class StageProfile:
     offloaded: what waits in host memory. under_way: two units of it, the most that is on its way
     at once. in_f, in_b, in_w: the most that lives while an action runs, in F and B with what the
     micro-batch keeps, in W without what waited. message: what its F or B sends.
-    f_turns, b_turns: of F and B, in parts between which another micro-batch may run (mpu/turns.py),
-    the most that lives in each part and what lives at its end; few_layers.py has none.
+    f_turns, b_turns: of F and B, in parts between which another micro-batch may run
+    (mpu/interleave.py), the most that lives in each part and what lives at its end; few_layers.py
+    has none.
     """
 
     for_b: int
@@ -141,13 +142,13 @@ def rank_profile(
 def _rank_profile(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int, split: bool
 ) -> RankProfile:
-    live, queue, trace, turns = LiveStorages(), _Queue(), _Trace(), _Turns()
+    live, queue, trace, interleaver = LiveStorages(), _Queue(), _Trace(), _Interleaver()
     sink = _Sink(accumulate_dtype(config), live)
     sink.in_float8 = bool(config.parallel.zero) and config.parallel.shard_size > 1
-    again = recompute_of(config, META, MetaCarrier, MetaOffload, MetaRecompute)
+    again = recompute_of(config, META, MetaHostCopies, MetaOffload, MetaRecompute)
     model = rank_model(
         config, provider, stages, pp_rank,
-        sink=sink, queue=queue, trace=trace, recompute=again, turns=turns,
+        sink=sink, queue=queue, trace=trace, recompute=again, interleaver=interleaver,
     )  # fmt: skip
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap_of(config))
@@ -155,7 +156,7 @@ def _rank_profile(
     trace.names = {module: name for name, module in model.named_modules()}
     with MetaAttention(flash_attention), MetaOperations(), meta_kernels():
         run = _Run(config, model, sink, queue, trace, offload=again.offload, live=live)
-        turns.note = run.gives_way
+        interleaver.note = run.at_switch
         for param in sink.names:
             sink.main_grad(param)  # persistent from step to step
         with run.live:
@@ -185,14 +186,14 @@ def overlap_of(config: Config) -> OverlapMap:
     return OverlapMap("ring" if ring else "none")
 
 
-class _Turns(Turns):
+class _Interleaver(Interleaver):
     """Notes when another micro-batch could run. There is none: each micro-batch runs alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.note: Callable[[], None] = lambda: None
 
-    def give_way(self) -> None:
+    def switch(self) -> None:
         self.note()
 
 
@@ -300,12 +301,12 @@ class _Run:
         self.begun = self.live.begin() - stored
         return self.begun
 
-    def gives_way(self) -> None:
+    def at_switch(self) -> None:
         """Note what the action has, and had at most since it last gave way."""
         self.parts.append((self.live.most_of_part() - self.begun, self.live.now - self.begun))
 
     def _end(self, chunk: int, action: str) -> None:
-        self.gives_way()
+        self.at_switch()
         self.turns[chunk, action] = tuple(self.parts)
 
     def profiles(self) -> tuple[StageProfile, ...]:
@@ -378,10 +379,10 @@ class _Queue(WeightGradientQueue):
         super().__init__()
         self.waiting: list[Tensor] = []
 
-    def put(self, work: Any, kept: Sequence[Tensor] = (), output_layer: bool = False) -> None:
+    def put(self, work: Any, tensors: Sequence[Tensor] = (), output_layer: bool = False) -> None:
         if self.defers(output_layer):
-            self.waiting += kept
-        super().put(work, kept, output_layer)
+            self.waiting += tensors
+        super().put(work, tensors, output_layer)
 
 
 class _Trace:

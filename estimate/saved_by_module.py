@@ -13,13 +13,13 @@ from estimate.context_parallel import rank_batch
 from estimate.meta import (
     META,
     MetaAttention,
-    MetaCarrier,
+    MetaHostCopies,
     MetaOperations,
     MetaRecompute,
     flash_attention,
 )
 from estimate.model_profile import ModelProvider, rank_model
-from mpu.activation_offload import Carrier, Offload
+from mpu.activation_offload import HostCopies, Offload
 from mpu.pipeline.layout import Stage
 from training.config import Config
 
@@ -27,8 +27,8 @@ from training.config import Config
 class _Ledger(Offload):
     """Offload every tensor of the first unit, and note which module saved its storage first."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        super().__init__(carrier, modules=("every",))  # so that modules are followed
+    def __init__(self, copies: HostCopies) -> None:
+        super().__init__(copies, modules=("every",))  # so that modules are followed
         self.storages: dict[int, tuple[str, int]] = {}  # and each one's bytes
         self.cores: set[str] = set()  # modules in which core attention runs
 
@@ -68,7 +68,7 @@ def saved_by_module(config: Config, provider: ModelProvider) -> tuple[dict[str, 
         recompute_num_layers=None,
     )
     config = replace(config, parallel=p)
-    ledger = _Ledger(MetaCarrier(META))
+    ledger = _Ledger(MetaHostCopies(META))
     recompute = _Recompute(offload=ledger)
     stages: Sequence[Any] = [Stage(0, 2)]
     model = rank_model(config, provider, stages, 0, recompute=recompute)

@@ -209,7 +209,7 @@ def _time(schedule: Schedule, costs: Costs, speeds: Speeds | None) -> tuple[tupl
             for sender, given in schedule.inputs(rank, n):
                 # none: it waits for ever
                 place = places[sender].get(given, len(places[sender]))
-                after.append((sender, place + 2 * (place in schedule.beside(sender))))
+                after.append((sender, place + 2 * (place in schedule.overlapped_forwards(sender))))
                 late = costs.send if sender != rank else late
             lane.append(Event(seconds, tuple(after), late))
         lanes.append(lane)
@@ -244,7 +244,7 @@ def _peaks(
     b = w = most_b = most_w = most = 0.0
     overlapped, pairs = (
         0.0,
-        schedule.beside(rank),
+        schedule.overlapped_forwards(rank),
     )  # of an F, whose layers come as those of the B go
     for n, (kind, chunk, i) in enumerate(schedule.ranks[rank] if trains else ()):
         stage = stages[chunk]

@@ -269,7 +269,7 @@ def _scales(
 def _exchanges(
     config: Config, provider: ModelProvider, grid: Grid, pp_rank: int
 ) -> Iterator[Traffic]:
-    """Yield what an optimizer of whole matrices sends to owners, and back: uneven all-to-alls."""
+    """Yield what an optimizer of full matrices sends to owners, and back: uneven all-to-alls."""
     for found in matrices.exchanges(config, provider, pp_rank, grid):
         size = getattr(grid, found.axis).size
         yield Traffic(

@@ -172,7 +172,7 @@ class SparseMLP(nn.Module):
         self.load = ExpertLoad(e, self.router.weight, ctx=ctx, bias=biased)
         self.experts = Experts(e, h, config.expert_ffn, ctx=ctx)
         self.dispatcher = dispatcher(
-            ctx.experts, e, config.moe_router_topk, ctx.grid.ep, self, ctx.turns
+            ctx.experts, e, config.moe_router_topk, ctx.grid.ep, self, ctx.interleaver
         )
         self.shared: nn.Module | None = None
         if size := config.moe_shared_expert_intermediate_size:

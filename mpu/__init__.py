@@ -6,7 +6,7 @@ grid             ranks -> axes: the tensor-, context-, data- and pipeline-parall
 connect          what carries each axis of a run: shared memory or the process group
 param            Placement: which part of a tensor a parameter is, and who holds the rest
 gradients        where layers put weight gradients, and when these are computed
-turns            two micro-batches that take turns on a rank
+interleave       two micro-batches that run interleaved on a rank
 context          LayerContext, the one object a layer is given
 auxiliary_loss   what a block adds to the loss
 recompute        activation recomputation; activation_offload: activations in host memory

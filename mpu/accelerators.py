@@ -59,17 +59,17 @@ def unusable_gpu() -> str:
     visible = visible_gpus()
     if torch.cuda.is_available() or hides_gpus(visible):
         return ""
-    cuda, hip, said = torch.version.cuda, torch.version.hip, ""
+    cuda, hip, why = torch.version.cuda, torch.version.hip, ""
     if cuda or hip:
         try:
             torch.cuda.init()
         except Exception as error:  # a driver may fail in any way
-            said = str(error).partition("\n")[0].partition(". ")[0]
+            why = str(error).partition("\n")[0].partition(". ")[0]
     if hip:
         here = Path("/dev/kfd")
         built = f"torch {torch.__version__} is built for ROCm {hip} and sees no device"
-        return f"{here} is here, {built} ({said})" if here.exists() else ""
-    return driver.why_unusable(torch.__version__, cuda, said, visible)
+        return f"{here} is here, {built} ({why})" if here.exists() else ""
+    return driver.why_unusable(torch.__version__, cuda, why, visible)
 
 
 def missing(flag: str, backend: str, device_type: str, dtype: torch.dtype) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep what backward needs of a layer in host memory meanwhile (`--cpu-offload-activations`).
+"""Store what backward needs of a layer in host memory meanwhile (`--cpu-offload-activations`).
 
 A unit is a layer, or the layers that `--recompute-method uniform` recomputes together. What
 autograd saves in a unit's forward goes down under the next unit's forward, and comes up under the
@@ -64,10 +64,10 @@ class _View(NamedTuple):
         return flat.view(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
-class Carrier:
+class HostCopies:
     """Copy storages between the device and page-locked host memory, on two streams of its own.
 
-    Host memory is kept and used again: buffers of one size and dtype, the oldest first.
+    Host memory is pooled and used again: buffers of one size and dtype, the oldest first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,7 +124,7 @@ class Carrier:
 
 
 class Offload:
-    """Which units' saved tensors are kept in host memory, and how they are carried there.
+    """Which units' saved tensors are stored in host memory, and how they are copied there.
 
     num_layers: the first so many layers of each stage, None for all; a stage's last unit always
     stays. modules: of a layer, by its module's name in the layer ("attention.qkv", "mlp"; "" the
@@ -134,12 +134,12 @@ class Offload:
 
     def __init__(
         self,
-        carrier: Carrier,
+        copies: HostCopies,
         num_layers: int | None = None,
         modules: Sequence[str] = (),
         min_size: int = 1,
     ) -> None:
-        self.carrier, self.num_layers, self.min_size = carrier, num_layers, min_size
+        self.copies, self.num_layers, self.min_size = copies, num_layers, min_size
         self.modules = frozenset(modules)
         self.running = RunningModule()
 
@@ -158,13 +158,13 @@ class Offload:
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         return here and numbers and size >= self.min_size
 
-    def keep(self, tensor: Tensor) -> Any:
-        """Return what autograd keeps of a tensor that stays on the device."""
+    def pack(self, tensor: Tensor) -> Any:
+        """Return what autograd saves of a tensor that stays on the device."""
         return tensor
 
-    def kept(self, kept: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """Return the tensor again."""
-        tensor: Tensor = kept
+        tensor: Tensor = packed
         return tensor
 
     def run(
@@ -204,15 +204,15 @@ class _Unit:
     def __init__(
         self, offload: Offload, layers: Sequence[Any], h: Tensor, shared: Sequence[Any]
     ) -> None:
-        self.offload, self.carrier = offload, offload.carrier
+        self.offload, self.copies = offload, offload.copies
         self.parameters = [p for layer in layers for p in getattr(layer, "parameters", tuple)()]
         given = [x for x in shared if isinstance(x, Tensor)]
         if h.is_leaf and h.requires_grad:  # a message, which the engine keeps for its gradient
             given.append(h)
-        # a storage that lives no more leaves its key to another one, so these are kept
-        self.stays = {x.untyped_storage()._cdata: x.untyped_storage() for x in given}
+        # a storage that lives no more leaves its key to another one, so these stay referenced
+        self.on_device = {x.untyped_storage()._cdata: x.untyped_storage() for x in given}
         self.stored: dict[int, Stored] = {}
-        self.gone: list[Stored] = []
+        self.offloaded: list[Stored] = []
         self.sent: Event = None
         self.came: Event = None
 
@@ -221,10 +221,10 @@ class _Unit:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if any(p.untyped_storage()._cdata == key for p in self.parameters):  # as it lies now
-            return self.offload.keep(tensor)
-        if key in self.stays or not self.offload.chooses(tensor):
-            self.stays[key] = storage  # so it would not help to copy it for another module
-            return self.offload.keep(tensor)
+            return self.offload.pack(tensor)
+        if key in self.on_device or not self.offload.chooses(tensor):
+            self.on_device[key] = storage  # so it would not help to copy it for another module
+            return self.offload.pack(tensor)
         stored = self.stored.get(key)
         if stored is None:
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -233,33 +233,35 @@ class _Unit:
         at = int(tensor.storage_offset())
         return _View(stored, tensor.dtype, shape, stride, at, tensor._version)
 
-    def unpack(self, kept: Any) -> Tensor:
+    def unpack(self, packed: Any) -> Tensor:
         """Give a tensor back to autograd."""
-        return kept.tensor() if isinstance(kept, _View) else self.offload.kept(kept)
+        return packed.tensor() if isinstance(packed, _View) else self.offload.unpack(packed)
 
     def send(self) -> None:
         """Start the way down, at the end of this unit's forward."""
-        self.gone = [stored for key, stored in self.stored.items() if key not in self.stays]
-        for stored in self.gone:
+        self.offloaded = [
+            stored for key, stored in self.stored.items() if key not in self.on_device
+        ]
+        for stored in self.offloaded:
             assert stored.flat is not None
             stored.version = stored.flat._version
-        self.stored, self.stays, self.parameters = {}, {}, []
-        self.sent = self.carrier.down(self.gone)
+        self.stored, self.on_device, self.parameters = {}, {}, []
+        self.sent = self.copies.down(self.offloaded)
 
     def leave(self) -> None:
         """Free the device's memory, at the end of the next unit's forward."""
-        self.carrier.wait(self.sent)
-        for stored in self.gone:
+        self.copies.wait(self.sent)
+        for stored in self.offloaded:
             stored.flat = None
 
     def fetch(self) -> None:
         """Start the way up, before the next unit's backward."""
-        self.came = self.carrier.up(self.gone)
+        self.came = self.copies.up(self.offloaded)
 
     def arrive(self) -> None:
         """Let this unit's backward wait for its tensors, which from now on only it keeps."""
-        self.carrier.wait(self.came)
-        self.gone = []
+        self.copies.wait(self.came)
+        self.offloaded = []
 
 
 class _Boundary(torch.autograd.Function):

@@ -40,8 +40,8 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
                 spaces[axis.ranks] = str(error)
             space = spaces[axis.ranks]
             shared = isinstance(space, Workspace)
-            carrier = "shared memory" if shared else f"{grid.backend}; {space}"
-            lines.append(f"collectives of {name} ({axis.size} ranks): {carrier}")
+            medium = "shared memory" if shared else f"{grid.backend}; {space}"
+            lines.append(f"collectives of {name} ({axis.size} ranks): {medium}")
         space = spaces[axis.ranks]
         if isinstance(space, Workspace):
             transport = SharedMemoryTransport(group_of(axis), space, axis.staged)
@@ -70,8 +70,8 @@ def share_gpus(grid: Grid, device: torch.device, timeout: timedelta) -> list[str
         left = SMS_LEFT if grid.world_size > grid.tp.size else 1
         workspace = CudaWorkspace(grid.tp, device, timeout, left)
         transport = CudaSymmetricTransport(group_of(grid.tp), workspace, grid.tp.staged)
-        grid.tp, carrier = replace(grid.tp, transport=transport), "symmetric memory"
+        grid.tp, medium = replace(grid.tp, transport=transport), "symmetric memory"
     except Unavailable as error:
         grid.tp = by_process_group(grid.tp, why_not=str(error))
-        carrier = f"not available: {error}"
-    return [f"overlap kernels of tp ({grid.tp.size} ranks): {carrier}"]
+        medium = f"not available: {error}"
+    return [f"overlap kernels of tp ({grid.tp.size} ranks): {medium}"]

@@ -12,8 +12,8 @@ from mpu.auxiliary_loss import AuxiliaryLoss, AuxiliaryLosses
 from mpu.comm.transport import Axis
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
+from mpu.interleave import Interleaver
 from mpu.param import Placement, Region, parameter
-from mpu.turns import Turns
 
 
 class ExpertOptions(NamedTuple):
@@ -60,7 +60,7 @@ class LayerContext:
     is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
     for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
     attention_backend: whose kernels they are, as the flags of these names say.
-    turns: of two micro-batches that run beside each other. auxiliary_losses: what `auxiliary_loss`
+    interleaver: of two micro-batches that run interleaved. auxiliary_losses: what `auxiliary_loss`
     adds to. experts: how a mixture of experts is trained.
     log_max_attention_logit, qk_clip: whether each head's largest logit is noted, and clipped.
     output_z_loss: the coefficient of the output layer's z-loss (mpu/layers/cross_entropy.py).
@@ -73,7 +73,7 @@ class LayerContext:
     device: torch.device = torch.device("cpu")
     sink: GradientSink = field(default_factory=GradientSink)
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
-    turns: Turns = field(default_factory=Turns)
+    interleaver: Interleaver = field(default_factory=Interleaver)
     loss_in_chunks: Callable[..., Tensor] | None = None
     cp_comm_type: tuple[str, ...] = ("p2p",)
     norm_backend: str = "weft"
@@ -100,7 +100,7 @@ class LayerContext:
     def reduce_axes(self, region: Region) -> tuple[Axis, ...]:
         """Return the axes over which a replicated weight's gradient is partial in a region."""
         partial = {
-            Region.WHOLE: False,
+            Region.REPLICATED: False,
             Region.SEQUENCE_PARALLEL: self.sp,
             Region.TENSOR_PARALLEL: True,
         }

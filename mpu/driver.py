@@ -76,10 +76,10 @@ def closed() -> str:
     return first
 
 
-def why_unusable(torch: str, cuda: "str | None", said: str, visible: "str | None") -> str:
+def why_unusable(torch: str, cuda: "str | None", message: str, visible: "str | None") -> str:
     """Return why torch sees no CUDA device where an NVIDIA GPU is, in a sentence; "" where none is.
 
-    torch: its version. cuda: what it is built for, None for a CPU build. said: torch's own
+    torch: its version. cuda: what it is built for, None for a CPU build. message: torch's own
     sentence. visible: CUDA_VISIBLE_DEVICES, None where it is not set.
     """
     here, number = found(), version()
@@ -94,8 +94,8 @@ def why_unusable(torch: str, cuda: "str | None", said: str, visible: "str | None
     if not how and visible is not None:
         how = f"CUDA_VISIBLE_DEVICES is {visible!r}, which may name GPUs that are not here"
     how = how or "a GPU in MIG mode needs an instance (nvidia-smi -L lists them)"
-    told = f" ({said})" if said else ""
+    detail = f" ({message})" if message else ""
     return (
-        f"{here} is here, torch {torch} is built for CUDA {cuda} and sees no CUDA device{told}: "
+        f"{here} is here, torch {torch} is built for CUDA {cuda} and sees no CUDA device{detail}: "
         f"{how}"
     )

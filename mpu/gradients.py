@@ -153,47 +153,48 @@ def use(param: nn.Parameter, sink: GradientSink) -> Tensor:
 
 
 class WeightGradientQueue:
-    """Compute weight gradients at once, or keep a backward's work until the pipeline runs it.
+    """Compute weight gradients at once, or defer a backward's work until the pipeline runs it.
 
     The engine runs a stage's W's in the order of the micro-batches, so deferring changes no bit.
     """
 
     def __init__(self) -> None:
-        self._kept: deque[Callable[[], None]] | None = None
+        self._pending: deque[Callable[[], None]] | None = None
         self._all = True
 
     def put(
-        self, work: Callable[[], None], kept: Sequence[Tensor] = (), output_layer: bool = False
+        self, work: Callable[[], None], tensors: Sequence[Tensor] = (), output_layer: bool = False
     ) -> None:
-        """Run the work of one weight gradient, or keep it. kept: the tensors that it holds."""
+        """Run the work of one weight gradient, or defer it. tensors: those that it references."""
         if self.defers(output_layer):
-            assert self._kept is not None
-            self._kept.append(work)
+            assert self._pending is not None
+            self._pending.append(work)
         else:
             work()
 
-    def later(self, work: Callable[[], None], kept: Sequence[Tensor] = ()) -> Callable[[], None]:
+    def later(self, work: Callable[[], None], tensors: Sequence[Tensor] = ()) -> Callable[[], None]:
         """Return what puts the work of a layer, for another layer's backward to call."""
-        return lambda: self.put(work, kept)
+        return lambda: self.put(work, tensors)
 
     def defers(self, output_layer: bool = False) -> bool:
-        """Return whether the work of a layer, the output layer or another, is kept now."""
-        return self._kept is not None and (self._all or output_layer)
+        """Return whether the work of a layer, the output layer or another, is deferred now."""
+        return self._pending is not None and (self._all or output_layer)
 
     def defer(self, output_layer_only: bool = False) -> None:
-        """Keep the work that is put from now on, of all layers or of the output layer."""
-        assert self._kept is None, "one backward at a time defers"
-        self._kept, self._all = deque(), not output_layer_only
+        """Defer the work that is put from now on, of all layers or of the output layer."""
+        assert self._pending is None, "one backward at a time defers"
+        self._pending, self._all = deque(), not output_layer_only
 
     def take(self) -> "deque[Callable[[], None]]":
-        """Stop keeping, and return the kept work, oldest first."""
-        assert self._kept is not None, "nothing was deferred"
-        kept, self._kept = self._kept, None
-        return kept
+        """Stop deferring, and return the pending work, oldest first."""
+        assert self._pending is not None, "nothing was deferred"
+        pending, self._pending = self._pending, None
+        return pending
 
 
 @torch.no_grad()  # as in backward
 def run_deferred(works: "deque[Callable[[], None]]") -> None:
-    """Run kept work, oldest first, and free what each piece holds as soon as it is done."""
+    """Run deferred work, oldest first, and free what each piece references as soon as it is done.
+    """
     while works:
         works.popleft()()

@@ -19,7 +19,8 @@ of that array, a product axis a plane, its ranks ascending. Further axes:
 
 With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. cp_a2a and cp_p2p are
 the rank alone too, unless `hierarchical` has their sizes (--hierarchical-context-parallel-sizes),
-and so are ep and edp, unless `ep_size` is given, and the two products, unless `whole_matrices`.
+and so are ep and edp, unless `ep_size` is given, and the two products, unless
+`needs_full_matrices`.
 
 A stage (one place on pp) has two views: tp x dp_cp and ep x edp. A parameter is cut over the first
 axis of a view; the ranks of the second hold the same part of it, so its gradient is summed and its
@@ -122,8 +123,8 @@ class Grid:
 
     query_groups: key/value heads of the model; 0: no fewer than tp. order: the axes, fastest first.
     ep_size: ranks over which experts are cut; 0: the model has none. nccl: settings of groups by
-    the axis, for `group_options`; an axis with settings has a group of its own. whole_matrices: the
-    optimizer makes matrices whole, over tp_dp_cp_shard and ep_edp_shard.
+    the axis, for `group_options`; an axis with settings has a group of its own.
+    needs_full_matrices: the optimizer makes matrices whole, over tp_dp_cp_shard and ep_edp_shard.
 
     Raises ValueError where tp x cp x pp do not divide the world, `ep_size` not a stage, `instances`
     not dp_cp or edp, or fewer `query_groups` not tp.
@@ -141,7 +142,7 @@ class Grid:
     order: tuple[str, ...] = ORDER
     ep_size: int = 0
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    whole_matrices: bool = False
+    needs_full_matrices: bool = False
 
     def __post_init__(self) -> None:
         parts = self.tp_size * self.cp_size * self.pp_size
@@ -206,8 +207,8 @@ class Grid:
         """
         array = self._array()
         nesting = self.order[::-1]
-        kept = [i for i, name in enumerate(nesting) if name not in names]
-        moved = array.transpose(*kept, *[i for i, name in enumerate(nesting) if name in names])
+        remaining = [i for i, name in enumerate(nesting) if name not in names]
+        moved = array.transpose(*remaining, *[i for i, name in enumerate(nesting) if name in names])
         size = prod(array.shape[nesting.index(name)] for name in names)
         return tuple(tuple(row) for row in moved.reshape(-1, size).tolist())
 
@@ -266,7 +267,7 @@ class Grid:
 
     def _instance(self, cut: str) -> Axis:
         name = f"{cut}_{DATA[cut]}_shard"
-        if not self.whole_matrices or (cut == "ep" and not self.ep_size):
+        if not self.needs_full_matrices or (cut == "ep" and not self.ep_size):
             return self._alone(name)
         ranks = tuple(sorted(rank for row in self.places(cut) for rank in row))
         return Axis(name, ranks.index(self.rank), len(ranks), ranks)
@@ -319,14 +320,14 @@ class Grid:
         for name in self.AXES:
             axis: Axis = getattr(self, name)
             settings = self.nccl.get("pp" if name == "pp_back" else name, {}) if nccl else {}
-            apart = nccl and (name == "pp_back" or bool(settings))
+            own_group = nccl and (name == "pp_back" or bool(settings))
             urgent = nccl and name in URGENT
             key = (axis.ranks, urgent, name if settings else "")
             between = name == "embd" and self.pp.size > 2
-            if (axis.size > 1 or between) and (apart or key not in groups):
+            if (axis.size > 1 or between) and (own_group or key not in groups):
                 options = urgent or bool(settings)
                 more = {"pg_options": group_options(timeout, urgent, settings)} if options else {}
-                all_ranks = axis.size == self.world_size and not apart and not urgent
+                all_ranks = axis.size == self.world_size and not own_group and not urgent
                 groups[key] = (
                     dist.group.WORLD
                     if all_ranks

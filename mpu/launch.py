@@ -23,7 +23,7 @@ SHORTEST, LONGEST = 16, 4096  # bytes of the run's secret
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class Rendezvous:
     """Where ranks meet, as the launcher said: MASTER_ADDR and MASTER_PORT.
 
     agent: torchrun's agent keeps the store, over all restarts. secret: what only this run's ranks
@@ -36,12 +36,12 @@ class MeetingPoint:
     secret: bytes = field(default=b"", repr=False)
 
     @classmethod
-    def from_env(cls) -> "MeetingPoint":
+    def from_env(cls) -> "Rendezvous":
         """Read the environment. Raises ValueError, and OSError for WEFT_SECRET_FILE."""
         e, port = os.environ, os.environ.get("MASTER_PORT", "")
         return cls(
             e.get("MASTER_ADDR", ""),
-            int(port) if port.isascii() and port.isdigit() else 0,  # check_meeting complains
+            int(port) if port.isascii() and port.isdigit() else 0,  # check_rendezvous reports it
             e.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             run_secret(e.get("WEFT_SECRET"), e.get("WEFT_SECRET_FILE")),
         )
@@ -58,7 +58,7 @@ class Launch:
     srun: bool = False
     attempt: int = 0  # restarts before this start, as this node's launcher counts them
     supervisor: str = ""  # tools/supervise.py's directory in this host's memory
-    point: MeetingPoint = field(default=MeetingPoint(), compare=False)
+    point: Rendezvous = field(default=Rendezvous(), compare=False)
 
     @classmethod
     def from_env(cls) -> "Launch":
@@ -90,9 +90,9 @@ class Launch:
                 f"the environment says rank {launch.rank} of {launch.world}, and on this node "
                 f"{launch.local_rank} of {launch.local_world}: ranks count from 0"
             )
-        return replace(launch, point=MeetingPoint.from_env()) if launch.world > 1 else launch
+        return replace(launch, point=Rendezvous.from_env()) if launch.world > 1 else launch
 
-    def check_meeting(self) -> None:
+    def check_rendezvous(self) -> None:
         """Raise ValueError where several ranks are not told where to meet."""
         needed = (
             ("MASTER_ADDR", "MASTER_PORT") if self.srun else ("RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -240,13 +240,13 @@ def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -
     CUDA graph's buffers, which in expandable segments ends in an illegal memory access (Megatron-LM
     asks for 0, too). What the user has set stays.
     """
-    wanted = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
+    defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
     if loads_eagerly(argv):
-        wanted["CUDA_MODULE_LOADING"] = "EAGER"
+        defaults["CUDA_MODULE_LOADING"] = "EAGER"
     if not any(name in environ for name in ALLOCATOR):
-        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    wanted[REGISTER] = "0"
-    return {name: value for name, value in wanted.items() if name not in environ}
+        defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    defaults[REGISTER] = "0"
+    return {name: value for name, value in defaults.items() if name not in environ}
 
 
 def loads_eagerly(argv: Sequence[str]) -> bool:
@@ -299,5 +299,5 @@ def cuda_settings() -> list[str]:
         "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER,
         CONNECTIONS, BLOCKING, CUDNN_LAST,
     )  # fmt: skip
-    told = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return [f"environment of CUDA: {', '.join(told)}"] if told else []
+    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return [f"environment of CUDA: {', '.join(settings)}"] if settings else []

@@ -52,7 +52,7 @@ class Event(NamedTuple):
 
 
 class _Running(threading.local):
-    """What runs in a thread. Two micro-batches beside each other have two (mpu/turns.py).
+    """What runs in a thread. Two interleaved micro-batches have two (mpu/interleave.py).
 
     modules: whose forward runs, outermost first. works: whose weight gradient runs.
     """
@@ -176,10 +176,10 @@ class ModuleTracker:
         self._put(partial(self._work, self.running(), work), *rest, **more)
 
     def _noted_later(
-        self, work: Callable[[], None], kept: Sequence[Tensor] = ()
+        self, work: Callable[[], None], tensors: Sequence[Tensor] = ()
     ) -> Callable[[], None]:
         work = partial(self._work, self.running(), work)
-        return lambda: self._put(work, kept)
+        return lambda: self._put(work, tensors)
 
     def _work(self, name: str, work: Callable[[], None]) -> None:
         self._here.works.append(name)

@@ -23,14 +23,14 @@ class PlacementError(ValueError):
 class Region(Enum):
     """Where between the collectives a replicated weight is used: what of the activations it meets.
 
-    WHOLE: every tp rank has all of them, so every rank's gradient is whole.
+    REPLICATED: every tp rank has all of them, so every rank's gradient is complete.
     SEQUENCE_PARALLEL: hidden states. Under sequence parallelism a rank has its part of s, and its
-        gradient is partial; without it they are whole.
+        gradient is partial; without it they are replicated.
     TENSOR_PARALLEL: between a column- and a row-parallel layer. A rank has its own heads or
         features, so its gradient is always partial.
     """
 
-    WHOLE = "whole"
+    REPLICATED = "replicated"
     SEQUENCE_PARALLEL = "sequence-parallel"
     TENSOR_PARALLEL = "tensor-parallel"
 

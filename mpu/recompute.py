@@ -49,11 +49,11 @@ class Decisions(threading.local):
         finally:
             self._again = None
 
-    def keep(self, decide: Callable[[], Decision]) -> Decision:
+    def record(self, decide: Callable[[], Decision]) -> Decision:
         """Return decide(), or in a second run what it returned in the first."""
         if self._again is not None:
-            kept: Decision = next(self._again)
-            return kept
+            recorded: Decision = next(self._again)
+            return recorded
         decision = decide()
         if self._made is not None:
             self._made.append(decision)
@@ -160,7 +160,7 @@ class Recompute:
             full = self.granularity == "full" and (
                 self.method != "block" or first < self.num_layers
             )
-            run = self.in_turn(some)
+            run = self.sequential(some)
             again = partial(recompute, run, decisions=self.decisions)
             units.append((some, again if full else run))
         if self.offload is not None:
@@ -169,7 +169,7 @@ class Recompute:
             h = each(h, *shared)
         return h
 
-    def in_turn(self, layers: Blocks) -> Callable[..., Tensor]:
+    def sequential(self, layers: Blocks) -> Callable[..., Tensor]:
         """Return what runs layers one after another."""
 
         def run(h: Tensor, *shared: Any) -> Tensor:

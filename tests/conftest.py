@@ -88,26 +88,37 @@ class Comm:
         hierarchical: tuple[int, ...] | None = None,
         order: tuple[str, ...] = ("tp", "cp", "dp", "pp"),
         ep: int = 0,
-        whole_matrices: bool = False,
+        needs_full_matrices: bool = False,
     ) -> Any:
         """Return a connected Grid of this world (groups are made once a layout).
 
         memory: its ranks share memory, as those of a run on one host do. hierarchical: the parts of
-        cp. order: the axes, fastest first. whole_matrices: for an optimizer that needs them.
+        cp. order: the axes, fastest first. needs_full_matrices: for an optimizer that needs them.
         """
         from mpu.connect import share
         from mpu.grid import Grid
         from mpu.launch import Launch
 
         query_groups = query_groups if query_groups < tp else 0
-        key = (tp, cp, pp, instances, memory, query_groups, hierarchical, order, ep, whole_matrices)
+        key = (
+            tp,
+            cp,
+            pp,
+            instances,
+            memory,
+            query_groups,
+            hierarchical,
+            order,
+            ep,
+            needs_full_matrices,
+        )
         grids = self.__dict__.setdefault("grids", {})
         if key not in grids:
             launch = Launch(self.rank, self.size, self.rank, self.size)
             wait = timedelta(seconds=TIMEOUT)
             grid = Grid(
                 self.size, tp, cp, pp, launch, "gloo", instances, query_groups, hierarchical,
-                order, ep, whole_matrices=whole_matrices,
+                order, ep, needs_full_matrices=needs_full_matrices,
             )  # fmt: skip
             grid.add_groups(torch.device("cpu"), wait)
             if memory:

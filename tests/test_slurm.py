@@ -109,7 +109,7 @@ def test_nonsense_of_a_launcher_is_one_sentence(environment, variables, says):
 def test_where_ranks_meet_must_be_said(environment, variables, says):
     environment(variables)
     try:
-        Launch.from_env().check_meeting()
+        Launch.from_env().check_rendezvous()
         said = ""
     except ValueError as error:
         said = str(error)

@@ -277,7 +277,7 @@ def main(argv: Iterable[str] | None = None) -> int:
         device = own_gpu(launch) if kind == "cuda" else torch.device("cpu")
         grid = Grid(launch.world, tp_size=tp, launch=launch)
         if launch.world > 1:
-            launch.check_meeting()
+            launch.check_rendezvous()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)
         at = device if launch.world > 1 else None
         made: list[Writer] = []

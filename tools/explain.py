@@ -192,7 +192,7 @@ def explain(config: Config, grid: Grid) -> Explained:
     who = f"pipeline rank {grid.pp.rank}"
     lines = ["", rule(f"{who} (rank {grid.rank}): {describe_stages(run.model.stages)}", "=")]
     lines += [*own, *story(explainer, True), *sums(counted, rows, who)]
-    sent = [e.parcel.kind for e in explainer.events if e.parcel and e.verb == "send"]
+    sent = [e.payload.kind for e in explainer.events if e.payload and e.verb == "send"]
     mine = {
         "order": in_order(explainer, len(run.model.stages)),
         "story": lines,

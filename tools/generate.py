@@ -300,7 +300,7 @@ def main(argv: Iterable[str] | None = None) -> int:
             raise ValueError(f"{why}; or generate on the CPU with --device cpu")
         device = own_gpu(launch) if kind == "cuda" else torch.device("cpu")
         if launch.world > 1:
-            launch.check_meeting()
+            launch.check_rendezvous()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)
         run(args, grid, device)
     except (ValueError, OSError) as error:

@@ -203,7 +203,7 @@ def main(argv: Sequence[str]) -> int:
         if launch.world % launch.local_world:
             raise ValueError(f"{launch.world} ranks are no whole number of nodes of "
                              f"{launch.local_world}")  # fmt: skip
-        launch.check_meeting()
+        launch.check_rendezvous()
         content, report = measured(args, launch)
         if launch.rank == 0:
             args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -69,9 +69,9 @@ def qk_clip(config: Config) -> QKClip | None:
     return QKClip(o.qk_clip_threshold, o.qk_clip_alpha) if o.qk_clip else None
 
 
-def whole_matrices(config: Config) -> bool:
+def needs_full_matrices(config: Config) -> bool:
     """Return whether the optimizer takes whole matrices, which need an axis (Grid.instance)."""
-    return RULES[config.optimizer.optimizer](config).whole_matrices
+    return RULES[config.optimizer.optimizer](config).needs_full_matrices
 
 
 def optimizer_groups(
@@ -83,9 +83,9 @@ def optimizer_groups(
     touch it, as in Megatron-LM.
     """
     rule, decay = RULES[config.optimizer.optimizer](config), config.optimizer.weight_decay
-    rest = _adamw(config) if rule.whole_matrices else rule
+    rest = _adamw(config) if rule.needs_full_matrices else rule
     plain = ("matrix_no_decay", "vector", "embedding_no_decay")
-    own = [name for name in GROUPS if rule.whole_matrices and name.startswith("matrix")]
+    own = [name for name in GROUPS if rule.needs_full_matrices and name.startswith("matrix")]
     return {
         name: Group(
             rule if name.startswith("matrix") else rest,

@@ -4,7 +4,7 @@
 import torch
 from torch import nn
 
-from mpu.activation_offload import Carrier, Offload
+from mpu.activation_offload import HostCopies, Offload
 from mpu.context import LayerContext
 from mpu.recompute import Recompute
 from training.config import Config, UsageError
@@ -14,7 +14,7 @@ from training.float8 import in_float8
 def recompute_of(
     config: Config,
     device: torch.device,
-    carrier: type[Carrier] = Carrier,
+    carrier: type[HostCopies] = HostCopies,
     offload: type[Offload] = Offload,
     recompute: type[Recompute] = Recompute,
 ) -> Recompute:

@@ -42,7 +42,7 @@ def all_reduce(
     """Sum x over the axis (or combine it by `op`), in place, in the transport's own order."""
     if axis.size == 1:
         return x, DONE
-    return axis.carrier.all_reduce(x, axis, async_op, op, label)
+    return axis.required_transport.all_reduce(x, axis, async_op, op, label)
 
 
 def all_gather(
@@ -58,7 +58,7 @@ def all_gather(
     """
     if axis.size == 1:
         return x, DONE
-    return axis.carrier.all_gather(x, axis, async_op, into, label)
+    return axis.required_transport.all_gather(x, axis, async_op, into, label)
 
 
 def reduce_scatter(
@@ -77,7 +77,7 @@ def reduce_scatter(
     if axis.size == 1:
         return x, DONE
     assert x.shape[0] % axis.size == 0, "dim 0 must divide by the axis"
-    return axis.carrier.reduce_scatter(x, axis, async_op, into, label)
+    return axis.required_transport.reduce_scatter(x, axis, async_op, into, label)
 
 
 def all_to_all(
@@ -102,7 +102,7 @@ def all_to_all(
         assert sum(splits.input) == len(x), "the splits must cover dim 0"
     if axis.size == 1:
         return x, DONE
-    return axis.carrier.all_to_all(x, axis, async_op, splits, label)
+    return axis.required_transport.all_to_all(x, axis, async_op, splits, label)
 
 
 def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Tensor:
@@ -244,7 +244,7 @@ def by_process_group(axis: Axis, why_not: str = "") -> Axis:
 
 def group_of(axis: Axis) -> Any:
     """Return the process group of an axis whose transport has one."""
-    transport = axis.carrier
+    transport = axis.required_transport
     assert isinstance(transport, ProcessGroupTransport), f"{axis.name} has no process group"
     return transport.group
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from mpu.comm.transport import Axis, Label, Splits
-from mpu.turns import Turns
+from mpu.interleave import Interleaver
 
 Verb = Callable[[Tensor, Axis, Label], Tensor]
 
@@ -45,12 +45,12 @@ def _scatter(x: Tensor, axis: Axis, label: Label) -> Tensor:
 
 
 def _exchange(
-    x: Tensor, axis: Axis, label: Label, splits: Splits | None, turns: Turns | None
+    x: Tensor, axis: Axis, label: Label, splits: Splits | None, interleaver: Interleaver | None
 ) -> Tensor:
-    beside = turns is not None and turns.two
-    y, handle = all_to_all(x, axis, async_op=beside, splits=splits, label=label)
-    if turns is not None:
-        turns.give_way()
+    overlapped = interleaver is not None and interleaver.two
+    y, handle = all_to_all(x, axis, async_op=overlapped, splits=splits, label=label)
+    if interleaver is not None:
+        interleaver.switch()
     handle.wait()
     return y
 
@@ -105,12 +105,12 @@ def differentiable_all_to_all(
     axis: Axis,
     splits: Splits | None = None,
     who: object = None,
-    turns: Turns | None = None,
+    interleaver: Interleaver | None = None,
 ) -> Tensor:
     """Send each rank its rows of dim 0; their gradients come back by the reversed splits.
 
-    turns: of two micro-batches, of which the other computes while rows are on their way.
+    interleaver: of two micro-batches, of which the other computes while rows are in flight.
     """
     back = None if splits is None else splits.reversed
-    there = partial(_exchange, splits=splits, turns=turns)
-    return _pair(x, axis, there, partial(_exchange, splits=back, turns=turns), who)
+    there = partial(_exchange, splits=splits, interleaver=interleaver)
+    return _pair(x, axis, there, partial(_exchange, splits=back, interleaver=interleaver), who)

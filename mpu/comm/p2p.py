@@ -83,7 +83,7 @@ def exchange(
     Every rank of the axis makes the same step. The handle waits for both.
     """
     peer = axis.ranks[source]
-    if isinstance(axis.carrier, MetaTransport):  # shapes do not travel
+    if isinstance(axis.required_transport, MetaTransport):  # shapes do not travel
         return axis.start("send", x, lambda: None, (x,), async_op=True, label=label, peer=peer)
     wire, out = to_wire(x, axis), _room(into, axis)
 
@@ -100,11 +100,11 @@ def exchange(
     return axis.start("send", x, call, keep, finish, async_op=True, label=label, peer=peer)
 
 
-class Outbox:
-    """Keep each message until it is gone, then free its memory.
+class SendQueue:
+    """Keep each message until it has left, then free its memory.
 
-    gloo cannot be asked whether a send is done, only waited for: a thread does that, in the order
-    of the sends. NCCL can be asked (`polls`); its wait would hold up the compute stream. As a
+    gloo cannot report whether a send is done, only wait for it: a thread does that, in the order
+    of the sends. NCCL can report it (`polls`); its wait would hold up the compute stream. As a
     context manager it waits at the end for all messages; on NCCL only the stream waits. Raises
     CommunicationError, at the next call, when a send fails.
     """
@@ -117,18 +117,18 @@ class Outbox:
         self._error: BaseException | None = None
 
     def put(self, handle: Handle) -> None:
-        """Keep a send until it is gone."""
+        """Keep a send until it has left."""
         self.check()
         if self._polls:
             self._flying.append(handle)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, name="outbox", daemon=True)
+            self._thread = threading.Thread(target=self._wait, name="send-queue", daemon=True)
             self._thread.start()
         self._queue.put(handle)
 
     def check(self) -> None:
-        """Free the messages that are gone; raise the error of a send that failed."""
+        """Free the messages that have left; raise the error of a send that failed."""
         self._flying = [handle for handle in self._flying if not handle.is_completed()]
         if self._error is not None:
             raise self._error
@@ -141,7 +141,7 @@ class Outbox:
                 self._error = error
                 return
 
-    def __enter__(self) -> "Outbox":
+    def __enter__(self) -> "SendQueue":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

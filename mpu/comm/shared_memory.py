@@ -15,7 +15,7 @@ from torch import Tensor
 from mpu.comm.collectives import ProcessGroupTransport, sum_of_parts
 from mpu.comm.symmetric import copy
 from mpu.comm.transport import Axis, Handle, Label, Splits
-from mpu.comm.workspace import Turn, Workspace
+from mpu.comm.workspace import Epoch, Workspace
 
 
 class SharedMemoryTransport(ProcessGroupTransport):
@@ -36,13 +36,13 @@ class SharedMemoryTransport(ProcessGroupTransport):
         """Sum x in place: two ranks add all of it each; more ranks add a piece each.
 
         Pieces are exchanged before the call returns, async_op or not: flags only go up, so the
-        second phase must be signalled before a later turn begins.
+        second phase must be signalled before a later epoch begins.
         """
         if op != dist.ReduceOp.SUM or not x.is_contiguous() or x.device.type != "cpu":
             return super().all_reduce(x, axis, async_op, op, label)
 
-        def read(turn: Turn) -> None:
-            parts, n = turn.whole((axis.size, x.numel()), x.dtype), x.numel()
+        def read(epoch: Epoch) -> None:
+            parts, n = epoch.gathered((axis.size, x.numel()), x.dtype), x.numel()
             if axis.size == 2:
                 sum_of_parts(parts.view(2, *x.shape), x)
                 return
@@ -52,13 +52,13 @@ class SharedMemoryTransport(ProcessGroupTransport):
             sum_of_parts(parts[:, low:high], flat[low:high])
             # over the piece of its own part, which only this rank has read
             parts[axis.rank, low:high] = flat[low:high]
-            turn.phase = 1
-            turn.signal_all()
-            turn.wait()
+            epoch.phase = 1
+            epoch.signal_all()
+            epoch.wait()
             for r, row in enumerate(parts):
                 flat[bounds[r] : bounds[r + 1]] = row[bounds[r] : bounds[r + 1]]
 
-        write, later = (lambda turn: turn.put(x.detach())), async_op and axis.size == 2
+        write, later = (lambda epoch: epoch.put(x.detach())), async_op and axis.size == 2
         return x, self.begin("all_reduce", axis, x, write, read, async_op=later, label=label)
 
     def all_gather(
@@ -72,14 +72,14 @@ class SharedMemoryTransport(ProcessGroupTransport):
         out = into if into is not None else x.new_empty(shape)
         low, high = axis.rank * n, (axis.rank + 1) * n
 
-        def read(turn: Turn) -> None:
-            every = turn.whole(shape, x.dtype)
+        def read(epoch: Epoch) -> None:
+            every = epoch.gathered(shape, x.dtype)
             copy(out[:low], every[:low])
             copy(out[high:], every[high:])
             if out[low:high].data_ptr() != x.data_ptr():
                 copy(out[low:high], x)
 
-        write = lambda turn: turn.put(x)  # noqa: E731
+        write = lambda epoch: epoch.put(x)  # noqa: E731
         return out, self.begin("all_gather", axis, x, write, read, async_op=async_op, label=label)
 
     def reduce_scatter(
@@ -95,15 +95,15 @@ class SharedMemoryTransport(ProcessGroupTransport):
         own = slices[rank]
         out = torch.empty_like(own, memory_format=torch.contiguous_format) if into is None else into
 
-        def write(turn: Turn) -> None:
-            written = turn.part(rank, tuple(slices.shape), x.dtype)
+        def write(epoch: Epoch) -> None:
+            written = epoch.part(rank, tuple(slices.shape), x.dtype)
             for owner in axis.following:
                 copy(written[owner], slices[owner])
-                turn.signal(owner)
-            turn.signal(rank)
+                epoch.signal(owner)
+            epoch.signal(rank)
 
-        def read(turn: Turn) -> None:
-            parts = list(turn.whole((size, *slices.shape), x.dtype)[:, rank])
+        def read(epoch: Epoch) -> None:
+            parts = list(epoch.gathered((size, *slices.shape), x.dtype)[:, rank])
             # `out` may be this slice of x; the sum of the first two parts overwrites it
             aside = rank > 1 and out.data_ptr() == own.data_ptr()
             parts[rank] = own.clone() if aside else own
@@ -132,16 +132,16 @@ class SharedMemoryTransport(ProcessGroupTransport):
         out = x.new_empty((sum(row[rank] for row in every), *width))
         into = out.split([row[rank] for row in every])
 
-        def write(turn: Turn) -> None:
-            written = turn.part(rank, tuple(x.shape), x.dtype).split(every[rank])
+        def write(epoch: Epoch) -> None:
+            written = epoch.part(rank, tuple(x.shape), x.dtype).split(every[rank])
             for owner in axis.following:
                 copy(written[owner], own[owner])
-                turn.signal(owner)
-            turn.signal(rank)
+                epoch.signal(owner)
+            epoch.signal(rank)
 
-        def read(turn: Turn) -> None:
+        def read(epoch: Epoch) -> None:
             for source in axis.following:
-                part = turn.part(source, (rows[source], *width), x.dtype)
+                part = epoch.part(source, (rows[source], *width), x.dtype)
                 copy(into[source], part.split(every[source])[rank])
             into[rank].copy_(own[rank])
 
@@ -153,11 +153,11 @@ class SharedMemoryTransport(ProcessGroupTransport):
         where a rank expects another number of rows than it is sent.
         """
         both = torch.tensor(splits, dtype=torch.int64)  # [2, t]
-        turn = self.workspace.begin(both.nbytes)
-        turn.put(both)
-        turn.wait()
-        table = turn.whole((axis.size, 2, axis.size), both.dtype).clone()
-        turn.close()
+        epoch = self.workspace.begin(both.nbytes)
+        epoch.put(both)
+        epoch.wait()
+        table = epoch.gathered((axis.size, 2, axis.size), both.dtype).clone()
+        epoch.close()
         sent, expected = table[:, 0], table[:, 1].t()
         if len(wrong := (sent != expected).nonzero()):
             source, to = wrong[0].tolist()
@@ -173,30 +173,30 @@ class SharedMemoryTransport(ProcessGroupTransport):
         verb: str,
         axis: Axis,
         x: Tensor,
-        write: Callable[[Turn], None],
-        read: Callable[[Turn], None],
+        write: Callable[[Epoch], None],
+        read: Callable[[Epoch], None],
         async_op: bool,
         label: Label | None,
         part_bytes: int | None = None,
         splits: Splits | None = None,
     ) -> Handle:
-        """Call write(turn), which signals. The handle waits for all ranks' signals, then reads.
+        """Call write(epoch), which signals. The handle waits for all ranks' signals, then reads.
 
         part_bytes: of each rank's part, the same on all; None: x's. splits: see Axis.start.
         """
-        turns: list[Turn] = []
+        epochs: list[Epoch] = []
 
-        def call() -> Turn:
-            turns.append(self.workspace.begin(x.nbytes if part_bytes is None else part_bytes))
-            write(turns[0])
-            return turns[0]
+        def call() -> Epoch:
+            epochs.append(self.workspace.begin(x.nbytes if part_bytes is None else part_bytes))
+            write(epochs[0])
+            return epochs[0]
 
         def finish() -> None:
-            read(turns[0])
-            turns[0].close()
+            read(epochs[0])
+            epochs[0].close()
 
         handle = axis.start(
             verb, x, call, (x,), finish, async_op=async_op, label=label, splits=splits
         )
-        turns[0].complete = handle.wait
+        epochs[0].complete = handle.wait
         return handle

@@ -192,13 +192,13 @@ class SymmetricBuffer:
             return
         begin, alone = time.monotonic(), 0.0
         while there < count:
-            gone = [r for r, life in enumerate(self._peers) if life.over()]
+            dead = [r for r, life in enumerate(self._peers) if life.over()]
             now, late = time.monotonic(), ranks[there]
-            if gone and (there := call(*args, 0, 0)) < count:  # it may have signalled and left
+            if dead and (there := call(*args, 0, 0)) < count:  # it may have signalled and left
                 alone = alone or now
                 late = ranks[there]
-                if late in gone or now - alone > GRACE:
-                    who = late if late in gone else gone[0]
+                if late in dead or now - alone > GRACE:
+                    who = late if late in dead else dead[0]
                     raise CommunicationError(f"rank {self.axis.ranks[who]} has ended, in {what}")
             if now - begin > self.timeout:
                 name = f"rank {self.axis.ranks[late]}" if late >= 0 else "every rank"

@@ -8,16 +8,16 @@ As on the CPU (mpu/comm/workspace.py) there are two slots, used in turn, and fla
 Unlike there a rank writes into the reader's memory, so that data crosses the link once, while
 something is multiplied. torch's symmetric memory allocates the memory and maps it in all processes;
 the flags are our own. All waits are on the GPU, in the order of the current stream, which must be
-the same for all turns. It needs triton.
+the same for all epochs. It needs triton.
 
-Each slot has its own flags and its own epoch, the count of its turns:
+Each slot has its own flags and its own epoch, the count of its uses:
 
     begin    wait until all ranks have closed the slot's epoch e, then count: epoch e + 1
     ...      pieces are written, flags of e + 1 raised, awaited
     close    raise the flag that says: this rank has closed e + 1
 
-The epoch lies in device memory and a kernel counts it, so a CUDA graph may hold any number of turns
-and be replayed. What the host counts decides which slot a turn takes, and is asserted on.
+The epoch lies in device memory and a kernel counts it, so a CUDA graph may contain any number of
+uses and be replayed. What the host counts decides which slot a turn takes, and is asserted on.
 """
 
 import json
@@ -46,7 +46,7 @@ class CudaWorkspace:
     """What the kernels of one axis share: a _Memory, which grows to the largest exchange.
 
     sms_left: SMs of the GPU that our kernels leave to those of other streams, at least the one that
-    `CudaTurn.send` needs for its flags. All ranks make and use the workspace in one order. Raises
+    `CudaEpoch.send` needs for its flags. All ranks make and use the workspace in one order. Raises
     Unavailable, on all ranks alike, where the GPUs do not see each other's memory.
     """
 
@@ -67,29 +67,29 @@ class CudaWorkspace:
         self.epoch = 0
         self._open: set[int] = set()
 
-    def begin(self, piece_bytes: int) -> "CudaTurn":
-        """Open the next turn, in which every rank gives every rank up to `piece_bytes`.
+    def begin(self, piece_bytes: int) -> "CudaEpoch":
+        """Open the next epoch, in which every rank gives every rank up to `piece_bytes`.
 
-        A turn that is open while the slots grow keeps its old memory.
+        An epoch that is open while the slots grow keeps its old memory.
         """
         self.check()
         piece = -(-piece_bytes // 16) * 16
         if piece * self.axis.size > self.memory.slot_bytes:
             torch.cuda.synchronize(self.device)
-            gather_bytes(b"", self.axis, self.device)  # all pieces of open turns have come
+            gather_bytes(b"", self.axis, self.device)  # all pieces of open epochs have come
             self._allocate(-(-piece * self.axis.size // (1 << 24)) * (1 << 24))
         self.epoch += 1
-        assert self.epoch - SLOTS not in self._open, "the turn before the last is not closed"
+        assert self.epoch - SLOTS not in self._open, "the epoch before the last is not closed"
         self._open.add(self.epoch)
         slot = self.memory.slots[self.epoch % SLOTS]
         wait_flags(slot.closed, slot.epoch, self.patience, self.error, step=1)
-        return CudaTurn(self, self.epoch, slot, piece)
+        return CudaEpoch(self, self.epoch, slot, piece)
 
-    def close(self, turn: "CudaTurn") -> None:
+    def close(self, epoch: "CudaEpoch") -> None:
         """Note for all ranks, in the stream's order, that this one no longer reads the slot."""
-        if turn.memory is self.memory:  # else nobody writes there any more
-            self._open.discard(turn.number)
-            raise_flags(turn.slot.closes, turn.slot.epoch)
+        if epoch.memory is self.memory:  # else nobody writes there any more
+            self._open.discard(epoch.number)
+            raise_flags(epoch.slot.closes, epoch.slot.epoch)
 
     def check(self) -> None:
         """Raise CommunicationError if a wait on the GPU has run out."""
@@ -104,7 +104,7 @@ class _Slot:
     """A slot's addresses of flags, for the kernels, and its epoch."""
 
     start: int  # of its first piece, in bytes from the memory's first
-    epoch: Tensor  # int32, one: turns that have begun
+    epoch: Tensor  # int32, one: uses that have begun
     arrived: Tensor  # flags that each rank raises for this one's chunk 0
     raises: Tensor  # and this rank for each
     closed: Tensor  # flags that each rank raises when it has closed
@@ -169,7 +169,7 @@ class _Memory:
         return self._tables[slot.start, piece]
 
 
-class CudaTurn:
+class CudaEpoch:
     """One use of a slot."""
 
     def __init__(self, workspace: CudaWorkspace, number: int, slot: _Slot, piece: int) -> None:
@@ -210,7 +210,7 @@ class CudaTurn:
         return self._piece(self.workspace.axis.rank, rank, torch.Size(shape), dtype)
 
     def send(self, x: Tensor) -> None:
-        """Copy x into every rank's memory and raise the flags of chunk 0, beside this stream.
+        """Copy x into every rank's memory and raise the flags of chunk 0, on a stream of its own.
 
         Copy engines copy, so that no SM is taken but the one where the flags' kernel runs, for an
         instant. Keep x until `arrive` was called.
@@ -224,12 +224,12 @@ class CudaTurn:
             raise_flags(self.slot.raises, self.slot.epoch)
 
     def arrive(self) -> None:
-        """Let this stream wait for what all ranks `send` in this turn."""
+        """Let this stream wait for what all ranks `send` in this epoch."""
         space = self.workspace
         torch.cuda.current_stream(space.device).wait_stream(space.copies)
         wait_flags(self.slot.arrived, self.slot.epoch, space.patience, space.error)
 
-    def whole(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def gathered(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return what all ranks wrote for this one, [n, ...] each, along dim 0."""
         size, rank = self.workspace.axis.size, self.workspace.axis.rank
         n = torch.Size(shape).numel() * dtype.itemsize
@@ -240,7 +240,7 @@ class CudaTurn:
         return torch.cat([self.part(r, shape, dtype) for r in range(size)])
 
     def close(self) -> None:
-        """Let the slot go: this rank no longer reads it."""
+        """Release the slot: this rank no longer reads it."""
         self.workspace.close(self)
 
 

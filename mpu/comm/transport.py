@@ -210,7 +210,7 @@ class Axis:
         return self.transport is not None and self.transport.symmetric
 
     @property
-    def carrier(self) -> Transport:
+    def required_transport(self) -> Transport:
         """Return the transport; the axis must have one."""
         assert self.transport is not None, f"the axis {self.name} has no transport: a dry run?"
         return self.transport
@@ -236,8 +236,8 @@ class Axis:
         """
         event = None
         if self.trace is not None:
-            away = None if splits is None else sum(splits.input) - splits.input[self.rank]
-            sent = sent_bytes(verb, tensor, self.size, away)
+            leaving = None if splits is None else sum(splits.input) - splits.input[self.rank]
+            sent = sent_bytes(verb, tensor, self.size, leaving)
             event = self.trace.issued(verb, self, tensor, sent, async_op, label)
         what, waits = f"{verb} over {self.name} (ranks {list(self.ranks)})", self.waits
         wait = None
@@ -256,14 +256,14 @@ class Axis:
         return handle
 
 
-def sent_bytes(verb: str, tensor: Tensor, size: int, away: int | None = None) -> int:
+def sent_bytes(verb: str, tensor: Tensor, size: int, leaving: int | None = None) -> int:
     """Return the bytes that a rank sends for a verb on `tensor`, by the ideal algorithm.
 
-    away: of an uneven all-to-all, the rows for other ranks.
+    leaving: of an uneven all-to-all, the rows for other ranks.
     """
     n = tensor.numel() * tensor.element_size()
-    if away is not None:
-        return n // max(len(tensor), 1) * away
+    if leaving is not None:
+        return n // max(len(tensor), 1) * leaving
     if verb == "receive":
         return 0
     if verb == "all_gather":

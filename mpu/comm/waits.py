@@ -31,9 +31,9 @@ class Wait(NamedTuple):
         return [self.verb, self.axis, self.peers[0], step, len(self.peers), self.number]
 
     @classmethod
-    def packed(cls, said: list[Any]) -> "Wait":
+    def packed(cls, values: list[Any]) -> "Wait":
         """Return the wait that `pack` wrote."""
-        verb, axis, first, step, count, number = said
+        verb, axis, first, step, count, number = values
         return cls(verb, axis, tuple(first + step * i for i in range(count)), number)
 
 

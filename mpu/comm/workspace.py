@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give the collectives of an axis two slots of shared memory, used in turn.
+"""Give the collectives of an axis two slots of shared memory, used alternately.
 
 epoch e       rank 0                                rank 1
               begin: slot e % 2, when all have closed epoch e - 2
@@ -31,14 +31,14 @@ class Workspace:
     def __init__(self, axis: Axis, timeout: timedelta, ranks: int = 0) -> None:
         self.axis, self.timeout, self.ranks = axis, timeout, ranks
         self.epoch = 0
-        self._open: dict[int, Turn] = {}
+        self._open: dict[int, Epoch] = {}
         self._allocate(1 << 16)
 
     def _allocate(self, slot_bytes: int) -> None:
         self.buffer = SymmetricBuffer(self.axis, SLOTS * slot_bytes, self.timeout, self.ranks)
         self.slot_bytes = slot_bytes
 
-    def begin(self, part_bytes: int) -> "Turn":
+    def begin(self, part_bytes: int) -> "Epoch":
         """Wait until the next epoch's slot is free; open it with one part per rank."""
         self.buffer.refuse_fork()  # a forked child must not touch the process group, either
         if part_bytes * self.axis.size > self.slot_bytes:
@@ -46,13 +46,13 @@ class Workspace:
         if late := self._open.get(self.epoch + 1 - SLOTS):
             late.complete()
         self.epoch += 1
-        assert self.epoch - SLOTS not in self._open, "a turn was not closed by its own completion"
-        self.buffer.wait_closed(self.epoch - SLOTS, "the turn before the last")
-        turn = self._open[self.epoch] = Turn(self, self.epoch, part_bytes)
-        return turn
+        assert self.epoch - SLOTS not in self._open, "an epoch was not closed by its own completion"
+        self.buffer.wait_closed(self.epoch - SLOTS, "the epoch before the last")
+        epoch = self._open[self.epoch] = Epoch(self, self.epoch, part_bytes)
+        return epoch
 
     def _grow(self, nbytes: int) -> None:
-        """Map larger slots, on all ranks. An open turn keeps its old slot until it is closed."""
+        """Map larger slots, on all ranks. An open epoch keeps its old slot until it is closed."""
         step = 1 << 20 if nbytes < 1 << 24 else 1 << 24
         try:
             self._allocate(-(-nbytes // step) * step)
@@ -63,19 +63,20 @@ class Workspace:
         self.buffer.signal_all(2 * self.epoch + 1)  # not from 0: compared by difference
         self.buffer.barrier()
 
-    def close(self, turn: "Turn") -> None:
-        """Release the turn's slot, once no older turn is open."""
-        self._open.pop(turn.epoch, None)
+    def close(self, epoch: "Epoch") -> None:
+        """Release the epoch's slot, once no older epoch is open."""
+        self._open.pop(epoch.epoch, None)
         self.buffer.close(min(self._open, default=self.epoch + 1) - 1)
 
 
-class Turn:
-    """One epoch of a workspace: a part for each rank, and its flags, in two phases."""
+class Epoch:
+    """One use of a slot: a part for each rank, and its flags, in two phases (MPI's access epoch).
+    """
 
     def __init__(self, workspace: Workspace, epoch: int, part_bytes: int) -> None:
         self.workspace, self.buffer = workspace, workspace.buffer
         self.epoch, self.part_bytes, self.phase = epoch, part_bytes, 0
-        self.complete: Callable[[], None] = self.close  # a later turn that needs the slot calls it
+        self.complete: Callable[[], None] = self.close  # a later epoch that needs the slot calls it
         start = epoch % SLOTS * workspace.slot_bytes
         self.slot = self.buffer.data[start : start + part_bytes * workspace.axis.size]
 
@@ -86,7 +87,7 @@ class Turn:
         start = rank * self.part_bytes
         return self.slot[start : start + n].view(dtype).view(shape)
 
-    def whole(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def gathered(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a view of all parts, one behind the other along dim 0."""
         return self.slot.view(dtype).view(shape)
 
@@ -112,5 +113,5 @@ class Turn:
         return self.buffer.ready(2 * self.epoch + self.phase)
 
     def close(self) -> None:
-        """Let the slot go: this rank no longer reads it."""
+        """Release the slot: this rank no longer reads it."""
         self.workspace.close(self)

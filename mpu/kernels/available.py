@@ -26,7 +26,7 @@ def why_not() -> str:
     try:
         launch()
     except Exception as error:  # whatever a compiler, a linker, a file system or a driver says
-        return f"Triton launches no kernel here ({said(error)}){_hint()}"
+        return f"Triton launches no kernel here ({message_of(error)}){_hint()}"
     return ""
 
 
@@ -41,7 +41,7 @@ def launch() -> None:
         raise RuntimeError(f"1 + 1 is {out.tolist()[0]}")
 
 
-def said(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the first line of an error, without the names of temporary files."""
     text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     return re.sub(re.escape(tempfile.gettempdir()) + r"/[^\s'\",]+", "a temporary file", text)

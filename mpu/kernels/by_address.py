@@ -26,21 +26,23 @@ ALIGN = 16  # bytes
 DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
 
-class Asks(NamedTuple):
+class Requirements(NamedTuple):
     """What a call asks of its arguments, by name or by place; source: where it is written."""
 
     of: Mapping[str | int, tuple[str, ...]]
     source: str
 
 
-def _row(source: str, **asks: str) -> Asks:
+def _row(source: str, **requirements: str) -> Requirements:
     """Return a row: each keyword is an argument, its value words of the module's docstring."""
-    return Asks({name: tuple(words.split()) for name, words in asks.items()}, source)
+    return Requirements(
+        {name: tuple(words.split()) for name, words in requirements.items()}, source
+    )
 
 
-def _placed(source: str, *asks: str) -> Asks:
+def _placed(source: str, *requirements: str) -> Requirements:
     """Return a row of arguments by their places among a call's tensors."""
-    return Asks({i: tuple(words.split()) for i, words in enumerate(asks)}, source)
+    return Requirements({i: tuple(words.split()) for i, words in enumerate(requirements)}, source)
 
 
 SAME, SUMS, LABELS = "whole same", "whole sums", "whole int64"
@@ -55,7 +57,7 @@ BLAS = "pytorch aten/src/ATen/native/cuda/Blas.cpp: not read again"
 ROWS = "mpu/kernels/"
 PRODUCT = "mpu/kernels/product.py"
 
-CALLS: dict[str, Asks] = {
+CALLS: dict[str, Requirements] = {
     # csrc, by the places of the tensors among a call's arguments
     "weft::norm_forward": _placed(FUSED, SAME, SAME, SAME, SAME, SAME, SUMS),
     "weft::norm_backward": _placed(FUSED, SAME, SAME, SUMS, SAME, SAME, SAME, SUMS),
@@ -151,13 +153,13 @@ def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[tuple[Tensor
     given: tensors by name or place; what is None or no tensor is left out. A call that stands in
     no row has nothing wrong.
     """
-    asks = CALLS.get(call)
-    if asks is None:
+    required = CALLS.get(call)
+    if required is None:
         return
     tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
-    first = next((tensors[key] for key in asks.of if key in tensors), None)
+    first = next((tensors[key] for key in required.of if key in tensors), None)
     before = first
-    for key, words in asks.of.items():
+    for key, words in required.of.items():
         if (x := tensors.get(key)) is not None and first is not None and before is not None:
             for word in words:
                 if not (fits(word, x, first.dtype) if word != "like" else alike(x, before)):
@@ -165,7 +167,7 @@ def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[tuple[Tensor
                     must = MEANING.get(word, word)
                     found = f"{x.dtype} {tuple(x.shape)} of strides {x.stride()}"
                     why = f"{call} reads {what} by address, which must be {must}: it is {found}"
-                    yield x, f"{why} ({asks.source})"
+                    yield x, f"{why} ({required.source})"
             before = x
 
 
@@ -230,9 +232,9 @@ def scaled_mm(
     if k % ALIGN or m % ALIGN:
         yield b, f"{name} takes k {k} and m {m} that are multiples of {ALIGN}"
     for which, scale, kind, length in (("a", scale_a, kind_a, n), ("b", scale_b, kind_b, m)):
-        wanted = torch.float8_e8m0fnu if kind == BLOCK_32 else torch.float32
-        if scale.dtype != wanted:
-            yield scale, f"{name} takes scales of {which} in {wanted}, not {scale.dtype}"
+        expected = torch.float8_e8m0fnu if kind == BLOCK_32 else torch.float32
+        if scale.dtype != expected:
+            yield scale, f"{name} takes scales of {which} in {expected}, not {scale.dtype}"
         if kind in (TENSOR, ROW, BLOCK_32) and not scale.is_contiguous():
             yield scale, f"{name} reads scales of {which} by address, which must be contiguous"
         if kind == ROW and scale.numel() != length:

@@ -5,11 +5,12 @@
     row_scales   reads x once; writes a byte for each block of each row, for ranks to agree on
     encode       reads x and the bytes; writes codes, bytes and padding
 
-x is read once where a program holds all numbers that share a scale: a block, or rows of up to HELD
-numbers that lie side by side. Else its rows are read twice, for the scale and for the codes. x is
-fp32 or bf16 of any strides, so that a transpose is made of what it is a transpose of. Or it is
-rows of float8 themselves, to be made again along their other dimension: their codes are decoded
-where they are read. Codes are made by arithmetic on the bits of fp32, the same on every device.
+x is read once where a program holds all numbers that share a scale: a block, or rows of up to
+MAX_ROW numbers that lie side by side. Else its rows are read twice, for the scale and for the
+codes. x is fp32 or bf16 of any strides, so that a transpose is made of what it is a transpose of.
+Or it is rows of float8 themselves, to be made again along their other dimension: their codes are
+decoded where they are read. Codes are made by arithmetic on the bits of fp32, the same on every
+device.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, STEP, WARPS = 32, 128, 4  # of a tile
-HELD = 16384  # numbers of a row that a program holds
+MAX_ROW = 16384  # numbers of a row that a program holds
 
 
 class Codes(NamedTuple):
@@ -102,7 +103,7 @@ def tile_of(given: Numbers, block: int, square: bool) -> dict[str, int]:
         rows = block if square else ROWS
         return dict(ROWS=rows, STEP=STEP, WHOLE=True, num_warps=rows * STEP // 1024)
     side_by_side = given.block is None and given.x.stride(1) == 1
-    if side_by_side and given.k <= HELD:
+    if side_by_side and given.k <= MAX_ROW:
         columns = max(512, triton.next_power_of_2(given.k))
         rows = max(1, 2048 // columns)
         return dict(ROWS=rows, STEP=columns, WHOLE=True, num_warps=max(4, rows * columns // 512))

@@ -32,26 +32,27 @@ def rope_kernel(
     if BACK:
         s = -s
     out += row * (heads + 2 * groups) * 2 * half
-    turn(q + i * q_s + j * q_b, q_n, out, c, s, heads, half, True, HEADS, HALF)
+    rotate(q + i * q_s + j * q_b, q_n, out, c, s, heads, half, True, HEADS, HALF)
     out += heads * 2 * half
-    turn(k + i * k_s + j * k_b, k_n, out, c, s, groups, half, True, HEADS, HALF)
+    rotate(k + i * k_s + j * k_b, k_n, out, c, s, groups, half, True, HEADS, HALF)
     if COPY:
         out += groups * 2 * half
-        turn(v + i * v_s + j * v_b, v_n, out, c, s, groups, half, False, HEADS, HALF)
+        rotate(v + i * v_s + j * v_b, v_n, out, c, s, groups, half, False, HEADS, HALF)
 
 
 @triton.jit
-def turn(
-    x, step, out, c, s, count, half, TURN: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+def rotate(
+    x, step, out, c, s, count, half, ROTATE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
 ):
-    """Rotate `count` heads, `step` elements apart, into adjacent places; without TURN copy them."""
+    """Rotate `count` heads, `step` elements apart, into adjacent places; without ROTATE copy them.
+    """
     lane = tl.arange(0, HALF)[None, :]
     for start in range(0, count, HEADS):
         head = start + tl.arange(0, HEADS)[:, None]
         inside = (head < count) & (lane < half)
         there, here = head * step + lane, head * 2 * half + lane
         first, second = tl.load(x + there, inside), tl.load(x + there + half, inside)
-        if TURN:
+        if ROTATE:
             a, b = first.to(c.dtype), second.to(c.dtype)
             first, second = a * c - b * s, b * c + a * s
         tl.store(out + here, first.to(out.dtype.element_ty), inside)

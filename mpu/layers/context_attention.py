@@ -111,21 +111,23 @@ class ContextAttention(CoreAttention):
                 f"rows of {sum(rows[0])} tokens over {self.cp.size} context-parallel ranks: this "
                 f"rank has {s} tokens of each"
             )
-        whole = len(packed.lengths) == b  # each row is one document
-        if not whole:
+        one_document = len(packed.lengths) == b  # each row is one document
+        if not one_document:
             q, k, v = (one_row(x) for x in (q, k, v))
-        documents = rows[0] if whole else packed.lengths
-        held = batch_shards(self.cp.size, rows[:1] if whole else rows)
-        one = None if whole else packed
-        y = self.exchange(q, k, v, held, packed=one, documents=documents, window=window).flatten(2)
-        return y if whole else y.view(b, s, -1).transpose(0, 1)
+        documents = rows[0] if one_document else packed.lengths
+        ranges = batch_shards(self.cp.size, rows[:1] if one_document else rows)
+        one = None if one_document else packed
+        y = self.exchange(q, k, v, ranges, packed=one, documents=documents, window=window).flatten(
+            2
+        )
+        return y if one_document else y.view(b, s, -1).transpose(0, 1)
 
     def exchange(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        held: tuple[Ranges, ...],
+        ranges: tuple[Ranges, ...],
         packed: PackedSeqParams | None,
         documents: tuple[int, ...],
         window: int,
@@ -139,9 +141,9 @@ class ContextAttention(CoreAttention):
             noted = self.maxima.of(own, 0 if alone else own * self.heads_axis.rank, heads)
         if self.kind in ("all_gather", "p2p"):
             kind = Gather if self.kind == "all_gather" else Ring
-            way = kind(self.cp, held, documents, window, kernel, noted)
+            way = kind(self.cp, ranges, documents, window, kernel, noted)
             return ContextExchange.apply(q, k, v, way)
-        axis, near = self.heads_axis, neighbours(held, self.heads_axis.size)
+        axis, near = self.heads_axis, neighbours(ranges, self.heads_axis.size)
         tokens = near[self.cp.rank // axis.size]
         order = in_order(tokens, q.device), by_rank(tokens, q.device)
         q, k, v = heads_for_tokens(q, k, v, axis, order)
@@ -157,9 +159,9 @@ class ContextAttention(CoreAttention):
         return _Exchange.apply(y, axis, order, True)
 
 
-def neighbours(held: tuple[Ranges, ...], size: int) -> tuple[tuple[Ranges, ...], ...]:
+def neighbours(ranges: tuple[Ranges, ...], size: int) -> tuple[tuple[Ranges, ...], ...]:
     """Return what ranks hold, in groups of `size` ranks that follow one another."""
-    return tuple(held[i : i + size] for i in range(0, len(held), size))
+    return tuple(ranges[i : i + size] for i in range(0, len(ranges), size))
 
 
 def replicated(x: Tensor, heads: int, ranks: int) -> Tensor:

@@ -18,9 +18,9 @@ dtype. Nothing is added by scatter, so the bits do not depend on the device's or
 Gradients travel the same ways back: that of a gather is a sum in rank order, that of an exchange
 the exchange reversed. What is computed between `start` and `finish` runs while rows are on their
 way, and in backward so do the weight gradients of the experts' first matmul. Before it waits
-AllToAll gives way to another micro-batch (mpu/turns.py), where one runs beside this one. It needs
-the sizes of what it sends on the host, and so do the products of experts: one wait for the device a
-layer, and none where experts are padded to a capacity.
+AllToAll gives way to another micro-batch (mpu/interleave.py), where one runs interleaved with this
+one. It needs the sizes of what it sends on the host, and so do the products of experts: one wait
+for the device a layer, and none where experts are padded to a capacity.
 """
 
 import math
@@ -39,8 +39,8 @@ from mpu.comm.mappings import (
 )
 from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.context import ExpertOptions
+from mpu.interleave import Interleaver
 from mpu.layers.experts import Counts, Later
-from mpu.turns import Turns
 
 
 class Exchange(NamedTuple):
@@ -108,7 +108,7 @@ class Capacity(NamedTuple):
         slot = torch.where(rank < size, flat * size + rank, e * size)
         return cls(size, slot.view_as(choice), padded)
 
-    def kept(self, choice: Tensor, experts: int) -> Tensor:
+    def mark_dropped(self, choice: Tensor, experts: int) -> Tensor:
         """Return the choice [T, k], of pairs that found their expert full the number `experts`."""
         return torch.where(self.slot < experts * self.size, choice, experts)
 
@@ -169,15 +169,15 @@ class Sent:
 class Dispatcher:
     """What brings tokens to the experts of a rank that holds them all.
 
-    experts: their number on all ranks. who: the layer, for the trace of the axis. turns: of two
-    micro-batches, of which one computes while the other's rows are on their way.
+    experts: their number on all ranks. who: the layer, for the trace of the axis. interleaver: of
+    two micro-batches, of which one computes while the other's rows are on their way.
     """
 
     def __init__(
-        self, experts: int, ep: Axis, who: object, turns: Turns, skew: float = 1.0
+        self, experts: int, ep: Axis, who: object, interleaver: Interleaver, skew: float = 1.0
     ) -> None:
         self.experts, self.ep, self.who, self.skew = experts, ep, who, skew
-        self.turns = turns
+        self.interleaver = interleaver
         self.local = experts // ep.size
         self.label = Label(who, "forward")
 
@@ -191,7 +191,7 @@ class Dispatcher:
             flat = _pairs_of(capacity.slot, sum(counts.each))
             return Plan(choice, counts, flat, capacity.slot, padded=True)
         found = self.on_host(load[None], choice.numel(), capacity)[0]
-        counts = Counts.of(found, kept_of(load, capacity))
+        counts = Counts.of(found, not_dropped(load, capacity))
         flat, place = self.sort(choice, capacity)
         return Plan(choice, counts, flat[: sum(counts.each)], place)
 
@@ -199,7 +199,7 @@ class Dispatcher:
         """Return the pairs in the order of (expert, token), dropped ones last, and the place of
         each [T, k].
         """
-        keys = choice if capacity is None else capacity.kept(choice, self.experts)
+        keys = choice if capacity is None else capacity.mark_dropped(choice, self.experts)
         order, place = sort_pairs(keys.flatten())
         return order, place.view_as(choice)
 
@@ -230,7 +230,7 @@ class Dispatcher:
         if load.is_meta:
             most = total if capacity is None else capacity.size
             return [[min(n, most) for n in self.assumed(total)]] * len(load)
-        found: list[list[int]] = kept_of(load, capacity).tolist()
+        found: list[list[int]] = not_dropped(load, capacity).tolist()
         return found
 
     def assumed(self, total: int) -> list[int]:
@@ -246,9 +246,9 @@ class AllGather(Dispatcher):
         first = self.ep.rank * self.local
         if capacity is not None and capacity.padded:
             return self._padded(choice, capacity)
-        keys = choice if capacity is None else capacity.kept(choice, self.experts)
+        keys = choice if capacity is None else capacity.mark_dropped(choice, self.experts)
         every = all_gather(keys.int(), self.ep, label=self.label)[0].long()
-        # ranks drop apart, so what is kept of an expert is more than one rank's capacity
+        # each rank drops its own, so an expert may get more than one rank's capacity
         found, own = count_of(every, self.experts + 1)[:-1], slice(first, first + self.local)
         counts = Counts.of(self.on_host(found[None], every.numel(), None)[0][own], found[own])
         keys = every.flatten() - first
@@ -288,7 +288,7 @@ class AllToAll(Dispatcher):
             return self._padded(choice, load, capacity)
         ep, first = self.ep, self.ep.rank * self.local
         every = all_gather(load[None].int(), ep, label=self.label)[0]  # [ep, E]
-        every = kept_of(every, capacity)
+        every = not_dropped(every, capacity)
         counts = self.on_host(every, choice.numel(), capacity)
         mine = [row[first : first + self.local] for row in counts]  # [ep, E/ep]
         there = (counts[ep.rank][r * self.local : (r + 1) * self.local] for r in range(ep.size))
@@ -335,7 +335,7 @@ class AllToAll(Dispatcher):
         assert plan.exchange is not None
         splits, order, place = plan.exchange
         back = _Rows.apply(rows, place, order[:, None], False)
-        own = differentiable_all_to_all(back, self.ep, splits.reversed, self.who, self.turns)
+        own = differentiable_all_to_all(back, self.ep, splits.reversed, self.who, self.interleaver)
         return super().combine(own, weights, plan)
 
 
@@ -343,7 +343,7 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {"allgather": AllGather, "alltoall": 
 
 
 def dispatcher(
-    options: ExpertOptions, experts: int, topk: int, ep: Axis, who: object, turns: Turns
+    options: ExpertOptions, experts: int, topk: int, ep: Axis, who: object, interleaver: Interleaver
 ) -> Dispatcher:
     """Return the dispatcher that the options name, "auto" the one that sends fewer bytes at
     balance.
@@ -351,11 +351,11 @@ def dispatcher(
     An all-gather sends (ep - 1) T h numbers each way, an all-to-all k / ep of that.
     """
     if ep.size == 1:
-        return Dispatcher(experts, ep, who, turns)
+        return Dispatcher(experts, ep, who, interleaver)
     kind = options.dispatcher
     if kind == "auto":
         kind = "allgather" if ep.size <= topk else "alltoall"
-    return DISPATCHERS[kind](experts, ep, who, turns, options.skew)
+    return DISPATCHERS[kind](experts, ep, who, interleaver, options.skew)
 
 
 class _Start(torch.autograd.Function):
@@ -369,21 +369,21 @@ class _Start(torch.autograd.Function):
     def forward(
         saved_ctx: Any, x: Tensor, dispatcher: Dispatcher, splits: Splits, sent: Sent
     ) -> Tensor:
-        saved_ctx.sent, saved_ctx.turns = sent, dispatcher.turns
+        saved_ctx.sent, saved_ctx.interleaver = sent, dispatcher.interleaver
         label = dispatcher.label
         y, sent.handle = all_to_all(x, dispatcher.ep, async_op=True, splits=splits, label=label)
         return y
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        saved_ctx.turns.give_way()
+        saved_ctx.interleaver.switch()
         _wait(saved_ctx.sent)  # for the gradients of x, which are not as many as those of y
         return saved_ctx.sent.take(), None, None, None
 
 
 class _Finish(torch.autograd.Function):
     """Wait for the rows; in backward start to send their gradients back, and run the work that was
-    kept to be done meanwhile: the experts' weight gradients.
+    deferred to be done meanwhile: the experts' weight gradients.
     """
 
     @staticmethod
@@ -391,7 +391,7 @@ class _Finish(torch.autograd.Function):
         saved_ctx: Any, y: Tensor, dispatcher: Dispatcher, splits: Splits, sent: Sent
     ) -> Tensor:
         saved_ctx.dispatcher, saved_ctx.splits, saved_ctx.sent = dispatcher, splits, sent
-        dispatcher.turns.give_way()
+        dispatcher.interleaver.switch()
         _wait(sent)
         return y.view_as(y)
 
@@ -457,7 +457,7 @@ class _Combine(torch.autograd.Function):
         return drows.to(rows.dtype), torch.stack(dots, 1), None, None, None
 
 
-def kept_of(load: Tensor, capacity: Capacity | None) -> Tensor:
+def not_dropped(load: Tensor, capacity: Capacity | None) -> Tensor:
     """Return how many pairs of each expert are not dropped, of `load`."""
     return load if capacity is None else load.clamp(max=capacity.size)
 

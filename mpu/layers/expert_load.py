@@ -25,7 +25,7 @@ from mpu.comm.transport import Label
 from mpu.context import LayerContext
 
 LABEL = Label("experts", "counts")
-MORE = 2  # numbers beside the counts: pairs that were dropped, the sum of the router's losses
+MORE = 2  # numbers besides the counts: pairs that were dropped, the sum of the router's losses
 
 
 class ExpertLoad(nn.Module):
@@ -120,13 +120,13 @@ class ExpertLoads:
             total = all_reduce_in_order(total, axis, LABEL)
         counts = self.counts = total[:, :-MORE]
         self.dropped, self.losses = total[:, -2], total[:, -1]
-        goes_on = found_inf == 0
+        applies = found_inf == 0
         before = [load.before for load in self.loads]
-        kept = torch.where(goes_on, counts, torch.stack(before))
-        torch._foreach_copy_(before, list(kept.unbind()))
+        updated = torch.where(applies, counts, torch.stack(before))
+        torch._foreach_copy_(before, list(updated.unbind()))
         found = [load.e_score_correction_bias for load in self.loads]
         biases = [bias for bias in found if bias is not None]
         if biases:
             behind = counts.sum(1, keepdim=True) - counts * counts.shape[1]  # exact
             move = torch.sign(behind).to(biases[0].dtype) * self.rate
-            torch._foreach_add_(biases, list(torch.where(goes_on, move, 0.0).unbind()))
+            torch._foreach_add_(biases, list(torch.where(applies, move, 0.0).unbind()))

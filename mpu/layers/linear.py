@@ -262,19 +262,19 @@ class AllGatherMatmul(torch.autograd.Function):
         operand = layer.operand(dy, "dy")
         method = layer.method.of("scatter", operand, layer.weight.shape[1])  # for all of backward
         deferred = queue.defers(layer.output_layer)
-        again = None if deferred else method.start_all_gather_beside(x, tp, layer.on_backward)
+        again = None if deferred else method.start_all_gather_overlapped(x, tp, layer.on_backward)
         w = layer.operand_of_weight("wt")
         dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, layer.on_backward)
         layer.end_use()
-        kept = recipe.for_wgrad(dy, operand)
+        dy_operand = recipe.for_wgrad(dy, operand)
         x = x.detach() if deferred else x  # else the graph lives on, and with it the stage's input
 
         def wgrad() -> None:
-            gathering = again or method.start_all_gather_beside(x, tp, layer.on_wgrad)
-            layer.wgrad(gathering.whole(), kept)
+            gathering = again or method.start_all_gather_overlapped(x, tp, layer.on_wgrad)
+            layer.wgrad(gathering.gathered(), dy_operand)
             gathering.close()
 
-        queue.put(wgrad, (x, kept), layer.output_layer)
+        queue.put(wgrad, (x, dy_operand), layer.output_layer)
         scattering.wait()
         return dx, None, None
 
@@ -340,9 +340,9 @@ class MatmulReduceScatter(torch.autograd.Function):
         operand = layer.operand(dy, "dy")
         method = layer.method.of("gather", operand, layer.weight.shape[1])
         gathering = method.start_all_gather(operand, tp, layer.on_backward)
-        kept, arrived = recipe.for_wgrad(dy, operand), None if queue.defers() else gathering
-        if arrived and kept is not operand:  # what wgrad takes arrives beside dgrad
-            arrived = method.start_all_gather_beside(kept, tp, layer.on_wgrad)
+        dy_operand, arrived = recipe.for_wgrad(dy, operand), None if queue.defers() else gathering
+        if arrived and dy_operand is not operand:  # what wgrad takes arrives under dgrad
+            arrived = method.start_all_gather_overlapped(dy_operand, tp, layer.on_wgrad)
         dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
         layer.end_use()
         if arrived is not gathering:
@@ -350,11 +350,11 @@ class MatmulReduceScatter(torch.autograd.Function):
         x = x.detach() if queue.defers() else x
 
         def wgrad() -> None:
-            whole_dy = arrived or method.start_all_gather_beside(kept, tp, layer.on_wgrad)
-            layer.wgrad(x, whole_dy.whole())
-            whole_dy.close()
+            full_dy = arrived or method.start_all_gather_overlapped(dy_operand, tp, layer.on_wgrad)
+            layer.wgrad(x, full_dy.gathered())
+            full_dy.close()
 
-        queue.put(wgrad, (x, kept))
+        queue.put(wgrad, (x, dy_operand))
         return dx, None, None
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output layer and the loss in one, in chunks of the vocabulary: whole logits never exist.
+"""The output layer and the loss in one, in chunks of the vocabulary: the logits never exist at
+once.
 
 A chunk is as many of the weight's rows W_c as give logits of CHUNK_BYTES for all tokens, so what
 lives at once does not grow with the vocabulary. x are the output layer's inputs, S the log of the
@@ -94,14 +95,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
     ) -> Tensor:
         rows, targets = _gather(x, head, head.on_forward), labels.reshape(-1)
-        whole_length = len(x) * (head.ctx.tp.size if head.ctx.sp else 1)
-        check_labels(labels, (whole_length, *x.shape[1:-1]))
-        whole = head.ctx.sink.acquire(head.weight)
-        chunks = _chunks(rows, whole, head, vocab_size)
+        total_length = len(x) * (head.ctx.tp.size if head.ctx.sp else 1)
+        check_labels(labels, (total_length, *x.shape[1:-1]))
+        full_weight = head.ctx.sink.acquire(head.weight)
+        chunks = _chunks(rows, full_weight, head, vocab_size)
         kind = head.ctx.accumulate
         stats = torch.empty((len(chunks), 3, len(rows)), dtype=kind, device=rows.device)
         for (some, columns), part in zip(chunks, stats, strict=True):
-            logits = head.recipe.product(rows, whole[some])
+            logits = head.recipe.product(rows, full_weight[some])
             softmax_stats(logits, targets, columns, part)
             del logits  # before the next ones are made
         head.end_use()
@@ -152,13 +153,13 @@ def _add_gradients(
     saved: targets and log of the sum of exp.
     """
     targets, log_sum = saved
-    recipe, sink, whole = head.recipe, head.ctx.sink, head.ctx.sink.acquire(head.weight)
+    recipe, sink, weight = head.recipe, head.ctx.sink, head.ctx.sink.acquire(head.weight)
     main_grad, fresh = sink.grad_slot(head.weight) if wgrad else (None, False)
-    for some, columns in _chunks(rows, whole, head, vocab_size):
-        logits = recipe.product(rows, whole[some])
+    for some, columns in _chunks(rows, weight, head, vocab_size):
+        logits = recipe.product(rows, weight[some])
         softmax_gradient(logits, targets, columns, log_sum, dloss)
         if dx is not None:
-            recipe.accumulate(dx, not some.start, whole[some], logits.t())
+            recipe.accumulate(dx, not some.start, weight[some], logits.t())
         if main_grad is not None:
             recipe.accumulate(main_grad[some], fresh, rows, logits)
         del logits
@@ -169,8 +170,8 @@ def _add_gradients(
 
 def _gather(x: Tensor, head: ColumnParallelLinear, label: Label) -> Tensor:
     """Return the inputs of all tokens, [n, h]."""
-    whole = all_gather(x, head.ctx.tp, label=label)[0] if head.ctx.sp else x
-    return whole.flatten(0, -2)
+    gathered = all_gather(x, head.ctx.tp, label=label)[0] if head.ctx.sp else x
+    return gathered.flatten(0, -2)
 
 
 def _chunks(

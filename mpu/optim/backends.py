@@ -65,7 +65,7 @@ class Fused(Updater):
     In that mode a group's "lr" and "step" are tensors on the device. The kernel multiplies the
     gradients by one over the scaler's scale, and returns at once where found_inf is 1. But it
     counts a skipped step late: the first group's "step" follows found_inf of the step before. So
-    the count is kept here and handed over at every step.
+    the count is stored here and passed at every step.
     """
 
     def __init__(self, backend: str, parts: Parts, betas: tuple[float, float], eps: float) -> None:

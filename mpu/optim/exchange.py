@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update whole matrices, though each rank has a slice: to the owner, there whole, and back.
+"""Update full matrices, though each rank has a slice: to the owner, assembled there, and back.
 
     start   prepare(slice)   every rank, its slices: state, and what travels to the owner
             all_to_all       slices to the owners, a bucket at a time, a bucket ahead
-    step    whole(matrix)    the owner alone: each matrix once in an instance of the optimizer
+    step    full_update()    the owner alone: each matrix once in an instance of the optimizer
             all_to_all       the update's slices back, a bucket at a time
             apply(slice)     every rank, its slices
 
@@ -24,56 +24,58 @@ from torch import Tensor
 from mpu.comm.collectives import all_to_all, gather_bytes
 from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.optim.interface import Matrix, Parts, SegmentUpdater, UpdateRule
-from mpu.optim.owners import Plan, Round, Whole, part_at
+from mpu.optim.owners import FullMatrix, Plan, Round, part_at
 
 
 class MatrixUpdater(SegmentUpdater):
-    """Keeps the state of its slices, and makes matrices whole. A rule writes three methods.
+    """Keeps the state of its slices, and assembles matrices. A rule writes three methods.
 
     Raises ValueError where ranks of an instance do not agree on the plan.
     """
 
     def __init__(self, rule: UpdateRule, parts: Parts) -> None:
         super().__init__(rule, parts)
-        assert parts.plan is not None, "a rule of whole matrices has a plan"
+        assert parts.plan is not None, "a rule of full matrices has a plan"
         self.plan, axes = parts.plan, parts.instances
         self.group_of = {group["name"]: group for group in self.groups}
         mine = {matrix.name: matrix for matrix in parts.matrices}
-        self.turns = [
-            _Turn(self.plan, turn, axes[turn.cut], mine)
-            for turn in self.plan.rounds
-            if self.plan.matrices[turn.matrices[0]].parameter in mine
+        self.exchanges = [
+            _RankRound(self.plan, round_, axes[round_.cut], mine)
+            for round_ in self.plan.rounds
+            if self.plan.matrices[round_.matrices[0]].parameter in mine
         ]
         device = parts.matrices[0].param.device
         self._wire = rule.wire(parts.master)
         self._arriving: list[tuple[Tensor, Handle]] = []
         self._last: tuple[Tensor, Tensor] | None = None  # factor and found_inf of this step
-        self._hold_to_the_plan(mine)
-        said = sha256(
+        self._check_plan(mine)
+        digest = sha256(
             repr((self.plan.owners, self.plan.rounds, self.plan.matrices)).encode()
         ).digest()
-        for axis in {turn.axis.name: turn.axis for turn in self.turns}.values():
-            heard = gather_bytes(said, axis, device)
-            if different := [r for r, one in zip(axis.ranks, heard, strict=True) if one != said]:
+        for axis in {round_.axis.name: round_.axis for round_ in self.exchanges}.values():
+            digests = gather_bytes(digest, axis, device)
+            if different := [
+                r for r, one in zip(axis.ranks, digests, strict=True) if one != digest
+            ]:
                 raise ValueError(
                     f"{rule.name}: rank {axis.ranks[axis.rank]} and rank {different[0]} do not "
                     "agree on which rank owns which matrix: they have other parameters, or places"
                 )
 
-    def _hold_to_the_plan(self, mine: Mapping[str, Matrix]) -> None:
+    def _check_plan(self, mine: Mapping[str, Matrix]) -> None:
         """Raise RuntimeError unless the rounds have each matrix of these parameters once.
 
-        Ranks agree on the plan, and a step holds what a rank makes whole to what it owns: so all
-        ranks together make each matrix whole once.
+        Ranks agree on the plan, and a step compares what a rank assembles with what it owns: so all
+        ranks together assemble each matrix once.
         """
-        wanted = {i for i, m in enumerate(self.plan.matrices) if m.parameter in mine}
-        found = [number for turn in self.turns for number in turn.turn.matrices]
-        if sorted(found) != sorted(wanted):
+        expected = {i for i, m in enumerate(self.plan.matrices) if m.parameter in mine}
+        found = [number for round_ in self.exchanges for number in round_.round.matrices]
+        if sorted(found) != sorted(expected):
             raise RuntimeError(
                 f"{self.rule.name}: the plan moves {len(found)} matrices, and there are "
-                f"{len(wanted)}"
+                f"{len(expected)}"
             )
-        self._owned = sum(len(turn.owned) for turn in self.turns)
+        self._owned = sum(len(round_.owned) for round_ in self.exchanges)
 
     @abstractmethod
     def prepare(
@@ -82,12 +84,12 @@ class MatrixUpdater(SegmentUpdater):
         """Return what travels of a slice, and the slice's new state; change nothing in place."""
 
     @abstractmethod
-    def whole(self, matrix: Tensor, which: Whole) -> Tensor:
-        """Return the update of a whole matrix, of its shape and dtype; `matrix` may be used up."""
+    def full_update(self, matrix: Tensor, which: FullMatrix) -> Tensor:
+        """Return the update of a full matrix, of its shape and dtype; `matrix` may be used up."""
 
     @abstractmethod
     def apply(
-        self, weight: Tensor, update: Tensor, which: Whole, group: Mapping[str, Any]
+        self, weight: Tensor, update: Tensor, which: FullMatrix, group: Mapping[str, Any]
     ) -> Tensor:
         """Return new values of a slice of a matrix, from its part of the update."""
 
@@ -95,54 +97,54 @@ class MatrixUpdater(SegmentUpdater):
     def start(self, factor: Tensor, found_inf: Tensor) -> None:
         self._last = factor, found_inf
         self.count(found_inf)
-        self._arriving = [self._send(self.turns[0])]
+        self._arriving = [self._send(self.exchanges[0])]
 
     @torch.no_grad()
     def step(self, factor: Tensor, found_inf: Tensor) -> None:
         if self._last is None:
             self.start(factor, found_inf)
         back, done = [], 0
-        for i, turn in enumerate(self.turns):
+        for i, round_ in enumerate(self.exchanges):
             arrived, handle = self._arriving.pop(0)
-            if i + 1 < len(self.turns):
-                self._arriving.append(self._send(self.turns[i + 1]))
+            if i + 1 < len(self.exchanges):
+                self._arriving.append(self._send(self.exchanges[i + 1]))
             handle.wait()
-            updates = {number: self.whole(m, w) for number, w, m in turn.matrices(arrived)}
+            updates = {number: self.full_update(m, w) for number, w, m in round_.matrices(arrived)}
             done += len(updates)
-            out = turn.updates(updates, arrived)
-            back.append(all_to_all(out, turn.axis, True, turn.back, turn.label))
+            out = round_.updates(updates, arrived)
+            back.append(all_to_all(out, round_.axis, True, round_.back, round_.label))
         if done != self._owned:
             raise RuntimeError(f"{self.rule.name}: {done} matrices were updated, not {self._owned}")
-        for turn, (update, handle) in zip(self.turns, back, strict=True):
+        for round_, (update, handle) in zip(self.exchanges, back, strict=True):
             handle.wait()
             update = update.to(found_inf.device)  # where the weights are
-            for piece, (low, high) in turn.pieces_back():
+            for piece, (low, high) in round_.pieces_back():
                 assert (segment := piece.matrix.segment) is not None
                 part, group = segment[piece.low : piece.high], self.group_of[piece.matrix.group]
                 mine = update[low:high].to(part.dtype)
                 _put(self.apply(part, mine, piece.which, group), part, found_inf)
         self._last = None
 
-    def _send(self, turn: "_Turn") -> tuple[Tensor, Handle]:
+    def _send(self, round_: "_RankRound") -> tuple[Tensor, Handle]:
         """Update a bucket's state, and start what travels to its owners."""
         assert self._last is not None
         factor, found_inf = self._last
         travels: dict[str, Tensor] = {}
-        for matrix in turn.slices:
+        for matrix in round_.slices:
             assert (segment := matrix.segment) is not None
             state, grad = self._state[segment], self.scaled(segment, factor)
             travels[matrix.name], new = self.prepare(grad, state, self.group_of[matrix.group])
             for name, values in state.items():
                 _put(new[name], values, found_inf)
-        parts = [travels[p.matrix.name][p.low : p.high] for p in turn.pieces if p.sends]
+        parts = [travels[p.matrix.name][p.low : p.high] for p in round_.pieces if p.sends]
         # state may lie in host memory, and the wire not
-        home = next((part.device for part in parts), turn.device)
-        wire = torch.empty(sum(turn.there.input), dtype=self._wire, device=home)
+        home = next((part.device for part in parts), round_.device)
+        wire = torch.empty(sum(round_.there.input), dtype=self._wire, device=home)
         at = 0
         for part in parts:
             wire[at : at + len(part)] = part
             at += len(part)
-        return all_to_all(wire.to(turn.device), turn.axis, True, turn.there, turn.label)
+        return all_to_all(wire.to(round_.device), round_.axis, True, round_.there, round_.label)
 
 
 def _put(new: Tensor, into: Tensor, found_inf: Tensor) -> None:
@@ -157,33 +159,33 @@ class _Piece:
     """A rank's part of one matrix: elements [low, high) of its slice of the parameter."""
 
     def __init__(
-        self, number: int, which: Whole, matrix: Matrix, low: int, high: int, sends: bool
+        self, number: int, which: FullMatrix, matrix: Matrix, low: int, high: int, sends: bool
     ) -> None:
         self.number, self.which, self.matrix = number, which, matrix
         self.low, self.high, self.sends = low, high, sends
 
 
-class _Turn:
-    """One round of a plan, as this rank takes part: what it sends, makes whole and gets back."""
+class _RankRound:
+    """One round of a plan, as this rank takes part: what it sends, assembles and gets back."""
 
-    def __init__(self, plan: Plan, turn: Round, axis: Axis, mine: Mapping[str, Matrix]) -> None:
-        self.plan, self.turn, self.axis = plan, turn, axis
-        self.label = Label(f"bucket {turn.bucket}", "exchange")
-        names = dict.fromkeys(plan.matrices[n].parameter for n in turn.matrices)
+    def __init__(self, plan: Plan, round_: Round, axis: Axis, mine: Mapping[str, Matrix]) -> None:
+        self.plan, self.round, self.axis = plan, round_, axis
+        self.label = Label(f"bucket {round_.bucket}", "exchange")
+        names = dict.fromkeys(plan.matrices[n].parameter for n in round_.matrices)
         self.slices = [mine[name] for name in names if mine[name].segment is not None]
         self.device = next(mine[name].param.device for name in names)
-        me, members = axis.rank, plan.members[turn.cut]
-        self.there: Splits = plan.splits(turn, me)
-        self.back: Splits = plan.back(turn, me)
+        me, members = axis.rank, plan.members[round_.cut]
+        self.there: Splits = plan.splits(round_, me)
+        self.back: Splits = plan.back(round_, me)
         self.pieces: list[_Piece] = []  # in the order in which they travel: by owner
-        for number in sorted(turn.matrices, key=lambda n: (plan.owners[n], n)):
+        for number in sorted(round_.matrices, key=lambda n: (plan.owners[n], n)):
             which = plan.matrices[number]
             low, high = plan.range_of(which, members[me])
             if low < high:
                 matrix, sends = mine[which.parameter], plan.is_source(number, members[me])
                 first = matrix.low
                 self.pieces.append(_Piece(number, which, matrix, low - first, high - first, sends))
-        self.owned = [n for n in turn.matrices if plan.owners[n] == me]
+        self.owned = [n for n in round_.matrices if plan.owners[n] == me]
         # (sender, number, place on the cutting axis, low, high), as they arrive: by sender
         self._from = sorted(
             (i, n, member.cut, low, high)
@@ -196,7 +198,7 @@ class _Turn:
             for i, member, low, high in plan.holders(n)
         )
 
-    def matrices(self, arrived: Tensor) -> Iterator[tuple[int, Whole, Tensor]]:
+    def matrices(self, arrived: Tensor) -> Iterator[tuple[int, FullMatrix, Tensor]]:
         """Yield (number, matrix, its values) of each one that this rank owns."""
         where: dict[int, list[tuple[int, int, int, int]]] = {n: [] for n in self.owned}
         at = 0
@@ -242,7 +244,7 @@ class _Turn:
             at += size
 
 
-def _assembled(which: Whole, flats: Mapping[int, Tensor], like: Tensor) -> Tensor:
+def _assembled(which: FullMatrix, flats: Mapping[int, Tensor], like: Tensor) -> Tensor:
     """Return a matrix from the parts of all places of the cutting axis."""
     out = like.new_empty((which.rows, which.columns))
     for part in which.parts:

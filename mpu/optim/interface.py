@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an optimizer declares of itself, and how it updates a rank's parts of the weights.
 
-    UpdateRule   its name, its kinds of state, whether it needs whole matrices, its constants
+    UpdateRule   its name, its kinds of state, whether it needs full matrices, its constants
     Parts        a rank's parts of the weights: segments of flat buckets, slices of matrices
     Updater      the rule at work on these parts: their state, and the update
     Group        what the flags say of a group of parameters: the rule, weight decay, learning rate
@@ -35,7 +35,7 @@ class StateKind(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A parameter, for a rule of whole matrices. Every rank that shares its bucket lists it.
+    """A parameter, for a rule of full matrices. Every rank that shares its bucket lists it.
 
     group: as in Parts.groups. segment: this rank's slice of the masters, which begins at element
     `low` of the flattened parameter, or None where the slice is empty.
@@ -54,9 +54,9 @@ class Parts:
 
     groups: dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the
     decoupled learning rate applies. A segment is a flat leaf tensor with `.grad`, a view of the
-    masters: neighbours of one group, or for a rule of whole matrices the slice of one parameter.
+    masters: neighbours of one group, or for a rule of full matrices the slice of one parameter.
     rounded: the narrower weights that a segment is rounded into, if there are any. master: the
-    dtype of masters. Of a rule of whole matrices also: matrices, its parameters among those that
+    dtype of masters. Of a rule of full matrices also: matrices, its parameters among those that
     are updated at once, in the same order on every rank that shares them; plan, the owners of all
     its matrices; instances, the ranks among which these are (Grid.instance), by the axis that cuts.
     """
@@ -121,13 +121,14 @@ class UpdateRule(ABC):
     """What an optimizer declares. A rule's own constants are the fields of its dataclass.
 
     name: in reports. kinds: its state beside the master, which every narrower weight has.
-    whole_matrices: it updates matrices, which it gets whole (mpu/optim/exchange.py); vectors and
-    embeddings go to AdamW in the same step. split: of such a rule, which sections are matrices.
+    needs_full_matrices: it updates matrices, which it gets assembled (mpu/optim/exchange.py);
+    vectors and embeddings go to AdamW in the same step. split: of such a rule, which sections are
+    matrices.
     """
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[StateKind, ...]]
-    whole_matrices: ClassVar[bool] = False
+    needs_full_matrices: ClassVar[bool] = False
     split = Split()
 
     @abstractmethod
@@ -227,9 +228,9 @@ def state_bytes(groups: Mapping[str, Group], master: torch.dtype) -> dict[str, i
     return {name: group.rule.state_bytes(master) for name, group in groups.items()}
 
 
-def whole(groups: Mapping[str, Group]) -> set[str]:
-    """Return the names of the groups whose rule needs whole matrices."""
-    return {name for name, group in groups.items() if group.rule.whole_matrices}
+def full_matrix_groups(groups: Mapping[str, Group]) -> set[str]:
+    """Return the names of the groups whose rule needs full matrices."""
+    return {name for name, group in groups.items() if group.rule.needs_full_matrices}
 
 
 def rules_of(groups: Mapping[str, Group]) -> Sequence[UpdateRule]:

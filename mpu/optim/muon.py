@@ -18,7 +18,7 @@ from torch import Tensor
 from mpu.optim.exchange import MatrixUpdater
 from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule
 from mpu.optim.newton_schulz import Coefficients, coefficients_of, orthogonalise, scale_of
-from mpu.optim.owners import Split, Whole
+from mpu.optim.owners import FullMatrix, Split
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Muon(UpdateRule):
     symmetric: bool = False
     name = "Muon"
     kinds = (StateKind("momentum_buffer"),)
-    whole_matrices = True
+    needs_full_matrices = True
 
     def wire(self, master: torch.dtype) -> torch.dtype:
         return torch.bfloat16 if self.bf16 and master == torch.float32 else master
@@ -47,7 +47,7 @@ class Muon(UpdateRule):
     def updater(self, parts: Parts) -> Updater:
         return MuonUpdater(self, parts)
 
-    def scale(self, which: Whole) -> float:
+    def scale(self, which: FullMatrix) -> float:
         """Return what the update of a matrix is multiplied by, beside the learning rate."""
         return self.extra_scale * scale_of(which.rows, which.columns, self.scale_mode)
 
@@ -65,11 +65,11 @@ class MuonUpdater(MatrixUpdater):
         travels = grad.lerp(buffer, momentum) if self.rule.nesterov else buffer
         return travels, {"momentum_buffer": buffer}
 
-    def whole(self, matrix: Tensor, which: Whole) -> Tensor:
+    def full_update(self, matrix: Tensor, which: FullMatrix) -> Tensor:
         return orthogonalise(matrix, self.rule.coefficients, self.rule.symmetric)
 
     def apply(
-        self, weight: Tensor, update: Tensor, which: Whole, group: Mapping[str, Any]
+        self, weight: Tensor, update: Tensor, which: FullMatrix, group: Mapping[str, Any]
     ) -> Tensor:
         lr = group["lr"]
         new = weight * (1 - lr * group["weight_decay"])

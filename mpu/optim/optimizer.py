@@ -22,8 +22,8 @@ from mpu.optim.interface import (
     Updater,
     UpdateRule,
     divided,
+    full_matrix_groups,
     rules_of,
-    whole,
 )
 from mpu.optim.offload import Offload
 from mpu.optim.owners import Plan, members_of, plan_of
@@ -89,11 +89,11 @@ class Optimizer:
 
     def _state_offload(self) -> StateOffload:
         """Return what keeps masters and state in host memory between steps, and tell buckets."""
-        kept = [
+        states = [
             [master, *(t for s in segments for t in s.updater.state(s.weights).values())]
             for master, segments in zip(self._masters, self.segments, strict=True)
         ]
-        made = StateOffload(kept, [bucket.param_shard for bucket in self.sink.buckets])
+        made = StateOffload(states, [bucket.param_shard for bucket in self.sink.buckets])
         for bucket, state in zip(self.sink.buckets, made.buckets, strict=True):
             bucket.state = state
         return made
@@ -107,12 +107,12 @@ class Optimizer:
         return [self.state_offload.home(master) for master in self._masters]
 
     def _plans(self, groups: Mapping[str, Group]) -> dict[UpdateRule, Plan]:
-        """Return the owners of matrices, for each rule of whole matrices."""
+        """Return the owners of matrices, for each rule of full matrices."""
         plans: dict[UpdateRule, Plan] = {}
         params = [(name, param) for bucket in self.sink.buckets for name, param, _ in bucket.params]
         for rule in rules_of(groups):
             mine = {name for name, group in groups.items() if group.rule == rule}
-            if rule.whole_matrices:
+            if rule.needs_full_matrices:
                 layouts = [bucket.layout for bucket in self.sink.buckets]
                 placements = {name: (placement_of(param), param.shape) for name, param in params}
                 members = members_of(self.grid)
@@ -124,15 +124,15 @@ class Optimizer:
         rounded: dict[Tensor, Tensor] = {}  # the narrower weights of a segment
         of_rule: dict[UpdateRule, dict[str, dict[str, Any]]] = {}
         matrices: dict[UpdateRule, list[Matrix]] = {}
-        apart = whole(groups)
+        full_groups = full_matrix_groups(groups)
         cut: list[list[tuple[int, int, nn.Parameter, UpdateRule]]] = []
         for i in buckets:
             bucket, master = self.sink.buckets[i], self._masters[i]
             cut.append([])
             segment_at: dict[int, nn.Parameter] = {}
-            for first, last, name in bucket.layout.runs(apart):
+            for first, last, name in bucket.layout.runs(full_groups):
                 low, high = max(first, bucket.low), min(last, bucket.high)
-                if low >= high and name not in apart:
+                if low >= high and name not in full_groups:
                     continue
                 group = groups[name]
                 found = of_rule.setdefault(group.rule, {}).setdefault(
@@ -154,7 +154,7 @@ class Optimizer:
                     rounded[segment] = bucket.param_shard[own]
                 found["params"].append(segment)
                 cut[-1].append((low, high, segment, group.rule))
-            for each in _matrices(bucket, apart, segment_at):
+            for each in _matrices(bucket, full_groups, segment_at):
                 matrices.setdefault(groups[each.group].rule, []).append(each)
         instances = {cut: self.grid.instance(cut) for cut in DATA}
         made = {
@@ -286,7 +286,7 @@ class Optimizer:
     def named_weights(self, gathered: bool = False) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`.
 
-        gathered: of those too that are kept whole and owned in parts (gather_weights).
+        gathered: of those too that are stored unsharded and owned in parts (gather_weights).
         """
         for bucket in self.sink.buckets:
             if bucket.sharded or gathered and bucket.shard is not None:
@@ -314,14 +314,19 @@ class Optimizer:
                         values = self.state_offload.home(values)
                     yield name, kind, low - start, values[low - segment.low : high - segment.low]
 
-    def held(self) -> dict[str, list[Tensor | None]]:
-        """Return the tensors that this rank keeps from step to step, by kind of memory."""
+    def tensors_by_kind(self) -> dict[str, list[Tensor | None]]:
+        """Return the tensors that persist on this rank from step to step, by kind of memory."""
         buckets = self.sink.buckets
         segments = (segment for here in self.segments for segment in here)
         return {
             "parameters": [
                 *(t for b in buckets for t in (b.param_shard, b.weights)),
-                *(t for b in buckets if b.float8 is not None for t in b.float8.kept()),
+                *(
+                    t
+                    for b in buckets
+                    if b.float8 is not None
+                    for t in b.float8.persistent_tensors()
+                ),
             ],
             "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
             "masters": [*self._masters],
@@ -329,9 +334,9 @@ class Optimizer:
         }
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of what `held` returns, each live storage counted once."""
+        """Return the bytes of what `tensors_by_kind` returns, each live storage counted once."""
         self.sink.wait_for_weights()  # rows of float8 then have their memory
-        kinds, seen = self.held(), set[int]()
+        kinds, seen = self.tensors_by_kind(), set[int]()
         bytes_of = dict.fromkeys(kinds, 0)
         for kind, tensors in kinds.items():
             for storage in (t.untyped_storage() for t in tensors if t is not None):
@@ -343,7 +348,7 @@ class Optimizer:
 def _matrices(
     bucket: ParamAndGradBucket, groups: Collection[str], segment_at: Mapping[int, Tensor]
 ) -> Iterator[Matrix]:
-    """Yield the parameters of some groups, for a rule of whole matrices.
+    """Yield the parameters of some groups, for a rule of full matrices.
 
     segment_at: this rank's slices, by where the parameter begins in the bucket.
     """
@@ -370,5 +375,5 @@ def multiply_rows(values: Tensor, first: int, width: int, factors: Tensor) -> No
 
 
 def _exchanges_last(rule: UpdateRule) -> bool:
-    """Return a sort key: what a rule of whole matrices has started runs under the others' steps."""
-    return rule.whole_matrices
+    """Return a sort key: what a rule of full matrices has started runs under the others' steps."""
+    return rule.needs_full_matrices

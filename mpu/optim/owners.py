@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say which rank computes with which whole matrix, and what is sent for it: arithmetic alone.
+"""Compute which rank updates which full matrix, and what is sent for it: arithmetic alone.
 
-A rule of whole matrices makes each matrix whole on one rank, its owner. Its state stays where ZeRO
+A rule of full matrices assembles each matrix on one rank, its owner. Its state stays where ZeRO
 puts it. In a step each matrix moves once to its owner, and its update back:
 
     member (c, s)   holds what place c of the cutting axis has, of that the share s
@@ -64,8 +64,8 @@ class Split(NamedTuple):
     others: bool = True
 
 
-class Whole(NamedTuple):
-    """A matrix that one rank makes whole: a section of a parameter, or sections that stay fused.
+class FullMatrix(NamedTuple):
+    """A matrix that one rank assembles: a section of a parameter, or sections that stay fused.
 
     label: which of the parameter's, "" for all of it. bucket, offset: where its parameter begins.
     """
@@ -92,7 +92,7 @@ class Whole(NamedTuple):
 
 def matrices_of(
     name: str, place: Placement, shape: Sequence[int], split: Split, group: str = "matrix"
-) -> list[Whole]:
+) -> list[FullMatrix]:
     """Return the matrices of a parameter. shape: of a rank's part. group: that the model names.
 
     Raises ValueError where the parameter is no matrix, or is cut in a way that names no matrices.
@@ -140,7 +140,7 @@ def matrices_of(
             end = max([begin, *(at + cut.size for _, at, cut in pieces)])
             parts.append(Part(c, begin * width, end * width, width, cuts))
         label = "" if fused == len(sizes) else _label(place, first, fused)
-        made.append(Whole(name, label, base, place.shape[1], tuple(parts)))
+        made.append(FullMatrix(name, label, base, place.shape[1], tuple(parts)))
     return made
 
 
@@ -177,14 +177,14 @@ class Plan:
     bucket, and whether it is shared. owners: of each matrix, its place among the members.
     """
 
-    matrices: tuple[Whole, ...]
+    matrices: tuple[FullMatrix, ...]
     owners: tuple[int, ...]
     cuts: tuple[str, ...]  # of each matrix
     members: Mapping[str, tuple[Member, ...]]
     own: tuple[tuple[int, bool], ...]
     rounds: tuple[Round, ...]
 
-    def range_of(self, matrix: Whole, member: Member) -> tuple[int, int]:
+    def range_of(self, matrix: FullMatrix, member: Member) -> tuple[int, int]:
         """Return [low, high) of the member's flattened parameter that belong to the matrix."""
         part = part_at(matrix, member.cut)
         if part is None:
@@ -231,11 +231,11 @@ class Plan:
             return False
         return self.own[matrix.bucket][1] or member.share == owner.share
 
-    def splits(self, turn: Round, me: int) -> Splits:
+    def splits(self, round_: Round, me: int) -> Splits:
         """Return the elements that member `me` sends to owners in a round, and gets as an owner."""
-        members = self.members[turn.cut]
+        members = self.members[round_.cut]
         sent, got = [0] * len(members), [0] * len(members)
-        for number in turn.matrices:
+        for number in round_.matrices:
             low, high = self.range_of(self.matrices[number], members[me])
             sent[self.owners[number]] += (high - low) * self.is_source(number, members[me])
             if self.owners[number] == me:
@@ -243,11 +243,11 @@ class Plan:
                     got[source] += high - low
         return Splits(tuple(sent), tuple(got))
 
-    def back(self, turn: Round, me: int) -> Splits:
+    def back(self, round_: Round, me: int) -> Splits:
         """Return the elements of updates that member `me` sends as an owner, and gets."""
-        members = self.members[turn.cut]
+        members = self.members[round_.cut]
         sent, got = [0] * len(members), [0] * len(members)
-        for number in turn.matrices:
+        for number in round_.matrices:
             low, high = self.range_of(self.matrices[number], members[me])
             got[self.owners[number]] += high - low
             if self.owners[number] == me:
@@ -264,7 +264,7 @@ class Plan:
         return found
 
 
-def part_at(matrix: Whole, place: int) -> Part | None:
+def part_at(matrix: FullMatrix, place: int) -> Part | None:
     """Return what a place of the cutting axis holds of a matrix, if anything."""
     return next((part for part in matrix.parts if part.place in (-1, place)), None)
 
@@ -291,7 +291,7 @@ def plan_of(
     placements: by parameter, with the local shape. groups: those of the rule. Raises ValueError as
     matrices_of does.
     """
-    matrices: list[Whole] = []
+    matrices: list[FullMatrix] = []
     cuts, rounds = [], []
     for i, layout in enumerate(layouts):
         first = len(matrices)
@@ -344,8 +344,8 @@ def _owners(plan: Plan) -> list[int]:
         load, heap = shared[cut], heaps[id(shared[cut])]
         while heap[0][0] != load[heap[0][1]]:  # it has been given more since
             heappop(heap)
-        held = [(high - low, -load[i], -i) for i, _, low, high in plan.holders(number)]
-        local, owner = -max(held, default=(0, 0, 0))[2], heap[0][1]
+        owned = [(high - low, -load[i], -i) for i, _, low, high in plan.holders(number)]
+        local, owner = -max(owned, default=(0, 0, 0))[2], heap[0][1]
         if load[local] + cost <= -(-totals[cut] // len(load)):
             owner = local
         owners[number] = owner

@@ -125,14 +125,14 @@ class BucketState:
 class StateOffload:
     """The state of all buckets.
 
-    kept: of each bucket the tensors that go to host memory. stays: tensors that do not, as weights
-    that are their own masters.
+    states: of each bucket the tensors that go to host memory. on_device: tensors that do not, as
+    weights that are their own masters.
     """
 
-    def __init__(self, kept: Sequence[Sequence[Tensor]], stays: Collection[Tensor]) -> None:
-        found = {x.untyped_storage()._cdata for x in stays}
+    def __init__(self, states: Sequence[Sequence[Tensor]], on_device: Collection[Tensor]) -> None:
+        found = {x.untyped_storage()._cdata for x in on_device}
         flats: list[list[Tensor]] = []
-        for tensors in kept:
+        for tensors in states:
             flats.append([])
             for x in tensors:
                 storage = x.untyped_storage()

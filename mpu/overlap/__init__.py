@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls that run beside their collectives.
+"""Matmuls that overlap with their collectives.
 
 method    OverlapMethod, Gathering: what a method does; none, replicated, shared memory
 ring      by messages, on any backend

@@ -79,7 +79,7 @@ def method_called(name: str, axis: Axis) -> OverlapMethod:
     if name == "ring" or not axis.symmetric:
         return Ring(axis)
     assert name == "symmetric", name
-    if isinstance(axis.carrier, SharedMemoryTransport):
+    if isinstance(axis.required_transport, SharedMemoryTransport):
         return Symmetric(axis)
     from mpu.overlap.cuda import KernelOverlap  # which needs triton
 

@@ -4,7 +4,7 @@
     gather       own rows are pushed and multiplied first; tiles of other ranks' rows wait for them
     scatter      tiles of other ranks' rows come first and are stored where their owner reads them;
                  the owner adds them, in rank order, when the handle is waited for
-    beside       these rows are not multiplied now: copy engines copy them while dgrad multiplies
+    overlapped   these rows are not multiplied now: copy engines copy them while dgrad multiplies
 
 The kernels are in mpu/kernels, the memory in mpu/comm/symmetric_cuda.py. float64 takes `none`.
 The recipe must multiply plain tensors of one dtype, since the product is the kernels' own. Rows of
@@ -14,7 +14,7 @@ float8 (uint8, mpu/layers/float8) take `ring`, which multiplies parts by the rec
 import torch
 from torch import Tensor
 
-from mpu.comm.symmetric_cuda import CHUNKS, CudaSymmetricTransport, CudaTurn, CudaWorkspace
+from mpu.comm.symmetric_cuda import CHUNKS, CudaEpoch, CudaSymmetricTransport, CudaWorkspace
 from mpu.comm.transport import Axis, Handle, Label
 from mpu.kernels.all_gather_matmul import all_gather_matmul
 from mpu.kernels.matmul_reduce_scatter import add_parts, matmul_scatter
@@ -34,7 +34,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _workspace(axis: Axis) -> CudaWorkspace:
-    transport = axis.carrier
+    transport = axis.required_transport
     assert isinstance(transport, CudaSymmetricTransport)
     return transport.workspace
 
@@ -47,50 +47,50 @@ class _Pushed(Gathering):
 
     def multiply(self, weight: Tensor, product: Product) -> Tensor:
         x = _rows(self.x)
-        self._turn: CudaTurn = _workspace(self.axis).begin(x.nbytes)
-        exchange = self._turn.exchange(chunk_rows(len(x)))
+        self._epoch: CudaEpoch = _workspace(self.axis).begin(x.nbytes)
+        exchange = self._epoch.exchange(chunk_rows(len(x)))
         y = all_gather_matmul(x, weight, exchange)
         return y.view(-1, *self.x.shape[1:-1], y.shape[-1])
 
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         """Return x of all ranks, for which `multiply` has waited."""
         shape, dtype = tuple(self.x.shape), self.x.dtype
-        self._turn.part(self.axis.rank, shape, dtype).copy_(self.x)
-        return self._turn.whole(shape, dtype)
+        self._epoch.part(self.axis.rank, shape, dtype).copy_(self.x)
+        return self._epoch.gathered(shape, dtype)
 
     def close(self) -> None:
-        self._turn.close()
+        self._epoch.close()
 
 
 class _Copied(Gathering):
     """x of all ranks by copy engines, on a stream of its own.
 
     The stream of the kernels waits for the copies before it launches a kernel that waits for a peer
-    (in `whole`, or in `close`), so no such kernel keeps the flags' kernel from an SM.
+    (in `gathered`, or in `close`), so no such kernel keeps the flags' kernel from an SM.
     """
 
     def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
         self.x = x.contiguous()
-        self._turn, self._arrived = _workspace(axis).begin(x.nbytes), False
-        self._turn.send(self.x)
+        self._epoch, self._arrived = _workspace(axis).begin(x.nbytes), False
+        self._epoch.send(self.x)
 
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         if not self._arrived:
-            self._turn.arrive()
+            self._epoch.arrive()
             self._arrived = True
-        return self._turn.whole(tuple(self.x.shape), self.x.dtype)
+        return self._epoch.gathered(tuple(self.x.shape), self.x.dtype)
 
     def close(self) -> None:
         if not self._arrived:
-            self._turn.arrive()
-        self._turn.close()
+            self._epoch.arrive()
+        self._epoch.close()
 
 
 class KernelOverlap(OverlapMethod):
     """Rows travel inside the kernels that multiply them."""
 
     start_all_gather = _Pushed
-    start_all_gather_beside = _Copied
+    start_all_gather_overlapped = _Copied
 
     def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
         if x.dtype == torch.uint8:
@@ -101,13 +101,13 @@ class KernelOverlap(OverlapMethod):
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
         out = x.new_empty((len(x) // self.axis.size, *x.shape[1:-1], len(weight)))
-        turn = _workspace(self.axis).begin(out.nbytes)
+        epoch = _workspace(self.axis).begin(out.nbytes)
         rows = _rows(out)
-        exchange = turn.exchange(chunk_rows(len(rows)))
+        exchange = epoch.exchange(chunk_rows(len(rows)))
         matmul_scatter(_rows(x), weight, exchange)
 
         def finish() -> None:
             add_parts(rows, exchange)
-            turn.close()
+            epoch.close()
 
         return out, Handle(finish=finish)

@@ -7,7 +7,7 @@
 The two are each other's gradient; mpu/layers/linear.py puts them together. The parts travel by an
 OverlapMethod, one of these:
 
-    replicated   no part travels, x is whole on every rank (no sequence parallelism); sums are
+    replicated   no part travels, x is replicated (no sequence parallelism); sums are
                  all-reduced
     none         the collective, then the matmul: the reference
     ring         one part per rank, by messages: the next part arrives while this one is multiplied
@@ -29,7 +29,7 @@ from torch import Tensor
 from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
 from mpu.comm.shared_memory import SharedMemoryTransport
 from mpu.comm.transport import Axis, Handle, Label
-from mpu.comm.workspace import Turn
+from mpu.comm.workspace import Epoch
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [..., k], w [o, k] -> x w^T [..., o]
 
@@ -43,12 +43,12 @@ class Gathering(ABC):
     def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None: ...
 
     @abstractmethod
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         """Wait for x of all ranks and return it, [t n, ...]."""
 
     def multiply(self, weight: Tensor, product: Product) -> Tensor:
         """Return gather(x) w^T: w [o, k] -> [t n, ..., o]."""
-        return product(self.whole(), weight)
+        return product(self.gathered(), weight)
 
     def close(self) -> None:  # noqa: B027 - by default there is no memory to release
         """Release the memory in which x arrived."""
@@ -57,13 +57,13 @@ class Gathering(ABC):
 class OverlapMethod(ABC):
     """How the parts of a matmul's input, or of its output, travel over an axis.
 
-    start_all_gather(x, axis, label): how x is gathered to be multiplied. start_all_gather_beside:
-    how it is gathered while something else is multiplied; only the kernels of GPUs, which gather
-    inside a matmul, have another way here.
+    start_all_gather(x, axis, label): how x is gathered to be multiplied.
+    start_all_gather_overlapped: how it is gathered while something else is multiplied; only the
+    kernels of GPUs, which gather inside a matmul, do it in another way.
     """
 
     start_all_gather: ClassVar[type[Gathering]]
-    start_all_gather_beside: ClassVar[type[Gathering]]
+    start_all_gather_overlapped: ClassVar[type[Gathering]]
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -84,20 +84,20 @@ class OverlapMethod(ABC):
         """
 
 
-class _Whole(Gathering):
-    """x that every rank has whole already: nothing is gathered."""
+class _AlreadyGathered(Gathering):
+    """x that is replicated already: nothing is gathered."""
 
     def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
         self._x = x
 
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         return self._x
 
 
 class Replicated(OverlapMethod):
-    """x is whole on every rank; partial products are all-reduced."""
+    """x is replicated; partial products are all-reduced."""
 
-    start_all_gather = start_all_gather_beside = _Whole
+    start_all_gather = start_all_gather_overlapped = _AlreadyGathered
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
@@ -111,7 +111,7 @@ class _Gathered(Gathering):
     def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
         self._full, self._handle = all_gather(x, axis, async_op=True, label=label)
 
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         self._handle.wait()
         return self._full
 
@@ -120,7 +120,7 @@ class NoOverlap(OverlapMethod):
     """The collective, then the matmul; the matmul, then the collective."""
 
     start_all_gather: ClassVar[type[Gathering]] = _Gathered
-    start_all_gather_beside: ClassVar[type[Gathering]] = _Gathered
+    start_all_gather_overlapped: ClassVar[type[Gathering]] = _Gathered
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
@@ -132,38 +132,40 @@ class _InPlace(Gathering):
     """x of all ranks in memory that the ranks of one host share: each writes its part there."""
 
     def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
-        transport = axis.carrier
+        transport = axis.required_transport
         assert isinstance(transport, SharedMemoryTransport)
         self._shape, self._dtype = (axis.size * x.shape[0], *x.shape[1:]), x.dtype
         self._copy: Tensor | None = None
 
-        def call() -> Turn:
-            self._turn = transport.workspace.begin(x.nbytes)
-            self._turn.complete = self._save
-            self._turn.put(x)
-            return self._turn
+        def call() -> Epoch:
+            self._epoch = transport.workspace.begin(x.nbytes)
+            self._epoch.complete = self._save
+            self._epoch.put(x)
+            return self._epoch
 
         self._handle = axis.start("all_gather", x, call, (x,), None, async_op=True, label=label)
 
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         self._handle.wait()
-        return self._turn.whole(self._shape, self._dtype) if self._copy is None else self._copy
+        return self._epoch.gathered(self._shape, self._dtype) if self._copy is None else self._copy
 
     def close(self) -> None:
-        self._turn.close()
-        self._turn.complete = self._turn.close  # else turn and gathering keep each other, and x
+        self._epoch.close()
+        self._epoch.complete = (
+            self._epoch.close
+        )  # else epoch and gathering reference each other, and x
 
     def _save(self) -> None:
-        """Copy what a later turn is about to overwrite."""
-        self._copy = self.whole().clone()
-        self._turn.close()
+        """Copy what a later epoch is about to overwrite."""
+        self._copy = self.gathered().clone()
+        self._epoch.close()
 
 
 class Symmetric(NoOverlap):
     """The parts lie one behind the other in shared memory, and one matmul reads them in place.
 
-    On a CPU there is nothing to hide but a late rank, and a matmul in parts costs more than the
-    whole. A scatter is that of NoOverlap: the transport's sum, in the same order.
+    On a CPU there is nothing to hide but a late rank, and a matmul in parts costs more than one
+    of all. A scatter is that of NoOverlap: the transport's sum, in the same order.
     """
 
-    start_all_gather = start_all_gather_beside = _InPlace
+    start_all_gather = start_all_gather_overlapped = _InPlace

@@ -54,7 +54,7 @@ class _RingGathering(Gathering):
                 self._coming = self._pass_on(i)
             yield rank, self._full[rank]
 
-    def whole(self) -> Tensor:
+    def gathered(self) -> Tensor:
         for _ in self._parts():
             pass
         return self._full.flatten(0, 1)
@@ -63,7 +63,7 @@ class _RingGathering(Gathering):
 class Ring(OverlapMethod):
     """Parts as messages: gathered round the ring, scattered straight to their owners."""
 
-    start_all_gather = start_all_gather_beside = _RingGathering
+    start_all_gather = start_all_gather_overlapped = _RingGathering
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None

@@ -6,10 +6,10 @@
         F  wait for the activation of the stage before, forward, send the output, keep its graph
         B  wait for the gradient of the stage after, backward, send the gradient of the input;
            in a split schedule the weights' gradients wait
-        F beside B  wait for both inputs, run the two in turns, send both outputs
+        F with B    wait for both inputs, run the two interleaved, send both outputs
         W  compute the weights' gradients that waited
     compute the output layer's weight gradients that waited (Schedule.deferred)
-    Sends are asynchronous too (mpu/comm/p2p.py, Outbox): they run under the next actions.
+    Sends are asynchronous too (mpu/comm/p2p.py, SendQueue): they run under the next actions.
 
 With a single stage a schedule is gradient accumulation. The engine knows nothing of the model. It
 is given forward(chunk, micro_batch, hidden), which returns the output to hand on or, on the last
@@ -26,25 +26,25 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mpu.comm.p2p import Outbox, receive, send
+from mpu.comm.p2p import SendQueue, receive, send
 from mpu.comm.transport import Handle, Label
 from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.grid import Grid
+from mpu.interleave import Interleaver
 from mpu.pipeline.plan import Message, Step, plan
 from mpu.pipeline.schedules import Schedule
-from mpu.turns import Turns
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 Key = tuple[int, int]  # chunk, micro-batch
 
 
 class Monitor(Protocol):
-    """Who is told what this rank does: the failure channel's end (training/faults/monitor.py)."""
+    """Gets what this rank does: the failure channel's end (training/faults/monitor.py)."""
 
     action: str  # in words, as they follow "during" or "while"
 
 
-class Parcel(NamedTuple):
+class Payload(NamedTuple):
     """What a message carries: the output of a stage's F, or the input's gradient of its B.
 
     kind: F or B. stage: the stage that made it. peer: the pipeline rank at the other end.
@@ -62,11 +62,11 @@ PHASE = {"F": "forward", "B": "backward"}
 class Engine:
     """Run schedules on one rank of the pipeline axis.
 
-    queue: the layers' weight-gradient queue. turns: the layers', of two micro-batches. dtype: of
-    the hidden states that travel. schedule: the last one run. spans: None, or a list that each run
-    replaces by its actions' (kind, chunk, micro_batch, begin, end) in seconds of time.perf_counter;
-    BW is B and W in one. Of the time of an F beside a B and its W the F is given a third. What
-    Schedule.deferred puts after the last action is in none of them.
+    queue: the layers' weight-gradient queue. interleaver: the layers', of two micro-batches. dtype:
+    of the hidden states that travel. schedule: the last one run. spans: None, or a list that each
+    run replaces by its actions' (kind, chunk, micro_batch, begin, end) in seconds of
+    time.perf_counter; BW is B and W in one. Of the time of an F with a B and its W the F is given a
+    third. What Schedule.deferred puts after the last action is in none of them.
     """
 
     def __init__(
@@ -76,9 +76,14 @@ class Engine:
         monitor: Monitor,
         dtype: torch.dtype,
         device: torch.device,
-        turns: Turns | None = None,
+        interleaver: Interleaver | None = None,
     ) -> None:
-        self.grid, self.queue, self.monitor, self.turns = grid, queue, monitor, turns or Turns()
+        self.grid, self.queue, self.monitor, self.interleaver = (
+            grid,
+            queue,
+            monitor,
+            interleaver or Interleaver(),
+        )
         self.dtype, self.device = dtype, device
         self.schedule: Schedule | None = None
         self.spans: list[tuple[str, int, int, float, float]] | None = None
@@ -97,12 +102,12 @@ class Engine:
         if self.spans is not None:
             clock = _CudaClock() if self.device.type == "cuda" else _Clock()
         polls = self.device.type == "cuda" and not self.grid.pp.staged
-        with Outbox(polls) if self.grid.pp.size > 1 else nullcontext() as outbox:
+        with SendQueue(polls) if self.grid.pp.size > 1 else nullcontext() as send_queue:
             during = f" {during}" if during else ""
-            turn = _Run(self, schedule, forward, shape, outbox, during)
+            running = _Run(self, schedule, forward, shape, send_queue, during)
             for step in steps:
-                turn.do(step, clock)
-            turn.drain()
+                running.do(step, clock)
+            running.drain()
             self.monitor.action = f"waiting for its last messages to leave{during}"
         if clock is not None:
             self.spans = clock.spans()
@@ -132,8 +137,8 @@ class _Clock:
         made = list[tuple[str, int, int, float, float]]()
         for kind, chunk, i, *both, low, high in self.noted:
             begin, end = map(self.seconds, both)
-            took = end - begin
-            made.append((kind, chunk, i, begin + low * took, begin + high * took))
+            duration = end - begin
+            made.append((kind, chunk, i, begin + low * duration, begin + high * duration))
         return made
 
 
@@ -167,33 +172,33 @@ class _Run:
         schedule: Schedule,
         forward: Forward,
         shape: tuple[int, ...],
-        outbox: Outbox | None,  # None where one rank is the whole pipeline
+        send_queue: SendQueue | None,  # None where one rank is the whole pipeline
         during: str,
     ) -> None:
         self.engine, self.schedule, self.forward = engine, schedule, forward
-        self.shape, self.outbox, self.during = shape, outbox, during
+        self.shape, self.send_queue, self.during = shape, send_queue, during
         self.rank, self.last = engine.grid.pp.rank, schedule.stages - 1
         self.training = any(action.kind == "B" for action in schedule.ranks[self.rank])
         self.arriving: dict[tuple[str, int, int], tuple[Tensor, Handle]] = {}
-        self.handed: dict[tuple[str, int, int], Tensor] = {}  # from a chunk of this very rank
+        self.local: dict[tuple[str, int, int], Tensor] = {}  # from a chunk of this very rank
         self.inputs: dict[Key, Tensor] = {}
         self.outputs: dict[Key, GradientEdge] = {}  # where backward starts; the tensors are freed
         self.deferred: dict[Key, deque[Callable[[], None]]] = {}
-        self.beside: Step | None = None  # an F, until the B that it runs beside
+        self.overlapped: Step | None = None  # an F, until the B that it overlaps
 
     def do(self, step: Step, clock: _Clock | None) -> None:
         """Execute one step: post receives, take the input, compute, send."""
         for message in step.receives:
             self.arriving[message[:3]] = self._post(message)
-        if step.beside:
-            self.beside = step
+        if step.overlapped:
+            self.overlapped = step
             return
         kind, chunk, i = step.action
         fused = kind != "F" and not self.schedule.split
         if kind == "W" and fused:
             return  # it ran with its B
-        if self.beside is not None:
-            forward, self.beside = self.beside, None
+        if self.overlapped is not None:
+            forward, self.overlapped = self.overlapped, None
             return self._pair(forward, step, clock)
         given = self._take(step) if kind != "W" else None
         name = "BW" if fused else kind
@@ -212,15 +217,15 @@ class _Run:
             self._give(kind, step.stage, i, out)
 
     def _pair(self, forward: Step, backward: Step, clock: _Clock | None) -> None:
-        """Execute an F beside a B and its W."""
+        """Execute an F interleaved with a B and its W."""
         hidden, dy = self._take(forward), self._take(backward)
         (_, chunk, i), (_, other, j) = forward.action, backward.action
         self.engine.monitor.action = (
-            f"F chunk {chunk} micro-batch {i} in stage {forward.stage} beside "
+            f"F chunk {chunk} micro-batch {i} in stage {forward.stage} overlapping "
             f"BW chunk {other} micro-batch {j} in stage {backward.stage}{self.during}"
         )
         begin = clock.now() if clock else None
-        out, dx = self.engine.turns.run(
+        out, dx = self.engine.interleaver.run(
             lambda: self._forward(forward, hidden),
             lambda: self._backward(backward, dy, True),
             self.engine.grid.waits.follow,
@@ -267,7 +272,7 @@ class _Run:
         axis = grid.pp if message.sender < message.to else grid.pp_back
         kind, stage = message.kind, self.schedule.stage(message.to, message.chunk)
         maker = stage + (-1 if kind == "F" else 1)
-        label = Label(Parcel(kind, message.micro_batch, maker, message.sender), PHASE[kind])
+        label = Label(Payload(kind, message.micro_batch, maker, message.sender), PHASE[kind])
         return receive(self.shape, engine.dtype, engine.device, axis, message.sender, label)
 
     def _take(self, step: Step) -> Tensor | None:
@@ -276,8 +281,8 @@ class _Run:
         kind, chunk, i = action
         if stage == (0 if kind == "F" else self.last):
             return None
-        if action in self.handed:
-            return self.handed.pop(action)
+        if action in self.local:
+            return self.local.pop(action)
         tensor, handle = self.arriving.pop(action)
         source = stage + (-1 if kind == "F" else 1)
         rank = self.engine.grid.pp.ranks[self.schedule.place(source)[0]]
@@ -292,8 +297,8 @@ class _Run:
         """Hand an output to the next stage, or an input's gradient to the one before."""
         to, chunk = self.schedule.place(stage + (1 if kind == "F" else -1))
         if to == self.rank:
-            self.handed[kind, chunk, i] = out
+            self.local[kind, chunk, i] = out
             return
-        grid, label = self.engine.grid, Label(Parcel(kind, i, stage, to), PHASE[kind])
-        assert self.outbox is not None
-        self.outbox.put(send(out, grid.pp if self.rank < to else grid.pp_back, to, label))
+        grid, label = self.engine.grid, Label(Payload(kind, i, stage, to), PHASE[kind])
+        assert self.send_queue is not None
+        self.send_queue.put(send(out, grid.pp if self.rank < to else grid.pp_back, to, label))

@@ -66,16 +66,16 @@ def stages(
     elif first_rank is not None or last_rank is not None:
         counts = [0] * (p * v)
         ranks = _fixed_ends(num_layers, p, v, first_rank, last_rank)
-        for held, layers in zip(own, ranks, strict=True):
-            for stage in held:
+        for stages_of_rank, layers in zip(own, ranks, strict=True):
+            for stage in stages_of_rank:
                 counts[stage] = layers // v
     elif even or count_embedding or count_loss:
         counts = _even(num_layers, p * v, count_embedding, count_loss)
     else:
         counts = _balanced(costs, own, embedding_cost, head_cost)
 
-    for rank, held in enumerate(own):
-        if not any(counts[s] or s in (0, p * v - 1) for s in held):
+    for rank, stages_of_rank in enumerate(own):
+        if not any(counts[s] or s in (0, p * v - 1) for s in stages_of_rank):
             raise ValueError(
                 f"pipeline rank {rank} would have no layers: an embedding, a head and {num_layers} "
                 f"layer{'s' * (num_layers > 1)} over {p} ranks"
@@ -180,12 +180,14 @@ def _improved(
     def work_of(counts: list[int]) -> list[float]:
         bounds = [0, *accumulate(counts)]
         stage = [total[bounds[s + 1]] - total[bounds[s]] + end for s, end in enumerate(ends)]
-        return [sum(stage[s] for s in held) for held in own]
+        return [sum(stage[s] for s in stages_of_rank) for stages_of_rank in own]
 
     def rating(counts: list[int]) -> tuple[int, float, float]:
         """Return the number of empty ranks, the slowest rank's work, and all work squared."""
         work = work_of(counts)
-        empty = sum(not any(counts[s] or s in (0, last) for s in held) for held in own)
+        empty = sum(
+            not any(counts[s] or s in (0, last) for s in stages_of_rank) for stages_of_rank in own
+        )
         return empty, max(work), sum(w * w for w in work)
 
     def moved(source: int, to: int) -> list[int]:
@@ -222,15 +224,17 @@ def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | 
     """Return the layers of each rank: the ends' as given, the rest evenly, each over v chunks."""
     given = [n for n in (first, last) if n is not None]
     between, rest = p - len(given), num_layers - sum(given)
-    asked = f"{num_layers} layers, {' and '.join(map(str, given))} of them at the ends"
+    requested = f"{num_layers} layers, {' and '.join(map(str, given))} of them at the ends"
     if between < 0:
-        raise ValueError(f"{asked}: {p} pipeline rank has no two ends")
+        raise ValueError(f"{requested}: {p} pipeline rank has no two ends")
     if rest < 0:
-        raise ValueError(f"{asked}: that is more than there are")
+        raise ValueError(f"{requested}: that is more than there are")
     if between == 0 and rest:
-        raise ValueError(f"{asked}: no other rank is there to hold the other {rest}")
+        raise ValueError(f"{requested}: no other rank is there to hold the other {rest}")
     if between and rest % between:
-        raise ValueError(f"{asked}: the other {rest} do not divide over the other {between} ranks")
+        raise ValueError(
+            f"{requested}: the other {rest} do not divide over the other {between} ranks"
+        )
     each = rest // between if between else 0
     ranks = [each] * p
     if first is not None:
@@ -240,7 +244,7 @@ def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | 
     for rank, layers in enumerate(ranks):
         if layers % v:
             raise ValueError(
-                f"{asked}: the {layers} of pipeline rank {rank} do not divide over its {v} "
+                f"{requested}: the {layers} of pipeline rank {rank} do not divide over its {v} "
                 "virtual stages"
             )
     return ranks

@@ -25,14 +25,15 @@ class Message(NamedTuple):
 class Step(NamedTuple):
     """One action of a rank, the receives posted before it, the send after it, and its stage.
 
-    beside: it is an F that runs beside the B of the next step, before which nothing is received.
+    overlapped: it is an F that runs interleaved with the B of the next step, before which nothing
+    is received.
     """
 
     action: Action
     receives: tuple[Message, ...]
     sends: Message | None
     stage: int = 0
-    beside: bool = False
+    overlapped: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -45,7 +46,7 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     has it if its sender needs that action (see last_needed): posted before the action, it would
     wait on the GPU for what the action has yet to make, and could hold the action up. Receives keep
     their order on each pair of ranks, and never part a B from its W in a schedule that is not
-    split, nor an F from the B that it runs beside.
+    split, nor an F from the B that it overlaps.
     """
     hoisted, blocking = [], blocking_steps(schedule)
     needed = last_needed(schedule)
@@ -81,7 +82,7 @@ def last_needed(schedule: Schedule) -> dict[Message, int]:
         moved = False
         for rank, actions in enumerate(schedule.ranks):
             while (n := len(needs[rank])) < len(actions):
-                count = 3 if n in schedule.beside(rank) else 1  # F, B and W
+                count = 3 if n in schedule.overlapped_forwards(rank) else 1  # F, B and W
                 taken = [
                     (action, source[0], at[source[0]][source[1]])
                     for action, source in zip(
@@ -108,7 +109,7 @@ def blocking_steps(schedule: Schedule) -> list[list[Step]]:
     Actions are ordered by unit time (see slots). Each action is followed by its send, and the
     receiver receives at that very place, before its next action. Within a unit a receiver acts
     before its sender where it can, so that nothing is received earlier than it must. Where B and W
-    are one backward, the B stands directly before its W, and the F beside it before the B.
+    are one backward, the B stands directly before its W, and the F that overlaps it before the B.
     """
     messages = {}
     for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):
@@ -117,13 +118,13 @@ def blocking_steps(schedule: Schedule) -> list[list[Step]]:
                 messages[source] = Message(*action, source[0], rank)
     steps: list[list[Step]] = [[] for _ in schedule.ranks]
     arrived: list[list[Message]] = [[] for _ in schedule.ranks]
-    beside: dict[int, Action] = {}  # rank: an F whose B and W come next
+    overlapped: dict[int, Action] = {}  # rank: an F whose B and W come next
     counts = [0] * len(schedule.ranks)
     for now in zip(*slots(schedule), strict=True):
         acting = {}
         for rank, action in enumerate(now):
-            if action and counts[rank] in schedule.beside(rank):
-                beside[rank] = action
+            if action and counts[rank] in schedule.overlapped_forwards(rank):
+                overlapped[rank] = action
             elif action and (action.kind != "B" or schedule.split):
                 acting[rank] = action
             counts[rank] += action is not None
@@ -136,9 +137,9 @@ def blocking_steps(schedule: Schedule) -> list[list[Step]]:
                 rank = sends.to if sends else rank
             for rank, action, sends in reversed(chain):
                 receives, arrived[rank] = tuple(arrived[rank]), []
-                if forward := beside.pop(rank, None):
+                if forward := overlapped.pop(rank, None):
                     given = messages.get((rank, forward))
-                    steps[rank].append(Step(forward, receives, given, beside=True))
+                    steps[rank].append(Step(forward, receives, given, overlapped=True))
                     receives = ()
                     if given:
                         arrived[given.to].append(given)

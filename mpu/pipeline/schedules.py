@@ -9,8 +9,8 @@ p ranks, m micro-batches, v chunks a rank, p v stages. An Action is one of
 
 In a schedule that is not `split` each B is directly followed by its own W, and the two are one
 backward: the gradient of the input leaves after both. An F may run beside the B and W that follow
-it in the list (`pairs`): they begin when both inputs are there, take turns where one of them waits
-for an exchange of its experts (mpu/turns.py), and hand on their outputs when both are done.
+it in the list (`pairs`): they begin when both inputs are there, alternate where one of them waits
+for an exchange of its experts (mpu/interleave.py), and hand on their outputs when both are done.
 """
 
 from collections import deque
@@ -55,8 +55,8 @@ class Schedule:
     deferred: int = 0
     pairs: tuple[range, ...] = ()
 
-    def beside(self, rank: int) -> range:
-        """Return the numbers of a rank's F's that run beside the B and W behind them."""
+    def overlapped_forwards(self, rank: int) -> range:
+        """Return the numbers of a rank's F's that overlap the B and W behind them."""
         return self.pairs[rank] if self.pairs else range(0)
 
     @cached_property
@@ -98,11 +98,11 @@ class Schedule:
         directly behind it, the F beside which a B runs, or n itself.
         """
         n -= self.ranks[rank][n].kind == "W" and not self.split
-        return n - (n - 1 in self.beside(rank))
+        return n - (n - 1 in self.overlapped_forwards(rank))
 
     def inputs(self, rank: int, n: int) -> list[tuple[int, Action]]:
         """Return what must be done before a rank's n-th action begins, as (rank, action)."""
-        taken = self.sources[rank][n : n + 1 + (n in self.beside(rank))]
+        taken = self.sources[rank][n : n + 1 + (n in self.overlapped_forwards(rank))]
         return [source for source in taken if source]
 
 
@@ -117,7 +117,7 @@ def build(
 ) -> Schedule:
     """Return the schedule of that name for p ranks, m micro-batches and v chunks a rank.
 
-    group: for interleaved only. overlaps: F's run beside B's, for the names in OVERLAPPING. Raises
+    group: for interleaved only. overlaps: F's overlap B's, for the names in OVERLAPPING. Raises
     ValueError that names the rule that the sizes break.
     """
     if name not in NAMES:
@@ -149,7 +149,7 @@ def gpipe(p: int, m: int) -> Schedule:
     Bubble (p-1)(F + B + W). Every rank holds all m micro-batches: it is there for comparison only
     (Huang et al. 2019).
     """
-    return Schedule("gpipe", (_one_in_turn(_actions("F", m), _actions("B", m), m),) * p, m)
+    return Schedule("gpipe", (_one_f_one_b(_actions("F", m), _actions("B", m), m),) * p, m)
 
 
 def one_f_one_b(p: int, m: int, overlaps: bool = False) -> Schedule:
@@ -170,7 +170,7 @@ def one_f_one_b(p: int, m: int, overlaps: bool = False) -> Schedule:
     """
     f, b = _actions("F", m), _actions("B", m)
     warm_up = [2 * (p - r - 1) + 1 if overlaps else p - r - 1 for r in range(p)]
-    ranks = tuple(_one_in_turn(f, b, warm_up=k) for k in warm_up)
+    ranks = tuple(_one_f_one_b(f, b, warm_up=k) for k in warm_up)
     return Schedule("1f1b", ranks, m, pairs=_pairs(m, warm_up) if overlaps else ())
 
 
@@ -207,7 +207,7 @@ def interleaved(
         )
     f, b = _actions("F", m, v, size), _actions("B", m, v, size)
     warm_up = [2 * (p - r - 1) + (v - 1) * size + overlaps for r in range(p)]
-    ranks = tuple(_one_in_turn(f, b, warm_up=k) for k in warm_up)
+    ranks = tuple(_one_f_one_b(f, b, warm_up=k) for k in warm_up)
     return Schedule("interleaved", ranks, m, v, pairs=_pairs(m * v, warm_up) if overlaps else ())
 
 
@@ -248,7 +248,7 @@ def zb_v(p: int, m: int) -> Schedule:
         turns = [f0] * (2 * (p - r) - 1) + [f1, f0] * r + [f1, b1, w1] * (p - r)  # warm-up
         turns += [f0, b0, w0, f1, b1, w1] * (n - p)
         turns += [b0, b1] * r + [b0, w0] * (p - r) + [w1] * r + [w0] * r  # cool-down
-        actions = (next(turn, None) for turn in turns)  # None: there are only m of a kind
+        actions = (next(at_turn, None) for at_turn in turns)  # None: there are only m of a kind
         ranks.append(tuple(action for action in actions if action))
     schedule = Schedule("zb-v", tuple(ranks), m, 2, split=True, v_shape=True)
     return schedule if m == n else _place_weights(schedule, cap=2 * p)
@@ -272,10 +272,10 @@ def v_half(p: int, m: int) -> Schedule:
     """
     # When F1, B1 and B0 begin on rank 0: as early as they can, a rank's four apart mod 6.
     n = 3 * p
-    turn, loss, back = (n - 2, n - 1, 2 * n - 2) if p % 2 else (n + 1, n + 3, 2 * n + 4)
+    at_turn, loss, back = (n - 2, n - 1, 2 * n - 2) if p % 2 else (n + 1, n + 3, 2 * n + 4)
     ranks = []
     for r in range(p):
-        begins = (2 * r, turn - r, loss + 2 * r, back - r)
+        begins = (2 * r, at_turn - r, loss + 2 * r, back - r)
         block = list(zip(begins, "FFBB", (0, 1, 1, 0), strict=True))
         timed = [(at + 6 * i, Action(k, c, i)) for i in range(m) for at, k, c in block]
         ranks.append(tuple(action for _, action in sorted(timed)))
@@ -319,28 +319,31 @@ def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None
     grid: list[list[Action | None]] = [[] for _ in schedule.ranks]
     done: dict[tuple[int, Action], int] = {}  # in which unit
     to_do = [
-        deque((a, schedule.inputs(r, n), n in schedule.beside(r)) for n, a in enumerate(actions))
+        deque(
+            (a, schedule.inputs(r, n), n in schedule.overlapped_forwards(r))
+            for n, a in enumerate(actions)
+        )
         for r, actions in enumerate(schedule.ranks)
     ]
     weights: list[deque[Action]] = [deque() for _ in schedule.ranks]  # W's to place
-    held = [0] * len(schedule.ranks)
+    in_flight = [0] * len(schedule.ranks)
     now = 0
     while any(to_do) or any(weights):
         for r, row in enumerate(grid):
-            action, inputs, beside = to_do[r][0] if to_do[r] else (None, [], False)
+            action, inputs, overlapped = to_do[r][0] if to_do[r] else (None, [], False)
             if any(done.get(source, now) >= now for source in inputs):
                 action = None
-            if cap and action and action.kind == "F" and held[r] >= cap and weights[r]:
+            if cap and action and action.kind == "F" and in_flight[r] >= cap and weights[r]:
                 action = None
             if action:
                 to_do[r].popleft()
-                done[r, action] = now + 2 * beside  # with the B and W beside it
-                held[r] += action.kind == "F"
+                done[r, action] = now + 2 * overlapped  # with the B and W that it overlaps
+                in_flight[r] += action.kind == "F"
                 if cap and action.kind == "B":
                     weights[r].append(action._replace(kind="W"))
             elif weights[r]:
                 action = weights[r].popleft()
-                held[r] -= 1
+                in_flight[r] -= 1
             row.append(action)
         if not any(row[-1] for row in grid):
             r = next(r for r, rest in enumerate(to_do) if rest)
@@ -363,7 +366,7 @@ def _actions(kind: str, m: int, v: int = 1, group: int | None = None) -> list[Ac
     return [Action(kind, chunk, i) for members in groups for chunk in chunks for i in members]
 
 
-def _one_in_turn(f: list[Action], b: list[Action], warm_up: int) -> tuple[Action, ...]:
+def _one_f_one_b(f: list[Action], b: list[Action], warm_up: int) -> tuple[Action, ...]:
     """Return `warm_up` forwards, then a forward and a backward (B and W) in turn to the end."""
     order = f[:warm_up]
     for forward, backward in zip_longest(f[warm_up:], b):
@@ -373,5 +376,5 @@ def _one_in_turn(f: list[Action], b: list[Action], warm_up: int) -> tuple[Action
 
 
 def _pairs(forwards: int, warm_up: list[int]) -> tuple[range, ...]:
-    """Return the numbers of the F's that `_one_in_turn` puts before a B and its W, of each rank."""
+    """Return the numbers of the F's that `_one_f_one_b` puts before a B and its W, of each rank."""
     return tuple(range(k, k + 3 * max(0, forwards - k), 3) for k in warm_up)

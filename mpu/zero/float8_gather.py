@@ -113,7 +113,7 @@ class Float8Bucket:
         self.codes = torch.zeros(len(own), dtype=torch.uint8, device=own.device)
         self.rows: dict[nn.Parameter, Tensor] = {}
 
-    def kept(self) -> Iterator[Tensor]:
+    def persistent_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that stay from step to step."""
         yield self.codes
         yield from self.scales.values()

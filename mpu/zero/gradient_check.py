@@ -85,15 +85,17 @@ class GradientCheck:
         errors: list[str] = []
         warnings, pending = self._unwritten_lines(), False
         for axis in (*(self.grid.data(cut).cut for cut in DATA), self.grid.embd):
-            held = [e for e in self._held(buckets, axis) if (axis.name, e[0]) not in self._decided]
-            if axis.size == 1 or not held:
+            entries = [
+                e for e in self._sketches(buckets, axis) if (axis.name, e[0]) not in self._decided
+            ]
+            if axis.size == 1 or not entries:
                 continue
-            own = torch.stack([values for _, _, values in held])
+            own = torch.stack([values for _, _, values in entries])
             every = all_gather(own[None], axis, label=Label(self, "gradient check"))[0]
-            apart = (every[..., :-1] - own[:, :-1]).norm(dim=-1).amax(0)
+            distance = (every[..., :-1] - own[:, :-1]).norm(dim=-1).amax(0)
             largest = every[..., -1].amax(0)
             for (name, param, _), far, norm in zip(
-                held, apart.tolist(), largest.tolist(), strict=True
+                entries, distance.tolist(), largest.tolist(), strict=True
             ):
                 if not 0 < norm < math.inf:
                     pending = True
@@ -115,9 +117,9 @@ class GradientCheck:
                     )
         self._partial.clear()
         self.unwritten.clear()
-        return self._tell(errors, warnings, pending, buckets[0].grad_shard.device)
+        return self._report(errors, warnings, pending, buckets[0].grad_shard.device)
 
-    def _held(
+    def _sketches(
         self, buckets: Sequence[ParamAndGradBucket], axis: Axis
     ) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """Yield (name, parameter, sketch) of the weights that the ranks of the axis all hold."""
@@ -142,7 +144,7 @@ class GradientCheck:
             for name in sorted(self.unwritten)
         ]
 
-    def _tell(
+    def _report(
         self, errors: list[str], warnings: list[str], pending: bool, device: torch.device
     ) -> bool:
         """Let all ranks know what each found: raise, warn, and return whether all is decided."""

@@ -38,7 +38,7 @@ class ZeroConfig:
     other bits). grad_reduce_dtype: the dtype in which gradients travel. main_grads_dtype: the dtype
     of a rank's own sum over its micro-batches. None for either means the accumulation dtype.
     keep_unsharded: at stage 3 weights stay whole from their first use in a step to their last
-    (pipelines, whose chunks take turns).
+    (pipelines, whose chunks alternate).
     """
 
     zero_stage: int = 0
@@ -128,8 +128,8 @@ class BucketLayout(NamedTuple):
     """One bucket: (name, offset, numel) of its parameters, and its padded length in elements.
 
     axes: over which its gradients are summed before the ranks of `sharing`. rows, scales: sums of
-    its parameters'; 0 unless it travels in float8. whole: its weights stay whole at stage 3.
-    groups: those of its parameters.
+    its parameters'; 0 unless it travels in float8. unsharded: its weights stay unsharded at stage
+    3. groups: those of its parameters.
     """
 
     params: tuple[tuple[str, int, int], ...]
@@ -137,7 +137,7 @@ class BucketLayout(NamedTuple):
     axes: tuple[str, ...] = ()
     rows: int = 0
     scales: int = 0
-    whole: bool = False
+    unsharded: bool = False
     sharing: Sharing = Sharing()
     groups: tuple[str, ...] = ()
 
@@ -153,22 +153,22 @@ class BucketLayout(NamedTuple):
     @property
     def by_use(self) -> bool:
         """Return whether its weights are gathered for each use."""
-        return self.sharing.zero_stage == 3 and not self.axes and not self.whole
+        return self.sharing.zero_stage == 3 and not self.axes and not self.unsharded
 
     @property
     def sharded(self) -> bool:
         """Return whether a rank keeps its share of the weights alone."""
         return self.by_use or self.scales > 0
 
-    def runs(self, apart: Collection[str] = ()) -> list[tuple[int, int, str]]:
+    def runs(self, separate: Collection[str] = ()) -> list[tuple[int, int, str]]:
         """Return [low, high) and group of each run of parameters of one group, padding included.
 
-        Each parameter of the groups `apart` is a run of its own, without padding.
+        Each parameter of the groups `separate` is a run of its own, without padding.
         """
         found: list[tuple[int, int, str]] = []
         ends = [start for _, start, _ in self.params[1:]] + [self.length]
         for (_, start, numel), group, end in zip(self.params, self.groups, ends, strict=True):
-            if group in apart:
+            if group in separate:
                 found.append((start, start + numel, group))
             elif found and found[-1][2] == group:
                 found[-1] = (found[-1][0], end, group)
@@ -203,20 +203,26 @@ def make_buckets(
     pairs = zip(entries, plain, strict=True)
     entries = [low if low.axes or not stage[low.cut] else entry for entry, low in pairs]
     groups: list[list[ParamEntry]] = []
-    apart: dict[tuple[tuple[str, ...], str], list[ParamEntry]] = {}
+    summed_twice: dict[tuple[tuple[str, ...], str], list[ParamEntry]] = {}
     latest: dict[tuple[str, str], list[ParamEntry]] = {}  # the group that a kind adds to
-    whole = whole_beside([entry for entry in entries if stage[entry.cut] == 3])
+    unsharded = unsharded_vectors([entry for entry in entries if stage[entry.cut] == 3])
     ordered = sorted(reversed(entries), key=lambda e: -e.chunk)
     for entry in ordered:
         if entry.axes:
-            apart.setdefault((entry.axes, entry.cut), []).append(entry)
+            summed_twice.setdefault((entry.axes, entry.cut), []).append(entry)
             continue
         by_block = stage[entry.cut] == 3
-        how = "whole" if entry.name in whole else "rows" if entry.scales and not by_block else ""
+        how = (
+            "unsharded"
+            if entry.name in unsharded
+            else "rows"
+            if entry.scales and not by_block
+            else ""
+        )
         kind = how, entry.cut
         group = latest.get(kind, [])
         other = group and group[-1].chunk != entry.chunk
-        if by_block and how != "whole":
+        if by_block and how != "unsharded":
             other = other or (group and block_of(group[-1].name) != block_of(entry.name))
         if not group or other or (not by_block and sum(e.numel for e in group) >= size):
             latest[kind] = []
@@ -224,25 +230,30 @@ def make_buckets(
         latest[kind].append(entry)
     at = {entry.name: i for i, entry in enumerate(ordered)}
     groups.sort(key=lambda group: at[group[-1].name])  # a bucket leaves with its last parameter
-    groups += [apart[key] for key in sorted(apart, key=lambda key: (_tp_last(key[0]), key[1]))]
-    return [_layout_of(group, sharing[group[0].cut], group[0].name in whole) for group in groups]
+    groups += [
+        summed_twice[key]
+        for key in sorted(summed_twice, key=lambda key: (_tp_last(key[0]), key[1]))
+    ]
+    return [
+        _layout_of(group, sharing[group[0].cut], group[0].name in unsharded) for group in groups
+    ]
 
 
-def whole_beside(entries: Sequence[ParamEntry]) -> set[str]:
-    """Return the vectors beside weights in float8, which stay whole at stage 3.
+def unsharded_vectors(entries: Sequence[ParamEntry]) -> set[str]:
+    """Return the vectors of blocks with float8 weights, which stay unsharded at stage 3.
 
-    Raises ValueError where a plain matrix stands beside them: it would be gathered alone, and free
+    Raises ValueError where such a block has a plain matrix: it would be gathered alone, and free
     the others meanwhile.
     """
     blocks = {block_of(entry.name) for entry in entries if entry.scales}
-    beside = [e for e in entries if block_of(e.name) in blocks and not e.axes and not e.scales]
-    for entry in beside:
+    vectors = [e for e in entries if block_of(e.name) in blocks and not e.axes and not e.scales]
+    for entry in vectors:
         if entry.matrix:
             raise ValueError(
                 f"--fp8-param-gather at --zero-stage 3: {entry.name} is not in float8, and "
                 "other weights of its block are; omit the flag, or take a lower stage"
             )
-    return {entry.name for entry in beside}
+    return {entry.name for entry in vectors}
 
 
 def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
@@ -250,7 +261,7 @@ def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
     return "tp" in axes, axes
 
 
-def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, whole: bool) -> BucketLayout:
+def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, unsharded: bool) -> BucketLayout:
     offset, params = 0, []
     for entry in group:
         params.append((entry.name, offset, entry.numel))
@@ -264,7 +275,7 @@ def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, whole: bool) -> Bu
         axes,
         rows=rows,
         scales=scales,
-        whole=whole,
+        unsharded=unsharded,
         sharing=sharing,
         groups=tuple(entry.group for entry in group),
     )
@@ -284,14 +295,14 @@ def memory(
     accumulate: int,
     state: Mapping[str, int],
     ranks: Mapping[str, int] | None = None,
-    apart: Collection[str] = (),
+    separate: Collection[str] = (),
 ) -> dict[str, int]:
     """Return the bytes that one rank keeps from step to step, the padding of buckets included.
 
     weight, gradient, accumulate: bytes of an element of a weight, of a main gradient, and of a sum
     or master. state: bytes that the optimizer keeps for an element, s, by group. ranks: the rank
     among those that share a bucket, by the axis that cuts it; None: the one with most state.
-    apart: as BucketLayout.runs takes it. With L elements in a bucket and share = L/ranks:
+    separate: as BucketLayout.runs takes it. With L elements in a bucket and share = L/ranks:
 
         stage         0           1                     2                  3
         parameters    L weight    L weight              L weight           share weight
@@ -300,37 +311,37 @@ def memory(
         moments       L s         share s
 
     Where main gradients are narrower, stages 0 and 1 also have the sums: L or share accumulate. At
-    stage 3 buckets that are summed over another axis keep whole weights (docs/design.md says why).
-    Weights that travel in float8 are kept as at stage 3, with a byte more for each element of the
-    share, the bytes of all scales and, at stages 1 and 2, of all rows.
+    stage 3 buckets that are summed over another axis keep unsharded weights (docs/design.md says
+    why). Weights that travel in float8 are stored as at stage 3, with a byte more for each element
+    of the share, the bytes of all scales and, at stages 1 and 2, of all rows.
     """
-    kept = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
+    kinds = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
     for layout in layouts:
         own, stage = layout.own, layout.sharing.zero_stage
-        kept["parameters"] += (own if layout.sharded else layout.length) * weight
+        kinds["parameters"] += (own if layout.sharded else layout.length) * weight
         if layout.scales:
-            kept["parameters"] += own + layout.scales + (layout.rows if stage < 3 else 0)
-        kept["gradients"] += own * accumulate if stage >= 2 else layout.length * gradient
+            kinds["parameters"] += own + layout.scales + (layout.rows if stage < 3 else 0)
+        kinds["gradients"] += own * accumulate if stage >= 2 else layout.length * gradient
         if stage < 2 and gradient < accumulate:
-            kept["gradients"] += own * accumulate
-        kept["masters"] += own * accumulate if weight < accumulate else 0
-    kept["moments"] = _state_bytes(layouts, state, ranks, apart)
-    return kept
+            kinds["gradients"] += own * accumulate
+        kinds["masters"] += own * accumulate if weight < accumulate else 0
+    kinds["moments"] = _state_bytes(layouts, state, ranks, separate)
+    return kinds
 
 
 def _state_bytes(
     layouts: Sequence[BucketLayout],
     state: Mapping[str, int],
     ranks: Mapping[str, int] | None,
-    apart: Collection[str],
+    separate: Collection[str],
 ) -> int:
-    if len(set(state.values())) == 1 and not apart:  # then all ranks have the same
+    if len(set(state.values())) == 1 and not separate:  # then all ranks have the same
         return sum(layout.own for layout in layouts) * max(state.values())
     shares: dict[str, list[int]] = {}  # of each rank that shares buckets, by the axis
     for layout in layouts:
         own = layout.own
         share = shares.setdefault(layout.sharing.cut, [0] * (layout.length // own))
-        for low, high, group in layout.runs(apart):
+        for low, high, group in layout.runs(separate):
             for i in range(low // own, -(-high // own)):
                 share[i] += (min(high, (i + 1) * own) - max(low, i * own)) * state[group]
     if ranks is None:

@@ -73,7 +73,7 @@ class ParamAndGradBuffer(GradientSink):
         self.float8: list[Float8Gather] = []  # one for each set of ranks that share buckets
         self._bucket_of: dict[nn.Parameter, ParamAndGradBucket] = {}
         self._uses: dict[nn.Parameter, int] = {}
-        self._apart: dict[nn.Parameter, Tensor] = {}  # see add_rows
+        self._row_sums: dict[nn.Parameter, Tensor] = {}  # see add_rows
         self._early: list[ParamAndGradBucket] = []  # those that may leave during backward
         self._next = 0  # index of the one of them that leaves next
         self._last: ParamAndGradBucket | None = None  # the bucket that left last
@@ -125,18 +125,18 @@ class ParamAndGradBuffer(GradientSink):
             every = gather_bytes(own, self.grid.pp, device)
             self.bucket_size = automatic_size(max(map(int, every)))
         for layout in make_buckets(entries, self.bucket_size, self._sharing):
-            held = [params[name] for name, _, _ in layout.params]
+            in_bucket = [params[name] for name, _, _ in layout.params]
             bucket = ParamAndGradBucket(
                 layout,
                 params,
-                sum(self._uses[param] for param in held),
+                sum(self._uses[param] for param in in_bucket),
                 reduction=self._reduction[layout.sharing.cut],
                 reduce_axes=axes[layout.axes],
                 main=self.main,
                 live=self.live,
             )
             self.buckets.append(bucket)
-            self._bucket_of |= dict.fromkeys(held, bucket)
+            self._bucket_of |= dict.fromkeys(in_bucket, bucket)
         stage = 2 if self.each else 0
         self._early = [
             b for b in self.buckets if not b.reduce_axes and b.reduction.zero_stage >= stage
@@ -160,7 +160,7 @@ class ParamAndGradBuffer(GradientSink):
             gather.requantise()
 
     def gather_weights(self, requantise: bool = True) -> None:
-        """Gather the weights that are kept whole, after an update or a load.
+        """Gather the weights that are stored unsharded, after an update or a load.
 
         With overlap_param_gather this does not wait for them. requantise: also those that are
         gathered in float8.
@@ -187,8 +187,8 @@ class ParamAndGradBuffer(GradientSink):
 
         gathered: those too that gather_weights makes whole.
         """
-        kept = (b for b in self.buckets if not b.sharded and (gathered or b.shard is None))
-        return {name for bucket in kept for name, _, _ in bucket.params}
+        buckets = (b for b in self.buckets if not b.sharded and (gathered or b.shard is None))
+        return {name for bucket in buckets for name, _, _ in bucket.params}
 
     def acquire(self, param: nn.Parameter) -> Tensor:
         """Return the whole local weight, or its rows of float8; wait for a gather under way."""
@@ -211,7 +211,7 @@ class ParamAndGradBuffer(GradientSink):
             self.gatherer.end_use(bucket)
 
     def wait_for_weights(self) -> None:
-        """Wait until every weight that is kept whole is whole."""
+        """Wait until every weight that is stored unsharded has arrived."""
         for bucket in self.buckets:
             bucket.gathering.wait()
 
@@ -233,16 +233,16 @@ class ParamAndGradBuffer(GradientSink):
     def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
         """Add grad[i] to row rows[i]: rows [n], grad [n, h].
 
-        Where the parameter has another use on this rank (a tied head), rows are summed apart. The
-        gradient is then (sum of the head's) + (sum of the embedding's): the same bits in every
+        Where the parameter has another use on this rank (a tied head), rows are summed separately.
+        The gradient is then (sum of the head's) + (sum of the embedding's): the same bits in every
         schedule and whether or not the two are on one rank.
         """
         if self._uses[param] == 1:
             return super().add_rows(param, rows, grad)
-        if param not in self._apart:
-            self._apart[param] = torch.zeros_like(self.main_grad(param))
-        apart = self._apart[param]
-        apart.index_add_(0, rows, grad.to(apart.dtype))
+        if param not in self._row_sums:
+            self._row_sums[param] = torch.zeros_like(self.main_grad(param))
+        sums = self._row_sums[param]
+        sums.index_add_(0, rows, grad.to(sums.dtype))
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
         """Count the use, and start the sums of ready buckets, in one order on every rank."""
@@ -282,8 +282,8 @@ class ParamAndGradBuffer(GradientSink):
     def _complete(self, bucket: ParamAndGradBucket) -> None:
         """Add look-ups summed apart and plain autograd's `.grad`; zero what nobody has written."""
         for name, param, _ in bucket.params:
-            if param in self._apart:
-                self.add(param, self._apart.pop(param))
+            if param in self._row_sums:
+                self.add(param, self._row_sums.pop(param))
             if param.grad is not None:
                 if bucket.sharded:
                     raise RuntimeError(

@@ -65,14 +65,14 @@ def sum_of_words(values: Tensor) -> Tensor:
     flat, device = values.detach().view(-1), values.device
     by_column = keys("column", 0, WIDTH, device)
     by_row = keys("row", 0, -(-len(flat) // WIDTH), device)
-    whole = len(flat) // WIDTH
+    full = len(flat) // WIDTH
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for low in range(0, whole, ROWS):
-        some = slice(low, min(low + ROWS, whole))
+    for low in range(0, full, ROWS):
+        some = slice(low, min(low + ROWS, full))
         rows = flat[some.start * WIDTH : some.stop * WIDTH].view(-1, WIDTH)
         total += exact_sum(rows, by_row[some], by_column)
-    if rest := len(flat) - whole * WIDTH:
-        total += exact_sum(flat[None, whole * WIDTH :], by_row[whole:], by_column[:rest])
+    if rest := len(flat) - full * WIDTH:
+        total += exact_sum(flat[None, full * WIDTH :], by_row[full:], by_column[:rest])
     return total
 
 

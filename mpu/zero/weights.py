@@ -55,9 +55,9 @@ class Gatherer:
             if not busy and other not in (bucket, following):
                 self.reshard(other)
         self._current = bucket
-        for wanted in (bucket, following):
-            if wanted is not None and wanted.weights is None:
-                self.unshard(wanted)
+        for needed in (bucket, following):
+            if needed is not None and needed.weights is None:
+                self.unshard(needed)
 
     def end_use(self, bucket: ParamAndGradBucket) -> None:
         """End a use; the weights are freed when another block is used."""

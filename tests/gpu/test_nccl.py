@@ -36,7 +36,7 @@ def axis(tmp_path):
 def test_every_collective_of_a_step(axis, dtype):
     """The verbs leave an axis of one rank alone, so its transport is asked."""
     x = torch.arange(24, device="cuda", dtype=dtype).view(6, 4)
-    carrier = axis.carrier
+    carrier = axis.required_transport
     summed, done = carrier.all_reduce(x.clone(), axis, True, dist.ReduceOp.SUM, None)
     done.wait()
     gathered, done = carrier.all_gather(x, axis, True, None, None)

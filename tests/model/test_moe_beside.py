@@ -13,8 +13,8 @@ import torch
 
 import pretrain_llama
 from estimate.simulate import Costs, simulate, validate
+from mpu.interleave import Interleaver
 from mpu.pipeline.schedules import build
-from mpu.turns import Turns
 from tests.model.test_moe_layouts import run_cases
 from tests.model.test_moe_parity import BASE, KINDS, held
 from tests.model.twin import config_of, grid_of, micro_batches, same_bits
@@ -131,13 +131,13 @@ def test_every_overlapping_schedule_is_valid_and_as_fast() -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_what_fails_in_one_ends_both(which: int) -> None:
-    turns, done = Turns(), list[str]()
+    interleaver, done = Interleaver(), list[str]()
 
     def work(name: str, fails: bool) -> Callable[[], str]:
         def run() -> str:
             for i in range(3):
                 done.append(f"{name}{i}")
-                turns.give_way()
+                interleaver.switch()
                 if fails:
                     raise KeyError("planted")
             return name
@@ -145,8 +145,8 @@ def test_what_fails_in_one_ends_both(which: int) -> None:
         return run
 
     with pytest.raises(KeyError, match="planted"):
-        turns.run(work("f", which == 0), work("b", which == 1))
+        interleaver.run(work("f", which == 0), work("b", which == 1))
     assert done == (["f0", "b0"] if which == 0 else ["f0", "b0", "f1"])
     done.clear()
-    assert turns.run(work("f", False), work("b", False)) == ("f", "b")
-    assert done == ["f0", "b0", "f1", "b1", "f2", "b2"] and not turns.two
+    assert interleaver.run(work("f", False), work("b", False)) == ("f", "b")
+    assert done == ["f0", "b0", "f1", "b1", "f2", "b2"] and not interleaver.two

@@ -34,7 +34,7 @@ whole_region = LayerContext.replicated_parameter
 
 def of_no_region(self: LayerContext, shape: tuple[int, ...], region: Region) -> Any:
     """A router says that it meets all tokens, and each rank gives it its own alone."""
-    region = Region.WHOLE if shape[0] == SPARSE["num_experts"] else region
+    region = Region.REPLICATED if shape[0] == SPARSE["num_experts"] else region
     return whole_region(self, shape, region)
 
 

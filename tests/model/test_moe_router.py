@@ -12,8 +12,8 @@ import torch
 
 import pretrain_llama
 from mpu.grid import Grid
+from mpu.interleave import Interleaver
 from mpu.layers import dispatch
-from mpu.turns import Turns
 from tests.launcher import Launcher
 from tests.model.moe_twin import SPARSE, ExpertTwin
 from tests.model.test_moe_parity import BASE, held, run_cases, size_of
@@ -125,7 +125,7 @@ def test_a_padded_plan_looks_at_no_value() -> None:
     load = torch.zeros(8, dtype=torch.long, device="meta")
     capacity = dispatch.Capacity.of(choice, load, 1.0, None, True)
     with patch.object(torch.Tensor, "tolist", side_effect=AssertionError("a wait")):
-        plan = dispatch.Dispatcher(8, Grid().ep, None, Turns()).plan(choice, load, capacity)
+        plan = dispatch.Dispatcher(8, Grid().ep, None, Interleaver()).plan(choice, load, capacity)
     assert plan.counts.each == (3,) * 8 and len(plan.flat) == 24
 
 

@@ -41,7 +41,7 @@ from training.config import Config
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor
-from training.optimizer import optimizer_groups, whole_matrices
+from training.optimizer import needs_full_matrices, optimizer_groups
 from training.run.autotune.overlap import projections
 
 ROWS, S, V = 6, 12, 97
@@ -169,7 +169,7 @@ def grid_of(comm, config: Config, memory: bool = False) -> Grid:
         query_groups=config.model.num_query_groups,
         hierarchical=p.hierarchical_context_parallel_sizes,
         order=tuple(p.rank_order.split("-")), ep=config.expert_model_parallel_size,
-        whole_matrices=whole_matrices(config),
+        needs_full_matrices=needs_full_matrices(config),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpu.activation_offload import Carrier, Offload
+from mpu.activation_offload import HostCopies, Offload
 from mpu.recompute import Recompute
 from tests.mpu.test_recompute import WAYS
 
@@ -54,7 +54,7 @@ def same(one, other):
 @pytest.mark.parametrize("modules", [(), ("product",), ("",)])
 @pytest.mark.parametrize("num_layers", [None, 3])
 def test_results_have_the_same_bits(way, modules, num_layers):
-    carrier = Carrier(CPU)
+    carrier = HostCopies(CPU)
     found, _ = run(way, Offload(carrier, num_layers, modules))
     assert same(found, run(way)[0])
     recomputed = WAYS[way][0] == "full" and (way, num_layers) != ("block 3", None)
@@ -64,7 +64,7 @@ def test_results_have_the_same_bits(way, modules, num_layers):
 
 def test_the_device_forgets_what_host_memory_holds():
     layers = [Layer(i) for i in range(5)]
-    again = Recompute(offload=Offload(Carrier(CPU)))
+    again = Recompute(offload=Offload(HostCopies(CPU)))
     h = torch.randn(3, 4, requires_grad=True) * 1
     y = again.blocks(layers, h, torch.full((3, 4), 0.5), None)
     alive = [layer.made[0]() is not None for layer in layers]
@@ -74,24 +74,24 @@ def test_the_device_forgets_what_host_memory_holds():
 
 @pytest.mark.parametrize("num_layers,count", [(None, 4), (9, 4), (2, 2), (0, 0)])
 def test_the_first_layers_go_and_the_last_stays(num_layers, count):
-    assert Offload(Carrier(CPU), num_layers).taken([1] * 5) == count
+    assert Offload(HostCopies(CPU), num_layers).taken([1] * 5) == count
 
 
 @pytest.mark.parametrize("num_layers,count", [(None, 2), (2, 1), (3, 1), (1, 0), (4, 2)])
 def test_a_unit_goes_as_a_whole(num_layers, count):
-    assert Offload(Carrier(CPU), num_layers).taken([2, 2, 1]) == count
+    assert Offload(HostCopies(CPU), num_layers).taken([2, 2, 1]) == count
 
 
 @pytest.mark.parametrize("order", [lambda r: r, reversed], ids=["1F1B", "last first"])
 def test_several_micro_batches_wait_at_once(order):
-    carrier = Carrier(CPU)
+    carrier = HostCopies(CPU)
     found, _ = run("none", Offload(carrier), 3, order)
     assert same(found, run("none", None, 3, order)[0])
     assert carrier.host_bytes == 3 * 4 * 2 * 3 * 4 * 4  # of each of 4 units h and tanh's result
 
 
 def test_host_memory_is_used_again():
-    carrier = Carrier(CPU)
+    carrier = HostCopies(CPU)
     offload = Offload(carrier)
     run("none", offload)
     first = carrier.host_bytes
@@ -121,7 +121,7 @@ def test_what_stays():
             return tensor
 
     h = torch.randn(64, requires_grad=True)
-    carrier = Carrier(CPU)
+    carrier = HostCopies(CPU)
     layers = [Sum(), Sum()]
     y = Recompute(offload=Spy(carrier, min_size=8)).blocks(layers, h, table)
     stays = {x.untyped_storage().data_ptr() for x in (h, table, layers[0].weight)}
@@ -143,7 +143,7 @@ def test_a_weight_stays_where_it_lies_when_it_is_saved():
             self.weight.data = torch.randn(64)
             return h * self.weight  # saves both
 
-    carrier = Carrier(CPU)
+    carrier = HostCopies(CPU)
     layers = [Gathered(), Gathered()]
     h = Recompute(offload=Offload(carrier)).blocks(layers, torch.randn(64, requires_grad=True) * 1)
     h.sum().backward()
@@ -164,7 +164,7 @@ def test_a_storage_that_another_module_keeps_is_not_copied():
             return self.act(h) * h  # the product saves the tanh, too
 
     for layer, count in ((Alone, 1), (Shared, 0)):
-        carrier = Carrier(CPU)
+        carrier = HostCopies(CPU)
         offload = Offload(carrier, modules=("act",))
         h = torch.randn(8, requires_grad=True)
         Recompute(offload=offload).blocks([layer(), layer()], h * 1).sum().backward()
@@ -172,7 +172,7 @@ def test_a_storage_that_another_module_keeps_is_not_copied():
 
 
 def test_without_gradients_nothing_is_kept():
-    carrier = Carrier(CPU)
+    carrier = HostCopies(CPU)
     with torch.no_grad():
         run_layers = [Layer(i) for i in range(3)]
         Recompute(offload=Offload(carrier)).blocks(run_layers, torch.randn(3, 4), 0.5, None)
@@ -188,7 +188,7 @@ def test_what_changes_in_place_after_it_was_saved_is_refused():
         y.mul_(3)
         return z
 
-    offload = Offload(Carrier(torch.device("cpu")))
+    offload = Offload(HostCopies(torch.device("cpu")))
     h = torch.randn(64, requires_grad=True)
     out = offload.run([((careless,), careless), ((torch.tanh,), torch.tanh)], h)
     with pytest.raises(RuntimeError, match="--cpu-offload-activations: .* changed in place"):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpu.activation_offload import Carrier, Stored
+from mpu.activation_offload import HostCopies, Stored
 from mpu.host_memory import ALIGN, HostMemory, power_of_two, slab_bytes
 from mpu.optim import offload
 from training.checkpoint import stage
@@ -73,7 +73,7 @@ def test_what_offloads_and_saves_takes_memory_by_slabs(locked):
             host.zeros(like.shape, like.dtype)
     assert sum(locked) < 1.1 * 24 * count * 6 + (1 << 30)
     locked.clear()
-    carrier = Carrier.__new__(Carrier)
+    carrier = HostCopies.__new__(HostCopies)
     carrier.device, carrier._pool, carrier.host_bytes = device, {}, 0
     carrier._host = HostMemory(True)
     activations = [Stored(torch.empty(35 * MB, dtype=torch.bfloat16, device="meta"))] * 40

@@ -200,7 +200,7 @@ MISTAKES = {
     "a bias in another region": Mistake(
         PHI,
         {"        self.bias = ctx.replicated_parameter((width,), Region.SEQUENCE_PARALLEL)":
-         "        self.bias = ctx.replicated_parameter((width,), Region.WHOLE)"},
+         "        self.bias = ctx.replicated_parameter((width,), Region.REPLICATED)"},
         "its gradient differs among the ranks of tp", LAYOUTS,
     ),
     # what stops a run

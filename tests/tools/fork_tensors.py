@@ -154,7 +154,7 @@ TENSORS: dict[str, Mistake] = {
         r"self_attn\.q_norm\.weight.*a sum over tp is missing", "tp 2"),
     "a bias in no region": Mistake(PHI, {
         "        self.bias = ctx.replicated_parameter((width,), Region.SEQUENCE_PARALLEL)":
-        "        self.bias = ctx.replicated_parameter((width,), Region.WHOLE)"},
+        "        self.bias = ctx.replicated_parameter((width,), Region.REPLICATED)"},
         r"layernorm\.bias \(in [^)]*norm\).*a sum over tp is missing", "tp 2 + SP"),
     "a gain of heads in no region": head_gain(
         "WHOLE", GAIN, "tp 2", r"attention\.gain \(in .*a sum over tp is missing"),
@@ -205,7 +205,7 @@ TENSORS: dict[str, Mistake] = {
         MOE, {
             "self.router = RouterLinear(h, e, ctx=ctx)": (
                 "self.router = RouterLinear(h, e, ctx=ctx)\n"
-                "        self.router.weight = ctx.replicated_parameter((e, h), Region.WHOLE)"),
+                "        self.router.weight = ctx.replicated_parameter((e, h), Region.REPLICATED)"),
             CONTEXT: CONTEXT + "from mpu.param import Region\n"},
         r"block_sparse_moe\.gate.*a sum over tp is missing", "tp 2 + SP"),
     # stages, micro-batches, recomputation

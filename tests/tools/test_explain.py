@@ -175,7 +175,7 @@ def test_a_reader_follows_a_message(world):
     assert [" ".join(line.split()) for line in overview.splitlines()[-6:-2]] == side_by_side
 
     lines = first.splitlines()
-    send = line_of("mpu/pipeline/engine.py", "self.outbox.put(send(")
+    send = line_of("mpu/pipeline/engine.py", "self.send_queue.put(send(")
     (at,) = (i for i, x in enumerate(lines) if "stage 0's activation 0  send" in x)
     assert "pp to rank 1 " in lines[at] and "[16, 2, 64]" in lines[at] and "8,192" in lines[at]
     assert lines[at].endswith(send) and "needs add of layers.0 (model/" in lines[at + 1]
@@ -218,10 +218,10 @@ def test_a_reader_finds_the_gather(world):
     assert "of layers.0.attention_norm (mpu/layers/fused.py:" in lines[at + 1]
     assert "nothing ran meanwhile" in lines[at + 2]
 
-    again = line_of("mpu/layers/linear.py", "else method.start_all_gather_beside(x, tp, layer")
+    again = line_of("mpu/layers/linear.py", "else method.start_all_gather_overlapped(x, tp, layer")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
-    waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.whole(), kept)")
+    waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.gathered(), dy_operand)")
     assert f"waited for at {waited}" in lines[at + 2]
     assert lines[at + 2].endswith("hidden under: dgrad matmul of layers.1.mlp.gate_up")
     assert "reduce_scatter" in lines[at + 3] and "backward" in lines[at + 3]

@@ -10,7 +10,7 @@ from torch import nn
 
 import pretrain_llama
 from mpu.comm.transport import Label
-from mpu.pipeline.engine import Parcel
+from mpu.pipeline.engine import Payload
 from tools.explain import micro_batches, tiny
 from tools.explainer.trace import Actions
 from training.run.stop import Agreement
@@ -30,8 +30,8 @@ LAYOUTS = [  # tp, dp, pp, the rest of tiny's arguments, kinds of labels that mu
     (1, 2, 1, {"zero": 1, "micro_batches": 2}, {"bucket grad sum", "bucket update"}),
     (1, 2, 1, {"zero": 2, "micro_batches": 2, "more": EACH}, {"bucket grad sum", "bucket update"}),
     (2, 2, 1, {"zero": 3}, {"bucket grad sum", "bucket gather", "bucket update"}),
-    (2, 1, 2, {"schedule": "zb-h1", "tied": True}, {"parcel forward", "layer wgrad"}),
-    (1, 2, 2, {"zero": 3, "schedule": "zb-v"}, {"parcel backward", "bucket gather"}),
+    (2, 1, 2, {"schedule": "zb-h1", "tied": True}, {"payload forward", "layer wgrad"}),
+    (1, 2, 2, {"zero": 3, "schedule": "zb-v"}, {"payload backward", "bucket gather"}),
 ]  # fmt: skip
 
 
@@ -64,9 +64,9 @@ def kind(label, run) -> str:
     if isinstance(who, nn.Module):
         assert any(who is module for module in run.model.modules())
         return f"layer {phase}"
-    if isinstance(who, Parcel):
+    if isinstance(who, Payload):
         assert phase == {"F": "forward", "B": "backward"}[who.kind], label
-        return f"parcel {phase}"
+        return f"payload {phase}"
     assert any(who is bucket for bucket in run.sink.buckets), label
     return f"bucket {phase}"
 

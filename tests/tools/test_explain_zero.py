@@ -68,7 +68,7 @@ def run(comm, tp, pp, rest):
     instances = 2 if TWO[0] in rest.get("more", ()) else 1
     config = tiny(tp, comm.size // tp // pp, pp, schedule=rest.pop("schedule", "1f1b"), **rest)
     muon = MUON[0] in rest.get("more", ())
-    found = explain(config, comm.grid(tp, pp=pp, instances=instances, whole_matrices=muon))
+    found = explain(config, comm.grid(tp, pp=pp, instances=instances, needs_full_matrices=muon))
     assert found.counted == found.stated and found.equal and found.counted
     return found.counted, found.text
 

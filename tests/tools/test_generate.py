@@ -301,7 +301,7 @@ def test_a_ranks_gpu_is_the_current_one(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: current.append(torch.device(d).index))
     monkeypatch.setattr(module.Launch, "from_env", lambda: module.Launch(rank, 4, rank, 4))
-    monkeypatch.setattr(module.Launch, "check_meeting", lambda self: None)
+    monkeypatch.setattr(module.Launch, "check_rendezvous", lambda self: None)
     monkeypatch.setattr(module, "meet", lambda *about: None)
     seen = []
 

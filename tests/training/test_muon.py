@@ -135,7 +135,7 @@ def _updated(comm, case: dict, steps: int) -> tuple[dict, dict, list[str]]:
         for some in run.optimizer.updaters
         for updater in some
         if isinstance(updater, MuonUpdater)
-        for turn in updater.turns
+        for turn in updater.exchanges
         for number in turn.owned
     ]
     return before, weights_of(run), owned
@@ -154,7 +154,7 @@ def planted(fault: str, rank: int) -> Iterator[None]:
 
         patch.setattr(pretrain_llama, "optimizer_groups", fallen)
     elif fault == "SGD":
-        patch.setattr(MuonUpdater, "whole", lambda self, matrix, which: matrix)
+        patch.setattr(MuonUpdater, "full_update", lambda self, matrix, which: matrix)
     elif fault == "blockwise tp":
 
         def blockwise(self, matrix, which):
@@ -162,7 +162,7 @@ def planted(fault: str, rank: int) -> Iterator[None]:
             parts = matrix.chunk(count, dim)
             return torch.cat([muon.orthogonalise(p.clone(), SETS["quintic"]) for p in parts], dim)
 
-        patch.setattr(MuonUpdater, "whole", blockwise)
+        patch.setattr(MuonUpdater, "full_update", blockwise)
     elif fault == "lost sections":
         cut = owners.matrices_of
         fused = owners.Split(False, False)
@@ -513,7 +513,7 @@ WRONG = {  # what a fork's file does: what is said
     "three dimensions": (
         {
             "        self.gate_up = ": "        self.cube = ctx.replicated_parameter((2, 3, 4), "
-            "Region.WHOLE)\n        self.gate_up = ",
+            "Region.REPLICATED)\n        self.gate_up = ",
         },
         "--optimizer muon: parameter_group of the --model-file returns 'matrix' for "
         "layers.1.mlp.cube, of shape [2, 3, 4], which is not a matrix: let it return 'vector', or "

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two optimizers that a stranger adds: in each rank they are registered in RULES, nothing else.
 
-momentum (tests/training/momentum.py) works on slices; normalised (whole_matrices.py) needs whole
+momentum (tests/training/momentum.py) works on slices; normalised (full_matrices.py) needs whole
 matrices and leaves the others to AdamW. Both train, save, load on another layout, are offloaded to
 the host and counted by the dry run.
 """
@@ -42,9 +42,9 @@ from tests.model.twin import (
 )
 from tests.sampling import sampled
 from tests.training.checkpoint import canonical
+from tests.training.full_matrices import Normalised
 from tests.training.momentum import Momentum
 from tests.training.small_llama import read
-from tests.training.whole_matrices import Normalised
 from training import optimizer
 from training.checkpoint import MismatchError
 from training.faults.monitor import FailureMonitor
@@ -180,7 +180,7 @@ SAVED = dict(model=24, pp=1, sp=False, tied=True, dtype="bfloat16")
 
 def whole_grid(comm, case: dict):
     """Return a grid for any optimizer."""
-    return comm.grid(case["tp"], whole_matrices=True)
+    return comm.grid(case["tp"], needs_full_matrices=True)
 
 
 def save_and_go_on(comm, name: str, saved: dict, loaded: dict, root: str, other: str) -> list:

@@ -200,7 +200,7 @@ class Recorder:
 
     def _where(self) -> dict[str, int]:
         # of an F and the B beside it the one that runs
-        forward, _, backward = self.run.monitor.action.partition(" beside ")
+        forward, _, backward = self.run.monitor.action.partition(" overlapping ")
         action = backward if backward and self.tracker.in_backward else forward
         found = WHERE.search(action) or DEFERRED.search(action)
         number, stage = (int(found[2]), int(found[3])) if found else (0, 0)

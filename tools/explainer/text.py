@@ -120,9 +120,9 @@ def _two(axis: str, shape: str) -> str:
 def _where(event: Seen) -> str:
     """Return the axis, or the peer, and the shapes that go in and come out."""
     first, *rest = event.shape
-    if event.parcel:
+    if event.payload:
         way = "to" if event.verb == "send" else "from"
-        return f"{event.axis} {way} rank {event.parcel.peer}".ljust(20) + str([first, *rest])
+        return f"{event.axis} {way} rank {event.payload.peer}".ljust(20) + str([first, *rest])
     out = first
     if event.verb == "all_gather":
         out = first * event.size
@@ -205,13 +205,13 @@ def sums(counted: Totals, rows: Sequence[Traffic], who: str = "rank 0") -> list[
 
 def in_order(explainer: Explainer, chunks: int) -> list[str]:
     """Return a rank's actions, one a line: where the input came from, where the output went."""
-    messages = [(e, e.parcel) for e in explainer.events if e.parcel is not None]
+    messages = [(e, e.payload) for e in explainer.events if e.payload is not None]
     taken = {(e.waited_in, p.kind): p.peer for e, p in messages if e.verb == "receive"}
     given = {(e.action, p.kind): p.peer for e, p in messages if e.verb == "send"}
     lines = []
     for number, action in enumerate(explainer.actions):
         beside = ""  # an F and the B beside it: two lines
-        for words in action.split(" beside "):
+        for words in action.split(" overlapping "):
             if found := re.match(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)", words):
                 kind, _, micro_batch, stage = found.groups()
                 at = number, kind[0]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpu.comm.transport import Axis, Label
 from mpu.module_tracker import FORWARD, MAIN_GRAD, RECOMPUTE, ModuleTracker, Site, site
-from mpu.pipeline.engine import Parcel
+from mpu.pipeline.engine import Payload
 from pretrain_llama import LlamaRun
 from tools.explainer.ops import (
     ADDS,
@@ -63,7 +63,7 @@ class Seen:
     place: Place
     needs: str  # what made its input
     first: int  # operations done before it was issued
-    parcel: Parcel | None = None
+    payload: Payload | None = None
     pending: str = ""  # gradients that the bucket behind this one waits for
     whole: list[int] = field(default_factory=list)  # other buckets whose weights are gathered
     waited_at: str = ""
@@ -73,7 +73,7 @@ class Seen:
     @property
     def result(self) -> str:
         """Return the name of its result, for the `needs` of others."""
-        return f"{'message' if self.parcel else 'collective'} {self.number}"
+        return f"{'message' if self.payload else 'collective'} {self.number}"
 
     def waiting(self) -> None:
         """Count operations from now on, until `waited`, as a part of the collective."""
@@ -139,7 +139,7 @@ class Explainer:
         assert self.buckets is not None, "know() comes first"
         self.buckets.begin(micro_batches)
         on_their_way = [event for event in self.events if event.is_async and not event.waited_at]
-        self.before = [event for event in on_their_way if event.parcel is None]  # others were sent
+        self.before = [event for event in on_their_way if event.payload is None]  # others were sent
         for event in self.before:
             event.first = 0
         self.events.clear()
@@ -180,8 +180,8 @@ class Explainer:
         )
         if place.bucket is not None and self.buckets is not None:
             event.whole, event.pending = self.buckets.whole(), self.buckets.after(place.bucket)
-        if label is not None and isinstance(label.who, Parcel):
-            event.parcel = label.who
+        if label is not None and isinstance(label.who, Payload):
+            event.payload = label.who
         if verb == "receive":
             self.maker[memory(tensor)] = f"{place.layer}, {event.result}"
         self.events.append(event)
@@ -201,7 +201,7 @@ class Explainer:
             return Place(f"bucket {bucket}", here.call, phase, bucket, during)
         if isinstance(who, str):
             name = who
-        elif isinstance(who, Parcel):
+        elif isinstance(who, Payload):
             name = f"stage {who.stage}'s {'activation' if who.kind == 'F' else 'gradient'}"
             name += f" {who.micro_batch}"
         else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time what an optimizer of whole matrices adds to a step: iterations, exchange, passes.
+"""Time what an optimizer of full matrices adds to a step: iterations, exchange, passes.
 
 The matrices are those that mpu/optim/owners.py finds in the model's own placements, and so is the
 rule by which owners get them; a product costs what the rehearsal's clock computes. Bytes on the
@@ -16,7 +16,7 @@ import torch
 
 from mpu.optim.interface import rules_of
 from mpu.optim.muon import Muon
-from mpu.optim.owners import Whole, evenly, matrices_of
+from mpu.optim.owners import FullMatrix, evenly, matrices_of
 from tools.planner.layout import Layout
 from tools.planner.model import Model
 from tools.planner.rank_bytes import layer_parameters
@@ -31,20 +31,20 @@ MORE_BYTES, LAUNCHES = 75, 20
 
 
 @lru_cache(maxsize=64)
-def of_layer(flags: tuple[str, ...], ep: int) -> tuple[Whole, ...]:
+def of_layer(flags: tuple[str, ...], ep: int) -> tuple[FullMatrix, ...]:
     """Return the matrices of a layer of the model; of all its experts."""
     config, found = layer_parameters(flags, 1, ep)
     groups = optimizer_groups(config)
-    made: list[Whole] = []
+    made: list[FullMatrix] = []
     for name, p in found.items():
         rule = groups[p.entry.group].rule
-        if rule.whole_matrices:
+        if rule.needs_full_matrices:
             made += matrices_of(name, p.place, p.shape, rule.split, p.entry.group)
     return tuple(made)
 
 
 def muon_of(model: Model) -> Muon | None:
-    """Return the model's rule of whole matrices, if it has one."""
+    """Return the model's rule of full matrices, if it has one."""
     rules = rules_of(optimizer_groups(model.config))
     return next((rule for rule in rules if isinstance(rule, Muon)), None)
 
@@ -74,7 +74,7 @@ def seconds(c: Constants, model: Model, found: list[Layout], r: Runs) -> Array:
     return work + exposed + np.maximum(passes(c, MORE_BYTES * owned), launched)
 
 
-def moved(own: Sequence[Whole], layers: Array, r: Runs) -> tuple[Array, Array]:
+def moved(own: Sequence[FullMatrix], layers: Array, r: Runs) -> tuple[Array, Array]:
     """Return the numbers of matrices that a rank sends to owners, and of updates that it gets:
     means over the ranks of a stage. Below ZeRO stage 1 each matrix goes once, and its update to
     all who hold it.
@@ -87,7 +87,7 @@ def moved(own: Sequence[Whole], layers: Array, r: Runs) -> tuple[Array, Array]:
 
 
 def _fullest(
-    c: Constants, rule: Muon, own: tuple[Whole, ...], layers: float, members: float
+    c: Constants, rule: Muon, own: tuple[FullMatrix, ...], layers: float, members: float
 ) -> float:
     """Return the seconds of the iterations of the owner that has most of so many layers."""
     shapes = [(m.rows, m.columns) for m in own] * int(layers)

@@ -38,8 +38,8 @@ HOST_MAY_WAIT = {
     "mpu/zero/norm.py": ("torch.cat(blocks).to(",),
     "mpu/optim/offload.py": ("event.synchronize()",),  # the host's AdamW waits for gradients
     # once a layer: rows of each expert
-    "mpu/layers/dispatch.py": ("kept_of(load, capacity).tolist()",),
-    # an offloaded rule of whole matrices, whose slices the host has
+    "mpu/layers/dispatch.py": ("not_dropped(load, capacity).tolist()",),
+    # an offloaded rule of full matrices, whose slices the host has
     "mpu/optim/exchange.py": ("wire.to(turn.device)", "update.to(found_inf.device)"),
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpu import grid
 from mpu.comm import collectives, transport
 from mpu.comm.transport import Handle, sent_bytes
-from mpu.pipeline.engine import Parcel
+from mpu.pipeline.engine import Payload
 from tools.rehearsal.events import Transfer
 from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
@@ -337,6 +337,6 @@ class Distributed:
         self.starts = verb, axis.ranks, tensor
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__
-            if isinstance(label.who, Parcel):  # the same at both ends
+            if isinstance(label.who, Payload):  # the same at both ends
                 who = f"{label.who.kind} of stage {label.who.stage}, {label.who.micro_batch}"
             self.trace_label = f"{who}: {label.phase}"

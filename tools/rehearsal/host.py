@@ -51,14 +51,14 @@ class Host:
         """Replace them. network: hears of what goes through shared memory."""
         begin = workspace.Workspace.begin
 
-        def begun(space: workspace.Workspace, part_bytes: int) -> workspace.Turn:
+        def begun(space: workspace.Workspace, part_bytes: int) -> workspace.Epoch:
             network.through_memory()
             return begin(space, part_bytes)
 
         patches.replace(workspace.Workspace, "begin", begun)
         patches.everywhere(fused.call, self.call(fused.call))
         patches.everywhere(symmetric.copy, self.copy)
-        patches.replace(p2p.Outbox, "put", put)
+        patches.replace(p2p.SendQueue, "put", put)
         if not self.real:  # a function mode is not there in a backward inside a backward
             patches.replace(Tensor, "data_ptr", address)
         patches.replace(workspace, "SymmetricBuffer", self.buffer)
@@ -164,8 +164,8 @@ def address(x: Tensor) -> int:
     return (x.untyped_storage()._cdata << 40) + x.storage_offset() * x.element_size()
 
 
-def put(outbox: p2p.Outbox, handle: Handle) -> None:
-    """Take the place of Outbox.put: wait for each message at once, without the thread.
+def put(send_queue: p2p.SendQueue, handle: Handle) -> None:
+    """Take the place of SendQueue.put: wait for each message at once, without the thread.
 
     The thread frees a message when its peer has it, at a moment that differs from run to run. A
     schedule is free of deadlock under sends that wait (estimate/simulate.py).

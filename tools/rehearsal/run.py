@@ -97,7 +97,7 @@ class Rehearsed:
         found: dict[int, str] = {}
         if self.run is None or self.failure is not None:
             return found
-        for kind, tensors in self.run.optimizer.held().items():
+        for kind, tensors in self.run.optimizer.tensors_by_kind().items():
             for tensor in tensors:
                 if tensor is not None:
                     number = self.recorder.live.get(tensor.untyped_storage()._cdata)

@@ -51,8 +51,9 @@ GIVERS: dict[type, Callable[..., Any]] = {  # what gives the gradient of a layer
 }
 SUMMING = ("reduce_scatter", "all_to_all", "all_reduce")  # by one of them gradients travel
 SUMMED = "mpu/zero/bucket.py"
-MICRO_BATCH = re.compile(  # of an F beside a B that of the B: only it writes gradients
-    r"(?:.* beside )?(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) micro-batch (\d+)"
+MICRO_BATCH = re.compile(  # of an F overlapping a B that of the B: only it writes gradients
+    r"(?:.* overlapping )?(?:(?:F|B|BW|W) chunk \d+|the output layer's deferred W of) "
+    r"micro-batch (\d+)"
 )
 Span = tuple[int, int]
 
@@ -350,7 +351,7 @@ def from_loss(seen: "Rehearsed") -> set[int]:
     for index in range(seen.first, len(events)):
         event = events[index]
         if type(event) is Action:
-            begins = event.words.startswith(("B ", "BW ")) or " beside BW " in event.words
+            begins = event.words.startswith(("B ", "BW ")) or " overlapping BW " in event.words
         elif isinstance(event, (Launch, Transfer)):
             received = type(event) is Transfer and event.verb == "receive"
             shaped = type(event) is Launch and event.op.rpartition("::")[2] in SHAPED
@@ -522,7 +523,10 @@ def scaled(
     """Yield whether what scales an update does not depend on the norm of all gradients."""
     optimizer, config = seen.run.optimizer, seen.config
     persistent = {
-        writes.number(x) for some in optimizer.held().values() for x in some if x is not None
+        writes.number(x)
+        for some in optimizer.tensors_by_kind().values()
+        for x in some
+        if x is not None
     }
     if optimizer.offload:
         persistent |= {writes.number(x) for x in optimizer.offload.gradients}

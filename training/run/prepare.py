@@ -42,7 +42,7 @@ def prepare(
         raise UsageError(
             f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
-    grid.launch.check_meeting()
+    grid.launch.check_rendezvous()
     if (steps := config.fault.peer_checkpoint) and not grid.launch.supervisor:
         raise UsageError(
             f"--peer-checkpoint {steps} needs tools/supervise.py, which stores the copies"

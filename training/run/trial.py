@@ -70,7 +70,7 @@ def try_calls(config: Config, device: torch.device, note: Callable[[str], None])
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # an error comes with the wait
         except Exception as error:  # libraries raise anything
-            why = available.said(error)
+            why = available.message_of(error)
             raise UsageError(f"{trial.what} fails on {device}: {why}; {trial.avoid}") from error
         count += 1
     note(f"trial calls: {count} on {device}, in {time.perf_counter() - begin:.1f} s")
@@ -208,7 +208,7 @@ def _update(config: Config, ctx: LayerContext) -> None:
     """One update of a small segment by the rule of matrices, or AdamW for one of whole matrices."""
     groups = optimizer_groups(config)
     rule = groups["matrix"].rule
-    rule = groups["vector"].rule if rule.whole_matrices else rule
+    rule = groups["vector"].rule if rule.needs_full_matrices else rule
     segment = torch.ones(1024, dtype=ctx.accumulate, device=ctx.device, requires_grad=True)
     segment.grad = torch.ones_like(segment)
     narrow = torch.ones(1024, dtype=ctx.dtype, device=ctx.device)

@@ -59,7 +59,7 @@ class Card(NamedTuple):
 
 
 def card_of(device: torch.device | str) -> Card:
-    """Return what the choice depends on, asked of torch; on a CPU or meta device nothing is."""
+    """Return what the choice depends on, from torch; on a CPU or meta device nothing is."""
     kind = torch.device(device).type
     if kind != "cuda":
         return Card(kind)
@@ -78,26 +78,26 @@ def card_of(device: torch.device | str) -> Card:
 
 
 def kernel_of(
-    asked: str, card: Card, dtype: torch.dtype, head_size: int, work: Work = "rows"
+    requested: str, card: Card, dtype: torch.dtype, head_size: int, work: Work = "rows"
 ) -> Kernel:
-    """Return which kernel computes attention. asked: one of BACKENDS; head_size: of q, k and v.
+    """Return which kernel computes attention. requested: one of BACKENDS; head_size: of q, k and v.
 
-    Raises ValueError where the kernel that is asked for cannot do it; the message names the flag.
+    Raises ValueError where the requested kernel cannot do it; the message names the flag.
     """
-    if asked not in BACKENDS:
-        raise ValueError(f"{FLAG} {asked}: must be one of {', '.join(BACKENDS)}")
-    if asked == "te" and work != "cache":
+    if requested not in BACKENDS:
+        raise ValueError(f"{FLAG} {requested}: must be one of {', '.join(BACKENDS)}")
+    if requested == "te" and work != "cache":
         return "te"
-    if asked == "unfused" or (asked == "local" and card.kind == "cuda"):
+    if requested == "unfused" or (requested == "local" and card.kind == "cuda"):
         return "math"
     if card.kind != "cuda":
         return "cpu"
     no_flash = why_no_flash(card, dtype, head_size)
-    if asked == "flash":
+    if requested == "flash":
         if no_flash:
             raise ValueError(f"{FLAG} flash: {no_flash}")
         return "flash"
-    if asked == "fused" and work != "cache":
+    if requested == "fused" and work != "cache":
         if why := why_no_cudnn(card, dtype, head_size, work):
             raise ValueError(f"{FLAG} fused: {why}")
         return "cudnn"
@@ -189,13 +189,13 @@ def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
 
 
 def describe(
-    asked: str, card: Card, dtype: torch.dtype, head_size: int, works: Collection[Work]
+    requested: str, card: Card, dtype: torch.dtype, head_size: int, works: Collection[Work]
 ) -> str:
     """Return the line that says which attention runs. Raises ValueError as `kernel_of` does."""
-    kernels = [kernel_of(asked, card, dtype, head_size, work) for work in works]
+    kernels = [kernel_of(requested, card, dtype, head_size, work) for work in works]
     names = " and ".join(dict.fromkeys(NAMES[k].format(flash=card.flash) for k in kernels))
     where = f" on {card}" if card.kind == "cuda" else ""
-    return f"attention: {names} ({FLAG} {asked}{where})"
+    return f"attention: {names} ({FLAG} {requested}{where})"
 
 
 NAMES: dict[Kernel, str] = {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention: causal, grouped-query (Ainslie et al. 2023), on the heads of one rank.
 
-Which kernel computes it is asked of attention/backends.py. On a CPU with AVX-512 it is
+attention/backends.py chooses the kernel that computes it. On a CPU with AVX-512 it is
 csrc/attention.h; on CUDA, where the flag leaves it open, torch's scaled_dot_product_attention
-chooses. Documents, windows, and a kernel that was asked for, go to block_attention.py. There is no
+chooses. Documents, windows, and a requested kernel, go to block_attention.py. There is no
 mask.
 """
 
@@ -24,16 +24,16 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 class CoreAttention:
     """A layer's core attention. Subclasses attend in another way: by `attend` alone.
 
-    asked: --attention-backend. card: what the choice of a kernel depends on, found once; None: it
-    is asked of torch at each call. maxima: where the largest logits are noted, if they are.
+    requested: --attention-backend. card: what the choice of a kernel depends on, found once; None:
+    it is read from torch at each call. maxima: where the largest logits are noted, if they are.
     """
 
     maxima: HeadMaxima | None = None  # also of a fork's subclass that does not call __init__
 
     def __init__(
-        self, asked: str = "auto", card: Card | None = None, maxima: HeadMaxima | None = None
+        self, requested: str = "auto", card: Card | None = None, maxima: HeadMaxima | None = None
     ) -> None:
-        self.asked, self.card, self.maxima = asked, card, maxima
+        self.requested, self.card, self.maxima = requested, card, maxima
 
     def __call__(
         self,
@@ -54,8 +54,8 @@ class CoreAttention:
         documents, which a query does not look out of; None: each row is one. cache: when text is
         generated, the keys and values of the S - s tokens before these, to which this adds theirs.
         window: a query looks at itself and the window - 1 tokens before it; 0: at all before it.
-        rotary: the elements of a head that are rotated; 0: all. Raises ValueError where the kernel
-        that is asked for cannot do it.
+        rotary: the elements of a head that are rotated; 0: all. Raises ValueError where the
+        requested kernel cannot do it.
         """
         q, k, v = apply_rope(qkv, cos, sin, heads, groups, rotary)  # each [s, b, n, d]
         if self.maxima is not None and torch.is_grad_enabled():  # once, also where recomputed
@@ -101,7 +101,7 @@ class CoreAttention:
         kernel = self.kernel(q, "documents" if cache is None else "cache")
         square = q.shape[2] == k.shape[2]
         plain = packed is None and not window and (square or s == 1)
-        if plain and kernel != "flash" and self.asked not in ("unfused", "local"):
+        if plain and kernel != "flash" and self.requested not in ("unfused", "local"):
             y = dot_product_attention(q, k, v, causal=square, alike=kernel == "efficient")
         else:
             y = block_attention(q, k, v, packed, window, kernel).permute(2, 0, 1, 3).flatten(2)
@@ -113,14 +113,14 @@ class CoreAttention:
         if kernel == "cpu" and takes_native(q, k, v):
             return CausalAttention.apply(q, k, v)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
-        if kernel == "cpu" or self.asked == "auto":  # torch chooses
+        if kernel == "cpu" or self.requested == "auto":  # torch chooses
             return dot_product_attention(q, k, v, alike=kernel == "efficient")
         return block_attention(q, k, v, None, 0, kernel).permute(2, 0, 1, 3).flatten(2)
 
     def kernel(self, q: Tensor, work: Work) -> Kernel:
         """Return which kernel does some work on queries [..., d]."""
         card = card_of(q.device) if self.card is None else self.card
-        return kernel_of(self.asked, card, q.dtype, q.shape[-1], work)
+        return kernel_of(self.requested, card, q.dtype, q.shape[-1], work)
 
 
 core_attention = CoreAttention()  # for a layer that takes no flag
@@ -157,8 +157,8 @@ def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether csrc/attention.h takes these, fast, and has work for all threads."""
     alike = q.stride() == k.stride() == v.stride()  # slices of one tensor
     alike = alike and k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    whole = q.stride()[2:] == (q.shape[3], 1) and (len(q), q.shape[3]) == (len(k), k.shape[3])
-    return alike and whole and attention_is_fast(q, q.shape[1] * k.shape[2])
+    contiguous = q.stride()[2:] == (q.shape[3], 1) and (len(q), q.shape[3]) == (len(k), k.shape[3])
+    return alike and contiguous and attention_is_fast(q, q.shape[1] * k.shape[2])
 
 
 class CausalAttention(torch.autograd.Function):

@@ -71,21 +71,21 @@ class ContextExchange(torch.autograd.Function):
 
 
 class Gather:
-    """All keys at once. held: the positions of each rank's tokens (shards.py). noted: where forward
-    notes each head's largest logit (max_logits.py), None where it need not.
+    """All keys at once. ranges: the positions of each rank's tokens (shards.py). noted: where
+    forward notes each head's largest logit (max_logits.py), None where it need not.
     """
 
     def __init__(
         self,
         axis: Axis,
-        held: tuple[Ranges, ...],
+        ranges: tuple[Ranges, ...],
         documents: tuple[int, ...],
         window: int,
         kernel: Kernel,
         noted: Tensor | None = None,
     ) -> None:
-        self.axis, self.held, self.kernel, self.noted = axis, held, kernel, noted
-        self.blocks = gather_blocks(axis.rank, held, documents, window)
+        self.axis, self.ranges, self.kernel, self.noted = axis, ranges, kernel, noted
+        self.blocks = gather_blocks(axis.rank, ranges, documents, window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Attend to own keys while the others come."""
@@ -94,9 +94,9 @@ class Gather:
         attend(self.blocks.near, q, k, v, out, lse, kernel=self.kernel, noted=self.noted)
         handle.wait()
         del mine
-        every = parts.index_select(0, in_order(self.held, q.device))
+        every = parts.index_select(0, in_order(self.ranges, q.device))
         del parts
-        attend(self.blocks.far, q, *_apart(every), out, lse, kernel=self.kernel, noted=self.noted)
+        attend(self.blocks.far, q, *_unstack(every), out, lse, kernel=self.kernel, noted=self.noted)
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
         """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers,
@@ -109,15 +109,15 @@ class Gather:
         found = [*block_gradients(early, dy, saved, dq, self.kernel)]
         handle.wait()
         del mine
-        order, back = in_order(self.held, q.device), by_rank(self.held, q.device)
+        order, back = in_order(self.ranges, q.device), by_rank(self.ranges, q.device)
         every = parts.index_select(0, order)
         del parts
         size = every.shape[0] // self.axis.size
         for first, todo in zip(range(0, len(order), size), self.blocks.pieces, strict=True):
             keys = every[first : first + size]
             part = torch.zeros_like(keys, dtype=dq.dtype)
-            sums = (dq, *_apart(part))
-            attend_backward(todo, dy, (q, *_apart(keys), out, lse), sums, self.kernel)
+            sums = (dq, *_unstack(part))
+            attend_backward(todo, dy, (q, *_unstack(keys), out, lse), sums, self.kernel)
             keys.copy_(part)  # their gradients, from here on
             del keys, part, sums
         sent = every.index_select(0, back)
@@ -135,14 +135,14 @@ class Ring:
     def __init__(
         self,
         axis: Axis,
-        held: tuple[Ranges, ...],
+        ranges: tuple[Ranges, ...],
         documents: tuple[int, ...],
         window: int,
         kernel: Kernel,
         noted: Tensor | None = None,
     ) -> None:
         self.axis, self.kernel, self.noted = axis, kernel, noted
-        self.blocks = ring_blocks(axis.rank, held, documents, window)
+        self.blocks = ring_blocks(axis.rank, ranges, documents, window)
 
     def _pass_on(self, x: Tensor, label: Label) -> tuple[Tensor, Handle]:
         """Start sending x to the next rank and receiving what comes from the one before."""
@@ -155,18 +155,18 @@ class Ring:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Attend to one rank's keys while the next are on their way."""
         here, size = _together(k, v), self.axis.size
-        for turn in range(size):
+        for step in range(size):
             coming, handle = here, DONE
-            if turn + 1 < size:
+            if step + 1 < size:
                 coming, handle = self._pass_on(here, FORWARD)
-            todo = self.blocks[(self.axis.rank - turn) % size]
-            attend(todo, q, *_apart(here), out, lse, kernel=self.kernel, noted=self.noted)
+            todo = self.blocks[(self.axis.rank - step) % size]
+            attend(todo, q, *_unstack(here), out, lse, kernel=self.kernel, noted=self.noted)
             handle.wait()
             here = coming
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
         """Do the same again. A sum of dK and dV begins at the rank after that of its keys, leaves a
-        turn after them, and gets home while this rank attends to the rest of own keys.
+        step after them, and gets home while this rank attends to the rest of own keys.
         """
         q, k, v, out, lse = saved
         rank, size = self.axis.rank, self.axis.size
@@ -174,17 +174,17 @@ class Ring:
         coming, handle = self._pass_on(_together(k, v), BACKWARD)
         found = [*block_gradients(early, dy, saved, dq, self.kernel)]
         sums, arrives = None, DONE
-        for turn in range(1, size):
+        for step in range(1, size):
             handle.wait()
             here = coming
-            if turn + 1 < size:
+            if step + 1 < size:
                 coming, handle = self._pass_on(here, BACKWARD)
-            todo = self.blocks[(rank - turn) % size]
-            held = (q, *_apart(here), out, lse)
-            theirs = [*block_gradients(todo, dy, held, dq, self.kernel)]
+            todo = self.blocks[(rank - step) % size]
+            tensors = (q, *_unstack(here), out, lse)
+            theirs = [*block_gradients(todo, dy, tensors, dq, self.kernel)]
             arrives.wait()
             sums = _added(theirs, _zeros(k, dq.dtype) if sums is None else sums)
-            del here, held, theirs
+            del here, tensors, theirs
             sums, arrives = self._pass_on(sums, BACKWARD)
         del coming
         found += block_gradients(late, dy, saved, dq, self.kernel)
@@ -206,7 +206,7 @@ def _zeros(k: Tensor, kind: torch.dtype) -> Tensor:
     return k.new_zeros((s, b, 2 * g, d), dtype=kind)
 
 
-def _apart(kv: Tensor) -> tuple[Tensor, Tensor]:
+def _unstack(kv: Tensor) -> tuple[Tensor, Tensor]:
     k, v = _heads(kv).chunk(2, 1)
     return k, v
 
@@ -214,21 +214,21 @@ def _apart(kv: Tensor) -> tuple[Tensor, Tensor]:
 def _added(found: Sequence[tuple[slice, Tensor, Tensor]], dkv: Tensor) -> Tensor:
     """Add blocks' dk and dv to sums [s, b, 2 g, d], which are returned."""
     for at, *parts in found:
-        for whole, part in zip(_apart(dkv), parts, strict=True):
-            whole[:, :, at] += part
+        for total, part in zip(_unstack(dkv), parts, strict=True):
+            total[:, :, at] += part
     return dkv
 
 
-def in_order(held: tuple[Ranges, ...], device: torch.device) -> Tensor:
+def in_order(ranges: tuple[Ranges, ...], device: torch.device) -> Tensor:
     """Return the index that puts ranks' tokens, one rank after the other, in order of position:
     int64 [s]. A copy to CUDA is asynchronous.
     """
-    return _on(device, _in_order(held)[0])
+    return _on(device, _in_order(ranges)[0])
 
 
-def by_rank(held: tuple[Ranges, ...], device: torch.device) -> Tensor:
+def by_rank(ranges: tuple[Ranges, ...], device: torch.device) -> Tensor:
     """Return the index that undoes `in_order`: int64 [s]. A copy to CUDA is asynchronous."""
-    return _on(device, _in_order(held)[1])
+    return _on(device, _in_order(ranges)[1])
 
 
 def _on(device: torch.device, index: Tensor) -> Tensor:
@@ -238,6 +238,6 @@ def _on(device: torch.device, index: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _in_order(held: tuple[Ranges, ...]) -> tuple[Tensor, Tensor]:
-    order = torch.cat([torch.arange(r.start, r.stop) for ranges in held for r in ranges]).argsort()
+def _in_order(ranges: tuple[Ranges, ...]) -> tuple[Tensor, Tensor]:
+    order = torch.cat([torch.arange(r.start, r.stop) for part in ranges for r in part]).argsort()
     return order, order.argsort()

@@ -46,7 +46,7 @@ def shards(cp: int, documents: tuple[int, ...]) -> tuple[Ranges, ...]:
         raise ValueError(
             f"a row of {total} tokens does not divide over {cp} context-parallel ranks"
         )
-    held = [list[range]() for _ in range(cp)]
+    of_ranks = [list[range]() for _ in range(cp)]
     over = list[tuple[int, int]]()  # (keys that it looks at, negative; position)
     begin = 0
     for length in documents:
@@ -55,7 +55,7 @@ def shards(cp: int, documents: tuple[int, ...]) -> tuple[Ranges, ...]:
         for rank in range(cp) if chunk else ():
             for number in (rank, 2 * cp - 1 - rank):
                 first = begin + rest + number * chunk
-                held[rank].append(range(first, first + chunk))
+                of_ranks[rank].append(range(first, first + chunk))
         begin += length
     over.sort()  # the most work first
     dealt, work = [list[tuple[int, int]]() for _ in range(cp)], [0] * cp
@@ -67,9 +67,9 @@ def shards(cp: int, documents: tuple[int, ...]) -> tuple[Ranges, ...]:
     enough = sum(work) + EVEN * sum(n * (n + 1) // 2 for n in documents)
     while max(work) * cp > enough and _exchange(dealt, work):
         pass
-    for mine, tokens in zip(held, dealt, strict=True):
+    for mine, tokens in zip(of_ranks, dealt, strict=True):
         mine += [range(position, position + 1) for _, position in tokens]
-    return tuple(joined(ranges) for ranges in held)
+    return tuple(joined(ranges) for ranges in of_ranks)
 
 
 def _exchange(dealt: list[list[tuple[int, int]]], work: list[int]) -> bool:
@@ -127,11 +127,11 @@ def documents_of_rows(lengths: tuple[int, ...], rows: int) -> tuple[tuple[int, .
 @lru_cache(maxsize=64)
 def batch_shards(cp: int, rows: tuple[tuple[int, ...], ...]) -> tuple[Ranges, ...]:
     """Return `shards` of a micro-batch whose rows follow one another: each row cut for itself."""
-    size, held = sum(rows[0]), [list[range]() for _ in range(cp)]
+    size, of_ranks = sum(rows[0]), [list[range]() for _ in range(cp)]
     for i, documents in enumerate(rows):
-        for mine, ranges in zip(held, shards(cp, documents), strict=True):
-            mine += [range(r.start + i * size, r.stop + i * size) for r in ranges]
-    return tuple(tuple(ranges) for ranges in held)
+        for own, ranges in zip(of_ranks, shards(cp, documents), strict=True):
+            own += [range(r.start + i * size, r.stop + i * size) for r in ranges]
+    return tuple(tuple(ranges) for ranges in of_ranks)
 
 
 def context_blocks(
@@ -195,15 +195,15 @@ def halves(found: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ..
 
 @lru_cache(maxsize=64)
 def ring_blocks(
-    rank: int, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
+    rank: int, ranges: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
 ) -> tuple[tuple[Block, ...], ...]:
     """Return what a rank's queries look at, apart for each rank that holds the keys.
 
-    held: the positions of each rank, as they follow one another in its memory. The blocks' ranges
+    ranges: the positions of each rank, as they follow one another in its memory. The blocks' ranges
     are places there. Own blocks come with every "tril" first, so own keys are the first to take.
     """
-    found = sorted(_blocks(held[rank], documents, window), key=lambda block: block.part != "tril")
-    return tuple(local_blocks(found, held[rank], keys) for keys in held)
+    found = sorted(_blocks(ranges[rank], documents, window), key=lambda block: block.part != "tril")
+    return tuple(local_blocks(found, ranges[rank], keys) for keys in ranges)
 
 
 class GatherBlocks(NamedTuple):
@@ -220,13 +220,13 @@ class GatherBlocks(NamedTuple):
 
 @lru_cache(maxsize=64)
 def gather_blocks(
-    rank: int, held: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
+    rank: int, ranges: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
 ) -> GatherBlocks:
-    """Return a rank's blocks. held, documents: see `ring_blocks`."""
-    found, mine = tuple(_blocks(held[rank], documents, window)), held[rank]
+    """Return a rank's blocks. ranges, documents: see `ring_blocks`."""
+    found, mine = tuple(_blocks(ranges[rank], documents, window)), ranges[rank]
     near = [block for block in found if block.part == "tril"]
     far = [block for block in found if block.part != "tril"]
-    size, piece = sum(documents), sum(documents) // len(held)
+    size, piece = sum(documents), sum(documents) // len(ranges)
     return GatherBlocks(
         local_blocks(near, mine, mine),
         local_blocks(far, mine, (range(size),)),

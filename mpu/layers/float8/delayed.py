@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delayed scaling: a tensor's scale in float8 follows from its largest numbers in earlier steps.
 
-    in a step     each x, w and dy is scaled by the kept byte; the byte that it would need is noted
-    its end       the maximum of what was noted, over micro-batches and over tp x cp x dp
-                  -> the newest entry of the history -> the kept byte of the next step
+    in a step     each x, w and dy is scaled by the stored byte; the byte that it would need is
+    noted its end       the maximum of what was noted, over micro-batches and over tp x cp x dp
+                  -> the newest entry of the history -> the stored byte of the next step
 
 So no operand waits for its own amax, and no message about scales travels but one at the end of a
 step, over tp and over dp x cp (Micikevicius et al. 2022, arXiv:2209.05433, section 3.3). What is
-above the top of the kept scale is clamped. What is not finite stays so, by the tensor at hand. In
+above the top of the stored scale is clamped. What is not finite stays so, by the tensor at hand. In
 the first step there is no history, and each tensor is scaled by the tensor at hand ("tensorwise").
 
 Noting is a maximum, so what recomputation repeats changes nothing; what an evaluation or a
@@ -34,8 +34,8 @@ AMAXES = Label("float8", "amaxes")
 class Delayed:
     """How scales follow from the history: Megatron's flags --fp8-amax-* and --fp8-margin.
 
-    length: steps that are kept. most_recent: the newest amax decides, else the largest. margin: how
-    many times a scale is doubled beyond what the amax asks for.
+    length: steps that are stored. most_recent: the newest amax decides, else the largest. margin:
+    how many times a scale is doubled beyond what the amax asks for.
     """
 
     length: int = 1
@@ -47,9 +47,9 @@ class AmaxHistory:
     """The amaxes of one rank's layers, in the order of `names`: x, dy and w of each.
 
     history: fp32 [layers, 3, length], the newest first, 0 where nothing is; an entry is the largest
-    number that the scale of the true amax holds, which has the same scale in every format. kept:
-    the byte of each scale now in use, [layers, 3]. filled: of each layer, whether there is a
-    history to scale by.
+    number that the scale of the true amax holds, which has the same scale in every format.
+    scale_bytes_of_step: the byte of each scale now in use, [layers, 3]. filled: of each layer,
+    whether there is a history to scale by.
 
     like: a weight, on whose device they are. gathered: ZeRO makes the codes of weights after an
     update (--fp8-param-gather), so what it notes of w belongs to the next step.
@@ -70,7 +70,7 @@ class AmaxHistory:
         self.filled = [like.is_meta] * len(names)
         shape = len(names), len(ROLES)
         self.history = like.new_zeros((*shape, how.length), dtype=torch.float32)
-        self.kept = like.new_zeros(shape, dtype=torch.uint8)
+        self.scale_bytes_of_step = like.new_zeros(shape, dtype=torch.uint8)
         self.noted = like.new_zeros(shape, dtype=torch.uint8)
 
     def begin_step(self) -> None:
@@ -107,12 +107,12 @@ class AmaxHistory:
         self.filled = (self.history > 0).flatten(1).any(1).tolist()
 
     def _scale(self) -> None:
-        """Make the kept bytes of the history. An amax of 0 keeps a scale of 1."""
+        """Make the stored bytes of the history. An amax of 0 keeps a scale of 1."""
         amax = self.history[:, :, 0] if self.how.most_recent else self.history.amax(2)
         for i, form in enumerate(self._forms):
             byte = scale_bytes(amax[:, i], form).to(torch.int32) + self.how.margin
             byte = torch.where(amax[:, i] > 0, byte.clamp(1, NOT_FINITE - 1), 127)
-            self.kept[:, i] = byte.to(torch.uint8)
+            self.scale_bytes_of_step[:, i] = byte.to(torch.uint8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ class Slot:
         torch.maximum(noted, byte.view(()), out=noted)
 
     def scale(self, role: str, byte: Tensor) -> Tensor:
-        """Return the kept byte in the shape of that of the tensor at hand, or the latter where it
+        """Return the stored byte in the shape of that of the tensor at hand, or the latter where it
         is NOT_FINITE."""
-        kept = self.amaxes.kept[self.number, ROLES.index(role)]
-        return torch.where(byte == NOT_FINITE, byte, kept)
+        stored = self.amaxes.scale_bytes_of_step[self.number, ROLES.index(role)]
+        return torch.where(byte == NOT_FINITE, byte, stored)

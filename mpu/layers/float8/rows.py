@@ -87,14 +87,15 @@ def encode(x: Tensor, scales: Tensor, form: Format, wide: bool = False) -> Tenso
 
     Numbers are divided by their scale, clamped and rounded to the nearest code, ties to even. The
     clamp holds what fp64 or another amax puts above the top, where a cast to e5m2 gives infinity.
-    wide: the kernels note the scales in fp32 beside the rows, column by column (`scales_in_fp32`).
+    wide: the kernels note the scales in fp32 in a second tensor, column by column
+    (`scales_in_fp32`).
     """
     (n, k), blocks = x.shape, scales.shape[1]
     if on_triton(x):
         from mpu.kernels import float8 as kernels
 
-        rows, beside = _outputs(x, n, row_bytes(k, k // blocks), blocks, wide)
-        kernels.encode(kernels.Numbers(x, n, k), scales, rows, beside, _codes(form))
+        rows, wide_scales = _outputs(x, n, row_bytes(k, k // blocks), blocks, wide)
+        kernels.encode(kernels.Numbers(x, n, k), scales, rows, wide_scales, _codes(form))
         return rows
     inverse = scale_of((254 - scales.to(torch.int32)).clamp_(min=0))  # 0 for NOT_FINITE
     numbers = x if x.dtype == torch.float64 else x.float()
@@ -153,8 +154,10 @@ def _made(numbers: Any, block: int, form: Format, square: bool, wide: bool) -> T
     from mpu.kernels import float8 as kernels
 
     n, k = numbers.n, numbers.k
-    rows, beside = _outputs(numbers.x, n, row_bytes(k, block), k // block if block else 1, wide)
-    kernels.rows(numbers, block, rows, beside, _codes(form), square)
+    rows, wide_scales = _outputs(
+        numbers.x, n, row_bytes(k, block), k // block if block else 1, wide
+    )
+    kernels.rows(numbers, block, rows, wide_scales, _codes(form), square)
     return rows
 
 
@@ -164,10 +167,10 @@ def _outputs(
     rows = torch.empty((n, length), dtype=torch.uint8, device=x.device)
     if not wide:
         return rows, None
-    beside = torch.empty(blocks * n, dtype=torch.float32, device=x.device)
-    beside = beside.view(blocks, n).t() if blocks > 1 else beside[:, None]
-    rows.scales_in_fp32 = beside  # type: ignore[attr-defined]
-    return rows, beside
+    wide_scales = torch.empty(blocks * n, dtype=torch.float32, device=x.device)
+    wide_scales = wide_scales.view(blocks, n).t() if blocks > 1 else wide_scales[:, None]
+    rows.scales_in_fp32 = wide_scales  # type: ignore[attr-defined]
+    return rows, wide_scales
 
 
 def codes(rows: Tensor, block: int, form: Format) -> Tensor:
@@ -216,8 +219,8 @@ def remade(
                 return _made(numbers, block, form, False, wide)
             byte = kernels.row_scales(numbers, block, _codes(form))
             agree(byte)
-        out, beside = _outputs(rows, k, row_bytes(n, block), byte.shape[1], wide)
-        kernels.encode(numbers, byte, out, beside, _codes(form))
+        out, wide_scales = _outputs(rows, k, row_bytes(n, block), byte.shape[1], wide)
+        kernels.encode(numbers, byte, out, wide_scales, _codes(form))
         return out
     if same:
         out = rows.new_empty((k, row_bytes(n, block)))

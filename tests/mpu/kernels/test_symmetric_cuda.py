@@ -79,7 +79,7 @@ def run_turns(comm, cases):
         early.send(x)
         space.begin(3 << 20)  # the slots grow, and epochs begin anew
         early.arrive()
-        assert torch.equal(early.whole((3, 5), x.dtype)[::3, 0], torch.arange(float(comm.size)))
+        assert torch.equal(early.gathered((3, 5), x.dtype)[::3, 0], torch.arange(float(comm.size)))
         early.close()
         space.end()
         assert space.workspace.memory.slot_bytes >= 12 << 20 and space.workspace.epoch == 1

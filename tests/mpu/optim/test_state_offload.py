@@ -21,7 +21,7 @@ def run_of(**more) -> pretrain_llama.LlamaRun:
 
 def on_device(run) -> int:
     """Return the bytes of masters and state that the device holds."""
-    held = run.optimizer.held()
+    held = run.optimizer.tensors_by_kind()
     kept = {t.untyped_storage()._cdata: t for kind in ("masters", "moments") for t in held[kind]}
     return sum(t.untyped_storage().nbytes() for t in kept.values())
 

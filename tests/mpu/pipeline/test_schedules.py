@@ -87,7 +87,7 @@ def test_a_last_group_smaller_than_the_pipeline_can_stick():
     p, m, v = 4, 9, 3
     f, b = (schedules._actions(kind, m, v, group=4) for kind in "FB")
     warm_ups = [2 * (p - r - 1) + (v - 1) * 4 for r in range(p)]
-    ranks = tuple(schedules._one_in_turn(f, b, k) for k in warm_ups)
+    ranks = tuple(schedules._one_f_one_b(f, b, k) for k in warm_ups)
     with pytest.raises(ValueError, match="waits for ever for the input of F chunk 2"):
         slots(Schedule("short last group", ranks, m, v))
 

@@ -15,9 +15,9 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
 # name: (region, the gradient's factor on tp rank r, in step i)
 RIGHT = {
-    "whole": (Region.WHOLE, lambda r, i: 1.0),
+    "whole": (Region.REPLICATED, lambda r, i: 1.0),
     "part": (Region.TENSOR_PARALLEL, lambda r, i: 1.0 + r),
-    "late": (Region.WHOLE, lambda r, i: float(i > 1)),
+    "late": (Region.REPLICATED, lambda r, i: float(i > 1)),
 }
 SEEN = 1e-3  # by how much a rank's gradient may be off before it must be noticed, in fp32
 
@@ -44,7 +44,7 @@ def steps_of(comm, wrong: list[str], stage: int, steps: int, dp: int) -> dict:
     assert grid.dp.size == dp
     weights = dict(RIGHT)
     if "missing" in wrong:
-        weights["missing"] = (Region.WHOLE, lambda r, i: 1.0 + SEEN * r)
+        weights["missing"] = (Region.REPLICATED, lambda r, i: 1.0 + SEEN * r)
     if "twice" in wrong:
         weights["twice"] = (Region.TENSOR_PARALLEL, lambda r, i: 1.0)
     sums, said = {}, []
@@ -52,7 +52,7 @@ def steps_of(comm, wrong: list[str], stage: int, steps: int, dp: int) -> dict:
         sink = ParamAndGradBuffer(grid, torch.float32, ZeroConfig(stage))
         toy = Toy(LayerContext(grid, sink=sink), weights)
         if "unused" in wrong:
-            toy.register_parameter("unused", toy.ctx.replicated_parameter((3,), Region.WHOLE))
+            toy.register_parameter("unused", toy.ctx.replicated_parameter((3,), Region.REPLICATED))
         sink.attach(toy)
         for _ in sink.fill():
             pass
@@ -139,7 +139,7 @@ def test_a_tensor_that_nothing_would_train_is_refused():
 
 def test_a_weight_is_tied_over_an_axis_once():
     grid = Grid()
-    weight = LayerContext(grid).replicated_parameter((3, 2), Region.WHOLE)
+    weight = LayerContext(grid).replicated_parameter((3, 2), Region.REPLICATED)
     tie(weight, grid.embd)
     with pytest.raises(PlacementError, match=r"shape \[3, 2\] is tied over embd twice"):
         tie(weight, grid.embd)

@@ -75,7 +75,7 @@ def test_weights_in_float8_have_buckets_of_their_own():
         ["layers.1.norm", "layers.0.norm"],
         ["embedding.weight"],
     ]
-    assert [layout.whole for layout in layouts] == [False, False, False, True, False]
+    assert [layout.unsharded for layout in layouts] == [False, False, False, True, False]
     assert [(layout.rows, layout.scales) for layout in layouts][1:3] == [(4000, 16)] * 2
     at_one = make_buckets(LLAMA, 10**9, shared(2, 1))
     assert [layout.scales for layout in at_one] == [32, 0]

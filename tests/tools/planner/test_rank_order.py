@@ -191,7 +191,18 @@ def test_the_groups_are_the_grids(order):
     sizes = Sizes(4, 4, 4, 2, instances=2, sharing=2, near=2, ep=8)
     grids = [
         Grid(
-            128, 4, 4, 2, Launch(r, 128), None, 2, 2, (2, 2), order, ep_size=8, whole_matrices=True
+            128,
+            4,
+            4,
+            2,
+            Launch(r, 128),
+            None,
+            2,
+            2,
+            (2, 2),
+            order,
+            ep_size=8,
+            needs_full_matrices=True,
         )  # fmt: skip
         for r in range(sizes.world)
     ]

@@ -14,7 +14,7 @@ from tools.rehearsal.events import Transfer, Where
 from tools.rehearsal.group import Communicator, Distributed, Group
 from tools.rehearsal.overlap_rules import answers
 from tools.rehearsal.record import Recorder
-from tools.rehearsal.step_rules import beginning, in_whole_step
+from tools.rehearsal.step_rules import beginning, in_last_step
 from tools.rehearsal.watch import cast_by_autograd, scalars_are_single
 
 TP, DP = Axis("tp", 0, 2, (0, 1)), Axis("dp_cp", 0, 2, (0, 2))
@@ -46,7 +46,7 @@ def step(*events, micro_batches=1, each=False, whole=()):
 
 
 def found(seen):
-    return [(one.kind, one.place) for one in in_whole_step(seen)]
+    return [(one.kind, one.place) for one in in_last_step(seen)]
 
 
 def test_every_gradient_is_summed_over_every_axis():

@@ -133,7 +133,7 @@ def _why_not(ctx: LayerContext, config: Config) -> str:
         return ""
     if config.parallel.no_shared_memory:
         return "--no-shared-memory"
-    return ctx.tp.carrier.why_not
+    return ctx.tp.required_transport.why_not
 
 
 def _fits(choices: Mapping[str, str], needed: set[str], methods: list[str]) -> str:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let two computations of a rank take turns: one runs while the other's bytes are on their way.
+"""Interleave two computations of a rank: one runs while the other's bytes are in flight.
 
     forward of micro-batch i + 1    attention, router, rows leave  |          | experts ...
     backward of micro-batch i                                      | combine  |
 
-An exchange of rows between experts is started, then `give_way` is called, then it is waited for:
+An exchange of rows between experts is started, then `switch` is called, then it is waited for:
 between the two the other micro-batch computes (`--overlap-moe-expert-parallel-comm`). Each has a
 Python stack of its own, so the forward runs in a second thread. Never do both run: one goes on
-where the other gives way or ends. So what a rank launches and sends is in an order that depends on
+where the other switches or ends. So what a rank launches and sends is in an order that depends on
 the layers alone, and is the same on every rank of a stage.
 """
 
@@ -24,24 +24,24 @@ First = TypeVar("First")
 Second = TypeVar("Second")
 
 
-class Turns:
+class Interleaver:
     """Whose turn it is: that of the first computation, which has a thread of its own, or of the
-    second. Where only one runs, `give_way` does nothing.
+    second. Where only one runs, `switch` does nothing.
     """
 
     def __init__(self) -> None:
         self._may_run: tuple[threading.Semaphore, threading.Semaphore] | None = None
         self._now = 0
         self._failed = False
-        self._goes_on: Callable[[], None] = lambda: None
+        self._resume: Callable[[], None] = lambda: None
 
     @property
     def two(self) -> bool:
         """Return whether another computation can go on."""
         return self._may_run is not None
 
-    def give_way(self) -> None:
-        """Let the other computation run until it gives way or ends.
+    def switch(self) -> None:
+        """Let the other computation run until it switches or ends.
 
         Called by the one that runs, in whichever thread: autograd has threads of its own.
         """
@@ -51,7 +51,7 @@ class Turns:
         mine, self._now = self._now, 1 - self._now
         both[1 - mine].release()
         both[mine].acquire()
-        self._goes_on()
+        self._resume()
         if self._failed:
             raise RuntimeError("the other micro-batch failed")
 
@@ -59,11 +59,11 @@ class Turns:
         self,
         first: Callable[[], First],
         second: Callable[[], Second],
-        goes_on: Callable[[], None] = lambda: None,
+        resume: Callable[[], None] = lambda: None,
     ) -> tuple[First, Second]:
         """Return what both return. Raises what the one that fails first raises.
 
-        goes_on: called in the thread of the one whose turn begins, and at the end in this one.
+        resume: called in the thread of the one whose turn begins, and at the end in this one.
         """
         assert self._may_run is None, "two run already"
         both = self._may_run = threading.Semaphore(0), threading.Semaphore(0)
@@ -72,7 +72,7 @@ class Turns:
 
         def work(which: int, run: Callable[[], Any]) -> None:
             try:
-                goes_on()
+                resume()
                 results[which] = run()
             except BaseException as error:
                 errors.append(error)
@@ -89,7 +89,7 @@ class Turns:
             both[0].acquire()
             work(0, as_here)
 
-        self._goes_on = goes_on
+        self._resume = resume
         self._now, self._failed, inside = 0, False, _as_here()
         thread = threading.Thread(target=in_thread, name="weft-forward", daemon=True)
         thread.start()
@@ -97,7 +97,7 @@ class Turns:
         both[1].acquire()
         work(1, second)
         thread.join()
-        goes_on()
+        resume()
         self._may_run, self._failed = None, False
         if errors:
             raise errors[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer of whole matrices: momentum over its Frobenius norm, which needs all of a matrix.
+"""An optimizer of full matrices: momentum over its Frobenius norm, which needs all of a matrix.
 
 Momentum is sharded as every state is. It decays in the weight, as AdamW does.
 """
@@ -17,7 +17,7 @@ class Normalised(UpdateRule):
     momentum: float = 0.9
     name = "Normalised"
     kinds = (StateKind("momentum_buffer"),)
-    whole_matrices = True
+    needs_full_matrices = True
 
     def updater(self, parts: Parts) -> Updater:
         return NormalisedUpdater(self, parts)
@@ -28,7 +28,7 @@ class NormalisedUpdater(MatrixUpdater):
         moved = self.rule.momentum * state["momentum_buffer"] + grad
         return moved, {"momentum_buffer": moved}
 
-    def whole(self, matrix, which):
+    def full_update(self, matrix, which):
         return matrix / (torch.linalg.matrix_norm(matrix) + 1e-9)
 
     def apply(self, weight, update, which, group):

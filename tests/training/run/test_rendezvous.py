@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mpu.launch import Launch, MeetingPoint
+from mpu.launch import Launch, Rendezvous
 from training.config import UsageError
 from training.run import meeting
 from training.run.meeting import MeetingError, meet
@@ -30,7 +30,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 class Start:
     """Ranks that start together: threads of this process."""
 
-    def __init__(self, point: MeetingPoint, world: int) -> None:
+    def __init__(self, point: Rendezvous, world: int) -> None:
         self.point, self.world = point, world
 
     def launch(self, rank: int, attempt: int = 0) -> Launch:
@@ -61,7 +61,7 @@ class Start:
 @pytest.fixture
 def start(free_port: Callable[[], int]) -> Callable[[int], Start]:
     """start(world) -> ranks of which rank 0 keeps the store."""
-    return lambda world: Start(MeetingPoint("127.0.0.1", free_port()), world)
+    return lambda world: Start(Rendezvous("127.0.0.1", free_port()), world)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def agent(free_port: Callable[[], int]) -> Iterator[Callable[[int], Start]]:
     """agent(world) -> ranks under a torchrun that keeps one store over all starts."""
     port = free_port()
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
-    yield lambda world: Start(MeetingPoint("127.0.0.1", port, agent=True), world)
+    yield lambda world: Start(Rendezvous("127.0.0.1", port, agent=True), world)
     del store
 
 
@@ -136,7 +136,7 @@ def test_a_port_that_somebody_else_holds_keeps_no_rank(says, free_port):
                     return
 
         threading.Thread(target=serve, daemon=True).start()
-        start = Start(MeetingPoint("127.0.0.1", server.getsockname()[1]), 2)
+        start = Start(Rendezvous("127.0.0.1", server.getsockname()[1]), 2)
         error = start.run({1: impatient})[1]
         assert isinstance(error, MeetingError) and "store" in str(error)
         assert len(str(error).splitlines()) == 1
