@@ -184,7 +184,7 @@ class SparseMLP(nn.Module):
         tokens = x.flatten(0, 1)  # [T, h]
         logits = self.router(tokens)  # [T, E]
         scores = logits.sigmoid() if self.config.moe_router_score_function == "sigmoid" else logits
-        routing = self.decisions.keep(lambda: self.decide(scores.detach(), x.shape[1]))
+        routing = self.decisions.record(lambda: self.decide(scores.detach(), x.shape[1]))
         plan, d = routing.plan, self.dispatcher
         sent = d.start(tokens, plan)
         shared = None if self.shared is None else self.shared(x)  # while the rows are on their way

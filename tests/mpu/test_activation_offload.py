@@ -116,7 +116,7 @@ def test_what_stays():
     kept = []
 
     class Spy(Offload):
-        def keep(self, tensor):
+        def pack(self, tensor):
             kept.append(tensor)
             return tensor
 

@@ -52,7 +52,7 @@ def both(comm, first: int, every: int) -> None:
                     top = scales.amax(0, keepdim=True).expand(n, -1)  # as tensorwise has it
                     rows = [encode(given, scales, form), encode(given, top, form)]
                     rows += [made(given, block, form)]
-                    patch.setattr(kernels, "HELD", 64)
+                    patch.setattr(kernels, "MAX_ROW", 64)
                     rows += [made(given, block, form, block == 128 == n)]
                     if on:
                         noted = made(given, block, form, wide=True).scales_in_fp32
