@@ -42,7 +42,7 @@ def test_the_line_is_the_whole_rank(flags, world):
             assert replace(mine, collectives=()) == replace(other, collectives=())
         assert told.gradients == whole.gradients and told.looked_up == whole.looked_up
         if config.parallel.pipeline_model_parallel_size == 1:
-            assert (told.uses, told.living) == (whole.uses, whole.living)
+            assert (told.uses, told.live_bytes) == (whole.uses, whole.live_bytes)
         named = few_layers.parameters_of(config, model_provider, stages, rank)
         measured = rank_parameters(config, model_provider, stages, rank)
         assert alone(named) == alone(measured)

@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], Patches]] = {
         (GroupedLinear, "wgrad", left_unwritten)),
     "rows past the last one are read": (CASE, (dispatch, "_parts", tail_read)),
     "recomputation chooses again": (
-        CASE | dict(recompute="full"), (Decisions, "keep", chosen_again)),
+        CASE | dict(recompute="full"), (Decisions, "record", chosen_again)),
     "every rank of ep saves the first rank's experts": (CASE, (Placement, "pieces", first_rank_s)),
     "weights are not normalised": (CASE, (moe.SparseMLP, "weights", not_normalised)),
     "rows reach another expert": (CASE, (Dispatcher, "rows", by_one)),

@@ -157,12 +157,12 @@ TENSORS: dict[str, Mistake] = {
         "        self.bias = ctx.replicated_parameter((width,), Region.REPLICATED)"},
         r"layernorm\.bias \(in [^)]*norm\).*a sum over tp is missing", "tp 2 + SP"),
     "a gain of heads in no region": head_gain(
-        "WHOLE", GAIN, "tp 2", r"attention\.gain \(in .*a sum over tp is missing"),
+        "REPLICATED", GAIN, "tp 2", r"attention\.gain \(in .*a sum over tp is missing"),
     "a gain of heads, twice": head_gain(
         "TENSOR_PARALLEL", f"copy_to({GAIN}, self.ctx.tp)", "tp 2",
         r"attention\.gain \(in .*added over tp twice"),
     "a gain of hidden states in no region": hidden_gain(
-        "WHOLE", "tp 2 + SP", r"mlp\.gain \(in .*a sum over tp is missing"),
+        "REPLICATED", "tp 2 + SP", r"mlp\.gain \(in .*a sum over tp is missing"),
     "a gain of hidden states in another region": hidden_gain(
         "TENSOR_PARALLEL", "tp 2", r"mlp\.gain \(in .*added over tp twice"),
     "a sum forward and none backward": Mistake(

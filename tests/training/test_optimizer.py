@@ -318,7 +318,7 @@ def exchanged(comm, case: dict) -> tuple[dict, dict]:
         pretrain_llama.train_step(run, batches, 1e-2)  # the first one checks the count
         axes = set()
         for updater in run.optimizer.updaters[0]:
-            for turn in vars(updater).get("turns", ()):
+            for turn in vars(updater).get("exchanges", ()):
                 turn.axis = replace(turn.axis, trace=heard)
                 axes.add(turn.axis.name)
         pretrain_llama.train_step(run, batches, 1e-2)
