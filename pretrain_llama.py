@@ -72,13 +72,13 @@ from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.layer_values import LayerValues
 from training.run.log import Log
-from training.run.meeting import meet
 from training.run.memory_report import MemoryReport
 from training.run.prepare import prepare
+from training.run.rendezvous import meet
 from training.run.sample import draw_sample
 from training.run.saver import Saver
 from training.run.start import EXPECTED, describe, log_of, measure_and_warm_up, note_of
-from training.run.startup import as_process, compare, connect, new_monitor, refuse, tell_launcher
+from training.run.startup import as_process, compare, connect, new_monitor, refuse, write_error_file
 from training.run.state import Run
 from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
@@ -277,10 +277,10 @@ def train(
         GarbageCollection(config),
         OverlapNotes(overlap, log),
     ]
-    stop_signal.begin(speak=run.grid.rank == 0)
+    stop_signal.begin(verbose=run.grid.rank == 0)
     with profile, slow:
         rewind.begin()  # saves the start, where a run may go back to it
-        while rewind.goes_on(total):  # counts the steps that are passed over
+        while rewind.unfinished(total):  # counts the steps that are passed over
             step = Step.next(run)
             run.monitor.enter("data", f"reading the data of iteration {step.iteration}")
             batches = step.batches(loaders.train, run.device)
@@ -295,7 +295,7 @@ def train(
             over = time_is_up(config.run, started) or bool(saver.failed)
             spiked = guard.spiked(step)
             # sends this step's flags to all ranks; returns what they said of the step before
-            step.heard = agreement.ask(stop_signal.received, over, step.found_inf, *spiked)
+            step.agreed = agreement.ask(stop_signal.received, over, step.found_inf, *spiked)
             step.count(run)
             stop_signal.stepped = True
 
@@ -378,7 +378,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
         except CommunicationError:
             if monitor.first is None:
                 raise
-            tell_launcher(str(monitor.first), report_to)
+            write_error_file(str(monitor.first), report_to)
             return 1
     return stop_signal.code
 

@@ -44,7 +44,7 @@ from training.data.batch import DocumentRules, make_batch  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 from training.run.autotune import gradient_buckets  # noqa: E402
-from training.run.meeting import meet  # noqa: E402
+from training.run.rendezvous import meet  # noqa: E402
 
 SIZES = (32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576, 4_194_304)
 MODEL = (

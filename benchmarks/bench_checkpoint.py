@@ -41,7 +41,7 @@ from mpu.comm.collectives import all_gather, barrier, group_of  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
 from training import checkpoint  # noqa: E402
 from training.checkpoint.stage import Background, Staging  # noqa: E402
-from training.run.meeting import meet  # noqa: E402
+from training.run.rendezvous import meet  # noqa: E402
 
 WAIT = timedelta(minutes=10)
 HIDDEN, FFN, VOCAB = 1024, 2816, 32000

@@ -60,7 +60,7 @@ from pretrain_llama import LlamaRun, build, make_grid, prepare, run_schedule
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.run.meeting import meet
+from training.run.rendezvous import meet
 from training.run.startup import connect
 
 ROOT = Path(__file__).resolve().parent.parent

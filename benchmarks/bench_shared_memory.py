@@ -43,7 +43,7 @@ from mpu.comm.transport import Axis  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.grid import Grid, Launch  # noqa: E402
 from mpu.overlap.method import Symmetric  # noqa: E402
-from training.run.meeting import meet  # noqa: E402
+from training.run.rendezvous import meet  # noqa: E402
 
 IN_PLACE = "all_gather in place"
 VERBS = (IN_PLACE, "all_gather", "reduce_scatter", "all_reduce")

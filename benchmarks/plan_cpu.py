@@ -44,7 +44,7 @@ from training.config import Config  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 from training.run.device import keep_freed_memory  # noqa: E402
-from training.run.meeting import meet  # noqa: E402
+from training.run.rendezvous import meet  # noqa: E402
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(minutes=10)
 SIZES = {  # as in bench_step.py

@@ -248,8 +248,8 @@ class Llama(nn.Module):
             factor = 1.0 if self.config.yarn is None else self.config.yarn.attention_factor
             if scale := self.config.softmax_scale:  # q and k have its root each: no kernel knows it
                 factor *= (scale * self.config.head_size**0.5) ** 0.5
-            given = (self.frequencies(), length, self.ctx.accumulate, self.ctx.device, factor)
-            self._rope = rope_table(*given)
+            arguments = (self.frequencies(), length, self.ctx.accumulate, self.ctx.device, factor)
+            self._rope = rope_table(*arguments)
         cos, sin = self._rope
         if positions is None:
             return cos[:length], sin[:length]

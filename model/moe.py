@@ -78,12 +78,12 @@ class MoEConfig(LlamaConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         e, freq, layers = self.num_experts, self.moe_layer_freq, self.num_layers
-        whole = "a whole number"
-        self._rule("num_experts", 2 <= e <= 1 << 14, f"{whole} from 2 to {1 << 14}")
-        self._rule("moe_router_topk", 1 <= self.moe_router_topk <= e, f"{whole} from 1 to {e}")
+        integer = "a whole number"
+        self._rule("num_experts", 2 <= e <= 1 << 14, f"{integer} from 2 to {1 << 14}")
+        self._rule("moe_router_topk", 1 <= self.moe_router_topk <= e, f"{integer} from 1 to {e}")
         for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
             size = getattr(self, name)
-            self._rule(name, 0 <= size <= 1 << 23, f"{whole} from 0 to {1 << 23}")
+            self._rule(name, 0 <= size <= 1 << 23, f"{integer} from 0 to {1 << 23}")
         rule = "a whole number, or 1 and 0 for each layer"
         listed = isinstance(freq, tuple) and len(freq) == layers and {*freq} <= {0, 1}
         self._rule("moe_layer_freq", listed or isinstance(freq, int) and freq >= 0, rule)
@@ -116,8 +116,8 @@ class MoEConfig(LlamaConfig):
         rule = f"at least {k // size + (k % size > 0)}: a group has {size} experts, and a token {k}"
         self._rule("moe_router_group_topk", best * size >= k, rule)
 
-    def _rule(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
+    def _rule(self, name: str, valid: bool, rule: str) -> None:
+        if not valid:
             raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {rule}")
 
     def sparse(self, layer: int) -> bool:

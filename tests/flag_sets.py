@@ -68,7 +68,7 @@ def value(rng: random.Random, rule: Choice | Number) -> str:
         return rng.choice(rule.choices) if rng.random() < 0.97 else "other"
     if rule.auto and rng.random() < 0.3:
         return "auto"
-    if rule.whole:
+    if rule.integer:
         most = rule.high if rule.high is not None else 8
         fit = [n for n in SMALL if rule.low <= n <= most] or [int(rule.low)]
         return str(rng.choice(fit) if rng.random() < 0.95 else rng.choice((-1, 10**19, 1.5)))

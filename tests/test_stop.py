@@ -10,7 +10,7 @@ import torch
 import pretrain_llama
 from training.arguments import FaultConfig
 from training.run.step import BACK, CONTINUE, Decision, Step, after_step, combine
-from training.run.stop import Heard
+from training.run.stop import StepFlags
 from training.run.watch import guard
 
 # Of one step: heard of the step before (signal, over, skipped), heard of this very one (the same),
@@ -76,7 +76,7 @@ def by_train(case, monkeypatch):
 
     def close():
         done.append("hear of this step")
-        return Heard(*heard[3:])
+        return StepFlags(*heard[3:])
 
     settings = SimpleNamespace(
         on_nan="stop" if on_nan else "skip",
@@ -108,7 +108,7 @@ def by_train(case, monkeypatch):
     )
     watcher = contextlib.ExitStack()
     watcher.after_step = lambda step: CONTINUE
-    agreement = SimpleNamespace(ask=lambda *mine: Heard(*heard[:3]), close=close)
+    agreement = SimpleNamespace(ask=lambda *mine: StepFlags(*heard[:3]), close=close)
     scalar = torch.tensor(0.0)
     stand_ins = {
         "Guard": AfterAStep,
@@ -201,7 +201,7 @@ def test_nobody_looks_at_a_step_that_was_gone_back_on():
             self.decision = decision
 
         def after_step(self, step):
-            looked.append(step.asked)
+            looked.append(step.decided)
             return self.decision
 
     step = Step(1, 0, 8, 1e-3, None)
@@ -211,4 +211,6 @@ def test_nobody_looks_at_a_step_that_was_gone_back_on():
 
 
 def test_a_flag_counts_whoever_reports_it():
-    assert Heard() | Heard(signal=True) | Heard(over=True) == Heard(True, True, False)
+    assert StepFlags() | StepFlags(signal=True) | StepFlags(over=True) == StepFlags(
+        True, True, False
+    )

@@ -125,7 +125,7 @@ def bisect(
     if why := same_machine(*sides):
         found.notes.append(f"{why}: equal bits are not due, so sketches are compared")
         may = replace(may, exact=False, why=why)
-    found.settings = settings_apart(a, b)
+    found.settings = different_settings(a, b)
     if not all(lines.steps for lines in sides):
         missing = " and ".join(s.letter for s in (a, b) if not s.lines.steps)
         found.notes.append(
@@ -170,7 +170,7 @@ def layouts(a: Named, b: Named) -> list[dict[str, Any]]:
     return found
 
 
-def settings_apart(a: Named, b: Named) -> dict[str, list[Any]]:
+def different_settings(a: Named, b: Named) -> dict[str, list[Any]]:
     """Return the settings that differ, but for places, by dotted name."""
     ours, theirs = a.lines.config, b.lines.config
     if not ours or not theirs:  # an older commit's run without a save says none
@@ -207,7 +207,7 @@ def replay(a: Named, b: Named, may: Allowed, found: Outcome, work: Path, limit: 
     start, iteration = start_of(a, b, step)
     found.start = f"the checkpoint {start.name}" if start else "the start of the run"
     begins = iteration == step.iteration - 1 or may.exact
-    may = replace(may, begins=begins, apart=step.apart)
+    may = replace(may, begins=begins, distances=step.distances)
     try:
         records = made_again((a, b), start, step.iteration, found, work, limit)
         found.verdict = verdict_of(Side(records[0]), Side(records[1]), may)
@@ -307,9 +307,9 @@ def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[
         return f"{differ}. Replayed from {found.start},  {verdict.sentence}"
     if not step.what:
         return f"{differ}. Replayed from {found.start},  {verdict.sentence}"
-    apart = [side.letter for side, record in zip((a, b), records, strict=True)
+    unequal = [side.letter for side, record in zip((a, b), records, strict=True)
              if not repeats(side, step, record)]  # fmt: skip
-    which = " and ".join(apart)
+    which = " and ".join(unequal)
     repeat = f"{which} does not repeat" if which else "both repeat"
     return (
         f"{differ}. Replayed from {found.start},  {verdict.sentence}: what differed is in no "
@@ -320,20 +320,20 @@ def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[
 
 def repeats(side: Named, step: Step, record: Path) -> bool:
     """Return whether a replay has the loss and the norm that the run wrote."""
-    said = json.loads((record / "step.json").read_text())
+    recorded = json.loads((record / "step.json").read_text())
     line = side.lines.steps.get(step.iteration) or side.lines.log.get(step.iteration) or {}
     norm = line.get("norm", line.get("grad_norm"))
-    return bool(line.get("loss") == said["loss"] and norm in (None, said["norm"]))
+    return bool(line.get("loss") == recorded["loss"] and norm in (None, recorded["norm"]))
 
 
 def flags(found: Outcome) -> str:
     """Return the settings that differ, as flags."""
-    said = []
+    lines = []
     for name, (one, other) in found.settings.items():
         flag = name if "." not in name else "--" + name.rpartition(".")[2].replace("_", "-")
         known = "_digest" in name or "_sketch" in name
-        said.append(flag if known else f"{flag} {one!r} and {other!r}")
-    return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
+        lines.append(flag if known else f"{flag} {one!r} and {other!r}")
+    return ", ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
 
 
 if __name__ == "__main__":

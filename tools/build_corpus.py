@@ -64,7 +64,7 @@ SKIPPED_FILES = {"html/entities.py", "_pydecimal.py"}
 GENERATED = re.compile(r"^#.*generated|this file is .*generated", re.IGNORECASE | re.MULTILINE)
 
 
-def wanted(path: str, text: str) -> bool:
+def accepted(path: str, text: str) -> bool:
     """Return whether a file, given by its path below the library, is text worth learning from."""
     folders = path.split("/")[:-1]
     if SKIPPED_FOLDERS.intersection(folders) or path in SKIPPED_FILES:
@@ -92,7 +92,7 @@ def read(library: Path) -> list[tuple[str, str]]:
             text = file.read_text(encoding="utf-8")  # newlines of any kind become \n
         except (OSError, UnicodeDecodeError):
             continue
-        if wanted(path, text):
+        if accepted(path, text):
             found.append((path, text))
     return sorted(found)
 
@@ -109,9 +109,9 @@ def pieces(
     again, after a space, or anywhere.
     """
     total = len(keys) * sum(Path(file).stat().st_size for file in files)
-    with progress("reading", total) as tell:
+    with progress("reading", total) as report:
         for file, key in product(files, keys):
-            for text in documents(file, key, bad, tell):
+            for text in documents(file, key, bad, report):
                 yield from _cut(text, size)
 
 
@@ -154,8 +154,8 @@ def build(
         paths = {name: output / f"{name}.jsonl" for name in counts}
         files = {name: stack.enter_context(open(at, "wb")) for name, at in paths.items()}
         for i, (path, text) in enumerate(texts):
-            held = i == aside or held_out(path, percent) if last is None else i >= last
-            name = "heldout" if held else "train"
+            for_validation = i == aside or held_out(path, percent) if last is None else i >= last
+            name = "heldout" if for_validation else "train"
             counts[name] += 1
             size += len(text.encode())
             files[name].write((json.dumps({"text": text, "path": path}) + "\n").encode())
@@ -207,7 +207,7 @@ class TooFew(ValueError):
         super().__init__(f"{sum(counts.values())} texts are too few to hold {percent}% of them out")
 
 
-def build_given(
+def build_listed(
     names: list[str],
     output: Path,
     percent: float,
@@ -299,7 +299,7 @@ def main() -> None:
             place = place.with_name("corpus.new")
         if args.input:
             percent = OWN_PERCENT if args.heldout_percent is None else args.heldout_percent
-            about = build_given(args.input, place, percent, bad, args.json_keys)
+            about = build_listed(args.input, place, percent, bad, args.json_keys)
         else:
             percent = PERCENT if args.heldout_percent is None else args.heldout_percent
             about = build(read(args.library), place, percent)

@@ -43,7 +43,7 @@ from tools.checkpoints.mcore import import_mcore
 from tools.checkpoints.mcore_export import export_mcore
 from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify
 from tools.checkpoints.upcycle import upcycle
-from tools.command_line import Parser, whole
+from tools.command_line import Parser, integer
 from tools.waiting import waiting
 from training.checkpoint import Checkpoint
 from training.checkpoint.find import refuse_foreign
@@ -178,24 +178,24 @@ def do_prune(args: argparse.Namespace) -> int:
     root, keep, interval = run_directory(args.run), args.keep_last_k, args.save_retain_interval
     good: set[str] = set()
     if args.dry_run:
-        gone = choose(root, keep, interval, good, warn)
+        removed = choose(root, keep, interval, good, warn)
     else:
         lock = DirectoryLock(root, warn, patience=0)
         try:
             clear_rubbish(root, good, warn)
-            gone = prune(root, keep, interval, good, warn)
+            removed = prune(root, keep, interval, good, warn)
         finally:
             lock.close()
-    for name in gone:
+    for name in removed:
         say(f"{'would remove' if args.dry_run else 'removed'} {root / name}")
-    stay = [name for _, _, name in step_directories(root) if name not in gone]
-    say(f"{len(stay)} stay: {', '.join(stay)}")
+    remaining = [name for _, _, name in step_directories(root) if name not in removed]
+    say(f"{len(remaining)} stay: {', '.join(remaining)}")
     return 0
 
 
 def positive(text: str) -> int:
     """Parse a count of at least 1."""
-    return whole(1)(text)
+    return integer(1)(text)
 
 
 def gigabytes(text: str) -> float:
@@ -332,19 +332,19 @@ def spelt(name: str) -> str:
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that do not go together."""
     if args.do is do_convert:
-        goes: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore", "upcycle")}
-        goes |= dict.fromkeys(("num_experts", "moe_router_topk"), ("upcycle",))
-        goes |= dict.fromkeys(("hf_config", "no_load_optim"), ("from_mcore",))
+        allowed_with: dict[str, tuple[str, ...]] = {"save": ("from_hf", "from_mcore", "upcycle")}
+        allowed_with |= dict.fromkeys(("num_experts", "moe_router_topk"), ("upcycle",))
+        allowed_with |= dict.fromkeys(("hf_config", "no_load_optim"), ("from_mcore",))
         out = ("load", "dtype", "max_shard_size", "tokenizer", "fused_experts")
-        goes |= dict.fromkeys(out, ("to_hf",)) | {"load": ("to_hf", "to_mcore")}
+        allowed_with |= dict.fromkeys(out, ("to_hf",)) | {"load": ("to_hf", "to_mcore")}
         ways_in = ("from_hf", "from_mcore", "upcycle", "to_hf", "to_mcore")
         (way,) = (name for name in ways_in if getattr(args, name))
-        for name, ways in goes.items():
-            given = getattr(args, name) is not None
+        for name, ways in allowed_with.items():
+            is_set = getattr(args, name) is not None
             flag, those = spelt(name), " or ".join(map(spelt, ways))
-            if way in ways and not given and name in MUST:
+            if way in ways and not is_set and name in MUST:
                 raise ValueError(f"{spelt(way)} needs {flag}")
-            if way not in ways and given:
+            if way not in ways and is_set:
                 raise ValueError(f"{flag} goes with {those} only")
     if args.do is do_prune and args.keep_last_k is args.save_retain_interval is None:
         raise ValueError("prune needs --keep-last-k or --save-retain-interval")

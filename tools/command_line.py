@@ -28,7 +28,7 @@ def error_line(program: str, error: BaseException) -> str:
     return f"{program}: {sentence(error)}"
 
 
-def whole(low: int = -MOST, high: int = MOST) -> Callable[[str], int]:
+def integer(low: int = -MOST, high: int = MOST) -> Callable[[str], int]:
     """Return a type for add_argument: a whole number from `low` to `high`."""
 
     def read(text: str) -> int:

@@ -36,11 +36,11 @@ def draw(cp: int, documents: tuple[int, ...], window: int, path: Path) -> None:
 
     Raises ValueError for another suffix, and where the row does not divide over the ranks.
     """
-    held, size = shards(cp, documents), sum(documents)
-    asked = (cp, documents, window)
+    of_ranks, size = shards(cp, documents), sum(documents)
+    key = (cp, documents, window)
     from matplotlib.patches import Patch, Polygon
 
-    with page(path, 6.8, 5.9, heading(*asked), caption(*asked)) as figure:
+    with page(path, 6.8, 5.9, heading(*key), caption(*key)) as figure:
         axes = axes_at(figure, 0.3, 0.72, 5.05, 5.05)
         axes.set_xlim(-0.06 * size, size)
         axes.set_ylim(size, 0)
@@ -51,7 +51,7 @@ def draw(cp: int, documents: tuple[int, ...], window: int, path: Path) -> None:
             axes.add_patch(Polygon(corners, closed=True, linewidth=0.3, gid=name, **_look(rank)))
 
         for rank in range(cp):
-            for number, ranges in enumerate(held[rank]):
+            for number, ranges in enumerate(of_ranks[rank]):
                 a, b, left, right = ranges.start, ranges.stop, -0.05 * size, -0.02 * size
                 strip = [(left, a), (right, a), (right, b), (left, b)]
                 fill(strip, rank, f"rank{rank}-holds{number}")
@@ -132,10 +132,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             draw(4, documents, 0, args.all / f"{name}.svg")
             print(f"{name}: {caption(4, documents, 0)}")
         if not args.all:
-            asked = (args.cp, args.documents, args.window)
-            print(heading(*asked), caption(*asked), table(*asked), sep="\n")
+            key = (args.cp, args.documents, args.window)
+            print(heading(*key), caption(*key), table(*key), sep="\n")
             if args.out:
-                draw(*asked, args.out)
+                draw(*key, args.out)
     except (ValueError, OSError) as error:
         print(error_line("draw_attention.py", error), file=sys.stderr)
         return 2

@@ -74,8 +74,8 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
     timeline = steps[iteration]
     orders = tuple(tuple(_actions(spans)) for spans in timeline.ranks)
     count = 1 + max(action.micro_batch for order in orders for action in order)
-    kept = {key: first[key] for key in ("chunks", "split", "v_shape")}
-    schedule = Schedule(first["schedule"], orders, count, **kept)
+    settings = {key: first[key] for key in ("chunks", "split", "v_shape")}
+    schedule = Schedule(first["schedule"], orders, count, **settings)
     try:
         validate(schedule)
     except ValueError as error:
@@ -150,8 +150,8 @@ def per_rank(numbers: Summary) -> str:
     counts = (numbers.peak_for_b, numbers.peak_for_w, numbers.peak)
     lines = []
     both = zip(numbers.busy, numbers.idle, *counts, strict=True)
-    for rank, (busy, idle, *held) in enumerate(both):
-        lines.append([str(rank), f"{busy:.4g}", f"{idle:.1%}", *map(str, held)])
+    for rank, (busy, idle, *activations) in enumerate(both):
+        lines.append([str(rank), f"{busy:.4g}", f"{idle:.1%}", *map(str, activations)])
     return tabulate(head, lines)
 
 

@@ -35,15 +35,15 @@ import torch
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.grid import Grid
 from mpu.launch import Launch
-from tools.command_line import Parser, add_tokenizer, whole
+from tools.command_line import Parser, add_tokenizer, integer
 from tools.evaluator.harness import check_installed, find_tasks, harness_model
 from tools.evaluator.score import Scorer
 from tools.generate import TIMEOUT, load_model, tokenizer_of
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.find import candidates
 from training.checkpoint.manifest import STEP
-from training.run.meeting import meet
 from training.run.output import open_tensorboard, open_wandb, write_scalars
+from training.run.rendezvous import meet
 from training.run.startup import as_process
 from training.untrusted import nothing_downloaded, printable, sentence
 
@@ -62,14 +62,24 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     )
     add("--tasks", required=True, metavar="A,B", help="tasks and groups of lm_eval")
     add("--include-path", metavar="DIR", help="where to look for more tasks (.yaml)")
-    add("--num-fewshot", type=whole(0), metavar="N", help="examples before a question (the task's)")
-    add("--limit", type=whole(1), metavar="N", help="take the first N questions of a task (all)")
-    add("--batch-size", type=whole(1), default=8, metavar="N", help="rows a forward (8)")
-    add("--max-length", type=whole(2), metavar="N", help="tokens a forward (the model's positions)")
-    add("--tensor-model-parallel-size", type=whole(1), metavar="N", help="ranks a replica (all)")
+    add(
+        "--num-fewshot",
+        type=integer(0),
+        metavar="N",
+        help="examples before a question (the task's)",
+    )
+    add("--limit", type=integer(1), metavar="N", help="take the first N questions of a task (all)")
+    add("--batch-size", type=integer(1), default=8, metavar="N", help="rows a forward (8)")
+    add(
+        "--max-length",
+        type=integer(2),
+        metavar="N",
+        help="tokens a forward (the model's positions)",
+    )
+    add("--tensor-model-parallel-size", type=integer(1), metavar="N", help="ranks a replica (all)")
     add("--output", metavar="DIR", help="write a file for each step's scores")
-    add("--watch", type=whole(1), metavar="S", help="look each S seconds for a new checkpoint")
-    add("--last-step", type=whole(1), metavar="N", help="with --watch: end after this step")
+    add("--watch", type=integer(1), metavar="S", help="look each S seconds for a new checkpoint")
+    add("--last-step", type=integer(1), metavar="N", help="with --watch: end after this step")
     add(
         "--tensorboard-dir",
         metavar="DIR",
@@ -115,8 +125,8 @@ class Writer:
             for metric, value in metrics.items():
                 if not metric.endswith("_stderr"):
                     error = metrics.get(f"{metric}_stderr", math.nan)
-                    beside = "" if math.isnan(error) else f" +- {error:.4f}"
-                    print(f"  {task:24} {metric:18} {value:.4f}{beside}", flush=True)
+                    error_text = "" if math.isnan(error) else f" +- {error:.4f}"
+                    print(f"  {task:24} {metric:18} {value:.4f}{error_text}", flush=True)
         numbers = {
             f"eval/{task}/{metric}": value
             for task, metrics in scores.items()

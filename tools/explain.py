@@ -184,7 +184,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         counted[event.axis, event.verb] = times + 1, size + event.sent
     equal = counted == stated
     assert explainer.buckets is not None
-    own = explainer.buckets.held()
+    own = explainer.buckets.contents_of_buckets()
     if grid.pp.size == 1:
         lines = [*head(config), *own, *story(explainer, False)]
         lines += sums(counted, rows) if explainer.events else NOTHING

@@ -270,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     seconds = time.monotonic() - began
                     row = row_of(case, answers, seconds, world.hung, desk)
                     if row.to_record >= 0:
-                        row.told_by(first_difference(world, case, row.to_record))
+                        row.explain_with(first_difference(world, case, row.to_record))
                 except Exception as error:
                     world.close()
                     line = f"fork-check itself failed: {describe_error(error, model)}"

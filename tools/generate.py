@@ -34,12 +34,12 @@ from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
-from tools.command_line import Parser, add_tokenizer, model_of, whole
+from tools.command_line import Parser, add_tokenizer, integer, model_of
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
-from training.run.meeting import meet
+from training.run.rendezvous import meet
 from training.run.sample import gather_logits, pick
 from training.run.startup import as_process
 from training.untrusted import nothing_downloaded, printable, sentence
@@ -204,27 +204,27 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add("--prompt", default="", help="text to continue; default: begin a document")
     add(
         "--max-new-tokens",
-        type=whole(),
+        type=integer(),
         default=200,
         metavar="N",
         help="tokens a sample (200)",
     )
     add(
         "--num-samples",
-        type=whole(high=1 << 16),
+        type=integer(high=1 << 16),
         default=1,
         metavar="N",
         help="continuations (1)",
     )
     add("--temperature", type=float, default=1.0, help="0 takes the likeliest token (1.0)")
-    add("--top-k", type=whole(), default=0, help="draw among the k likeliest tokens (0: all)")
+    add("--top-k", type=integer(), default=0, help="draw among the k likeliest tokens (0: all)")
     add("--top-p", type=float, default=1.0, help="draw among those that sum to p (1.0: all)")
-    add("--seed", type=whole(0), default=1234, help="of the draws (1234)")
+    add("--seed", type=integer(0), default=1234, help="of the draws (1234)")
     add_tokenizer(parser, "the checkpoint's")
     add("--model-file", metavar="PATH", help="for a fork; default: Weft's own")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
     add(
-        "--expert-model-parallel-size", type=whole(), default=0, metavar="N",
+        "--expert-model-parallel-size", type=integer(), default=0, metavar="N",
         help="of a mixture: expert-parallel ranks (1)",
     )  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")

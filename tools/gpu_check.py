@@ -159,7 +159,7 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
 UNPLAYED = ("trainer", "overlap", "compile", "interpret")  # parts that have no small form
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """The command line, and what was found here: GPUs, and a sentence about the machine."""
 
     parts: list[str]
@@ -167,7 +167,7 @@ class Asked(NamedTuple):
     device: str
     tiny: bool
     gpus: int = 0
-    told: str = ""
+    machine: str = ""
     predict: tuple[str, ...] = ()
 
 
@@ -186,28 +186,28 @@ class Printer:
 
 def main(argv: list[str]) -> int:
     """Run the parts; return 1 where a row failed."""
-    asked = read(argv)
+    options = read(argv)
     if importlib.util.find_spec("torch") is None:
         return with_torch(argv)
-    gpus, told = found()
-    asked = asked._replace(gpus=0 if asked.device == "cpu" else gpus, told=told)
-    asked.out.mkdir(parents=True, exist_ok=True)
-    path, say = asked.out / summary.LINES, Printer()
-    say(f"gpu-check: Python {sys.version.split()[0]} ({sys.executable}), {told}")
+    gpus, machine_text = found()
+    options = options._replace(gpus=0 if options.device == "cpu" else gpus, machine=machine_text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    path, say = options.out / summary.LINES, Printer()
+    say(f"gpu-check: Python {sys.version.split()[0]} ({sys.executable}), {machine_text}")
     adopt_orphans(True)
     outcomes: dict[str, str] = {}
     try:
-        for name in order(asked):
-            outcomes |= run_part(name, asked, say)
+        for name in order(options):
+            outcomes |= run_part(name, options, say)
     finally:
         adopt_orphans(False)
     text = summary.text(summary.read(path), outcomes)
-    (asked.out / "summary.txt").write_text(text + "\n")
+    (options.out / "summary.txt").write_text(text + "\n")
     print(text, flush=True)
     return int(any(outcome.startswith("failed") for outcome in outcomes.values()))
 
 
-def read(argv: list[str]) -> Asked:
+def read(argv: list[str]) -> Options:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="; ".join(PARTS))
@@ -221,7 +221,7 @@ def read(argv: list[str]) -> Asked:
     given = parser.parse_args(argv)
     out = given.out or Path(os.environ.get("OUT") or ROOT / "runs" / "gpu-check")
     predict = tuple(given.predict)
-    return Asked(given.part, out.resolve(), given.device, tiny=given.tiny, predict=predict)
+    return Options(given.part, out.resolve(), given.device, tiny=given.tiny, predict=predict)
 
 
 def with_torch(argv: list[str]) -> int:
@@ -249,35 +249,35 @@ def found() -> tuple[int, str]:
     words, env = [sys.executable, "-c", PROBE], {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=env)
-        said = json.loads(done.stdout.strip().splitlines()[-1])
+        report = json.loads(done.stdout.strip().splitlines()[-1])
     except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
         return 0, f"torch did not say which GPUs it sees ({type(error).__name__})"
-    if not said["gpus"]:
-        return 0, f"torch {said['torch']}; on the CPU: {said['why']}"
-    return int(said["gpus"]), f"torch {said['torch']}, {said['gpus']} x {said['name']}"
+    if not report["gpus"]:
+        return 0, f"torch {report['torch']}; on the CPU: {report['why']}"
+    return int(report["gpus"]), f"torch {report['torch']}, {report['gpus']} x {report['name']}"
 
 
-def order(asked: Asked) -> list[str]:
+def order(options: Options) -> list[str]:
     """Return the parts to run: those named, else those of which a row can run here."""
-    if asked.parts:
-        return asked.parts
-    if asked.device == "cpu" and asked.tiny:
+    if options.parts:
+        return options.parts
+    if options.device == "cpu" and options.tiny:
         return [name for name in PARTS if name not in UNPLAYED]
-    if asked.gpus:
-        return [name for name, (_, rows) in PARTS.items() if 0 < rows[0].gpus <= asked.gpus]
+    if options.gpus:
+        return [name for name, (_, rows) in PARTS.items() if 0 < rows[0].gpus <= options.gpus]
     return [name for name, (_, rows) in PARTS.items() if not rows[0].gpus]
 
 
-def run_part(name: str, asked: Asked, say: Printer) -> dict[str, str]:
+def run_part(name: str, options: Options, say: Printer) -> dict[str, str]:
     """Run a part's rows, one after another, within LIMIT; return their outcomes by name."""
     what, rows = PARTS[name]
-    path, log = asked.out / summary.LINES, asked.out / "rows.log"
+    path, log = options.out / summary.LINES, options.out / "rows.log"
     say(f"== {name}: {what}")
-    append(path, {"row": name, "what": "part", "begins": time.time(), "machine": asked.told})
+    append(path, {"row": name, "what": "part", "begins": time.time(), "machine": options.machine})
     deadline, outcomes = time.monotonic() + LIMIT, dict[str, str]()
     for row in rows:
         began = time.monotonic()
-        if why := cannot(row, asked):
+        if why := cannot(row, options):
             outcome = f"skipped: {why}"
         else:
             with log.open("ab") as file:
@@ -285,22 +285,22 @@ def run_part(name: str, asked: Asked, say: Printer) -> dict[str, str]:
                 file.flush()
                 left = deadline - began
                 limit, ends = min(row.limit, left), left < min(row.limit, 3.0)
-                code = NO_TIME if ends else execute(command(row, asked), limit, file)
+                code = NO_TIME if ends else execute(command(row, options), limit, file)
             outcome = outcome_of(code, row, summary.read(path), limit)
         outcomes[row.name] = outcome
         seconds = time.monotonic() - began
         line = {"row": row.name, "what": "outcome", "outcome": outcome, "seconds": seconds}
-        said = tail(log) if outcome.startswith("failed") else ""
-        append(path, {**line, "part": name, "said": said})
+        cause = tail(log) if outcome.startswith("failed") else ""
+        append(path, {**line, "part": name, "said": cause})
         say(f"{row.name:<22} {seconds:>5.0f} s  {outcome[:90]}")
     return outcomes
 
 
-def cannot(row: Row, asked: Asked) -> str:
+def cannot(row: Row, options: Options) -> str:
     """Return why a row cannot run here, or an empty text. Rows of row.py say more themselves."""
-    played = asked.device == "cpu" and asked.tiny and not row.words
-    if row.gpus > asked.gpus and not played:
-        return f"the row needs {row.gpus} GPU{'s' * (row.gpus > 1)}, and {asked.gpus} are here"
+    played = options.device == "cpu" and options.tiny and not row.words
+    if row.gpus > options.gpus and not played:
+        return f"the row needs {row.gpus} GPU{'s' * (row.gpus > 1)}, and {options.gpus} are here"
     missing = [package for package in row.needs if importlib.util.find_spec(package) is None]
     if missing:
         return f"{sys.executable} has no {' and no '.join(missing)}"
@@ -314,17 +314,23 @@ def sanitizer() -> str | None:
     return next((path for path in map(shutil.which, SANITIZERS) if path), None)
 
 
-def command(row: Row, asked: Asked) -> list[str]:
+def command(row: Row, options: Options) -> list[str]:
     """Return the command of a row."""
     if row.words[:1] == ("SANITIZER",):
         tool = [str(sanitizer()), "--tool", row.words[1], "--error-exitcode", "9"]
         return [*tool, sys.executable, *row.words[2:]]
     if row.words:
         return [sys.executable, *row.words]
-    words = [sys.executable, "tests/gpu/row.py", row.name, "--out", str(asked.out / summary.LINES)]
-    device = asked.device if row.gpus else "cpu"  # also where torch was built without CUDA
-    words += ["--device", device] + (["--tiny"] if asked.tiny else [])
-    return words + (["--predict", *asked.predict] if asked.predict else [])
+    words = [
+        sys.executable,
+        "tests/gpu/row.py",
+        row.name,
+        "--out",
+        str(options.out / summary.LINES),
+    ]
+    device = options.device if row.gpus else "cpu"  # also where torch was built without CUDA
+    words += ["--device", device] + (["--tiny"] if options.tiny else [])
+    return words + (["--predict", *options.predict] if options.predict else [])
 
 
 def outcome_of(code: int, row: Row, lines: Iterable[dict[str, Any]], limit: float) -> str:
@@ -344,8 +350,8 @@ def outcome_of(code: int, row: Row, lines: Iterable[dict[str, Any]], limit: floa
         return f"failed: killed by {signal.Signals(-code).name}"
     if wrong:
         first = wrong[0]
-        said = first.get("failed") or f"error {first['error']}, limit {first['limit']}"
-        return f"failed: {first['what']}: {said}"
+        cause = first.get("failed") or f"error {first['error']}, limit {first['limit']}"
+        return f"failed: {first['what']}: {cause}"
     return f"failed: exit code {code}"
 
 

@@ -63,14 +63,14 @@ def last(lines: Sequence[Line], row: str, what: str) -> Line:
 def text(lines: Sequence[Line], outcomes: Mapping[str, str]) -> str:
     """Return the summary: at most ROWS lines and MOST characters. outcomes: of this call's rows."""
     made = ["== summary", *machine(lines), *failures(outcomes), *numbers(lines)]
-    kept, room = list[str](), MOST
+    lines_left, room = list[str](), MOST
     for line in made[:ROWS]:
         line = line[:WIDTH]
         room -= len(line) + 1
         if room < 0:
             break
-        kept.append(line)
-    return "\n".join(kept)
+        lines_left.append(line)
+    return "\n".join(lines_left)
 
 
 def machine(lines: Sequence[Line]) -> Iterator[str]:
@@ -103,12 +103,12 @@ def failures(outcomes: Mapping[str, str]) -> Iterator[str]:
 def numbers(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the numbers of steps, kernels, variants, the peer and the predictions."""
     two, six = (last(lines, f"step-{n}", f"steps of {n} layers") for n in (2, 6))
-    for n, said in ((2, two), (6, six)):
-        if said:
+    for n, columns in ((2, two), (6, six)):
+        if columns:
             memory = last(lines, f"step-{n}", "memory").get("peak_bytes", 0)
             yield (
-                f"{n} layers: {1e3 * said['seconds']:.1f} ms a step, "
-                f"{said['tokens_per_second']:,.0f} tokens/s, MFU {said['mfu']:.1%}, "
+                f"{n} layers: {1e3 * columns['seconds']:.1f} ms a step, "
+                f"{columns['tokens_per_second']:,.0f} tokens/s, MFU {columns['mfu']:.1%}, "
                 f"{memory / 1e9:.1f} GB"
             )
     if two and six:
@@ -197,10 +197,12 @@ def measured(lines: Sequence[Line], row: str) -> Line:
 
 def predictions(lines: Sequence[Line]) -> Iterator[str]:
     """Yield, for each device file, measured over predicted of each step, in seconds and bytes."""
-    said = {(line["device"], line["row"]): line for line in lines if line["what"] == "prediction"}
-    for device in dict.fromkeys(name for name, _ in said):
+    predicted = {
+        (line["device"], line["row"]): line for line in lines if line["what"] == "prediction"
+    }
+    for device in dict.fromkeys(name for name, _ in predicted):
         parts = []
-        for (name, row), line in said.items():
+        for (name, row), line in predicted.items():
             real = measured(lines, row)
             if name == device:
                 ratio = f"{real['seconds'] / line['seconds']:.2f}" if real.get("seconds") and \

@@ -28,7 +28,7 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from mpu.grid import Grid
-from tools.command_line import Parser, error_line, whole
+from tools.command_line import Parser, error_line, integer
 from training.batch_size import global_batch_size, samples_after
 from training.checkpoint import find_latest
 from training.config import Config
@@ -115,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Read the flags and print the ledger; return the exit status."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument(
-        "--first-step", type=whole(high=1 << 40), default=1, help="step to begin with, from 1"
+        "--first-step", type=integer(high=1 << 40), default=1, help="step to begin with, from 1"
     )
-    parser.add_argument("--steps", type=whole(), default=10, help="number of steps")
+    parser.add_argument("--steps", type=integer(), default=10, help="number of steps")
     parser.add_argument("--rows", action="store_true", help="list the rows of each step")
     parser.add_argument("flags", nargs="*", help="after --: the flags of pretrain_llama.py")
     args = parser.parse_args(argv)

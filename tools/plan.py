@@ -28,7 +28,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, error_line, whole
+from tools.command_line import Parser, error_line, integer
 from tools.planner import own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
 from tools.planner.model import read_model
@@ -39,9 +39,9 @@ from tools.waiting import waiting
 from training.optimizer import RULES
 
 TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
-ASKED = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24}
+QUESTIONS = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24}
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-Asked = dict[str, int | str]  # by ASKED, float8 and optimizer
+Question = dict[str, int | str]  # by ASKED, float8 and optimizer
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
@@ -58,56 +58,56 @@ def predict_file(runs: Path, out: Path) -> Answer:
     return [f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"], fit > 0
 
 
-def plans_of(model: str, cluster: Cluster, asked: Asked, flags: str = "") -> Plans:
+def plans_of(model: str, cluster: Cluster, question: Question, flags: str = "") -> Plans:
     """Return every layout. asked: by ASKED's names, float8 and optimizer; the rest has defaults.
 
     flags: may name the optimizer.
     """
-    sequence = int(asked.get("seq-length", SEQUENCE))
-    batch = int(asked.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
-    found = read_model(model, sequence, str(asked.get("optimizer", "")))
+    sequence = int(question.get("seq-length", SEQUENCE))
+    batch = int(question.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
+    found = read_model(model, sequence, str(question.get("optimizer", "")))
     found = own.with_optimizer(found, flags)
-    nodes = int(asked.get("nodes", cluster.nodes))
-    return search.plan(found, cluster.of(nodes), batch, str(asked.get("float8", "bf16")))
+    nodes = int(question.get("nodes", cluster.nodes))
+    return search.plan(found, cluster.of(nodes), batch, str(question.get("float8", "bf16")))
 
 
-def compare(model: str, cluster: Cluster, asked: Asked, flags: str) -> Answer:
+def compare(model: str, cluster: Cluster, question: Question, flags: str) -> Answer:
     """Return the layout of flags beside the best one. Raises PlanError, UsageError.
 
     What `asked` leaves open, of sequence length, batch and dtype, is that of the flags, for both.
     """
-    optimizer = str(asked.get("optimizer", ""))
-    named = read_model(model, int(asked.get("seq-length", SEQUENCE)), optimizer)
+    optimizer = str(question.get("optimizer", ""))
+    named = read_model(model, int(question.get("seq-length", SEQUENCE)), optimizer)
     named = own.with_optimizer(named, flags)
     config = own.config_of(named, cluster, flags)
     each = own.layout_of(config)
     search.check_dtype(cluster, each.dtype)
     mine = search.evaluate(own.with_sequence(named, config), cluster, [each])
-    same: Asked = {
+    same: Question = {
         "seq-length": config.model.seq_length, "global-batch-size": config.batch.global_batch_size
     }  # fmt: skip
     if each.dtype != "bf16":
         same["float8"] = each.dtype
-    plans = plans_of(model, cluster, {**same, **asked}, flags)
+    plans = plans_of(model, cluster, {**same, **question}, flags)
     return table.why(plans, mine, own.uncounted(named, cluster, config, each)), mine.fit(0)
 
 
-def read_asked(text: str) -> Asked:
+def read_question(text: str) -> Question:
     """Return what --what-if asks: name=value, name=value. Raises PlanError."""
-    asked: Asked = {}
+    question: Question = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name == "float8" and value in RECIPES:
-            asked[name] = value
+            question[name] = value
             continue
-        if name not in ASKED or not value.isdigit() or not 1 <= int(value) <= ASKED[name]:
-            known = ", ".join(f"{key} up to {most:,}" for key, most in ASKED.items())
+        if name not in QUESTIONS or not value.isdigit() or not 1 <= int(value) <= QUESTIONS[name]:
+            known = ", ".join(f"{key} up to {most:,}" for key, most in QUESTIONS.items())
             raise PlanError(
                 f"--what-if {part.strip()!r} is not name=value of {known}, float8 of "
                 f"{', '.join(RECIPES)}"
             )
-        asked[name] = int(value)
-    return asked
+        question[name] = int(value)
+    return question
 
 
 def build_parser() -> Parser:
@@ -115,12 +115,12 @@ def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a size, a config.json, or flags in quotes")
     parser.add_argument("cluster", nargs="?", help="a cluster file, or its name")
-    parser.add_argument("--nodes", type=whole(1, 65_536), help="instead of the cluster file's")
+    parser.add_argument("--nodes", type=integer(1, 65_536), help="instead of the cluster file's")
     parser.add_argument(
-        "--seq-length", type=whole(1, 1 << 24), help=f"tokens; default: {SEQUENCE:,}"
+        "--seq-length", type=integer(1, 1 << 24), help=f"tokens; default: {SEQUENCE:,}"
     )
-    parser.add_argument("--global-batch-size", type=whole(1, 1 << 24), help="sequences of a step")
-    parser.add_argument("--top", type=whole(1, 1000), default=5, help="layouts that are printed")
+    parser.add_argument("--global-batch-size", type=integer(1, 1 << 24), help="sequences of a step")
+    parser.add_argument("--top", type=integer(1, 1000), default=5, help="layouts that are printed")
     parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; default: bfloat16")
     parser.add_argument(
         "--optimizer", choices=list(RULES), help="default: what the model's flags say, or adam"
@@ -152,7 +152,7 @@ def answer(args: argparse.Namespace) -> Answer:
     cluster = read_cluster(args.cluster)
     given = {"seq-length": args.seq_length, "global-batch-size": args.global_batch_size,
              "float8": args.float8, "optimizer": args.optimizer}  # fmt: skip
-    asked: Asked = {name: value for name, value in given.items() if value}
+    question: Question = {name: value for name, value in given.items() if value}
     if args.nodes:
         cluster = cluster.of(args.nodes)
     if args.rank_orders is not None:
@@ -160,12 +160,12 @@ def answer(args: argparse.Namespace) -> Answer:
         config = rank_order.config_of(found, cluster, args.rank_orders)
         return rank_order.table(config, cluster), True
     if args.why is not None:
-        return compare(args.model, cluster, asked, args.why)
-    plans = plans_of(args.model, cluster, asked)
+        return compare(args.model, cluster, question, args.why)
+    plans = plans_of(args.model, cluster, question)
     if args.svg is not None:
         picture.draw(plans, args.svg)
     if args.what_if is not None:
-        other = plans_of(args.model, cluster, {**asked, **read_asked(args.what_if)})
+        other = plans_of(args.model, cluster, {**question, **read_question(args.what_if)})
         both = bool(plans.best(1) and other.best(1))
         return table.what_if(plans, other, args.what_if), both
     return table.ranking(plans, args.top, args.tokens), bool(plans.best(1))

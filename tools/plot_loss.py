@@ -31,9 +31,9 @@ from training.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log
 AXES = {"iterations": "iteration", "tokens": "tokens", "time": "hours of training steps"}
-HELD_OUT = "validation_loss"  # a set's name follows, after "/"
+VALIDATION = "validation_loss"  # a set's name follows, after "/"
 MARKERS = "osD^vP*X"  # of the sets
-APART = 13  # points between two labels, at least
+LABEL_GAP = 13  # points between two labels, at least
 Curve = list[tuple[float, float]]
 
 
@@ -87,7 +87,7 @@ def read_log(path: Path) -> Run:
             trained = 0
         legs[-1].append(read)
         last, trained = read.iteration, read.iteration if read.trains else trained
-    names = {"loss", HELD_OUT}.union(*(read.points for leg in legs for read in leg))
+    names = {"loss", VALIDATION}.union(*(read.points for leg in legs for read in leg))
     curves: dict[str, dict[int, float]] = {name: {} for name in sorted(names)}
     at: dict[int, tuple[float, float]] = {}
     for leg in legs:
@@ -131,7 +131,7 @@ def _read(record: dict[str, Any]) -> _Line:
     OverflowError for one that Log did not write.
     """
     iteration = int(record["iteration"])
-    names = ["loss", *(n for n in record if n.partition("/")[0] == HELD_OUT)]
+    names = ["loss", *(n for n in record if n.partition("/")[0] == VALIDATION)]
     points: dict[str, dict[int, Any]] = {n: {iteration: record.get(n)} for n in names}
     points["loss"] |= {int(i): value for i, value in record.get("step_losses") or ()}
     tokens = record.get("consumed_tokens")
@@ -166,7 +166,7 @@ def smooth(curve: Curve, share: float = 0.04) -> Curve:
     return out
 
 
-def spread(places: Sequence[float], apart: float) -> list[float]:
+def spread(places: Sequence[float], gap: float) -> list[float]:
     """Return places, each moved as little as leaves all of them `apart`, in their order."""
     order = sorted(range(len(places)), key=lambda i: places[i])
     groups: list[tuple[float, list[int]]] = []  # (middle, members) of labels that touch
@@ -174,14 +174,14 @@ def spread(places: Sequence[float], apart: float) -> list[float]:
         groups.append((places[i], [i]))
         while len(groups) > 1:
             (low, below), (high, above) = groups[-2:]
-            if high - low >= apart * (len(below) + len(above)) / 2:
+            if high - low >= gap * (len(below) + len(above)) / 2:
                 break
             both = below + above
             groups[-2:] = [(sum(places[j] for j in both) / len(both), both)]
     out = [0.0] * len(places)
     for middle, members in groups:
         for k, j in enumerate(members):
-            out[j] = middle + apart * (k - (len(members) - 1) / 2)
+            out[j] = middle + gap * (k - (len(members) - 1) / 2)
     return out
 
 
@@ -200,7 +200,9 @@ def draw(
         end = 0.0
         for colour, (name, run) in zip(PALETTE, runs.items(), strict=False):
             loss = run.curve("loss", axis)
-            held_out = {n: run.curve(n, axis) for n in run.curves if n != "loss" and run.curves[n]}
+            validation = {
+                n: run.curve(n, axis) for n in run.curves if n != "loss" and run.curves[n]
+            }
             prefix = f"{name}, " if name else ""
             axes.plot(*zip(*loss, strict=True), color=colour, alpha=0.25, linewidth=0.7)
             smoothed = smooth(loss)
@@ -208,9 +210,9 @@ def draw(
             final, count = smoothed[-1][1], half_window(len(loss)) + 1
             mean = f" (mean of {count})" if count > 1 else ""
             labels.append((final, f"{prefix}train {final:.2f}{mean}", colour))
-            for i, (what, points) in enumerate(held_out.items()):
+            for i, (what, points) in enumerate(validation.items()):
                 of_one = PALETTE[1 + i % 7] if len(runs) == 1 else colour
-                marker = MARKERS[i % len(MARKERS)] if len(held_out) > 1 else "o"
+                marker = MARKERS[i % len(MARKERS)] if len(validation) > 1 else "o"
                 dots: dict[str, Any] = {"markersize": 4.5, "clip_on": False, "zorder": 3}
                 style = f"{marker}-"
                 axes.plot(*zip(*points, strict=True), style, color=of_one, linewidth=1, **dots)
@@ -233,7 +235,7 @@ def _write_labels(axes: Any, labels: list[tuple[float, str, str]]) -> None:
     scale = (top - bottom) / (high - low)
     places = [(value - low) * scale for value, _, _ in labels]
     for place, moved, (value, text, colour) in zip(
-        places, spread(places, APART), labels, strict=True
+        places, spread(places, LABEL_GAP), labels, strict=True
     ):
         axes.annotate(
             text,

@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 from tqdm import tqdm
 
-from tools.command_line import Parser, add_tokenizer, error_line, model_of, whole
+from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
@@ -63,9 +63,9 @@ byte (default: empty ones are skipped, others refused)"""
 # Flags of Megatron-LM's tool that change nothing here: documents stay in order, in one pair.
 MEGATRON: dict[str, dict[str, Any]] = {
     "--dataset-impl": {"choices": ["mmap"]},
-    "--partitions": {"type": whole(1)},
+    "--partitions": {"type": integer(1)},
     "--keep-sequential-samples": {"action": "store_true"},
-    "--log-interval": {"type": whole(1)},
+    "--log-interval": {"type": integer(1)},
 }
 
 
@@ -156,8 +156,8 @@ def preprocess(
                 )
         if bad.kinds:
             report(f"{prefix}: {bad.line()}")
-        beside = IndexCache(os.path.join(os.path.dirname(prefix), "cache"), report)
-        written = IndexedTokens(prefix, beside)
+        cache = IndexCache(os.path.join(os.path.dirname(prefix), "cache"), report)
+        written = IndexedTokens(prefix, cache)
         report(f"{prefix}: {len(written):,} documents, {written.count:,} tokens, {written.digest}")
         summaries.append(Summary(prefix, len(written), written.count))
     shutil.rmtree(folder)
@@ -225,13 +225,13 @@ def _run_all(tasks: Sequence[Task], workers: int, report: Callable[[str], None])
     total = sum(task.shard.size for task in tasks)
     bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
     done = tokens = 0
-    spoken = time.monotonic()
+    reported = time.monotonic()
     with bar:
         for task, count in _each(tasks, workers):
             done, tokens = done + task.shard.size, tokens + count
             bar.update(task.shard.size)
-            if bar.disable and time.monotonic() - spoken >= QUIET:
-                spoken = time.monotonic()
+            if bar.disable and time.monotonic() - reported >= QUIET:
+                reported = time.monotonic()
                 report(f"{done / max(total, 1):6.1%} of {total:,} bytes, {tokens:,} tokens")
     return tokens
 
@@ -299,14 +299,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_tokenizer(parser)
     add(
         "--vocab-size",
-        type=whole(1, (1 << 31) - 1),
+        type=integer(1, (1 << 31) - 1),
         metavar="N",
         help="for NullTokenizer: ids below this are tokens",
     )
     add("--append-eod", action="store_true", help="end each document with its own token")
     add("--lines", action="store_true", help="take each line of a .txt as a document")
     add("--on-bad-document", choices=POLICIES, help=BAD)
-    add("--workers", type=whole(1, 1024), default=1, metavar="N", help="processes (default: 1)")
+    add("--workers", type=integer(1, 1024), default=1, metavar="N", help="processes (default: 1)")
     for flag, options in MEGATRON.items():
         add(flag, **options, help=argparse.SUPPRESS)
     args = vars(parser.parse_args(argv))

@@ -39,7 +39,7 @@ import torch
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.comm.collectives import all_gather, gather_bytes
 from mpu.grid import ORDER, Grid
-from tools.command_line import Parser, error_line, whole
+from tools.command_line import Parser, error_line, integer
 from tools.planner.cluster import content_of
 from tools.planner.constants import DEVICES
 from tools.topology import host
@@ -47,7 +47,7 @@ from tools.topology.levels import levels_of
 from tools.topology.measure import Prober, collectives
 from tools.topology.rings import EXACT, Matrix, all_rings, best_rings, edges, ring_seconds
 from training.flags.parallel_rules import rank_order
-from training.run.meeting import meet
+from training.run.rendezvous import meet
 
 EVERY = 64  # ranks up to which every pair is measured
 ALONE = 16  # ranks up to which one pair is measured at a time
@@ -62,9 +62,9 @@ def build_parser() -> Parser:
     parser.add_argument("--report", type=Path, metavar="FILE", help="every number that is measured")
     parser.add_argument("--device", choices=DEVICES, required=True, help="the GPU")
     parser.add_argument("--name", default="probed", help="of the cluster")
-    parser.add_argument("--tensor-model-parallel-size", type=whole(1), default=1)
-    parser.add_argument("--context-parallel-size", type=whole(1), default=1)
-    parser.add_argument("--pipeline-model-parallel-size", type=whole(1), default=1)
+    parser.add_argument("--tensor-model-parallel-size", type=integer(1), default=1)
+    parser.add_argument("--context-parallel-size", type=integer(1), default=1)
+    parser.add_argument("--pipeline-model-parallel-size", type=integer(1), default=1)
     parser.add_argument("--rank-order", type=rank_order, default="-".join(ORDER))
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
     return parser
@@ -138,16 +138,20 @@ def measured(args: argparse.Namespace, launch: Launch) -> tuple[dict[str, Any], 
     for name in ORDER:
         axis = getattr(axes, name)
         if axis.size > 1:
-            told_of = collectives(axis, device)
-            numbers = torch.tensor([list(told_of.values())], dtype=torch.float64, device=device)
+            of_collectives = collectives(axis, device)
+            numbers = torch.tensor(
+                [list(of_collectives.values())], dtype=torch.float64, device=device
+            )
             every = all_gather(numbers, grid.pp)[0].cpu()
             of_axes[name] = {
                 verb: {"seconds": every[:, i, 0].max().item(), "rate": every[:, i, 1].min().item()}
-                for i, verb in enumerate(told_of)
+                for i, verb in enumerate(of_collectives)
             }
     here = place()
     mine = {"place": asdict(here), "findings": host.findings(here, launch.rank)}
-    said = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode(), grid.pp, device)]
+    measurements = [
+        json.loads(each) for each in gather_bytes(json.dumps(mine).encode(), grid.pp, device)
+    ]
     levels = levels_of(alpha, beta, node)
     source = f"tools/probe_topology.py on {launch.world} ranks over {grid.backend}"
     content = content_of(args.name, args.device, launch.world // node, node, levels, source)
@@ -160,7 +164,7 @@ def measured(args: argparse.Namespace, launch: Launch) -> tuple[dict[str, Any], 
              "predicted": ring_seconds(cost, [positions[rank] for rank in ring])}
             for seconds, ring in found
         ],
-        "axes": of_axes, "ranks": said,
+        "axes": of_axes, "ranks": measurements,
     }  # fmt: skip
     grid.close()
     return content, report
@@ -174,11 +178,11 @@ def lines(content: dict[str, Any], report: dict[str, Any]) -> list[str]:
         for level in content["levels"]
     ]
     for axis, verbs in report["axes"].items():
-        told_of = [
+        of_collectives = [
             f"{verb} {each['seconds'] * 1e6:.0f} us, {each['rate'] / 1e9:.3g} GB/s"
             for verb, each in verbs.items()
         ]
-        out.append(f"collectives of {axis}: {'; '.join(told_of)}")
+        out.append(f"collectives of {axis}: {'; '.join(of_collectives)}")
     best, usual = report["rings"][0], sorted(report["ring"])
     seconds = next(each["seconds"] for each in report["rings"] if each["ring"] == usual)
     out.append(f"fastest ring: {best['ring']}, {best['seconds'] * 1e3:.3g} ms for "

@@ -42,7 +42,7 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 1000
-WHOLE = 65_536  # held-out tokens, up to which every evaluation takes all of them
+FULL_VALIDATION = 65_536  # held-out tokens, up to which every evaluation takes all of them
 TP, PP = range(1, 3), range(1, 7)  # what the model's heads and layers can be cut into
 # fmt: off
 MODEL: dict[str, Any] = {
@@ -84,7 +84,7 @@ def run(command: list[str], threads: int | None = CORES, stdout: int | None = No
         command, env=environment, text=True, start_new_session=True, stdout=stdout
     ) as child:
         try:
-            said = child.communicate()[0]
+            output = child.communicate()[0]
         except KeyboardInterrupt:
             number = signal.SIGINT if "pretrain_llama.py" in command else signal.SIGTERM
             while child.poll() is None:  # a second Ctrl-C signals once more: no time to save
@@ -96,7 +96,7 @@ def run(command: list[str], threads: int | None = CORES, stdout: int | None = No
     if child.returncode:
         script = next(Path(word).name for word in command if word.endswith(".py"))
         raise SystemExit(f"make train: {script} failed (see above)")
-    return said
+    return output
 
 
 def ranks(launcher: int) -> list[int]:
@@ -122,9 +122,9 @@ def unigram_entropy(prefix: Path) -> float:
 def evaluated(heldout: Path) -> tuple[int, bool]:
     """Return how many held-out tokens an evaluation takes, and whether that is all of them."""
     there = Path(f"{heldout}.idx").exists()
-    tokens = int(IndexedTokens(str(heldout)).count) if there else WHOLE + 1
+    tokens = int(IndexedTokens(str(heldout)).count) if there else FULL_VALIDATION + 1
     few = MODEL["eval-iters"] * MODEL["global-batch-size"] * MODEL["seq-length"]
-    return (tokens, True) if tokens <= WHOLE else (few, False)
+    return (tokens, True) if tokens <= FULL_VALIDATION else (few, False)
 
 
 def parameters() -> int:
@@ -162,7 +162,7 @@ def launch(flags: dict[str, Any], tp: int, pp: int) -> None:
     run(command, threads)
 
 
-def goes_on(folder: Path, done: int, target: int) -> str:
+def continues(folder: Path, done: int, target: int) -> str:
     """Return what a run resumes from, and at which learning rate: more steps raise it again."""
     most, least, warm = MODEL["lr"], MODEL["min-lr"], min(40, (target - done) // 10)
     share = (done + 1 - warm) / (target - warm)  # of the cosine's way, at the next step
@@ -180,18 +180,18 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> Path:
     folder = out / (f"tp{tp}pp{pp}" if pp > 1 else f"tp{tp}")
     about = folder / "run.json"
     text = json.loads((out / "corpus" / "corpus.json").read_text())["sha256"]
-    wanted = digest(text, MODEL, SWITCHES)
-    if about.exists() and json.loads(about.read_text())["key"] != wanted:
+    expected = digest(text, MODEL, SWITCHES)
+    if about.exists() and json.loads(about.read_text())["key"] != expected:
         raise SystemExit(
             f"make train: {folder} holds a run of another model or other text;"
             f" rm -r {folder} to start anew, or give OUT=another/folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    about.write_text(json.dumps({"key": wanted}))
+    about.write_text(json.dumps({"key": expected}))
     manifests = (folder / "checkpoints").glob("step_*/manifest.json")
     done = max((int(file.parent.name.removeprefix("step_")) for file in manifests), default=0)
     target = (done // iterations + 1) * iterations
-    start = goes_on(folder, done, target) if done else "starting"
+    start = continues(folder, done, target) if done else "starting"
     size = f"{parameters() / 1e6:.1f} M parameters"
     print(f"\n{start}: a Llama of {size}, to iteration {target}, on the CPU (also beside a GPU)")
     launch(flags_of(out, folder, iterations, target), tp, pp)

@@ -209,12 +209,12 @@ def install_torch() -> None:
     """Install torch alone, in the build that this machine can run, if its index answers."""
     index, line = torch_for(driver_module().version()) if sys.platform == "linux" else ("", "")
     if index and not reachable(index + "/torch/"):
-        told = f"{line}, but {index} does not answer"
+        why = f"{line}, but {index} does not answer"
         if index != CPU_INDEX or has_nvidia_gpu():
             raise SetupError(
-                f"{told}: give an interpreter that has such a torch, make setup PYTHON=..."
+                f"{why}: give an interpreter that has such a torch, make setup PYTHON=..."
             )
-        print(f"{told}: taking the torch {TORCH} that pip is set up to find", flush=True)
+        print(f"{why}: taking the torch {TORCH} that pip is set up to find", flush=True)
         index = line = ""
     if line:
         print(line, flush=True)
@@ -250,7 +250,7 @@ def add_torchrun() -> None:
 def prepare(chosen: bool) -> None:
     """Make or reuse .venv and install what pyproject.toml asks for."""
     check_interpreter()
-    stamp, wanted = read_stamp(), key()
+    stamp, expected = read_stamp(), key()
     present = probe(PYTHON)
     # The installation, not its executable: python3 and python3.11 are one, a venv's is another.
     here = "Python {}.{} of {}".format(*sys.version_info[:2], sys.prefix)
@@ -258,10 +258,10 @@ def prepare(chosen: bool) -> None:
         raise SetupError(
             f".venv was made from {stamp.get('python')}, not {here}: rm -r .venv to make it again"
         )
-    moved = bool(stamp) and stamp.get("root") != wanted["root"]
+    moved = bool(stamp) and stamp.get("root") != expected["root"]
     if present is not None and (tuple(present[0]) < MINIMUM or moved):
         present = None  # of no use
-    if present and all(stamp.get(name) == value for name, value in wanted.items()):
+    if present and all(stamp.get(name) == value for name, value in expected.items()):
         if supported(present[1]):
             version = ".".join(map(str, present[0]))
             print(f"reusing .venv: Python {version}, torch {present[1]}", flush=True)
@@ -292,7 +292,7 @@ def prepare(chosen: bool) -> None:
     pip("install", "-c", constraint, "--no-build-isolation", "--editable", ROOT + "[dev]")
     add_torchrun()
     with open(STAMP, "w", encoding="utf-8") as file:
-        json.dump(dict(wanted, python=here, torch=present[1]), file)
+        json.dump(dict(expected, python=here, torch=present[1]), file)
 
 
 def main() -> None:

@@ -90,7 +90,7 @@ class Leader:
             self.events.put((number, {"joined": member}))
             while True:
                 event = channel.receive()[0]
-                seat.heard = time.monotonic()
+                seat.last_report = time.monotonic()
                 if "beat" not in event:
                     self.events.put((number, event))
         except WireError as error:
@@ -119,9 +119,9 @@ class Leader:
                 del self.members[node]
                 say(f"node {node} is lost: {event['lost']}")
                 self.copies.lost(node)
-                self._gone(node, f"its node was lost: {event['lost']}")
+                self._lost(node, f"its node was lost: {event['lost']}")
         elif "gone" in event:
-            self._gone(node, "the process that started it was killed")
+            self._lost(node, "the process that started it was killed")
         elif "ended" in event:
             rank, code, cause = event["ended"]
             if event["attempt"] == self.attempt and rank in self.running():
@@ -129,7 +129,7 @@ class Leader:
         elif "progress" in event and node == 0 and self.attempt >= 0:
             self.report.progress(event["progress"], self.attempt)
         elif "kept" in event:
-            self.copies.kept(node, event, self.nodes(), len(self.places))
+            self.copies.copy_made(node, event, self.nodes(), len(self.places))
         elif "fetched" in event:
             self.copies.fetched(node, event)
         elif "dry run" in event:
@@ -146,7 +146,7 @@ class Leader:
         self.members[node] = member
         say(f"node {node} at {member.host} has places for {member.slots} ranks")
 
-    def _gone(self, node: int, why: str) -> None:
+    def _lost(self, node: int, why: str) -> None:
         mine = [rank for rank in self.running() if self.places[rank][0] == node]
         self.ends += [End(rank, None, why, self.killing) for rank in mine]
 
@@ -165,26 +165,26 @@ class Leader:
         """Decide which slots get the ranks. Raises Stop where too few are left."""
         o, first = self.options, self.attempt < 0
         deadline = time.monotonic() + (MEET if first else o.node_wait)
-        wanted = o.nnodes * o.nproc_per_node - o.spares
+        needed = o.nnodes * o.nproc_per_node - o.spares
         bad = {slot for slot in self.failed if self.failed.count(slot) >= max(2, o.crash_loop - 1)}
         while not self.signalled:
             every = [(n, i) for n in sorted(self.members) for i in range(self.members[n].slots)]
             free = [slot for slot in every if slot not in bad or not (o.spares or o.elastic_dp)]
-            if len(free) >= wanted and (not first or len(self.members) == o.nnodes):
-                self.places = free[:wanted]
+            if len(free) >= needed and (not first or len(self.members) == o.nnodes):
+                self.places = free[:needed]
                 return
-            if time.monotonic() > deadline or len(every) >= wanted > len(free):
-                self.places = free[: self.smaller(len(free), wanted)]
+            if time.monotonic() > deadline or len(every) >= needed > len(free):
+                self.places = free[: self.smaller(len(free), needed)]
                 return
             self.pump()
         raise Stop(128 + self.signalled, "")
 
-    def smaller(self, free: int, wanted: int) -> int:
+    def smaller(self, free: int, needed: int) -> int:
         """Return the largest world that the program accepts. Raises Stop."""
-        left = f"{free} of the {wanted} places for ranks are left"
+        left = f"{free} of the {needed} places for ranks are left"
         if not self.options.elastic_dp or self.attempt < 0:
             raise Stop(1, f"{left}; with --elastic-dp the run would continue")
-        for world in range(min(free, wanted), self.options.min_nproc - 1, -1):
+        for world in range(min(free, needed), self.options.min_nproc - 1, -1):
             if world not in self.tried:
                 self.node.do({"try": world})
             deadline = time.monotonic() + COPY
@@ -223,7 +223,7 @@ class Leader:
                 "host": self.options.master_addr, "port": port,
             }  # fmt: skip
             if node not in self.members:
-                self._gone(node, "its node was lost")
+                self._lost(node, "its node was lost")
                 continue
             with suppress(WireError):
                 self.members[node].send({"start": plan})

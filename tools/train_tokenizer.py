@@ -29,7 +29,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, error_line, progress, whole
+from tools.command_line import Parser, error_line, integer, progress
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
@@ -53,13 +53,13 @@ class Texts:
         """Yield the documents, and show how far that is. bad: takes those that cannot be read."""
         bad = bad or BadDocuments(self.on_bad_document)
         total = len(self.json_keys) * sum(file.stat().st_size for file in self.files)
-        with progress(what, total) as tell:
+        with progress(what, total) as report:
             for file in self.files:
                 for key in self.json_keys:
-                    yield from documents(file, key, bad, tell, self.lines)
+                    yield from documents(file, key, bad, report, self.lines)
 
 
-def lines(texts: Texts, limit: int, kept: set[str] | None = None) -> Iterator[str]:
+def lines(texts: Texts, limit: int, hashes: set[str] | None = None) -> Iterator[str]:
     """Yield the texts' lines that are not blank, up to `limit` bytes of text.
 
     A line of more than 10,000 characters comes in parts. kept: leave other characters out.
@@ -69,8 +69,8 @@ def lines(texts: Texts, limit: int, kept: set[str] | None = None) -> Iterator[st
             limit -= len(line.encode())
             if limit < 0:
                 return
-            if kept is not None:
-                line = "".join(c for c in line if c in kept)
+            if hashes is not None:
+                line = "".join(c for c in line if c in hashes)
             if line.strip():
                 yield from (line[at : at + 10_000] for at in range(0, len(line), 10_000))
 
@@ -83,12 +83,12 @@ def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000)
     read, as Texts.on_bad_document says.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    kept: set[str] | None = None
+    hashes: set[str] | None = None
     refused: list[ValueError] = []  # SentencePiece wraps what its iterator raises
 
     def sentences() -> Iterator[str]:
         try:
-            yield from lines(texts, limit, kept)
+            yield from lines(texts, limit, hashes)
         except ValueError as error:
             refused.append(error)
             raise
@@ -115,9 +115,9 @@ def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000)
         except (RuntimeError, ValueError) as error:
             if refused:
                 raise refused[0] from None
-            if "required_chars" in str(error) and kept is None:
+            if "required_chars" in str(error) and hashes is None:
                 count = Counter(chain.from_iterable(lines(texts, limit)))
-                kept = {c for c, _ in count.most_common(max(1, (vocab_size - META) // 2))}
+                hashes = {c for c, _ in count.most_common(max(1, (vocab_size - META) // 2))}
                 continue
             most = re.search(r"value <= (\d+)", str(error))
             if most is None or int(most[1]) >= vocab_size:
@@ -151,7 +151,7 @@ def main() -> None:
         "--output-prefix", type=Path, required=True, help="of PREFIX.model", metavar="PREFIX"
     )
     parser.add_argument(
-        "--vocab-size", type=whole(1, 1 << 24), default=2048, metavar="N", help="pieces, at most"
+        "--vocab-size", type=integer(1, 1 << 24), default=2048, metavar="N", help="pieces, at most"
     )
     parser.add_argument(
         "--check", nargs="+", default=[], metavar="PATH", help="texts to round-trip"
@@ -172,8 +172,8 @@ def main() -> None:
         )
         texts = Texts(files, tuple(args.json_keys), args.lines, args.on_bad_document)
         size = train(texts, args.output_prefix, args.vocab_size)
-        held = replace(texts, files=checked or files)
-        ratio = check(Path(f"{args.output_prefix}.model"), held, bad)
+        checked_texts = replace(texts, files=checked or files)
+        ratio = check(Path(f"{args.output_prefix}.model"), checked_texts, bad)
     except (ValueError, OSError) as error:
         sys.exit(error_line("train_tokenizer.py", error))
     print(

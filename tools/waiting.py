@@ -23,7 +23,7 @@ def waiting(what: str, state: Callable[[], str] = str) -> Iterator[None]:
     """
     over, began, live = threading.Event(), time.monotonic(), sys.stderr.isatty()
 
-    def tell() -> None:
+    def report() -> None:
         wait = AFTER if live else EVERY
         while not over.wait(wait):
             now = state()
@@ -33,7 +33,7 @@ def waiting(what: str, state: Callable[[], str] = str) -> Iterator[None]:
             print(line, end="" if live else "\n", file=sys.stderr, flush=True)
             wait = 1.0 if live else EVERY
 
-    thread = threading.Thread(target=tell, name="waiting", daemon=True)
+    thread = threading.Thread(target=report, name="waiting", daemon=True)
     thread.start()
     try:
         yield

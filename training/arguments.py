@@ -31,10 +31,10 @@ from training.setting import (
     TRIPLES,
     WHOLES,
     Setting,
+    integer,
     one_of,
     real,
     setting,
-    whole,
 )
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
@@ -59,46 +59,48 @@ class ModelConfig:
         ...,
         "transformer blocks",
         "layers",
-        whole(1, 1024),
+        integer(1, 1024),
         also=("--encoder-num-layers",),
         start=True,
     )
     hidden_size: int = setting(
-        ..., "width of the residual stream, h", "channels", whole(1, 1_048_576), start=True
+        ..., "width of the residual stream, h", "channels", integer(1, 1_048_576), start=True
     )
-    num_attention_heads: int = setting(..., "query heads, a", "heads", whole(1, 65536), start=True)
+    num_attention_heads: int = setting(
+        ..., "query heads, a", "heads", integer(1, 65536), start=True
+    )
     seq_length: int = setting(
-        ..., "length of a sample, s", "tokens", whole(1, 8_388_608), start=True
+        ..., "length of a sample, s", "tokens", integer(1, 8_388_608), start=True
     )
     ffn_hidden_size: int = setting(
         0,
         "width of the SwiGLU unit, f",
         "channels",
-        whole(1, 8_388_608),
+        integer(1, 8_388_608),
         derived="8/3 h rounded down to a multiple of 64",
     )
     num_query_groups: int = setting(
         0,
         "key/value heads of --group-query-attention, k",
         "heads",
-        whole(1, 65536),
+        integer(1, 65536),
         derived="as many as query heads",
     )
     kv_channels: int = setting(
-        0, "size of one head, d", "channels", whole(1, 65536), derived="h / a"
+        0, "size of one head, d", "channels", integer(1, 65536), derived="h / a"
     )
     max_position_embeddings: int = setting(
         0,
         "number of positions the model is meant for",
         "tokens",
-        whole(1, 1_099_511_627_776),
+        integer(1, 1_099_511_627_776),
         derived="--seq-length",
     )
     vocab_size: int | None = setting(
         None,
         "vocabulary before padding, V",
         "tokens",
-        whole(1, 2_147_483_647),
+        integer(1, 2_147_483_647),
         derived="the tokenizer's",
         also=("--padded-vocab-size",),
     )
@@ -106,7 +108,7 @@ class ModelConfig:
         128,
         "pad the vocabulary to a multiple of this x tp",
         "tokens",
-        whole(1, 2_147_483_647),
+        integer(1, 2_147_483_647),
         off="1",
     )
     norm_epsilon: float = setting(
@@ -133,7 +135,7 @@ class ModelConfig:
     )  # fmt: skip
     yarn_original_max_position_embeddings: int = setting(
         4096, "positions that the model was trained at before YaRN", "tokens",
-        whole(1, 1_099_511_627_776), older=4096, **YARN,
+        integer(1, 1_099_511_627_776), older=4096, **YARN,
     )  # fmt: skip
     yarn_beta_fast: float = setting(
         32.0, "YaRN keeps a frequency that turns more often within its original positions", "turns",
@@ -174,7 +176,7 @@ class ModelConfig:
         "hidden size at which muP changes nothing but attention: of the model whose learning rate "
         "was searched",
         "channels",
-        whole(0, 1_048_576),
+        integer(0, 1_048_576),
         "--use-mup",
         older=0,
     )
@@ -261,18 +263,18 @@ class MoEConfig:
         "experts of a layer, E; the model is model/moe.py: a Mixtral, with --qk-layernorm a "
         "Qwen3-MoE",
         "experts",
-        whole(0, 16384),
+        integer(0, 16384),
         off="left out or 1, a dense model",
         older=0,
     )
     moe_router_topk: int = setting(
-        2, "experts of a token, k", "experts", whole(1, 16384), EXPERTS, older=2
+        2, "experts of a token, k", "experts", integer(1, 16384), EXPERTS, older=2
     )
     moe_ffn_hidden_size: int = setting(
         0,
         "width of an expert",
         "channels",
-        whole(1, 8_388_608),
+        integer(1, 8_388_608),
         EXPERTS,
         derived="--ffn-hidden-size",
         older=0,
@@ -318,7 +320,7 @@ class MoEConfig:
         0,
         "cut the experts into so many groups, of which a token chooses --moe-router-group-topk",
         "groups",
-        whole(0, 16384),
+        integer(0, 16384),
         EXPERTS,
         off="0 or 1",
         older=0,
@@ -327,7 +329,7 @@ class MoEConfig:
         0,
         "groups from which a token chooses experts, by the sums of their best scores",
         "groups",
-        whole(0, 16384),
+        integer(0, 16384),
         "--moe-router-num-groups",
         off="0",
         older=0,
@@ -336,7 +338,7 @@ class MoEConfig:
         0,
         "width of a shared expert, which every token goes through",
         "channels",
-        whole(0, 8_388_608),
+        integer(0, 8_388_608),
         EXPERTS,
         off="0",
         older=0,
@@ -413,7 +415,7 @@ class Layout:
         1,
         "cut every layer over this many ranks, t",
         "ranks",
-        whole(1),
+        integer(1),
         off="1",
         also=("--model-parallel-size",),
         start=True,
@@ -425,7 +427,7 @@ class Layout:
         1,
         "split the experts over this many neighbours among a stage's tp x cp x dp ranks, ep",
         "ranks",
-        whole(1),
+        integer(1),
         EXPERTS,
         off="1",
     )
@@ -433,7 +435,7 @@ class Layout:
         0,
         "ranks that cut one expert: 1, experts are not cut",
         "ranks",
-        whole(1),
+        integer(1),
         EXPERTS,
         derived="--tensor-model-parallel-size, so --expert-tensor-parallel-size 1 must be given "
         "with more than 1",
@@ -443,7 +445,7 @@ class Layout:
         "cut every sample along the sequence over this many ranks, in all layers; attention "
         "exchanges keys and values, c",
         "ranks",
-        whole(1),
+        integer(1),
         off="1",
     )
     cp_comm_type: tuple[str, ...] = setting(
@@ -462,7 +464,7 @@ class Layout:
         WHOLES,
     )
     pipeline_model_parallel_size: int = setting(
-        1, "cut the layers into stages over this many ranks, p", "ranks", whole(1), off="1"
+        1, "cut the layers into stages over this many ranks, p", "ranks", integer(1), off="1"
     )
     rank_order: str = setting(
         "-".join(ORDER),
@@ -487,18 +489,21 @@ class Pipeline:
         None,
         "stages that each pipeline rank holds, v",
         "stages",
-        whole(1, 1024),
+        integer(1, 1024),
         off="1",
         derived="2 with zb-v and v-half",
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
-        None, "put exactly this many layers on every stage, which gives v", "layers", whole(1, 1024)
+        None,
+        "put exactly this many layers on every stage, which gives v",
+        "layers",
+        integer(1, 1024),
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
         None,
         "run this many through one of a rank's stages before the next of its stages (interleaved)",
         "micro-batches",
-        whole(1),
+        integer(1),
         derived="p",
     )
     pipeline_model_parallel_layout: str | None = setting(
@@ -512,13 +517,13 @@ class Pipeline:
         None,
         "layers of the first pipeline rank; the others share the rest evenly",
         "layers",
-        whole(1),
+        integer(1),
     )
     decoder_last_pipeline_num_layers: int | None = setting(
         None,
         "layers of the last pipeline rank; the others share the rest evenly",
         "layers",
-        whole(1),
+        integer(1),
     )
     account_for_embedding_in_pipeline_split: bool = setting(
         False, "cut evenly, the embedding counted as one layer"
@@ -535,7 +540,7 @@ class Pipeline:
         0,
         "defer the weight gradients of this many micro-batches only",
         "micro-batches",
-        whole(),
+        integer(),
         off="0, all",
         needs="--defer-embedding-wgrad-compute",
     )
@@ -562,7 +567,7 @@ class Zero:
         1,
         "shard inside a group of ranks, replicate over the groups",
         "groups of data-parallel ranks",
-        whole(1),
+        integer(1),
         off="1",
     )
     overlap_grad_reduce: bool = setting(False, "reduce a gradient bucket while backward goes on")
@@ -576,7 +581,7 @@ class Zero:
         "gradients reduced in one collective; auto measures backward and links at the start and"
         " takes the size that hides most; at --zero-stage 3 a bucket is a transformer block",
         "elements",
-        whole(1, auto=True),
+        integer(1, auto=True),
         derived="an eighth of the gradients, 2e6 to 40e6",
     )
     zero_reduce_each_microbatch: bool = setting(
@@ -632,7 +637,7 @@ class Recompute:
         None,
         "layers of a chunk (uniform), or layers that each stage recomputes (block)",
         "layers",
-        whole(),
+        integer(),
         off="0 with block",
         derived="1",
         needs=("--recompute-granularity",),
@@ -700,7 +705,7 @@ class Communication:
         derived="nccl on CUDA, gloo on CPU",
     )
     distributed_timeout_minutes: int = setting(
-        10, "longest wait in a collective before the run stops", "minutes", whole(1, 525600)
+        10, "longest wait in a collective before the run stops", "minutes", integer(1, 525600)
     )
     tp_comm_overlap: str = setting(
         "none",
@@ -795,7 +800,7 @@ class BatchConfig:
         1,
         "samples of one forward on one rank, b",
         "samples",
-        whole(1, 65536),
+        integer(1, 65536),
         also=("--batch-size",),
         changes_numbers=False,
     )
@@ -803,7 +808,7 @@ class BatchConfig:
         1,
         "samples of one step over all ranks",
         "samples",
-        whole(1),
+        integer(1),
         derived="micro x data-parallel size",
         start=True,
     )
@@ -816,12 +821,12 @@ class BatchConfig:
         None,
         "length of the run",
         "steps",
-        whole(1),
+        integer(1),
         off="left out, with --train-samples",
         start=True,
     )
     train_samples: int | None = setting(
-        None, "length of the run", "samples", whole(1), off="left out, with --train-iters"
+        None, "length of the run", "samples", integer(1), off="left out, with --train-iters"
     )
 
 
@@ -869,16 +874,16 @@ class OptimizerConfig:
         needs_value="WSD",
     )
     lr_decay_iters: int | None = setting(
-        None, "where the decay ends", "steps", whole(1), derived="--train-iters"
+        None, "where the decay ends", "steps", integer(1), derived="--train-iters"
     )
     lr_decay_samples: int | None = setting(
-        None, "where the decay ends", "samples", whole(1), derived="--train-samples"
+        None, "where the decay ends", "samples", integer(1), derived="--train-samples"
     )
     lr_wsd_decay_iters: int | None = setting(
         None,
         "length of WSD's last part",
         "steps",
-        whole(1),
+        integer(1),
         needs="--lr-decay-style",
         needs_value="WSD",
     )
@@ -886,12 +891,12 @@ class OptimizerConfig:
         None,
         "length of WSD's last part",
         "samples",
-        whole(1),
+        integer(1),
         needs="--lr-decay-style",
         needs_value="WSD",
     )
-    lr_warmup_iters: int = setting(0, "linear warm-up", "steps", whole(), off="0")
-    lr_warmup_samples: int = setting(0, "linear warm-up", "samples", whole(), off="0")
+    lr_warmup_iters: int = setting(0, "linear warm-up", "steps", integer(), off="0")
+    lr_warmup_samples: int = setting(0, "linear warm-up", "samples", integer(), off="0")
     lr_warmup_fraction: float | None = setting(
         None, "linear warm-up", "of the decay's length", FRACTION
     )
@@ -911,7 +916,7 @@ class OptimizerConfig:
         False, "Muon's momentum looks a step ahead", also=("--muon-nesterov",), **MUON, older=False
     )
     muon_num_ns_steps: int = setting(
-        5, "Newton-Schulz iterations of a matrix", "steps", whole(1, 99), **MUON, older=5
+        5, "Newton-Schulz iterations of a matrix", "steps", integer(1, 99), **MUON, older=5
     )
     muon_coefficient_type: str = setting(
         "quintic",
@@ -1075,7 +1080,7 @@ class DataConfig:
         None,
         "threads of each rank that read data ahead",
         "threads",
-        whole(0, 256),
+        integer(0, 256),
         off="0, read when needed",
         derived="by measurement, at most 32",
         changes_numbers=False,
@@ -1149,7 +1154,7 @@ class CheckpointConfig:
         None,
         "steps between two checkpoints",
         "steps",
-        whole(),
+        integer(),
         off="left out or 0, at the end only",
         needs="--save",
         also=("--persistent-save-interval",),
@@ -1158,7 +1163,7 @@ class CheckpointConfig:
         None,
         "after a complete save, delete older checkpoints whose step is no multiple of this",
         "steps",
-        whole(1),
+        integer(1),
         off="left out, keep every one",
         needs="--save",
     )
@@ -1166,7 +1171,7 @@ class CheckpointConfig:
         None,
         "after a complete save, delete older checkpoints until k complete ones are left",
         "checkpoints",
-        whole(1),
+        integer(1),
         off="left out, keep every one",
         needs="--save",
         ours=True,
@@ -1198,7 +1203,7 @@ class CheckpointConfig:
         None,
         "delete older folders of --save-hf until k are left",
         "folders",
-        whole(1),
+        integer(1),
         off="left out, keep every one",
         needs="--save-hf",
         ours=True,
@@ -1217,7 +1222,7 @@ class CheckpointConfig:
         needs="--load",
     )
     ckpt_step: int | None = setting(
-        None, "load the checkpoint of this step", "step", whole(), off="left out, the newest"
+        None, "load the checkpoint of this step", "step", integer(), off="left out, the newest"
     )
     use_checkpoint_args: bool = setting(
         False, "take the model's sizes and the tokenizer from the checkpoint that will be loaded"
@@ -1248,7 +1253,7 @@ class CheckpointConfig:
 class LogConfig:
     """What is logged, and how often."""
 
-    log_interval: int = setting(10, "steps between two log lines", "steps", whole(1))
+    log_interval: int = setting(10, "steps between two log lines", "steps", integer(1))
     log_json: str | None = setting(
         None, "also log to this file, one JSON object a line", "file", FILE, ours=True, local=True
     )
@@ -1264,7 +1269,7 @@ class LogConfig:
         "every so many steps write a line of digests, of the batch and of each tensor's gradient "
         "and weight, by which tools/bisect_runs.py finds the first step that differs",
         "steps",
-        whole(1),
+        integer(1),
         ours=True,
     )
     log_params_norm: bool = setting(False, "log the norm of the parameters")
@@ -1276,14 +1281,14 @@ class LogConfig:
         "every so many steps log the RMS of each block's activations and gradients; a multiple of "
         "--log-interval",
         "steps",
-        whole(1),
+        integer(1),
         ours=True,
     )
     sample_interval: int | None = setting(
         None,
         "steps between two samples: print how the model continues a text",
         "steps",
-        whole(1),
+        integer(1),
         ours=True,
     )
     sample_prompt: str | None = setting(
@@ -1296,10 +1301,10 @@ class LogConfig:
     )
     profile: bool = setting(False, "write a trace of the torch profiler")
     profile_step_start: int = setting(
-        10, "first step of the trace", "step", whole(), needs="--profile"
+        10, "first step of the trace", "step", integer(), needs="--profile"
     )
     profile_step_end: int = setting(
-        12, "first step after the trace", "step", whole(), needs="--profile"
+        12, "first step after the trace", "step", integer(), needs="--profile"
     )
     profile_ranks: tuple[int, ...] = setting(
         (0,),
@@ -1328,31 +1333,31 @@ class LogConfig:
 class RunConfig:
     """The run as a whole: precision, randomness, evaluation, and when to stop."""
 
-    seed: int = setting(1234, "seed of the initial weights and of the sample order", rule=whole())
+    seed: int = setting(1234, "seed of the initial weights and of the sample order", rule=integer())
     dtype: torch.dtype = torch.float32  # of weights and activations: float32, bfloat16 or float64
     deterministic_mode: bool = setting(False, "refuse kernels whose results differ from run to run")
     eval_interval: int | None = setting(
-        None, "steps between two evaluations", "steps", whole(), off="left out or 0"
+        None, "steps between two evaluations", "steps", integer(), off="left out or 0"
     )
     eval_iters: int = setting(
-        100, "global batches in one evaluation", "steps", whole(-1), off="0 or -1"
+        100, "global batches in one evaluation", "steps", integer(-1), off="0 or -1"
     )
     exit_interval: int | None = setting(
         None,
         "save and stop after a step that is a multiple of this",
         "steps",
-        whole(),
+        integer(),
         off="left out or 0",
     )
     exit_duration_in_mins: int | None = setting(
-        None, "save and stop after this time", "minutes", whole(), off="left out or 0"
+        None, "save and stop after this time", "minutes", integer(), off="left out or 0"
     )
     manual_gc: bool = setting(False, "collect Python's garbage at fixed steps, all ranks together")
     manual_gc_interval: int = setting(
         0,
         "steps between two collections of --manual-gc",
         "steps",
-        whole(),
+        integer(),
         off="0, around evaluation only",
         needs="--manual-gc",
     )
@@ -1400,7 +1405,7 @@ class Float8Config:
         1,
         "how many steps' largest numbers are kept",
         "steps",
-        whole(1),
+        integer(1),
         needs="--fp8-recipe",
         needs_value="delayed",
         older=1,
@@ -1417,7 +1422,7 @@ class Float8Config:
         0,
         "how often a scale is doubled beyond what they ask for",
         "times",
-        whole(0, 64),
+        integer(0, 64),
         needs="--fp8-recipe",
         needs_value="delayed",
         older=0,
@@ -1441,10 +1446,10 @@ class Float8Config:
         False, "keep the first and last layers out of float8", needs="--fp8-format"
     )
     num_layers_at_start_in_bf16: int = setting(
-        1, "how many first ones", "layers", whole(), needs="--first-last-layers-bf16"
+        1, "how many first ones", "layers", integer(), needs="--first-last-layers-bf16"
     )
     num_layers_at_end_in_bf16: int = setting(
-        1, "how many last ones", "layers", whole(), needs="--first-last-layers-bf16"
+        1, "how many last ones", "layers", integer(), needs="--first-last-layers-bf16"
     )
 
 
@@ -1463,7 +1468,7 @@ class GpuConfig:
         None,
         "offload the first so many layers of each stage",
         "layers",
-        whole(),
+        integer(),
         off="0",
         derived="all but the last of each stage",
     )
@@ -1479,7 +1484,7 @@ class GpuConfig:
         1 << 20,
         "smaller tensors stay on the device",
         "elements",
-        whole(1),
+        integer(1),
         needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
     )
     cuda_graph: bool = setting(
@@ -1491,7 +1496,7 @@ class GpuConfig:
         ours=True,
     )
     cuda_graph_warmup_steps: int = setting(
-        3, "steps that are eager, before the capture", "steps", whole(1), needs="--cuda-graph"
+        3, "steps that are eager, before the capture", "steps", integer(1), needs="--cuda-graph"
     )
 
 
@@ -1504,7 +1509,7 @@ class FaultConfig:
         "under tools/supervise.py, copy the state into the memory of the supervisors after "
         "every so many steps: a restart begins there",
         "steps",
-        whole(1),
+        integer(1),
         ours=True,
     )
     peer_timeout: float = setting(
@@ -1536,7 +1541,7 @@ class FaultConfig:
         "each "
         "save, and name the rank that differs",
         "steps",
-        whole(1),
+        integer(1),
         also=("--check-weight-hash-across-dp-replicas-interval",),
         ours=True,
     )
@@ -1586,7 +1591,7 @@ class RehearseConfig:
         ours=True,
     )
     rehearse_rank: int = setting(
-        0, "the rank that is rehearsed", "rank in the world", whole(), ours=True
+        0, "the rank that is rehearsed", "rank in the world", integer(), ours=True
     )
     rehearse_all_ranks: bool = setting(
         False,
@@ -1600,7 +1605,7 @@ class RehearseConfig:
         ours=True,
     )
     rehearse_steps: int = setting(
-        2, "steps that run; the last one is reported", "steps", whole(1, 3), ours=True
+        2, "steps that run; the last one is reported", "steps", integer(1, 3), ours=True
     )
     rehearse_full: bool = setting(
         False, "run every micro-batch of the last step, and replay none", ours=True

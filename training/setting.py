@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 MOST = (1 << 63) - 1  # the largest whole number that a flag takes
-WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
+INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
@@ -46,7 +46,7 @@ class Number(Rule):
 
     low: float = 0
     high: float | None = None
-    whole: bool = True
+    integer: bool = True
     open: bool = False  # the upper bound, or the lower one where there is no upper
     auto: bool = False  # "auto" is 0
 
@@ -54,20 +54,20 @@ class Number(Rule):
         """Return the number that the text writes out."""
         if self.auto and text == "auto":
             return 0
-        number, written = (int, WHOLE) if self.whole else (float, DECIMAL)
+        number, written = (int, INTEGER) if self.integer else (float, DECIMAL)
         value = number(text) if written.fullmatch(text) else math.nan
-        high = self.high if self.high is not None else MOST if self.whole else math.inf
+        high = self.high if self.high is not None else MOST if self.integer else math.inf
         above = value > self.low if self.open and self.high is None else value >= self.low
         below = value < high if self.open else value <= high
         if not (above and below and math.isfinite(value)):
-            too_large = " that fits into 64 bits" if self.whole and value > MOST else ""
+            too_large = " that fits into 64 bits" if self.integer and value > MOST else ""
             raise ValueError(f"must be {self.what}{too_large}")
         return value
 
     @property
     def what(self) -> str:
         """Return the bounds in words."""
-        what = "a whole number" if self.whole else "a number"
+        what = "a whole number" if self.integer else "a number"
         if self.high is None:
             return f"{what} {'>' if self.open else '>='} {self.low}"
         if self.open:
@@ -110,7 +110,7 @@ class Pattern(Rule):
 
     def read(self, text: str) -> int | tuple[int, ...]:
         """Return the number, or the list. Nothing is evaluated: lists, + and * are read."""
-        if WHOLE.fullmatch(text) and 1 <= int(text) <= 1024:
+        if INTEGER.fullmatch(text) and 1 <= int(text) <= 1024:
             return int(text)
         try:
             found = _listed(ast.parse(text, mode="eval").body)
@@ -157,14 +157,14 @@ def _listed(node: ast.expr) -> int | tuple[int, ...]:
     raise ValueError
 
 
-def whole(low: int = 0, high: int | None = None, auto: bool = False) -> Number:
+def integer(low: int = 0, high: int | None = None, auto: bool = False) -> Number:
     """Return the rule of a whole number that fits into 64 bits."""
     return Number("N", low=low, high=high, auto=auto)
 
 
 def real(low: float = 0, high: float | None = None, open: bool = False) -> Number:
     """Return the rule of a finite number."""
-    return Number("X", low=low, high=high, whole=False, open=open)
+    return Number("X", low=low, high=high, integer=False, open=open)
 
 
 def one_of(
@@ -187,7 +187,7 @@ def one_of(
 POSITIVE = real(open=True)
 FRACTION = real(0, 1, open=True)
 WHOLES = Number("N", "*")
-REALS = Number("X", "*", whole=False)
+REALS = Number("X", "*", integer=False)
 PATTERN = Pattern("N")
 TRIPLES = Triples("TEXT")
 

@@ -180,8 +180,8 @@ def _check_depth(value: Any) -> None:
     for _ in range(DEPTH):
         level = [
             part
-            for whole in level
-            for part in (whole.values() if isinstance(whole, dict) else whole)
+            for outer in level
+            for part in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(part, (dict, list))
         ]
         if not level:

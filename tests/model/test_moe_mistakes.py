@@ -97,7 +97,7 @@ def by_one(self: Any, x: Any, plan: Any) -> Any:
 
 real_wgrad, real_combine = GroupedLinear.wgrad, AllGather.combine
 real_losses, real_choose = moe.SparseMLP.losses, moe.SparseMLP.choose
-real_keep, real_pieces = Decisions.keep, Placement.pieces
+real_keep, real_pieces = Decisions.record, Placement.pieces
 real_squares, real_rows = norm_file._Part.squares, Dispatcher.rows
 MISTAKES: dict[str, tuple[dict[str, Any], Patches]] = {
     "gradients of experts times ep": (CASE, (GroupedLinear, "wgrad", scaled)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.build_corpus import SKIP, build, build_given, held_out, pieces, read
+from tools.build_corpus import SKIP, build, build_listed, held_out, pieces, read
 from training.data.bad_documents import BadDocuments
 
 ROOT = Path(__file__).parents[2]
@@ -105,8 +105,8 @@ def test_too_little_text_is_one_sentence(tmp_path, name):
 def test_the_key_of_a_line_and_what_make_calls_the_flag(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"content": "a line of text, "}\n' * 99)
     with pytest.raises(ValueError, match="has 'content'; --json-keys names .*ON_BAD_DOCUMENT=skip"):
-        build_given([str(tmp_path / "a.jsonl")], tmp_path / "out", 5.0, BadDocuments(None, SKIP))
-    about = build_given(
+        build_listed([str(tmp_path / "a.jsonl")], tmp_path / "out", 5.0, BadDocuments(None, SKIP))
+    about = build_listed(
         [str(tmp_path / "a.jsonl")], tmp_path / "out", 5.0, BadDocuments(), ["content"]
     )
     assert about["texts"] == 99

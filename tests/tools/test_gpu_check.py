@@ -22,7 +22,7 @@ import torch
 from tests.gpu import launched
 from tests.gpu.row import ROWS
 from tools import gpu_check, gpu_summary
-from tools.gpu_check import PARTS, Asked, Row
+from tools.gpu_check import PARTS, Options, Row
 from tools.gpu_summary import LINES, append, read
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -391,7 +391,7 @@ def test_packages_that_no_row_uses_may_be_missing():
 
 
 def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeypatch, tmp_path):
-    asked = Asked([], tmp_path, "cuda", False, 0, "")
+    asked = Options([], tmp_path, "cuda", False, 0, "")
     assert gpu_check.order(asked) == ["predict", "compile", "interpret"]
     on_one = ["first", "peer", "variants", "trainer", "overlap"]
     assert gpu_check.order(asked._replace(gpus=1)) == on_one
@@ -407,7 +407,7 @@ def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeyp
 
 
 def test_rows_that_need_no_gpu_ask_torch_for_none(tmp_path):
-    asked, found = Asked([], tmp_path, "cuda", False, 0, ""), {}
+    asked, found = Options([], tmp_path, "cuda", False, 0, ""), {}
     for row in EVERY:
         if not row.words:
             words = gpu_check.command(row, asked)

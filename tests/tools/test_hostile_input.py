@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tools import checkpoint, draw_schedule, generate, ledger, plot_loss, preprocess_data
-from tools.command_line import whole
+from tools.command_line import integer
 from training.checkpoint.lock import DirectoryLock, _holder
 
 ESCAPE = "esc\x1b[2Jape\u202e"
@@ -52,8 +52,8 @@ def test_counts_have_bounds(words, capsys):
 @pytest.mark.parametrize("text", ["", "-", "1.0", "1e3", "\u0663", "1" * 5000, "1_0", "--1", "+1"])
 def test_what_is_no_whole_number(text):
     with pytest.raises(Exception, match="is no whole number"):
-        whole()(text)
-    assert whole(-3)("-3") == -3
+        integer()(text)
+    assert integer(-3)("-3") == -3
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tools import train_tokenizer
-from tools.build_corpus import build_given, pieces
+from tools.build_corpus import build_listed, pieces
 from training.data.bad_documents import BadDocuments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,11 +40,11 @@ def held(folder: Path) -> tuple[str, str]:
 def test_one_file_is_enough(tmp_path: Path, name: str) -> None:
     text = TEXTS[name]
     (tmp_path / "a b.txt").write_text(text)
-    about = build_given([str(tmp_path)], tmp_path / "out", 5.0, BadDocuments())
+    about = build_listed([str(tmp_path)], tmp_path / "out", 5.0, BadDocuments())
     train, heldout = held(tmp_path / "out")
     assert train and heldout and len(train) + len(heldout) == len(text)
     assert len(heldout) < len(text) / 2 and about["bytes"] == len(text)
-    again = build_given([str(tmp_path / "a b.txt")], tmp_path / "again", 5.0, BadDocuments())
+    again = build_listed([str(tmp_path / "a b.txt")], tmp_path / "again", 5.0, BadDocuments())
     assert again == about
 
 
@@ -58,7 +58,7 @@ def test_about_a_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
     assert train == text[: int(0.9 * len(text))] and heldout == text[len(train) :]  # the last tenth
     (tmp_path / "b.txt").write_text(text[:90_000])
     several = tmp_path / "several"
-    build_given([str(tmp_path / f"{name}.txt") for name in "ab"], several, 10.0, BadDocuments())
+    build_listed([str(tmp_path / f"{name}.txt") for name in "ab"], several, 10.0, BadDocuments())
     train, heldout = held(several)
     assert 0.05 < len(heldout) / (len(train) + len(heldout)) < 0.15
     for percent in ("0", "100", "-5", "nan"):

@@ -296,7 +296,7 @@ def test_a_second_call_says_what_it_goes_on_with_and_at_which_lr(tmp_path):
     from training.learning_rate import learning_rate
 
     (tmp_path / "log.jsonl").write_text('{"iteration": 1000, "lr": 0.0002}\n')
-    said = quickstart.goes_on(tmp_path, 1000, 2000)
+    said = quickstart.continues(tmp_path, 1000, 2000)
     flags = {**quickstart.MODEL, "train-iters": 2000, "lr-warmup-iters": 40}
     words = quickstart.command_line(flags, quickstart.SWITCHES)
     config = parse([*words, "--mock-data", "--vocab-size", "2048"], 1)

@@ -447,7 +447,7 @@ def kept(copies: Copies, step: int, nodes: list[int]) -> None:
     for n in nodes:
         have = [f"{n}.safetensors", "manifest.json"]
         event = {"kept": step, "files": files, "needs": needs, "have": have}
-        copies.kept(n, event, [0, 1, 2], 3)
+        copies.copy_made(n, event, [0, 1, 2], 3)
 
 
 def test_each_node_fetches_anothers_files_and_then_older_copies_go() -> None:
@@ -479,7 +479,7 @@ def test_copies_of_steps_that_were_undone_are_not_restored() -> None:
     copies = Copies(one)
     have = {"files": ["manifest.json"], "needs": {"0": []}, "have": ["manifest.json"]}
     for step in (20, 5):
-        copies.kept(0, {"kept": step, **have}, [0], 1)
+        copies.copy_made(0, {"kept": step, **have}, [0], 1)
         copies.fetched(0, {"fetched": step, "have": ["manifest.json"]})
     assert (0, {"forget": [0, 5]}) in orders
     assert copies.choose({0: [0]}, 1) == 5

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.bisect.side import Key, Part, Side, Whole, distance
+from tools.bisect.side import JoinedTensor, Key, Part, Side, distance
 
 # by how much of its norm a tensor may differ where sums have another order
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
@@ -57,7 +57,7 @@ class Allowed:
     exact: bool
     why: str = ""
     begins: bool = True
-    apart: Mapping[str, float] = field(default_factory=dict)
+    distances: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Difference:
     parts: tuple[list[Part], list[Part]] = field(default_factory=lambda: ([], []))
     tensor: str = ""  # the canonical name of a parameter's tensor
     replicas: bool = False
-    wholes: tuple[Whole | None, Whole | None] = (None, None)
+    joined_tensors: tuple[JoinedTensor | None, JoinedTensor | None] = (None, None)
 
     @property
     def site(self) -> str:
@@ -100,15 +100,15 @@ class Comparison:
 def compare(one: Side, other: Side, allowed: Allowed) -> Comparison:
     """Return the first difference between two sides."""
     found = Comparison(None)
-    judge = _Judge(one, other, allowed, found)
+    comparer = _Comparer(one, other, allowed, found)
     for step in STEPS:
-        for difference in step(judge):
+        for difference in step(comparer):
             found.first = difference
             return found
     return found
 
 
-class _Judge:
+class _Comparer:
     """Two sides and what they may differ by; counts what is compared."""
 
     def __init__(self, one: Side, other: Side, allowed: Allowed, found: Comparison) -> None:
@@ -130,8 +130,8 @@ class _Judge:
 
     def unlike(
         self,
-        one: Whole,
-        other: Whole,
+        one: JoinedTensor,
+        other: JoinedTensor,
         exact: bool,
         kind: tuple[str, str],
         begin: float | None = None,
@@ -189,121 +189,135 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return bool(both.any()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
 
 
-def _batch(judge: _Judge) -> Iterator[Difference]:
+def _batch(comparer: _Comparer) -> Iterator[Difference]:
     names = ("samples", "tokens of a sample", "first sample")
-    sizes = ((side.rows, side.length, side.first) for side in (judge.one, judge.other))
+    sizes = ((side.rows, side.length, side.first) for side in (comparer.one, comparer.other))
     for name, a, b in zip(names, *sizes, strict=True):
         if a != b:
             yield Difference(Key("batch", "", name), a, b, error=float("inf"))
-    for key in judge.keys(lambda k: k.group == "batch"):
-        one, other = judge.one.activation(key), judge.other.activation(key)
+    for key in comparer.keys(lambda k: k.group == "batch"):
+        one, other = comparer.one.activation(key), comparer.other.activation(key)
         assert one is not None and other is not None
-        if error := judge.unlike(one, other, True, ("batch", key.name)):
-            yield Difference(key, one.values, other.values, error, judge.pair(key))
+        if error := comparer.unlike(one, other, True, ("batch", key.name)):
+            yield Difference(key, one.values, other.values, error, comparer.pair(key))
 
 
 def _parameters(
-    judge: _Judge, kinds: tuple[str, ...] | None, when: str, exact: bool
+    comparer: _Comparer, kinds: tuple[str, ...] | None, when: str, exact: bool
 ) -> Iterator[Difference]:
     """Compare parameters of some kinds, or of all others that hold the optimizer's state."""
     known = ("weight", "master", "own gradient", "gradient")
-    keys = judge.keys(
+    keys = comparer.keys(
         lambda k: k.group == "parameter" and k.phase == when
         and (k.kind in kinds if kinds else k.kind not in known)
     )  # fmt: skip
     for key in keys:
-        yield from _of_parameter(judge, key, exact, judge.one.parameter, judge.other.parameter)
+        yield from _of_parameter(
+            comparer, key, exact, comparer.one.parameter, comparer.other.parameter
+        )
 
 
 def _of_parameter(
-    judge: _Judge,
+    comparer: _Comparer,
     key: Key,
     exact: bool,
-    read: Callable[[Key], Mapping[str, Whole]],
-    read_other: Callable[[Key], Mapping[str, Whole]],
+    read: Callable[[Key], Mapping[str, JoinedTensor]],
+    read_other: Callable[[Key], Mapping[str, JoinedTensor]],
 ) -> Iterator[Difference]:
     ours, theirs = read(key), read_other(key)
     for name, one in ours.items():
         other = theirs.get(name)
         if other is None:
             continue
-        begin = _begin(judge, key, name, one)
-        error = judge.unlike(one, other, exact, (key.kind, key.phase), begin)
-        limit = 0.0 if exact else judge.limit(other.values, begin=begin)
-        replicas = not error and other.apart > limit
+        begin = _begin(comparer, key, name, one)
+        error = comparer.unlike(one, other, exact, (key.kind, key.phase), begin)
+        limit = 0.0 if exact else comparer.limit(other.values, begin=begin)
+        replicas = not error and other.distances > limit
         if not exact:
-            _note(judge, key, one.values, other.values)
+            _note(comparer, key, one.values, other.values)
         if error or replicas:
-            far, whole = other.apart if replicas else error, (one, other)
+            far, both = other.distances if replicas else error, (one, other)
             values = one.values, other.values
-            pair = judge.pair(key)
-            yield Difference(key, *values, far, pair, tensor=name, replicas=replicas, wholes=whole)
+            pair = comparer.pair(key)
+            yield Difference(
+                key, *values, far, pair, tensor=name, replicas=replicas, joined_tensors=both
+            )
 
 
-def _begin(judge: _Judge, key: Key, name: str, one: Whole) -> float | None:
+def _begin(comparer: _Comparer, key: Key, name: str, one: JoinedTensor) -> float | None:
     """Return by how much more than by its dtype a weight may differ; None for what is no weight."""
     if key.kind not in WEIGHTS:
         return None
-    apart = judge.allowed.apart
-    begin = apart.get(name, apart.get("", 0.0))
+    distances = comparer.allowed.distances
+    begin = distances.get(name, distances.get("", 0.0))
     if key.phase == "before":
         return begin
-    was = judge.one.parameter(key._replace(phase="before")).get(name)
+    was = comparer.one.parameter(key._replace(phase="before")).get(name)
     moved = 1.0 if was is None else distance(was.values, one.values)
-    return begin + after_rounding(judge.gradient.share) * moved
+    return begin + after_rounding(comparer.gradient.share) * moved
 
 
-def _note(judge: _Judge, key: Key, a: Tensor, b: Tensor) -> None:
+def _note(comparer: _Comparer, key: Key, a: Tensor, b: Tensor) -> None:
     """Add what the step begins with, and its gradients, to what later tolerances stand on."""
     if key.kind in WEIGHTS and key.phase == "before":
-        judge.begin.add(a, b)
+        comparer.begin.add(a, b)
     elif key.kind == "gradient":
-        judge.gradient.add(a, b)
+        comparer.gradient.add(a, b)
 
 
-def _before(judge: _Judge) -> Iterator[Difference]:
-    exact = judge.allowed.exact or judge.allowed.begins
+def _before(comparer: _Comparer) -> Iterator[Difference]:
+    exact = comparer.allowed.exact or comparer.allowed.begins
     for kinds in (("master",), ("weight",), None):
-        yield from _parameters(judge, kinds, "before", exact)
+        yield from _parameters(comparer, kinds, "before", exact)
 
 
-def _activations(judge: _Judge, keys: list[Key]) -> Iterator[Difference]:
+def _activations(comparer: _Comparer, keys: list[Key]) -> Iterator[Difference]:
     for key in keys:
         if key.group == "collective":
-            yield from _by_rank(judge, key)
+            yield from _by_rank(comparer, key)
         elif key.group == "parameter":
-            side = judge.one.own_total, judge.other.own_total
-            yield from _of_parameter(judge, key, judge.allowed.exact, *side)
+            side = comparer.one.own_total, comparer.other.own_total
+            yield from _of_parameter(comparer, key, comparer.allowed.exact, *side)
         else:
-            yield from _activation(judge, key)
+            yield from _activation(comparer, key)
 
 
-def _activation(judge: _Judge, key: Key) -> Iterator[Difference]:
-    stated = judge.one.states(key) == judge.other.states(key)
-    one = judge.one.activation(key, stated=stated)
-    other = judge.other.activation(key, None if one is None else one.values.shape, stated)
+def _activation(comparer: _Comparer, key: Key) -> Iterator[Difference]:
+    stated = comparer.one.states(key) == comparer.other.states(key)
+    one = comparer.one.activation(key, stated=stated)
+    other = comparer.other.activation(key, None if one is None else one.values.shape, stated)
     if one is not None and other is not None and one.values.shape != other.values.shape:
-        again = judge.one.activation(key, other.values.shape, stated)  # neither has all of it
+        again = comparer.one.activation(key, other.values.shape, stated)  # neither has all of it
         one = again if again is not None else one
     if one is None or other is None:
-        if one is not None and judge.other.sizes["tp"] > 1 and _no_fit(judge.other, key):
-            pair = judge.pair(key)
+        if one is not None and comparer.other.sizes["tp"] > 1 and _no_fit(comparer.other, key):
+            pair = comparer.pair(key)
             a, b = (some[0].entry["shape"] for some in pair)
             yield Difference(key, a, b, float("inf"), pair)
-        elif len({part.entry["stage"] for part in judge.one.parts[key]}) == 1:
-            yield from _by_rank(judge, key)
+        elif len({part.entry["stage"] for part in comparer.one.parts[key]}) == 1:
+            yield from _by_rank(comparer, key)
         else:  # the model itself, of which each stage gives something else
-            judge.found.left_out.append(key)
+            comparer.found.left_out.append(key)
         return
-    error = judge.unlike(one, other, judge.allowed.exact, (key.kind, key.phase))
-    wholes = (one, other)
+    error = comparer.unlike(one, other, comparer.allowed.exact, (key.kind, key.phase))
+    joined_tensors = (one, other)
     if error:
-        pair = judge.pair(key)
-        yield Difference(key, one.values, other.values, error, pair, wholes=wholes)
-    elif other.apart > (0.0 if judge.allowed.exact else judge.limit(other.values)) >= one.apart:
-        pair = judge.pair(key)
+        pair = comparer.pair(key)
+        yield Difference(key, one.values, other.values, error, pair, joined_tensors=joined_tensors)
+    elif (
+        other.distances
+        > (0.0 if comparer.allowed.exact else comparer.limit(other.values))
+        >= one.distances
+    ):
+        pair = comparer.pair(key)
         yield Difference(
-            key, one.values, other.values, other.apart, pair, replicas=True, wholes=wholes
+            key,
+            one.values,
+            other.values,
+            other.distances,
+            pair,
+            replicas=True,
+            joined_tensors=joined_tensors,
         )
 
 
@@ -312,60 +326,60 @@ def _no_fit(side: Side, key: Key) -> bool:
     return side.activation(key) is not None
 
 
-def _by_rank(judge: _Judge, key: Key) -> Iterator[Difference]:
+def _by_rank(comparer: _Comparer, key: Key) -> Iterator[Difference]:
     """Compare what each rank has, where the sides have the same ranks: of a collective, or of a
     tensor without places of its own, such as the rows of an expert.
     """
     ours, theirs = (
-        {(p.rank, p.entry["micro_batch"]): p for p in parts} for parts in judge.pair(key)
+        {(p.rank, p.entry["micro_batch"]): p for p in parts} for parts in comparer.pair(key)
     )
-    if judge.one.sizes != judge.other.sizes or ours.keys() != theirs.keys():
-        judge.found.left_out.append(key)
+    if comparer.one.sizes != comparer.other.sizes or ours.keys() != theirs.keys():
+        comparer.found.left_out.append(key)
         return
     for at, part in ours.items():
-        one, other = Whole(part.values()), Whole(theirs[at].values())
-        if error := judge.unlike(one, other, judge.allowed.exact, (key.group, key.phase)):
+        one, other = JoinedTensor(part.values()), JoinedTensor(theirs[at].values())
+        if error := comparer.unlike(one, other, comparer.allowed.exact, (key.group, key.phase)):
             pair = ([part], [theirs[at]])
             yield Difference(key, one.values, other.values, error, pair)
 
 
-def _forward(judge: _Judge) -> Iterator[Difference]:
+def _forward(comparer: _Comparer) -> Iterator[Difference]:
     kinds = ("activation", "collective")
-    keys = list(judge.keys(lambda k: k.group in kinds and k.phase == "forward"))
-    alone = {key: side for side in (judge.one, judge.other) for key in _alone(judge, side)}
-    order = {**judge.other.order, **judge.one.order}
+    keys = list(comparer.keys(lambda k: k.group in kinds and k.phase == "forward"))
+    alone = {key: side for side in (comparer.one, comparer.other) for key in _alone(comparer, side)}
+    order = {**comparer.other.order, **comparer.one.order}
     for key in sorted([*keys, *alone], key=lambda k: order[k]):
         if key not in alone:
-            yield from _activations(judge, [key])
+            yield from _activations(comparer, [key])
             continue
-        parts = (judge.one.parts.get(key, []), judge.other.parts.get(key, []))
+        parts = (comparer.one.parts.get(key, []), comparer.other.parts.get(key, []))
         yield Difference(key, bool(parts[0]), bool(parts[1]), error=float("inf"), parts=parts)
 
 
-def _alone(judge: _Judge, side: Side) -> Iterator[Key]:
+def _alone(comparer: _Comparer, side: Side) -> Iterator[Key]:
     """Yield the outputs of modules that only this side runs: in any layout each module runs."""
-    both = judge.one.parts.keys() & judge.other.parts.keys()
+    both = comparer.one.parts.keys() & comparer.other.parts.keys()
     for key in side.parts:
         if key.group == "activation" and key.kind == "output" and key.phase == "forward":
             if key.name and key.call == 1 and not key.item and key not in both:
                 yield key
 
 
-def _number(name: str) -> Callable[[_Judge], Iterator[Difference]]:
-    def step(judge: _Judge) -> Iterator[Difference]:
+def _number(name: str) -> Callable[[_Comparer], Iterator[Difference]]:
+    def step(comparer: _Comparer) -> Iterator[Difference]:
         key, a, b = (
             Key("number", "", name),
-            judge.one.numbers.get(name),
-            judge.other.numbers.get(name),
+            comparer.one.numbers.get(name),
+            comparer.other.numbers.get(name),
         )
         if a is None or b is None:
             if a != b:
                 yield Difference(key, a, b, error=float("inf"))
             return
         one, other = (torch.tensor(v, dtype=torch.float64) for v in (a, b))
-        exact = judge.allowed.exact or "rate" in name
+        exact = comparer.allowed.exact or "rate" in name
         error = 0.0 if exact and same_bits(one, other) else distance(one, other)
-        limit = judge.limit(begin=GROWS_ALL * judge.begin.share)
+        limit = comparer.limit(begin=GROWS_ALL * comparer.begin.share)
         if error > (0.0 if exact else limit):
             yield Difference(key, a, b, error=error)
 
@@ -378,28 +392,28 @@ def _dtype(side: Side) -> str:
     return str(next(kinds, "float64"))
 
 
-def _backward(judge: _Judge) -> Iterator[Difference]:
+def _backward(comparer: _Comparer) -> Iterator[Difference]:
     """Gradients of activations and of weights, as they come; recomputed forwards in between."""
     kinds = ("activation", "collective")
-    keys = list(judge.keys(lambda k: k.group in kinds and k.phase != "forward"))
-    own = list(judge.keys(lambda k: k.group == "parameter" and k.kind == "own gradient"))
+    keys = list(comparer.keys(lambda k: k.group in kinds and k.phase != "forward"))
+    own = list(comparer.keys(lambda k: k.group == "parameter" and k.kind == "own gradient"))
 
     def when(key: Key) -> tuple[Any, ...]:
         if key.group != "parameter":
-            return judge.one.order[key]
-        at = judge.one.ready.get(key.name)
-        return judge.one.order[key] if at is None else (0, *at[1:])  # as if of micro-batch 0
+            return comparer.one.order[key]
+        at = comparer.one.ready.get(key.name)
+        return comparer.one.order[key] if at is None else (0, *at[1:])  # as if of micro-batch 0
 
-    yield from _activations(judge, sorted([*keys, *own], key=when))
-
-
-def _sums(judge: _Judge) -> Iterator[Difference]:
-    yield from _parameters(judge, ("gradient",), "", judge.allowed.exact)
+    yield from _activations(comparer, sorted([*keys, *own], key=when))
 
 
-def _after(judge: _Judge) -> Iterator[Difference]:
+def _sums(comparer: _Comparer) -> Iterator[Difference]:
+    yield from _parameters(comparer, ("gradient",), "", comparer.allowed.exact)
+
+
+def _after(comparer: _Comparer) -> Iterator[Difference]:
     for kinds in (None, ("master",), ("weight",)):  # in the order of an update
-        yield from _parameters(judge, kinds, "after", judge.allowed.exact)
+        yield from _parameters(comparer, kinds, "after", comparer.allowed.exact)
 
 
 STEPS = (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tools.bisect.compare import TOLERANCE, Difference
-from tools.bisect.side import Key, Side, Whole, distance
+from tools.bisect.side import JoinedTensor, Key, Side, distance
 
 SURE = 50.0  # times the tolerance: as near as that a guess is taken for right
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
@@ -148,11 +148,11 @@ def _flipped(found: Difference, one: Side, other: Side, near: Near) -> Kind | No
 
 def _missing(found: Difference, one: Side, other: Side, near: Near) -> Kind | None:
     """Ranks that should have the same: do their parts add up to it?"""
-    whole = found.wholes[1]
-    if whole is None or len(whole.replicas) < 2 or whole.apart == 0:
+    joined = found.joined_tensors[1]
+    if joined is None or len(joined.replicas) < 2 or joined.distances == 0:
         return None
-    parts = [x.double() for x in whole.replicas]
-    a, n = found.one.double(), len(whole.replicas)
+    parts = [x.double() for x in joined.replicas]
+    a, n = found.one.double(), len(joined.replicas)
     if near(a, torch.stack(parts).sum(0)):
         return Kind("a missing sum", f"a sum over tp is missing: what the {n} ranks have adds up")
     if near(a, torch.stack(parts).mean(0)):
@@ -175,10 +175,10 @@ def _carried(found: Difference, one: Side, other: Side, near: Near) -> Kind | No
         at = (part.rank, part.entry["micro_batch"])
         if at != (mine.rank, mine.entry["micro_batch"]):
             continue
-        gave, b, ranks = part.values(), found.other, mine.entry["ranks"]
-        if len(gave) == len(ranks) * len(b):
-            gave = gave.chunk(len(ranks))[ranks.index(mine.rank)]
-        if gave.shape == b.shape and near(gave, b) and mine.entry["verb"] != "all_gather":
+        given, b, ranks = part.values(), found.other, mine.entry["ranks"]
+        if len(given) == len(ranks) * len(b):
+            given = given.chunk(len(ranks))[ranks.index(mine.rank)]
+        if given.shape == b.shape and near(given, b) and mine.entry["verb"] != "all_gather":
             over = mine.entry["axis"]
             text = f"a sum over {over} is missing: it returns what this rank gave"
             return Kind("a missing sum", text)
@@ -215,7 +215,7 @@ def axes_of_sum(key: Key, tensor: str, side: Side, near: Near) -> Kind | None:
                     total += peer.values().double().flatten()
             for times, words in _factors(full, part.axes):
                 if (some != full or times != 1) and near(value, times * total):
-                    return Kind("a sum over axes", _said(some, full, words))
+                    return Kind("a sum over axes", _shortened(some, full, words))
     return None
 
 
@@ -232,7 +232,7 @@ def _factors(full: Sequence[str], axes: Mapping[str, Sequence[int]]) -> Iterator
         yield 1.0 / size, f"and divided by {size}, the ranks of {axis}"
 
 
-def _said(some: Sequence[str], full: Sequence[str], words: str) -> str:
+def _shortened(some: Sequence[str], full: Sequence[str], words: str) -> str:
     left = [axis for axis in full if axis not in some]
     over = f"it is added over {' and '.join(some)}" if some else "it is this rank's own alone"
     if left:
@@ -274,12 +274,12 @@ def _rounded(found: Difference, one: Side, other: Side, near: Near) -> Kind | No
 
 def _dropped(found: Difference, one: Side, other: Side, near: Near) -> Kind | None:
     a, b = found.one.double(), found.other.double()
-    gone = (b == 0) & (a != 0)
-    share = float(gone.double().mean())
-    kept = ~gone & (a != 0)
-    if not 0.005 < share < 0.95 or not kept.any():
+    dropped = (b == 0) & (a != 0)
+    share = float(dropped.double().mean())
+    remaining = ~dropped & (a != 0)
+    if not 0.005 < share < 0.95 or not remaining.any():
         return None
-    ratio = b[kept] / a[kept]
+    ratio = b[remaining] / a[remaining]
     middle = float(ratio.median())
     if float((ratio - middle).abs().median()) > 1e-3 * abs(middle):
         return None
@@ -293,10 +293,10 @@ def _update(found: Difference, one: Side, other: Side, near: Near) -> Kind | Non
     if key.group != "parameter" or key.phase != "after" or key.kind not in ("weight", "master"):
         return None
     before = key._replace(phase="before")
-    held = [side.parameter(before).get(found.tensor) for side in (one, other)]
-    if None in held:
+    before_update = [side.parameter(before).get(found.tensor) for side in (one, other)]
+    if None in before_update:
         return None
-    was = [w.values.double() for w in held if w is not None]
+    was = [w.values.double() for w in before_update if w is not None]
     a, b = found.one.double() - was[0], found.other.double() - was[1]
     if not a.any():
         return Kind("an update", "only one side's update changes it")
@@ -384,16 +384,16 @@ def region_of(found: Difference) -> str:
         off = a != b
     if not off.any():
         return ""
-    said = []
+    places = []
     for dim, what in ((0, "sample"), (1, "position"), (a.dim() - 1, "feature")):
         rest = [d for d in range(a.dim()) if d != dim]
         at = off.any(rest[0]) if len(rest) == 1 else off.flatten().view(off.shape).amax(rest)
         hit = at.nonzero().flatten().tolist()
         if 0 < len(hit) < a.shape[dim] and len(hit) <= 0.75 * a.shape[dim]:
-            said.append(f"{what}{'s' * (len(hit) > 1)} {_numbers(hit)}")
-    return f"only at {', '.join(said)}" if said else ""
+            places.append(f"{what}{'s' * (len(hit) > 1)} {_numbers(hit)}")
+    return f"only at {', '.join(places)}" if places else ""
 
 
-def whole_of(whole: Whole | None) -> str:
+def describe_join(joined: JoinedTensor | None) -> str:
     """Return how a tensor was put together, in words."""
-    return "" if whole is None else whole.cut
+    return "" if joined is None else joined.cut

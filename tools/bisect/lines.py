@@ -54,7 +54,7 @@ class Step:
     text: str
     between: int
     names: list[str] = field(default_factory=list)
-    apart: dict[str, float] = field(default_factory=dict)
+    distances: dict[str, float] = field(default_factory=dict)
 
 
 Sketch = Sequence[float]
@@ -164,12 +164,12 @@ def first_step(
             what, names = _log_differs(a, b, limits), []
         if what:
             each = {n: CHANCE * max(v, limits.begin) for n, v in limits.each.items()}
-            apart = {"": CHANCE * limits.begin, **each}
+            distances = {"": CHANCE * limits.begin, **each}
             if not digests:  # nothing says how far the weights are apart
-                apart = {"": after_rounding(base)}
-            return Step(i, what, _text(i, what, names, digests), before, names, apart)
+                distances = {"": after_rounding(base)}
+            return Step(i, what, _text(i, what, names, digests), before, names, distances)
         if digests and not allowed.exact:
-            far, each = apart_by_sketch(a, b, "weight", (one, other))
+            far, each = different_sketches(a, b, "weight", (one, other))
             grown = Grown(a, far, each, limits.gradient)
         before = i
     if blind and notes is not None:
@@ -195,15 +195,15 @@ def _limits(
     begins: bool,
 ) -> Limits:
     """Return what a line of digests may differ by. begins: the step is the first of both runs."""
-    gradient, _ = apart_by_sketch(a, b, "gradient", sides)
+    gradient, _ = different_sketches(a, b, "gradient", sides)
     gradient = max(gradient, grown.gradient)
     last, moved, far = grown.before, None, 1.0
     if last is not None:
-        far, some = apart_by_sketch(last, a, "weight", (sides[0], sides[0]))
+        far, some = different_sketches(last, a, "weight", (sides[0], sides[0]))
         moved = {name: max(far, value) for name, value in some.items()}
     begin = grown.every
     if not begins and (last is None or last["iteration"] + 1 != a["iteration"]):
-        now, _ = apart_by_sketch(a, b, "weight", sides)
+        now, _ = different_sketches(a, b, "weight", sides)
         begin = min(begin + after_rounding(gradient) * far, max(now, begin))
     return Limits(base, begin, gradient, grown.each, moved)
 
@@ -218,7 +218,7 @@ def _pairs(
             yield name, a[f"{kind} sketch"][i], b[f"{kind} sketch"][number[name]]
 
 
-def apart_by_sketch(
+def different_sketches(
     a: Mapping[str, Any], b: Mapping[str, Any], kind: str, sides: tuple[Lines, Lines]
 ) -> tuple[float, dict[str, float]]:
     """Return about how far all tensors of a kind are apart, and each, of their norms."""
@@ -243,7 +243,7 @@ def _text(i: int, what: str, names: Sequence[str], digests: bool) -> str:
 def _log_differs(a: Mapping[str, Any], b: Mapping[str, Any], limits: Limits) -> str:
     for key, what in (("loss", "loss"), ("grad_norm", "gradient norm"), ("lr", "learning rate")):
         limit = 0.0 if key == "lr" else limits.number
-        if key in a and key in b and _apart(a[key], b[key]) > limit:
+        if key in a and key in b and _relative_difference(a[key], b[key]) > limit:
             return what
     return ""
 
@@ -261,13 +261,13 @@ def _digest_differs(
         return "sample numbers", []
     if a["batch"] != b["batch"]:
         return "batch", []
-    if _apart(a["loss"], b["loss"]) > limit:
+    if _relative_difference(a["loss"], b["loss"]) > limit:
         return "loss", []
     for kind in ("gradient", "weight"):
         if kind == "weight":
-            if _apart(a["norm"], b["norm"]) > limit:
+            if _relative_difference(a["norm"], b["norm"]) > limit:
                 return "gradient norm", []
-            if _apart(a["lr"], b["lr"]):
+            if _relative_difference(a["lr"], b["lr"]):
                 return "learning rate", []
         names = _tensors(a, b, kind, sides, None if exact else limits)
         if names:
@@ -292,12 +292,12 @@ def _tensors(
     largest = max((sketch[0] for sketch in a[f"{kind} sketch"]), default=0.0)
     for name, x, y in _pairs(a, b, kind, sides):
         size, limit = max(x[0], y[0], 1e-4 * largest), limits.tensor(kind, name)
-        if any(not _apart(p, q, size) <= limit for p, q in zip(x, y, strict=True)):
+        if any(not _relative_difference(p, q, size) <= limit for p, q in zip(x, y, strict=True)):
             found.append(name)
     return found
 
 
-def _apart(a: float | None, b: float | None, size: float = 0.0) -> float:
+def _relative_difference(a: float | None, b: float | None, size: float = 0.0) -> float:
     """Return how far two numbers are apart, of the larger one or of `size`; NaNs are equal."""
     if a is None or b is None or math.isnan(a) or math.isnan(b):
         nothing = [x is None or math.isnan(x) for x in (a, b)]

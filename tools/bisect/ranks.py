@@ -126,9 +126,9 @@ def _own_model(program: Program) -> list[str]:
 
 def _why(folder: Path, codes: dict[int, int]) -> str:
     rank, code = next((rank, code) for rank, code in sorted(codes.items()) if code)
-    said = (folder / f"err.{rank}").read_text().strip().splitlines()
-    lines = [line for line in said if "Error" in line or ": error" in line] or said
-    return f"rank {rank} ended with {code}: {lines[-1] if lines else 'it said nothing'}"
+    errors = (folder / f"err.{rank}").read_text().strip().splitlines()
+    lines = [line for line in errors if "Error" in line or ": error" in line] or errors
+    return f"rank {rank} ended with {code}: {lines[-1] if lines else 'it errors nothing'}"
 
 
 def _be_rank(
@@ -198,14 +198,14 @@ def _record_at(program: Any, number: int, folder: Path, tree: Path) -> None:
         step = recorder.recorded(take, names, folder / "record", file)
         began = time.monotonic()
         loss, norm, _ = step(run, batches, lr, decoupled_lr)
-        said = {
+        recorded = {
             "iteration": number, "loss": loss.item(), "norm": norm.item(),
             "seconds": time.monotonic() - began, "torch": torch.__version__,
             "config": run.config.flat(), "rates": rates,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }  # fmt: skip
         if run.grid.rank == 0:
-            (folder / "record" / "step.json").write_text(json.dumps(said))
+            (folder / "record" / "step.json").write_text(json.dumps(recorded))
         program.sum_in_order(loss.detach().double(), run.grid.world)  # all have written
         sys.stdout.flush()
         sys.stderr.flush()

@@ -264,11 +264,13 @@ class Recorder:
     def _follow_gradients(self) -> None:
         run, replace = self.run, self._instead
         for each in run.sink.buckets:
-            replace(each, "start_grad_sync", partial(self._leaves, each, each.start_grad_sync))
+            replace(
+                each, "start_grad_sync", partial(self._before_reduction, each, each.start_grad_sync)
+            )
         replace(run.sink, "finish_grad_sync", partial(self._summed, run.sink.finish_grad_sync))
         replace(run.optimizer, "step", partial(self._updated, run.optimizer.step))
 
-    def _leaves(self, bucket: ParamAndGradBucket, go_on: Callable[[], None]) -> None:
+    def _before_reduction(self, bucket: ParamAndGradBucket, go_on: Callable[[], None]) -> None:
         assert bucket.grad is not None
         for name, param, start in bucket.params:
             own = bucket.grad[start : start + param.numel()]
@@ -296,13 +298,13 @@ class Recorder:
         seen: set[int] = set()
         for name in INSIDE:
             axis: Axis | None = getattr(self.run.grid, name, None)
-            carrier = None if axis is None else axis.transport
-            if axis is None or carrier is None or axis.size == 1 or id(carrier) in seen:
+            transport = None if axis is None else axis.transport
+            if axis is None or transport is None or axis.size == 1 or id(transport) in seen:
                 continue
-            seen.add(id(carrier))
+            seen.add(id(transport))
             for verb in VERBS:
-                call = partial(self._collective, verb, getattr(carrier, verb))
-                self._instead(carrier, verb, call)
+                call = partial(self._collective, verb, getattr(transport, verb))
+                self._instead(transport, verb, call)
 
     def _instead(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Let an object have another method, until the step is over."""

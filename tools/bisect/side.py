@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-INSIDE, STREAM, WHOLE = "tensor-parallel", "sequence-parallel", "whole"
+INSIDE, STREAM, FULL = "tensor-parallel", "sequence-parallel", "whole"
 DTYPES = {str(d).removeprefix("torch."): d for d in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -68,7 +68,7 @@ class Part:
 
 
 @dataclass
-class Whole:
+class JoinedTensor:
     """A tensor put together. replicas: what each tp rank has, where each should have all of it.
 
     values: of rank 0, or of all ranks' parts. apart: by how much of the norm replicas differ.
@@ -81,7 +81,7 @@ class Whole:
     dim: int = -1
 
     @property
-    def apart(self) -> float:
+    def distances(self) -> float:
         """Return how far replicas are apart, by the norm."""
         if len(self.replicas) < 2:
             return 0.0
@@ -174,7 +174,7 @@ class Side:
 
     def activation(
         self, key: Key, like: Sequence[int] | None = None, stated: bool = True
-    ) -> Whole | None:
+    ) -> JoinedTensor | None:
         """Put an activation together: [samples, positions, ...]; None where it cannot be.
 
         like: the shape of the other side's whole tensor, if that is known. stated: go by what the
@@ -195,10 +195,10 @@ class Side:
             values = placed[0][0].clone()
             for tensor, _, seen in placed[1:]:
                 values[seen] = tensor[seen]
-            return Whole(values, cut="a part of the sequence", dim=1)
+            return JoinedTensor(values, cut="a part of the sequence", dim=1)
         each = [tensor for tensor, _, _ in placed]
         if size == 1:
-            return Whole(_narrowed(each[0], first.get("sections", ())))
+            return JoinedTensor(_narrowed(each[0], first.get("sections", ())))
         return joined(each, first.get("region", ""), first.get("sections", ()), like)
 
     def _tokens(self, parts: Sequence[Part]) -> tuple[Tensor, bool, Tensor] | None:
@@ -243,18 +243,18 @@ class Side:
 
     # parameters
 
-    def parameter(self, key: Key) -> dict[str, Whole]:
+    def parameter(self, key: Key) -> dict[str, JoinedTensor]:
         """Put a parameter's weight, state, or summed gradient together, by canonical name."""
         return _placed(_locals(self.parts.get(key, [])))
 
-    def contributions(self, key: Key) -> dict[tuple[int, ...], dict[str, Whole]]:
+    def contributions(self, key: Key) -> dict[tuple[int, ...], dict[str, JoinedTensor]]:
         """Return each rank's own gradient by its canonical tensors, [(rank,)]."""
         return {
             (part.rank,): _placed({(part.rank,): (part, part.values())})
             for part in self.parts.get(key, [])
         }
 
-    def own_total(self, key: Key) -> dict[str, Whole]:
+    def own_total(self, key: Key) -> dict[str, JoinedTensor]:
         """Add the ranks' own gradients, in fp64, as the placement says that they are to be."""
         added: dict[tuple[Any, ...], tuple[Part, Tensor]] = {}
         for part in self.parts.get(key, []):
@@ -279,7 +279,7 @@ def joined(
     region: str,
     sections: Sequence[Sequence[int]],
     like: Sequence[int] | None,
-) -> Whole | None:
+) -> JoinedTensor | None:
     """Join what the tp ranks have of the same tokens: each [samples, positions, ...].
 
     like: the shape of the whole; None where it is not known: features are then taken to be cut
@@ -288,23 +288,25 @@ def joined(
     shape, size = list(each[0].shape), len(each)
     if sections:
         found = [_section(each, at, full, local) for at, full, local in _at(sections)]
-        whole = torch.cat(found, -1)
-        return Whole(whole, cut="a part of the features", dim=whole.dim() - 1)
+        assembled = torch.cat(found, -1)
+        return JoinedTensor(assembled, cut="a part of the features", dim=assembled.dim() - 1)
     if region != INSIDE and (like is None or list(like) == shape):
-        return Whole(each[0], list(each), cut="whole on each rank")
+        return JoinedTensor(each[0], list(each), cut="whole on each rank")
     if like is None:
         dim = 2 if len(shape) == 4 else len(shape) - 1
-        return Whole(torch.cat(list(each), dim), cut="a part of the features", dim=dim)
+        return JoinedTensor(torch.cat(list(each), dim), cut="a part of the features", dim=dim)
     if len(like) == len(shape):
         unlike = [i for i, (n, m) in enumerate(zip(shape, like, strict=True)) if n != m]
         if not unlike:
-            return Whole(each[0], list(each), cut="whole on each rank")
+            return JoinedTensor(each[0], list(each), cut="whole on each rank")
         if len(unlike) == 1:
             (dim,) = unlike
             times = like[dim] / shape[dim]
             if times == int(times) and size % int(times) == 0:
                 own = each[:: size // int(times)]
-                return Whole(torch.cat(list(own), dim), cut="a part of the features", dim=dim)
+                return JoinedTensor(
+                    torch.cat(list(own), dim), cut="a part of the features", dim=dim
+                )
     return None
 
 
@@ -336,11 +338,11 @@ def _locals(parts: Iterable[Part]) -> dict[tuple[Any, ...], tuple[Part, Tensor]]
     return {at: (part, flat.view(part.entry["local"])) for at, (part, flat) in found.items()}
 
 
-def _placed(held: Mapping[tuple[Any, ...], tuple[Part, Tensor]]) -> dict[str, Whole]:
+def _placed(parts: Mapping[tuple[Any, ...], tuple[Part, Tensor]]) -> dict[str, JoinedTensor]:
     """Place local parameters in the canonical tensors; keep replicas of the same rectangle."""
     full: dict[str, Tensor] = {}
     copies: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-    for part, values in held.values():
+    for part, values in parts.values():
         for name, shape, dim, start, size, local in part.entry["pieces"]:
             x = values.view(part.entry["local"]).narrow(dim, local, size)
             if name not in full:
@@ -351,7 +353,7 @@ def _placed(held: Mapping[tuple[Any, ...], tuple[Part, Tensor]]) -> dict[str, Wh
         name: max((c for k, c in copies.items() if k[0] == name), key=len, default=[])
         for name in full
     }
-    return {name: Whole(values, most[name]) for name, values in full.items()}
+    return {name: JoinedTensor(values, most[name]) for name, values in full.items()}
 
 
 def _key(entry: Mapping[str, Any]) -> Key:

@@ -46,17 +46,17 @@ class Named:
 
 def without(argv: Sequence[str], flags: Mapping[str, int]) -> list[str]:
     """Return flags without some of them and their values, also in the form --flag=value."""
-    kept: list[str] = []
+    remaining: list[str] = []
     words = iter(argv)
     for word in words:
         name, has, _ = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if name not in flags:
-            kept.append(word)
+            remaining.append(word)
             continue
         for _ in range(0 if has else flags[name]):
             next(words, None)
-    return kept
+    return remaining
 
 
 def value_of(argv: Sequence[str], flag: str) -> str | None:

@@ -47,10 +47,10 @@ class Verdict:
 
 def verdict_of(one: Side, other: Side, allowed: Allowed) -> Verdict:
     """Compare two recorded steps and say what differs first."""
-    return said(compare(one, other, allowed), one, other, allowed)
+    return conclude(compare(one, other, allowed), one, other, allowed)
 
 
-def said(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Verdict:
+def conclude(found: Comparison, one: Side, other: Side, allowed: Allowed) -> Verdict:
     """Return the verdict on a comparison."""
     left = sorted({f"{key.kind} {key.name}".strip() for key in found.left_out})
     if found.first is None:
@@ -92,8 +92,8 @@ def _tensor(found: Difference, other: Side) -> tuple[str, str, str]:
         module = other.modules.get(key.name, "").rpartition(".")[0]
         return _of_parameter(found, module), found.tensor or key.name, module
     stage = next((p.entry["stage"] for parts in found.parts[::-1] for p in parts), 0)
-    whole = f"stage {stage} of the model" if other.sizes["pp"] > 1 else "the model"
-    name = f"{key.name or whole} ({of})"
+    scope = f"stage {stage} of the model" if other.sizes["pp"] > 1 else "the model"
+    name = f"{key.name or scope} ({of})"
     number = f", tensor {key.item}" if key.item else ""
     number += f", call {key.call}" if key.call > 1 else ""
     return PLACES[key.kind].format(name) + number, key.name, key.name

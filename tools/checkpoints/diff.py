@@ -150,8 +150,8 @@ def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
         "tensors have another dtype and equal values": dtypes,
         f"of {both} tensors differ in value": len(changed),
     }
-    said = [f"{count} {what}" for what, count in counts.items() if count]
+    counts_text = [f"{count} {what}" for what, count in counts.items() if count]
     if changed:
-        said[-1] += f" ({elements:,} elements, by at most {worst[0]:.3g} in {worst[1]})"
-    if said:
-        yield f"in all  {'; '.join(said)}"
+        counts_text[-1] += f" ({elements:,} elements, by at most {worst[0]:.3g} in {worst[1]})"
+    if counts_text:
+        yield f"in all  {'; '.join(counts_text)}"

@@ -30,20 +30,20 @@ def fused_pieces(
 
     Raises ValueError where there are no experts.
     """
-    kept, layers = list[NamedPiece](), dict[str, dict[tuple[int, int], str]]()
+    unfused, layers = list[NamedPiece](), dict[str, dict[tuple[int, int], str]]()
     for piece in pieces:
         if match := EXPERT.fullmatch(piece.name):
             layer, expert, kind = match.groups()
             layers.setdefault(layer, {})[int(expert), PLACE[kind]] = piece.name
         else:
-            kept.append(piece)
+            unfused.append(piece)
     if not layers:
         raise ValueError(f"--fused-experts: {found.directory} has no experts")
     renamed = [
         whole(
             piece.name.replace(".block_sparse_moe.gate.", ".mlp.gate."), piece.tensor, piece.fetch
         )
-        for piece in kept
+        for piece in unfused
     ]
     room = Room()
     for layer, names in layers.items():

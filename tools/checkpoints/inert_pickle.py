@@ -69,10 +69,10 @@ def _read(data: bytes, known: re.Pattern[str]) -> Any:
         return found
 
     def named(module: Any, name: Any) -> Record:
-        whole = f"{module}.{name}"
-        if not known.fullmatch(whole):
-            raise ValueError(f"it names {whole[:80]}, which is not in a checkpoint's metadata")
-        return Record(whole)
+        full_name = f"{module}.{name}"
+        if not known.fullmatch(full_name):
+            raise ValueError(f"it names {full_name[:80]}, which is not in a checkpoint's metadata")
+        return Record(full_name)
 
     argument: Any
     for opcode, argument, _ in pickletools.genops(data):

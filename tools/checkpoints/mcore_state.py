@@ -52,7 +52,7 @@ GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1
 MASTERS = ("fp32_param", "param")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNED = 64  # numbers: where a parameter may begin in the flat memory
-WHOLE = "take the weights alone with --no-load-optim"
+WEIGHTS_ALONE = "take the weights alone with --no-load-optim"
 
 
 class Weights:
@@ -60,19 +60,19 @@ class Weights:
 
     def __init__(self, found: McoreCheckpoint, names: Names) -> None:
         self.found, self.names = found, names
-        wanted: dict[str, tuple[int, ...]] = {}
+        expected: dict[str, tuple[int, ...]] = {}
         for theirs in names.every():
             if theirs.layer is None:
-                wanted[theirs.inside] = theirs.shape
+                expected[theirs.inside] = theirs.shape
                 continue
             count = names.config.num_layers
             for key, shape in self._halves(theirs):
                 stacked = LAYER + key
                 if stacked in found.index:
-                    wanted[stacked] = (count, *shape)
+                    expected[stacked] = (count, *shape)
                 else:
-                    wanted[f"{LAYER}{theirs.layer}.{key}"] = shape
-        for key, shape in wanted.items():
+                    expected[f"{LAYER}{theirs.layer}.{key}"] = shape
+        for key, shape in expected.items():
             if key not in found.index:
                 raise CheckpointError(f"{found.directory}: the tensor {key} is missing")
             there = found.index[key].shape
@@ -83,7 +83,7 @@ class Weights:
                     f"{'at least ' if rows else ''}{list(shape)}"
                 )
         for key in found.index:
-            if key not in wanted and not OPTIMIZER.match(key):
+            if key not in expected and not OPTIMIZER.match(key):
                 raise CheckpointError(
                     f"{found.directory}: {key} is no tensor of the dense Llama in config.json"
                 )
@@ -92,8 +92,8 @@ class Weights:
     def _halves(self, theirs: Theirs) -> list[tuple[str, tuple[int, ...]]]:
         """Return the keys of a layer's parameter and their shapes: gate and up may be apart."""
         key, shape = theirs.inside, theirs.shape
-        apart = (f"{LAYER}{theirs.layer}.{key}_w", f"{LAYER}{key}_w")
-        if any(name in self.found.index for name in apart):
+        separate = (f"{LAYER}{theirs.layer}.{key}_w", f"{LAYER}{key}_w")
+        if any(name in self.found.index for name in separate):
             return [(f"{key}{half}", (shape[0] // 2, *shape[1:])) for half in ("_w", "_v")]
         return [(key, shape)]
 
@@ -135,7 +135,7 @@ class Weights:
         if not exact or prod(block) != length:
             raise CheckpointError(
                 f"{self.found.directory}: {prefix}{key} has shape {list(stored.shape)}, which is "
-                f"not that of a tensor of {list(shape)} nor of blocks of one; {WHOLE}"
+                f"not that of a tensor of {list(shape)} nor of blocks of one; {WEIGHTS_ALONE}"
             )
         target = torch.empty(sizes, dtype=stored.dtype)
         for at in product(*map(range, grid)):
@@ -182,11 +182,13 @@ class ModelSpace(State):
             if match := STATE.fullmatch(key):
                 kinds.add(match[1])
             elif OPTIMIZER.match(key):
-                raise CheckpointError(f"{found.directory}: {key} is not understood; {WHOLE}")
+                raise CheckpointError(
+                    f"{found.directory}: {key} is not understood; {WEIGHTS_ALONE}"
+                )
         if odd := sorted(kinds - {*MOMENTS, *MASTERS}):
             raise CheckpointError(
                 f"{found.directory}: its optimizer's state has {', '.join(odd)}: only AdamW's is "
-                f"read here; {WHOLE}"
+                f"read here; {WEIGHTS_ALONE}"
             )
         master = next((kind for kind in MASTERS if kind in kinds), None)
         self.kinds = {kind: kind for kind in MOMENTS}
@@ -197,7 +199,7 @@ class ModelSpace(State):
                 if f"optimizer.state.{kind}.{key}" not in found.index:
                     raise CheckpointError(
                         f"{found.directory}: the tensor optimizer.state.{kind}.{key} is missing; "
-                        f"{WHOLE}"
+                        f"{WEIGHTS_ALONE}"
                     )
 
         if "master" in self.kinds and not self.agrees(weights.names.every()):
@@ -205,7 +207,7 @@ class ModelSpace(State):
                 f"{found.directory}: not every {self.kinds['master']} rounds to its weight. "
                 "megatron-core 0.16 writes the state of fully_reshardable at wrong places where "
                 "buckets end in padding; save once more without "
-                f"--dist-ckpt-optim-fully-reshardable, or {WHOLE}"
+                f"--dist-ckpt-optim-fully-reshardable, or {WEIGHTS_ALONE}"
             )
 
     def read(self, theirs: Theirs, kind: str) -> Tensor:
@@ -237,10 +239,10 @@ class Memory(State):
             raise self._unclear(f"{COMMON} does not say tensor and pipeline parallelism")
         self.tp, self.pp = counts
         chunks = 1 + max(buffer for _, buffer in sizes)
-        wanted = set(product(range(self.tp * self.pp), range(chunks)))
-        if set(sizes) != wanted:
+        expected = set(product(range(self.tp * self.pp), range(chunks)))
+        if set(sizes) != expected:
             raise self._unclear(
-                f"tp {self.tp} x pp {self.pp} x {chunks} chunks have {len(wanted)} buffers, and "
+                f"tp {self.tp} x pp {self.pp} x {chunks} chunks have {len(expected)} buffers, and "
                 f"{len(sizes)} are there"
             )
         self.sizes, self.stages = sizes, self.pp * chunks
@@ -256,7 +258,7 @@ class Memory(State):
     def _unclear(self, why: str) -> CheckpointError:
         return CheckpointError(
             f"{self.directory}: which numbers of the distributed optimizer's buffers belong to "
-            f"which parameter cannot be told: {why}; {WHOLE}"
+            f"which parameter cannot be told: {why}; {WEIGHTS_ALONE}"
         )
 
     def _order(self, fused: bool) -> list[str]:
@@ -381,14 +383,15 @@ def _buckets(weights: Weights) -> Memory:
             keys[group, buffer, bucket, match[4]] = key
             sizes.setdefault((group, buffer), {})[bucket] = prod(stored.shape)
         elif OPTIMIZER.match(key):
-            raise CheckpointError(f"{found.directory}: {key} is not understood; {WHOLE}")
+            raise CheckpointError(f"{found.directory}: {key} is not understood; {WEIGHTS_ALONE}")
 
     def flat(group: int, buffer: int) -> Flat:
         def read(kind: str, bucket: int, first: int, count: int) -> Tensor:
             key = keys.get((group, buffer, bucket, kind))
             if key is None:
                 raise CheckpointError(
-                    f"{found.directory}: bucket {bucket} of rank {group} lacks {kind}; {WHOLE}"
+                    f"{found.directory}: bucket {bucket} of rank {group} lacks {kind}; "
+                    f"{WEIGHTS_ALONE}"
                 )
             return found.read(key, (first,), (count,))
 
@@ -412,7 +415,8 @@ def _buffers(weights: Weights, groups: list[int]) -> Memory:
                 return archive(group).values(table[kind], first, first + count)
             except (LookupError, ValueError, TypeError, AttributeError, OSError) as error:
                 raise CheckpointError(
-                    f"{found.directory}: {kind} of rank {group}'s param_state: {error}; {WHOLE}"
+                    f"{found.directory}: {kind} of rank {group}'s param_state: {error}; "
+                    f"{WEIGHTS_ALONE}"
                 ) from None
 
         return read
@@ -432,7 +436,7 @@ def _buffers(weights: Weights, groups: list[int]) -> Memory:
                     reads[group, buffer] = flat(group, table.named())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{found.directory}: rank {group}'s param_state: {error}; {WHOLE}"
+                f"{found.directory}: rank {group}'s param_state: {error}; {WEIGHTS_ALONE}"
             ) from None
     return Memory(weights, sizes, reads)
 
@@ -448,7 +452,8 @@ def state_of(weights: Weights) -> State | None:
         return None
     if chained := sorted(key for key in own if not key.startswith("optimizer.")):
         raise CheckpointError(
-            f"{found.directory}: {chained[0]}: several optimizers share the parameters; {WHOLE}"
+            f"{found.directory}: {chained[0]}: several optimizers share the parameters; "
+            f"{WEIGHTS_ALONE}"
         )
     if any(STATE.fullmatch(key) for key in found.index):
         return ModelSpace(weights)
@@ -457,7 +462,7 @@ def state_of(weights: Weights) -> State | None:
     groups = [int(m[1]) for key in own if (m := GROUP.fullmatch(key)) and m[2] == "param_state"]
     if groups:
         return _buffers(weights, sorted(groups))
-    raise CheckpointError(f"{found.directory}: {own[0]} is not understood; {WHOLE}")
+    raise CheckpointError(f"{found.directory}: {own[0]} is not understood; {WEIGHTS_ALONE}")
 
 
 def steps_of(found: McoreCheckpoint) -> int:
@@ -473,8 +478,10 @@ def steps_of(found: McoreCheckpoint) -> int:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{found.directory}: the optimizer's step: {error}") from None
     if len(counts) != 1 or not next(iter(counts)).is_integer() or min(counts) < 0:
-        said = "is missing" if not counts else f"is {sorted(counts)}, where one count is expected"
-        raise CheckpointError(f"{found.directory}: the optimizer's step {said}; {WHOLE}")
+        problem = (
+            "is missing" if not counts else f"is {sorted(counts)}, where one count is expected"
+        )
+        raise CheckpointError(f"{found.directory}: the optimizer's step {problem}; {WEIGHTS_ALONE}")
     return int(counts.pop())
 
 

@@ -90,7 +90,7 @@ def dtype_of(tensor: str, record: Any) -> torch.dtype:
     return DTYPES[name][1]
 
 
-def read_index(data: bytes, wanted: Callable[[str], bool]) -> tuple[Index, dict[str, Part]]:
+def read_index(data: bytes, accepts: Callable[[str], bool]) -> tuple[Index, dict[str, Part]]:
     """Return the tensors that a .metadata lists, and where its objects lie; `wanted` ones.
 
     Raises ValueError.
@@ -102,12 +102,12 @@ def read_index(data: bytes, wanted: Callable[[str], bool]) -> tuple[Index, dict[
     places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     for key, value in fields["storage_data"]:
         at = key.state.named()
-        if isinstance(at["fqn"], str) and wanted(at["fqn"]):
+        if isinstance(at["fqn"], str) and accepts(at["fqn"]):
             starts = size_of(at["offset"]) if at.get("offset") is not None else None
             places[at["fqn"], starts] = _place(at["fqn"], value.state.named())
     tensors, objects = dict[str, Stored](), dict[str, Part]()
     for name, entry in fields["state_dict_metadata"].named().items():
-        if not wanted(name):
+        if not accepts(name):
             continue
         if entry.name.endswith("BytesStorageMetadata"):
             if (name, None) in places:
@@ -194,8 +194,8 @@ class Archive:
         """Return elements [low, high) of a flattened tensor. Raises ValueError."""
         shape, dtype, key = self.tensor(record)
         info = self._zip.getinfo(self._members.get(key, key))
-        whole = 0 <= low <= high <= prod(shape) and info.file_size == info.compress_size
-        if not whole or info.file_size < high * dtype.itemsize:
+        valid = 0 <= low <= high <= prod(shape) and info.file_size == info.compress_size
+        if not valid or info.file_size < high * dtype.itemsize:
             raise ValueError(f"{key} of {info.file_size} bytes is not {dtype} {shape}")
         try:
             with self._zip.open(info) as file:
@@ -391,16 +391,16 @@ class McoreCheckpoint:
         bad = {name: size for name, size in needed.items() if there.get(name, 0) < size}
         if not bad:
             return
-        said = [
+        problems = [
             f"{name} has {there[name]:,} bytes of at least {size:,}"
             if name in there
             else f"{name}, of at least {size:,} bytes, is missing"
             for name, size in sorted(bad.items())
         ]
-        more = f", and {len(said) - 3} more" * (len(said) > 3)
+        more = f", and {len(problems) - 3} more" * (len(problems) > 3)
         raise self._cut_off(
             f"{len(bad)} of {len(needed)} files that are needed are not complete: "
-            f"{'; '.join(said[:3])}{more}"
+            f"{'; '.join(problems[:3])}{more}"
         )
 
     def read(self, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
@@ -439,6 +439,6 @@ def newest(place: Path) -> Path:
     found = place / ("release" if text == b"release" else f"iter_{int(text):07d}")
     if not found.exists():
         there = sorted(entry.name for entry in place.iterdir() if ITERATION.fullmatch(entry.name))
-        said = f"there are {', '.join(there[-3:])}" if there else "there is no other"
-        raise CheckpointError(f"{place / LATEST} names {found.name}, which is not there; {said}")
+        others = f"there are {', '.join(there[-3:])}" if there else "there is no other"
+        raise CheckpointError(f"{place / LATEST} names {found.name}, which is not there; {others}")
     return found

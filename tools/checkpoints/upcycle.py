@@ -62,7 +62,9 @@ def upcycle(place: Path, root: Path, experts: int, topk: int, seed: int) -> tupl
             stored = pieces[0].tensor.dtype
             pieces.append(drawn(name, shape, stored, dense.init_method_std, seed))
     dtype = str(pieces[0].tensor.dtype).removeprefix("torch.")
-    kept = {k: sizes[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in sizes}
+    token_ids = {
+        k: sizes[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in sizes
+    }
     state: dict[str, Any] = {"iteration": 0, "consumed_samples": 0}
     if isinstance(found, HuggingFaceDirectory):
         files = tokenizer_files(found.directory)
@@ -71,7 +73,7 @@ def upcycle(place: Path, root: Path, experts: int, topk: int, seed: int) -> tupl
         files = attached(found)
         tokens = ("tokenizer_type", "tokenizer_model")
         state |= {k: found.state[k] for k in tokens if k in found.state}
-    state["hf_config"] = {**moe.hf_config(config, dtype), **kept}
+    state["hf_config"] = {**moe.hf_config(config, dtype), **token_ids}
     made = save_checkpoint(root, step=0, pieces=pieces, state=state, grid=Grid(), attach=files)
     return found.directory, made
 

@@ -109,9 +109,9 @@ def harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
             return totals
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            asked = [request.args for request in requests]
-            scorer.compare(asked)
-            return scorer.share(asked, lambda each: self._continued(*each))
+            arguments = [request.args for request in requests]
+            scorer.compare(arguments)
+            return scorer.share(arguments, lambda each: self._continued(*each))
 
         def _continued(self, context: str, options: dict[str, Any]) -> str:
             stops = options.get("until") or []

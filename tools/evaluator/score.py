@@ -90,28 +90,31 @@ class Scorer:
 
     @torch.inference_mode()
     def _batch(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        asked = [
+        requests = [
             ([*context, *continuation][-self.max_length - 1 : -1], list(continuation))
             for context, continuation in rows
         ]
-        length = max(1, *(len(given) for given, _ in asked))
+        length = max(1, *(len(given) for given, _ in requests))
         tokens = torch.zeros(len(rows), length, dtype=torch.long)  # [b, n]; 0 after a row's end
-        for i, (given, _) in enumerate(asked):
+        for i, (given, _) in enumerate(requests):
             tokens[i, : len(given)] = torch.tensor(given)
         logits = self.model(tokens.to(self.device))  # [n, b, V/t]
-        wanted = torch.cat(
-            [logits[len(given) - len(new) : len(given), i] for i, (given, new) in enumerate(asked)]
+        targets = torch.cat(
+            [
+                logits[len(given) - len(new) : len(given), i]
+                for i, (given, new) in enumerate(requests)
+            ]
         )  # [p, V/t]: at each of these places the next token is asked for
-        ids = torch.tensor([i for _, new in asked for i in new], device=self.device)  # [p]
+        ids = torch.tensor([i for _, new in requests for i in new], device=self.device)  # [p]
         parts = [
-            self._of_places(wanted[at : at + POSITIONS], ids[at : at + POSITIONS])
+            self._of_places(targets[at : at + POSITIONS], ids[at : at + POSITIONS])
             for at in range(0, len(ids), POSITIONS)
         ]
         values = torch.cat([value for value, _ in parts] or [ids.double()]).split(
-            [len(new) for _, new in asked]
+            [len(new) for _, new in requests]
         )
         likeliest = torch.cat([best for _, best in parts] or [ids.bool()]).split(
-            [len(new) for _, new in asked]
+            [len(new) for _, new in requests]
         )
         return [
             (value.sum().item(), bool(best.all()))
@@ -121,7 +124,7 @@ class Scorer:
     def _of_places(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """logits [p, V/t], ids [p] -> ln p(id) in fp64 [p], and whether it is the largest [p]."""
         vocab_size = self.model.config.vocab_size
-        whole = all_gather(logits.t().contiguous(), self.grid.tp)[0].t()[:, :vocab_size]  # [p, V]
-        value = whole.to(torch.float64 if whole.dtype == torch.float64 else torch.float32)
+        full = all_gather(logits.t().contiguous(), self.grid.tp)[0].t()[:, :vocab_size]  # [p, V]
+        value = full.to(torch.float64 if full.dtype == torch.float64 else torch.float32)
         value = value.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-        return value.double(), whole.argmax(-1) == ids
+        return value.double(), full.argmax(-1) == ids

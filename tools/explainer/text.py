@@ -87,7 +87,7 @@ def story(explainer: Explainer, every_action: bool) -> list[str]:
     if explainer.before:
         lines += ["", rule("started by the update of the step before"), title, ""]
         for event in explainer.before:
-            lines += _told(event, "")
+            lines += _event_lines(event, "")
     for number, action in enumerate(explainer.actions):
         events = [event for event in explainer.events if event.action == number]
         if events:
@@ -100,11 +100,11 @@ def story(explainer: Explainer, every_action: bool) -> list[str]:
             if block != group:
                 group = block
                 lines.append("")
-            lines += _told(event, event.number)
+            lines += _event_lines(event, event.number)
     return lines
 
 
-def _told(event: Seen, number: int | str) -> list[str]:
+def _event_lines(event: Seen, number: int | str) -> list[str]:
     place, how = event.place, "async" if event.is_async else "blocks"
     facts = (number, place.phase, place.layer, event.verb, _where(event), f"{event.sent:,}", how)
     lines = [_ROW.format(*facts, place.site)]
@@ -158,9 +158,9 @@ def _why_bucket(event: Seen, reasons: list[str]) -> list[str]:
         return [f"leaves as a gradient of {place.during} is done{before}", *reasons]
     if place.phase == "update":
         return [f"the new weights of {buckets.contents(place.bucket)}", *reasons[1:]]
-    whole = " and ".join(f"bucket {other}" for other in event.whole)
-    asked = f"{buckets.contents(place.bucket)}, asked for by {place.during}"
-    return [f"{asked}; gathered at the same time: {whole or 'nothing'}", *reasons[1:]]
+    gathered = " and ".join(f"bucket {other}" for other in event.gathered)
+    requested = f"{buckets.contents(place.bucket)}, asked for by {place.during}"
+    return [f"{requested}; gathered at the same time: {gathered or 'nothing'}", *reasons[1:]]
 
 
 def _short(action: str) -> str:
@@ -207,19 +207,19 @@ def in_order(explainer: Explainer, chunks: int) -> list[str]:
     """Return a rank's actions, one a line: where the input came from, where the output went."""
     messages = [(e, e.payload) for e in explainer.events if e.payload is not None]
     taken = {(e.waited_in, p.kind): p.peer for e, p in messages if e.verb == "receive"}
-    given = {(e.action, p.kind): p.peer for e, p in messages if e.verb == "send"}
+    sent_to = {(e.action, p.kind): p.peer for e, p in messages if e.verb == "send"}
     lines = []
     for number, action in enumerate(explainer.actions):
-        beside = ""  # an F and the B beside it: two lines
+        prefix = ""  # an F and the B beside it: two lines
         for words in action.split(" overlapping "):
             if found := re.match(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)", words):
                 kind, _, micro_batch, stage = found.groups()
                 at = number, kind[0]
                 source = f"{taken[at]} >" if at in taken else ""
-                name = f"{beside}{kind}{micro_batch}" + (f" stage {stage}" if chunks > 1 else "")
-                to = f"> {given[at]}" if at in given else ""
+                name = f"{prefix}{kind}{micro_batch}" + (f" stage {stage}" if chunks > 1 else "")
+                to = f"> {sent_to[at]}" if at in sent_to else ""
                 lines.append(f"{source:>4} {name:<{12 if chunks > 1 else 5}}{to}".rstrip())
-                beside = "+ "
+                prefix = "+ "
     return lines
 
 
@@ -244,9 +244,9 @@ def pipeline(config: Config, every: list[dict[str, Any]]) -> tuple[bool, list[st
     whether its sums are equal.
     """
     schedule = schedule_of(config, batch_size.micro_batches(config, 0))
-    held = [rank_stages(config, model_provider, rank) for rank in range(len(every))]
+    of_ranks = [rank_stages(config, model_provider, rank) for rank in range(len(every))]
     lines = [
-        f"  pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(held)
+        f"  pipeline rank {rank}: {describe_stages(stages)}" for rank, stages in enumerate(of_ranks)
     ]
     lines += ["", rule("the schedule, were F, B and W equally long and messages free")]
     lower = "; the second of a rank's chunks in lower case" if schedule.chunks == 2 else ""

@@ -65,7 +65,7 @@ class Seen:
     first: int  # operations done before it was issued
     payload: Payload | None = None
     pending: str = ""  # gradients that the bucket behind this one waits for
-    whole: list[int] = field(default_factory=list)  # other buckets whose weights are gathered
+    gathered: list[int] = field(default_factory=list)  # other buckets whose weights are gathered
     waited_at: str = ""
     waited_in: int = 0  # action; for a receive, the one that uses its data
     meanwhile: list[str] = field(default_factory=list)
@@ -179,7 +179,10 @@ class Explainer:
             first=len(self.done),
         )
         if place.bucket is not None and self.buckets is not None:
-            event.whole, event.pending = self.buckets.whole(), self.buckets.after(place.bucket)
+            event.gathered, event.pending = (
+                self.buckets.gathered(),
+                self.buckets.after(place.bucket),
+            )
         if label is not None and isinstance(label.who, Payload):
             event.payload = label.who
         if verb == "receive":

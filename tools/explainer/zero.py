@@ -47,7 +47,7 @@ class Buckets:
                 return i
         return None
 
-    def whole(self) -> list[int]:
+    def gathered(self) -> list[int]:
         """Return the numbers of the buckets whose weights are gathered and not freed yet."""
         gatherer = self.sink.gatherer
         return [self.place[id(bucket)] for bucket in gatherer.unsharded] if gatherer else []
@@ -77,7 +77,7 @@ class Buckets:
             return f"the {len(names)} weights of {blocks.pop()}"
         return some(names)
 
-    def held(self) -> list[str]:
+    def contents_of_buckets(self) -> list[str]:
         """Return lines: what each bucket that is sent holds, and which part this rank owns."""
         lines, many = [], len({bucket.layout.sharing for bucket in self.sink.buckets}) > 1
         for i, bucket in enumerate(self.sink.buckets):

@@ -124,7 +124,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
-    held: list[tuple[str, int, int, int]] = field(default_factory=list)
+    rectangles: list[tuple[str, int, int, int]] = field(default_factory=list)
 
     def error(self, kind: str, value: float) -> None:
         """Keep the largest error of a kind; NaN is larger than any."""
@@ -152,7 +152,7 @@ def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:
             yield name, param, piece
 
 
-def whole(run: LlamaRun, kind: str) -> dict[str, Tensor]:
+def gathered_values(run: LlamaRun, kind: str) -> dict[str, Tensor]:
     """Return the rank's weights ("param_shard") or gradients ("grad_shard"), by name.
 
     From ZeRO stage 1 on they are gathered from their owners.
@@ -170,7 +170,7 @@ def whole(run: LlamaRun, kind: str) -> dict[str, Tensor]:
 
 def pieces(run: LlamaRun, kind: str) -> dict[str, tuple[Piece, Tensor]]:
     """Return {canonical name: (piece, values)} of this rank's weights or gradients."""
-    values = whole(run, kind)
+    values = gathered_values(run, kind)
     return {
         piece.name: (piece, values[name].narrow(piece.dim, piece.local, piece.size))
         for name, _, piece in rectangles(run)
@@ -216,11 +216,11 @@ def batches_of(run: LlamaRun, step: int) -> list[Batch]:
         if step == 1:  # two documents a row
             cuts = first[low : low + size, 0].tolist()
             packed = PackedSeqParams.of([length for cut in cuts for length in (cut, s - cut)])
-        whole_batch = Batch(
+        global_batch = Batch(
             part[:, :-1], part[:, 1:], **own, packed_seq_params=packed, first_sample=low,
             token_count=count,
         )  # fmt: skip
-        made.append(context_part(whole_batch, run.grid.cp.rank, run.grid.cp.size))
+        made.append(context_part(global_batch, run.grid.cp.rank, run.grid.cp.size))
     return made
 
 

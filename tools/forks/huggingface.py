@@ -40,8 +40,8 @@ def compare(
     except ImportError as error:
         return [], [f"logits were not compared with transformers, which is not installed: {error}"]
     if kind not in library.CONFIG_MAPPING:
-        said = f"transformers {library.__version__} has no model_type {kind!r}"
-        return [], [f"logits were not compared with transformers: {said}"]
+        problem = f"transformers {library.__version__} has no model_type {kind!r}"
+        return [], [f"logits were not compared with transformers: {problem}"]
     quiet = library.logging.get_verbosity()
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
@@ -52,8 +52,8 @@ def compare(
             square = replace(config, kv_channels=8, hidden_size=8 * config.num_attention_heads)
             return _Theirs(library, file, square, tokens).compare()
     except Exception as error:
-        said = f"transformers' {kind} fails with what hf_config writes, {type(error).__name__}: "
-        return [("transformers", "", said + " ".join(str(error).split())[:300])], []
+        problem = f"transformers' {kind} fails with what hf_config writes, {type(error).__name__}: "
+        return [("transformers", "", problem + " ".join(str(error).split())[:300])], []
     finally:
         library.logging.set_verbosity(quiet)
 

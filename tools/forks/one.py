@@ -35,10 +35,10 @@ def names_of(config: Config) -> list[tuple[str, str]]:
     ctx = LayerContext(device=torch.device("meta"), dtype=config.run.dtype)
     model = model_provider(config, ctx)
     table, found = load_model_file(config.model.model_file).hf_names(model), []
-    held: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name, param in unique_parameters(model):
         names, sections = table.get(name, ()), len(placement_of(param).sections) or 1
-        held.update(names)
+        counts.update(names)
         if len(names) != sections:
             found.append(
                 f"{name} has {sections} section{'s' * (sections > 1)} and hf_names gives it the "
@@ -46,7 +46,7 @@ def names_of(config: Config) -> list[tuple[str, str]]:
             )
     found += [
         f"hf_names gives the name {name} to {count} parameters: a checkpoint keeps one of them"
-        for name, count in held.items()
+        for name, count in counts.items()
         if count > 1
     ]
     return [("names", line) for line in found]
@@ -90,19 +90,19 @@ def derivatives(
         grad, here = gradients[piece.name], param.narrow(piece.dim, piece.local, piece.size)
         g = torch.Generator().manual_seed(number)
         signs = torch.randint(0, 2, grad.shape, generator=g).double() * 2 - 1
-        kept, ends = here.clone(), []
+        original, ends = here.clone(), []
         for sign in (1, -1):
-            here.copy_(kept + sign * STEP * signs)
+            here.copy_(original + sign * STEP * signs)
             ends.append(loss())
-        here.copy_(kept)
-        true, said = (ends[0] - ends[1]) / (2 * STEP), float((grad * signs).sum())
+        here.copy_(original)
+        true, found = (ends[0] - ends[1]) / (2 * STEP), float((grad * signs).sum())
         size = max(float(grad.norm()), abs(true))
-        error = abs(true - said) / size if size > NOISE else 0.0
-        if abs(true - said) <= NOISE:
+        error = abs(true - found) / size if size > NOISE else 0.0
+        if abs(true - found) <= NOISE:
             error = 0.0
         worst = max(worst, error)
         if not error <= WRONG:
-            how = f"says {said:.6g}" if grad.any() else "is zero"
+            how = f"says {found:.6g}" if grad.any() else "is zero"
             wrong.append(
                 (
                     piece.name,
@@ -145,15 +145,15 @@ def initial_values(values: Mapping[str, Tensor], std: float, layers: int) -> tup
     every: dict[str, list[Tensor]] = {}
     for name, value in values.items():
         every.setdefault(NUMBER.sub("layers.N", name), []).append(value.flatten())
-    said: dict[str, list[str]] = {}
+    stated: dict[str, list[str]] = {}
     odd = []
-    asked = {"std": std, "std / sqrt(2 L)": std / math.sqrt(2 * layers)}
+    expected = {"std": std, "std / sqrt(2 L)": std / math.sqrt(2 * layers)}
     for name, parts in every.items():
         flat = torch.cat(parts)
         spread, mean = float(flat.std(correction=0)), float(flat.mean())
         vector = all(values[n].dim() == 1 for n in values if NUMBER.sub("layers.N", n) == name)
         noise = CERTAIN / math.sqrt(2 * len(flat))
-        word = next((w for w, s in asked.items() if abs(spread / s - 1) <= noise), "")
+        word = next((w for w, s in expected.items() if abs(spread / s - 1) <= noise), "")
         if spread == 0:
             ones = mean == 1.0 and not name.endswith("bias")
             how, usual = f"{mean:g}", vector and (mean == 0.0 or ones)
@@ -161,14 +161,14 @@ def initial_values(values: Mapping[str, Tensor], std: float, layers: int) -> tup
             how = f"N({mean:.2g}, {spread:.3g}^2)"
             usual = bool(word) and abs(mean) <= CERTAIN * spread / math.sqrt(len(flat))
             how = f"N(0, {word})" if usual else how
-        said.setdefault(how, []).append(name)
+        stated.setdefault(how, []).append(name)
         if not usual:
             odd.append(
                 f"{name} is {how} after initialize(), and --init-method-std {std:g} asks for "
-                f"N(0, {std:g}^2), or N(0, {asked['std / sqrt(2 L)']:.3g}^2) where it ends a "
+                f"N(0, {std:g}^2), or N(0, {expected['std / sqrt(2 L)']:.3g}^2) where it ends a "
                 "branch; a vector is 1, and a bias 0"
             )
-    line = "; ".join(f"{how}: {', '.join(names)}" for how, names in said.items())
+    line = "; ".join(f"{how}: {', '.join(names)}" for how, names in stated.items())
     return f"initial values (std {std:g}, L {layers}): {line}", odd
 
 

@@ -141,7 +141,7 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
             ask_one_rank(desk, case, run, report)
             done = False
         else:
-            report.held = [(p.name, p.dim, p.start, p.size) for _, _, p in rectangles(run)]
+            report.rectangles = [(p.name, p.dim, p.start, p.size) for _, _, p in rectangles(run)]
             oracle = desk.oracle(case.tied)
             if case.load:
                 saver_of(run).load()
@@ -205,12 +205,12 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
         loss, norm = step(run, number)
         losses.append(loss)
         norms.append(norm)
-        kept = {
+        saved = {
             0: ("gradients", "grad_shard"),
             1: ("two", "param_shard"),
             2: ("three", "param_shard"),
         }
-        kind, where = kept[number]
+        kind, where = saved[number]
         tensors[kind] = {name: values.clone() for name, (_, values) in pieces(run, where).items()}
     report.errors["loss"] = abs(first - losses[0])
     Oracle(tensors, losses, norms[0]).write(Path(desk.folder), case.tied)
@@ -279,10 +279,10 @@ def compare(run: LlamaRun, oracle: Oracle, report: Report, sent: Sent) -> bool:
     for name, (piece, values) in gradients.items():
         full = oracle.tensors["gradients"][name]
         want, least = cut(full, piece), max(full.norm(), FLOOR * total)
-        apart = float((values - want).norm() / least)
-        report.error("gradients", apart)
-        if not apart <= EXACT:
-            report.findings.append(("gradient", name, how(name, values, want, apart)))
+        distance = float((values - want).norm() / least)
+        report.error("gradients", distance)
+        if not distance <= EXACT:
+            report.findings.append(("gradient", name, how(name, values, want, distance)))
     off = abs(norm - oracle.norm) / oracle.norm
     report.error("gradients", off)
     if not off <= EXACT:
@@ -356,10 +356,10 @@ def plan_differs(run: LlamaRun, sent: Sent, report: Report) -> None:
     """Compare bytes by kind of memory, and by axis. Raises what the dry run raises."""
     config, at = run.config, run.grid.pp.rank
     flats = rank_memory.flats(config, model_provider, at)
-    said = rank_memory.state(config, flats)
+    planned = rank_memory.state(config, flats)
     for kind, found in run.optimizer.memory().items():
-        if found != said[kind]:
-            line = f"it keeps {found:,} bytes of {kind}, and the dry run says {said[kind]:,}"
+        if found != planned[kind]:
+            line = f"it keeps {found:,} bytes of {kind}, and the dry run says {planned[kind]:,}"
             report.findings.append(("plan", "", line))
     stated: Counter[str] = Counter()
     for row in traffic(config, model_provider, at):

@@ -91,7 +91,7 @@ class Row:
         steps = [RECORDED[kind] for kind, _, _ in self.findings if kind in RECORDED]
         return min(steps, default=-1) if not self.case.oracle else -1
 
-    def told_by(self, verdict: Verdict) -> None:
+    def explain_with(self, verdict: Verdict) -> None:
         """Let the engine's sentence stand for the findings that it explains."""
         if verdict.same:
             return
@@ -166,12 +166,12 @@ def row_of(
 
 
 def covered(
-    held: Sequence[Sequence[tuple[str, int, int, int]]], desk: Desk, case: Case
+    rectangles: Sequence[Sequence[tuple[str, int, int, int]]], desk: Desk, case: Case
 ) -> list[tuple[str, str, str]]:
     """Return a finding for each weight of which no rank holds some part."""
     found = []
     rows: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    for name, dim, first, size in (part for own in held for part in own):
+    for name, dim, first, size in (part for own in rectangles for part in own):
         rows.setdefault((name, dim), []).append((first, first + size))
     every = desk.oracle(case.tied).tensors["start"]
     found += [
@@ -189,21 +189,21 @@ def covered(
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return the lines under the rows: sentences, each with its layouts, and the likely cause."""
-    told: dict[tuple[str, str], list[str]] = {}
+    by_cause: dict[tuple[str, str], list[str]] = {}
     first: dict[tuple[str, str], str] = {}
     refused = [row for row in rows if row.refused]
     rows = [row for row in rows if not row.refused]
     for row in refused:
         same = ("not run", row.refused)
         first.setdefault(same, f"not run, as the model refuses it: {row.refused}")
-        told.setdefault(same, []).append(row.case.name)
+        by_cause.setdefault(same, []).append(row.case.name)
     for row in rows:
         for kind, name, text in row.findings:
             same = (kind, name or (text if kind in WORDY else ""))
             first.setdefault(same, text)
-            told.setdefault(same, []).append(row.case.name)
+            by_cause.setdefault(same, []).append(row.case.name)
     lines = [""]
-    for same, names in told.items():
+    for same, names in by_cause.items():
         text = first[same]
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")

@@ -13,9 +13,9 @@ from typing import Any
 from estimate.simulate import Span, Timeline
 from mpu.pipeline.schedules import Schedule
 from tools.pictures.style import DASHES, IDLE, INK, KINDS, QUIET, RULE, axes_at, page
-from tools.pictures.timeline import Summary, Wait, held, rows, summary, usual_peak, waits
+from tools.pictures.timeline import Summary, Wait, in_flight, rows, summary, usual_peak, waits
 
-HELD_FOR_B, HELD_FOR_W = "#b4c2d8", "#a9d0bf"
+FOR_B_COLOUR, FOR_W_COLOUR = "#b4c2d8", "#a9d0bf"
 NAMES = {
     "F": "F, forward",
     "B": "B, gradient of the input",
@@ -57,8 +57,8 @@ def draw(
     across = min(22.0, max(7.6, 0.05 * (end - first) / lengths[len(lengths) // 2]))
     row = 0.65 if len(ranks) <= 8 else 0.5
     wide, tall = LEFT + across + RIGHT, TOP + row * len(ranks) + 0.95
-    said = caption(numbers, unit) if subtitle is None else subtitle
-    with page(path, wide, tall, title or heading(schedule), said) as figure:
+    subtitle_text = caption(numbers, unit) if subtitle is None else subtitle
+    with page(path, wide, tall, title or heading(schedule), subtitle_text) as figure:
         axes = axes_at(figure, LEFT, TOP, across, row * len(ranks), yticks=[])
         axes.set(xlim=(first, end), ylim=(len(ranks), 0))
         axes.set_xlabel(f"time ({axis or unit})" if axis or unit else "time", loc="right")
@@ -69,7 +69,7 @@ def draw(
         for rank, boxes in enumerate(ranks):
             _draw_boxes(axes, rank, boxes, schedule, points, number)
             axes.barh(rank + BOX / 2, numbers.step, BOX, first, color=IDLE, zorder=0)
-            _draw_held(axes, rank, boxes, schedule, numbers, last)
+            _draw_in_flight(axes, rank, boxes, schedule, numbers, last)
             _name_row(axes, rank, schedule, numbers, 0.08 / across)
         arrows = waits(ranks, schedule)
         arrows = arrows if len(arrows) <= MOST_ARROWS else []
@@ -87,9 +87,9 @@ def heading(schedule: Schedule) -> str:
 def caption(numbers: Summary, unit: str = "") -> str:
     """Return the numbers of a step as one line of text."""
     step, bubble = (f"{x:.4g} {unit}".rstrip() for x in (numbers.step, numbers.bubble))
-    said = f"step {step}, {bubble} of it bubble ({numbers.bubble / numbers.step:.0%})"
+    text = f"step {step}, {bubble} of it bubble ({numbers.bubble / numbers.step:.0%})"
     peak = max(numbers.peak)
-    return said + (f"; at most {_count(peak, 'activation')} on a rank" if peak else "")
+    return text + (f"; at most {_count(peak, 'activation')} on a rank" if peak else "")
 
 
 def _draw_boxes(
@@ -121,7 +121,7 @@ def _draw_boxes(
             axes.text((begin + end) / 2, middle, str(i), fontsize=number, color=ink, **where)
 
 
-def _draw_held(
+def _draw_in_flight(
     axes: Any,
     rank: int,
     boxes: Sequence[Span],
@@ -130,16 +130,16 @@ def _draw_held(
     last: float,
 ) -> None:
     """Draw the activations that a rank holds: for its B's, and on top of them for its W's."""
-    curve = held(boxes)
+    curve = in_flight(boxes)
     floor, usual = rank + BOX + STRIP, usual_peak(schedule)
     unit = 0.92 * STRIP / max(usual, *numbers.peak)
     times = [*(point.time for point in curve), last]
     for_b = [*(floor - unit * point.for_b for point in curve), floor]
     both = [*(floor - unit * (point.for_b + point.for_w) for point in curve), floor]
     fill: dict[str, Any] = {"step": "post", "linewidth": 0, "zorder": 1}
-    axes.fill_between(times, floor, for_b, facecolor=HELD_FOR_B, **fill)
+    axes.fill_between(times, floor, for_b, facecolor=FOR_B_COLOUR, **fill)
     if both != for_b:
-        axes.fill_between(times, for_b, both, facecolor=HELD_FOR_W, **fill)
+        axes.fill_between(times, for_b, both, facecolor=FOR_W_COLOUR, **fill)
     span = (times[0], last)
     axes.hlines(floor, *span, color=RULE, linewidth=0.5)
     if max(numbers.peak):
@@ -203,9 +203,9 @@ def _draw_legend(
     boxes.append(Patch(color=IDLE, label="idle"))
     under: list[Any] = []
     if peak:
-        under.append(Patch(color=HELD_FOR_B, label="activations held for B"))
+        under.append(Patch(color=FOR_B_COLOUR, label="activations held for B"))
         if schedule.split:
-            under.append(Patch(color=HELD_FOR_W, label="held for W"))
+            under.append(Patch(color=FOR_W_COLOUR, label="held for W"))
         most = f"the most that 1F1B holds, {usual_peak(schedule)}"
         under.append(Line2D([], [], color=RULE, linewidth=0.6, linestyle=DASHES, label=most))
     if with_arrows:

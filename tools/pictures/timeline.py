@@ -8,7 +8,7 @@ from estimate.simulate import Span, Timeline
 from mpu.pipeline.schedules import Schedule
 
 
-class ActivationPeak(NamedTuple):
+class InFlight(NamedTuple):
     """The activations held for B's and W's from `time` on, one for each stage and micro-batch."""
 
     time: float
@@ -58,18 +58,18 @@ def rows(timeline: Timeline, schedule: Schedule) -> list[list[Span]]:
     return out
 
 
-def held(boxes: Sequence[Span]) -> list[ActivationPeak]:
+def in_flight(boxes: Sequence[Span]) -> list[InFlight]:
     """Return how many activations a rank holds, at every time when that changes.
 
     An activation is held for its B from the begin of its F to the end of its B, and then for its W
     to the end of its W. Without a backward none is held.
     """
     trains = any(box.action.kind != "F" for box in boxes)
-    out = [ActivationPeak(boxes[0].begin if boxes else 0.0, 0, 0)]
+    out = [InFlight(boxes[0].begin if boxes else 0.0, 0, 0)]
     for (kind, _, _), begin, end in boxes if trains else ():
         _, b, w = out[-1]
         more_b, more_w = {"F": (1, 0), "B": (-1, 1), "W": (0, -1), "BW": (-1, 0)}[kind]
-        out.append(ActivationPeak(begin if kind == "F" else end, b + more_b, w + more_w))
+        out.append(InFlight(begin if kind == "F" else end, b + more_b, w + more_w))
     return out
 
 
@@ -78,7 +78,7 @@ def summary(ranks: Sequence[Sequence[Span]]) -> Summary:
     boxes = [box for rank in ranks for box in rank]
     step = max(box.end for box in boxes) - min(box.begin for box in boxes)
     busy = tuple(sum(box.end - box.begin for box in rank) for rank in ranks)
-    activations_over_time = [held(rank) for rank in ranks]
+    activations_over_time = [in_flight(rank) for rank in ranks]
     return Summary(
         step=step,
         bubble=step - max(busy),

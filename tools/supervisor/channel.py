@@ -16,7 +16,7 @@ from training.faults import wire
 from training.faults.admission import Admission, Caller, Seat
 
 GREETING = 5.0  # seconds for a call to be answered, from the connection to the welcome
-TURN = 0.05  # seconds between two looks for callers
+POLL = 0.05  # seconds between two looks for callers
 VISIT = "copy"  # the kind of a caller that fetches files
 
 
@@ -37,12 +37,12 @@ class Channel:
     silence: seconds without a message after which the other side counts as lost.
     """
 
-    def __init__(self, connection: wire.Connection, silence: float, said: Any = ()) -> None:
+    def __init__(self, connection: wire.Connection, silence: float, received: Any = ()) -> None:
         self._connection, self._silence = connection, silence
-        self._said = deque[tuple[wire.Said, bytes]](said)
+        self._received = deque[tuple[wire.Fields, bytes]](received)
         self.host, self.here = connection.address, connection.here
 
-    def send(self, message: wire.Said, blob: bytes = b"") -> None:
+    def send(self, message: wire.Fields, blob: bytes = b"") -> None:
         """Send a message, and bytes with it. Raises WireError."""
         deadline = time.monotonic() + self._silence
         self._connection.send(message, blob)
@@ -52,17 +52,17 @@ class Channel:
         if self._connection.lost:
             raise WireError(f"{self.host} closed the connection")
 
-    def receive(self) -> tuple[wire.Said, bytes]:
+    def receive(self) -> tuple[wire.Fields, bytes]:
         """Return the next message and the bytes with it. Raises WireError."""
-        while not self._said:
+        while not self._received:
             if self._connection.ended == "closed":
                 raise WireError(f"{self.host} closed the connection")
             if self._connection.ended:
                 raise WireError(f"the connection to {self.host} broke")
             if not self._connection.wait(self._silence):
                 raise WireError(f"no heartbeat from {self.host}")
-            self._said.extend(self._connection.read())
-        return self._said.popleft()
+            self._received.extend(self._connection.read())
+        return self._received.popleft()
 
     def close(self) -> None:
         """Close the connection; a thread that waits in receive() gets a WireError."""
@@ -80,13 +80,13 @@ def call(
 ) -> Channel:  # fmt: skip
     """Connect to a supervisor. Raises WireError."""
     try:
-        connection, said = wire.join(
+        connection, received = wire.join(
             (host, port), _key(secret), kind, number, session or wire.nonce(), GREETING
         )
     except OSError as error:
         final = isinstance(error, wire.AnotherSecret) or getattr(error, "final", False)
         raise WireError(f"{host}:{port}: {error.strerror or error}", final) from None
-    return Channel(connection, silence, said)
+    return Channel(connection, silence, received)
 
 
 class Listener:
@@ -113,7 +113,7 @@ class Listener:
 
     def _listen(self) -> None:
         while not self._closed:
-            for key, _ in self._selector.select(timeout=TURN):
+            for key, _ in self._selector.select(timeout=POLL):
                 assert isinstance(key.data, Caller), "nobody else is in the selector"
                 if (hello := self.admission.admit(key.data)) is not None:
                     channel = Channel(key.data.connection, self._silence)

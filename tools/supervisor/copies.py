@@ -27,7 +27,7 @@ class Member:
     port: int
     slots: int
     channel: Channel | None = None
-    holds: dict[int, set[str]] = field(default_factory=dict)
+    copies: dict[int, set[str]] = field(default_factory=dict)
 
 
 class Copy(NamedTuple):
@@ -55,14 +55,14 @@ class Copies:
         self._tried = -1  # the newest step that was
         self._restoring = False
 
-    def kept(self, node: int, event: Event, makers: Iterable[int], world: int) -> None:
+    def copy_made(self, node: int, event: Event, makers: Iterable[int], world: int) -> None:
         """A node's ranks made a copy."""
         step = event["kept"]
         if node in self.members:
             self._undone(step)
             files, needs = set(event["files"]), event["needs"]
             self._copies[step] = Copy(files, needs, world, tuple(makers))
-            self.members[node].holds[step] = set(event["have"])
+            self.members[node].copies[step] = set(event["have"])
             self._spread()
 
     def _undone(self, step: int) -> None:
@@ -79,7 +79,7 @@ class Copies:
         step = event["fetched"]
         if node in self.members and step == self._moving:
             if event["have"] is not None:
-                self.members[node].holds[step] = set(event["have"])
+                self.members[node].copies[step] = set(event["have"])
                 self.waiting.discard(node)
             elif self._restoring:
                 self.drop(step)
@@ -97,7 +97,7 @@ class Copies:
         made = [
             step
             for step, copy in self._copies.items()
-            if all(n in self.members and step in self.members[n].holds for n in copy.makers)
+            if all(n in self.members and step in self.members[n].copies for n in copy.makers)
         ]
         step = max(made, default=-1)
         if self._moving >= 0 or step <= self._tried:
@@ -106,7 +106,7 @@ class Copies:
         self._moving = self._tried = step
         self.waiting, self._restoring = set(ring), False
         for here, there in zip(ring, ring[1:] + ring[:1], strict=True):
-            names = self.members[here].holds.get(step, set())
+            names = self.members[here].copies.get(step, set())
             self._order(there, step, {here: names} if names and here != there else {})
 
     def _arrived(self) -> None:
@@ -120,8 +120,8 @@ class Copies:
 
     def _somewhere(self, step: int) -> bool:
         """Return whether each file of a step is on a node that lives."""
-        held = (member.holds.get(step, set()) for member in self.members.values())
-        return self._copies[step].files <= set().union(*held)
+        names = (member.copies.get(step, set()) for member in self.members.values())
+        return self._copies[step].files <= set().union(*names)
 
     def choose(self, ranks: dict[int, list[int]], world: int) -> int | None:
         """Order the newest copy that can be loaded to the nodes of these ranks; return its step.
@@ -131,17 +131,17 @@ class Copies:
         self._moving, self.waiting, self._restoring = -1, set(), True
         for step in sorted(self._copies, reverse=True):
             copy = self._copies[step]
-            held = {n: m.holds.get(step, set()) for n, m in self.members.items()}
+            of_nodes = {n: m.copies.get(step, set()) for n, m in self.members.items()}
             if self._somewhere(step):
-                for node in ranks.keys() & held.keys():
+                for node in ranks.keys() & of_nodes.keys():
                     need = {n for n in copy.files if not n.endswith(".safetensors")}
                     if world == copy.world:
                         need |= {n for rank in ranks[node] for n in copy.needs[str(rank)]}
                     else:  # another layout: any rank may need any file
                         need |= copy.files
-                    need -= held[node]
+                    need -= of_nodes[node]
                     sources = {}
-                    for other, names in held.items():
+                    for other, names in of_nodes.items():
                         sources[other] = need & names
                         need = need - names
                     if any(sources.values()):
@@ -182,4 +182,4 @@ class Copies:
         for step in [step for step in self._copies if doomed(step)]:
             del self._copies[step]
             for member in self.members.values():
-                member.holds.pop(step, None)
+                member.copies.pop(step, None)

@@ -62,8 +62,8 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
         raise Mistake(f"--nnodes {o.nnodes} needs --master-addr, the address of node 0")
     o.master_addr = o.master_addr or "127.0.0.1"
     if not 0 < o.master_port < 65536:
-        said = "--master-port" if o.master_port != port or not step else "MASTER_PORT"
-        raise Mistake(f"{said} {o.master_port}: a port is 1 to 65535")
+        source = "--master-port" if o.master_port != port or not step else "MASTER_PORT"
+        raise Mistake(f"{source} {o.master_port}: a port is 1 to 65535")
     if not Path(o.script).is_file():
         raise Mistake(f"{o.script}: there is no such program")
     if o.spares >= o.nnodes * o.nproc_per_node:

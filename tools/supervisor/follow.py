@@ -44,7 +44,7 @@ class Follower:
     def run(self) -> int:
         """Follow until the leader ends the run, or is gone for --node-wait seconds."""
         o, node, deadline = self.options, None, time.monotonic() + MEET
-        session, speak = nonce(), time.monotonic() + PATIENT
+        session, report_at = nonce(), time.monotonic() + PATIENT
         try:
             while not self.signalled or self.channel:
                 try:
@@ -66,16 +66,16 @@ class Follower:
                         say(f"node 0 is lost, so the ranks here are ended: {error}")
                         node.do({"signal": int(signal.SIGKILL)})
                         self.channel, deadline = None, time.monotonic() + o.node_wait
-                        speak = time.monotonic() + PATIENT
+                        report_at = time.monotonic() + PATIENT
                     if error.final:
                         say(f"node 0 refuses --node-rank {o.node_rank}: {error}")
                         return MISTAKE
                     if time.monotonic() > deadline:
                         say(f"node 0 is not reached: {error}")
                         return 1
-                    if time.monotonic() > speak:
+                    if time.monotonic() > report_at:
                         say(f"waiting for node 0: {error}")
-                        speak = deadline  # once
+                        report_at = deadline  # once
                     time.sleep(AGAIN)
             return 128 + self.signalled
         finally:

@@ -82,9 +82,9 @@ def _directory_in(base: Path) -> tuple[Path, int]:
     except OSError:
         shutil.rmtree(path, ignore_errors=True)
         raise
-    held = _lock(path)
-    assert held is not None, f"{path} is new, and locked"
-    return path, held
+    locked = _lock(path)
+    assert locked is not None, f"{path} is new, and locked"
+    return path, locked
 
 
 def _lock(path: Path) -> int | None:
@@ -125,9 +125,9 @@ class Node:
     ) -> None:  # fmt: skip
         self.argv, self.warm, self.event = argv, options.warm, event
         self.secret, self.silence, self.attempt = secret, options.peer_timeout, 0
-        self.directory, self._held = memory_directory()
+        self.directory, self._lock_fd = memory_directory()
         self.memory = self.directory / "memory"
-        self._kept, self._closed, self.port = dict[str, int](), False, 0
+        self._copied, self._closed, self.port = dict[str, int](), False, 0
 
         def met(channel: Channel, number: int | None, seat: Seat | None) -> None:
             if number is None or seat is None:
@@ -156,20 +156,20 @@ class Node:
     def _start(self) -> None:
         """Start the process that starts the ranks."""
         ours, theirs = socket.socketpair()
-        self._sock, self._heard, self._ready = ours, 0, False
+        self._sock, self._events, self._ready = ours, 0, False
         with theirs:
             words = [str(theirs.fileno()), str(self.directory), "warm" if self.warm else "cold"]
-            kept = [theirs.fileno(), self._held]
+            inherited = [theirs.fileno(), self._lock_fd]
             self._process = subprocess.Popen(
                 [sys.executable, str(SCRIPT), *words],
-                stdin=subprocess.DEVNULL, pass_fds=kept, start_new_session=True,
+                stdin=subprocess.DEVNULL, pass_fds=inherited, start_new_session=True,
             )  # fmt: skip
         threading.Thread(target=self._listen, args=(ours,), name="ranks", daemon=True).start()
 
     def _listen(self, sock: socket.socket) -> None:
         buffer = b""
         while data := _received(sock):
-            self._heard += 1
+            self._events += 1
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
                 message = json.loads(line)
@@ -247,11 +247,11 @@ class Node:
 
     def _watch(self) -> None:
         """Report rank 0's progress and the complete copies; end a starter that is stuck."""
-        last, heard, quiet, looked, woken = None, 0, 0.0, time.monotonic(), False
+        last, events, quiet, looked, woken = None, 0, 0.0, time.monotonic(), False
         while not self._closed:
             now = time.monotonic()
-            if heard != self._heard:
-                heard, quiet, woken = self._heard, 0.0, False
+            if events != self._events:
+                events, quiet, woken = self._events, 0.0, False
             else:  # seconds in which this process stood still, too, do not count
                 quiet += min(now - looked, 1.0)
             looked = now
@@ -273,8 +273,8 @@ class Node:
             for entry in os.scandir(self.memory):
                 match = NEEDS.fullmatch(entry.name)
                 inode = entry.inode()
-                if match and self._kept.get(entry.name) != inode:
-                    self._kept[entry.name] = inode
+                if match and self._copied.get(entry.name) != inode:
+                    self._copied[entry.name] = inode
                     with suppress(OSError, ValueError):
                         self._report(int(match[1]), json.loads(Path(entry.path).read_text()))
             time.sleep(POLL)
@@ -345,4 +345,4 @@ class Node:
 
     def _remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
-        os.close(self._held)
+        os.close(self._lock_fd)

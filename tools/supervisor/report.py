@@ -86,15 +86,15 @@ def verdict(ends: Sequence[End]) -> int | None:
 
 def first_cause(ends: Sequence[End]) -> tuple[int, str]:
     """Return the rank that failed first and why, of an attempt that is to be restarted."""
-    said = [(int(m[1]), m[2]) for end in ends if (m := FIRST.search(end.cause))]
+    causes = [(int(m[1]), m[2]) for end in ends if (m := FIRST.search(end.cause))]
     for end in ends:  # a process that was killed or crashed says nothing itself
         if end.fault and (end.code is None or end.code < 0):
-            told = next((text for rank, text in said if rank == end.rank), "")
+            cause = next((text for rank, text in causes if rank == end.rank), "")
             why = f"ended by {signal_name(-end.code)}" if end.code else end.cause
-            last = told.partition("its last report")[2]
+            last = cause.partition("its last report")[2]
             return end.rank, f"{why}; its last report{last}" if last else why
-    if said:
-        return said[0][0], said[0][1].lstrip(": ").strip()
+    if causes:
+        return causes[0][0], causes[0][1].lstrip(": ").strip()
     for end in ends:
         if end.fault:
             return end.rank, end.cause or f"exit code {end.code}"

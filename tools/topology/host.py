@@ -73,10 +73,10 @@ def cards_of(root: Path = Path("/sys")) -> tuple[Card, ...]:
             if not (entry / "device").exists():
                 continue
             try:
-                told = re.match(r"\s*(\d+(?:\.\d+)?)", (entry / speed).read_text())
+                match = re.match(r"\s*(\d+(?:\.\d+)?)", (entry / speed).read_text())
             except OSError:
-                told = None
-            rate = float(told[1]) * unit if told else 0.0
+                match = None
+            rate = float(match[1]) * unit if match else 0.0
             found.append(card(entry.name, entry / "device", rate))
         if found:
             break

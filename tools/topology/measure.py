@@ -90,13 +90,13 @@ class Prober:
         back = self._rate(other, one)
         return self._share(one, other, min(trips) / 2), there, back
 
-    def _share(self, teller: int, other: int, number: float) -> float:
+    def _share(self, sender: int, other: int, number: float) -> float:
         """Return a rank's number on both ranks of a pair."""
-        if self.axis.rank == teller:
+        if self.axis.rank == sender:
             self._done(send(torch.tensor([number], dtype=torch.float64, device=self.device),
                             self.axis, other))  # fmt: skip
             return number
-        got, handle = receive((1,), torch.float64, self.device, self.axis, teller)
+        got, handle = receive((1,), torch.float64, self.device, self.axis, sender)
         self._done(handle)
         return float(got.item())
 
@@ -160,13 +160,13 @@ class Prober:
         n, inside = len(ring), self.axis.rank in ring
         at = list(ring).index(self.axis.rank) if inside else 0
         after, before = ring[(at + 1) % n], ring[at - 1]
-        held, free, found = self._bytes(size), self._bytes(size), [0.0]
+        buffer, free, found = self._bytes(size), self._bytes(size), [0.0]
         for _ in range(REPEATS):
             barrier(self.axis, self.device)
             began = time.perf_counter()
             for _ in range((n - 1) * inside):
-                self._done(exchange(held, self.axis, after, before, free))
-                held, free = free, held
+                self._done(exchange(buffer, self.axis, after, before, free))
+                buffer, free = free, buffer
             found.append(time.perf_counter() - began)
         return self._slowest(min(found[1:]) if inside else 0.0)
 
@@ -192,7 +192,7 @@ def collectives(axis: Axis, device: torch.device) -> dict[str, tuple[float, floa
             found.append(time.perf_counter() - began)
         return min(found)
 
-    n, told = axis.size, {}
+    n, results = axis.size, {}
     scale = {"all_gather": n - 1, "reduce_scatter": (n - 1) / n}
     calls: dict[str, Callable[[Tensor], object]] = {
         "all_gather": lambda x: all_gather(x, axis),
@@ -201,5 +201,5 @@ def collectives(axis: Axis, device: torch.device) -> dict[str, tuple[float, floa
     for verb, call in calls.items():
         small, large = (n * size // n for size in (SMALL * n, LARGE * n))
         low, high = timed(call, small), timed(call, large)
-        told[verb] = (low, (large - small) * scale[verb] / max(high - low, 1e-9))
-    return told
+        results[verb] = (low, (large - small) * scale[verb] / max(high - low, 1e-9))
+    return results

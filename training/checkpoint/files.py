@@ -142,7 +142,7 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def hold_directory(path: Path, holder: object) -> Path:
+def open_directory(path: Path, holder: object) -> Path:
     """Open a directory that is no link and belongs to this user or root; return a path to read by.
 
     Raises CheckpointError. On Linux, while `holder` lives, the path leads to this very directory,
@@ -158,8 +158,8 @@ def hold_directory(path: Path, holder: object) -> Path:
         raise CheckpointError(f"{path.name}{why}") from None
     weakref.finalize(holder, os.close, fd)
     _check_owner(path, os.fstat(fd))
-    held = Path(f"/proc/self/fd/{fd}")
-    return held if held.exists() else path
+    by_descriptor = Path(f"/proc/self/fd/{fd}")
+    return by_descriptor if by_descriptor.exists() else path
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:

@@ -102,12 +102,12 @@ def find_latest(
         raise CheckpointError(failed.error)
     names, leftovers, first_local = outcomes[0].value
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         if grid.rank == 0:
             note(line)
 
     for name in leftovers:
-        tell(f"checkpoint {name} is skipped: its save did not finish")
+        report(f"checkpoint {name} is skipped: its save did not finish")
     for i, name in enumerate(names):
         here, local = roots.here(name, first_local)
 
@@ -125,7 +125,7 @@ def find_latest(
         if found.mismatch:
             raise MismatchError(f"{flag}: {found.error}")
         failed = found
-        tell(f"checkpoint {name} is skipped: rank {failed.rank}: {failed.error}")
+        report(f"checkpoint {name} is skipped: rank {failed.rank}: {failed.error}")
     if names:
         raise CheckpointError(
             f"{flag} {root}: none of its {len(names)} checkpoints is whole (the last, "
@@ -174,7 +174,7 @@ def _verified(
             # and what is stored next to the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
-        names = names_told(pieces) if isinstance(checkpoint, HuggingFaceDirectory) else []
+        names = names_to_report(pieces) if isinstance(checkpoint, HuggingFaceDirectory) else []
         return bits, names, checkpoint.manifest.get("digest", "")
 
     outcomes = together(check, grid.world, device)
@@ -184,8 +184,8 @@ def _verified(
     if failed is None:
         (checkpoint,) = opened
         files = checkpoint.manifest["files"]
-        asked = zip(*(o.value[0] for o in outcomes), strict=True)  # one column a file
-        readers = dict(zip(sorted(files), asked, strict=True))
+        requested = zip(*(o.value[0] for o in outcomes), strict=True)  # one column a file
+        readers = dict(zip(sorted(files), requested, strict=True))
         loads, mine = [0] * grid.world.size, []
         for name in sorted(files, key=lambda name: -files[name]["size"]):
             ranks = [rank for rank, bit in enumerate(readers[name]) if bit == "1"]
@@ -212,7 +212,7 @@ def _verified(
     return failed or opened[0]
 
 
-def names_told(pieces: Sequence[NamedPiece]) -> list[str]:
+def names_to_report(pieces: Sequence[NamedPiece]) -> list[str]:
     """Return the tensors whose first element this rank holds, as the first of its holders.
 
     In every layout one rank of the world tells a name, also where weights are sharded.
@@ -231,12 +231,12 @@ def is_hugging_face(
     return bool(found)
 
 
-def later_steps(root: Path, step: int, apart_from: Sequence[str] = ()) -> list[str]:
+def later_steps(root: Path, step: int, except_for: Sequence[str] = ()) -> list[str]:
     """Return the names of later steps' directories with files of the right sizes, oldest first.
 
     apart_from: directories to leave out.
     """
-    found, known = [], {Path(name).resolve() for name in apart_from}
+    found, known = [], {Path(name).resolve() for name in except_for}
     for name in reversed(candidates(root, None, "--save")[0]):
         match = STEP.fullmatch(Path(name).name)
         if match is None or int(match[1]) <= step or Path(name).resolve() in known:

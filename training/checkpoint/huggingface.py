@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.files import check_size, hold_directory, open_plain
+from training.checkpoint.files import check_size, open_directory, open_plain
 from training.checkpoint.header import HEADER_LIMIT, NAMES, read_header
 from training.checkpoint.load import Checkpoint, OneOfFused
 from training.checkpoint.manifest import parse
@@ -52,7 +52,7 @@ class HuggingFaceDirectory(Checkpoint):
         self._boxes = {}
         self._fused: dict[str, tuple[str, int, int, int]] = {}
         try:
-            self._at = hold_directory(self.directory, self)
+            self._at = open_directory(self.directory, self)
             self.config = read_json(self.directory / CONFIG)
             self.index, self.manifest = {}, {"step": 0, "files": {}}
             self._read_headers()

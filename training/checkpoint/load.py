@@ -22,7 +22,7 @@ from torch import Tensor
 from mpu.grid import Grid
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
-from training.checkpoint.files import check_file, check_size, hold_directory
+from training.checkpoint.files import check_file, check_size, open_directory
 from training.checkpoint.finite import check_tensors, fault_of
 from training.checkpoint.header import check_header
 from training.checkpoint.manifest import (
@@ -99,7 +99,7 @@ class Checkpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._boxes: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        self._at = hold_directory(directory, self)
+        self._at = open_directory(directory, self)
         self.manifest = read_manifest(directory, self._at)
         self.step: int = self.manifest["step"]
         self.index: dict[str, Any] = read_part(self._at, self.manifest, INDEX)

@@ -21,7 +21,7 @@ from training.untrusted import parse_json
 
 NAME = "lock"
 WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-HELD = (errno.EACCES, errno.EAGAIN)
+LOCKED = (errno.EACCES, errno.EAGAIN)
 PATIENCE = 120.0  # seconds: a requeued job may begin while its old ranks still save
 
 
@@ -41,7 +41,7 @@ class DirectoryLock:
         self._new = not self._path.exists()
         self._fd = os.open(self._path, flags, 0o600)
         until, noted = time.monotonic() + patience, False
-        while (failed := self._try()) in HELD:
+        while (failed := self._try()) in LOCKED:
             who = f"{root} is being written by another run: {_holder(os.pread(self._fd, 1000, 0))}"
             if time.monotonic() > until:
                 self.close()

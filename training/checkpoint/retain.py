@@ -57,7 +57,7 @@ def prune(
     except OSError as error:
         note(f"no checkpoint was removed: {error.strerror}: {error.filename}")
         return []
-    gone = []
+    removed = []
     for name in doomed:
         hook("pruning")
         trash = f"{name.partition('.')[0]}.trash-{secrets.token_hex(8)}"
@@ -68,10 +68,10 @@ def prune(
             note(f"checkpoint {root / name} was not removed: {error.strerror}")
             continue
         good.discard(name)
-        gone.append(name)
+        removed.append(name)
         hook("trash")
         _clear(root, [trash], note)
-    return gone
+    return removed
 
 
 def choose(
@@ -96,7 +96,7 @@ def choose(
             doomed.append(name)
         elif len(counted) < window:
             try:
-                check_whole(root / name, good)
+                check_complete(root / name, good)
                 counted.append(step)
             except (CheckpointError, OSError) as error:
                 note(f"checkpoint {root / name} is left in place and not counted: {error}")
@@ -115,7 +115,7 @@ def step_directories(root: Path) -> list[tuple[int, bool, str]]:
     return sorted(found)
 
 
-def check_whole(directory: Path, good: set[str]) -> None:
+def check_complete(directory: Path, good: set[str]) -> None:
     """Raise CheckpointError unless a checkpoint's files have their sizes and hashes.
 
     A directory named in `good` is not hashed; one that passes is added to `good`.
@@ -141,7 +141,7 @@ def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
                 rubbish.append(entry.name)
             elif dot and STEP.fullmatch(entry.name):
                 try:
-                    check_whole(root / stem, good)
+                    check_complete(root / stem, good)
                     rubbish.append(entry.name)
                 except (CheckpointError, OSError):
                     pass

@@ -113,8 +113,8 @@ def write_huggingface(
             total = {"total_size": sum(piece.nbytes for piece in pieces)}
             index = {"metadata": total, "weight_map": weight_map}
             write_json(aside / "model.safetensors.index.json", index)
-        kept = str(pieces[0].tensor.dtype).removeprefix("torch.")
-        config = {**found.state["hf_config"], "torch_dtype": kept, **fields}
+        dtype = str(pieces[0].tensor.dtype).removeprefix("torch.")
+        config = {**found.state["hf_config"], "torch_dtype": dtype, **fields}
         write_json(aside / "config.json", config)
         for name, data in more.items():
             write_bytes(aside / name, data)
@@ -152,9 +152,9 @@ def keep_newest(root: Path, count: int | None, name: re.Pattern[str]) -> list[st
     A directory first takes a name that nobody reads.
     """
     found = sorted(e.name for e in os.scandir(root) if name.fullmatch(e.name) and e.is_dir())
-    gone = found[:-count] if count else []
-    for each in gone:
+    removed = found[:-count] if count else []
+    for each in removed:
         trash = root / f".{each}.old-{secrets.token_hex(8)}"
         os.rename(root / each, trash)
         shutil.rmtree(trash, ignore_errors=True)
-    return gone
+    return removed

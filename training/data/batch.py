@@ -57,10 +57,10 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         """Return the same batch with its tensors on a device; a copy to CUDA is asynchronous."""
         names = ("tokens", "labels", "loss_mask", "position_ids")
-        held = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if torch.device(device).type == "cuda":
-            held = {k: v if v.is_cuda else v.pin_memory() for k, v in held.items()}
-        moved = {k: v.to(device, non_blocking=True) for k, v in held.items()}
+            tensors = {k: v if v.is_cuda else v.pin_memory() for k, v in tensors.items()}
+        moved = {k: v.to(device, non_blocking=True) for k, v in tensors.items()}
         packed = self.packed_seq_params and self.packed_seq_params.to(device)
         return replace(self, packed_seq_params=packed, **moved)
 

@@ -28,7 +28,7 @@ from training.data.megatron_order import (
 from training.data.mock import MockDataset
 from training.data.one_pass import OnePass
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
-from training.data.staged import Staged, StageData
+from training.data.stage_datasets import Staged, StageData
 from training.stages import stage_of
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def build_datasets(
         if split in found:
             continue
         paths, flag = (data.data_path, "--data-path") if shares else (own, f"--{split}-data-path")
-        whole = data.full_validation and split == "valid"
+        full_validation = data.full_validation and split == "valid"
         sets = {split: paths}
         if data.multiple_validation_sets and split == "valid":
             sets = {
@@ -166,8 +166,8 @@ def build_datasets(
                 for name, path in validation_sets(own, data.validation_set_names).items()
             }
         for name, each in sets.items():
-            if each and (data.data_order == "weft" or whole):
-                found[name] = opener.open(each, flag, split, shares, whole)
+            if each and (data.data_order == "weft" or full_validation):
+                found[name] = opener.open(each, flag, split, shares, full_validation)
             else:
                 ask = partial(opener.open_as_megatron, each, flag, split, shares)
                 found[name] = ask(*needed[split]) if each else None
@@ -241,12 +241,12 @@ class _Opener:
         """
         prefixes, weights = parse_blend(paths, flag)
         found: list[GPTDataset] = []
-        kept: list[float] = []
+        weights_left: list[float] = []
         for i, prefix in enumerate(prefixes):
             file, cut = self._cut(prefix, split, shares)
             if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):
                 found.append(part := self._dataset(file, split, cut))
-                kept.append(float(part.tokens) if weights is None else weights[i])
+                weights_left.append(float(part.tokens) if weights is None else weights[i])
             elif weights and weights[i] > 0 and split == "train":
                 raise ValueError(
                     f"{flag}: {prefix} has weight {weights[i]:g} but no {split} tokens"
@@ -255,7 +255,7 @@ class _Opener:
             once = OnePass(found)
             return once if once.length else None
         if len(found) > 1:
-            return Blend(found, kept)
+            return Blend(found, weights_left)
         return found[0] if found else None
 
     def open_stages(self, config: "Config") -> Staged:
@@ -302,10 +302,10 @@ class _Opener:
         else:
             if min(weights) <= 0:
                 raise ValueError(f"{flag}: --data-order megatron takes no weight of 0")
-            wanted, made = sizes_of_blend(weights, samples)
-            asked = zip(cuts, made, strict=True)
-            parts = [self._in_order(file, cut, split, n) for (file, cut), n in asked]
-            count, normal = sum(wanted), normalized(weights)
+            needed, made = sizes_of_blend(weights, samples)
+            requests = zip(cuts, made, strict=True)
+            parts = [self._in_order(file, cut, split, n) for (file, cut), n in requests]
+            count, normal = sum(needed), normalized(weights)
         if count < read:
             raise ValueError(
                 f"{flag} without weights holds {count} {split} samples under --data-order megatron "

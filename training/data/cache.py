@@ -25,7 +25,7 @@ from training.data.files import replacing
 from training.untrusted import open_plain
 
 WORDS = 8  # of int32 in a SHA-256
-WHOLE = 256 << 20  # bytes; a larger entry is mapped instead of read
+READ_LIMIT = 256 << 20  # bytes; a larger entry is mapped instead of read
 NOTICE = 5.0  # seconds of waiting before it is reported
 
 
@@ -107,7 +107,7 @@ class IndexCache:
                 if found.st_size != file.tell() + 4 * shape[0]:
                     return None
                 stored: np.ndarray
-                if found.st_size > WHOLE:
+                if found.st_size > READ_LIMIT:
                     stored = np.memmap(file, np.int32, "r", file.tell(), shape)
                 else:
                     stored = np.frombuffer(file.read(), np.int32)
@@ -125,7 +125,7 @@ class IndexCache:
     @contextmanager
     def _locked(self, path: str, what: str, patience: float) -> Iterator[None]:
         """Hold an exclusive lock that the kernel drops when its holder dies."""
-        began, told = time.monotonic(), False
+        began, reported = time.monotonic(), False
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -138,8 +138,8 @@ class IndexCache:
                     waited = time.monotonic() - began
                     if waited > patience:
                         raise TimeoutError(0, f"{path} is locked for {patience:.0f} s") from error
-                    if waited > NOTICE and not told:
-                        told = True
+                    if waited > NOTICE and not reported:
+                        reported = True
                         self.report(f"waiting for {what}, which another process computes")
                     time.sleep(0.02 if waited < 1 else 0.2)
             yield

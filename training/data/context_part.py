@@ -24,8 +24,8 @@ def context_part(batch: Batch, rank: int, size: int) -> Batch:
     packed = batch.packed_seq_params or PackedSeqParams.of((s,) * b)
     at = _places(packed, b, rank, size)
 
-    def part(whole: Tensor) -> Tensor:
-        return whole.flatten()[at].view(b, s // size)
+    def part(full: Tensor) -> Tensor:
+        return full.flatten()[at].view(b, s // size)
 
     positions = torch.arange(s).expand(b, s) if batch.position_ids is None else batch.position_ids
     mask = None if batch.loss_mask is None else part(batch.loss_mask)

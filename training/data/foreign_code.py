@@ -37,7 +37,7 @@ def calling(what: str, mute: bool = False) -> Iterator[None]:
     The libraries raise plain Exceptions, and where Rust panics a BaseException. mute: keep what
     they print meanwhile, a panic's backtrace, off the terminal; for the start of a process only.
     """
-    kept = os.dup(2) if mute else -1
+    saved_stderr = os.dup(2) if mute else -1
     try:
         if mute:
             null = os.open(os.devnull, os.O_WRONLY)
@@ -51,5 +51,5 @@ def calling(what: str, mute: bool = False) -> Iterator[None]:
         raise ValueError(f"{what}: {lines[0]}") from None
     finally:
         if mute:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(saved_stderr, 2)
+            os.close(saved_stderr)

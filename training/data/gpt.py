@@ -24,7 +24,7 @@ from training.data.indexed import IndexedTokens
 from training.data.sample_index import sample_index
 
 CACHE_FROM = 4096  # entries; building a smaller index is faster than reading it
-EPOCHS_KEPT = 4
+EPOCHS_CACHED = 4
 
 
 class Epoch(NamedTuple):
@@ -163,7 +163,7 @@ class GPTDataset:
     def _epoch(self, epoch: int) -> Epoch:
         with self._lock:  # loader threads share this object
             if epoch not in self._epochs:
-                while len(self._epochs) >= EPOCHS_KEPT:
+                while len(self._epochs) >= EPOCHS_CACHED:
                     del self._epochs[min(self._epochs)]
                 self._epochs[epoch] = self._load(epoch)
             return self._epochs[epoch]

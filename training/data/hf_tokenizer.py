@@ -38,8 +38,8 @@ class HuggingFaceTokenizer:
             self._model.no_padding()
             vocabulary = self._model.get_vocab(with_added_tokens=True)
             begun = self._model.encode("").ids[:1]
-        self._config, config = self._beside(path, CONFIG)
-        _, special = self._beside(path, SPECIAL)
+        self._config, config = self._in_same_folder(path, CONFIG)
+        _, special = self._in_same_folder(path, SPECIAL)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
 
         def stated(key: str) -> object:
@@ -50,14 +50,14 @@ class HuggingFaceTokenizer:
         self.eod = self._special(stated("eos_token"), self.EOD)
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
 
-    def _beside(self, path: str, name: str) -> tuple[bytes, dict[str, Any]]:
+    def _in_same_folder(self, path: str, name: str) -> tuple[bytes, dict[str, Any]]:
         """Return a file next to tokenizer.json as it is and as an object, empty where it is not."""
-        beside, data = os.path.join(os.path.dirname(path), name), b"{}"
-        if os.path.exists(beside):
-            data = read_model(beside)
-        found = parse_json(data, beside, foreign=True)
+        other, data = os.path.join(os.path.dirname(path), name), b"{}"
+        if os.path.exists(other):
+            data = read_model(other)
+        found = parse_json(data, other, foreign=True)
         if not isinstance(found, dict):
-            raise ValueError(f"{beside} is not a JSON object")
+            raise ValueError(f"{other} is not a JSON object")
         return data, found
 
     def _special(self, stated: object, custom: Sequence[str]) -> int | None:

@@ -24,7 +24,7 @@ QUIET = 5.0  # seconds before progress is reported, and between two lines of it
 SLOW = 50e6  # bytes a second that another process hashes at least
 
 
-def whole_digest(
+def full_digest(
     data: WatchedFile,
     lengths: np.ndarray,
     dtype: str,
@@ -38,12 +38,12 @@ def whole_digest(
     """
     if cache is None:
         cache = IndexCache("", print)
-    tell = cache.report
+    report = cache.report
 
     def compute() -> np.ndarray:
         facts = xxhash.xxh3_128(f"{dtype} {len(lengths)} {data.size}".encode())
         facts.update(np.ascontiguousarray(lengths).data)
-        for part in _parts(data, tell):
+        for part in _parts(data, report):
             facts.update(part)
         return np.frombuffer(facts.digest(), np.int32)
 
@@ -53,7 +53,7 @@ def whole_digest(
     return cache.get(stamps, 4, compute, f"the digest of {data.path}", patience).tobytes().hex()
 
 
-def _parts(data: WatchedFile, tell: Callable[[str], None]) -> Iterator[bytes]:
+def _parts(data: WatchedFile, report: Callable[[str], None]) -> Iterator[bytes]:
     """Yield the XXH3-128 of each part, in order."""
     own = threading.local()
 
@@ -67,14 +67,14 @@ def _parts(data: WatchedFile, tell: Callable[[str], None]) -> Iterator[bytes]:
             found.update(part.data)
         return found.digest()
 
-    began = spoken = time.monotonic()
+    began = reported = time.monotonic()
     threads = min(THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, "weft-digest") as pool:
         for i, part in enumerate(pool.map(digest, range(0, data.size, PART))):
             now = time.monotonic()
-            if now - spoken >= QUIET:
-                spoken, done = now, min((i + 1) * PART, data.size)
-                tell(
+            if now - reported >= QUIET:
+                reported, done = now, min((i + 1) * PART, data.size)
+                report(
                     f"{data.path}: {done / data.size:.0%} of {data.size:,} bytes hashed, once for "
                     f"all runs, at {done / (now - began) / 1e9:.2f} GB/s"
                 )

@@ -32,7 +32,7 @@ import numpy as np
 
 from training.data.cache import IndexCache
 from training.data.files import replacing
-from training.data.identity import whole_digest
+from training.data.identity import full_digest
 from training.data.watched import WatchedFile
 from training.untrusted import open_plain
 
@@ -128,7 +128,7 @@ class IndexedTokens:
         and then found in the cache, as long as both files keep their sizes and times.
         """
         facts = {"identity": 1, "name": os.path.basename(self.prefix), **self._stamps}
-        found = whole_digest(self._bin, self.lengths, self.dtype.str, facts, self._cache)
+        found = full_digest(self._bin, self.lengths, self.dtype.str, facts, self._cache)
         self.check()
         return found
 

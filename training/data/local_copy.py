@@ -72,12 +72,12 @@ def _copy(source: str, target: str, report: Callable[[str], None]) -> None:
     with open_plain(source) as file, replacing(target) as out:
         before = os.fstat(file.fileno())
         size, done, began = before.st_size, 0, time.monotonic()
-        spoken = began
+        reported = began
         while block := file.read(BLOCK):
             out.write(block)
             done, now = done + len(block), time.monotonic()
-            if now - spoken >= QUIET:
-                spoken, rate = now, done / (now - began)
+            if now - reported >= QUIET:
+                reported, rate = now, done / (now - began)
                 report(
                     f"{source}: {done / max(size, 1):.0%} of {size:,} bytes copied to "
                     f"{os.path.dirname(target)}, {rate / 1e9:.2f} GB/s, "

@@ -131,11 +131,11 @@ class MegatronBlend(Blend):
             {**facts, "samples": self.samples}, 2 * self.samples, lambda: self._draw(library)
         ).reshape(2, -1)
         taken = np.bincount(self._order[0], minlength=len(lengths))
-        for dataset, most, asked in zip(datasets, lengths, taken.tolist(), strict=True):
-            if asked > most:
+        for dataset, most, requested in zip(datasets, lengths, taken.tolist(), strict=True):
+            if requested > most:
                 raise ValueError(
-                    f"{dataset.name}: the blend asks for {asked} samples of it and it has {most}, "
-                    "as Megatron-LM refuses too"
+                    f"{dataset.name}: the blend asks for {requested} samples of it and it has "
+                    f"{most}, as Megatron-LM refuses too"
                 )
 
     @property
@@ -173,11 +173,11 @@ class MegatronBlend(Blend):
         room = np.array(self._room, np.int64)
         build = getattr(library, "weft_blend_order", None)
         if build is not None:
-            given = np.empty(len(weights), np.int64)
+            drawn = np.empty(len(weights), np.int64)
             build.restype = ctypes.c_int64
             pointer, number = ctypes.c_void_p, ctypes.c_int64
             build.argtypes = [pointer, pointer, number, number, pointer, pointer, pointer]
-            arrays = (out[0], out[1], given)
+            arrays = (out[0], out[1], drawn)
             done = build(
                 weights.ctypes.data, room.ctypes.data, len(weights), self.samples,
                 *(array.ctypes.data for array in arrays),

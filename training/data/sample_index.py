@@ -48,11 +48,11 @@ def _sample_index_numpy(
     for block in range(0, len(order), BLOCK):
         ends = begin + np.cumsum(lengths[order[block : block + BLOCK]], dtype=np.int64)
         last = max(found, min(count, -(-(int(ends[-1]) - first) // step)))
-        wanted = first + np.arange(found, last, dtype=np.int64) * step
-        place = np.searchsorted(ends, wanted, side="right")
+        tokens = first + np.arange(found, last, dtype=np.int64) * step
+        place = np.searchsorted(ends, tokens, side="right")
         starts = np.concatenate(([begin], ends[:-1]))
         places[found:last, 0] = block + place
-        places[found:last, 1] = wanted - starts[place]
+        places[found:last, 1] = tokens - starts[place]
         begin, found = int(ends[-1]), last
     assert found == count, f"{found} of {count} samples lie in the stream"
     return places

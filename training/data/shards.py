@@ -49,7 +49,7 @@ class Shard:
         key: str,
         lines: bool,
         bad: BadDocuments | None = None,
-        tell: Callable[[int], object] = int,
+        report: Callable[[int], object] = int,
     ) -> Iterator[tuple[Where, str]]:
         """Yield (where, text) of each document that has text.
 
@@ -63,7 +63,7 @@ class Shard:
             with opened(self.path) as (file, raw):
                 last = 0
                 for where, found in self._documents(file, key, lines, kind, bad):
-                    tell(raw.tell() - last)
+                    report(raw.tell() - last)
                     last = raw.tell()
                     text = self._decode(where, found, bad)
                     if kind == "jsonl" and text is not None:
@@ -186,9 +186,9 @@ def documents(
     path: str | os.PathLike[str],
     key: str = "text",
     bad: BadDocuments | None = None,
-    tell: Callable[[int], object] = int,
+    report: Callable[[int], object] = int,
     lines: bool = False,
 ) -> Iterator[str]:
     """Yield the documents of one file, as `Shard.texts` does."""
-    for _, text in Shard(os.fspath(path), 0, None).texts(key, lines, bad, tell):
+    for _, text in Shard(os.fspath(path), 0, None).texts(key, lines, bad, report):
         yield text

@@ -41,10 +41,10 @@ def files_of(kind: str | None, path: str | None, merge_file: str | None = None) 
     found = {name: path}
     if kind == "GPT2BPETokenizer":
         found["merges.txt"] = merge_file or os.path.join(folder, "merges.txt")
-    beside: tuple[str, ...] = TOKENIZER_FILES if name in TOKENIZER_FILES else ()
+    others: tuple[str, ...] = TOKENIZER_FILES if name in TOKENIZER_FILES else ()
     if kind == "HuggingFaceTokenizer":
-        beside = (*beside, CONFIG, SPECIAL)
-    for other in beside:
+        others = (*others, CONFIG, SPECIAL)
+    for other in others:
         if os.path.isfile(os.path.join(folder, other)):
             found.setdefault(other, os.path.join(folder, other))
     return found
@@ -103,5 +103,5 @@ def same_tokenizer(
     if known in (digests["tokenizer_digest"], digests.get("tokenizer_digest_before")):
         return True
     older = isinstance(known, str) and not known.startswith(IDS)
-    kept = (info.get("sha256") for info in files.values())
-    return older and digests.get("tokenizer_sha256") in kept
+    hashes = (info.get("sha256") for info in files.values())
+    return older and digests.get("tokenizer_sha256") in hashes

@@ -42,9 +42,9 @@ class WatchedFile:
             del self._reads[thread]
         if len(data) == size:
             return data
-        whole = np.empty(size, np.uint8)  # a system may give less than was asked for
-        self.fill(whole, offset)
-        return whole.tobytes()
+        buffer = np.empty(size, np.uint8)  # a system may give less than was asked for
+        self.fill(buffer, offset)
+        return buffer.tobytes()
 
     def under_way(self) -> str:
         """Return "file, byte o, for s seconds" of the longest read that now goes on, or ""."""

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 MOST = 32  # threads of a rank, where their number is left to measurement
-FIRST, SPARE, KEPT = 2, 1.5, 9  # threads at first; times what the means ask for; of so many reads
+FIRST, SPARE, WINDOW = 2, 1.5, 9  # threads at first; times what the means ask for; of so many reads
 
 
 class Workers(Generic[T]):
@@ -26,7 +26,7 @@ class Workers(Generic[T]):
         self._threads: list[threading.Thread] = []
         self._work = work
         self._jobs: SimpleQueue[tuple[int, Future[T]] | None] = SimpleQueue()
-        self._seconds: deque[float] = deque(maxlen=KEPT)  # that a start takes
+        self._seconds: deque[float] = deque(maxlen=WINDOW)  # that a start takes
         self.grow(threads)
 
     def grow(self, threads: int) -> None:

@@ -44,7 +44,7 @@ def listen(address: str, port: int, backlog: int) -> tuple[socket.socket, str]:
     return socket.create_server((every, port), family=kind, backlog=backlog), ""
 
 
-def tell_address(store: Any, host: str) -> None:
+def publish_address(store: Any, host: str) -> None:
     """Tell rank 0, in the store, by which address this rank knows its host."""
     if not is_loopback(host):
         store.set("monitor/address", resolve(host))

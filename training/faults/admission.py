@@ -44,7 +44,7 @@ class Seat:
 
     session: bytes
     address: str
-    heard: float = field(default_factory=time.monotonic)
+    last_report: float = field(default_factory=time.monotonic)
 
 
 class Admission:
@@ -153,7 +153,7 @@ class Admission:
             since = self._claims.setdefault((number, session), now)
             if len(self._claims) > CLAIMS:
                 del self._claims[next(iter(self._claims))]
-            final = not seat.session or seat.heard > since
+            final = not seat.session or seat.last_report > since
             return f"another process, at {seat.address}, is {kind} {number} already", final
 
     def close_seat(self, number: int) -> None:

@@ -19,7 +19,7 @@ from training.faults.hang_watch import say
 from training.faults.wire import Connection
 
 DIED = "the process died (killed?)"
-APART = "(dead, stopped, or cut off by the network)"
+LOST_CONTACT = "(dead, stopped, or cut off by the network)"
 JOIN = 30.0  # seconds in which all ranks join, once they have met
 RETURN = 2.0  # seconds in which a rank whose connection was reset comes back
 
@@ -58,7 +58,7 @@ class Member:
     address: str  # of its host, as the others know it
     action: str = "start-up"
     last: float = field(default_factory=time.monotonic)  # when it was heard
-    away: float | None = None  # since when its connection is broken
+    disconnected: float | None = None  # since when its connection is broken
     left: bool = False  # it said that it leaves, or it is lost
 
 
@@ -101,9 +101,11 @@ class Coordinator(threading.Thread):
                 member.connection.close()
 
     def _serve(self) -> None:
-        turn = sent = accepted = time.monotonic()
+        looked = sent = accepted = time.monotonic()
         while self._needed():
-            quick = len(self.members) < self.world or any(m.away for m in self.members.values())
+            quick = len(self.members) < self.world or any(
+                m.disconnected for m in self.members.values()
+            )
             for key, _ in self.selector.select(timeout=0.02 if quick else 0.1):
                 if isinstance(key.data, Caller):
                     self._greet(key.data)
@@ -114,11 +116,11 @@ class Coordinator(threading.Thread):
                 accepted = now
                 self.admission.accept(now)
             if (
-                now - turn > self.detector.shortest(self.silence) / 2
+                now - looked > self.detector.shortest(self.silence) / 2
             ):  # this process was stopped, not the others
                 for member in self.members.values():
                     member.last = now
-            turn = now
+            looked = now
             self._examine(now)
             beats = now - sent > self.beat
             sent = now if beats else sent
@@ -131,7 +133,7 @@ class Coordinator(threading.Thread):
         """Return whether somebody still has to join or to leave."""
         if len(self.members) < self.world:
             return True
-        return any(m.connection is not None or m.away for m in self.members.values())
+        return any(m.connection is not None or m.disconnected for m in self.members.values())
 
     def _greet(self, caller: Caller) -> None:
         """Make a caller that knows the secret a member, for the first time or again."""
@@ -146,7 +148,7 @@ class Coordinator(threading.Thread):
             self._part(member)
         self.selector.register(connection.sock, selectors.EVENT_READ, member)
         member.seat, member.address = seat, connection.address
-        member.connection, member.away, member.last = connection, None, time.monotonic()
+        member.connection, member.disconnected, member.last = connection, None, time.monotonic()
         messages.send(connection, "alive", action="")
         messages.send(connection, "place", said=self.detector.place)
         if self.decided is not None:
@@ -175,11 +177,11 @@ class Coordinator(threading.Thread):
             if not member.left and (ended == "closed" or self.detector.is_gone(member.rank)):
                 self._lose(member, DIED)
             elif not member.left:
-                member.away = time.monotonic()
+                member.disconnected = time.monotonic()
 
     def hear(self, member: Member, kind: str, fields: dict[str, Any]) -> None:
         """Take a message of a member."""
-        member.last = member.seat.heard = time.monotonic()
+        member.last = member.seat.last_report = time.monotonic()
         member.action = fields.get("action", member.action)
         if kind in ("bye", "failed"):
             member.left = True
@@ -210,7 +212,7 @@ class Coordinator(threading.Thread):
 
     def _lose(self, member: Member, why: str, address: str = "") -> None:
         """Decide on a rank that did not report its own failure, with its last action."""
-        member.left, member.away = True, None
+        member.left, member.disconnected = True, None
         self.admission.close_seat(member.rank)
         age = time.monotonic() - member.last
         why = f"{why}; its last report, {age:.1f} s before: {member.action}"
@@ -222,17 +224,15 @@ class Coordinator(threading.Thread):
         silent = [m for m in members if now - m.last > patience[m.rank]]
         if silent and self.decided is None:
             also = sorted(m.rank for m in members if now - m.last > 0.75 * patience[m.rank])
-            apart = f"rank 0 and {named(also)} lost contact {APART}"
-            apart, address = self.detector.why_silent(silent[0].rank, apart)
-            self._lose(
-                silent[0], f"no heartbeat for {now - silent[0].last:.0f} s: {apart}", address
-            )
+            what = f"rank 0 and {named(also)} lost contact {LOST_CONTACT}"
+            what, address = self.detector.why_silent(silent[0].rank, what)
+            self._lose(silent[0], f"no heartbeat for {now - silent[0].last:.0f} s: {what}", address)
         for member in members:
-            if member.away is not None and self.detector.is_gone(member.rank):
+            if member.disconnected is not None and self.detector.is_gone(member.rank):
                 self._lose(member, DIED)
-            elif member.away is not None and now - member.away > RETURN:
-                apart = f"rank 0 and rank {member.rank} lost contact {APART}"
-                self._lose(member, f"its connection was reset and it did not reconnect: {apart}")
+            elif member.disconnected is not None and now - member.disconnected > RETURN:
+                what = f"rank 0 and rank {member.rank} lost contact {LOST_CONTACT}"
+                self._lose(member, f"its connection was reset and it did not reconnect: {what}")
         absent = set(range(self.world)) - self.members.keys()
         if absent and now - self.begun > JOIN:
             why = "did not join the failure channel (dead, or with a different WEFT_SECRET)"
@@ -240,7 +240,7 @@ class Coordinator(threading.Thread):
         for due, cause in self.weak:
             if now > due:
                 self.decide(self._behind(cause, members, now))
-        hang, ends = self.detector.look(_heard(members, now), now)
+        hang, ends = self.detector.look(_reports(members, now), now)
         if hang is not None and ends:
             self.decide(Cause(hang.ranks[0], hang.action, hang.text, quick=1))
         elif hang is not None and self.decided is None:
@@ -251,7 +251,7 @@ class Coordinator(threading.Thread):
 
     def _behind(self, cause: Cause, members: list[Member], now: float) -> Cause:
         """Return what is behind the report of a rank that gave up: the rank that it waited for."""
-        hang = self.detector.find(_heard(members, now))
+        hang = self.detector.find(_reports(members, now))
         if hang is None:
             elsewhere = [m for m in members if m.action != cause.action][:2]
             more = [f"rank {m.rank} was at: {m.action}" for m in elsewhere]
@@ -278,6 +278,6 @@ class Coordinator(threading.Thread):
                     messages.send(member.connection, "cause", **vars(cause))
 
 
-def _heard(members: list[Member], now: float) -> list[tuple[int, str, float]]:
+def _reports(members: list[Member], now: float) -> list[tuple[int, str, float]]:
     """Return each member's rank, action and seconds of silence."""
     return [(m.rank, m.action, now - m.last) for m in members if m.connection is not None]

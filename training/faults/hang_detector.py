@@ -48,19 +48,19 @@ class Status:
     line: str = ""
 
     @classmethod
-    def of(cls, rank: int, action: str, said: dict[str, Any], silent: float) -> "Status":
+    def of(cls, rank: int, action: str, fields: dict[str, Any], silent: float) -> "Status":
         """Return the status of a rank that said this `silent` seconds ago."""
-        wait, limit = said.get("wait"), said.get("limit")
+        wait, limit = fields.get("wait"), fields.get("limit")
         return cls(
             rank,
             action,
-            phase=str(said.get("phase", "")),
-            stuck=float(said.get("stuck", 0.0)) + silent,
+            phase=str(fields.get("phase", "")),
+            stuck=float(fields.get("stuck", 0.0)) + silent,
             limit=None if limit is None else float(limit),
             wait=None if not wait else Wait.packed(wait),
-            started=dict(said.get("started", {})),
-            kind=str(said.get("kind", "")),
-            line=str(said.get("line", "")),
+            started=dict(fields.get("started", {})),
+            kind=str(fields.get("kind", "")),
+            line=str(fields.get("line", "")),
         )
 
 
@@ -83,27 +83,27 @@ class HangDetector:
 
     def __init__(self, deadline: float, hang_timeout: float | None, place: str = "{}") -> None:
         self.deadline, self.hang_timeout, self.place = deadline, hang_timeout, place
-        self._said: dict[int, dict[str, Any]] = {}
+        self._fields: dict[int, dict[str, Any]] = {}
         self._places: dict[int, str] = {}
         self._reported: set[int] = set()  # ranks of which a report was made, until they move
         self._looked = 0.0
 
-    def hear(self, rank: int, kind: str, said: str) -> None:
+    def hear(self, rank: int, kind: str, text: str) -> None:
         """Take a rank's status or place, in JSON."""
         if kind == "place":
-            self._places[rank] = said
+            self._places[rank] = text
         else:
-            self._said[rank] = json.loads(said)
+            self._fields[rank] = json.loads(text)
 
-    def look(self, heard: list[tuple[int, str, float]], now: float) -> tuple[Hang | None, bool]:
+    def look(self, reports: list[tuple[int, str, float]], now: float) -> tuple[Hang | None, bool]:
         """Return a hang to report, if any, and whether it ends the run.
 
         heard: each rank, its action, and the seconds since its last report. now: time.monotonic().
         Looks TURNS times a second at most, less in a large world.
         """
-        if now - self._looked < max(1, len(heard) / 512) / TURNS:
+        if now - self._looked < max(1, len(reports) / 512) / TURNS:
             return None, False
-        self._looked, ranks = now, self._statuses(heard)
+        self._looked, ranks = now, self._statuses(reports)
         self._reported &= {s.rank for s in ranks if s.stuck >= MOVING}
         over = [s for s in ranks if s.stuck > self._end(s)]
         late = [s for s in ranks if s.limit is not None and s.stuck > s.limit]
@@ -117,9 +117,9 @@ class HangDetector:
         self._reported |= set(hang.ranks)
         return hang, False
 
-    def find(self, heard: list[tuple[int, str, float]]) -> Hang | None:
+    def find(self, reports: list[tuple[int, str, float]]) -> Hang | None:
         """Return the ranks that hang now, if any, whatever their limits."""
-        return find(self._statuses(heard))
+        return find(self._statuses(reports))
 
     def why_silent(self, rank: int, otherwise: str) -> tuple[str, str]:
         """Return why a rank says nothing, as far as this host tells, and its process's place."""
@@ -132,7 +132,7 @@ class HangDetector:
 
     def patience(self, rank: int, silence: float) -> float:
         """Return the seconds of silence after which a rank counts as lost. silence: in set-up."""
-        if self._said.get(rank, {}).get("phase", "set-up") == "set-up":
+        if self._fields.get(rank, {}).get("phase", "set-up") == "set-up":
             return silence
         return self.shortest(silence)
 
@@ -140,9 +140,11 @@ class HangDetector:
         """Return the same for a rank after set-up."""
         return min(silence, self.hang_timeout or silence)
 
-    def _statuses(self, heard: list[tuple[int, str, float]]) -> list[Status]:
+    def _statuses(self, reports: list[tuple[int, str, float]]) -> list[Status]:
         none: dict[str, Any] = {}
-        return [Status.of(r, action, self._said.get(r, none), gone) for r, action, gone in heard]
+        return [
+            Status.of(r, action, self._fields.get(r, none), gone) for r, action, gone in reports
+        ]
 
     def _end(self, status: Status) -> float:
         if self.hang_timeout is None or status.phase in ("", "set-up"):

@@ -30,7 +30,7 @@ from mpu.comm.waits import Waits
 from training.faults.process import Dump, own_line
 
 FACTOR = 10.0
-KEPT = 20  # times of a phase that are remembered
+WINDOW = 20  # times of a phase that are remembered
 QUIET = 1.0  # seconds without progress after which a status says where the rank is
 BYTES = 1 << 20  # read or written: movement
 IN_FILES = ("set-up", "load", "save")  # phases in which files are read or written
@@ -60,8 +60,8 @@ class HangWatch:
     ) -> None:
         self.waits, self.deadline, self.hang_timeout = waits or Waits(), deadline, hang_timeout
         self.floor = floor
-        self.phase, self._took = "set-up", dict[str, deque[float]]()
-        self._entered = self._moved = self._asked = time.monotonic()
+        self.phase, self._durations = "set-up", dict[str, deque[float]]()
+        self._entered = self._moved = self._queried = time.monotonic()
         self._action, self._bytes = "", 0
         self.dump = Dump(self.waits.thread)
         self._lock, self._over = threading.Lock(), False
@@ -70,13 +70,13 @@ class HangWatch:
         """Begin a phase: "data", "step", "evaluation", "save", "load"."""
         now = time.monotonic()
         if self.phase != "set-up":
-            self._took.setdefault(self.phase, deque(maxlen=KEPT)).append(now - self._entered)
+            self._durations.setdefault(self.phase, deque(maxlen=WINDOW)).append(now - self._entered)
         self.phase, self._entered = phase, now
 
     def limit(self) -> float | None:
         """Return the seconds that this phase may stand still, None where that is not known."""
-        took = self._took.get(self.phase)
-        return max(self.floor, FACTOR * max(took)) if took else None
+        durations = self._durations.get(self.phase)
+        return max(self.floor, FACTOR * max(durations)) if durations else None
 
     def patience(self, silence: float) -> float:
         """Return the seconds of silence after which a rank counts as lost. silence: in set-up."""
@@ -87,9 +87,9 @@ class HangWatch:
         now = time.monotonic()
         if action is not self._action:  # a new one, even in the same words
             self._action, self._moved = action, now
-        if now - self._asked > 5 * beat + QUIET:
+        if now - self._queried > 5 * beat + QUIET:
             self._moved = now  # this process was stopped, or its thread was: begin again
-        self._asked = now
+        self._queried = now
         wait, moved = self.waits.now, max(self._moved, self.waits.moved)
         stuck = now - moved
         if stuck > QUIET and self.phase in IN_FILES:

@@ -36,19 +36,19 @@ def send(connection: Connection, kind: str, **fields: Any) -> None:
     names = FORMAT[kind]
     assert fields.keys() == names.keys(), f"{kind} has {sorted(names)}, not {sorted(fields)}"
     if connection.waiting() < QUEUE:
-        said = {n: printable(v) if isinstance(v, str) else v for n, v in fields.items()}
-        connection.send({"kind": kind, **said})
+        values = {n: printable(v) if isinstance(v, str) else v for n, v in fields.items()}
+        connection.send({"kind": kind, **values})
 
 
-def checked(said: dict[str, Any]) -> Message:
+def checked(received: dict[str, Any]) -> Message:
     """Return a message as it was sent. Raises ValueError where it is none of FORMAT's."""
-    kind = said.pop("kind", None)
+    kind = received.pop("kind", None)
     names = FORMAT.get(kind) if isinstance(kind, str) else None
-    if names is None or said.keys() != names.keys():
+    if names is None or received.keys() != names.keys():
         raise ValueError("no message of ours")
     fields: dict[str, Any] = {}
     for name, of in names.items():
-        value = said[name]
+        value = received[name]
         if of is str and isinstance(value, str):
             fields[name] = printable(value)
         elif of is not str and type(value) in (int, of) and abs(value) < LARGEST:
@@ -63,10 +63,10 @@ def receive(connection: Connection) -> list[Message]:
     return check(connection, connection.read())
 
 
-def check(connection: Connection, said: list[tuple[dict[str, Any], bytes]]) -> list[Message]:
+def check(connection: Connection, received: list[tuple[dict[str, Any], bytes]]) -> list[Message]:
     """Return what was said as messages; what is none of ours ends the connection."""
     messages = []
-    for words, _ in said:
+    for words, _ in received:
         try:
             messages.append(checked(words))
         except ValueError:

@@ -31,8 +31,8 @@ from typing import Any
 
 from mpu.comm.transport import CommunicationError
 from training.faults import messages, wire
-from training.faults.address import listen_as_known, tell_address
-from training.faults.coordinator import APART, DIED, RETURN, Cause, Coordinator, at
+from training.faults.address import listen_as_known, publish_address
+from training.faults.coordinator import DIED, LOST_CONTACT, RETURN, Cause, Coordinator, at
 from training.faults.hang_detector import HangDetector, silence, watch_alone
 from training.faults.hang_watch import HangWatch, say
 from training.faults.links import Links
@@ -44,7 +44,7 @@ NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
 QUICK = 1.0  # seconds for the main thread to unwind where nobody can go on
 SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death behind it
 LASTING = (ConnectionRefusedError, TimeoutError, wire.AnotherSecret)  # trying again does not help
-MEETING = 60.0  # seconds, at most, until all ranks have joined
+JOIN_TIMEOUT = 60.0  # seconds, at most, until all ranks have joined
 JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
 
 
@@ -103,10 +103,10 @@ class FailureMonitor:
         soon = min(silence, self.watch.hang_timeout or silence)
         self._beat = beat or min(soon / 4, max(1.0, world / 512))
         self._grace, self._silence, self._unwind = grace, silence, unwind
-        self._tell = tell
-        self._told, self._failed = threading.Event(), threading.Event()
+        self._on_failure = tell
+        self._notified, self._failed = threading.Event(), threading.Event()
         self._ended = threading.Event()
-        self._own, self._left, self._said = "", False, False
+        self._own, self._left, self._printed = "", False, False
         self._report: dict[str, Any] = {}  # of this rank's failure, once it is sent
         self._lock = threading.Lock()
         self._session = wire.nonce()
@@ -119,19 +119,19 @@ class FailureMonitor:
             if rank == 0:
                 self._coordinator = self._coordinate(store, host, secret)
             elif rank == world - 1:
-                tell_address(store, host)
-            store.wait(["monitor"], timedelta(seconds=MEETING))
+                publish_address(store, host)
+            store.wait(["monitor"], timedelta(seconds=JOIN_TIMEOUT))
             address, port, salt = store.get("monitor").decode().split(",")
             self._address = (address or host, int(port))
             self._secret = wire.proof(secret, "run", salt.encode())
-            self._connection, said = self._join(JOINING)
+            self._connection, received = self._join(JOINING)
         except (OSError, RuntimeError, ValueError) as error:
             text = str(error).splitlines()[0]
             raise CommunicationError(f"rank 0 is not reached at {host}: {text}") from error
         close = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (of := close()) and of())
         threading.Thread(
-            target=self._listen, args=(said,), name="failure-monitor", daemon=True
+            target=self._listen, args=(received,), name="failure-monitor", daemon=True
         ).start()
 
     def _coordinate(self, store: Any, host: str, secret: bytes) -> Coordinator:
@@ -139,7 +139,9 @@ class FailureMonitor:
 
         `salt` makes the key of this one start; without a secret of the run it is the key.
         """
-        address, listener = listen_as_known(store, host, self.world, timedelta(seconds=MEETING))
+        address, listener = listen_as_known(
+            store, host, self.world, timedelta(seconds=JOIN_TIMEOUT)
+        )
         salt = secrets.token_hex(16)
         key = wire.proof(secret, "run", salt.encode())
         detector = self._detector()
@@ -158,9 +160,9 @@ class FailureMonitor:
         self.watch.enter(phase)
         self.action = action
         if first and self._connection is not None:  # at once: rank 0 is less patient from now on
-            said = json.dumps({"phase": phase, "stuck": 0.0})
+            received = json.dumps({"phase": phase, "stuck": 0.0})
             messages.send(self._connection, "beat", action=action)
-            messages.send(self._connection, "status", said=said)
+            messages.send(self._connection, "status", said=received)
 
     def _join(self, seconds: float) -> tuple[wire.Connection, list[Message]]:
         """Connect to the coordinator; try again what may pass. Raises OSError."""
@@ -168,26 +170,26 @@ class FailureMonitor:
         while True:
             left = deadline - time.monotonic()
             try:
-                connection, said = wire.join(
+                connection, received = wire.join(
                     self._address, self._secret, "rank", self.rank, self._session, left
                 )
-                return connection, messages.check(connection, said)
+                return connection, messages.check(connection, received)
             except OSError as error:
                 lasting = isinstance(error, LASTING) or getattr(error, "final", False)
                 if lasting or time.monotonic() + 0.1 > deadline:
                     raise
             time.sleep(0.1)
 
-    def _listen(self, said: list[Message]) -> None:
+    def _listen(self, received: list[Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
-        turn = sent = heard = time.monotonic()
+        looked = sent = heard = time.monotonic()
         place0, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
         assert self._connection is not None
         messages.send(self._connection, "place", said=json.dumps(self.watch.dump.address()))
         while not self._left:
             connection = self._connection
-            for kind, fields in said:
+            for kind, fields in received:
                 if kind == "cause":
                     self._stop(Cause(**fields))
                     return
@@ -200,25 +202,25 @@ class FailureMonitor:
                         connection, "stack", text=self.watch.report(self.rank, fields["text"])
                     )
             if connection.ended:
-                why, said = ("", []) if self._left else self._come_back()
+                why, received = ("", []) if self._left else self._come_back()
                 if why:
                     self._stop(Cause(0, "", why))
                     return
                 heard = time.monotonic()
                 continue
             if connection.wait(self._beat):
-                said, heard = messages.receive(connection), time.monotonic()
+                received, heard = messages.receive(connection), time.monotonic()
             else:
-                said = []
+                received = []
             now = time.monotonic()
             patience = self.watch.patience(self._silence)
-            if now - turn > patience / 2:  # this process was stopped, not rank 0
+            if now - looked > patience / 2:  # this process was stopped, not rank 0
                 heard = now
-            turn = now
+            looked = now
             if now - heard > patience:
-                apart = f"rank 0 and rank {self.rank} lost contact {APART}"
-                apart = silence(json.loads(place0), apart)
-                why = f"no heartbeat for {now - heard:.0f} s: {apart}; its last report, before"
+                lost = f"rank 0 and rank {self.rank} lost contact {LOST_CONTACT}"
+                lost = silence(json.loads(place0), lost)
+                why = f"no heartbeat for {now - heard:.0f} s: {lost}; its last report, before"
                 self._stop(Cause(0, "", f"{why}: {doing}", 1, place0))
                 return
             if now - sent >= self._beat and connection.flush():
@@ -244,20 +246,20 @@ class FailureMonitor:
         Where rank 0's process is dead nothing listens any more, and that is known at once.
         """
         try:
-            self._connection, said = self._join(RETURN)
+            self._connection, received = self._join(RETURN)
         except ConnectionRefusedError:
             return DIED, []
         except OSError as error:
-            apart = f"rank 0 and rank {self.rank} lost contact {APART}"
-            return f"the connection was reset and cannot be restored ({error}): {apart}", []
+            lost = f"rank 0 and rank {self.rank} lost contact {LOST_CONTACT}"
+            return f"the connection was reset and cannot be restored ({error}): {lost}", []
         if self._report:
             messages.send(self._connection, "failed", **self._report)
-        return "", said
+        return "", received
 
     def _stop(self, cause: Cause) -> None:
         """Print the cause, give the main thread time to unwind, then end the process."""
         self.first = cause
-        self._told.set()
+        self._notified.set()
         self._failed.wait(timeout=0.3)  # the main thread may be about to print it
         if cause.quick and cause.rank == self.rank:
             say(self.watch.stacks())
@@ -272,12 +274,12 @@ class FailureMonitor:
     def _print(self) -> None:
         """Print the first cause once, unless it is this rank's own error."""
         with self._lock:  # held while writing: the thread that comes second may end the process
-            cause, silent = self.first, self._said
-            self._said = True
+            cause, silent = self.first, self._printed
+            self._printed = True
             if cause is None or silent or cause.why == self._own:
                 return
             doing = f" {at(self.action)}" if cause.rank != self.rank else ""
-            self._tell(str(cause))
+            self._on_failure(str(cause))
             say(f"[rank {self.rank}] stopping{doing}: {cause}")
 
     def _leave(self) -> None:
@@ -312,7 +314,7 @@ class FailureMonitor:
         self._failed.set()
         self._report = {"action": self.action, "why": why, "wait": wait}
         messages.send(self._connection, "failed", **self._report)
-        if self._told.wait(timeout=self._grace + 5):
+        if self._notified.wait(timeout=self._grace + 5):
             self._print()
         if self._coordinator is not None:
             time.sleep(1.0)  # let the others hear the cause before rank 0's coordinator goes

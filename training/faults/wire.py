@@ -39,7 +39,7 @@ TEXT_LIMIT, BLOB_LIMIT = 4 << 20, 8 << 20  # bytes; no frame of ours has more
 READ, MOST = 1 << 16, 1 << 20  # bytes read at a time: what a frame lacks, within these
 PRINTED = 2000  # characters, at most, of one text
 
-Said = dict[str, Any]
+Fields = dict[str, Any]
 
 
 class Refused(ConnectionError):
@@ -81,27 +81,27 @@ def nonce() -> bytes:
 
 def proof(secret: bytes, purpose: str, *parts: bytes) -> bytes:
     """Return the HMAC-SHA256 of parts, each of a fixed length, in hexadecimal digits."""
-    said = b"\0".join([purpose.encode(), *parts])
-    return hmac.new(secret, said, hashlib.sha256).hexdigest().encode()
+    text = b"\0".join([purpose.encode(), *parts])
+    return hmac.new(secret, text, hashlib.sha256).hexdigest().encode()
 
 
 def hello(
     secret: bytes, kind: str, number: int, session: bytes, own: bytes, listener: bytes
 ) -> bytes:
     """Return what a caller says first. own, listener: the two nonces."""
-    said = f"{kind} {number}".encode().ljust(SEAT) + session + own
-    return said + proof(secret, "hello", said, listener)
+    text = f"{kind} {number}".encode().ljust(SEAT) + session + own
+    return text + proof(secret, "hello", text, listener)
 
 
 def read_hello(secret: bytes, text: bytes, listener: bytes) -> Hello | None:
     """Return what a hello says, or None where its author does not know the secret."""
-    said, mac = text[:-64], text[-64:]
-    right = proof(secret, "hello", said, listener)
+    text, mac = text[:-64], text[-64:]
+    right = proof(secret, "hello", text, listener)
     if len(text) != HELLO or not hmac.compare_digest(mac, right):
         return None
-    kind, _, number = said[:SEAT].decode("ascii", "replace").strip().rpartition(" ")
+    kind, _, number = text[:SEAT].decode("ascii", "replace").strip().rpartition(" ")
     seat = int(number) if number.isdecimal() else -1
-    return Hello(kind, seat, said[SEAT : SEAT + NONCE], said[SEAT + NONCE :])
+    return Hello(kind, seat, text[SEAT : SEAT + NONCE], text[SEAT + NONCE :])
 
 
 class Connection:
@@ -138,7 +138,7 @@ class Connection:
             mac.update(part)
         return mac.digest()
 
-    def send(self, message: Said, blob: bytes = b"") -> None:
+    def send(self, message: Fields, blob: bytes = b"") -> None:
         """Queue a message, and bytes with it; send what the socket takes now."""
         text = json.dumps(message).encode()
         assert len(text) <= TEXT_LIMIT and len(blob) <= BLOB_LIMIT, "the frame is too long"
@@ -199,7 +199,7 @@ class Connection:
             self.ended = "broken" if self._reset else "closed"
         return data
 
-    def read(self) -> list[tuple[Said, bytes]]:
+    def read(self) -> list[tuple[Fields, bytes]]:
         """Return the messages that have arrived whole, and the bytes with each.
 
         `ended` says whether more may come.
@@ -222,7 +222,7 @@ class Connection:
             raise ValueError("too long")
         return max(0, HEAD.size + MAC + texts + blobs - len(self._in))
 
-    def _take(self) -> tuple[Said, bytes]:
+    def _take(self) -> tuple[Fields, bytes]:
         """Take the first frame. Raises ValueError, RecursionError where it is none of ours."""
         texts, blobs = HEAD.unpack_from(self._in)
         start = HEAD.size + MAC
@@ -253,7 +253,7 @@ class Connection:
 
 def join(
     address: tuple[str, int], secret: bytes, kind: str, number: int, session: bytes, seconds: float
-) -> tuple[Connection, list[tuple[Said, bytes]]]:
+) -> tuple[Connection, list[tuple[Fields, bytes]]]:
     """Call a listener and show each other the secret; return its first messages after the welcome.
 
     seconds: for all of it. Raises OSError: ConnectionRefusedError where nothing listens, Refused
@@ -274,7 +274,7 @@ def join(
             raise AnotherSecret(
                 "it has another secret: all ranks of a run need the same WEFT_SECRET"
             )
-        messages: list[tuple[Said, bytes]] = []
+        messages: list[tuple[Fields, bytes]] = []
         while answer == YES and not messages and _more(connection, deadline):
             messages = connection.read()
         if not messages:

@@ -72,17 +72,17 @@ def attention_line(config: Config, card: Card) -> str:
 
     Raises UsageError where the kernel that --attention-backend names cannot do what the run asks.
     """
-    asked, size = config.parallel.attention_backend, config.model.kv_channels
+    requested, size = config.parallel.attention_backend, config.model.kv_channels
     works, dtype = attention_works(config), config.run.dtype
     try:
-        line = describe(asked, card, dtype, size, works)
+        line = describe(requested, card, dtype, size, works)
         for work in works:
             length = config.model.seq_length
             if work == "blocks":  # two chunks of a row are a rank's
                 length //= 2 * config.parallel.context_parallel_size
-            if kernel_of(asked, card, dtype, size, work) == "cudnn":
+            if kernel_of(requested, card, dtype, size, work) == "cudnn":
                 if why := why_no_length(card, length):
-                    raise ValueError(f"{FLAG} {asked}: {why}")
+                    raise ValueError(f"{FLAG} {requested}: {why}")
     except ValueError as error:
         raise UsageError(str(error)) from None
     return line
@@ -90,16 +90,16 @@ def attention_line(config: Config, card: Card) -> str:
 
 def attention_notes(config: Config) -> Iterator[str]:
     """Yield a line where the device has no kernel of the name that --attention-backend gives."""
-    asked = config.parallel.attention_backend
+    requested = config.parallel.attention_backend
     on_cpu = not config.rehearse.rehearse and parallel_rules.on_cpu(config)
-    if on_cpu and asked in ("flash", "fused"):
-        yield f"{FLAG} {asked}: its kernels are CUDA's; on the CPU attention is as with auto"
-    if not on_cpu and asked == "local":
+    if on_cpu and requested in ("flash", "fused"):
+        yield f"{FLAG} {requested}: its kernels are CUDA's; on the CPU attention is as with auto"
+    if not on_cpu and requested == "local":
         yield f"{FLAG} local: there is no CUDA kernel of Weft's own; it is unfused there"
-    if not on_cpu and asked in ("unfused", "local"):
+    if not on_cpu and requested in ("unfused", "local"):
         yield (
-            f"{FLAG} {asked}: memory for the scores of a layer, s x s for each head, is not in the "
-            "estimate of memory; --rehearse counts it"
+            f"{FLAG} {requested}: memory for the scores of a layer, s x s for each head, is not in "
+            "the estimate of memory; --rehearse counts it"
         )
 
 

@@ -24,7 +24,7 @@ from training.untrusted import read_json
 FLAG, DATA = "--data-stages", "train_data_path"
 NEEDED = ("name", "start_tokens", DATA)
 MOST = 1000  # stages
-Given = dict[str, Any]
+Flags = dict[str, Any]
 
 
 def read(path: str, given: Mapping[str, Any]) -> list[Stage]:
@@ -159,7 +159,7 @@ def choose(stages: Sequence[Stage], samples: int, which: int | None, longest: bo
     return stage_at(stages, samples)
 
 
-def apply(given: Mapping[str, Any], stage: Stage) -> Given:
+def apply(given: Mapping[str, Any], stage: Stage) -> Flags:
     """Return `given`, {flag: value}, with a stage's settings in place of the flags."""
     out = dict(given)
     for field, value in stage.settings:

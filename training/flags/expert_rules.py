@@ -10,7 +10,7 @@ from training.config import Config, UsageError
 from training.flags.megatron import WITH_EXPERTS
 from training.schedule import micro_batch_counts, schedule_of
 
-BESIDE, DISPATCHER = "--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type"
+OVERLAP, DISPATCHER = "--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 OURS, NORMALISED = "model/moe.py", "model/qwen3.py"
 
@@ -57,7 +57,7 @@ def notes(config: Config) -> Iterator[str]:
         most = max(micro_batch_counts(config))
         if not any(schedule_of(config, most).pairs):
             yield (
-                f"{BESIDE}: of {most} micro-batches no forward has a backward to run beside; more "
+                f"{OVERLAP}: of {most} micro-batches no forward has a backward to run beside; more "
                 "micro-batches, or fewer pipeline stages, have"
             )
     if m.experts and m.moe_expert_capacity_factor:
@@ -82,7 +82,7 @@ def check(config: Config) -> None:
         if p.expert_tensor_parallel_size > 1:
             raise UsageError(f"{ETP} {p.expert_tensor_parallel_size} needs {EXPERTS}")
         if p.overlap_moe_expert_parallel_comm:
-            raise UsageError(f"{BESIDE} needs {EXPERTS}: a dense model exchanges no rows")
+            raise UsageError(f"{OVERLAP} needs {EXPERTS}: a dense model exchanges no rows")
         return
     etp = p.expert_tensor_parallel_size or tp
     if etp > 1:
@@ -136,7 +136,7 @@ def check(config: Config) -> None:
         )
     _check_groups(m)
     if p.overlap_moe_expert_parallel_comm:
-        _check_beside(config)
+        _check_overlap(config)
     freq = m.moe_layer_freq
     if isinstance(freq, tuple) and len(freq) != config.model.num_layers:
         raise UsageError(
@@ -152,29 +152,29 @@ def check(config: Config) -> None:
             raise UsageError(f"{name} is not available with {EXPERTS} {m.experts}: {WHY[name]}")
 
 
-def _check_beside(config: Config) -> None:
+def _check_overlap(config: Config) -> None:
     """Raise UsageError where no forward can run beside a backward."""
     p, kind = config.parallel, config.parallel.moe_token_dispatcher_type
     if p.expert_model_parallel_size == 1:
-        raise UsageError(f"{BESIDE} needs {EP} of at least 2: with 1 no rows are exchanged")
+        raise UsageError(f"{OVERLAP} needs {EP} of at least 2: with 1 no rows are exchanged")
     if kind != "alltoall":
         raise UsageError(
-            f"{BESIDE} needs {DISPATCHER} alltoall, not {kind}: only its exchanges are started "
+            f"{OVERLAP} needs {DISPATCHER} alltoall, not {kind}: only its exchanges are started "
             "before they are waited for"
         )
     if p.schedule not in OVERLAPPING:
         raise UsageError(
-            f"{BESIDE} needs --pipeline-schedule {' or '.join(OVERLAPPING)}, not {p.schedule}: "
+            f"{OVERLAP} needs --pipeline-schedule {' or '.join(OVERLAPPING)}, not {p.schedule}: "
             "in others no forward is paired with the backward behind it"
         )
     if p.zero == 3 and p.pipeline_model_parallel_size == 1:
         raise UsageError(
-            f"{BESIDE} is not available at ZeRO stage 3 without a pipeline: the two micro-batches "
+            f"{OVERLAP} is not available at ZeRO stage 3 without a pipeline: the two micro-batches "
             "use the weights of two layers in turns, and each turn would gather them again"
         )
     if config.gpu.cpu_offload_activations:
         raise UsageError(
-            f"{BESIDE} is not available with --cpu-offload-activations: its copies are timed for "
+            f"{OVERLAP} is not available with --cpu-offload-activations: its copies are timed for "
             "one micro-batch at a time"
         )
 

@@ -73,7 +73,7 @@ def take_out(
     Asked for are NAME:COUNT, flags with the number of their values, and names of TREES. own_names:
     flags of a fork of this program. Raises UsageError.
     """
-    rest, asked, counts = [], [], {}
+    rest, ignored, counts = [], [], {}
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -81,11 +81,11 @@ def take_out(
             rest.append(word)
             continue
         while words and not (words[0].startswith("--") and ":" not in words[0]):
-            asked.append(words.pop(0).removeprefix("--"))
-        if not asked:
+            ignored.append(words.pop(0).removeprefix("--"))
+        if not ignored:
             raise UsageError(f"{FLAG} names no flag: give NAME:COUNT, such as trigger-path:1")
     of_trees: dict[str, str] = {}
-    for each in asked:
+    for each in ignored:
         found = re.fullmatch(r"([^\s:=-][^\s:=]*):(\d+)", each)
         if each in TREES:
             of_trees = dict.fromkeys(TREES[each], each) | of_trees
@@ -103,11 +103,11 @@ def take_out(
         for name in counts
     ]
     rest, left = _without_trees(_without(rest, counts), of_trees, own_names)
-    for tree in dict.fromkeys(each for each in asked if each in TREES):
+    for tree in dict.fromkeys(each for each in ignored if each in TREES):
         flags = [name for name, of in left.items() if of == tree]
-        said = f"ignored, and what they do there is not done here: {', '.join(flags)}"
-        lines.append(f"{FLAG} {tree}: {said if flags else 'no flag of it is given'}")
-    return rest, tuple(asked), lines
+        note = f"ignored, and what they do there is not done here: {', '.join(flags)}"
+        lines.append(f"{FLAG} {tree}: {note if flags else 'no flag of it is given'}")
+    return rest, tuple(ignored), lines
 
 
 def _without_trees(
@@ -117,7 +117,7 @@ def _without_trees(
 
     A flag that has values loses all words up to the next flag.
     """
-    kept, left, taking = list[str](), dict[str, str](), False
+    remaining, left, taking = list[str](), dict[str, str](), False
     for word in words:
         name, equals, _ = word.partition("=")
         if word.startswith("--"):
@@ -126,10 +126,10 @@ def _without_trees(
                 left[name] = trees[name]
                 taking = TREES[trees[name]][name] and not equals
             else:
-                kept.append(word)
+                remaining.append(word)
         elif not taking:
-            kept.append(word)
-    return kept, left
+            remaining.append(word)
+    return remaining, left
 
 
 def unknown(argv: Sequence[str], own_names: Collection[str] = ()) -> list[str]:
@@ -150,9 +150,9 @@ def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
     """Raise UsageError for flags that nobody knows: a slip of the pen first, else all at once."""
     found = unknown(argv, own_names)
     names = ["--" + each.rpartition(":")[0] for each in found]
-    said = {name: _what_else(name) for name in names}
-    if name := next((name for name in names if said[name]), None):
-        raise UsageError(said[name])
+    reasons = {name: _what_else(name) for name in names}
+    if name := next((name for name in names if reasons[name]), None):
+        raise UsageError(reasons[name])
     of = [tree for tree, flags in TREES.items() if all(name in flags for name in names)]
     given = " ".join(of[:1] or found)
     whose = f", but of {' and '.join(of[:3])}" if of else ""
@@ -210,12 +210,12 @@ def _refuse_known(name: str, own_names: Collection[str]) -> None:
 
 def _without(words: list[str], counts: dict[str, int]) -> list[str]:
     """Return the words without the flags of `counts`, {flag: number of its values}."""
-    kept: list[str] = []
+    remaining: list[str] = []
     while words:
         word, *words = words
         name, equals, _ = word.partition("=")
         if name not in counts:
-            kept.append(word)
+            remaining.append(word)
             continue
         count = counts[name] - bool(equals)
         values, words = words[: max(count, 0)], words[max(count, 0) :]
@@ -226,7 +226,7 @@ def _without(words: list[str], counts: dict[str, int]) -> list[str]:
             raise UsageError(
                 f"{FLAG} {name[2:]}:{counts[name]}: {words[0]} follows, a value more than that"
             )
-    return kept
+    return remaining
 
 
 def suggest(name: str) -> str:
@@ -241,11 +241,13 @@ def like(name: str, names: Sequence[str]) -> list[str]:
     Case, "-" and "_" do not count. One letter may be left out, added, changed or swapped with the
     next, more in a long name.
     """
-    told = {_folded(known): known for known in names}
+    by_folded = {_folded(known): known for known in names}
     plain = _folded(name)
-    exact = [told[plain]] if plain in told else []
-    near = exact or [known for short, known in told.items() if _one_edit(plain, short)]
-    alike = near or [told[p] for p in difflib.get_close_matches(plain, told, 3, cutoff=0.89)]
+    exact = [by_folded[plain]] if plain in by_folded else []
+    near = exact or [known for short, known in by_folded.items() if _one_edit(plain, short)]
+    alike = near or [
+        by_folded[p] for p in difflib.get_close_matches(plain, by_folded, 3, cutoff=0.89)
+    ]
     return alike[:3]
 
 

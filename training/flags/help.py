@@ -148,10 +148,10 @@ def _one(flag: Flag) -> Page:
     lines += [f"Not together with {', '.join(other)}"] * bool(other)
     for differs in DIFFERENCES:
         if flag.name in differs.flags.split():
-            said = f"in Megatron-LM {differs.there}; here {differs.here}"
-            lines.append(f"{differs.title}: {said}")
+            text = f"in Megatron-LM {differs.there}; here {differs.here}"
+            lines.append(f"{differs.title}: {text}")
     live = [flag] if flag.kind == table.LIVE_KIND else []
-    named = [table.known_flags()[word] for word in flag.stands_for if word.startswith("--")]
+    named = [table.known_flags()[word] for word in flag.alias_of if word.startswith("--")]
     shown = {each.name: heading(each.group) for each in (*live, *named)}
     return Page("", shown, "\n".join(textwrap.fill(line, WIDTH) for line in lines))
 

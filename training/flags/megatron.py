@@ -21,7 +21,7 @@ class Accepted:
     why: str  # a fact that always holds here, or what `says` prints
     rule: Rule = SWITCH
     only: tuple[str, ...] = ()  # any other value stops the run with `why`; empty: any value
-    says: str | bool = False  # print `why` where a flag is given (True), or has this value
+    note_for: str | bool = False  # print `why` where a flag is given (True), or has this value
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ ACCEPTED = (
         "--delay-wgrad-compute",
         "beside a forward (--overlap-moe-expert-parallel-comm) a backward computes its weight "
         "gradients in its own turns; --pipeline-schedule zb-h1, zb-v and v-half put them off",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--normalization",
@@ -146,7 +146,7 @@ ACCEPTED = (
         "--apply-layernorm-1p",
         "the norms hold gamma itself instead of gamma - 1; the same function and, as norms "
         "are not decayed, the same steps",
-        says=True,
+        note_for=True,
     ),
     Accepted("--softmax-type", "a Llama's softmax has no sink", TEXT, only=("vanilla",)),
     Accepted("--glu-linear-offset", "a Llama's SwiGLU has no offset", TEXT, only=("0.0",)),
@@ -158,12 +158,12 @@ ACCEPTED = (
         "--apply-query-key-layer-scaling",
         "a layer's scores are not divided by its number and multiplied again, which fp16 needs: "
         "the same function",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--trust-remote-code",
         "code that comes with a tokenizer never runs: its data files alone are read",
-        says=True,
+        note_for=True,
     ),
     Accepted("--vocab-extra-ids", "there are no span tokens", TEXT, only=("0",)),
     Accepted("--moe-grouped-gemm", "the matrices of a rank's experts are one parameter, always"),
@@ -177,7 +177,7 @@ ACCEPTED = (
         "alltoall always sends gradients back while the experts' first weight gradient is computed",
     ),
     Accepted(
-        "--moe-router-fusion", "the router is torch's operations: the same function", says=True
+        "--moe-router-fusion", "the router is torch's operations: the same function", note_for=True
     ),
     Accepted(
         "--moe-router-dtype",
@@ -190,17 +190,17 @@ ACCEPTED = (
         "pipeline messages go through --distributed-backend, like all communication",
         TEXT,
         only=("nccl",),
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush",
         "pipeline messages always travel while the ranks compute: the same numbers",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--use-ring-exchange-p2p",
         "pipeline messages go from one rank to the other, not round a ring: the same numbers",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce",
@@ -210,7 +210,7 @@ ACCEPTED = (
         "--tp-comm-overlap-cfg",
         "no file of methods and chunks is read: --tp-comm-overlap auto measures each projection",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--tp-comm-bootstrap-backend",
@@ -223,21 +223,21 @@ ACCEPTED = (
         "--disable-tp-comm-bulk-dgrad",
         "overlap has no switch for each collective, the numbers are the same without: "
         "--tp-comm-overlap auto leaves out what does not pay, none all of it",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs "
         "--disable-tp-comm-overlap-rs",
         "overlap has no switch for each collective, the numbers are the same without: "
         "--tp-comm-overlap auto leaves out what does not pay, none all of it",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs "
         "--disable-tp-comm-split-rs",
         "overlap has no switch for each collective, the numbers are the same without: "
         "--tp-comm-overlap auto leaves out what does not pay, none all of it",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--tp-comm-overlap-rs-dgrad",
@@ -251,19 +251,19 @@ ACCEPTED = (
     Accepted(
         "--ddp-pad-buckets-for-high-nccl-busbw",
         "buckets are not padded: the same numbers",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--use-nccl-ub --disable-symmetric-registration --use-sharp",
         "NCCL buffer registration and SHARP are not used: the same numbers",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--high-priority-stream-groups",
         "on NCCL the groups of tp, cp and pp have streams of high priority, those of dp plain"
         " ones: the same numbers",
         TEXTS,
-        says=True,
+        note_for=True,
     ),
     Accepted("--disable-gloo-process-groups", "CPU groups are made only where they are needed"),
     Accepted(
@@ -273,13 +273,13 @@ ACCEPTED = (
         "--distributed-timeout-seconds-after-init",
         "--distributed-timeout-minutes holds for the whole run",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--use-flash-attn --use-flash-attn-v2",
         "--attention-backend chooses the kernel; auto takes FlashAttention, or cuDNN's kernel"
         " of the same algorithm",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--transformer-impl",
@@ -292,7 +292,8 @@ ACCEPTED = (
         "--fp8-interval", "scales follow every step, whatever it says, as in Megatron-LM", TEXT
     ),
     Accepted(
-        "--spec", "the model is model/llama.py; fork that file to change a layer", TEXTS, says=True
+        "--spec", "the model is model/llama.py; fork that file to change a layer", TEXTS,
+        note_for=True,
     ),
     Accepted("--attention-softmax-in-fp32", "softmax is always computed in fp32 or better"),
     Accepted(
@@ -310,7 +311,7 @@ ACCEPTED = (
         "--use-precision-aware-optimizer",
         "masters and moments are fp32, its own defaults; main gradients are what "
         "--main-grads-dtype says",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--output-logit-dtype", "the loss is computed in fp32 or better", TEXT, only=("fp32",)
@@ -354,7 +355,7 @@ ACCEPTED = (
     Accepted(
         "--ddp-average-in-collective",
         "ranks' gradients are added and scaled once: the same mean, other rounding",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--outer-dp-sharding-strategy",
@@ -369,14 +370,14 @@ ACCEPTED = (
         "--fsdp-db-use-persist-buf-on-alloc-fail --megatron-fsdp-max-pool-double-buffer",
         "buffers of gathered weights are --zero-stage 3's own, a block ahead with "
         "--overlap-param-gather: the same numbers",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--suggested-communication-unit-size",
         "--zero-stage 3 gathers a block, with --overlap-param-gather also the next one: the "
         "same numbers",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted("--megatron-fsdp-main-params-dtype", "masters are fp32", TEXT, only=("fp32",)),
     Accepted(
@@ -397,7 +398,7 @@ ACCEPTED = (
         "--no-scatter-gather-tensors-in-pipeline",
         "under --sequence-parallel pipeline messages are shards already; else they travel "
         "whole: the same numbers",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--recompute-modules",
@@ -422,7 +423,7 @@ ACCEPTED = (
     Accepted(
         "--no-pin-cpu-grads --no-pin-cpu-params",
         "host memory of --optimizer-cpu-offload is pinned, so that copies overlap",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--cuda-graph-impl",
@@ -466,13 +467,13 @@ ACCEPTED = (
     Accepted(
         "--no-manual-gc-eval --disable-manual-gc-eval",
         "garbage is collected around an evaluation",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--train-sync-interval",
         "the loss is read once a --log-interval, which synchronises",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--exit-signal-handler --exit-signal-handler-for-training",
@@ -490,12 +491,12 @@ ACCEPTED = (
         "ours and not Megatron-LM's",
         TEXT,
         only=("single", "cyclic"),
-        says="cyclic",
+        note_for="cyclic",
     ),
     Accepted("--no-data-sharding", "the ranks share out one global order of samples"),
-    Accepted("--mmap-warmup", "files are read when needed: the same tokens", says=True),
+    Accepted("--mmap-warmup", "files are read when needed: the same tokens", note_for=True),
     Accepted(
-        "--no-mmap-bin-files", ".bin files are mapped into memory: the same tokens", says=True
+        "--no-mmap-bin-files", ".bin files are mapped into memory: the same tokens", note_for=True
     ),
     Accepted("--no-create-attention-mask-in-dataloader", "the loader never builds a mask"),
     Accepted(
@@ -511,7 +512,7 @@ ACCEPTED = (
         "--mid-level-dataset-surplus",
         "a blend asks each dataset for exactly the samples it needs",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted("--data-impl", "files are Megatron's .bin/.idx", TEXT, only=("mmap", "infer")),
     Accepted(
@@ -519,13 +520,13 @@ ACCEPTED = (
         "Llama 3's own pattern is used with its tiktoken file",
         TEXT,
         only=("v1", "v2"),
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens "
         "--tokenizer-sentencepiece-legacy",
         "tokens in .bin files are fixed already; tools/preprocess_data.py says how they are made",
-        says=True,
+        note_for=True,
     ),
     Accepted("--null-tokenizer-pad-id", "there is no padding token", TEXT),
     Accepted(
@@ -537,29 +538,29 @@ ACCEPTED = (
     Accepted(
         "--no-initialization",
         "weights are drawn all the same, and a checkpoint that is loaded replaces them",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--log-straggler --disable-straggler-on-startup",
         "a rank or a link that slows the others down is always looked for, and named",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--straggler-minmax-count",
         "the slowest rank is named, where it is slower than chance",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--no-save-tokenizer-assets --disable-save-tokenizer-assets",
         "a checkpoint always holds the files of --tokenizer-model",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--ckpt-format --dist-ckpt-format",
         "checkpoints are safetensors and JSON; Megatron's come in through Hugging Face",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save "
@@ -590,7 +591,7 @@ ACCEPTED = (
     Accepted(
         "--no-save-optim",
         "the optimizer state is saved all the same; --no-load-optim leaves it out when loading",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--replication-factor --replication-jump", "there is no local checkpoint to replicate", TEXT
@@ -599,27 +600,27 @@ ACCEPTED = (
     Accepted(
         "--log-timers-to-tensorboard --log-memory-to-tensorboard --log-world-size-to-tensorboard",
         "TensorBoard gets what a log line holds: loss, norm, lr, tokens/s, step time, memory",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--log-validation-ppl-to-tensorboard --log-device-memory-used "
         "--log-batch-size-to-tensorboard",
         "TensorBoard gets what a log line holds: loss, norm, lr, tokens/s, step time, memory",
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--log-learning-rate-to-tensorboard --no-log-learnig-rate-to-tensorboard "
         "--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
         "there is no loss scale; the learning rate is always logged",
     ),
-    Accepted("--log-num-zeros-in-grad", "zeros in gradients are not counted", says=True),
+    Accepted("--log-num-zeros-in-grad", "zeros in gradients are not counted", note_for=True),
     Accepted("--log-memory-interval", "peak memory is on every line", TEXT),
     Accepted(
         "--timing-log-level",
         "step time and data wait are logged; --profile gives the rest",
         TEXT,
         only=("0", "1", "2"),
-        says=True,
+        note_for=True,
     ),
     Accepted(
         "--timing-log-option",
@@ -629,14 +630,14 @@ ACCEPTED = (
     ),
     Accepted("--no-barrier-with-level-1-timing", "there is no barrier in timing"),
     Accepted(
-        "--tensorboard-log-interval", "events are written every --log-interval", TEXT, says=True
+        "--tensorboard-log-interval", "events are written every --log-interval", TEXT, note_for=True
     ),
     Accepted("--tensorboard-queue-size", "events are flushed at every --log-interval", TEXT),
     Accepted(
         "--wandb-save-dir --wandb-entity",
         "W&B takes its directory and entity from WANDB_DIR and WANDB_ENTITY",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted("--logging-level", "there are no log levels: every line is printed", TEXT),
     Accepted("--use-pytorch-profiler", "--profile always writes a torch trace"),
@@ -644,14 +645,14 @@ ACCEPTED = (
         "--pytorch-profiler-collect-shapes --pytorch-profiler-collect-callstack --record-shapes "
         "--nvtx-ranges",
         "the torch trace of --profile holds operator names and times",
-        says=True,
+        note_for=True,
     ),
     Accepted("--no-one-logger --disable-msc", "nothing is reported anywhere unless asked for"),
     Accepted(
         "--one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version",
         "One Logger is not used: nothing is reported anywhere unless asked for",
         TEXT,
-        says=True,
+        note_for=True,
     ),
     Accepted("--error-injection-rate", "faults are not injected", TEXT, only=("0",)),
     Accepted("--error-injection-type", "faults are not injected", TEXT),

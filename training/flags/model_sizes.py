@@ -183,6 +183,6 @@ def _tokenizer(found: Checkpoint) -> tuple[str | None, str | None]:
     kind, file = found.state.get("tokenizer_type"), found.state.get("tokenizer_model")
     if file is None or file not in found.manifest["files"]:
         return kind, None  # not in the checkpoint: --tokenizer-model must name it
-    beside = [name for name in TOKENIZER_FILES if name in found.manifest["files"]]
-    found.verify([file, *beside])
+    tokenizer_files = [name for name in TOKENIZER_FILES if name in found.manifest["files"]]
+    found.verify([file, *tokenizer_files])
     return kind, file

@@ -44,8 +44,8 @@ def check_world(layout: ParallelConfig) -> None:
             SIZE: layout.context_parallel_size,
             "--pipeline-model-parallel-size": layout.pipeline_model_parallel_size,
         }
-        told = [f"{flag} {n}" for flag, n in sizes.items() if n > 1 or "tensor" in flag]
-        copy = " x ".join(told) + f" = {layout.model_parallel_size}" * (len(told) > 1)
+        sizes_given = [f"{flag} {n}" for flag, n in sizes.items() if n > 1 or "tensor" in flag]
+        copy = " x ".join(sizes_given) + f" = {layout.model_parallel_size}" * (len(sizes_given) > 1)
         raise UsageError(
             f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
             "needs that many ranks"
@@ -77,17 +77,20 @@ def check_context(config: Config) -> None:
         )
     _sequence(config)
     levels = p.hierarchical_context_parallel_sizes or ()
-    told = f"{LEVELS} {' '.join(map(str, levels))}"
+    levels_given = f"{LEVELS} {' '.join(map(str, levels))}"
     if levels and (len(levels) != 2 or min(levels) < 1 or prod(levels) != cp):
         raise UsageError(
-            f"{told}: give two sizes whose product is {SIZE} {cp}, of a group that exchanges heads "
-            "(a2a), then how many of those groups make the ring (p2p)"
+            f"{levels_given}: give two sizes whose product is {SIZE} {cp}, of a group that "
+            "exchanges heads (a2a), then how many of those groups make the ring (p2p)"
         )
     if cp == 1:
         return
     if "a2a+p2p" in kinds and not levels:
         raise UsageError(f"{COMM} a2a+p2p needs {LEVELS}: the sizes of its two levels")
-    for kind, ranks, by in (("a2a", cp, f"{SIZE} {cp}"), ("a2a+p2p", (*levels, 1)[0], told)):
+    for kind, ranks, by in (
+        ("a2a", cp, f"{SIZE} {cp}"),
+        ("a2a+p2p", (*levels, 1)[0], levels_given),
+    ):
         if kind in kinds:
             _heads(config, kind, ranks, by)
 

@@ -31,7 +31,7 @@ from training.flags import (
     table,
 )
 from training.flags.help import START, Page, effect, page_of
-from training.flags.run_rules import holds_validation, shard_list
+from training.flags.run_rules import has_validation, shard_list
 from training.flags.table import Flag
 from training.schedule import virtual_stages
 
@@ -75,10 +75,10 @@ def parse(
     if made.data.data_stages:
         made = _in_stage(given, world_size, notes, own, stage)
     rules.check(made)
-    said = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
-    said += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
-    said += [*expert_rules.notes(made), *size_rules.mup_notes(made)]
-    notes = list(dict.fromkeys(said))
+    lines = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
+    lines += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
+    lines += [*expert_rules.notes(made), *size_rules.mup_notes(made)]
+    notes = list(dict.fromkeys(lines))
     return replace(made, notes=tuple(notes), given=names, command_line=tuple(argv))
 
 
@@ -88,8 +88,8 @@ class _Parser(argparse.ArgumentParser):
     own_names: frozenset[str] = frozenset()  # flags of a fork
 
     def error(self, message: str) -> NoReturn:
-        said = message.removeprefix("argument ")
-        raise UsageError(said.replace("ignored explicit argument", "a switch takes no value, not"))
+        text = message.removeprefix("argument ")
+        raise UsageError(text.replace("ignored explicit argument", "a switch takes no value, not"))
 
 
 def model_file(argv: Sequence[str] | None) -> str:
@@ -97,7 +97,7 @@ def model_file(argv: Sequence[str] | None) -> str:
     words: list[str] = []
     for token in sys.argv[1:] if argv is None else argv:
         flag = table.known_flags().get(token)
-        words += flag.stands_for if flag and flag.stands_for else token.split("=", 1)
+        words += flag.alias_of if flag and flag.alias_of else token.split("=", 1)
     found = [value for name, value in zip(words, words[1:], strict=False) if name == "--model-file"]
     return found[-1] if found else ModelConfig.model_file
 
@@ -137,8 +137,8 @@ def _add(parser: _Parser, flag: Flag, group: "argparse._ArgumentGroup | None") -
     else:
         options |= {"nargs": flag.rule.nargs, "metavar": flag.rule.metavar}
         options |= {"const": flag.rule.bare} if flag.rule.bare else {}
-    said = argparse.SUPPRESS if group is None else effect(flag).replace("%", "%%")
-    (parser if group is None else group).add_argument(flag.name, help=said, **options)
+    help_text = argparse.SUPPRESS if group is None else effect(flag).replace("%", "%%")
+    (parser if group is None else group).add_argument(flag.name, help=help_text, **options)
 
 
 def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
@@ -147,8 +147,8 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
     Raises UsageError where there is no such group or flag.
     """
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
-        asked, equals, value = word.partition("=")
-        if asked in ("-h", "--help"):
+        name, equals, value = word.partition("=")
+        if name in ("-h", "--help"):
             found = page_of(value if equals else after, build_parser(extra).own_names)
             parser = build_parser(extra, found)
             parser.print_help()
@@ -191,13 +191,13 @@ def _read(
 
 def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:
     """Raise UsageError where a flag and another name of it are given with different values."""
-    said: dict[str, tuple[str, Any]] = {}  # of each flag: how it was given first, and its value
+    values: dict[str, tuple[str, Any]] = {}  # of each flag: how it was given first, and its value
     for token, after in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = token.partition("=")
         flag = table.known_flags().get(name)
         if flag is None or name in own_names:
             continue
-        real, *fixed = flag.stands_for or [name]
+        real, *fixed = flag.alias_of or [name]
         meant = table.known_flags()[real]
         if meant.rule.nargs is not None or meant.kind != table.LIVE_KIND:
             continue
@@ -207,7 +207,7 @@ def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:
             found = meant.rule.read(text)
         except ValueError:
             continue  # what it must be is said later
-        other, before = said.setdefault(real, (given, found))
+        other, before = values.setdefault(real, (given, found))
         if before != found and other.split()[0] != name:
             raise UsageError(f"{other} and {given} set the same: give one of them")
 
@@ -219,7 +219,7 @@ def _expand(token: str, own_names: Collection[str]) -> list[str]:
         raise UsageError(f"{token}: -- is no value")
     if not token.startswith("--") or name in own_names:
         return [token]
-    if spelled := table.known_flags()[name].stands_for:
+    if spelled := table.known_flags()[name].alias_of:
         return [*spelled, value] if equals else [*spelled]
     return [token]
 
@@ -244,7 +244,7 @@ def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
             if not any(_same(value, allowed) for allowed in flag.allowed):
                 what = " or ".join(flag.allowed)
                 raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
-    if flag.says in (True, text):
+    if flag.note_for in (True, text):
         notes.append(f"{flag.name}: {flag.text}")
 
 
@@ -379,7 +379,7 @@ def _assemble(
     paths = (bool(train), bool(data.get("valid_data_path")))
     evaluates = run.get("eval_iters", 1) > 0 or data.get("full_validation")
     evaluates = run.get("eval_interval") and evaluates
-    if evaluates and not holds_validation(data.get("split"), *paths):
+    if evaluates and not has_validation(data.get("split"), *paths):
         notes.append(
             f"--eval-interval {run.pop('eval_interval')} has nothing to evaluate on, so there is "
             "no evaluation: give the second number of --split a share, or --valid-data-path"

@@ -240,7 +240,7 @@ def _unweighted(who: str, flag: str, paths: tuple[str, ...]) -> None:
         )
 
 
-def holds_validation(split: str | None, train: bool, valid: bool) -> bool:
+def has_validation(split: str | None, train: bool, valid: bool) -> bool:
     """Return whether there is validation data: a share of --split, or --valid-data-path.
 
     train, valid: whether these data paths are given. Raises UsageError for a --split.

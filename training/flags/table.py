@@ -42,8 +42,8 @@ class Flag:
     row: Setting = Setting("")
     group: str = ""
     allowed: tuple[str, ...] = ()  # checked: the values that are accepted; empty: any
-    says: str | bool = False  # checked: print `text` with this value, or with any (True)
-    stands_for: tuple[str, ...] = ()  # checked: the live flag that it is another name of
+    note_for: str | bool = False  # checked: print `text` with this value, or with any (True)
+    alias_of: tuple[str, ...] = ()  # checked: the live flag that it is another name of
 
     @property
     def dest(self) -> str:
@@ -93,17 +93,19 @@ def _live() -> Iterator[Flag]:
             name = "--" + field.replace("_", "-")
             yield Flag(name, LIVE_KIND, row.help, row.rule, row, group)
             for other in row.also:
-                yield Flag(other, CHECKED_KIND, f"another name of {name}", stands_for=(name,))
+                yield Flag(other, CHECKED_KIND, f"another name of {name}", alias_of=(name,))
 
 
 def _others() -> Iterator[Flag]:
     """Yield the flags that do nothing of their own."""
     for name, words in SPELLED.items():
         why = f"the same as {' '.join(words)}"
-        yield Flag(name, CHECKED_KIND, why, stands_for=words)
+        yield Flag(name, CHECKED_KIND, why, alias_of=words)
     for row in (*ACCEPTED, *(row for idle in IDLE for row in idle.accepted)):
         for name in row.flags.split():
-            yield Flag(name, CHECKED_KIND, row.why, row.rule, allowed=row.only, says=row.says)
+            yield Flag(
+                name, CHECKED_KIND, row.why, row.rule, allowed=row.only, note_for=row.note_for
+            )
     for refused in REFUSED:
         for name in refused.flags.split():
             yield Flag(name, REFUSED_KIND, refused.why)

@@ -35,22 +35,22 @@ def activate(config: Config, card: Card, note: Callable[[str], None]) -> None:
     (torch/nn/attention/_fa3.py).
     """
     p, dtype, size = config.parallel, config.run.dtype, config.model.kv_channels
-    wanted = p.flash_attention_version
+    requested = p.flash_attention_version
     works = attention_works(config)
     if all(kernel_of(p.attention_backend, card, dtype, size, w) != "flash" for w in works):
-        if wanted is not None:
-            note(f"{VERSION} {wanted} has nothing to act on: attention is not FlashAttention's")
+        if requested is not None:
+            note(f"{VERSION} {requested} has nothing to act on: attention is not FlashAttention's")
         return
     found = card.major == 9 and not card.deterministic and find_spec(FA3) is not None
-    version = wanted or (3 if found else 2)
+    version = requested or (3 if found else 2)
     if version == 2:
         return
     try:
         attention.activate_flash_attention_impl(f"FA{version}")
     except Exception as error:  # a package that was built for another torch raises anything
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-        if wanted is not None:
+        if requested is not None:
             raise UsageError(
-                f"{VERSION} {wanted} cannot be used here ({why}): install its package or take 2"
+                f"{VERSION} {requested} cannot be used here ({why}): install its package or take 2"
             ) from None
         note(f"FlashAttention {version} is installed but cannot be used here ({why})")

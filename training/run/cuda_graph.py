@@ -83,15 +83,15 @@ class Graphs:
             if not i:
                 run.sink.wait_for_weights()
             run.monitor.action = f"a CUDA graph {where}"
-            held = self.captured.get(i == 0)
-            if held is None or held.tokens != tokens:
-                held = self.captured[i == 0] = self.capture(run, batch, tokens, where)
+            captured = self.captured.get(i == 0)
+            if captured is None or captured.tokens != tokens:
+                captured = self.captured[i == 0] = self.capture(run, batch, tokens, where)
             else:  # captured before: tell the sink what Python would have
-                run.sink.note_replay(held.written)
-            held.take(batch)
-            held.graph.replay()
+                run.sink.note_replay(captured.written)
+            captured.take(batch)
+            captured.graph.replay()
             self.replays += 1
-            total += held.total
+            total += captured.total
             total[1] += batch.token_count
         return total
 
@@ -115,23 +115,23 @@ class Graphs:
         """Capture a micro-batch; Python runs it, so the sink counts it, and nothing computes."""
         given = {name: getattr(batch, name) for name in INPUTS}
         static: Any = {name: None if x is None else x.clone() for name, x in given.items()}
-        held = replace(batch, token_count=0, **static)
+        static_batch = replace(batch, token_count=0, **static)
         graph, others = self.cuda.CUDAGraph(), list(self.captured.values())
         pool = others[0].graph.pool() if others else None  # one after the other: never at once
         before = set(run.sink.written)
         # NCCL's watchdog asks for events on a thread of its own
         with self.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            total = self.run_schedule(run, run.schedule(1), [held], tokens, during)
+            total = self.run_schedule(run, run.schedule(1), [static_batch], tokens, during)
         if not others:
             self.note("--cuda-graph: micro-batches run from CUDA graphs from here on")
             run.grid.closing.append(self.close)
         written = frozenset(set(run.sink.written) - before)
-        return _Captured(graph, held, total, tokens, written)
+        return _Captured(graph, static_batch, total, tokens, written)
 
     def close(self) -> None:
         """Destroy the graphs. A communicator of NCCL does not end while a graph holds its calls."""
-        for held in self.captured.values():
-            held.graph.reset()
+        for captured in self.captured.values():
+            captured.graph.reset()
         self.captured.clear()
 
 

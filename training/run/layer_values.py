@@ -49,13 +49,13 @@ class LayerValues:
         self.squares.clear()
         self.counts.clear()
 
-    def _due(self, iteration: int) -> bool:
+    def _at_interval(self, iteration: int) -> bool:
         return bool(self.interval) and iteration % int(self.interval or 1) == 0
 
     def _hook(self, name: str) -> Any:
         def see(module: nn.Module, given: Any, out: Any) -> None:
             # a recomputed forward counts once, an evaluation never
-            if not torch.is_grad_enabled() or not self._due(self.run.iteration + 1):
+            if not torch.is_grad_enabled() or not self._at_interval(self.run.iteration + 1):
                 return
             out = out[0] if isinstance(out, tuple) else out
             kind = torch.promote_types(out.dtype, torch.float32)
@@ -71,7 +71,7 @@ class LayerValues:
         tokens: of its global batch. The stages of a pipeline tell one another.
         """
         values = logit_values(self.run)
-        if self._due(self.run.iteration):
+        if self._at_interval(self.run.iteration):
             values |= self.activation_rms() | self.gradient_rms()
         return values | expert_values(self.run, tokens)
 

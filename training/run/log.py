@@ -100,7 +100,7 @@ class Log:
             self.bar = Bar(total_samples or total_iterations)
         self.note(f"MFU: percent of {world_size} x {flops(peak)}, {source}")
 
-    def due(self, iteration: int) -> bool:
+    def at_interval(self, iteration: int) -> bool:
         """Return whether step() of this iteration writes, so that the values are needed."""
         return iteration % self.config.log_interval == 0 or iteration == self.total_iterations
 
@@ -135,7 +135,7 @@ class Log:
         for stale in [i for i in self.losses if i >= iteration]:  # the run went back
             del self.losses[stale]
         self.losses[iteration] = loss.detach()
-        if not self.due(iteration):
+        if not self.at_interval(iteration):
             return {}
         few = len(self.losses) == 1
         losses = [loss.item()] if few else torch.stack(list(self.losses.values())).tolist()
@@ -180,7 +180,7 @@ class Log:
         done = consumed_samples if self.total_samples else iteration
         if self.bar:
             self._try("bar", lambda bar: bar.advance(done))
-        if not self.due(iteration):
+        if not self.at_interval(iteration):
             return
         rate = self.tokens / self.seconds
         record = {

@@ -95,14 +95,14 @@ def lines(
     measured: Optimizer.memory(). peaks: transient(sink); of these, a kind that is neither measured
     nor stated has no line. ranks: as layout.memory takes them.
     """
-    kept = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank), ranks)
+    of_kinds = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank), ranks)
     stated = dict.fromkeys(peaks, 0)
     if rank_memory.level(config) >= 2:  # below stage 2 a step allocates neither
         stated = buffers.transient(config, provider, pp_rank)
     out = []
     for kind, found in measured.items():
         why = "the formula is for the model as built on meta tensors"
-        out.append(_line(kind, found, kept[kind], why))
+        out.append(_line(kind, found, of_kinds[kind], why))
     for kind, found in peaks.items():
         if found or stated[kind]:
             why = (
@@ -113,12 +113,12 @@ def lines(
     return out
 
 
-def _line(kind: str, found: int, said: int, why: str) -> str:
+def _line(kind: str, found: int, stated: int, why: str) -> str:
     text = f"{kind:<25} {found:>15,} bytes"
-    if found == said:
+    if found == stated:
         return f"{text}{EQUAL}"
-    more = f"{abs(found - said):,} {'more' if found > said else 'fewer'}"
-    return f"{text}, {more} than the formula's {said:,}: {why}"
+    more = f"{abs(found - stated):,} {'more' if found > stated else 'fewer'}"
+    return f"{text}, {more} than the formula's {stated:,}: {why}"
 
 
 def check_host(config: Config, provider: ModelProvider, grid: Grid, device: torch.device) -> None:
@@ -135,8 +135,8 @@ def check_host(config: Config, provider: ModelProvider, grid: Grid, device: torc
     places = {rank: i for row in grid.groups("pp") for i, rank in enumerate(row)}
     first = launch.rank - launch.local_rank
     ranks = [places[r] for r in range(first, first + launch.local_world) if r in places]
-    held = activations.peaks(config, provider)
-    kinds = {r: dry_run.memory(config, provider, r, held[r]) for r in set(ranks)}
+    peaks = activations.peaks(config, provider)
+    kinds = {r: dry_run.memory(config, provider, r, peaks[r]) for r in set(ranks)}
     total = sum(sum(kinds[r].values()) for r in ranks)
     if total <= free:
         return
@@ -173,8 +173,8 @@ def available(root: Path = Path("/")) -> int | None:
     found = []
     with suppress(OSError, ValueError, IndexError):
         lines = (root / "proc/meminfo").read_text().splitlines()
-        said = dict(line.split(":", 1) for line in lines)
-        found.append(int(said["MemAvailable"].split()[0]) * 1024)
+        fields = dict(line.split(":", 1) for line in lines)
+        found.append(int(fields["MemAvailable"].split()[0]) * 1024)
     with suppress(OSError, ValueError, KeyError, IndexError):
         found += _group(root)
     if not found and hasattr(os, "sysconf"):
@@ -216,13 +216,14 @@ def enough() -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        said = str(error).splitlines() or ["MemoryError"]
+        message = str(error).splitlines() or ["MemoryError"]
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not any(
-            "can't allocate memory" in line for line in said
+            "can't allocate memory" in line for line in message
         ):
             raise
         raise UsageError(
-            f"there is not enough memory: {said[0][:300]} (--dry-run prints what each rank needs)"
+            f"there is not enough memory: {message[0][:300]} (--dry-run prints what each rank "
+            "needs)"
         ) from None
 
 

@@ -54,11 +54,11 @@ def hushed(make: Callable[[], T]) -> T:
     made = make()
     threads = set(threading.enumerate()) - before
 
-    def tell(error: threading.ExceptHookArgs) -> None:
+    def report(error: threading.ExceptHookArgs) -> None:
         if error.thread not in threads:
             hook(error)
 
-    threading.excepthook = tell
+    threading.excepthook = report
     return made
 
 

@@ -16,7 +16,7 @@ from mpu.layers.attention.backends import FLAG
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
-from training.data.staged import Staged
+from training.data.stage_datasets import Staged
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
 from training.float8 import check_device

@@ -57,11 +57,11 @@ def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) ->
         length = saved.get("model.seq_length")
         yield (
             f"{found.directory} was trained with {_rope(before, length)}; continuing with "
-            f"{_rope(hf_config, config.model.seq_length)}, as {_asked(config)} allows"
+            f"{_rope(hf_config, config.model.seq_length)}, as {_requested(config)} allows"
         )
 
 
-def _asked(config: Config) -> str:
+def _requested(config: Config) -> str:
     """Return the flag by which rotary positions may change."""
     rope = "rope" in config.checkpoint.allow_change
     return "--allow-change rope" if rope else f"--data-stages {config.data.data_stages}"

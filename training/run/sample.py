@@ -22,7 +22,7 @@ from training.run.log import Log
 from training.run.state import Run
 
 NEW = 32  # tokens of a sample
-GIVEN = 16  # tokens of held-out text before them, where there is no --sample-prompt
+PROMPT_TOKENS = 16  # tokens of held-out text before them, where there is no --sample-prompt
 TEMPERATURE = 0.8
 
 
@@ -77,7 +77,7 @@ def prompt_of(config: Config, loaders: Loaders) -> list[int]:
         if ids:
             return ids[-most:]
     held_out = next(iter(loaders.valid.values()), loaders.train)
-    return [int(i) for i in held_out.dataset.sample(0)[: min(GIVEN, most)]]
+    return [int(i) for i in held_out.dataset.sample(0)[: min(PROMPT_TOKENS, most)]]
 
 
 def continue_prompt(run: Run, prompt: list[int], new: int) -> list[int]:
@@ -88,8 +88,8 @@ def continue_prompt(run: Run, prompt: list[int], new: int) -> list[int]:
     row[: len(prompt)] = prompt
     rows = config.batch.micro_batch_size  # the same shapes as in a step
     for place in range(len(prompt) - 1, len(prompt) - 1 + new):
-        whole = make_batch(np.tile(row, (rows, 1)), DocumentRules(), 0)
-        batch = context_part(whole, grid.cp.rank, grid.cp.size).to(run.device)
+        full = make_batch(np.tile(row, (rows, 1)), DocumentRules(), 0)
+        batch = context_part(full, grid.cp.rank, grid.cp.size).to(run.device)
         logits = _logits(run, batch, _local(batch, place))
         chosen = torch.zeros((), dtype=torch.float64, device=run.device)
         if logits is not None:  # this rank has the last stage and this token
@@ -114,7 +114,7 @@ def _local(batch: Batch, place: int) -> int | None:
 
 def _logits(run: Run, batch: Batch, place: int | None) -> Tensor | None:
     """Return the logits [1, 1, V/t] at `place` of this rank's part of the row, None elsewhere."""
-    kept: list[Tensor] = []
+    chunks: list[Tensor] = []
     p = run.config.parallel
     pp = p.pipeline_model_parallel_size
     count = p.microbatch_group_size_per_virtual_pipeline_stage or pp  # the fewest that it takes
@@ -125,10 +125,10 @@ def _logits(run: Run, batch: Batch, place: int | None) -> Tensor | None:
         if not run.model.stages[chunk].loss:
             return out
         if i == 0 and place is not None:
-            kept.append(out[place : place + 1, :1].clone())
+            chunks.append(out[place : place + 1, :1].clone())
         return out.new_zeros(())
 
     schedule = forward_only(run.schedule(count))
     during = f"of the sample after iteration {run.iteration}"
     run.engine.run(schedule, forward, run.model.hidden_shape(*batch.tokens.shape), during)
-    return kept[0] if kept else None
+    return chunks[0] if chunks else None

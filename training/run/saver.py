@@ -102,9 +102,9 @@ class Saver:
         sink.wait_for_weights()
         parameters = list(unique_parameters(self.model))
         parts = list(optimizer.named_weights(gathered=to_load))
-        whole = sink.unsharded_names(gathered=not to_load)
-        kept_whole = [p for p in parameters if p[0] in whole]
-        pieces = checkpoint.parameter_pieces(kept_whole, self.names, self.ctx.grid)
+        unsharded = sink.unsharded_names(gathered=not to_load)
+        unsharded_params = [p for p in parameters if p[0] in unsharded]
+        pieces = checkpoint.parameter_pieces(unsharded_params, self.names, self.ctx.grid)
         pieces += checkpoint.buffer_pieces(self.model, self.names, self.ctx.grid)
         if with_state:
             parts += optimizer.named_state()
@@ -201,7 +201,7 @@ class Saver:
         afterwards, as a signal's grace may be short.
         """
         self._hurry = hurry
-        self._settle(self._background.wait)
+        self._report_failure(self._background.wait)
         pieces, state = self.pieces(), self._state(iteration, consumed)
         if self._staging is not None and self.config.checkpoint.async_save and not must:
             staged = self._staging.copy(pieces)
@@ -215,7 +215,9 @@ class Saver:
             self._background.start(behind)
         else:
             written: list[Path] = []
-            self._settle(lambda: written.append(self._write(iteration, pieces, state, False)), must)
+            self._report_failure(
+                lambda: written.append(self._write(iteration, pieces, state, False)), must
+            )
             self._prune()
             if self._hf is not None and written and hurry:
                 self.note(f"--save-hf: the next start writes the folder of {written[0].name}")
@@ -230,17 +232,17 @@ class Saver:
         assert self._hf is not None
         hf, world = self._hf, self.ctx.grid.background
 
-        def wanted() -> bool:
+        def needed() -> bool:
             return saved.is_dir() and (again or not hf.has(saved.name))
 
-        if checkpoint.together(wanted, world)[0].value:
+        if checkpoint.together(needed, world)[0].value:
             hf.write(saved, world)
 
     def poll(self) -> None:
         """Print the failure of a background save that has ended; never wait for one."""
-        self._settle(self._background.poll)
+        self._report_failure(self._background.poll)
 
-    def _settle(self, work: Callable[[], None], must: bool = False) -> None:
+    def _report_failure(self, work: Callable[[], None], must: bool = False) -> None:
         try:
             work()
         except checkpoint.SaveError as error:
@@ -292,11 +294,11 @@ class Saver:
             return
 
         def work() -> None:
-            gone = prune(
+            removed = prune(
                 root, c.keep_last_k, c.save_retain_interval, self._good, self.note, among=now
             )
-            if gone:
-                self.note(f"removed {', '.join(gone)}")
+            if removed:
+                self.note(f"removed {', '.join(removed)}")
 
         self._pruning.poll()
         self._pruning.start(work)
@@ -367,7 +369,7 @@ class Saver:
         """
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"
-        self._settle(self._background.wait)
+        self._report_failure(self._background.wait)
         found, memory = self._find("--save", c.save, fresh=False), self._memory
         if found is not None and memory is not None and self.ctx.grid.launch.local_rank == 0:
             for path in memory.glob("step_*"):
@@ -467,7 +469,7 @@ class Saver:
         Where it fails, training goes on with a line about it.
         """
         assert self._staging is not None and self._memory is not None
-        self._settle(self._background.wait)
+        self._report_failure(self._background.wait)
         pieces, state = self.pieces(), self._state(iteration, consumed)
         staged = self._staging.copy(pieces)
         self._background.start(lambda: self._keep(iteration, pieces, staged, state))
@@ -489,7 +491,7 @@ class Saver:
             return self._needs or Checkpoint(path).files_of(pieces)
 
         try:
-            if max(self._told(count)) >= MOST:
+            if max(self._on_all_ranks(count)) >= MOST:
                 raise checkpoint.SaveError(
                     f"step {iteration} is not copied to memory: the supervisors are still busy "
                     "with the last "
@@ -499,16 +501,16 @@ class Saver:
                 memory, step=iteration, pieces=staged, state=state, grid=grid,
                 world=grid.background, attach=self._attach, local=True,
             )  # fmt: skip
-            told = self._told(needs)
-            self._needs = told[grid.rank]
+            of_ranks = self._on_all_ranks(needs)
+            self._needs = of_ranks[grid.rank]
             if grid.launch.local_rank == 0:
                 aside = memory / f".needs-{secrets.token_hex(8)}"
-                write_json(aside, {str(rank): names for rank, names in enumerate(told)})
+                write_json(aside, {str(rank): names for rank, names in enumerate(of_ranks)})
                 os.replace(aside, memory / f"needs_{iteration:08d}.json")
         except (checkpoint.SaveError, OSError) as error:
             self.note(f"{error}; training goes on")
 
-    def _told(self, work: Callable[[], Any]) -> list[Any]:
+    def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
         """Return what work() is on each rank. Raises SaveError, on every rank, if one fails."""
         outcomes = checkpoint.together(work, self.ctx.grid.background)
         if (failed := checkpoint.first_error(outcomes)) is not None:
@@ -520,7 +522,7 @@ class Saver:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None or issubclass(kind, FloatingPointError):  # every rank comes here
-            self._settle(self._background.wait)
+            self._report_failure(self._background.wait)
             if not self._hurry:  # else it dies with the process, which harms nothing
                 self._pruning.wait()
             if self._lock is not None:  # on other ways out the threads may still write

@@ -34,7 +34,7 @@ from training.faults.monitor import FailureMonitor, exited_early
 from training.faults.wire import printable
 from training.flags.table import known_flags
 from training.run import output
-from training.run.meeting import HEARD, MARGIN, SHORT, MeetingError, await_key, meet
+from training.run.rendezvous import ACKNOWLEDGED, MARGIN, SHORT, RendezvousError, await_key, meet
 from training.untrusted import sentence
 
 PROGRAM = "pretrain_llama.py"
@@ -79,7 +79,7 @@ def compare(config: Config, digests: dict[str, str], launch: Launch, store: dist
         _exchange(mine, launch.rank, launch.world, store)
     except RuntimeError as error:
         why = printable(str(error).splitlines()[0])
-        raise MeetingError(
+        raise RendezvousError(
             f"a rank ended before all ranks had compared their settings: {why}"
         ) from None
 
@@ -93,30 +93,30 @@ def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
     """Send a digest of every rank's settings to rank 0, which asks the first that differs for all
     of them; raise UsageError, on every rank, if they differ.
     """
-    deadline, gone = time.monotonic() + COMPARING, "rank {} connected and then ended"
+    deadline, ended = time.monotonic() + COMPARING, "rank {} connected and then ended"
     if rank == 0:
         odd, verdict = "", ""
         for other in range(1, world):
-            theirs = await_key(store, f"start/{other}", deadline, gone.format(other))
+            theirs = await_key(store, f"start/{other}", deadline, ended.format(other))
             odd = odd or (str(other) if theirs != digest_of(mine) else "")
         store.set("start/ask", odd)
         if odd:
-            whole = await_key(store, f"start/whole/{odd}", deadline + MARGIN, gone.format(odd))
-            verdict = _difference(mine, whole, int(odd))
+            settings = await_key(store, f"start/whole/{odd}", deadline + MARGIN, ended.format(odd))
+            verdict = _difference(mine, settings, int(odd))
             store.set("start/verdict", verdict)
     else:
         store.set(f"start/{rank}", digest_of(mine))
-        odd, verdict = await_key(store, "start/ask", deadline + MARGIN, gone.format(0)), ""
+        odd, verdict = await_key(store, "start/ask", deadline + MARGIN, ended.format(0)), ""
         if odd == str(rank):
             store.set(f"start/whole/{rank}", mine)
         if odd:
-            verdict = await_key(store, "start/verdict", deadline + 3 * MARGIN, gone.format(0))
+            verdict = await_key(store, "start/verdict", deadline + 3 * MARGIN, ended.format(0))
     if not verdict:
         return
-    heard, deadline = store.add("start/heard", 1), time.monotonic() + HEARD
-    while rank == 0 and heard < world and time.monotonic() < deadline:
+    acknowledged, deadline = store.add("start/heard", 1), time.monotonic() + ACKNOWLEDGED
+    while rank == 0 and acknowledged < world and time.monotonic() < deadline:
         time.sleep(0.05)  # rank 0 may be the store itself
-        heard = store.add("start/heard", 0)
+        acknowledged = store.add("start/heard", 0)
     raise UsageError(printable(verdict))
 
 
@@ -155,16 +155,16 @@ def new_monitor(
         return FailureMonitor(watch=watch)
     point = launch.point
 
-    def tell(cause: str) -> None:
-        tell_launcher(cause, error_file)
+    def on_failure(cause: str) -> None:
+        write_error_file(cause, error_file)
 
     try:
         return FailureMonitor(
             launch.rank, launch.world, store, point.host, point.secret,
-            silence=config.fault.peer_timeout, watch=watch, tell=tell,
+            silence=config.fault.peer_timeout, watch=watch, tell=on_failure,
         )  # fmt: skip
     except CommunicationError as error:
-        raise MeetingError(f"rank {launch.rank}: {error}") from None
+        raise RendezvousError(f"rank {launch.rank}: {error}") from None
 
 
 def connect(
@@ -209,28 +209,28 @@ def refuse(
     those that wait in `compare`, or prints where it cannot.
     """
     text = sentence(error)
-    tell_launcher(text, error_file)
-    absent = isinstance(error, MeetingError)
-    untold = isinstance(error, MeetingError) and not error.told
+    write_error_file(text, error_file)
+    absent = isinstance(error, RendezvousError)
+    untold = isinstance(error, RendezvousError) and not error.reported
     if launch.local_rank == 0 or untold:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
-    if alone and launch.world > 1 and not _tell(text, launch) and launch.local_rank:
+    if alone and launch.world > 1 and not _refuse_others(text, launch) and launch.local_rank:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
     return 1 if absent else code
 
 
-def _tell(text: str, launch: Launch) -> bool:
+def _refuse_others(text: str, launch: Launch) -> bool:
     """Tell the ranks that wait in `compare`; return whether they were reached."""
     try:
         meet(SHORT, launch, refused=text)
-    except MeetingError:
+    except RendezvousError:
         return False
     except UsageError:  # it comes back as everybody's verdict
         return True
     return False
 
 
-def tell_launcher(text: str, error_file: str | None) -> None:
+def write_error_file(text: str, error_file: str | None) -> None:
     """Write the cause to TORCHELASTIC_ERROR_FILE, if any: torchrun's report ends with it."""
     if error_file:
         more = {"timestamp": str(int(time.time())), "py_callstack": text}
@@ -254,11 +254,11 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
             print(f"{PROGRAM}: {end.code}", file=sys.stderr)
         if not code and (text := exited_early(end)):
             print(f"{PROGRAM}: {text}", file=sys.stderr)
-            tell_launcher(text, error_file)
+            write_error_file(text, error_file)
             code = 1
     except Exception as error:
         traceback.print_exc()
-        tell_launcher(f"{type(error).__name__}: {error}", error_file)
+        write_error_file(f"{type(error).__name__}: {error}", error_file)
         code = 1
     output.flush()
     os._exit(code)

@@ -18,7 +18,7 @@ from training.data.batch import Batch
 from training.data.loader import Loader
 from training.learning_rate import decoupled_learning_rate, learning_rate
 from training.run.state import Run
-from training.run.stop import Heard
+from training.run.stop import StepFlags
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,18 @@ def combine(decisions: Iterable[Decision]) -> Decision:
     save        no copy
     signal      evaluate after the save, as a signal's grace may be short
     """
-    asked = union(decisions)
-    if asked.back:
+    decided = union(decisions)
+    if decided.back:
         return BACK
     return Decision(
-        stop=asked.stop,
-        signal=asked.signal,
-        skipped=asked.skipped,
-        save=asked.save and (asked.stop or not asked.skipped),
-        copy=asked.copy and not asked.save and not asked.skipped,
-        evaluate=asked.evaluate and not asked.signal,
-        evaluate_after_save=asked.evaluate and asked.signal,
-        sample=asked.sample,
+        stop=decided.stop,
+        signal=decided.signal,
+        skipped=decided.skipped,
+        save=decided.save and (decided.stop or not decided.skipped),
+        copy=decided.copy and not decided.save and not decided.skipped,
+        evaluate=decided.evaluate and not decided.signal,
+        evaluate_after_save=decided.evaluate and decided.signal,
+        sample=decided.sample,
     )
 
 
@@ -94,7 +94,7 @@ class Step:
     norm: Tensor = NOT_YET
     found_inf: Tensor = NOT_YET
     auxiliary: Tensor | None = None  # the part of the loss that is auxiliary
-    heard: Heard = Heard()  # what all ranks reported of the step before
+    agreed: StepFlags = StepFlags()  # what all ranks reported of the step before
     values: dict[str, Any] = field(default_factory=dict)  # for its line of the log, if it has one
     decisions: list[Decision] = field(default_factory=list)  # of the watchers asked so far
 
@@ -121,7 +121,7 @@ class Step:
         run.iteration, run.consumed = self.iteration, self.consumed + self.size
 
     @property
-    def asked(self) -> Decision:
+    def decided(self) -> Decision:
         """Return all that the watchers before asked for."""
         return union(self.decisions)
 

@@ -43,7 +43,7 @@ class StopSignal:
     NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, launcher: int | None = None, stopped: int = os.EX_TEMPFAIL) -> None:
-        self.received = self.training = self.stepped = self._speak = False
+        self.received = self.training = self.stepped = self._verbose = False
         self.code, self._stopped = 0, stopped
         self._name = "a signal to another rank"
         self._launcher = launcher
@@ -68,12 +68,12 @@ class StopSignal:
         signal.set_wakeup_fd(self._wakeup)
         self._sockets[0].close()
 
-    def begin(self, speak: bool) -> None:
+    def begin(self, verbose: bool) -> None:
         """Begin training: signals now wait for the step. speak: this rank prints the first one.
 
         The caller sets `stepped` when the first step is done.
         """
-        self.training, self._speak = True, speak
+        self.training, self._verbose = True, verbose
 
     def end(self, by_signal: bool, done: str, saved: CheckpointConfig, stage: str = "") -> str:
         """Set the exit code of a run that ends early, and return the line to print about it.
@@ -119,7 +119,7 @@ class StopSignal:
 
     def _say(self, number: int, text: str) -> None:
         """Print a line where this rank speaks; not by print(): a signal may come within one."""
-        if self._speak:
+        if self._verbose:
             with suppress(OSError):  # a full disk, or a terminal that is gone
                 os.write(2, f"\n{signal.Signals(number).name}: {text}\n".encode())
 
@@ -150,7 +150,7 @@ class StopSignal:
                         first = first or time.monotonic()
 
 
-class Heard(NamedTuple):
+class StepFlags(NamedTuple):
     """What at least one rank reported of a step; the same on every rank."""
 
     signal: bool = False  # a signal asks to stop
@@ -158,9 +158,9 @@ class Heard(NamedTuple):
     skipped: bool = False  # the update was skipped: the gradient norm was not finite
     spiked: bool = False  # loss or gradient norm is far above those before (--on-spike)
 
-    def __or__(self, other: tuple[bool, ...]) -> "Heard":
+    def __or__(self, other: tuple[bool, ...]) -> "StepFlags":
         """Return what either of the two reports."""
-        return Heard(*(a or b for a, b in zip(self, other, strict=True)))
+        return StepFlags(*(a or b for a, b in zip(self, other, strict=True)))
 
 
 class Agreement:
@@ -168,34 +168,35 @@ class Agreement:
 
     def __init__(self, world: Axis) -> None:
         self.world = world
-        self._asked: _Flags | None = None
+        self._pending: _Flags | None = None
         self._stream: torch.cuda.Stream | None = None
 
-    def ask(self, signal: bool, over: bool, found_inf: Tensor, *more: Tensor) -> Heard:
+    def ask(self, signal: bool, over: bool, found_inf: Tensor, *more: Tensor) -> StepFlags:
         """Send this rank's flags of this step; return what all reported of the step before.
 
-        found_inf: 1 where the update was skipped. more: the fields of Heard that follow, if any.
+        found_inf: 1 where the update was skipped. more: the fields of StepFlags that follow, if
+        any.
         """
         if self._stream is None and found_inf.is_cuda and not self.world.staged:
             self._stream = torch.cuda.Stream(found_inf.device)
-        last = self._asked
+        last = self._pending
         mine = [found_inf.new_full((), float(flag)) for flag in (signal, over)]
         flags = torch.stack([*mine, found_inf, *(flag.to(found_inf) for flag in more)])
-        self._asked = _Flags(flags, self.world, self._stream)
-        return last.read() if last else Heard()
+        self._pending = _Flags(flags, self.world, self._stream)
+        return last.read() if last else StepFlags()
 
     def wait(self) -> None:
         """Wait for what all ranks reported of the last step; `ask` or `close` returns it."""
-        if self._asked:
-            self._asked.wait()
+        if self._pending:
+            self._pending.wait()
 
-    def close(self) -> Heard:
+    def close(self) -> StepFlags:
         """Wait for what all ranks reported of the last step and return it, once.
 
         Call it before a save, which must not hold a skipped step, and before the groups end.
         """
-        last, self._asked = self._asked, None
-        return last.read() if last else Heard()
+        last, self._pending = self._pending, None
+        return last.read() if last else StepFlags()
 
 
 class _Flags:
@@ -223,9 +224,9 @@ class _Flags:
         else:
             self._arrived.synchronize()
 
-    def read(self) -> Heard:
+    def read(self) -> StepFlags:
         self.wait()
-        return Heard(*(flag > 0 for flag in self._host.tolist()))
+        return StepFlags(*(flag > 0 for flag in self._host.tolist()))
 
 
 def time_is_up(settings: RunConfig, started: float) -> bool:

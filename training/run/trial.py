@@ -177,19 +177,19 @@ def _attention(config: Config, ctx: LayerContext, work: Work) -> None:
     m, t = config.model, config.parallel.tensor_model_parallel_size
     heads, groups, d = m.num_attention_heads // t, max(1, m.num_query_groups // t), m.kv_channels
     if work == "blocks":
-        held = batch_shards(2, ((2 * TOKENS,),))
+        ranges = batch_shards(2, ((2 * TOKENS,),))
         core = CoreAttention(config.parallel.attention_backend, card_of(ctx.device))
         q, k, v = (_numbers(ctx, TOKENS, 1, n, d) for n in (heads, groups, groups))
-        way = Ring(ctx.grid.cp, held, (2 * TOKENS,), 0, core.kernel(q, "blocks"))
+        way = Ring(ctx.grid.cp, ranges, (2 * TOKENS,), 0, core.kernel(q, "blocks"))
         y = ContextExchange.apply(q, k, v, way)
         y.backward(torch.ones_like(y))
         return
     packed = PackedSeqParams.of((TOKENS // 4, TOKENS - TOKENS // 4)).to(ctx.device)
     cos, sin = rope_table(rope_frequencies(d, m.rotary_base), TOKENS, ctx.accumulate, ctx.device)
     attend = core_attention_of(ctx)
-    given = packed if work == "documents" else None
+    documents = packed if work == "documents" else None
     _backward(
-        lambda qkv: attend(qkv, cos, sin, heads, groups, given),
+        lambda qkv: attend(qkv, cos, sin, heads, groups, documents),
         _numbers(ctx, TOKENS, 1, (heads + 2 * groups) * d),
     )
 

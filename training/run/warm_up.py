@@ -58,10 +58,10 @@ class Scratch(GradientSink):
     def _piece(
         self, what: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        count, held = torch.Size(shape).numel(), self._pieces.get((what, dtype))
-        if held is None or held.numel() < count:
-            held = self._pieces[what, dtype] = torch.zeros(count, dtype=dtype, device=device)
-        return held[:count].view(shape)
+        count, buffer = torch.Size(shape).numel(), self._pieces.get((what, dtype))
+        if buffer is None or buffer.numel() < count:
+            buffer = self._pieces[what, dtype] = torch.zeros(count, dtype=dtype, device=device)
+        return buffer[:count].view(shape)
 
 
 class LocalEngine(Engine):
@@ -143,5 +143,5 @@ def batches_of_zeros(config: Config, grid: Grid, device: torch.device) -> list[B
     flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     rules = DocumentRules(eod=-1, **{flag: getattr(config.data, flag) for flag in flags})
     rows = np.zeros((config.batch.micro_batch_size, config.model.seq_length + 1), np.int64)
-    whole, cp = [make_batch(rows, rules, 0) for _ in range(MICRO_BATCHES)], grid.cp
-    return [context_part(batch, cp.rank, cp.size).to(device) for batch in whole]
+    batches, cp = [make_batch(rows, rules, 0) for _ in range(MICRO_BATCHES)], grid.cp
+    return [context_part(batch, cp.rank, cp.size).to(device) for batch in batches]

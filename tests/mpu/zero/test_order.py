@@ -30,7 +30,7 @@ class Event(NamedTuple):
     what: str
     bucket: int
     action: str
-    whole: frozenset[int]
+    gathered: frozenset[int]
 
 
 class Recorder:
@@ -226,14 +226,16 @@ def test_in_a_pipeline_buckets_leave_with_their_last_gradient(world, zero, sched
         if zero == 3:  # a block is whole from its first use to its last gradient
             gathers = buckets_of(events, "gather")
             assert sorted(gathers) == list(range(len(chunks)))
-            assert events[-1].whole == frozenset()
+            assert events[-1].gathered == frozenset()
             for i in gathers:
                 first, last = at(events, "use", i)[0], at(events, "done", i)[-1]
-                assert all(i in e.whole for e in events[first : last + 1])
+                assert all(i in e.gathered for e in events[first : last + 1])
                 (launch,) = at(events, "sum", i)
                 held = [sum(place < launch for place in at(events, w, i)) for w in IN_USE]
                 later = [e for e in events[launch + 1 :] if e.what in ("done", "finish")]
-                assert held[0] > held[1] or not any(i in e.whole for e in later), "it stays whole"
+                assert held[0] > held[1] or not any(i in e.gathered for e in later), (
+                    "it stays whole"
+                )
 
 
 def turns(events: list[Event]) -> list[tuple[int, int, int]]:
@@ -266,8 +268,8 @@ def test_a_block_is_gathered_under_the_one_before(world, case):
                 assert wait == begin - 1, (block, then, "was not waited for at its use")
             before = block
             uses = [e for e in events[first : last + 1] if e.what in ("use", "release")]
-            assert all(e.whole == {block, then} for e in uses), (block, then)
-        assert max(len(e.whole) for e in events) == 2 and not events[-1].whole
+            assert all(e.gathered == {block, then} for e in uses), (block, then)
+        assert max(len(e.gathered) for e in events) == 2 and not events[-1].gathered
         assert buckets_of(events, "gather")[0] == order[0][0]
 
 
@@ -282,8 +284,8 @@ def test_without_gathering_ahead_each_block_waits_for_its_own(world, gather, ste
         assert sorted(waits) == [first - 1 for _, first, _ in order]
         assert sorted(gathers) == [first - 2 for _, first, _ in order]
         for block, first, last in order:
-            assert all(e.whole == {block} for e in events[first : last + 1] if e.what == "use")
-        assert max(len(e.whole) for e in events) == 1
+            assert all(e.gathered == {block} for e in events[first : last + 1] if e.what == "use")
+        assert max(len(e.gathered) for e in events) == 1
 
 
 @pytest.mark.parametrize("zero", [1, 2])

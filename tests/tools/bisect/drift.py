@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.tools.bisect.planted import BASE, CP, TP  # noqa: E402
 from tools.bisect.compare import allowed  # noqa: E402
-from tools.bisect.lines import Lines, apart_by_sketch, first_step, read  # noqa: E402
+from tools.bisect.lines import Lines, different_sketches, first_step, read  # noqa: E402
 from tools.bisect.ranks import ROOT, Program, run  # noqa: E402
 
 PAIRS = {"tp2": (TP, 2), "dp2": ("", 2), "cp2": (CP, 2), "micro": ("--micro-batch-size 1", 1)}
@@ -49,8 +49,8 @@ def rows(what: str, one: Lines, other: Lines) -> None:
     """Print the rows of a pair."""
     sides, notes = (one, other), list[str]()
     for i in (i for i in SHOWN if i in one.steps):
-        begin, _ = apart_by_sketch(one.steps[i - 1], other.steps[i - 1], "weight", sides)
-        far, each = apart_by_sketch(one.steps[i], other.steps[i], "gradient", sides)
+        begin, _ = different_sketches(one.steps[i - 1], other.steps[i - 1], "weight", sides)
+        far, each = different_sketches(one.steps[i], other.steps[i], "gradient", sides)
         worst = max(each.values())
         times = [f"{x / begin:7.1f}" if begin else "      -" for x in (far, worst)]
         print(f"{what} {i:4d}  {begin:.1e}  {far:.1e}    {worst:.1e}  {'  '.join(times)}")

@@ -7,7 +7,7 @@ import pytest
 
 from estimate.simulate import Costs, Span, Timeline, simulate
 from mpu.pipeline.schedules import CHUNKS, Action, build, forward_only
-from tools.pictures.timeline import Wait, held, rows, summary, usual_peak, waits
+from tools.pictures.timeline import Wait, in_flight, rows, summary, usual_peak, waits
 
 
 def timeline_of(schedule, send=0.0, f=1.0, b=1.0, w=1.0):
@@ -46,7 +46,7 @@ def test_an_activation_is_held_from_its_f_to_its_b_and_then_to_its_w():
     kinds = [("F", 0), ("F", 1), ("B", 0), ("W", 0), ("B", 1), ("W", 1)]
     spans = [Span(Action(k, 0, i), 2.0 * n, 2.0 * n + 1) for n, (k, i) in enumerate(kinds)]
     expected = [(0, 0, 0), (0, 1, 0), (2, 2, 0), (5, 1, 1), (7, 1, 0), (9, 0, 1), (11, 0, 0)]
-    assert held(spans) == expected
+    assert in_flight(spans) == expected
 
 
 def test_an_evaluation_holds_nothing():

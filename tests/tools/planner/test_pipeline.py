@@ -52,7 +52,7 @@ def test_what_is_in_flight_is_the_walks(name: str) -> None:
 
 @pytest.mark.parametrize("draws", [4, pytest.param(40, marks=pytest.mark.prove)])
 def test_the_bytes_of_many_layouts_are_near_the_dry_runs(draws: int) -> None:
-    asked: plan.Asked = {"global-batch-size": 128}
+    asked: plan.Question = {"global-batch-size": 128}
     plans = plan.plans_of("8B", read_cluster("h100_128_nodes").of(4), asked)
     split = [n for n, each in enumerate(plans.layouts) if each.split]
     for n in random.Random(7).sample(split, draws):

@@ -136,7 +136,7 @@ def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:
                    "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
                    "--sequence-parallel --micro-batch-size 1"):  # fmt: skip
         flags = f"{layout} --cpu-offload-activations --global-batch-size 64"
-        asked: plan.Asked = {"seq-length": 1024, "global-batch-size": 64}
+        asked: plan.Question = {"seq-length": 1024, "global-batch-size": 64}
         plans = plan.plans_of(UNTIED, read_cluster(str(path)).of(2), asked)
         mine = own_plan(plans, flags)
         device, share, host, host_share, busy = table.edges_of(mine, [0])[-1].split()[1:]
@@ -154,7 +154,7 @@ def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:
 
 def test_activations_stay_out_of_host_memory_that_a_cluster_does_not_have(tmp_path: Path) -> None:
     content = json.loads((FOLDER / "h100_8_nodes.json").read_text()) | {"nodes": 1}
-    asked: plan.Asked = {"seq-length": 1024, "global-batch-size": 16}
+    asked: plan.Question = {"seq-length": 1024, "global-batch-size": 16}
     (tmp_path / "c.json").write_text(json.dumps(content | {"host_memory_gb": 1}))
     small = plan.plans_of(UNTIED, read_cluster(str(tmp_path / "c.json")), asked)
     large = plan.plans_of(UNTIED, read_cluster("h100_8_nodes").of(1), asked)

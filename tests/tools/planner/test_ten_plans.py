@@ -108,7 +108,7 @@ def rank_of(k: int, pp: int, v_shape: bool) -> int:
 def test_the_best_plan_is_rehearsed(
     model: str, cluster: str, nodes: int, sequence: int, batch: int, rehearse: Rehearse
 ) -> None:
-    asked: plan.Asked = {"seq-length": sequence, "global-batch-size": batch}
+    asked: plan.Question = {"seq-length": sequence, "global-batch-size": batch}
     plans = plan.plans_of(model, read_cluster(cluster).of(nodes), asked)
     n, world = plans.best(1)[0], plans.cluster.gpus
     for rank, stage in ((0, 0), (world - 1, plans.layouts[n].pp - 1)):
@@ -120,7 +120,7 @@ def test_the_best_plan_is_rehearsed(
 )
 def test_random_layouts_are_the_rehearsals(draw: int, rehearse: Rehearse) -> None:
     """The first rank of every second layout, the last rank of the others."""
-    asked: plan.Asked = {"seq-length": 2048, "global-batch-size": 32}
+    asked: plan.Question = {"seq-length": 2048, "global-batch-size": 32}
     plans = plan.plans_of(EIGHT, read_cluster("h100_8_nodes").of(1 + draw % 2), asked)
     n = random.Random(draw).randrange(len(plans.layouts))
     last = draw // 2 % 2

@@ -18,7 +18,7 @@ from tools import checkpoint as tool
 from training.checkpoint import CheckpointError
 from training.checkpoint.manifest import check_index, tiles
 from training.flags.table import known_flags
-from training.setting import whole
+from training.setting import integer
 
 SHORT, LONG, BLOCK = 16, 480, 60
 FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 1e-3
@@ -180,4 +180,4 @@ def test_flags_and_configs_have_the_same_bounds() -> None:
     for name, most in MOST.items():
         flag = known_flags().get("--" + name.replace("_", "-"))
         if name != "rope_original_length":
-            assert flag is not None and flag.rule == whole(1, most), name
+            assert flag is not None and flag.rule == integer(1, most), name

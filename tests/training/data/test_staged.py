@@ -12,7 +12,7 @@ import pytest
 from tools.ledger import main
 from training.data.build import build_datasets
 from training.data.indexed import IndexedWriter, token_dtype
-from training.data.staged import Staged
+from training.data.stage_datasets import Staged
 from training.data.tokenizer import build_tokenizer
 from training.flags.parse import parse
 from training.stages import stage_at

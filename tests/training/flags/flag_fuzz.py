@@ -106,7 +106,7 @@ def value(flag: Flag, rng: random.Random, wild: float) -> list[str]:
         ends = [int(end) for end in (rule.low, rule.high) if end is not None]
         near = str(rng.choice(ends) + rng.randrange(-1, 2))  # a bound, or what is beyond it
         some = [str(rng.randrange(9)), str(rng.randrange(1, 5) * 8), near]
-        return [rng.choice(some) if rule.whole else str(rng.random())]
+        return [rng.choice(some) if rule.integer else str(rng.random())]
     paths = rule in (FILE, DIRECTORY) or "prefix" in flag.row.unit or "data-path" in flag.name
     names = PATHS if paths else WORDS
     many = rng.randrange(1, 4) if rule.nargs == "*" else 1

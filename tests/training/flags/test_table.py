@@ -253,7 +253,7 @@ def test_differences_name_flags_that_are_known():
 
 def test_what_another_name_stands_for_is_a_live_flag():
     for flag in known_flags().values():
-        for word in flag.stands_for:
+        for word in flag.alias_of:
             assert not word.startswith("--") or known_flags()[word].kind == "live", flag.name
 
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from mpu.launch import Launch, Rendezvous
 from training.config import UsageError
-from training.run import meeting
-from training.run.meeting import MeetingError, meet
+from training.run import rendezvous
+from training.run.rendezvous import RendezvousError, meet
 from training.run.startup import _exchange
 
 MARGIN = 0.3  # seconds, in place of the program's
@@ -24,7 +24,7 @@ LONG = timedelta(seconds=60)
 
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "MARGIN", MARGIN)
+    monkeypatch.setattr(rendezvous, "MARGIN", MARGIN)
 
 
 class Start:
@@ -105,7 +105,7 @@ def test_the_store_of_a_local_run_is_not_open_to_the_network(start):
 def test_who_did_not_come_is_named_to_all_who_did(start):
     results = start(4).run({0: impatient, 2: impatient})
     for error in results.values():
-        assert isinstance(error, MeetingError) and error.told
+        assert isinstance(error, RendezvousError) and error.reported
         assert str(error).startswith(
             "ranks 1 and 3 did not connect to MASTER_ADDR:MASTER_PORT (127.0"
         )
@@ -113,13 +113,13 @@ def test_who_did_not_come_is_named_to_all_who_did(start):
 
 def test_a_rank_0_that_never_came_is_named(start):
     error = start(2).run({1: impatient})[1]
-    assert isinstance(error, MeetingError) and not error.told
+    assert isinstance(error, RendezvousError) and not error.reported
     assert str(error).startswith("rank 0 did not connect to MASTER_ADDR:MASTER_PORT (127.0.0.1:")
 
 
 def test_an_agents_store_without_rank_0_is_left_in_time(agent):
     error = agent(2).run({1: impatient})[1]
-    assert isinstance(error, MeetingError) and "rank 0 did not connect" in str(error)
+    assert isinstance(error, RendezvousError) and "rank 0 did not connect" in str(error)
 
 
 @pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["mute", "http"])
@@ -138,10 +138,10 @@ def test_a_port_that_somebody_else_holds_keeps_no_rank(says, free_port):
         threading.Thread(target=serve, daemon=True).start()
         start = Start(Rendezvous("127.0.0.1", server.getsockname()[1]), 2)
         error = start.run({1: impatient})[1]
-        assert isinstance(error, MeetingError) and "store" in str(error)
+        assert isinstance(error, RendezvousError) and "store" in str(error)
         assert len(str(error).splitlines()) == 1
         error = start.run({0: impatient})[0]
-        assert isinstance(error, MeetingError) and "rank 0 cannot listen at MASTER" in str(error)
+        assert isinstance(error, RendezvousError) and "rank 0 cannot listen at MASTER" in str(error)
         server.shutdown(socket.SHUT_RDWR)
         for connection in taken:
             connection.close()
@@ -151,7 +151,7 @@ def test_what_one_rank_refuses_all_hear(start):
     refusing = lambda launch: meet(LONG, launch, "--lr -1: \x1b[31m")  # noqa: E731
     results = start(3).run({0: coming, 1: refusing, 2: coming})
     assert {str(error) for error in results.values()} == {"rank 1: --lr -1: \\x1b[31m"}
-    assert not any(isinstance(error, MeetingError) for error in results.values())
+    assert not any(isinstance(error, RendezvousError) for error in results.values())
 
 
 def test_rank_0_refuses(start):
@@ -164,7 +164,7 @@ def test_a_later_start_knows_nothing_of_an_earlier_one(agent):
     """What stands in the store is old: hellos, a refusal, answers, settings that were compared."""
     three = agent(3)
     refusing = lambda launch: meet(SOON, launch, "an old mistake")  # noqa: E731
-    assert isinstance(three.run({1: refusing})[1], MeetingError)  # nobody heard it
+    assert isinstance(three.run({1: refusing})[1], RendezvousError)  # nobody heard it
 
     def of_the_second(launch: Launch) -> None:
         _exchange('{"lr": 1}', launch.rank, launch.world, meet(LONG, launch))
@@ -189,6 +189,6 @@ def test_agents_may_count_restarts_differently(agent):
 
 def test_a_rank_that_said_hello_and_died_did_not_come(agent):
     two = agent(2)
-    assert isinstance(two.run({1: impatient})[1], MeetingError)  # its hello stays
+    assert isinstance(two.run({1: impatient})[1], RendezvousError)  # its hello stays
     error = two.run({0: impatient})[0]
     assert str(error).startswith("rank 1 did not connect")

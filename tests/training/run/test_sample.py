@@ -41,7 +41,7 @@ def test_a_sample_changes_no_bit(tmp_path, capsys):
 def test_without_a_prompt_it_goes_on_with_held_out_text(tmp_path, capsys):
     train(tmp_path, "log", "--sample-interval", "6", "--eval-interval", "6", "--eval-iters", "1")
     (before,) = re.findall(r"sample at iteration 6, after '([\d ]+)':\n", capsys.readouterr().out)
-    assert len(before.split()) == sample.GIVEN
+    assert len(before.split()) == sample.PROMPT_TOKENS
 
 
 def test_a_token_is_the_likeliest_after_what_came_before(monkeypatch):

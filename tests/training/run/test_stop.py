@@ -122,7 +122,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once(stop, number):
     ],
 )
 def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd):
-    stop.begin(speak=True)
+    stop.begin(verbose=True)
     send(*numbers)
     time.sleep(0.15)
     assert stop.received
@@ -170,7 +170,7 @@ def test_a_run_under_nohup_outlives_its_terminal():
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
         with StopSignal() as stop:
-            stop.begin(speak=True)
+            stop.begin(verbose=True)
             send(HUP)
             time.sleep(0.1)
             assert not stop.received and signal.getsignal(HUP) == signal.SIG_IGN
@@ -180,7 +180,7 @@ def test_a_run_under_nohup_outlives_its_terminal():
 
 
 def test_a_second_ctrl_c_ends_the_run_and_its_echo_does_not(stop, capfd):
-    stop.begin(speak=True)
+    stop.begin(verbose=True)
     os.kill(os.getpid(), INT)
     os.kill(os.getpid(), INT)  # what torchrun passes on of the same one
     time.sleep(0.05)

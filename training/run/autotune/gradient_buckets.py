@@ -76,11 +76,11 @@ def choose_size(
     p = config.parallel
     if p.ddp_bucket_size != 0:
         return config
-    held = [
+    layouts = [
         [each.entry for each in rank_memory.parameters(config, provider, rank).values()]
         for rank in range(grid.pp.size)
     ]
-    largest = max(sum(entry.numel for entry in entries) for entries in held)
+    largest = max(sum(entry.numel for entry in entries) for entries in layouts)
     usual = automatic_size(largest)
     if p.gradient_ranks == 1 or p.zero == 3 or grid.dp_cp_shard.symmetric:
         note(f"gradient buckets: about {usual:,} elements: {_why_not(config)}")
@@ -94,7 +94,7 @@ def choose_size(
     costs = measure(config, grid, device, largest)
     sizes = candidates(largest, grid.dp_cp.size)
     own = seconds_of(
-        held[grid.pp.rank], sizes, rank_memory.sharing(config), timeline, costs,
+        layouts[grid.pp.rank], sizes, rank_memory.sharing(config), timeline, costs,
         sums=p.overlap_grad_reduce, gathers=p.overlap_param_gather,
     )  # fmt: skip
     mine = torch.tensor([own], dtype=torch.float64, device=device)
@@ -189,20 +189,23 @@ def measured_timeline(
                 hidden=hidden, chunk=chunk,
             )  # fmt: skip
             out = out.sum() if stage.loss else out
-            turn = now()
+            since = now()
             first = dict(sink.used)
             torch.autograd.backward(out, None if stage.loss else torch.zeros_like(out))
             end = now()
             used |= {names[each]: forward + between(begin, at) for each, at in first.items()}
-            forward += between(begin, turn)
-            spans.append((between(turn, end), {names[each]: between(turn, at)
+            forward += between(begin, since)
+            spans.append((between(since, end), {names[each]: between(since, at)
                                                for each, at in sink.ready.items()}))  # fmt: skip
         backward = 0.0
         for seconds, at in reversed(spans):
             ready |= {name: max(backward + each, ready.get(name, 0.0)) for name, each in at.items()}
             backward += seconds
-        whole = dict.fromkeys(names.values(), 0.0) | used, dict.fromkeys(names.values(), backward)
-        found.append(Timeline(whole[0], whole[1] | ready, forward, backward))
+        in_total = (
+            dict.fromkeys(names.values(), 0.0) | used,
+            dict.fromkeys(names.values(), backward),
+        )
+        found.append(Timeline(in_total[0], in_total[1] | ready, forward, backward))
     return min(found, key=lambda each: each.forward + each.backward)
 
 
@@ -267,17 +270,17 @@ def _in_a_row(run: Callable[[int], Iterator[Handle]], elements: int, count: int)
     return time.perf_counter() - began
 
 
-def _pair(whole: float, alone: Sequence[float], count: int) -> float:
+def _pair(pair: float, alone: Sequence[float], count: int) -> float:
     """Return how long two collectives at once take in units of one alone.
 
     whole: the seconds of `count` buckets in a row. alone: those of one's collectives.
     """
     if len(alone) == 1:  # two are under way all the time
-        told = 2 * whole / (count * max(alone[0], 1e-9))
+        ratio = 2 * pair / (count * max(alone[0], 1e-9))
     else:  # a bucket's second one beside the first one of the next; the rest is alone
-        both = whole - alone[0] - alone[1] - count * sum(alone[2:])
-        told = 2 * both / ((count - 1) * max(alone[0] + alone[1], 1e-9))
-    return min(max(told, 1.0), MOST_PAIR)
+        both = pair - alone[0] - alone[1] - count * sum(alone[2:])
+        ratio = 2 * both / ((count - 1) * max(alone[0] + alone[1], 1e-9))
+    return min(max(ratio, 1.0), MOST_PAIR)
 
 
 def _measured(
@@ -298,9 +301,9 @@ def _measured(
             barrier(axis, device)
             times.append([*alone, 0.0 if device.type == "cuda" else _in_a_row(run, size, count)])
         middle = [[median(each) for each in zip(*times, strict=True)]]
-        told = torch.tensor(middle, dtype=torch.float64, device=device)
-        *alone, whole = all_gather(told, axis)[0].max(0).values.tolist()
-        rows.append((size, alone, _pair(whole, alone, count)))
+        seconds = torch.tensor(middle, dtype=torch.float64, device=device)
+        *alone, both = all_gather(seconds, axis)[0].max(0).values.tolist()
+        rows.append((size, alone, _pair(both, alone, count)))
         if size >= most:
             break
         size, before = min(4 * size, most), sum(alone)

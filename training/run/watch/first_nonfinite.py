@@ -94,15 +94,15 @@ class _Watch:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Look at every tensor that passes between modules, until the block is left."""
-        run, told = self.run, self._told
-        readers = dict.fromkeys((INPUT, OUTPUT, OUTPUT_GRAD, MAIN_GRAD), told)
+        run, reader = self.run, self._read
+        readers = dict.fromkeys((INPUT, OUTPUT, OUTPUT_GRAD, MAIN_GRAD), reader)
         tracker = ModuleTracker(run.module, run.engine.queue, run.sink, readers)
         try:
             yield
         finally:
             tracker.close()
 
-    def _told(self, event: Event) -> None:
+    def _read(self, event: Event) -> None:
         name = event.name or ("a parameter" if event.kind == MAIN_GRAD else "the model")
         what = WHAT[event.kind].format(name, type(event.of).__name__)
         for value in event.tensors:

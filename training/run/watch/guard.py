@@ -24,7 +24,7 @@ from training.data.loader import Loader
 from training.run.log import Log
 from training.run.state import Run, RunSchedule
 from training.run.step import BACK, Decision, Step
-from training.run.stop import Agreement, Heard
+from training.run.stop import Agreement, StepFlags
 from training.run.watch.first_nonfinite import find_first
 from training.run.watch.rewind import Rewind
 
@@ -69,34 +69,34 @@ class Guard:
 
         So no step is saved, nor copied, that the ranks have not agreed on. A step is judged once.
         """
-        heard, asked = step.heard, step.asked
-        if self._before is not None and self._goes_back(self._before, heard):
+        agreed, decided = step.agreed, step.decided
+        if self._before is not None and self._rolls_back(self._before, agreed):
             return BACK
         self._before = step
-        if asked.stop or asked.save or asked.copy or heard.signal or heard.over:
+        if decided.stop or decided.save or decided.copy or agreed.signal or agreed.over:
             now = self.agreement.close()
-            if self._goes_back(step, now):
+            if self._rolls_back(step, now):
                 return BACK
-            heard |= now
+            agreed |= now
             self._before = None
-        stop = heard.signal or heard.over
+        stop = agreed.signal or agreed.over
         save = stop and bool(self.run.config.checkpoint.save)
-        return Decision(stop=stop, signal=heard.signal, save=save, skipped=self._skipped > 0)
+        return Decision(stop=stop, signal=agreed.signal, save=save, skipped=self._skipped > 0)
 
-    def _goes_back(self, step: Step, heard: Heard) -> bool:
+    def _rolls_back(self, step: Step, agreed: StepFlags) -> bool:
         """Judge a step by what all ranks said of it; return whether the run went back.
 
         Raises FloatingPointError where it is to end.
         """
         i = step.iteration
-        self._skipped = self._skipped + 1 if heard.skipped else 0
-        if heard.skipped:
+        self._skipped = self._skipped + 1 if agreed.skipped else 0
+        if agreed.skipped:
             what = f"the gradient norm was not finite at iteration {i}: that update was "
             what += "skipped on every rank"
             if self._skipped == 1:
                 what = "; ".join([what, *self._first_nonfinite(step)])
             return self._answer(self.on_nan, what, [i])
-        if heard.spiked and self._spikes is not None:
+        if agreed.spiked and self._spikes is not None:
             what = f"a spike at iteration {i}: {self._spikes.describe(i)}"
             # the update before may be the cause
             return self._answer(self.on_spike or "", what, [i - 1, i])

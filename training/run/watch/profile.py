@@ -71,7 +71,7 @@ class Profile:
     ) -> None:
         log = config.log
         self._folder, self._steps, self._note_line = folder_of(config), 0, note
-        self._told = not log.profile or grid.rank != 0  # it speaks for all
+        self._reported = not log.profile or grid.rank != 0  # it speaks for all
         self._ranks = ", ".join(map(str, log.profile_ranks))
         self._snapshot = snapshot_of(config, grid.rank)
         self._first, self._end = log.profile_step_start, log.profile_step_end
@@ -104,12 +104,12 @@ class Profile:
 
     def __exit__(self, *error: Any) -> None:
         if self._trace is not None and error[0] is None:
-            self._settle()
+            self._drain()
             self._trace.__exit__(*error)
         if self._recorded:  # also where the run ended before --profile-step-end
             self._write()
         if error[0] is None and self._steps > self._first:
-            self._tell()
+            self._report()
         if self._snapshot is not None:  # also after an error, such as no memory left
             self._snapshot.parent.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self._snapshot))
@@ -125,7 +125,7 @@ class Profile:
         """Count one training step."""
         if self._trace is not None:
             if self._trace.current_action is torch.profiler.ProfilerAction.RECORD_AND_SAVE:
-                self._settle()  # it stops now
+                self._drain()  # it stops now
             self._trace.step()
         self._steps += 1
         if self._engine is not None and self._engine.spans is not None:
@@ -133,18 +133,18 @@ class Profile:
         self._measure()
 
         if self._steps == self._end:
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Say once where the profile is."""
-        if not self._told:
-            self._told, last = True, min(self._steps, self._end) - 1
+        if not self._reported:
+            self._reported, last = True, min(self._steps, self._end) - 1
             self._note_line(
                 f"profile: steps {self._first} to {last} of this start, in {self._folder} (torch's "
                 f"traces of rank {self._ranks}: `tensorboard --logdir`, or ui.perfetto.dev)"
             )
 
-    def _settle(self) -> None:
+    def _drain(self) -> None:
         for wait in self._in_flight:
             wait()
 

@@ -44,7 +44,7 @@ class Replicas:
 
     def after_step(self, step: Step) -> Decision:
         """Compare if it is due or a save follows. Raises FloatingPointError as the flags say."""
-        saves = step.asked.save or step.asked.copy
+        saves = step.decided.save or step.decided.copy
         if not self.every or not (saves or due(self.every, step.iteration)):
             return CONTINUE
         run = self.run

@@ -33,7 +33,7 @@ class Rewind:
         if "rewind" in answers and not run.iteration:
             self.saver.save(0, 0, must=True)
 
-    def goes_on(self, total: int) -> bool:
+    def unfinished(self, total: int) -> bool:
         """Return whether a step of the run's `total` follows, after those that are passed over.
 
         Where the run's last steps are passed over, it saves.

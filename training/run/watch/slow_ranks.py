@@ -168,12 +168,12 @@ class SlowRanks:
         self._gathered: tuple[Tensor, Handle] | None = None
         self._young: list[Row] | None = None
         self._last: tuple[tuple[int, ...], str] | None = None  # what the window before found
-        self._said: tuple[tuple[int, ...], str] | None = None
+        self._reported: tuple[tuple[int, ...], str] | None = None
 
     def after_step(self, step: Step) -> Decision:
         """Count a step that ends now; where a line of the log is due, add numbers to it."""
-        due = self.log.due(step.iteration)
-        step.values |= self._count(step.begin, step.waited, due)
+        at_interval = self.log.at_interval(step.iteration)
+        step.values |= self._count(step.begin, step.waited, at_interval)
         return CONTINUE
 
     def wait(self) -> None:
@@ -181,7 +181,7 @@ class SlowRanks:
         if self._gathered is not None:
             self._gathered[1].wait()
 
-    def _count(self, begin: float, data: float, due: bool) -> dict[str, float]:
+    def _count(self, begin: float, data: float, at_interval: bool) -> dict[str, float]:
         if self.grid.world_size == 1:
             return {}
         waits, before = dict(self.grid.waits.seconds), self._waited
@@ -193,7 +193,7 @@ class SlowRanks:
             links = [sum(spent.get(name, 0.0) for name in names) for names in LINKS.values()]
             own = seconds - data - sum(spent.values())
             self._steps.append([seconds, data, own, *links])
-        if not due or len(self._steps) < WINDOW // 2:
+        if not at_interval or len(self._steps) < WINDOW // 2:
             return {}
         slow = self._read() if self._gathered is not None else None
         mine = torch.tensor([self._middle()], dtype=torch.float64, device=self.device)
@@ -221,11 +221,11 @@ class SlowRanks:
         if self._young is None and len(self._steps) == self._steps.maxlen:
             self._young = rows
         name = (slow.ranks, slow.what) if slow is not None and slow.counts else None
-        if name is not None and name == self._last and name != self._said:
+        if name is not None and name == self._last and name != self._reported:
             self.log.note(str(slow))  # seen twice: no chance
-            self._said = name
+            self._reported = name
         if name is None:
-            self._said = None
+            self._reported = None
         self._last = name
         return slow
 

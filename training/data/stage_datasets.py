@@ -21,7 +21,7 @@ from training.data.gpt import GPTDataset
 from training.stages import stage_at
 
 
-class GoesOn:
+class DatasetFrom:
     """A data set from sample `first` on."""
 
     length = None
@@ -76,11 +76,11 @@ class Staged:
         self._digests: list[str] = []
         for i, (stage, part) in enumerate(zip(stages, data, strict=True)):
             starts = [-(-read.get(key, 0) // stage.length) for key in part.keys]
-            parts = [GoesOn(d, n) for d, n in zip(part.datasets, starts, strict=True)]
+            parts = [DatasetFrom(d, n) for d, n in zip(part.datasets, starts, strict=True)]
             blend = Blend(parts, part.weights)
-            whole = part.datasets[0] if len(parts) == 1 else Blend(part.datasets, part.weights)
-            self.corpora.append(whole.corpus)
-            self._digests.append(whole.digest)
+            full = part.datasets[0] if len(parts) == 1 else Blend(part.datasets, part.weights)
+            self.corpora.append(full.corpus)
+            self._digests.append(full.digest)
             if i + 1 < len(stages):
                 taken = blend.counts(stages[i + 1].first_sample - stage.first_sample)
                 for key, start, count in zip(part.keys, starts, taken, strict=True):

@@ -30,18 +30,18 @@ from training.faults.hang_detector import named
 from training.faults.wire import printable
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
-HEARD = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts
+ACKNOWLEDGED = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts
 MARGIN = 2.0  # seconds that the others give rank 0 to tell them who is missing
 ABSENT = "absent: "  # begins a verdict that is no mistake
 T = TypeVar("T")
 
 
-class MeetingError(UsageError):
-    """Not all ranks came to MASTER_ADDR:MASTER_PORT in time. told: rank 0 says so, to all."""
+class RendezvousError(UsageError):
+    """Not all ranks came to MASTER_ADDR:MASTER_PORT in time. reported: by rank 0, to all."""
 
-    def __init__(self, text: str, told: bool = False) -> None:
+    def __init__(self, text: str, reported: bool = False) -> None:
         super().__init__(text)
-        self.told = told
+        self.reported = reported
 
 
 def meet(timeout: timedelta, launch: Launch, refused: str = "") -> dist.Store:
@@ -60,7 +60,7 @@ def meet(timeout: timedelta, launch: Launch, refused: str = "") -> dist.Store:
             name = name or _other_rank(store, launch, deadline, refused)
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
             text = printable(str(error).splitlines()[0])
-            raise MeetingError(f"{state[0]}: {text}") from None
+            raise RendezvousError(f"{state[0]}: {text}") from None
         return dist.PrefixStore(f"weft/{name}", store)
 
     return _within(timeout.total_seconds() + 2 * MARGIN, run)
@@ -89,7 +89,7 @@ def _within(seconds: float, run: Callable[[list[str]], T]) -> T:
     if errors:
         raise errors[0]
     if not result:
-        raise MeetingError(state[0])
+        raise RendezvousError(state[0])
     return result[0]
 
 
@@ -103,7 +103,7 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
                 address = ""  # what this host calls itself is not what the others call it
             listener, _ = listen(address, port, max(world, 128))
         except OSError as error:
-            raise MeetingError(f"rank 0 cannot listen at {_where(launch)}: {error}") from None
+            raise RendezvousError(f"rank 0 cannot listen at {_where(launch)}: {error}") from None
         fd = listener.detach()
         return dist.TCPStore(host, port, world, True, timeout, False, master_listen_fd=fd)
     why = ""
@@ -116,7 +116,7 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
             time.sleep(0.1)
     else:
         who = "torchrun's agent" if launch.point.agent else "rank 0"
-        raise MeetingError(
+        raise RendezvousError(
             f"{who} did not connect to {_where(launch)} in {timeout.total_seconds():.0f} s: {why}"
         )
     state[0] = f"what listens at {_where(launch)} is not rank 0's store"
@@ -127,7 +127,7 @@ def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) ->
     """Call the roll; return the name of this start. Raises UsageError, MeetingError."""
     name, begun = secrets.token_hex(8), time.monotonic()
     absent, hellos = set(range(1, launch.world)), dict[int, bytes]()
-    verdict, told = f"rank 0: {refused}" if refused else "", False
+    verdict, reported = f"rank 0: {refused}" if refused else "", False
     pause = 0.005
     while absent and time.monotonic() < deadline:
         for rank in sorted(absent):
@@ -141,20 +141,20 @@ def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) ->
                         verdict = verdict or f"rank {rank}: {printable(why)}"
                 if store.check([f"weft/{name}/here/{rank}"]):
                     absent.remove(rank)
-        if verdict and not told:
+        if verdict and not reported:
             store.set(f"weft/{name}/roll", verdict)
-            told, deadline = True, min(deadline, time.monotonic() + HEARD)
+            reported, deadline = True, min(deadline, time.monotonic() + ACKNOWLEDGED)
         if absent:
             time.sleep(pause)
             pause = min(0.1, 1.5 * pause)
     if absent and not verdict:
         seconds, who = time.monotonic() - begun, named(sorted(absent))
         verdict = f"{ABSENT}{who} did not connect to {_where(launch)} in {seconds:.0f} s"
-    if not told:
+    if not reported:
         store.set(f"weft/{name}/roll", verdict)
     if not verdict:
         return name
-    here, deadline = launch.world - 1 - len(absent), time.monotonic() + HEARD
+    here, deadline = launch.world - 1 - len(absent), time.monotonic() + ACKNOWLEDGED
     while store.add(f"weft/{name}/heard", 0) < here and time.monotonic() < deadline:
         time.sleep(0.02)  # rank 0 may be the store itself
     raise _error(verdict)
@@ -176,7 +176,7 @@ def _other_rank(store: dist.Store, launch: Launch, deadline: float, refused: str
 
 def _error(verdict: str) -> UsageError:
     if verdict.startswith(ABSENT):
-        return MeetingError(printable(verdict.removeprefix(ABSENT)), told=True)
+        return RendezvousError(printable(verdict.removeprefix(ABSENT)), reported=True)
     return UsageError(printable(verdict))
 
 
@@ -188,7 +188,7 @@ def await_key(store: dist.Store, key: str, deadline: float, late: str) -> str:
     pause = 0.005
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise MeetingError(late)
+            raise RendezvousError(late)
         time.sleep(pause)
         pause = min(0.1, 1.5 * pause)
     return store.get(key).decode()
