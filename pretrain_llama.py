@@ -39,7 +39,7 @@ from estimate.context_parallel import check_attention
 from estimate.dry_run import report
 from estimate.model_profile import accumulate_dtype, make_grid
 from estimate.obeyed_flags import check_flags
-from estimate.stages import rank_stages
+from estimate.pipeline_stages import rank_stages
 from model.llama import Llama
 from model.load import config_of, digest, load_model_file, of_checkpoint, with_mup
 from mpu import native
@@ -52,8 +52,8 @@ from mpu.mup import Widths
 from mpu.optim.optimizer import Optimizer
 from mpu.param import name_groups
 from mpu.pipeline.engine import Engine
-from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule, forward_only
+from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.batch_size import total_iterations

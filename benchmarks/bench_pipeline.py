@@ -42,10 +42,10 @@ from benchmarks.bench_step import (  # noqa: E402
     output,
     products,
 )
+from estimate.pipeline_stages import stages_of  # noqa: E402
 from estimate.simulate import Costs, simulate  # noqa: E402
-from estimate.stages import stages_of  # noqa: E402
-from mpu.pipeline.layout import Stage  # noqa: E402
 from mpu.pipeline.schedules import CHUNKS, Schedule, build  # noqa: E402
+from mpu.pipeline.stage_layout import Stage  # noqa: E402
 from pretrain_llama import model_provider  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 

@@ -13,13 +13,13 @@ from itertools import zip_longest
 
 from estimate.few_layers import profile_of
 from estimate.model_profile import ModelProvider
+from estimate.pipeline_stages import rank_stages
 from estimate.rank_profile import RankProfile, StageProfile
 from estimate.simulate import peak_activations
-from estimate.stages import rank_stages
-from mpu.pipeline.plan import plan
 from mpu.pipeline.schedules import SPLIT, Schedule, build
+from mpu.pipeline.steps import plan
 from training.config import Config
-from training.schedule import micro_batch_counts, own_stages, schedule_of
+from training.pipeline_schedule import micro_batch_counts, own_stages, schedule_of
 
 STEADY = 3  # micro-batches for each pipeline rank after which a schedule's fullest moment repeats
 

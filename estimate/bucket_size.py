@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from estimate.play import Event, link, play
-from mpu.zero.layout import (
+from mpu.zero.bucket_layout import (
     BLOCK,
     BucketLayout,
     ParamEntry,

@@ -13,9 +13,9 @@ from itertools import accumulate, groupby, pairwise
 from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
 from estimate.rank_memory import accumulate_bytes, gradient_bytes, level, moved_state
-from mpu.zero.layout import BucketLayout, block_of
+from mpu.zero.bucket_layout import BucketLayout, block_of
 from training.config import Config
-from training.schedule import micro_batch_counts
+from training.pipeline_schedule import micro_batch_counts
 
 # bytes of cuBLAS's workspace for a thread's handle and a stream, from Hopper on; before it 8.1 MiB
 # (pytorch aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize)

@@ -13,7 +13,7 @@ from mpu.comm.transport import Axis
 from mpu.layers.attention.shards import balance
 from mpu.layers.context_attention import ContextAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from training.config import Config
 
 

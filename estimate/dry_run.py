@@ -13,8 +13,8 @@ from estimate import (
     buffers,
     context_parallel,
     matrices,
+    pipeline_stages,
     rank_memory,
-    stages,
     traffic,
 )
 from estimate.activations import ActivationPeak
@@ -79,7 +79,7 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
     return [
-        ("Pipeline", stages.lines(config, provider)),
+        ("Pipeline", pipeline_stages.lines(config, provider)),
         ("Memory of each pipeline rank", _ranks(shapes, peaks, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
         (f"Memory of {rank}", _memory(config, provider, peaks, kinds[fullest], fullest)),

@@ -26,10 +26,10 @@ from estimate.model_profile import (
     rank_parameters,
 )
 from estimate.rank_profile import RankProfile, StageProfile, rank_profile
-from mpu.pipeline.layout import Stage
-from mpu.zero.layout import block_of
+from mpu.pipeline.stage_layout import Stage
+from mpu.zero.bucket_layout import block_of
 from training.config import Config
-from training.schedule import recomputed_layers
+from training.pipeline_schedule import recomputed_layers
 
 FEW = 2  # units of a stage from which its line begins
 BYTES = [field.name for field in fields(StageProfile) if field.type in (int, "int")]

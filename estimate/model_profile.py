@@ -29,9 +29,9 @@ from mpu.launch import Launch
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import Placement, group_of, placement_of
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
-from mpu.zero.layout import ParamEntry, block_of, entries_of
+from mpu.zero.bucket_layout import ParamEntry, block_of, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
 from training.experts import expert_options

@@ -42,7 +42,7 @@ from mpu.layers.float8.recipe import Float8
 from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.param import placement_of
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Blocks, Recompute
 from training.config import Config
 from training.recompute import recompute_of

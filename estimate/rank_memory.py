@@ -12,11 +12,11 @@ from math import prod
 
 from estimate.few_layers import parameters_of
 from estimate.model_profile import ModelProvider, ParameterProfile, accumulate_dtype
-from estimate.stages import rank_stages
+from estimate.pipeline_stages import rank_stages
 from mpu.grid import DATA
 from mpu.optim.interface import full_matrix_groups, rules_of, state_bytes
-from mpu.zero import layout
-from mpu.zero.layout import BucketLayout, Sharing, sharing_of
+from mpu.zero import bucket_layout
+from mpu.zero.bucket_layout import BucketLayout, Sharing, sharing_of
 from training.config import Config
 from training.optimizer import optimizer_groups
 
@@ -79,8 +79,10 @@ def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[Buc
     Without --ddp-bucket-size the rank with most parameters sets the size of all buckets.
     """
     entries = [each.entry for each in parameters(config, provider, pp_rank).values()]
-    size = config.parallel.ddp_bucket_size or layout.automatic_size(largest(config, provider))
-    return layout.make_buckets(entries, size, sharing(config))
+    size = config.parallel.ddp_bucket_size or bucket_layout.automatic_size(
+        largest(config, provider)
+    )
+    return bucket_layout.make_buckets(entries, size, sharing(config))
 
 
 @lru_cache(maxsize=16)
@@ -96,13 +98,13 @@ def state(
 ) -> dict[str, int]:
     """Return the bytes of parameters, gradients, masters and moments that a rank keeps.
 
-    moments: the optimizer's own state, of whatever kinds. ranks: as layout.memory takes them. Host
-    memory is included; masters there are separate from the weights whatever their dtype.
+    moments: the optimizer's own state, of whatever kinds. ranks: as bucket_layout.memory takes
+    them. Host memory is included; masters there are separate from the weights whatever their dtype.
     """
     size, acc = config.run.dtype.itemsize, accumulate_bytes(config)
     groups = optimizer_groups(config)
     each = state_bytes(groups, accumulate_dtype(config))
-    per_kind = layout.memory(
+    per_kind = bucket_layout.memory(
         flats,
         size,
         gradient_bytes(config),
@@ -128,7 +130,7 @@ def norm_bytes(flats: list[BucketLayout]) -> int:
     """Return the bytes by which the global norm finds each block of a rank's parameters: an index
     and whether it counts here (Optimizer._norm).
     """
-    return sum(flat.length for flat in flats) // layout.BLOCK * NORM_BYTES
+    return sum(flat.length for flat in flats) // bucket_layout.BLOCK * NORM_BYTES
 
 
 def offloaded(config: Config) -> bool:
@@ -151,7 +153,7 @@ def host_traffic(
 ) -> tuple[int, int]:
     """Return the bytes that an update sends to host memory, and those that it brings from there.
 
-    ranks: as layout.memory takes them. They are the state, or with --optimizer-cpu-offload
+    ranks: as bucket_layout.memory takes them. They are the state, or with --optimizer-cpu-offload
     gradients down and weights up.
     """
     if config.parallel.device == "cpu":

@@ -45,7 +45,7 @@ from mpu.gradients import GradientSink, WeightGradientQueue, run_deferred
 from mpu.interleave import Interleaver
 from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from training.config import Config
 from training.recompute import recompute_of
 

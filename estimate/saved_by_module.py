@@ -20,7 +20,7 @@ from estimate.meta import (
 )
 from estimate.model_profile import ModelProvider, rank_model
 from mpu.activation_offload import HostCopies, Offload
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from training.config import Config
 
 

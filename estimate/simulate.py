@@ -8,8 +8,8 @@ from itertools import product, zip_longest
 from typing import NamedTuple
 
 from estimate.play import Event, Speeds, play
-from mpu.pipeline.plan import Message, Step, blocking_steps, last_needed, plan
 from mpu.pipeline.schedules import Action, Schedule
+from mpu.pipeline.steps import Message, Step, blocking_steps, last_needed, plan
 
 
 class ScheduleError(ValueError):

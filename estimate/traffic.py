@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 from estimate import activations, buffers, matrices, rank_memory
 from estimate.model_profile import ModelProvider, grid_of
+from estimate.pipeline_stages import rank_stages
 from estimate.rank_profile import RankProfile
-from estimate.stages import rank_stages
 from mpu.grid import Grid
-from mpu.zero.layout import BLOCK, BucketLayout
+from mpu.zero.bucket_layout import BLOCK, BucketLayout
 from training import batch_size
 from training.config import Config
-from training.schedule import own_stages, schedule_of
+from training.pipeline_schedule import own_stages, schedule_of
 
 SMALL = ("norm", "loss sum", "agreement")  # purposes that send a few numbers
 Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, bytes sent

@@ -34,7 +34,7 @@ from mpu.layers.qkv import local_heads, qkv_linear
 from mpu.layers.rope import Yarn, rope_frequencies, rope_table
 from mpu.mup import MuP, Widths
 from mpu.param import draw_normal, placement_of, saved_buffers, tie, unique_parameters
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 
 MODEL_TYPE = "llama"  # stands in every checkpoint; give a fork its own

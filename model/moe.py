@@ -37,7 +37,7 @@ from mpu.context import LayerContext
 from mpu.layers.dispatch import Capacity, Plan, count_of, dispatcher
 from mpu.layers.expert_load import ExpertLoad
 from mpu.layers.experts import Experts, RouterLinear
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Decisions, Recompute
 
 __all__ = [

@@ -35,7 +35,7 @@ FILES = (
     "mpu/layers/fused.py", "mpu/layers/linear.py", "mpu/layers/packed_seq_params.py",
     "mpu/layers/rope.py", "mpu/pipeline/engine.py",
     "mpu/optim/adam.py", "mpu/zero/bucket.py", "mpu/optim/offload.py", "mpu/optim/optimizer.py",
-    "mpu/zero/param_and_grad_buffer.py", "mpu/zero/reduce.py", "mpu/zero/weights.py",
+    "mpu/zero/param_and_grad_buffer.py", "mpu/zero/reduce.py", "mpu/zero/gather.py",
 )  # fmt: skip
 COPIED = ("mpu", "model", "estimate", "training", "tools", "csrc", "docs", "pretrain_llama.py")
 MODEL = """

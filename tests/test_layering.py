@@ -66,14 +66,16 @@ MAY = {
                       "training.untrusted", "mpu"),
     "training/faults": ("training.faults", "mpu"),
     "training/checkpoint": ("training.checkpoint", "training.untrusted", "mpu"),
-    "training/schedule.py": ("training.arguments", "training.config", "training.batch_size", "mpu"),
-    "training/flags": ("training.flags", "training.batch_size", "training.schedule",
+    "training/pipeline_schedule.py": ("training.arguments", "training.config",
+                                      "training.batch_size", "mpu"),
+    "training/flags": ("training.flags", "training.batch_size", "training.pipeline_schedule",
                        "training.stages",
                        "training.data", "training.checkpoint", "training.arguments",
                        "training.config", "training.setting", "training.untrusted", "mpu"),
     "estimate": ("estimate", "training.arguments", "training.config", "training.nccl",
                  "training.batch_size", "training.experts", "training.optimizer",
-                 "training.recompute", "training.schedule", "training.stages", "training.data",
+                 "training.recompute", "training.pipeline_schedule", "training.stages",
+                 "training.data",
                  "training.flags",
                  "mpu"),
     "training/run": ("training", "estimate", "mpu"),
@@ -112,7 +114,7 @@ FLOORS = (
         "training/stages.py",
         "training/zero.py",
     ),
-    ("training/learning_rate.py", "training/recompute.py", "training/schedule.py"),
+    ("training/learning_rate.py", "training/recompute.py", "training/pipeline_schedule.py"),
     ("training/data", "training/checkpoint", "training/faults"),
     ("training/flags",),
     ("estimate",),
@@ -269,8 +271,8 @@ def test_no_arrow_points_up():
 
 def test_an_arrow_that_points_up_is_found():
     assert climbs("mpu/comm/p2p.py", "mpu/layers/linear.py")
-    assert climbs("mpu/zero/bucket.py", "mpu/pipeline/layout.py")  # across a floor
-    assert not climbs("mpu/zero/bucket.py", "mpu/zero/layout.py")
+    assert climbs("mpu/zero/bucket.py", "mpu/pipeline/stage_layout.py")  # across a floor
+    assert not climbs("mpu/zero/bucket.py", "mpu/zero/bucket_layout.py")
     assert not climbs("pretrain_llama.py", "mpu/grid.py")
 
 

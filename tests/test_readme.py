@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tools import quickstart
+from training.flags.flag_table import known_flags
 from training.flags.parse import parse
-from training.flags.table import known_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 import pretrain_llama
 from model.load import of_checkpoint
 from mpu.grid import Grid
-from mpu.zero.layout import block_of
+from mpu.zero.bucket_layout import block_of
 from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, axes_at, check_name, page
 from tools.plot_loss import spread

@@ -37,7 +37,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from estimate.model_profile import make_grid
-from estimate.stages import describe_stages
+from estimate.pipeline_stages import describe_stages
 from estimate.traffic import Totals, totals, traffic
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid

@@ -45,7 +45,7 @@ from tools.bisect.verdict import Verdict, verdict_of
 from tools.forks.case import Case, Desk, describe_error
 from tools.forks.layouts import cases, sizes
 from tools.forks.rank import work
-from tools.forks.table import Row, head, row_of, table
+from tools.forks.results_table import Row, head, row_of, table
 
 GRACE = 3.0  # seconds for the other ranks to answer when one has failed
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung

@@ -3,7 +3,7 @@
 
 import torch
 
-from mpu.zero.layout import ZeroConfig
+from mpu.zero.bucket_layout import ZeroConfig
 from training.config import Config
 
 

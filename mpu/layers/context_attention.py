@@ -26,7 +26,7 @@ from mpu.context import LayerContext
 from mpu.layers.attention.backends import card_of
 from mpu.layers.attention.blocks import blocks
 from mpu.layers.attention.core import CoreAttention, one_row
-from mpu.layers.attention.exchange import (
+from mpu.layers.attention.kv_exchange import (
     BACKWARD,
     FORWARD,
     ContextExchange,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW: what it declares, and torch's own fused kernel on flat pieces of weights.
 
-mpu/optim/backends.py has the other kernels. Every backend reads the factor of the gradients and
-the decision to skip on the device, so a step never waits for it.
+mpu/optim/adam_backends.py has the other kernels. Every backend reads the factor of the gradients
+and the decision to skip on the device, so a step never waits for it.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpu.accelerators import needs_fp32
-from mpu.optim import backends
+from mpu.optim import adam_backends
 from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule, divided
 
 
@@ -36,8 +36,8 @@ class AdamW(UpdateRule):
         if dtype != torch.float32:
             raise ValueError(needs_fp32(self.backend, dtype))
         if self.backend == "triton":
-            return backends.Triton(self, parts, self.betas, self.eps)
-        return backends.Fused(self.backend, parts, self.betas, self.eps)
+            return adam_backends.Triton(self, parts, self.betas, self.eps)
+        return adam_backends.Fused(self.backend, parts, self.betas, self.eps)
 
 
 class TorchAdam(Updater):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpu.optim.exchange import MatrixUpdater
 from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule
+from mpu.optim.matrix_exchange import MatrixUpdater
 from mpu.optim.newton_schulz import Coefficients, coefficients_of, orthogonalise, scale_of
 from mpu.optim.owners import FullMatrix, Split
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from mpu.comm.transport import Splits
 from mpu.grid import DATA, Grid
 from mpu.param import Placement
-from mpu.zero.layout import BucketLayout
+from mpu.zero.bucket_layout import BucketLayout
 
 
 class Cut(NamedTuple):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execute a pipeline schedule on one rank: any schedule, forward and backward or forward alone.
 
-    for each action of this rank (mpu/pipeline/plan.py says what to receive and send):
+    for each action of this rank (mpu/pipeline/steps.py says what to receive and send):
         post the receives that come next      asynchronous, mostly one action ahead of their use
         F  wait for the activation of the stage before, forward, send the output, keep its graph
         B  wait for the gradient of the stage after, backward, send the gradient of the input;
@@ -31,8 +31,8 @@ from mpu.comm.transport import Handle, Label
 from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.grid import Grid
 from mpu.interleave import Interleaver
-from mpu.pipeline.plan import Message, Step, plan
 from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.steps import Message, Step, plan
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 Key = tuple[int, int]  # chunk, micro-batch

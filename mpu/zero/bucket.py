@@ -13,7 +13,7 @@ From ZeRO stage 1 on each rank owns an equal part [low, high) of every bucket. A
     0   all weights and gradients; every rank gets every sum and makes every update
     1   the same; a sum arrives at its owner, which updates its part; then weights are gathered
     2   all weights, the sums it owns, and a buffer from a bucket's first gradient to its sum
-    3   as 2, but its part of the weights; a block's are gathered for use (mpu/zero/weights.py)
+    3   as 2, but its part of the weights; a block's are gathered for use (mpu/zero/gather.py)
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mpu.comm.transport import DONE, Axis, Handle, Label
-from mpu.zero.layout import BucketLayout, gaps
+from mpu.zero.bucket_layout import BucketLayout, gaps
 from mpu.zero.reduce import Reduction, sum_over_data, sum_over_extra_axes
 
 

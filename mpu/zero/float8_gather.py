@@ -45,7 +45,7 @@ def of_buckets(
 ) -> list["Float8Gather"]:
     """Return what makes the codes of weights that travel in float8, one for each axis that cuts.
 
-    at_once: gather codes when they are made; else for each use (mpu/zero/weights.py).
+    at_once: gather codes when they are made; else for each use (mpu/zero/gather.py).
     """
     low = [bucket for bucket in buckets if bucket.layout.scales]
     cuts = dict.fromkeys(bucket.layout.sharing.cut for bucket in low)

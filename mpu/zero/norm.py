@@ -18,7 +18,7 @@ from mpu.comm.transport import Axis, Label
 from mpu.grid import Grid
 from mpu.param import placement_of
 from mpu.zero.bucket import ParamAndGradBucket
-from mpu.zero.layout import BLOCK
+from mpu.zero.bucket_layout import BLOCK
 
 NORM = Label("optimizer", "norm")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keep a rank's weights and gradients in flat buckets, and sum buckets in one order on every rank.
 
-mpu/zero/layout.py decides which parameters share a bucket, mpu/zero/bucket.py has one bucket's
-state, mpu/zero/reduce.py sums it.
+mpu/zero/bucket_layout.py decides which parameters share a bucket, mpu/zero/bucket.py has one
+bucket's state, mpu/zero/reduce.py sums it.
 
     last micro-batch      ... ready(p) ready(p) | bucket 0 leaves | ready(p) ... | bucket 1 leaves
     finish_grad_sync()    sum the last buckets over their extra axis too, wait for all sums
@@ -22,9 +22,7 @@ from mpu.gradients import GradientSink
 from mpu.grid import DATA, Grid
 from mpu.param import Placement, PlacementError, placement_of
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
-from mpu.zero.float8_gather import Float8Gather, of_buckets
-from mpu.zero.gradient_check import GradientCheck, unregistered
-from mpu.zero.layout import (
+from mpu.zero.bucket_layout import (
     Sharing,
     ZeroConfig,
     automatic_size,
@@ -32,8 +30,10 @@ from mpu.zero.layout import (
     make_buckets,
     sharing_of,
 )
+from mpu.zero.float8_gather import Float8Gather, of_buckets
+from mpu.zero.gather import Gatherer, fill
+from mpu.zero.gradient_check import GradientCheck, unregistered
 from mpu.zero.reduce import Reduction
-from mpu.zero.weights import Gatherer, fill
 
 
 class ParamAndGradBuffer(GradientSink):

@@ -24,7 +24,7 @@ from mpu.launch import Launch
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group
 from mpu.optim.optimizer import Optimizer
-from mpu.zero.layout import BucketLayout, ParamEntry, Sharing, ZeroConfig, make_buckets
+from mpu.zero.bucket_layout import BucketLayout, ParamEntry, Sharing, ZeroConfig, make_buckets
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
 K = 1024

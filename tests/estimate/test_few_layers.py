@@ -8,12 +8,12 @@ import pytest
 
 from estimate import few_layers
 from estimate.model_profile import model_profile, rank_parameters
+from estimate.pipeline_stages import rank_stages
 from estimate.rank_profile import rank_profile
-from estimate.stages import rank_stages
 from pretrain_llama import model_provider
 from tests.training.small_llama import read
 from training import batch_size
-from training.schedule import schedule_of
+from training.pipeline_schedule import schedule_of
 
 SP = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap ring "
 FULL = "--recompute-granularity full --recompute-method "

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from estimate import stages
+from estimate import pipeline_stages
 from estimate.model_profile import model_profile
-from estimate.stages import rank_stages, stages_of
-from mpu.pipeline.layout import Stage
+from estimate.pipeline_stages import rank_stages, stages_of
+from mpu.pipeline.stage_layout import Stage
 from pretrain_llama import model_provider
-from training import schedule
+from training import pipeline_schedule
 from training.config import UsageError
 from training.flags.parse import parse
-from training.schedule import messages, micro_batch_counts, schedule_of
+from training.pipeline_schedule import messages, micro_batch_counts, schedule_of
 
 SMALL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
@@ -36,7 +36,7 @@ def test_one_rank_is_one_stage():
     config = read(p=1, world=1)
     assert stages_of(config, model_provider) == (Stage(0, 8, embedding=True, loss=True),)
     assert (config.parallel.virtual_stages, config.parallel.schedule) == (1, "1f1b")
-    assert stages.lines(config, model_provider) == []
+    assert pipeline_stages.lines(config, model_provider) == []
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_before_the_tokenizer_the_rules_hold_and_the_cut_is_not_known():
         "--mock-data", "--dry-run --data-path x --tokenizer-type HuggingFaceTokenizer"
     )
     config = replace(read(), model=replace(read().model, vocab_size=None))
-    schedule.check(config)
+    pipeline_schedule.check(config)
     with pytest.raises(ValueError, match="the vocabulary size is not known"):
         stages_of(config, model_provider)
     assert layers(config.with_vocab(2016)) == [5, 3]
@@ -244,7 +244,7 @@ def test_what_is_not_as_megatron_says_is_noted():
 def test_costs_are_the_stages_flops_and_recomputation_falls_on_b():
     model = model_profile(read(), model_provider)
     layer, head = model.layers[0], model.head
-    plain = stages.costs(read(), model_provider)
+    plain = pipeline_stages.costs(read(), model_provider)
     assert plain.forward == plain.input_gradient == plain.weight_gradient
     assert plain.forward == [4 * layer, 4 * layer + head]
     for more, again in (
@@ -255,7 +255,7 @@ def test_costs_are_the_stages_flops_and_recomputation_falls_on_b():
         ),
         ("--recompute-activations", 4 * 2 * 32 * 64),
     ):
-        costs = stages.costs(read(more), model_provider)
+        costs = pipeline_stages.costs(read(more), model_provider)
         assert costs.forward == costs.weight_gradient == plain.forward
         assert costs.input_gradient == [4 * layer + again, 4 * layer + head + again]
 
@@ -273,14 +273,14 @@ def test_messages_of_a_micro_batch():
 
 def test_the_lines_said_first():
     base = SMALL.replace("--num-layers 8", "--num-layers 7")
-    assert stages.lines(read(base=base), model_provider) == [
+    assert pipeline_stages.lines(read(base=base), model_provider) == [
         "pipeline 1f1b: 2 ranks; the slowest has 3.1 % more work than the mean",
         "pipeline rank 0: embedding + layers 0-3",
         "pipeline rank 1: layers 4-6 + head",
         "16 micro-batches: bubble 5.22 % of a step, 5.88 % if all stages were equal",
     ]
     text = "\n".join(
-        stages.lines(
+        pipeline_stages.lines(
             read("--pipeline-model-parallel-layout Et||t*7|L --pipeline-schedule zb-v"),
             model_provider,
         )
@@ -292,7 +292,7 @@ def test_the_lines_said_first():
     two = read(
         "--step-batch-size-schedule '0:4 3200:8'", base=base.replace("--global-batch-size 16", "")
     )
-    lines = stages.lines(two, model_provider)
+    lines = pipeline_stages.lines(two, model_provider)
     assert ["micro-batches" in line for line in lines].count(True) == 2
 
 
@@ -310,7 +310,7 @@ def test_the_simulated_bubble_of_equal_stages_is_the_formulas(more, p, share):
     base = SMALL.replace("--vocab-size 512", "--vocab-size 1 --make-vocab-size-divisible-by 1")
     config = read(more, p=p, world=p, base=base)
     model = replace(config.model, hidden_size=1 << 20)  # a layer is h^2, the head h
-    line = stages.lines(replace(config, model=model), model_provider)[-1]
+    line = pipeline_stages.lines(replace(config, model=model), model_provider)[-1]
     simulated, ideal = (float(words.split()[-1]) for words in line.split(" %")[:2])
     assert simulated == pytest.approx(100 * share, abs=0.02)
     assert ideal == pytest.approx(100 * share, abs=0.02)

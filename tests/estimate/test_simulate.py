@@ -15,8 +15,8 @@ from estimate.simulate import (
     simulate,
     validate,
 )
-from mpu.pipeline.plan import Message, Step, last_needed, plan
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, forward_only
+from mpu.pipeline.steps import Message, Step, last_needed, plan
 
 F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW")
 

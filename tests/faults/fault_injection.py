@@ -55,7 +55,7 @@ from mpu.grid import Grid
 from mpu.layers import linear
 from mpu.optim import adam, optimizer
 from mpu.pipeline import engine
-from mpu.zero import bucket, weights
+from mpu.zero import bucket, gather
 from tests.faults import bad_numbers
 from training.checkpoint import retain, stage
 from training.data.loader import Loader
@@ -82,7 +82,7 @@ POINTS = {
     "update": (pretrain_llama.Optimizer, "step"),
     "action": (engine._Run, "do"),
     "use of a weight": (pretrain_llama.ParamAndGradBuffer, "acquire"),
-    "gather of a block": (weights.Gatherer, "unshard"),
+    "gather of a block": (gather.Gatherer, "unshard"),
     "bucket leaves": (bucket.ParamAndGradBucket, "start_grad_sync"),
     "bucket goes on": (bucket.ParamAndGradBucket, "wait_and_start_next"),
     "gather of the optimizer": (optimizer, "all_gather"),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpu.comm.transport import DONE
-from mpu.layers.attention import exchange
+from mpu.layers.attention import kv_exchange
 from mpu.layers.attention.backends import BACKENDS, Kernel, card_of, why_no_cudnn
 from mpu.layers.attention.block_attention import block_attention
 from mpu.layers.attention.core import CoreAttention
@@ -197,7 +197,7 @@ def played(
             saved = SimpleNamespace()
             saved.save_for_backward = lambda *xs: setattr(saved, "saved_tensors", xs)
             turn = way(axis, held, documents, window, kernel)
-            apply = exchange.ContextExchange
+            apply = kv_exchange.ContextExchange
             with torch.no_grad(), Operators("attention") as seen:  # of this thread
                 y = apply.forward(saved, q, k, v, turn)
                 grads = apply.backward(saved, dy)[:3]
@@ -209,7 +209,7 @@ def played(
             loop.barrier.abort()
 
     stands = {name: getattr(loop, name) for name in ("all_gather", "reduce_scatter", "exchange")}
-    with mock.patch.multiple(exchange, **stands):
+    with mock.patch.multiple(kv_exchange, **stands):
         threads = [threading.Thread(target=play, args=(rank,)) for rank in range(size)]
         for thread in threads:
             thread.start()
@@ -238,7 +238,7 @@ def context(row: Row) -> None:
             want = exact(*wide, documents, window)
             wanted = [want.detach(), *torch.autograd.grad(want, wide, given[3].double())]
             for size in (2, 4):
-                ways = exchange.Ring, exchange.Gather
+                ways = kv_exchange.Ring, kv_exchange.Gather
                 for way, kernel in product(ways, kernels(row, dtype, d)):
                     short = str(dtype).removeprefix("torch.")
                     what = f"{way.__name__} of {size} ranks, {name}, {short}, {kernel}"

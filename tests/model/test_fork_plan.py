@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from estimate import activations, rank_memory, stages
+from estimate import activations, pipeline_stages, rank_memory
 from estimate.dry_run import report
 from estimate.model_profile import model_profile
-from estimate.stages import stages_of
+from estimate.pipeline_stages import stages_of
 from estimate.traffic import SMALL, traffic
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
@@ -129,7 +129,7 @@ def test_the_balance_knows_each_layer(fork, p):
     cut = stages_of(config, fork)
     found = slowest([0, *(stage.last for stage in cut)])
     assert found == min(slowest([0, *bars, 7]) for bars in combinations(range(8), p - 1))
-    assert max(stages.costs(config, fork).forward) == found
+    assert max(pipeline_stages.costs(config, fork).forward) == found
 
 
 @pytest.mark.parametrize("more", ["", "--recompute-granularity full --recompute-num-layers 2"])
@@ -206,7 +206,7 @@ def test_the_dry_run_tells_of_the_fork(fork):
     for line in (
         f"{profile.parameters:,} in all",
         f"{profile.flops:.4g} FLOPs a token",
-        *stages.lines(config, fork),
+        *pipeline_stages.lines(config, fork),
     ):
         assert line in text, line
     flags = f"{FLAGS} --zero-stage 3"

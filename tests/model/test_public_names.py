@@ -39,7 +39,7 @@ NAMES = {
         "unique_parameters",
     ),
     "mpu.param_grad": ("ParamGrad",),
-    "mpu.pipeline.layout": ("Stage",),
+    "mpu.pipeline.stage_layout": ("Stage",),
     "mpu.recompute": ("Decisions", "Recompute"),
 }  # fmt: skip
 IMPORT = re.compile(r"^[ +]*from (mpu[\w.]*) import ([\w, ]+)$", re.MULTILINE)

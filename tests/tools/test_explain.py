@@ -9,12 +9,12 @@ import pytest
 from estimate.simulate import Costs, simulate
 from estimate.traffic import Traffic
 from mpu.grid import Grid
-from mpu.pipeline.plan import plan
 from mpu.pipeline.schedules import NAMES, build
+from mpu.pipeline.steps import plan
 from tools.explain import explain, main, tiny
 from tools.explainer.text import columns, sums
 from training import batch_size
-from training.schedule import schedule_of
+from training.pipeline_schedule import schedule_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "parallelism.md"

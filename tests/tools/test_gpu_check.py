@@ -327,7 +327,7 @@ def test_what_was_frozen_is_what_the_rows_run():
 
 def test_blocks_of_context_parallelism_are_held_against_whole_attention(monkeypatch):
     """As threads: 2 ranks come near to float64, and a log-sum-exp read wrongly does not."""
-    from mpu.layers.attention import block_attention, exchange
+    from mpu.layers.attention import block_attention, kv_exchange
     from tests.gpu import attention
     from tests.gpu.row import Row as Measured
 
@@ -338,7 +338,7 @@ def test_blocks_of_context_parallelism_are_held_against_whole_attention(monkeypa
     wanted = [want.detach(), *torch.autograd.grad(want, wide, given[3])]
 
     def errors():
-        outs = attention.played(exchange.Ring, 2, given, (20, 12), 0, [])
+        outs = attention.played(kv_exchange.Ring, 2, given, (20, 12), 0, [])
         pairs = zip(outs, wanted, strict=True)
         return [attention.apart(out.permute(1, 2, 0, 3), right) for out, right in pairs]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mpu.optim.exchange import MatrixUpdater
 from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule
+from mpu.optim.matrix_exchange import MatrixUpdater
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import shlex
 import torch
 
 from estimate.model_profile import grid_of
-from estimate.stages import rank_stages
+from estimate.pipeline_stages import rank_stages
 from mpu.context import LayerContext
 from pretrain_llama import model_provider
 from training.flags.parse import parse

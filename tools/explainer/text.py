@@ -7,7 +7,7 @@ from textwrap import wrap
 from typing import Any
 
 from estimate import rank_memory
-from estimate.stages import describe_stages, rank_stages
+from estimate.pipeline_stages import describe_stages, rank_stages
 from estimate.traffic import Totals, Traffic, totals
 from mpu.pipeline.schedules import table
 from pretrain_llama import model_provider
@@ -15,7 +15,7 @@ from tools.explainer.trace import Explainer, Seen
 from tools.explainer.zero import WIDTH
 from training import batch_size
 from training.config import Config
-from training.schedule import schedule_of
+from training.pipeline_schedule import schedule_of
 
 BEFORE = (
     "ZeRO level {level}. It is the second step: new weights of the first one may still be on their "

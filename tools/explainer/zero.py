@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from mpu.module_tracker import Event
-from mpu.zero.layout import block_of
+from mpu.zero.bucket_layout import block_of
 from pretrain_llama import LlamaRun
 
 WIDTH = 150

@@ -2,8 +2,9 @@
 """Work out the bytes of layouts' pipeline ranks: of many at once, and of a few as --dry-run does.
 
 `exactly` calls --dry-run's own functions. `many` takes state from the same arithmetic of buckets
-(mpu/zero/layout.py), with an array for the sizes of all layouts, and activations from profiles of
-a layer, the first stage and the last one, measured once for each tp (estimate/rank_profile.py).
+(mpu/zero/bucket_layout.py), with an array for the sizes of all layouts, and activations from
+profiles of a layer, the first stage and the last one, measured once for each tp
+(estimate/rank_profile.py).
 """
 
 import shlex
@@ -24,9 +25,9 @@ from estimate.model_profile import ParameterProfile, rank_parameters
 from estimate.rank_memory import norm_bytes
 from estimate.rank_profile import StageProfile, rank_profile
 from mpu.optim.interface import state_bytes
-from mpu.pipeline.layout import Stage
-from mpu.zero import layout
-from mpu.zero.layout import BucketLayout, sharing_of
+from mpu.pipeline.stage_layout import Stage
+from mpu.zero import bucket_layout
+from mpu.zero.bucket_layout import BucketLayout, sharing_of
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
 from tools.planner.model import REST, Model, last_of_each
 from tools.planner.pipeline import in_flight
@@ -228,9 +229,11 @@ def _state(
     arrays: Any = {"ranks": shard, "shard": shard}
     length: Any = numbers
     unsharded = BucketLayout((), length, sharing=sharing_of("tp", 1, 2, zero)._replace(**arrays))
-    kinds: dict[str, Any] = layout.memory([unsharded], 2, 4, 4, state={"": 1})  # of each number
+    # of each number
+    kinds: dict[str, Any] = bucket_layout.memory([unsharded], 2, 4, 4, state={"": 1})
     kinds["moments"] = kinds["moments"] * moments / np.maximum(numbers, 1)
-    two = 8 * np.clip(numbers / 8, layout.SMALLEST, layout.LARGEST) if zero >= 2 else 0
+    low, high = bucket_layout.SMALLEST, bucket_layout.LARGEST
+    two = 8 * np.clip(numbers / 8, low, high) if zero >= 2 else 0
     total = sum(kinds.values()) + norm_bytes([unsharded])
     total = total + (0 if again else matmul_workspaces(model.config))
     return np.asarray(total + np.minimum(two, 4 * numbers))

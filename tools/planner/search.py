@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from estimate.fit import available
 from mpu.layers.float8.cuda import CAPABLE, lacks
-from mpu.pipeline import layout
+from mpu.pipeline import stage_layout
 from tools.planner import matrices, transfers
 from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
@@ -160,7 +160,7 @@ def cut_of(model: Model, each: Layout, costs: tuple[float, float, float]) -> lis
     if each.pp == 1:
         return [len(layers)]
     ends = {"embedding_cost": embedding, "head_cost": head}
-    stages = layout.stages(layers, each.pp, each.virtual, each.v_shape, **ends)
+    stages = stage_layout.stages(layers, each.pp, each.virtual, each.v_shape, **ends)
     return [len(stage.layers) for stage in stages]
 
 

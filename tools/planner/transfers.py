@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from tools.planner.layout import Layout
 from tools.planner.model import Model
 from tools.planner.rank_bytes import LAST, unit_config, unit_profile

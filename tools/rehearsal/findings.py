@@ -40,13 +40,13 @@ HOST_MAY_WAIT = {
     # once a layer: rows of each expert
     "mpu/layers/dispatch.py": ("not_dropped(load, capacity).tolist()",),
     # an offloaded rule of full matrices, whose slices the host has
-    "mpu/optim/exchange.py": ("wire.to(turn.device)", "update.to(found_inf.device)"),
+    "mpu/optim/matrix_exchange.py": ("wire.to(turn.device)", "update.to(found_inf.device)"),
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
 # blocks, and what the update takes of them, tokens of each expert.
 DOUBLE = {
     "pretrain_llama.py": 3, "mpu/auxiliary_loss.py": 2, "mpu/optim/optimizer.py": 1 << 40,
-    "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/backends.py": 4,
+    "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/adam_backends.py": 4,
     "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40, "training/run/log.py": 2,
     "mpu/layers/expert_load.py": 1 << 20, "training/run/expert_values.py": 1 << 20,
     "training/run/layer_values.py": 1 << 20,
@@ -61,7 +61,7 @@ SINGLE = (
     "mpu/layers/linear.py", "mpu/layers/linear_cross_entropy.py", "mpu/layers/rope.py",
     "mpu/layers/softmax_rows.py", "mpu/zero/", "mpu/optim/", "pretrain_llama.py", "training/run/",
     "training/data/batch.py", "mpu/layers/attention/block_attention.py",
-    "mpu/layers/attention/exchange.py",
+    "mpu/layers/attention/kv_exchange.py",
     # a router's scores, sums over a token's experts, gradients of experts without rows
     "model/moe.py", "mpu/layers/dispatch.py", "mpu/layers/experts.py",
 )  # fmt: skip
@@ -71,7 +71,7 @@ IN_SINGLE = ("_Router", "_Router.backward")  # autograd functions that multiply 
 ON_HOST = (
     "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/",
     "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
-    "mpu/layers/packed_seq_params.py", "mpu/layers/attention/exchange.py",
+    "mpu/layers/packed_seq_params.py", "mpu/layers/attention/kv_exchange.py",
     "mpu/host_memory.py", "mpu/activation_offload.py", "estimate/",
 )  # fmt: skip
 # Operations whose floating point inputs may be of several dtypes, by file.
@@ -83,7 +83,7 @@ MIXES = {
     "mpu/layers/float8/recipe.py": ("aten::add_",),  # products in fp32, to main gradients in bf16
     # a block, into their sum
     "mpu/layers/attention/block_attention.py": ("aten::addcmul_", "aten::add_"),
-    "mpu/layers/attention/exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
+    "mpu/layers/attention/kv_exchange.py": ("aten::zeros_like", "aten::new_zeros", "aten::add_"),
 }
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
 # what ranks sum in float64 in any run

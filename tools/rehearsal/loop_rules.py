@@ -285,7 +285,7 @@ def update_of(seen: "Rehearsed") -> int:
 
 def after_passes(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
     """Yield whether weights that are gathered for a use live until the update."""
-    from mpu.zero import weights
+    from mpu.zero import gather
 
     recorder, update = seen.recorder, update_of(seen)
     for index, event in numbered(seen):
@@ -297,7 +297,7 @@ def after_passes(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
         if any(ends.get(number, update) >= update for number in event.written):
             what = f"{event.bytes:,} bytes of weights, gathered for a use, live until the update"
             chain = recorder.chains.get(index, ())
-            yield Finding("leak", beginning(weights._hide), what, event.where.place, chain)
+            yield Finding("leak", beginning(gather._hide), what, event.where.place, chain)
             return
 
 

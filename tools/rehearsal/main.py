@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from estimate.model_profile import model_profile
-from estimate.stages import costs
+from estimate.pipeline_stages import costs
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
@@ -40,7 +40,7 @@ from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from training.config import Config, UsageError
-from training.schedule import schedule_of
+from training.pipeline_schedule import schedule_of
 
 GPUS_A_NODE = 8
 

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mpu.pipeline.plan import last_needed
 from mpu.pipeline.schedules import Action, Schedule
+from mpu.pipeline.steps import last_needed
+from mpu.zero.gather import Gatherer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from mpu.zero.weights import Gatherer
 from tools.rehearsal.events import Launch, Record, Transfer, Wait
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import STATE, beginning

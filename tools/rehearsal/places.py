@@ -21,7 +21,7 @@ PARTS = {  # of a file, or of a function in it
     "mpu/layers/attention/blocks.py": "attention",
     "mpu/layers/attention/block_attention.py": "attention",
     "mpu/layers/context_attention.py": "attention",
-    "mpu/layers/attention/exchange.py": "attention",
+    "mpu/layers/attention/kv_exchange.py": "attention",
     "mpu/layers/attention/shards.py": "attention",
     "mpu/layers/packed_seq_params.py": "attention",
     "mpu/layers/embedding.py": "embedding",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpu.gradients import run_deferred
 from mpu.pipeline import engine
-from mpu.pipeline.plan import Step
+from mpu.pipeline.steps import Step
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tools.rehearsal.events import Alloc, Free
 from tools.rehearsal.record import Recorder

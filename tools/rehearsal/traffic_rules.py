@@ -23,7 +23,7 @@ from pretrain_llama import model_provider
 from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import beginning, defined, end_of, on_lines
-from training.schedule import schedule_of
+from training.pipeline_schedule import schedule_of
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed

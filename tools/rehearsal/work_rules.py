@@ -15,7 +15,7 @@ from mpu.layers.fused_gpu import DTYPES
 from tools.rehearsal.events import Launch
 from tools.rehearsal.order import Finding
 from tools.rehearsal.traffic_rules import is_own_llama
-from training.schedule import recomputed_layers
+from training.pipeline_schedule import recomputed_layers
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed

@@ -21,8 +21,8 @@ from mpu.layers.embedding import VocabParallelEmbedding, _Lookup
 from mpu.layers.fused import RMSNorm, _RMSNorm
 from mpu.layers.linear import _ParallelLinear
 from mpu.module_tracker import FORWARD
-from mpu.optim.exchange import MatrixUpdater
 from mpu.optim.interface import rules_of
+from mpu.optim.matrix_exchange import MatrixUpdater
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.norm import _Part
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer

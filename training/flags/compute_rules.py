@@ -18,7 +18,7 @@ from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
 from training.arguments import GpuConfig
 from training.config import Config, UsageError
 from training.flags import parallel_rules
-from training.schedule import micro_batch_counts
+from training.pipeline_schedule import micro_batch_counts
 
 OFFLOAD = "--cpu-offload-activations"
 GRAPH = "--cuda-graph"

@@ -8,7 +8,7 @@ from mpu.pipeline.schedules import OVERLAPPING
 from training.arguments import EXPERTS, MoEConfig
 from training.config import Config, UsageError
 from training.flags.megatron import WITH_EXPERTS
-from training.schedule import micro_batch_counts, schedule_of
+from training.pipeline_schedule import micro_batch_counts, schedule_of
 
 OVERLAP, DISPATCHER = "--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"

@@ -14,7 +14,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from training.config import UsageError
-from training.flags import table
+from training.flags import flag_table
 from training.flags.trees import SYNONYMS, TREES, VALUES
 
 FLAG = "--ignore-flags"
@@ -61,7 +61,7 @@ def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str
 def _here(name: str) -> str:
     """Return a flag with - for _, where it is a flag then and was none."""
     plain = name.replace("_", "-")
-    known = {*table.known_flags(), *SYNONYMS, *(flag for flag, _ in VALUES)}
+    known = {*flag_table.known_flags(), *SYNONYMS, *(flag for flag, _ in VALUES)}
     return plain if plain in known and name not in known else name
 
 
@@ -135,7 +135,7 @@ def _without_trees(
 def unknown(argv: Sequence[str], own_names: Collection[str] = ()) -> list[str]:
     """Return NAME:COUNT for the flags that neither Weft nor Megatron-LM knows."""
     counts: dict[str, int] = {}
-    name, known = "", {*table.known_flags(), *own_names, "--"}
+    name, known = "", {*flag_table.known_flags(), *own_names, "--"}
     for word in argv:
         if word.startswith("--"):
             name, equals, _ = word.partition("=")
@@ -171,21 +171,21 @@ def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
 def refuse_unavailable(argv: Sequence[str], own_names: Collection[str]) -> None:
     """Raise UsageError for a flag of Megatron-LM, or of an older Weft, that is not available."""
     names = dict.fromkeys(word.partition("=")[0] for word in argv)
-    found = [table.known_flags().get(name) for name in names if name not in own_names]
+    found = [flag_table.known_flags().get(name) for name in names if name not in own_names]
     refused = [flag for flag in found if flag is not None and not flag.usable]
     if refused:
         first, *others = refused
         listed = ", ".join(flag.name for flag in others[:3])
         listed += f" and {len(others) - 3} more" * (len(others) > 3)
         more = f" (refused too: {listed})" * bool(others)
-        was = "was removed" if first.kind == table.REMOVED_KIND else "is refused"
+        was = "was removed" if first.kind == flag_table.REMOVED_KIND else "is refused"
         raise UsageError(f"{first.name} {was}: {first.text}{more}")
 
 
 def _what_else(name: str) -> str:
     """Return the sentence on a flag that was not meant, or that has another name here, or ""."""
     flag, *rest = name.split()
-    if rest and flag in table.known_flags():
+    if rest and flag in flag_table.known_flags():
         short = f"{name[:60]}{' ...' * (len(name) > 60)}"
         return f"{short!r} came as one word: leave out the quotes that hold flags together"
     if other := ELSEWHERE.get(name.replace("_", "-")):
@@ -198,7 +198,7 @@ def _what_else(name: str) -> str:
 
 def _refuse_known(name: str, own_names: Collection[str]) -> None:
     """Refuse a flag that is known, or close to one that is."""
-    known = table.known_flags()
+    known = flag_table.known_flags()
     if name in known or name in own_names:
         raise UsageError(f"{FLAG} {name[2:]}: {name} is known here, so it cannot be ignored")
     usable = [flag.name for flag in known.values() if flag.usable]
@@ -231,7 +231,7 @@ def _without(words: list[str], counts: dict[str, int]) -> list[str]:
 
 def suggest(name: str) -> str:
     """Return the rest of a sentence on an unknown flag: the closest ones, "" without."""
-    close = like(name, [f.name for f in table.known_flags().values() if f.usable])
+    close = like(name, [f.name for f in flag_table.known_flags().values() if f.usable])
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 

@@ -16,7 +16,7 @@ from training.checkpoint.load import Checkpoint
 from training.config import UsageError
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
-from training.flags.table import known_flags
+from training.flags.flag_table import known_flags
 from training.untrusted import nothing_downloaded
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups

@@ -16,7 +16,7 @@ from mpu.grid import ORDER
 from mpu.layers.context_attention import COMM_TYPES
 from training.arguments import ParallelConfig
 from training.config import Config, UsageError
-from training.schedule import micro_batch_counts
+from training.pipeline_schedule import micro_batch_counts
 
 SIZE, COMM = "--context-parallel-size", "--cp-comm-type"
 RANKS = "--rank-order"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn the command line into one checked, frozen Config; report a mistake in one sentence.
 
-The flags are Megatron-LM's, classified in `training.flags.table`; `training.flags.rules` holds the
-rules between flags. Parsing happens before the first collective and writes no file.
+The flags are Megatron-LM's, classified in `training.flags.flag_table`; `training.flags.rules` holds
+the rules between flags. Parsing happens before the first collective and writes no file.
 """
 
 import argparse
@@ -22,18 +22,18 @@ from training.flags import (
     compute_rules,
     data_stages,
     expert_rules,
+    flag_table,
     foreign,
     model_sizes,
     parallel_rules,
     rules,
     saved_schedule,
     size_rules,
-    table,
 )
+from training.flags.flag_table import Flag
 from training.flags.help import START, Page, effect, page_of
 from training.flags.run_rules import has_validation, shard_list
-from training.flags.table import Flag
-from training.schedule import virtual_stages
+from training.pipeline_schedule import virtual_stages
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
@@ -96,14 +96,14 @@ def model_file(argv: Sequence[str] | None) -> str:
     """Return --model-file, before the rest is parsed: the file may bring flags."""
     words: list[str] = []
     for token in sys.argv[1:] if argv is None else argv:
-        flag = table.known_flags().get(token)
+        flag = flag_table.known_flags().get(token)
         words += flag.alias_of if flag and flag.alias_of else token.split("=", 1)
     found = [value for name, value in zip(words, words[1:], strict=False) if name == "--model-file"]
     return found[-1] if found else ModelConfig.model_file
 
 
 def build_parser(extra: Extra | None = None, page: Page = START) -> _Parser:
-    """Build argparse from the table. page: what its help shows; a fork's own flags always are.
+    """Build argparse from the flag_table. page: what its help shows; a fork's own flags always are.
 
     A fork may have flags of its own that this program refuses, or accepts without an effect.
     """
@@ -117,20 +117,20 @@ def build_parser(extra: Extra | None = None, page: Page = START) -> _Parser:
         add_help=False,
     )
     groups = {text: parser.add_argument_group(text) for text in page.flags.values()}
-    for flag in table.live():
+    for flag in flag_table.live():
         _add(parser, flag, groups.get(page.flags.get(flag.name, "")))
     before = {*parser._option_string_actions}
     if extra is not None:
         extra(parser)
     parser.own_names = frozenset(parser._option_string_actions.keys() - before)
-    for flag in table.known_flags().values():
-        if flag.kind == table.CHECKED_KIND and flag.name not in parser.own_names:
+    for flag in flag_table.known_flags().values():
+        if flag.kind == flag_table.CHECKED_KIND and flag.name not in parser.own_names:
             _add(parser, flag, groups.get(page.flags.get(flag.name, "")))
     return parser
 
 
 def _add(parser: _Parser, flag: Flag, group: "argparse._ArgumentGroup | None") -> None:
-    """Add one flag of the table. group: where help shows it."""
+    """Add one flag of the flag_table. group: where help shows it."""
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": flag.name}
     if flag.rule.nargs == 0:
         options["action"] = "store_true"
@@ -178,10 +178,10 @@ def _read(
     notes += left_out
     own: list[tuple[str, Any]] = []
     for name, text in vars(found).items():
-        flag = table.known_flags().get(name)
+        flag = flag_table.known_flags().get(name)
         if flag is None:
             own.append((name, text))
-        elif flag.kind == table.LIVE_KIND:
+        elif flag.kind == flag_table.LIVE_KIND:
             given[name] = flag.read(text)
         else:
             _accept(flag, text, notes)
@@ -194,12 +194,12 @@ def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:
     values: dict[str, tuple[str, Any]] = {}  # of each flag: how it was given first, and its value
     for token, after in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = token.partition("=")
-        flag = table.known_flags().get(name)
+        flag = flag_table.known_flags().get(name)
         if flag is None or name in own_names:
             continue
         real, *fixed = flag.alias_of or [name]
-        meant = table.known_flags()[real]
-        if meant.rule.nargs is not None or meant.kind != table.LIVE_KIND:
+        meant = flag_table.known_flags()[real]
+        if meant.rule.nargs is not None or meant.kind != flag_table.LIVE_KIND:
             continue
         text = fixed[0] if fixed else value if equals else after
         given = name if fixed else f"{name} {text}"
@@ -219,7 +219,7 @@ def _expand(token: str, own_names: Collection[str]) -> list[str]:
         raise UsageError(f"{token}: -- is no value")
     if not token.startswith("--") or name in own_names:
         return [token]
-    if spelled := table.known_flags()[name].alias_of:
+    if spelled := flag_table.known_flags()[name].alias_of:
         return [*spelled, value] if equals else [*spelled]
     return [token]
 
@@ -296,8 +296,8 @@ def _assemble(
     """Sort the values into the dataclasses and fill in what depends on several flags."""
     parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in given.items():
-        flag = table.known_flags()[name]
-        if flag.kind == table.LIVE_KIND:
+        flag = flag_table.known_flags()[name]
+        if flag.kind == flag_table.LIVE_KIND:
             parts[flag.section][flag.dest] = value
     model, parallel, batch, run = (parts[k] for k in ("model", "parallel", "batch", "run"))
 

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpu.pipeline.schedules import SPLIT
-from training import schedule
+from training import pipeline_schedule
 from training.config import Config, UsageError
 from training.flags import (
     compute_rules,
     expert_rules,
+    flag_table,
     parallel_rules,
     run_rules,
     size_rules,
-    table,
 )
 from training.setting import Setting
 
@@ -79,7 +79,7 @@ ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 
 def check_given(given: dict[str, Any]) -> None:
     """Refuse a command line that lacks a required flag or gives two that exclude each other."""
-    required = [flag.name for flag in table.live() if flag.row.required]
+    required = [flag.name for flag in flag_table.live() if flag.row.required]
     if missing := [name for name in required if name not in given]:
         one = "is missing: it has" if len(missing) == 1 else "are missing: they have"
         raise UsageError(f"{', '.join(missing)} {one} no default")
@@ -119,7 +119,7 @@ def check_given(given: dict[str, Any]) -> None:
 
 def idle(given: dict[str, Any], config: Config) -> Iterator[str]:
     """Yield a line for each given flag that has nothing to act on."""
-    for flag in table.live():
+    for flag in flag_table.live():
         row = flag.row
         if flag.name in given and not _acts(row, given, config):
             value = f" {row.needs_value}" if row.needs_value else ""
@@ -138,7 +138,7 @@ def _acts(row: Setting, given: dict[str, Any], config: Config) -> bool:
     """Return whether a flag that the setting needs is given, or has the value that it needs."""
     if not row.needs_value:
         return not row.needs or bool(given.keys() & set(row.needs))
-    flag = table.known_flags()[row.needs[0]]
+    flag = flag_table.known_flags()[row.needs[0]]
     value = getattr(getattr(config, flag.section), flag.dest)
     return bool(value == row.needs_value) and _acts(flag.row, given, config)
 
@@ -155,7 +155,7 @@ def check(config: Config) -> None:
     parallel_rules.check_backend(config)
     expert_rules.check(config)
     size_rules.check_batch(config)
-    schedule.check(config)
+    pipeline_schedule.check(config)
     parallel_rules.check_zero(config)
     run_rules.check_faults(config)
     compute_rules.check_float8(config)

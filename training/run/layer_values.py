@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mpu.comm.collectives import MAX, all_reduce, sum_in_order
 from mpu.comm.transport import Label
 from mpu.layers.attention.max_logits import MaxLogits
-from mpu.zero.layout import block_of
+from mpu.zero.bucket_layout import block_of
 from training.run.expert_values import expert_values
 from training.run.state import Run
 

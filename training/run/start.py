@@ -4,7 +4,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from estimate import context_parallel, matrices, stages
+from estimate import context_parallel, matrices, pipeline_stages
 from estimate.model_profile import ModelProvider, model_profile
 from mpu.grid import Grid
 from mpu.layers import fused_gpu
@@ -35,7 +35,10 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     """Print what the flags and the machine make of the run."""
     for line in [*run.config.notes, *context_parallel.lines(run.config)]:
         note(line)
-    for line in [*stages.lines(run.config, provider), *matrices.lines(run.config, provider)]:
+    for line in [
+        *pipeline_stages.lines(run.config, provider),
+        *matrices.lines(run.config, provider),
+    ]:
         note(line)
     count = sum(p.numel() for p in run.module.parameters())
     note(f"{run.grid}; {count:,} parameters on this rank, {run.device}")

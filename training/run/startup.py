@@ -32,7 +32,7 @@ from training.config import Config, UsageError
 from training.faults.hang_watch import HangWatch
 from training.faults.monitor import FailureMonitor, exited_early
 from training.faults.wire import printable
-from training.flags.table import known_flags
+from training.flags.flag_table import known_flags
 from training.run import output
 from training.run.rendezvous import ACKNOWLEDGED, MARGIN, SHORT, RendezvousError, await_key, meet
 from training.untrusted import sentence

@@ -17,7 +17,7 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
-from training.schedule import schedule_of
+from training.pipeline_schedule import schedule_of
 
 
 @dataclass

@@ -27,7 +27,7 @@ from mpu.kernels import available
 from mpu.launch import Launch
 from mpu.layers.attention.backends import Work, card_of
 from mpu.layers.attention.core import CoreAttention
-from mpu.layers.attention.exchange import ContextExchange, Ring
+from mpu.layers.attention.kv_exchange import ContextExchange, Ring
 from mpu.layers.attention.shards import batch_shards
 from mpu.layers.context_attention import core_attention_of
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from estimate.model_profile import ModelProvider, accumulate_dtype
-from estimate.stages import rank_stages
+from estimate.pipeline_stages import rank_stages
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Engine, Forward
-from mpu.pipeline.layout import Stage
 from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.stage_layout import Stage
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part

@@ -9,7 +9,7 @@ from mpu.grid import Grid
 from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group
 from mpu.optim.optimizer import Optimizer
-from mpu.zero.layout import BLOCK, ZeroConfig
+from mpu.zero.bucket_layout import BLOCK, ZeroConfig
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
 SHAPES = {"a": (40, 30), "n1": (30,), "b": (7, 5), "n2": (5,), "head": (9, 4)}

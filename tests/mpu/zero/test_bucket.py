@@ -7,7 +7,7 @@ from torch import nn
 
 from mpu.comm.transport import Axis
 from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
-from mpu.zero.layout import BLOCK, ParamEntry, make_buckets, sharing_of
+from mpu.zero.bucket_layout import BLOCK, ParamEntry, make_buckets, sharing_of
 from mpu.zero.reduce import Reduction
 
 

@@ -31,8 +31,8 @@ from mpu.gradients import use
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.param import Placement, PlacementError, parameter
+from mpu.zero.bucket_layout import BLOCK, ParamEntry, ZeroConfig, make_buckets, sharing_of
 from mpu.zero.gradient_check import GradientCheck
-from mpu.zero.layout import BLOCK, ParamEntry, ZeroConfig, make_buckets, sharing_of
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from mpu.zero.replica_check import ReplicaCheck
 from tests.model.twin import Twin, check, config_of, micro_batches, run_layout

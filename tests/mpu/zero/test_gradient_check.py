@@ -9,8 +9,8 @@ from mpu.context import LayerContext
 from mpu.gradients import use
 from mpu.grid import Grid
 from mpu.param import PlacementError, Region, tie
+from mpu.zero.bucket_layout import ZeroConfig
 from mpu.zero.gradient_check import STEPS, GradientCheck, sketch
-from mpu.zero.layout import ZeroConfig
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 
 # name: (region, the gradient's factor on tp rank r, in step i)

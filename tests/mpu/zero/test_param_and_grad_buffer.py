@@ -12,7 +12,7 @@ from mpu.optim.adam import AdamW
 from mpu.optim.interface import Group
 from mpu.optim.optimizer import Optimizer
 from mpu.param import Placement
-from mpu.zero.layout import ZeroConfig
+from mpu.zero.bucket_layout import ZeroConfig
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from tests.model.twin import gathered
 

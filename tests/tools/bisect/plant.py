@@ -326,7 +326,7 @@ def gathered_weight(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator
 @stepped("ring")
 def ring(plant: Plant, run: Any, batches: Any, lr: float) -> Iterator[Any]:
     """Round the keys and values that go round the ring of context ranks."""
-    from mpu.layers.attention import exchange as rings
+    from mpu.layers.attention import kv_exchange as rings
 
     pass_on = rings.Ring._pass_on
 

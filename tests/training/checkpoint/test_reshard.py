@@ -24,7 +24,7 @@ from mpu.grid import Grid
 from tests.saved import stored
 from tests.training.checkpoint import canonical
 from tests.training.checkpoint.canonical import STEPS, Canonical, same_bits, saver_of, train
-from training import schedule
+from training import pipeline_schedule
 from training.config import UsageError
 
 SAMPLES = 240  # consumed, as the canonical checkpoint says
@@ -75,7 +75,7 @@ def every_case() -> list[Case]:
 
 def admitted(case: Case) -> bool:
     try:
-        schedule.check(canonical.config_of(case))
+        pipeline_schedule.check(canonical.config_of(case))
     except UsageError:
         return False
     return True

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from training.arguments import GROUPS
-from training.flags import table
+from training.flags import flag_table
 from training.flags.help import effect, heading, of_group
 from training.flags.megatron import DIFFERENCES
 from training.flags.trees import SYNONYMS, VALUES
@@ -49,15 +49,18 @@ def _live() -> Iterator[str]:
 def _others() -> Iterator[str]:
     """Yield the flags that do nothing of their own, by kind and reason."""
     titles = {
-        table.CHECKED_KIND: ("Megatron-LM's flags that are accepted as they stand", "why"),
-        table.REFUSED_KIND: ("Megatron-LM's flags that are refused", "why, and what to do instead"),
-        table.REMOVED_KIND: ("Flags that earlier versions had", "what to do instead"),
+        flag_table.CHECKED_KIND: ("Megatron-LM's flags that are accepted as they stand", "why"),
+        flag_table.REFUSED_KIND: (
+            "Megatron-LM's flags that are refused",
+            "why, and what to do instead",
+        ),
+        flag_table.REMOVED_KIND: ("Flags that earlier versions had", "what to do instead"),
     }
-    also = {name for flag in table.live() for name in flag.row.also}
+    also = {name for flag in flag_table.live() for name in flag.row.also}
     for kind, (title, column) in titles.items():
         yield from ("", f"## {title}", "", f"| flags | {column} |", "|---|---|")
         rows: dict[str, list[str]] = {}
-        for flag in table.known_flags().values():
+        for flag in flag_table.known_flags().values():
             if flag.kind == kind and flag.name not in also:
                 value = f" {' or '.join(flag.allowed)}" if flag.allowed else ""
                 rows.setdefault(flag.text, []).append(f"`{flag.name}{value}`")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from estimate.model_profile import rank_model
-from estimate.stages import rank_stages
+from estimate.pipeline_stages import rank_stages
 from pretrain_llama import model_provider
 from training.config import UsageError
 from training.flags.parse import parse

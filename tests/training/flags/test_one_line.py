@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.flags.table import live
+from training.flags.flag_table import live
 
 ROOT = Path(__file__).parents[3]
 BEFORE = "    log_params_norm: bool = setting("

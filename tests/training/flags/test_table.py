@@ -10,9 +10,9 @@ import pytest
 from tests.training.flags import flags_page
 from training import arguments, config
 from training.config import SECTIONS
+from training.flags.flag_table import REMOVED, UsageError, known_flags, live
 from training.flags.foreign import like, suggest
 from training.flags.megatron import DIFFERENCES
-from training.flags.table import REMOVED, UsageError, known_flags, live
 
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """

@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from training.config import UsageError
+from training.flags.flag_table import known_flags
 from training.flags.parse import parse
-from training.flags.table import known_flags
 from training.flags.trees import SYNONYMS, TREES, VALUES
 
 BASE = "--hidden-size 64 --num-attention-heads 4 --lr 1e-3 --train-iters 2 --mock-data"

@@ -125,7 +125,7 @@ def test_one_queue_for_all_streams_is_told_where_gathers_run_ahead(
     ("1", 2, True), ("1", 1, False), ("0", 2, False), (None, 2, False),
 ])  # fmt: skip
 def test_a_pipeline_refuses_launches_that_block(settings, monkeypatch, value, stages, refused):
-    """mpu/pipeline/plan.py posts receives an action ahead, and a receive is a kernel."""
+    """mpu/pipeline/steps.py posts receives an action ahead, and a receive is a kernel."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from estimate import rank_memory
 from estimate.bucket_size import Cost, Costs, Timeline, candidates, choose, seconds_of
 from estimate.model_profile import ModelProvider, accumulate_dtype
-from estimate.stages import rank_stages
+from estimate.pipeline_stages import rank_stages
 from mpu.comm.collectives import all_gather, barrier, gather_bytes
 from mpu.comm.transport import DONE, Axis, Handle, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.layers.linear_cross_entropy import linear_cross_entropy
-from mpu.zero.layout import BLOCK, automatic_size
+from mpu.zero.bucket_layout import BLOCK, automatic_size
 from mpu.zero.reduce import Reduction, sum_over_data
 from training.checkpoint import Checkpoint, CheckpointError, Roots
 from training.checkpoint.save import layout

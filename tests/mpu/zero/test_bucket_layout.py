@@ -3,7 +3,7 @@
 
 import pytest
 
-from mpu.zero.layout import BLOCK, ParamEntry, gaps, make_buckets, sharing_of
+from mpu.zero.bucket_layout import BLOCK, ParamEntry, gaps, make_buckets, sharing_of
 
 
 def shared(ranks: int, zero_stage: int = 0) -> dict:

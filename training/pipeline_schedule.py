@@ -7,9 +7,9 @@ p pipeline ranks, v virtual stages a rank, m micro-batches a step
 from dataclasses import replace
 from typing import Any
 
-from mpu.pipeline import layout, schedules
-from mpu.pipeline.layout import Stage
+from mpu.pipeline import schedules, stage_layout
 from mpu.pipeline.schedules import CHUNKS, SPLIT, V_SHAPED, Schedule
+from mpu.pipeline.stage_layout import Stage
 from training import batch_size
 from training.arguments import ParallelConfig
 from training.config import Config, UsageError
@@ -39,7 +39,7 @@ def cut(
     """
     p = config.parallel
     try:
-        return layout.stages(
+        return stage_layout.stages(
             layers,
             p.pipeline_model_parallel_size,
             p.virtual_stages,
@@ -124,7 +124,7 @@ def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
     each = parallel.get("num_layers_per_virtual_pipeline_stage")
     if written is not None:
         try:
-            stages = len(layout.read_layout(written))
+            stages = len(stage_layout.read_layout(written))
         except ValueError as error:
             raise UsageError(f"{LAYOUT} {written}: {error}") from None
         if stages % p:

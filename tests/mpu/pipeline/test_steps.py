@@ -11,8 +11,8 @@ from itertools import product
 import pytest
 
 from estimate.simulate import ScheduleError, rehearse, validate
-from mpu.pipeline.plan import blocking_steps, last_needed, plan
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, build, forward_only
+from mpu.pipeline.steps import blocking_steps, last_needed, plan
 
 
 def needs(schedule):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpu.pipeline.layout import Stage, read_layout, stages
 from mpu.pipeline.schedules import stage_of
+from mpu.pipeline.stage_layout import Stage, read_layout, stages
 
 
 def equal(num_layers, *args, **options):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from estimate.model_profile import ModelProvider, model_profile
 from estimate.simulate import Costs, simulate
-from mpu.pipeline.layout import Stage
+from mpu.pipeline.stage_layout import Stage
 from training.config import Config
-from training.schedule import (
+from training.pipeline_schedule import (
     cut,
     head_again,
     micro_batch_counts,
