@@ -382,7 +382,7 @@ def test_the_first_holder_of_a_seat_stays_while_it_is_heard(met: Met) -> None:
     why = refusal(session=same)
     assert "another process, at 127.0.0.1, is node 1 already" in str(why) and not why.final
     assert not refusal(session=same).final  # the holder may be dead
-    met.met[0][2].heard = time.monotonic()
+    met.met[0][2].last_report = time.monotonic()
     assert refusal(session=same).final
     met.call(kind="node", number=1, session=first)  # after its connection broke
     with pytest.raises(WireError, match="there is no node 2 here: nodes end at 1") as error:

@@ -69,7 +69,7 @@ def test_a_step_is_judged_by_what_it_begins_with(gradient, weight, what):
     found = first_step(*drifting(gradient, weight), Allowed(False))
     assert what is None and found is None or (found.iteration, found.what) == (2, what)
     if found is not None:
-        assert found.apart["a"] == pytest.approx(4e-5, rel=1e-3)
+        assert found.distances["a"] == pytest.approx(4e-5, rel=1e-3)
 
 
 def test_rounding_that_hides_what_follows_is_said():

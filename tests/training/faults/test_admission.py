@@ -48,7 +48,7 @@ class Two:
         """Nothing has been decided, and a real failure still reaches all."""
         assert self.hub.is_alive() and self.hub.decided is None
         assert [m.first for m in self.monitors] == [None, None]
-        self.monitors[1]._told.set()  # do not wait for the others' cause
+        self.monitors[1]._notified.set()  # do not wait for the others' cause
         error = KeyError("the real one")
         self.monitors[1].__exit__(KeyError, error, None)
         wait_until(lambda: all(m.first is not None for m in self.monitors))
@@ -65,7 +65,7 @@ def two() -> Iterator[Two]:
     pair = Two()
     yield pair
     for monitor in pair.monitors:
-        monitor._left = monitor._said = True
+        monitor._left = monitor._printed = True
         monitor._connection.close()
 
 
@@ -225,7 +225,7 @@ def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) ->
         Staying(1, 2, store, "127.0.0.1", SECRET + b"!")
     wait_until(lambda: first.first is not None)
     assert first.first.rank == 1 and "rank 1 did not join the failure channel" in first.first.why
-    first._left = first._said = True
+    first._left = first._printed = True
     first._connection.close()
 
 

@@ -50,7 +50,7 @@ def linked() -> Iterator[Callable[..., Linked]]:
     yield make
     for each in made:
         for monitor in each.monitors:
-            monitor._left = monitor._said = True
+            monitor._left = monitor._printed = True
             monitor._connection.close()
         each.link.over = True
 

@@ -206,7 +206,7 @@ def test_a_rank_that_moves_says_little_and_one_that_stands_says_where() -> None:
 def test_a_process_that_was_stopped_does_not_hang_when_it_goes_on() -> None:
     watch = HangWatch()
     watch._moved = watch.waits.moved = time.monotonic() - 3600
-    watch._asked = time.monotonic() - 3600
+    watch._queried = time.monotonic() - 3600
     assert watch.status("", 1.0)["stuck"] == 0
 
 

@@ -89,7 +89,9 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
     yield make
     for each in made:
         for monitor in each.monitors:
-            monitor._left = monitor._said = True  # threads that still wait have nothing more to say
+            monitor._left = monitor._printed = (
+                True  # threads that still wait have nothing more to say
+            )
             monitor._connection.sock.close()
 
 
@@ -144,7 +146,7 @@ def test_a_rank_that_hangs_is_named_before_those_that_gave_up_waiting(
         )
         monitor.action = f"the work of rank {rank}"
     wait_until(
-        lambda: len(detector._said) == 4 and all("kind" in x for x in detector._said.values())
+        lambda: len(detector._fields) == 4 and all("kind" in x for x in detector._fields.values())
     )
     error = CommunicationError("all_reduce over tp: Timed out waiting 600000ms")
     four.fail(0, error, "waiting for rank 2")
@@ -201,7 +203,7 @@ def test_what_all_ranks_raise_together_is_not_blamed_on_one(
 
 def test_an_exit_in_the_middle_is_no_goodbye(ranks: Callable[..., Ranks]) -> None:
     three = ranks(3)
-    three.monitors[1]._told.set()
+    three.monitors[1]._notified.set()
     with pytest.raises(RuntimeError, match="sys.exit"):
         three.monitors[1].__exit__(SystemExit, SystemExit(0), None)
     assert {c.why for c in three.causes()} == {"sys.exit() was called before the run was done"}
