@@ -146,7 +146,7 @@ def row_of(
             row.errors[kind] = max(value, row.errors.get(kind, 0.0))
     row.warnings = list(dict.fromkeys(row.warnings))
     if not case.oracle and not row.findings or any(f[0] == "loss" for f in row.findings):
-        row.findings += covered([report["held"] for report in answers], desk, case)
+        row.findings += covered([report["rectangles"] for report in answers], desk, case)
     kinds = {kind for kind, _, _ in row.findings}
     shown = [f for f in row.findings if not kinds & set(HIDDEN_BY.get(f[0], ()))]
     order = list(HIDDEN_BY)

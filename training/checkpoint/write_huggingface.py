@@ -113,8 +113,8 @@ def write_huggingface(
             total = {"total_size": sum(piece.nbytes for piece in pieces)}
             index = {"metadata": total, "weight_map": weight_map}
             write_json(aside / "model.safetensors.index.json", index)
-        dtype = str(pieces[0].tensor.dtype).removeprefix("torch.")
-        config = {**found.state["hf_config"], "torch_dtype": dtype, **fields}
+        dtype_name = str(pieces[0].tensor.dtype).removeprefix("torch.")
+        config = {**found.state["hf_config"], "torch_dtype": dtype_name, **fields}
         write_json(aside / "config.json", config)
         for name, data in more.items():
             write_bytes(aside / name, data)

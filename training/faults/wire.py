@@ -88,20 +88,20 @@ def proof(secret: bytes, purpose: str, *parts: bytes) -> bytes:
 def hello(
     secret: bytes, kind: str, number: int, session: bytes, own: bytes, listener: bytes
 ) -> bytes:
-    """Return what a caller says first. own, listener: the two nonces."""
+    """Return what a caller sends first. own, listener: the two nonces."""
     text = f"{kind} {number}".encode().ljust(SEAT) + session + own
     return text + proof(secret, "hello", text, listener)
 
 
 def read_hello(secret: bytes, text: bytes, listener: bytes) -> Hello | None:
     """Return what a hello says, or None where its author does not know the secret."""
-    text, mac = text[:-64], text[-64:]
-    right = proof(secret, "hello", text, listener)
+    signed, mac = text[:-64], text[-64:]
+    right = proof(secret, "hello", signed, listener)
     if len(text) != HELLO or not hmac.compare_digest(mac, right):
         return None
-    kind, _, number = text[:SEAT].decode("ascii", "replace").strip().rpartition(" ")
+    kind, _, number = signed[:SEAT].decode("ascii", "replace").strip().rpartition(" ")
     seat = int(number) if number.isdecimal() else -1
-    return Hello(kind, seat, text[SEAT : SEAT + NONCE], text[SEAT + NONCE :])
+    return Hello(kind, seat, signed[SEAT : SEAT + NONCE], signed[SEAT + NONCE :])
 
 
 class Connection:
