@@ -130,7 +130,7 @@ def by_train(case, monkeypatch):
         validation=lambda iteration, loss, loader, name, part: None,
     )
     signal = SimpleNamespace(
-        begin=lambda speak: None,
+        begin=lambda verbose: None,
         received=False,
         end=lambda told, how_far, saved, next_stage: done.append(f"end, by a signal {told}"),
     )

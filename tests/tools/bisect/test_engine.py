@@ -258,7 +258,7 @@ def test_weights_may_be_as_far_apart_as_the_steps_before_allow(tmp_path):
     near = WEIGHT * (1 + 1e-6 * torch.randn(12, H, generator=GENERATOR, dtype=torch.float64))
     other = one_rank(tmp_path / "other", lambda r: r.parameter("weight", near, "before"))
     for apart, same in ({}, False), ({"w": 1e-5}, True), ({"": 1e-5}, True), ({"w": 1e-8}, False):
-        found = compare(one, other, Allowed(False, begins=False, apart=apart)).first
+        found = compare(one, other, Allowed(False, begins=False, distances=apart)).first
         assert (found is None) == same, apart
 
 

@@ -88,7 +88,7 @@ def test_what_was_said_into_a_broken_link_is_said_again(linked: Callable[..., Li
     three = linked(silence=60.0)
     three.link.asked = "drop"  # so that the report does not arrive
     time.sleep(0.1)
-    three.monitors[2]._told.set()
+    three.monitors[2]._notified.set()
     three.monitors[2].__exit__(KeyError, KeyError("lost"), None)
     three.link.asked = "reset"
     assert "rank 2 failed first during start-up: KeyError: 'lost'" in three.first(1)
@@ -155,7 +155,7 @@ def test_after_a_reset_both_ends_tell_one_story(linked: Callable[..., Linked]) -
     three = linked(grace=0.5)
     text = "all_reduce over dp: Connection reset by peer"
     for monitor in three.monitors[1:]:
-        monitor._told.set()
+        monitor._notified.set()
         error = CommunicationError(text)
         monitor.__exit__(CommunicationError, error, None)
     stories = {three.first(rank) for rank in range(3)}

@@ -87,7 +87,7 @@ def test_json_holds_every_key_at_full_precision(tmp_path):
 
 def test_line_names_everything_a_person_watches(capsys):
     with make(log_interval=2, total=4) as log:
-        assert [log.due(i) for i in (1, 2, 3, 4)] == [False, True, False, True]
+        assert [log.at_interval(i) for i in (1, 2, 3, 4)] == [False, True, False, True]
         step(log, 1)
         step(log, 2)
     first, line = capsys.readouterr().out.splitlines()

@@ -152,7 +152,7 @@ import time
 from training.run.stop import StopSignal
 StopSignal.FIRST = 0.1
 with StopSignal() as stop:
-    stop.begin(speak=True)
+    stop.begin(verbose=True)
     stop.stepped = {stepped}
     os.kill(os.getpid(), {int(number)})
     end = time.monotonic() + 2.5  # seconds: the guard looks once a second
