@@ -78,12 +78,13 @@ $(QUICK)/tokens/%/$(TOKENS): $(QUICK)/tokenizer/weft.model tools/preprocess_data
 train: check-data setup $(QUICK)/tokens/train/$(TOKENS) $(QUICK)/tokens/heldout/$(TOKENS) ## pretrain a small Llama on this machine, 2 ranks, about 3 minutes (PP=2 TP=1 ITERS=500 DATA="a.txt folder b/*.jsonl.gz" JSON_KEYS=content ON_BAD_DOCUMENT=skip ...)
 	@$(RUN) tools/quickstart.py --out $(QUICK) $(call flag,TP,--tp) $(call flag,PP,--pp) $(call flag,ITERS,--iters)
 
-# mypy takes one core for half a minute, so it runs beside the tests, which wait at times
+# mypy takes one core for half a minute, so it runs beside the tests, which wait at times. Many
+# containers set PYTHONDONTWRITEBYTECODE: each of some hundred processes would compile everything again.
 test: setup ## on the CPU: lint, and run the short form of every test that needs no GPU, in two processes (JOBS=4)
 	@echo "make test: on the CPU, also where there is a GPU; make gpu-check tests the GPU"
 	$(RUN) -m ruff check .
 	@types=$$(mktemp) && trap 'kill $$!; rm -f $$types' INT TERM && { $(RUN) -m mypy >$$types 2>&1 & } && \
-	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -n $(or $(call given,JOBS),2) --dist loadfile --no-loadscope-reorder; \
+	PYTHONDONTWRITEBYTECODE= PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(RUN) -m pytest -q -rs -n $(or $(call given,JOBS),2) --dist loadfile --no-loadscope-reorder; \
 	tests=$$?; wait $$!; types_code=$$?; echo "$(RUN) -m mypy"; cat $$types; rm -f $$types; exit $$((tests ? tests : types_code))
 
 prove: setup ## run every test in its long form, part by part, each timed (PART="kills model" runs these; tests/prove.py lists them)
