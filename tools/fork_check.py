@@ -47,6 +47,8 @@ from tools.forks.layouts import cases, sizes
 from tools.forks.rank import work
 from tools.forks.results_table import Row, head, row_of, table
 
+# Imported once for all ranks: optimizers import the second, a comparison the third, if it is there.
+PRELOADED = ["tools.forks.rank", "torch._dynamo", "transformers.modeling_utils"]
 GRACE = 3.0  # seconds for the other ranks to answer when one has failed
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 
@@ -81,8 +83,7 @@ class World:
     def __init__(self, desk: Desk, size: int, limit: float) -> None:
         self.desk, self.size, self.limit = desk, size, limit
         self.context = multiprocessing.get_context("forkserver")
-        preload = ["tools.forks.rank", "torch._dynamo"]  # optimizers import the latter
-        self.context.set_forkserver_preload(preload)
+        self.context.set_forkserver_preload(PRELOADED)
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.ranks: list[Any] = []
         self.pipes: list[Connection] = []

@@ -22,6 +22,7 @@ from tools.forks.case import Desk, Oracle
 from tools.forks.fields import logits_of
 
 ROOT = Path(__file__).resolve().parents[2]
+fork_check.PRELOADED.append("tests.conftest")  # later tests' ranks are forked from the same process
 MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
