@@ -114,3 +114,17 @@ def test_a_group_with_settings_is_one_of_its_own(monkeypatch):
     assert ((0, 1), (True, FOUND["tp"])) in made
     assert ((0, 2), (False, FOUND["dp"])) in made
     assert len(made) == len({str(each) for each in made}), "a group is made twice"
+
+
+@pytest.mark.parametrize("pp, meets", [(1, ["_meet"]), (2, ["_meet", "_meet_neighbours"])])
+def test_the_neighbours_of_a_pipeline_meet_before_the_first_step(monkeypatch, pp, meets):
+    called = []
+    monkeypatch.setattr(grid_module, "group_options", lambda timeout, urgent, settings: None)
+    monkeypatch.setattr(grid_module.dist, "new_group", lambda *given, **more: "group")
+    monkeypatch.setattr(grid_module.dist, "group", SimpleNamespace(WORLD="world"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    for name in ("_meet", "_meet_neighbours"):
+        monkeypatch.setattr(Grid, name, lambda self, device, name=name: called.append(name))
+    grid = Grid(2, 1, 1, pp, Launch(0, 2), "nccl")  # two stages, or two data-parallel ranks
+    grid.add_groups(torch.device("cpu"), timedelta(seconds=1))
+    assert called == meets

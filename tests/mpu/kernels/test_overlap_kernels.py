@@ -174,8 +174,28 @@ def run_out(comm):
     return said
 
 
-def test_a_wait_that_runs_out(interpreted):
-    said = interpreted(4).run(run_out)
+def run_out_in_a_sum(comm):
+    """Rank 1 sends no parts: rank 0 waits for all at once, names it, and its rows are NaN."""
+    from mpu.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+
+    space, said = memory(comm, 2), ""
+    x, w = torch.ones(10, 8), torch.ones(3, 8)
+    space.begin(5 * 3 * x.itemsize)
+    exchange = space.exchange(chunk_rows=5, patience=20)
+    if space.rank == 0:
+        assert matmul_reduce_scatter(x, w, exchange).isnan().all()
+        with pytest.raises(TimeoutError) as late:
+            exchange.check()
+        said = str(late.value)
+        space.error.zero_()
+    space.shared = True
+    space.end()
+    return said
+
+
+@pytest.mark.parametrize("case", [run_out, run_out_in_a_sum])
+def test_a_wait_that_runs_out(interpreted, case):
+    said = interpreted(4).run(case)
     assert said[0] == "rank 1 of the 2 did not raise its flag in time" and not said[1]
 
 

@@ -428,6 +428,10 @@ MISTAKES = [
 ]
 
 
+def test_yarn_takes_any_base_above_1():
+    assert read("--position-embedding-type yarn --rotary-base 2").model.rotary_base == 2
+
+
 @pytest.mark.parametrize("more,world,sentence", MISTAKES, ids=[m[0] or "none" for m in MISTAKES])
 def test_a_mistake_is_one_sentence(more, world, sentence):
     with pytest.raises(UsageError) as mistake:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
 from training.run import gpu_health
 from training.run.gpu_health import Health, read_health
-from training.run.watch.slow_ranks import Layout, Row, diagnose
+from training.run.watch.slow_ranks import LINKS, Layout, Row, diagnose
 
 NONE = {"tp": 0.0, "cp": 0.0, "dp": 0.0, "pp": 0.0}
 STEP = 0.100
@@ -25,6 +26,16 @@ STEP = 0.100
 
 def layout(world: int, tp: int = 1, pp: int = 1) -> Layout:
     return Layout.of(Grid(world, tp, 1, pp, Launch(0, world)))
+
+
+def test_each_axis_counts_on_one_link() -> None:
+    """pp's waits are on the pipeline's link, those of the axes made of dp on dp's."""
+    names = [name for names in LINKS.values() for name in names]
+    assert list(LINKS) == list(NONE) and len(names) == len(set(names))
+    for link, names in LINKS.items():
+        assert link in names
+        for name in names:
+            assert isinstance(getattr(Grid(8, 2, 1, 2, Launch(0, 8)), name), Axis)
 
 
 def clean(world: int, own: float = 0.080, axis: str = "dp", **links: float) -> list[Row]:
