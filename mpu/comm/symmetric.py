@@ -32,7 +32,8 @@ from mpu.comm.transport import Axis, CommunicationError, blocked
 
 LINE = 64  # bytes of a flag
 SPINS = 200  # looks at a flag before the wait sleeps: some microseconds
-OWN_CORE_SPINS = 5000  # the same where no other rank needs the core
+# the same where each rank has a core of its own: a sleep and a wake cost two system calls
+OWN_CORE_SPINS = 5000
 SLICE = 20_000_000  # nanoseconds of one sleep, after which the wait looks whether peers live
 LARGE = 1 << 20  # bytes from which a copy bypasses the caches
 GRACE = 1.0  # seconds that a wait goes on when another rank than the one waited for is gone
@@ -58,14 +59,6 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def spins(ranks: int) -> int:
-    """Return how often a wait looks at its flag before it sleeps, with so many ranks on this host.
-
-    A sleep and the wake that ends it cost two system calls, but whoever spins keeps the core.
-    """
-    return OWN_CORE_SPINS if ranks <= len(os.sched_getaffinity(0)) else SPINS
-
-
 def copy(to: Tensor, x: Tensor) -> None:
     """Copy x into `to`, of the same shape; LARGE ones bypass the caches, up to twice as fast."""
     plain = to.dtype == x.dtype and to.is_contiguous() and x.is_contiguous()
@@ -80,7 +73,7 @@ class SymmetricBuffer:
 
     All ranks make it at once, over the axis' process group. flag(src, dst) holds the last epoch
     that src has ready for dst. A wait raises CommunicationError when a rank has died, or after
-    `timeout`. ranks: of this host, on all axes (0: the axis'). Raises Unavailable, on all ranks
+    `timeout`. ranks: of this host, on all axes (0: unknown). Raises Unavailable, on all ranks
     alike, where the memory cannot be had or shared.
     """
 
@@ -92,7 +85,8 @@ class SymmetricBuffer:
         control = -(-lines * LINE // 4096) * 4096  # token | barrier | closed | flags
         memory, pids = self._map(control + nbytes)
         self._peers = [_Life(pid) for pid in pids]
-        self._spins = spins(max(ranks, self.size))
+        own_core = self.size <= ranks <= len(os.sched_getaffinity(0))
+        self._spins = OWN_CORE_SPINS if own_core else SPINS
         region = torch.frombuffer(memory, dtype=torch.uint8)
         self.data = region[control:]
         self._barrier = region.data_ptr() + 2 * LINE

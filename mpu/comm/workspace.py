@@ -25,7 +25,7 @@ class Workspace:
 
     axis: its transport must be a process group, over which the ranks agree on the memory. All ranks
     use the workspace in the same order, as they use a process group. ranks: of this host, on all
-    axes (0: the axis').
+    axes (0: unknown).
     """
 
     def __init__(self, axis: Axis, timeout: timedelta, ranks: int = 0) -> None:

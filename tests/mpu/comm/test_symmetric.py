@@ -263,15 +263,13 @@ def test_growth_leaves_nothing_for_long(world):
 
 def looks(comm) -> list[int]:
     axis, cores = by_process_group(comm.grid().dp_cp), len(os.sched_getaffinity(0))
-    many = Workspace(axis, WAIT, cores + 1).buffer  # ranks of the host, more than its cores
-    return [many._spins, SymmetricBuffer(axis, 64, WAIT)._spins]
+    return [Workspace(axis, WAIT, ranks).buffer._spins for ranks in (0, 1, 2, cores + 1)]
 
 
-def test_a_wait_sleeps_early_where_ranks_share_a_core(world):
-    cores = len(os.sched_getaffinity(0))
-    for early, alone in world(2).run(looks):
-        assert early == symmetric.SPINS
-        assert alone == (symmetric.OWN_CORE_SPINS if cores >= 2 else symmetric.SPINS)
+def test_a_wait_sleeps_late_only_where_each_rank_has_a_core(world):
+    short, two = symmetric.SPINS, len(os.sched_getaffinity(0)) >= 2
+    for found in world(2).run(looks):
+        assert found == [short, short, symmetric.OWN_CORE_SPINS if two else short, short]
 
 
 def barriers(comm, times: int) -> float:
