@@ -301,7 +301,7 @@ def _batch(config: Config) -> list[str]:
     for first, size in batch_size.schedule(config):
         since = f"from sample {first:,}: " if b.step_batch_size_schedule else ""
         lines.append(
-            f"{since}global batch {size:,} = {b.micro_batch_size} a micro-batch x "
+            f"{since}global batch {size:,} = micro-batch {b.micro_batch_size} x "
             f"{size // (b.micro_batch_size * dp)} micro-batches x {dp} data-parallel ranks"
             f" = {size * s:,} tokens a step"
         )

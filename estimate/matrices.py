@@ -143,7 +143,7 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
         out.append(f"{rule_name}, group {kind}: {listed}")
     most = max(memory(config, provider, rank) for rank, _, _ in found)
     out += [_load(config, rank, rule, plan) for rank, rule, plan in found]
-    moving = f"an update has at most {most / 1e6:,.1f} MB of matrices on a rank, beside the state"
+    moving = f"an update has at most {most / 1e6:,.1f} MB of matrices on a rank, besides the state"
     return [*out, moving, *_scale(found)]
 
 

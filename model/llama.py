@@ -37,7 +37,7 @@ from mpu.param import draw_normal, placement_of, saved_buffers, tie, unique_para
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 
-MODEL_TYPE = "llama"  # stands in every checkpoint; give a fork its own
+MODEL_TYPE = "llama"  # is in every checkpoint; give a fork its own
 Cache = list[Tensor] | None  # keys and values [b, g/t, S, d] of one layer; empty at first
 Packed = PackedSeqParams | None  # the documents in each row of tokens; None: each row is one
 

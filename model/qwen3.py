@@ -43,7 +43,10 @@ class Attention(llama.Attention):
         a, g = self.heads, self.groups
         qkv = self.qkv(x).unflatten(-1, (a + 2 * g, self.head_size))  # [s, b, (a + 2g) / t, d]
         q, k, v = qkv.split([a, g, g], dim=2)
-        q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # as csrc/fused.cpp asks
+        q, k = (
+            self.q_norm(q.contiguous()),
+            self.k_norm(k.contiguous()),
+        )  # as csrc/fused.cpp requires
         qkv = torch.cat([q, k, v], dim=2).flatten(2)
         return self.proj(self.core(qkv, cos, sin, a, g, packed, cache=cache))
 

@@ -11,7 +11,7 @@ context          LayerContext, the one object a layer is given
 auxiliary_loss   what a block adds to the loss
 recompute        activation recomputation; activation_offload: activations in host memory
 host_memory      page-locked memory of large tensors
-overlap          collectives hidden by the matmul beside them
+overlap          collectives hidden by the matmul that runs meanwhile
 layers           the parallel layers; attention and float8 have rooms in it
 pipeline         schedules as data, and the engine that executes them
 zero             flat buckets of weights and gradients, and their sums

@@ -17,7 +17,7 @@ from mpu.param import Placement, Region, parameter
 
 
 class ExpertOptions(NamedTuple):
-    """What the flags ask of a mixture of experts beside its sizes.
+    """What the flags ask of a mixture of experts besides its sizes.
 
     dispatcher: "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py). balance: the losses that
     balance experts, "aux_loss", "seq_aux_loss" or "lagged_global_aux_loss", each with its

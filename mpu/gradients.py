@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class Amaxes(Protocol):
-    """What changes once a step beside the weights: mpu/layers/float8/delayed.py."""
+    """What changes once a step besides the weights: mpu/layers/float8/delayed.py."""
 
     names: Sequence[str]
     history: Tensor
@@ -59,7 +59,7 @@ class GradientSink:
         self.amaxes: Amaxes | None = None  # of delayed float8 (use_float8)
         self.loads: Loads | None = None  # of a mixture of experts
         self.logits: Logits | None = None  # where they are noted
-        self.begins: list[Callable[[], None]] = []  # what else is told of the start of a step
+        self.begins: list[Callable[[], None]] = []  # what else is called at the start of a step
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an unset tensor for a new weight; at ZeRO stage 3 it has no memory yet."""

@@ -47,7 +47,7 @@ from mpu.launch import ASK, Launch, bind_loopback
 
 ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
 DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that hold the same part}
-# Collectives of these axes run beside our own matmuls and are no longer than one matmul: their
+# Collectives of these axes run during our own matmuls and are no longer than one matmul: their
 # groups have streams of high priority on NCCL. At equal priority NCCL's kernel, which waits for an
 # event of the compute stream, is queued behind all thread blocks of a matmul that does not wait,
 # and nothing overlaps (NVIDIA/Megatron-LM#533). Gradients and weights travel over plain groups:

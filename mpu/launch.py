@@ -93,7 +93,7 @@ class Launch:
         return replace(launch, point=Rendezvous.from_env()) if launch.world > 1 else launch
 
     def check_rendezvous(self) -> None:
-        """Raise ValueError where several ranks are not told where to meet."""
+        """Raise ValueError where several ranks have no address to meet at."""
         needed = (
             ("MASTER_ADDR", "MASTER_PORT") if self.srun else ("RANK", "MASTER_ADDR", "MASTER_PORT")
         )

@@ -25,7 +25,7 @@ class Decisions(threading.local):
     """What layers decided from values while recomputed blocks ran first, in order.
 
     At most one list is written or read at a time in a thread, as units are not recomputed inside
-    one another. Two micro-batches that run beside each other have two threads.
+    one another. Two interleaved micro-batches have two threads.
     """
 
     def __init__(self) -> None:

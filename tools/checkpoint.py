@@ -189,7 +189,7 @@ def do_prune(args: argparse.Namespace) -> int:
     for name in removed:
         say(f"{'would remove' if args.dry_run else 'removed'} {root / name}")
     remaining = [name for _, _, name in step_directories(root) if name not in removed]
-    say(f"{len(remaining)} stay: {', '.join(remaining)}")
+    say(f"keeps {len(remaining)}: {', '.join(remaining)}")
     return 0
 
 

@@ -247,7 +247,7 @@ OPTIMIZERS_ELSEWHERE = tuple(  # Megatron-LM's others
     )
 )  # fmt: skip
 MUON: dict[str, Any] = {"needs": "--optimizer", "needs_value": "muon"}
-# the sizes of a model with experts beside a Llama's: fields of MoEConfig, here and in model/moe.py
+# the sizes of a model with experts besides a Llama's: fields of MoEConfig, here and in model/moe.py
 EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
     moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
     moe_shared_expert_intermediate_size qk_layernorm moe_router_enable_expert_bias
@@ -725,7 +725,7 @@ class Communication:
     )
     overlap_moe_expert_parallel_comm: bool = setting(
         False,
-        "run the forward of one micro-batch beside the backward of another, so that the exchange "
+        "run the forward of one micro-batch during the backward of another, so that the exchange "
         "of rows between experts of one is hidden by what the other computes",
         off="left out, one after the other",
     )
@@ -1062,7 +1062,7 @@ class DataConfig:
         "where index files are kept",
         "directory",
         DIRECTORY,
-        derived="beside the data",
+        derived="next to the data",
         local=True,
         changes_numbers=False,
     )
@@ -1121,7 +1121,7 @@ class DataConfig:
         "the merges of GPT2BPETokenizer, one a line",
         "file",
         FILE,
-        derived="merges.txt beside --vocab-file",
+        derived="merges.txt next to --vocab-file",
         needs="--tokenizer-type",
         needs_value="GPT2BPETokenizer",
     )
@@ -1323,7 +1323,7 @@ class LogConfig:
         "where --record-memory-history writes; each rank puts its number before the ending",
         "file",
         FILE,
-        off="left out, memory_rank0.pickle beside the profile",
+        off="left out, memory_rank0.pickle next to the profile",
         needs="--record-memory-history",
         local=True,
     )

@@ -15,7 +15,7 @@ def own_sizes(config: Config) -> dict[str, Any]:
 
 
 def expert_options(config: Config) -> ExpertOptions:
-    """Return what the flags ask of a mixture of experts beside its sizes."""
+    """Return what the flags ask of a mixture of experts besides its sizes."""
     m, kinds = config.moe, config.moe.moe_router_load_balancing_type
     coefficients = m.moe_aux_loss_coeff * (len(kinds) // len(m.moe_aux_loss_coeff))
     losses = zip(kinds, coefficients, strict=True)

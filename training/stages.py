@@ -14,7 +14,7 @@ from training.arguments import SETTINGS
 from training.config import Config, Stage, UsageError
 
 LENGTH = "seq_length"
-# what a stage may set beside its data: these fields of ModelConfig
+# what a stage may set besides its data: these fields of ModelConfig
 ROPE = (
     "rotary_base use_rope_scaling rope_scaling_factor position_embedding_type "
     "rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow "

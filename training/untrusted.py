@@ -84,7 +84,7 @@ def parse_json(data: bytes | str, name: str, foreign: bool = False) -> Any:
 
     foreign: another program wrote the file, for readers of its own. Python's json, and with it
     transformers, writes numbers of any length, NaN and Infinity. Such a value, and a key that
-    stands twice with different values, is refused when it is read (`ForeignObject`).
+    is there twice with different values, is refused when it is read (`ForeignObject`).
     """
     parser = _Parser(name if foreign else None)
     try:
@@ -157,7 +157,7 @@ class _Parser:
             for name in (n for n, count in Counter(n for n, _ in pairs).items() if count > 1):
                 values = [value for key, value in pairs if key == name]
                 if self._foreign is None or any(value != values[0] for value in values):
-                    why = f"the key {name!r} stands twice in an object"
+                    why = f"the key {name!r} is twice in an object"
                     found[name] = self._refuse(why)
         return found
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel asks of its arguments and does not check: one table, for call sites and rehearsals.
+"""What a kernel requires of its arguments and does not check: one table, for call sites and
+rehearsals.
 
 A kernel that reads a tensor at its address takes strides, lengths and dtypes for granted; given
-others it computes wrong numbers, and nothing raises. Here each such call stands once, with what it
-asks of each argument and where that is written:
+others it computes wrong numbers, and nothing raises. Here each such call is listed once, with what
+it requires of each argument and where that is written:
 
     whole       contiguous                          int64, int32, float32: of that dtype
     rows        the last dimension has stride 1     same: of the dtype of the call's first tensor
@@ -12,8 +13,8 @@ asks of each argument and where that is written:
     columns     contiguous if it is transposed
 
 Call sites make their arguments so, or take another way (`fits`, `on_triton`, `kernel_of`). A
-rehearsal asks each row of every launch, on a CPU too, and names the line (tools/rehearsal). What a
-call site makes for itself, an output of empty_like, is asked too.
+rehearsal checks each row for every launch, on a CPU too, and names the line (tools/rehearsal). What
+a call site makes for itself, an output of empty_like, is asked too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,7 @@ DTYPES = {"int64": torch.int64, "int32": torch.int32, "float32": torch.float32}
 
 
 class Requirements(NamedTuple):
-    """What a call asks of its arguments, by name or by place; source: where it is written."""
+    """What a call requires of its arguments, by name or by place; source: where it is written."""
 
     of: Mapping[str | int, tuple[str, ...]]
     source: str

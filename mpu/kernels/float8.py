@@ -167,7 +167,7 @@ def write_scales(row, wide, i, column, byte, n, k, blocks):
 
 @triton.jit
 def finish(row, byte, real, k, blocks, length):
-    """Write what stands behind the scales: zeros, and a single scale once more, in fp32."""
+    """Write what follows the scales: zeros, and a single scale once more, in fp32."""
     place = (blocks + tl.arange(0, 16))[None, :]
     bits = tl.where(place == 6, (byte & 1) << 7, tl.where(place == 7, byte >> 1, 0))
     tail = tl.where(blocks == 1, bits, 0)
@@ -205,7 +205,7 @@ def encode_kernel(
     blocks, FROM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr,
     BIAS: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write the codes of a tile; the first tile of a row also writes what stands behind them."""
+    """Write the codes of a tile; the first tile of a row also writes what follows them."""
     i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     j = (tl.program_id(1) * STEP + tl.arange(0, STEP))[None, :]
     inside = (i < n) & (j < k)

@@ -2,7 +2,7 @@
 """Hand out the work of a launch: a program takes a ticket, does that piece of work, takes the next.
 
 Programs that have no SM yet take nothing, so a launch of any number of programs is done by those
-that run, and none stands idle while work is left:
+that run, and none is idle while work is left:
 
     static       program p does p, p + P, ...    a program without an SM holds its share back
     by tickets   whoever is free does the next   in the order of tiles.py, whatever programs run

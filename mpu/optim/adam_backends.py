@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW's kernels that `--optimizer-backend` names beside torch's own (mpu/optim/adam.py).
+"""AdamW's kernels that `--optimizer-backend` names besides torch's own (mpu/optim/adam.py).
 
 They are our kernel in Triton, and apex's and Transformer Engine's FusedAdam. They are used where
 they are installed (mpu/accelerators.py).

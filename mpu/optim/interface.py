@@ -120,7 +120,7 @@ class Updater(ABC):
 class UpdateRule(ABC):
     """What an optimizer declares. A rule's own constants are the fields of its dataclass.
 
-    name: in reports. kinds: its state beside the master, which every narrower weight has.
+    name: in reports. kinds: its state besides the master, which every narrower weight has.
     needs_full_matrices: it updates matrices, which it gets assembled
     (mpu/optim/matrix_exchange.py); vectors and embeddings go to AdamW in the same step. split: of
     such a rule, which sections are matrices.

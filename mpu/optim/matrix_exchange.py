@@ -236,7 +236,7 @@ class _RankRound:
         return out
 
     def pieces_back(self) -> Iterator[tuple[_Piece, tuple[int, int]]]:
-        """Yield each piece, and where its update stands in what came back."""
+        """Yield each piece, and where its update is in what came back."""
         at = 0
         for piece in self.pieces:
             size = piece.high - piece.low

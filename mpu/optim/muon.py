@@ -48,7 +48,7 @@ class Muon(UpdateRule):
         return MuonUpdater(self, parts)
 
     def scale(self, which: FullMatrix) -> float:
-        """Return what the update of a matrix is multiplied by, beside the learning rate."""
+        """Return what the update of a matrix is multiplied by, besides the learning rate."""
         return self.extra_scale * scale_of(which.rows, which.columns, self.scale_mode)
 
 

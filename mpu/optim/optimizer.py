@@ -278,7 +278,7 @@ class Optimizer:
         for updater in (updater for some in self.updaters for updater in some):
             updater.set_steps(steps)
         if self.offload and self.sink.buckets[0].param_shard.dtype == self.sink.dtype:
-            self.offload.masters_from_weights()  # the checkpoint has no masters apart
+            self.offload.masters_from_weights()  # the checkpoint has no separate masters
         if self.sink.amaxes is not None:
             self.sink.amaxes.loaded()
         self.sink.requantise()

@@ -44,7 +44,7 @@ class Part(NamedTuple):
     """What one place of the cutting axis holds of a matrix.
 
     place: -1 where every place holds it. It is elements [low, high) of the flattened parameter
-    there, rows of `width`. cuts: where they stand in the matrix; padding stands nowhere.
+    there, rows of `width`. cuts: where they are in the matrix; padding is nowhere.
     """
 
     place: int

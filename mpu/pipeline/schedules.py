@@ -8,7 +8,7 @@ p ranks, m micro-batches, v chunks a rank, p v stages. An Action is one of
     W  the gradients of its weights
 
 In a schedule that is not `split` each B is directly followed by its own W, and the two are one
-backward: the gradient of the input leaves after both. An F may run beside the B and W that follow
+backward: the gradient of the input leaves after both. An F may overlap the B and W that follow
 it in the list (`pairs`): they begin when both inputs are there, alternate where one of them waits
 for an exchange of its experts (mpu/interleave.py), and hand on their outputs when both are done.
 """
@@ -22,8 +22,8 @@ from typing import NamedTuple
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2, "v-half": 2}
 NAMES = tuple(CHUNKS)  # CHUNKS: chunks a rank; interleaved also takes other numbers
 V_SHAPED = ("zb-v", "v-half")  # two chunks a rank: the second comes back up the ranks
-SPLIT = ("zb-h1", "zb-v", "v-half")  # W is apart from B
-OVERLAPPING = ("1f1b", "interleaved")  # an F may run beside a B
+SPLIT = ("zb-h1", "zb-v", "v-half")  # W is separate from B
+OVERLAPPING = ("1f1b", "interleaved")  # an F may overlap a B
 
 
 class Action(NamedTuple):
@@ -43,7 +43,7 @@ class Schedule:
 
     v_shape: chunk 0 goes down the ranks and chunk 1 comes back up, so that rank 0 holds both ends;
     else stage = chunk p + rank. deferred: the output layer's first so many W's come at the end.
-    pairs: of each rank, the numbers of the F's that run beside the B and W behind them.
+    pairs: of each rank, the numbers of the F's that overlap the B and W behind them.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Schedule:
 
     def begin(self, rank: int, n: int) -> int:
         """Return the number of the action with which a rank's n-th begins: the B of a W that is
-        directly behind it, the F beside which a B runs, or n itself.
+        directly behind it, the F that a B overlaps, or n itself.
         """
         n -= self.ranks[rank][n].kind == "W" and not self.split
         return n - (n - 1 in self.overlapped_forwards(rank))
@@ -132,7 +132,9 @@ def build(
         raise ValueError(f"{name} has {CHUNKS[name]} virtual stages a rank, not {v}")
     if overlaps:
         if name not in OVERLAPPING:
-            raise ValueError(f"{name} has no forward beside a backward: {OVERLAPPING} have")
+            raise ValueError(
+                f"{name} has no forward that can overlap a backward: {OVERLAPPING} have"
+            )
         return one_f_one_b(p, m, overlaps)
     makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-v": zb_v, "v-half": v_half}
     return makers[name](p, m)
@@ -163,7 +165,7 @@ def one_f_one_b(p: int, m: int, overlaps: bool = False) -> Schedule:
     Bubble (p-1)(F + B + W), GPipe's; but rank r holds no more than min(m, p - r) micro-batches.
     It has the fewest messages: take it when links are slow or m is large (Narayanan et al. 2021).
 
-    overlaps: the forward that precedes a backward runs beside it, so a rank has one more in its
+    overlaps: the forward that precedes a backward overlaps it, so a rank has one more in its
     warm-up. An output is handed on when both are done, so a micro-batch comes back from the next
     rank two pairs after it left, and rank r holds up to min(m, 2(p - r) - 1) micro-batches and a
     layer of the next one.

@@ -134,9 +134,9 @@ def _balanced_equal(
 def _contiguous(costs: tuple[float, ...], ends: list[float], least: int) -> list[int]:
     """Cut the layers into stages, each a rank of its own, by dynamic programming.
 
-    ends: work of each stage beside its layers. least: layers that every stage but the first and the
-    last must have. The slowest stage is as fast as can be; among such cuts the sum of the squares
-    of the stages' work is smallest.
+    ends: work of each stage besides its layers. least: layers that every stage but the first and
+    the last must have. The slowest stage is as fast as can be; among such cuts the sum of the
+    squares of the stages' work is smallest.
     """
     total, stages, layers = [0.0, *accumulate(costs)], len(ends), len(costs)
 

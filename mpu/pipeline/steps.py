@@ -72,8 +72,8 @@ def last_needed(schedule: Schedule) -> dict[Message, int]:
     It is the action's number in the receiver's list, or -1 where the sender needs none of them. An
     action needs the ones before it on its rank, the one that makes its input, and all that these
     need. No message needs what its receiver does with it, so the number is always below that of the
-    action that takes it; an F and the B beside it are one action. The ranks must not wait for one
-    another (blocking_steps raises).
+    action that takes it; an F and the B that it overlaps are one action. The ranks must not wait
+    for one another (blocking_steps raises).
     """
     needs = [list[np.ndarray]() for _ in schedule.ranks]  # rank, action: last of each rank
     at = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
@@ -109,7 +109,7 @@ def blocking_steps(schedule: Schedule) -> list[list[Step]]:
     Actions are ordered by unit time (see slots). Each action is followed by its send, and the
     receiver receives at that very place, before its next action. Within a unit a receiver acts
     before its sender where it can, so that nothing is received earlier than it must. Where B and W
-    are one backward, the B stands directly before its W, and the F that overlaps it before the B.
+    are one backward, the B is directly before its W, and the F that overlaps it before the B.
     """
     messages = {}
     for rank, (actions, sources) in enumerate(zip(schedule.ranks, schedule.sources, strict=True)):

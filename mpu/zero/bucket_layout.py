@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lay a rank's parameters out in flat buckets: how they are shared, and where each stands.
+"""Lay a rank's parameters out in flat buckets: how they are shared, and where each is.
 
 Pure arithmetic, the same on every rank that shares a bucket. One collective moves a bucket. The
 parameters of a bucket are cut over the same axis, so the same ranks hold the same part of them: a

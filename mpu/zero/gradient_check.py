@@ -106,8 +106,8 @@ class GradientCheck:
                 if not agree and not partial:
                     errors.append(
                         f"{name}: its gradient differs among the ranks of {axis.name}, by "
-                        f"{far / norm:.2g} of its norm, though it should be whole on each of them: "
-                        f"{REMEDY}"
+                        f"{far / norm:.2g} of its norm, though it should be the same on each of "
+                        f"them: {REMEDY}"
                     )
                 elif agree and partial:
                     warnings.append(

@@ -280,7 +280,9 @@ class ParamAndGradBuffer(GradientSink):
             self.gatherer.reshard_if_unused(bucket)
 
     def _complete(self, bucket: ParamAndGradBucket) -> None:
-        """Add look-ups summed apart and plain autograd's `.grad`; zero what nobody has written."""
+        """Add look-ups summed separately and plain autograd's `.grad`; zero what nobody has
+        written.
+        """
         for name, param, _ in bucket.params:
             if param in self._row_sums:
                 self.add(param, self._row_sums.pop(param))

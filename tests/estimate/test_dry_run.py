@@ -102,7 +102,7 @@ def test_the_report_of_a_large_run():
         "= 512 ranks; sequence parallelism on, overlap auto, measured at start-up\n",
         "layers.*.attention.qkv.weight      [1280, 8192]       x 80",
         "70,553,706,496 in all",
-        "global batch 1,024 = 1 a micro-batch x 16 micro-batches x 64 data-parallel ranks",
+        "global batch 1,024 = micro-batch 1 x 16 micro-batches x 64 data-parallel ranks",
         "= 8,388,608 tokens a step",
         "10 steps, 10,240 samples",
         "does NOT fit a GPU of 80 GB",

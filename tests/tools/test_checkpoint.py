@@ -66,16 +66,16 @@ def test_verify(tmp_path: Path, tool: Any, write: Any) -> None:
         write(tmp_path, step)
     code, lines, _ = tool("verify", tmp_path)
     assert code == 0
-    assert [line.split()[:2] for line in lines] == [[f"step_0000000{n}", "whole"] for n in "123"]
+    assert [line.split()[:2] for line in lines] == [[f"step_0000000{n}", "complete"] for n in "123"]
     assert all("4 files, " in line for line in lines)
     flip(tmp_path / "step_00000002" / SHARD)
     (tmp_path / "step_00000002" / "tokenizer.json").unlink()
     flip(tmp_path / "step_00000003" / "index.json", 5)
     code, lines, _ = tool("verify", tmp_path)
-    assert code == 1 and [line.split()[1] for line in lines] == ["whole", "DAMAGED", "DAMAGED"]
-    assert f"{SHARD} does not have the SHA-256" in lines[1]
+    assert code == 1 and [line.split()[1] for line in lines] == ["complete", "DAMAGED", "DAMAGED"]
+    assert f"{SHARD} has another SHA-256" in lines[1]
     assert "tokenizer.json: No such file" in lines[1], "all that is wrong"
-    assert "index.json does not have the SHA-256" in lines[2]
+    assert "index.json has another SHA-256" in lines[2]
     assert tool("verify", tmp_path / "step_00000001")[0] == 0
     assert tool("verify", tmp_path / "step_00000002")[0] == 1
 
@@ -93,7 +93,7 @@ def test_verify_compares_the_sum_that_cannot_be_forged(
     (directory / "manifest.json").write_text(json.dumps(manifest))
     Checkpoint(directory).verify([SHARD])
     code, lines, _ = tool("verify", tmp_path)
-    assert code == 1 and f"{SHARD} does not have the SHA-256" in lines[0]
+    assert code == 1 and f"{SHARD} has another SHA-256" in lines[0]
 
 
 def test_show(tmp_path: Path, tool: Any, write: Any) -> None:
@@ -127,7 +127,7 @@ def test_prune(tmp_path: Path, tool: Any, write: Any) -> None:
     flags = ["--keep-last-k", 1, "--save-retain-interval", 20]
     code, lines, err = tool("prune", tmp_path, *flags, "--dry-run")
     assert code == 0 and sorted(os.listdir(tmp_path)) == before
-    stay = "3 stay: step_00000020, step_00000030, step_00000040"
+    stay = "keeps 3: step_00000020, step_00000030, step_00000040"
     assert lines == [f"would remove {tmp_path / 'step_00000010'}", stay]
     assert len(err) == 1 and "step_00000040 is left in place and not counted" in err[0]
     code, lines, _ = tool("prune", tmp_path, *flags)

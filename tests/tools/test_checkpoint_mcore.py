@@ -390,7 +390,7 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
         (without("output_layer.weight"), "the tensor output_layer.weight is missing"),
         (beside("embedding.word_embeddings.weight", 250, H), "asks for at least [251, 48]"),
         (beside("decoder.layers.mlp.linear_fc2.weight", L + 1, H, F), "asks for [3, 48, 72]"),
-        (edit(b"__1_0.distcp", b"../.._distcp"), "no .distcp file beside it"),
+        (edit(b"__1_0.distcp", b"../.._distcp"), "no .distcp file next to it"),
         (edit(b"float32", b"float16"), "not torch.float16"),
         # saves that were cut off, or copied in part
         (

@@ -112,7 +112,7 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
         if errors:
             yield False, f"{directory.name}  DAMAGED  " + "; ".join(errors)
         else:
-            yield True, f"{directory.name}  whole    {files} hashed"
+            yield True, f"{directory.name}  complete {files} hashed"
 
 
 def show(found: Checkpoint, tensors: bool) -> Iterator[str]:

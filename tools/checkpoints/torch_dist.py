@@ -134,7 +134,7 @@ def _place(name: str, place: dict[str, Any]) -> Place:
     if place.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed or encrypted, which is not read here")
     if not isinstance(file, str) or not DISTCP.fullmatch(file):
-        raise ValueError(f"{name} is said to be in {file!r}, no .distcp file beside it")
+        raise ValueError(f"{name} is listed in {file!r}, which is no .distcp file next to it")
     if not is_count(offset) or not is_count(length):
         raise ValueError(f"offset and length of {name} in {file} are not counts")
     return file, offset, length

@@ -110,7 +110,7 @@ def _hugging_face(path: Path) -> list[str]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = ", ".join(LLAMA)
-        raise ModelError(f"{path}: neither a file, nor flags, nor a size of {known}")
+        raise ModelError(f"{path}: not a file, flags in quotes, or a known model ({known})")
     content = read_json(path, limit=1 << 20, foreign=True)
     flags: list[str] = []
     if isinstance(content, dict) and any(content.get(key) for key in EXPERT_KEYS):

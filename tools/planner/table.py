@@ -96,8 +96,9 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
     """Return the ranked table of the layouts that fit, and the best one's flags."""
     cluster, m = plans.cluster, plans.model.config.model
     batch = plans.layouts[0].micro_batch * plans.layouts[0].micro_batches * plans.layouts[0].dp
+    nodes = f"{cluster.nodes} node{'s' * (cluster.nodes != 1)}"
     lines = [
-        f"{plans.model.name} on {cluster.gpus:,} GPUs of {cluster.device} ({cluster.nodes} nodes), "
+        f"{plans.model.name} on {cluster.gpus:,} GPUs of {cluster.device} ({nodes}), "
         f"{batch:,} sequences of {m.seq_length:,} tokens: {len(plans.layouts):,} layouts, "
         f"{int(plans.fits.sum()):,} fit",
     ]

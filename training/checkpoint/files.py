@@ -227,4 +227,4 @@ def read_checked(path: Path, info: dict[str, Any]) -> bytes:
 
 def _check_sum(path: Path, found: Any, kind: str, info: dict[str, Any]) -> None:
     if found.hexdigest() != info[kind]:
-        raise CheckpointError(f"{path.name} does not have the {SUMS[kind][1]} it was written with")
+        raise CheckpointError(f"{path.name} has another {SUMS[kind][1]} than when it was written")

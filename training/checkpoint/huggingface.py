@@ -215,8 +215,8 @@ def read_weight_map(path: Path) -> dict[str, str]:
     for name, file in listed.items():
         if not isinstance(file, str) or not PLAIN.fullmatch(file):
             raise CheckpointError(
-                f"{path.name}: {name} is said to be in {file!r}, which is not the plain name of a "
-                ".safetensors file beside the index"
+                f"{path.name}: {name} is listed in {file!r}, which is not the plain name of a "
+                ".safetensors file next to the index"
             )
         if not os.path.lexists(path.parent / file):
             raise CheckpointError(f"{path.name} lists {file}, which is not there")

@@ -2,8 +2,8 @@
 """Define what a checkpoint's JSON files hold, and read them back without trusting them.
 
 The manifest names every other file with its size and checksums (files.py) and carries a SHA-256 of
-itself, so an edit, a flipped bit or a lost tail anywhere is found. (Checksums beside the data prove
-that it is whole, not who wrote it.)
+itself, so an edit, a flipped bit or a lost tail anywhere is found. (Checksums next to the data
+prove that it is whole, not who wrote it.)
 """
 
 import hashlib

@@ -62,7 +62,7 @@ def write_huggingface(
 
     The files have the names of transformers' save_pretrained. dtype: of the weights; None: as they
     are stored. shard_bytes: a file's limit. extra(): on rank 0, the small files, and what
-    config.json has beside the sizes of `found.state`. world, device: as in save(). What is at
+    config.json has besides the sizes of `found.state`. world, device: as in save(). What is at
     `target` is replaced. hook(phase): "start", "piece" before each tensor, "written", "commit",
     "aside", "renamed". arrange(pieces): what is written, of the tensors as they are. Raises
     SaveError, on every rank, with the rank, the path and the cause.

@@ -7,8 +7,8 @@ at most PATIENCE seconds. With too many the oldest are closed, since ranks of th
 
 A seat (rank 3, node 1) belongs to the first process that takes it. The same process may reconnect.
 Another process is refused: for good if the holder is heard from afterwards, else "not yet", since
-the holder may be dead. The owner of this object says who is heard and who is gone (`Seat.heard`,
-`free`).
+the holder may be dead. The owner of this object says who reports and who is gone
+(`Seat.last_report`, `free`).
 """
 
 import selectors
@@ -40,7 +40,7 @@ class Caller:
 
 @dataclass(eq=False)
 class Seat:
-    """The holder of a number. session: its process; b"": closed. heard: when it last reported."""
+    """The holder of a number. session: its process; b"": closed. last_report: when."""
 
     session: bytes
     address: str

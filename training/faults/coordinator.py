@@ -57,7 +57,7 @@ class Member:
     connection: Connection | None
     address: str  # of its host, as the others know it
     action: str = "start-up"
-    last: float = field(default_factory=time.monotonic)  # when it was heard
+    last: float = field(default_factory=time.monotonic)  # when it last reported
     disconnected: float | None = None  # since when its connection is broken
     left: bool = False  # it said that it leaves, or it is lost
 

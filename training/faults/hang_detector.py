@@ -98,8 +98,8 @@ class HangDetector:
     def look(self, reports: list[tuple[int, str, float]], now: float) -> tuple[Hang | None, bool]:
         """Return a hang to report, if any, and whether it ends the run.
 
-        heard: each rank, its action, and the seconds since its last report. now: time.monotonic().
-        Looks TURNS times a second at most, less in a large world.
+        reports: each rank, its action, and the seconds since its last report. now:
+        time.monotonic(). Looks TURNS times a second at most, less in a large world.
         """
         if now - self._looked < max(1, len(reports) / 512) / TURNS:
             return None, False

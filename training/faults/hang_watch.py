@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Know whether this rank makes progress, and where it is if it does not.
 
-The monitor's thread asks `status()` at each beat; rank 0 (hang_detector.py) compares
+The monitor's thread calls `status()` at each beat; rank 0 (hang_detector.py) compares
 the answers. A rank makes progress when its action changes, when a wait for other ranks ends, and,
 in set-up, a load and a save, when it reads or writes a MiB. A rank has a limit in each phase:
 FACTOR times the longest of the phase's last times, and no less than `floor`. A phase that has not

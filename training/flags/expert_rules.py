@@ -57,7 +57,7 @@ def notes(config: Config) -> Iterator[str]:
         most = max(micro_batch_counts(config))
         if not any(schedule_of(config, most).pairs):
             yield (
-                f"{OVERLAP}: of {most} micro-batches no forward has a backward to run beside; more "
+                f"{OVERLAP}: of {most} micro-batches no forward has a backward to overlap; more "
                 "micro-batches, or fewer pipeline stages, have"
             )
     if m.experts and m.moe_expert_capacity_factor:
@@ -153,7 +153,7 @@ def check(config: Config) -> None:
 
 
 def _check_overlap(config: Config) -> None:
-    """Raise UsageError where no forward can run beside a backward."""
+    """Raise UsageError where no forward can overlap a backward."""
     p, kind = config.parallel, config.parallel.moe_token_dispatcher_type
     if p.expert_model_parallel_size == 1:
         raise UsageError(f"{OVERLAP} needs {EP} of at least 2: with 1 no rows are exchanged")

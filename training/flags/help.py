@@ -21,7 +21,7 @@ NOT_GIVEN = "left out"  # how Setting.off begins where leaving the flag out has 
 
 
 class Page(NamedTuple):
-    """One answer of --help: what stands above its flags, the flags, and what stands below."""
+    """One answer of --help: what is above its flags, the flags, and what is below."""
 
     text: str
     flags: dict[str, str]  # {flag: heading}

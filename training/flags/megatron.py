@@ -112,7 +112,7 @@ ACCEPTED = (
     Accepted("--swiglu", "a Llama's feed-forward is SwiGLU"),
     Accepted(
         "--delay-wgrad-compute",
-        "beside a forward (--overlap-moe-expert-parallel-comm) a backward computes its weight "
+        "during a forward (--overlap-moe-expert-parallel-comm) a backward computes its weight "
         "gradients in its own turns; --pipeline-schedule zb-h1, zb-v and v-half put them off",
         note_for=True,
     ),
@@ -1143,7 +1143,7 @@ DIFFERENCES = (
     Difference(
         "--swiglu --normalization --position-embedding-type --disable-bias-linear",
         "a GPT: GELU, LayerNorm, learned positions, biases",
-        "a Llama, as with them",
+        "always a Llama, as with these flags",
         given="not all",
     ),
     Difference(

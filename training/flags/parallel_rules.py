@@ -191,7 +191,8 @@ def check_zero(config: Config) -> None:
     if p.zero_reduce_each_microbatch:
         if p.zero < 2:
             raise UsageError(
-                f"{EACH} needs --zero-stage 2 or 3: at {level} whole gradients stay on every rank"
+                f"{EACH} needs --zero-stage 2 or 3: at {level} unsharded gradients stay on "
+                "every rank"
             )
         if p.pipeline_model_parallel_size > 1:
             raise UsageError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other names of flags, and the flags of trees that are derived from Megatron-LM.
 
-Facts about their argument parsers, read at the commits that stand beside them.
+Facts about their argument parsers, read at the commits that are next to them.
 """
 
 # {flag: the words of this program}. It is obeyed, its value follows, and a line says so.

@@ -51,8 +51,8 @@ class _Captured(NamedTuple):
 class Graphs:
     """Call it as run_schedule of pretrain_llama.py, which it calls: (run, schedule, batches, ...).
 
-    warmup_steps: steps that are eager. cuda: torch.cuda, or what takes its place. note: is told
-    once what is captured, or why nothing is.
+    warmup_steps: steps that are eager. cuda: torch.cuda, or what takes its place. note: is called
+    with once what is captured, or why nothing is.
     """
 
     def __init__(

@@ -45,10 +45,10 @@ def expert_values(run: Run, tokens: int) -> dict[str, Any]:
         for load, row in zip(loads.loads, found, strict=True):
             rows[layer_of[load]] = row
     every = sum_in_order(torch.stack(rows), run.grid.pp, LABEL)  # of this stage's layers, else 0
-    return told(every.tolist(), tokens, config)
+    return of_step(every.tolist(), tokens, config)
 
 
-def told(rows: list[list[float]], tokens: int, config: Config) -> dict[str, Any]:
+def of_step(rows: list[list[float]], tokens: int, config: Config) -> dict[str, Any]:
     """Return what `rows` say: of each layer the counts, drops, losses, and whether it is sparse."""
     values: dict[str, Any] = {}
     each, loads, dropped, pairs = dict[str, Any](), list[float](), 0.0, 0.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face weights beside each save (--save-hf), written behind the training.
+"""Hugging Face weights next to each save (--save-hf), written behind the training.
 
 A folder is made from the checkpoint that was just saved, so it is the same from every layout. Each
 rank reads and writes a part of the files. tools/checkpoint.py convert --to-hf writes the same ones.

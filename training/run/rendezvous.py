@@ -47,8 +47,8 @@ class RendezvousError(UsageError):
 def meet(timeout: timedelta, launch: Launch, refused: str = "") -> dist.Store:
     """Return a store that the ranks of this start share, once all are here.
 
-    refused: why this rank does not start. Raises MeetingError where ranks stay away for `timeout`,
-    UsageError with the reason where one refuses.
+    refused: why this rank does not start. Raises RendezvousError where ranks stay away for
+    `timeout`, UsageError with the reason where one refuses.
     """
     deadline = time.monotonic() + timeout.total_seconds()
 
@@ -71,7 +71,7 @@ def _where(launch: Launch) -> str:
 
 
 def _within(seconds: float, run: Callable[[list[str]], T]) -> T:
-    """Return run(state), or raise MeetingError with the last state after so many seconds.
+    """Return run(state), or raise RendezvousError with the last state after so many seconds.
 
     torch's store may wait for ever in C++: then the thread is left to itself.
     """
@@ -124,7 +124,7 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
 
 
 def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) -> str:
-    """Call the roll; return the name of this start. Raises UsageError, MeetingError."""
+    """Call the roll; return the name of this start. Raises UsageError, RendezvousError."""
     name, begun = secrets.token_hex(8), time.monotonic()
     absent, hellos = set(range(1, launch.world)), dict[int, bytes]()
     verdict, reported = f"rank 0: {refused}" if refused else "", False
@@ -161,7 +161,7 @@ def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) ->
 
 
 def _other_rank(store: dist.Store, launch: Launch, deadline: float, refused: str) -> str:
-    """Say hello to rank 0; return the name of this start. Raises UsageError, MeetingError."""
+    """Say hello to rank 0; return the name of this start. Raises UsageError, RendezvousError."""
     nonce, late = secrets.token_hex(8), deadline + MARGIN
     gone = f"rank 0 did not connect to {_where(launch)}, or ended, before all ranks were there"
     store.set(f"weft/hello/{launch.rank}", f"{nonce} {launch.attempt} {refused}")
@@ -181,7 +181,7 @@ def _error(verdict: str) -> UsageError:
 
 
 def await_key(store: dist.Store, key: str, deadline: float, late: str) -> str:
-    """Return what stands at a key once it does. Raises MeetingError(late) after the deadline.
+    """Return the value of a key once it is set. Raises RendezvousError(late) after the deadline.
 
     It asks again and again: a wait inside of torch's store would let no signal through.
     """

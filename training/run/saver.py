@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and resume a run: what a checkpoint holds beside tensors, and which one may be loaded.
+"""Save and resume a run: what a checkpoint holds besides tensors, and which one may be loaded.
 
 A restart, by tools/supervise.py or torchrun, has the flags of the first start. It begins at the
 newest sound checkpoint of this run: of --load, of --save, or of the copies in the supervisor's

@@ -70,7 +70,7 @@ def compare(config: Config, digests: dict[str, str], launch: Launch, store: dist
     """Raise UsageError, on every rank, where flags or data differ between ranks.
 
     It needs no collective. digests: {name in messages: hash} of whatever else must be the same.
-    Raises MeetingError where a rank has left since it met the others.
+    Raises RendezvousError where a rank has left since it met the others.
     """
     settings = json.loads(config.canonical_json()) | digests | sources()
     settings["whether WEFT_SECRET is set"] = bool(launch.point.secret)
@@ -147,7 +147,7 @@ def new_monitor(
 ) -> FailureMonitor:
     """Return this rank's end of the failure channel. store: where the ranks met, None for one rank.
 
-    error_file: where torchrun looks for the cause. Raises MeetingError where it is not joined.
+    error_file: where torchrun looks for the cause. Raises RendezvousError where it is not joined.
     """
     deadline = 60.0 * config.parallel.distributed_timeout_minutes
     watch = HangWatch(grid.waits, deadline, config.fault.hang_timeout)

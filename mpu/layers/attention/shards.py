@@ -197,7 +197,7 @@ def halves(found: tuple[Block, ...]) -> tuple[tuple[Block, ...], tuple[Block, ..
 def ring_blocks(
     rank: int, ranges: tuple[Ranges, ...], documents: tuple[int, ...], window: int = 0
 ) -> tuple[tuple[Block, ...], ...]:
-    """Return what a rank's queries look at, apart for each rank that holds the keys.
+    """Return what a rank's queries look at, separately for each rank that holds the keys.
 
     ranges: the positions of each rank, as they follow one another in its memory. The blocks' ranges
     are places there. Own blocks come with every "tril" first, so own keys are the first to take.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multiply rows of float8 on CUDA by torch's scaled_mm: each scaling in the layout it asks for.
+"""Multiply rows of float8 on CUDA by torch's scaled_mm: each scaling in the layout it requires.
 
     tensorwise   one fp32 scale                                       compute capability 8.9, 9 up
     rowwise      fp32 [n, 1]                                          the same
@@ -52,7 +52,7 @@ class Operand(NamedTuple):
 
 
 def prepare(rows: Tensor, scaling: str) -> None:
-    """Note a weight's scales beside its rows: a weight meets the rows of several ranks in turn."""
+    """Note a weight's scales with its rows: a weight meets the rows of several ranks in turn."""
     rows.scales_as_b = _layout(rows, scaling, weight=True, of_a=False)  # type: ignore[attr-defined]
 
 
@@ -89,7 +89,7 @@ def multiply(
 
 
 def _layout(rows: Tensor, scaling: str, weight: bool, of_a: bool) -> Tensor:
-    """Return the scales of rows as scaled_mm asks for them: of a, or of b."""
+    """Return the scales of rows as scaled_mm takes them: of a, or of b."""
     if scaling == "tensorwise":
         return scale_in_row(rows)
     byte = scales(rows, BLOCKS[scaling])

@@ -6,7 +6,7 @@
 So a row travels, is cut, saved and gathered with all that its numbers are made of. A scale is a
 power of two, 2^(byte - 127), as in e8m0; a number is its code times the scale, exactly. Byte 255
 says that the block holds an infinity or a NaN: nothing of it decodes to a finite number. A row's
-only scale stands there in fp32, too, 4 bytes behind its byte: a matmul reads it where it lies.
+only scale is there in fp32, too, 4 bytes behind its byte: a matmul reads it where it lies.
 
 On CUDA the kernels of mpu/kernels/float8.py make rows, where Triton launches any.
 """
@@ -120,7 +120,7 @@ def _single(x: Tensor) -> Tensor:
 
 
 def finish(rows: Tensor, k: int, scales: Tensor) -> Tensor:
-    """Write what stands behind the codes of rows [n, row_bytes]: scales [n, blocks]."""
+    """Write what follows the codes of rows [n, row_bytes]: scales [n, blocks]."""
     blocks = scales.shape[1]
     rows[:, k : k + blocks] = scales
     rows[:, k + blocks :] = 0

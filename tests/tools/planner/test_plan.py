@@ -319,7 +319,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
             [SMALL + " --num-experts 8 --moe-layer-freq 2", "h100_8_nodes"],
             "its layers with experts stand among dense ones",
         ),
-        (["9B", "h100_8_nodes"], "9B: neither a file, nor flags, nor a size of 1B"),
+        (["9B", "h100_8_nodes"], "9B: not a file, flags in quotes, or a known model"),
         (["8B", "h100"], "h100: no cluster file h100.json; known by name are a100_16_nodes"),
         (["8B"], "MODEL and CLUSTER are needed"),
         (["--predict", "x.csv"], "--predict needs --out FILE"),

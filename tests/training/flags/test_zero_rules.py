@@ -24,8 +24,8 @@ def read(more="", world=4):
 MISTAKES = [
     # more flags, world size, what the sentence must hold
     ("--zero-stage 0 --use-distributed-optimizer", 4, "the latter is --zero-stage 1"),
-    (EACH, 4, f"{EACH} needs --zero-stage 2 or 3: at --zero-stage 0 whole gradients stay"),
-    (f"{EACH} --use-distributed-optimizer", 4, "at --zero-stage 1 whole gradients stay"),
+    (EACH, 4, f"{EACH} needs --zero-stage 2 or 3: at --zero-stage 0 unsharded gradients stay"),
+    (f"{EACH} --use-distributed-optimizer", 4, "at --zero-stage 1 unsharded gradients stay"),
     (
         f"{EACH} --zero-stage 2 --pipeline-model-parallel-size 2",
         4,

@@ -277,7 +277,7 @@ def _pair(pair: float, alone: Sequence[float], count: int) -> float:
     """
     if len(alone) == 1:  # two are under way all the time
         ratio = 2 * pair / (count * max(alone[0], 1e-9))
-    else:  # a bucket's second one beside the first one of the next; the rest is alone
+    else:  # a bucket's second one during the first one of the next; the rest is alone
         both = pair - alone[0] - alone[1] - count * sum(alone[2:])
         ratio = 2 * both / ((count - 1) * max(alone[0] + alone[1], 1e-9))
     return min(max(ratio, 1.0), MOST_PAIR)

@@ -101,7 +101,7 @@ class Slow:
 
 
 def diagnose(rows: Sequence[Row], layout: Layout, young: Sequence[Row] | None) -> Slow | None:
-    """Return what costs the most time beyond its like, None where nothing stands out of the noise.
+    """Return what costs the most time beyond its like, None where nothing is above the noise.
 
     young: the rows of an early window, None where this is the first. The result may be too little
     to count.
