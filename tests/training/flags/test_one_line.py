@@ -10,7 +10,7 @@ from training.flags.flag_table import live
 
 ROOT = Path(__file__).parents[3]
 BEFORE = "    log_params_norm: bool = setting("
-ENTRY = '    log_every: int = setting(7, "made up", "lines", whole(2, 9), needs="--save")\n'
+ENTRY = '    log_every: int = setting(7, "made up", "lines", integer(2, 9), needs="--save")\n'
 PROGRAM = """
 from training.config import UsageError
 from training.flags.parse import parse
