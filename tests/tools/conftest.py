@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the tests of the tools: small checkpoints, tools/checkpoint.py, tools/supervise.py."""
+"""Shared by the tests of the tools: small checkpoints, and tools that are called or started."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from model.llama import LlamaConfig, hf_config
 from mpu.grid import Grid
 from tests.supervisor import Supervisor
+from tests.tools.rehearsal.conftest import Process
 from tools.checkpoint import main
 from training.checkpoint import save
 from training.checkpoint.pieces import whole
@@ -78,3 +79,11 @@ def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
     for each in made:
         if each.process.poll() is None:
             each.process.kill()
+
+
+@pytest.fixture(scope="session")
+def rehearser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """The session's process that rehearses."""
+    process = Process(tmp_path_factory.mktemp("rehearsal") / "report.json")
+    yield process
+    process.close()

@@ -6,8 +6,7 @@ Of random layouts the bytes of each collective are the rehearsal's, FLOPs and me
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,18 +37,16 @@ EIGHT = (  # layers of 8B's size
 
 
 @pytest.fixture(scope="module")
-def rehearse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rehearse]:
+def rehearse(rehearser: Process) -> Rehearse:
     """Return what a rehearsal of a layout's rank reports; it must find nothing."""
-    process = Process(Path(tmp_path_factory.mktemp("plans")) / "report.json")
 
     def run(plans: Plans, n: int, rank: int) -> Report:
         argv = [*words(plans, n), "--rehearse-rank", str(rank)]
-        found = process.rehearse(argv, plans.cluster.gpus)
+        found = rehearser.rehearse(argv, plans.cluster.gpus)
         assert (found.code, found.report.get("findings")) == (0, []), found.text[-2000:]
         return found.report
 
-    yield run
-    process.close()
+    return run
 
 
 def words(plans: Plans, n: int) -> list[str]:

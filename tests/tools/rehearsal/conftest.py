@@ -4,7 +4,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,23 +55,14 @@ class Process:
 
 
 @pytest.fixture(scope="session")
-def rehearse(tmp_path_factory: Any) -> Iterator[Callable[..., Rehearsal]]:
+def rehearse(rehearser: Process) -> Callable[..., Rehearsal]:
     """Return rehearse(flags, world=1, small=True): flags come behind those of a small model.
 
     Equal arguments are rehearsed once.
     """
-    file = tmp_path_factory.mktemp("rehearsal") / "report.json"
-    shared = Process(file)
 
     @cache
     def run(flags: str, world: int = 1, small: bool = True) -> Rehearsal:
-        argv = [*(SMALL if small else []), *flags.split()]
-        if "--rehearse-all-ranks" not in argv:
-            return shared.rehearse(argv, world)
-        fresh = Process(file)  # it forks, which autograd forbids a process that has used it
-        found = fresh.rehearse(argv, world)
-        fresh.close()
-        return found
+        return rehearser.rehearse([*(SMALL if small else []), *flags.split()], world)
 
-    yield run
-    shared.close()
+    return run
