@@ -28,8 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = 120.0
-# a session has one process that ranks are forked from, so fork-check's is this one
-PRELOADED = ["pretrain_llama", "tests.conftest", "tools.forks.rank"]
+# A session has one process that ranks are forked from, so fork-check's is this one. Each rank that
+# has an optimizer of torch's would import the last, which takes a second.
+PRELOADED = ["pretrain_llama", "tests.conftest", "tools.forks.rank", "torch._dynamo"]
 
 # files that take longest, the longest first, as --durations tells
 LONGEST = """

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank does at its start: no module that it does not need, its share of the weights."""
 
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -24,13 +21,9 @@ sys.exit(code)
 """
 
 
-def test_a_run_imports_no_compiler():
+def test_a_run_imports_no_compiler(launcher):
     flags = f"{MODEL} --mock-data --global-batch-size 1 --train-iters 1".split()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *flags],
-        capture_output=True, text=True, env=environment, cwd=ROOT, timeout=200, check=False,
-    )  # fmt: skip
+    done = launcher.python("-c", SCRIPT, *flags)  # its process has imported the program alone
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("modules "))
     assert "torch.nn" in line.split() and not set(HEAVY) & set(line.split())
