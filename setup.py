@@ -86,16 +86,16 @@ def build_native(root: Path = ROOT, compiler: str | None = None) -> str:
         for command in commands:
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                said = done.stderr.strip()
-                return f"native library: not built, {found} refused a source:\n{said}"
+                message = done.stderr.strip()
+                return f"native library: not built, {found} refused a source:\n{message}"
         output.replace(target)
     return f"native library: built build/weft_native.so from {len(sources)} file(s) with {found}"
 
 
 def _openmp(compiler: str) -> list[str]:
     """Return GCC's OpenMP flag; clang, whose OpenMP is another library, does without."""
-    said = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    return [] if "clang" in said else ["-fopenmp"]
+    message = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    return [] if "clang" in message else ["-fopenmp"]
 
 
 class BuildNative(Command):

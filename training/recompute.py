@@ -14,7 +14,7 @@ from training.float8 import in_float8
 def recompute_of(
     config: Config,
     device: torch.device,
-    carrier: type[HostCopies] = HostCopies,
+    copies: type[HostCopies] = HostCopies,
     offload: type[Offload] = Offload,
     recompute: type[Recompute] = Recompute,
 ) -> Recompute:
@@ -23,7 +23,7 @@ def recompute_of(
     carried = None
     if g.cpu_offload_activations:
         carried = offload(
-            carrier(device),
+            copies(device),
             g.cpu_offloading_num_layers,
             g.offload_modules,
             g.min_offloaded_tensor_size,

@@ -230,13 +230,13 @@ def recomputed_again(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Findin
 
 def not_freed_by_offload(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:
     """Yield whether activations live on the device until backward, though they were copied away."""
-    gone: dict[int, int] = {}
+    copied: dict[int, int] = {}
     for index, event in numbered(seen):
         if type(event) is Launch and event.where.place.startswith(OFFLOAD):
             if event.op == "memcpy DtoH":
-                gone.update(dict.fromkeys(event.read, index))
+                copied.update(dict.fromkeys(event.read, index))
             elif event.op == "memcpy HtoD":
-                for number, at in gone.items():
+                for number, at in copied.items():
                     if seen.recorder.sizes.get(number) and ends.get(number, index) >= index:
                         from mpu.activation_offload import _Unit
 
@@ -246,7 +246,7 @@ def not_freed_by_offload(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Fi
                         lines = seen.recorder.chains.get(at, ())
                         yield Finding("leak", beginning(_Unit.leave), what, place, lines)
                         return
-                gone.clear()
+                copied.clear()
 
 
 def after_sums(seen: "Rehearsed", ends: dict[int, int]) -> Iterator[Finding]:

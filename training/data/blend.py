@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from training.data.dataset import WHOLE, Dataset
+from training.data.dataset import FULL_DIGEST, Dataset
 
 
 class Blend:
@@ -52,7 +52,7 @@ class Blend:
     def corpus(self) -> str:
         """Return a SHA-256 of the weights and of every dataset, without the seed."""
         facts = [self.weights, [dataset.corpus for dataset in self.datasets]]
-        return WHOLE + hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return FULL_DIGEST + hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @property
     def sketch(self) -> str:

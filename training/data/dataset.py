@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-WHOLE = "xxh3:"  # how a corpus digest begins that was made of every token
+FULL_DIGEST = "xxh3:"  # how a corpus digest begins that was made of every token
 
 
 class DataError(ValueError):
@@ -33,7 +33,7 @@ class Dataset(Protocol):
     def corpus(self) -> str:
         """Return the same without the seed: of the data and how it is cut.
 
-        It begins with WHOLE where it covers every token.
+        It begins with FULL_DIGEST where it covers every token.
         """
 
     @property

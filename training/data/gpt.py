@@ -19,7 +19,7 @@ import numpy as np
 
 from training.data.batch import PAD
 from training.data.cache import IndexCache
-from training.data.dataset import WHOLE, DataError
+from training.data.dataset import FULL_DIGEST, DataError
 from training.data.indexed import IndexedTokens
 from training.data.sample_index import sample_index
 
@@ -83,7 +83,7 @@ class GPTDataset:
     def corpus(self) -> str:
         """Return a SHA-256 of the same without the seed: of the data and how it is cut."""
         facts = {key: value for key, value in self._facts.items() if key != "seed"}
-        return WHOLE + _sha256({**facts, "data": self._data.digest})
+        return FULL_DIGEST + _sha256({**facts, "data": self._data.digest})
 
     @property
     def sketch(self) -> str:

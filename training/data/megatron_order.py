@@ -19,7 +19,7 @@ import numpy as np
 
 from training.data.blend import Blend
 from training.data.cache import IndexCache
-from training.data.dataset import WHOLE, DataError
+from training.data.dataset import FULL_DIGEST, DataError
 from training.data.gpt import CACHE_FROM, Epoch, GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.sample_index import sample_index
@@ -146,7 +146,7 @@ class MegatronBlend(Blend):
     @property
     def corpus(self) -> str:
         """Return a SHA-256 of the weights and of every dataset, without the seed."""
-        return WHOLE + self._sha256([dataset.corpus for dataset in self.datasets])
+        return FULL_DIGEST + self._sha256([dataset.corpus for dataset in self.datasets])
 
     @property
     def sketch(self) -> str:

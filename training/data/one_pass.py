@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from training.data.batch import PAD
-from training.data.dataset import WHOLE
+from training.data.dataset import FULL_DIGEST
 from training.data.gpt import GPTDataset
 
 
@@ -35,7 +35,7 @@ class OnePass:
     @property
     def corpus(self) -> str:
         """Return the same without the seed."""
-        return WHOLE + self._sha256([file.corpus for file in self.files])
+        return FULL_DIGEST + self._sha256([file.corpus for file in self.files])
 
     @property
     def sketch(self) -> str:

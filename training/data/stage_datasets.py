@@ -16,7 +16,7 @@ import numpy as np
 
 from training.config import Stage
 from training.data.blend import Blend
-from training.data.dataset import WHOLE, Dataset
+from training.data.dataset import FULL_DIGEST, Dataset
 from training.data.gpt import GPTDataset
 from training.stages import stage_at
 
@@ -99,7 +99,7 @@ class Staged:
     def corpus(self) -> str:
         """Return the same without the seed."""
         facts = [[s.first_sample, c] for s, c in zip(self.stages, self.corpora, strict=True)]
-        return WHOLE + hashlib.sha256(json.dumps(["stages", *facts]).encode()).hexdigest()
+        return FULL_DIGEST + hashlib.sha256(json.dumps(["stages", *facts]).encode()).hexdigest()
 
     @property
     def sketch(self) -> str:

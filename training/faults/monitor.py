@@ -182,7 +182,7 @@ class FailureMonitor:
 
     def _listen(self, received: list[Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
-        looked = sent = heard = time.monotonic()
+        looked = sent = last_report = time.monotonic()
         place0, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
         assert self._connection is not None
@@ -206,21 +206,21 @@ class FailureMonitor:
                 if why:
                     self._stop(Cause(0, "", why))
                     return
-                heard = time.monotonic()
+                last_report = time.monotonic()
                 continue
             if connection.wait(self._beat):
-                received, heard = messages.receive(connection), time.monotonic()
+                received, last_report = messages.receive(connection), time.monotonic()
             else:
                 received = []
             now = time.monotonic()
             patience = self.watch.patience(self._silence)
             if now - looked > patience / 2:  # this process was stopped, not rank 0
-                heard = now
+                last_report = now
             looked = now
-            if now - heard > patience:
+            if now - last_report > patience:
                 lost = f"rank 0 and rank {self.rank} lost contact {LOST_CONTACT}"
                 lost = silence(json.loads(place0), lost)
-                why = f"no heartbeat for {now - heard:.0f} s: {lost}; its last report, before"
+                why = f"no heartbeat for {now - last_report:.0f} s: {lost}; its last report, before"
                 self._stop(Cause(0, "", f"{why}: {doing}", 1, place0))
                 return
             if now - sent >= self._beat and connection.flush():

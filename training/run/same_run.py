@@ -15,7 +15,7 @@ from training.arguments import DataConfig
 from training.batch_size import schedule, steps_of
 from training.checkpoint import Checkpoint, plain_name
 from training.config import Config
-from training.data.dataset import WHOLE
+from training.data.dataset import FULL_DIGEST
 from training.data.tokenizer_files import files_of, same_tokenizer
 from training.learning_rate import learning_rate
 from training.stages import ROPE as ROPE_SETTINGS
@@ -169,7 +169,7 @@ def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iter
     yield from edited(found, config, digests)
     for _, line in changes(found, config, digests):
         yield f"{line}; continuing, as --allow-change allows"
-    if _sketched(found.state) and digests.get("corpus_digest", "").startswith(WHOLE):
+    if _sketched(found.state) and digests.get("corpus_digest", "").startswith(FULL_DIGEST):
         yield (
             f"{found.directory} is of an older version, which identified its corpus by 64 blocks "
             "of each file; these match, and the next save identifies it by all tokens"
@@ -178,7 +178,7 @@ def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iter
 
 def _sketched(state: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint knows its corpus by blocks, or holds none made of files."""
-    return not str(state.get("corpus_digest", WHOLE)).startswith(WHOLE)
+    return not str(state.get("corpus_digest", FULL_DIGEST)).startswith(FULL_DIGEST)
 
 
 def _difference(key: str, there: Any, here: Any) -> str:

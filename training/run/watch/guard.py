@@ -62,7 +62,7 @@ class Guard:
         """Return the flag of a step that was just made, for the ranks to agree on."""
         if self._spikes is None:
             return ()
-        return (self._spikes.judge(step.iteration, step.loss, step.norm),)
+        return (self._spikes.flag(step.iteration, step.loss, step.norm),)
 
     def after_step(self, step: Step) -> Decision:
         """Judge the step before; judge this one too where it is the last, or a save follows.
@@ -155,7 +155,7 @@ class Spikes:
         self._seen: deque[Seen] = deque(maxlen=2)
 
     @torch.no_grad()
-    def judge(self, iteration: int, loss: Tensor, norm: Tensor) -> Tensor:
+    def flag(self, iteration: int, loss: Tensor, norm: Tensor) -> Tensor:
         """Return 1 where the step is a spike, else 0: a scalar on the device. NaN is none."""
         values = torch.stack([loss.double(), norm.double()])
         x = torch.stack([values[0], values[1].log()])

@@ -346,12 +346,12 @@ def test_a_run_without_a_spike_has_none() -> None:
     for i in range(5000):
         noise = torch.randn(2, generator=generator, dtype=torch.float64)
         loss = 2.0 + 8.0 * torch.exp(torch.tensor(-i / 800.0)) + 0.05 * noise[0]
-        alarms += float(judge.judge(i, loss, torch.exp(0.35 * noise[1])))
+        alarms += float(judge.flag(i, loss, torch.exp(0.35 * noise[1])))
     assert alarms == 0.0
-    assert judge.judge(5001, torch.tensor(20.0), torch.tensor(1.0)) == 1.0
+    assert judge.flag(5001, torch.tensor(20.0), torch.tensor(1.0)) == 1.0
     assert judge.describe(5001).startswith("loss 20 (z-score ")
-    assert judge.judge(5002, torch.tensor(2.0), torch.tensor(1e6)) == 1.0
-    assert judge.judge(5003, torch.tensor(NAN), torch.tensor(NAN)) == 0.0
+    assert judge.flag(5002, torch.tensor(2.0), torch.tensor(1e6)) == 1.0
+    assert judge.flag(5003, torch.tensor(NAN), torch.tensor(NAN)) == 0.0
 
 
 def test_a_spike_is_judged_in_deterministic_mode_on_a_gpu(monkeypatch: Any) -> None:
@@ -377,7 +377,7 @@ def test_a_spike_is_judged_in_deterministic_mode_on_a_gpu(monkeypatch: Any) -> N
 
     monkeypatch.setattr(torch.Tensor, "nanmedian", refuse)
     judge = guard.Spikes(10.0, "cpu")
-    assert judge.judge(1, torch.tensor(2.0), torch.tensor(1.0)) == 0.0
+    assert judge.flag(1, torch.tensor(2.0), torch.tensor(1.0)) == 0.0
 
 
 @pytest.mark.parametrize("flag", ["--on-nan", "--on-spike", "--on-replica-mismatch"])
