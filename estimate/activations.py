@@ -28,10 +28,10 @@ STEADY = 3  # micro-batches for each pipeline rank after which a schedule's full
 class ActivationPeak:
     """What one pipeline rank keeps for backward at the fullest moment of a step, in bytes.
 
-    for_b: stored from F to B; for_w: from B to W; each at its own peak. The others are
-    of one moment. activations: both, plus what a recomputed layer needs. logits: not in these.
-    working: what the running action has besides all that, and the messages that come and go under
-    it. under_way: of what is offloaded, on its way. in_host: of that, in host memory at most.
+    for_b: stored from F to B; for_w: from B to W; each at its own peak. The others are bytes at
+    the peak of their sum. activations: both, plus what a recomputed layer needs. logits: not in
+    these. working: what the running action has besides all that, and the messages that come and go
+    under it. under_way: offloaded bytes that are being copied. in_host: the most in host memory.
     """
 
     for_b: int

@@ -76,9 +76,9 @@ class StageProfile:
     that autograd saves or a deferred weight gradient keeps, each storage once, but neither weights
     nor tables that micro-batches share. logits: stored from F to B; their gradient, of the
     same size, waits for W. again: the most that recomputation keeps in B, its inputs included.
-    offloaded: what waits in host memory. under_way: two units of it, the most that is on its way
-    at once. in_f, in_b, in_w: the most that lives while an action runs, in F and B with what the
-    micro-batch keeps, in W without what waited. message: what its F or B sends.
+    offloaded: bytes in host memory. under_way: of two units, the most that is copied at once.
+    in_f, in_b, in_w: peak bytes while an action runs, in F and B with what the micro-batch stores,
+    in W without what was deferred. message: what its F or B sends.
     f_turns, b_turns: of F and B, in parts between which another micro-batch may run
     (mpu/interleave.py), the most that lives in each part and what lives at its end; few_layers.py
     has none.

@@ -40,7 +40,7 @@ from tools.bisect.verdict import Verdict, verdict_of
 
 @dataclass
 class Outcome:
-    """What was found. sentence: for people. notes: what could not be told, and why."""
+    """What was found. sentence: for people. notes: what could not be decided, and why."""
 
     sentence: str = ""
     same: bool = False

@@ -50,7 +50,7 @@ def add_tokenizer(parser: argparse.ArgumentParser, left_out: str = "") -> None:
     add("--tokenizer-type", required=not left_out, type=_kind, metavar="TYPE", help=kinds)
     add("--tokenizer-model", metavar="PATH", help="its file, or a Hugging Face folder")
     add("--vocab-file", metavar="PATH", help="vocab.json of GPT2BPETokenizer")
-    add("--merge-file", metavar="PATH", help="default: merges.txt beside --vocab-file")
+    add("--merge-file", metavar="PATH", help="default: merges.txt next to --vocab-file")
 
 
 def _kind(name: str) -> str:

@@ -236,7 +236,9 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--tied", action="store_true", help="one matrix is embedding and head")
     parser.add_argument("--no-sequence-parallel", action="store_true")
     parser.add_argument("--recompute-granularity", choices=("selective", "full"))
-    parser.add_argument("--fp8-recipe", choices=[*RECIPES], help="float8, in bf16 beside it")
+    parser.add_argument(
+        "--fp8-recipe", choices=[*RECIPES], help="float8; the rest of the model is in bf16"
+    )
     parser.add_argument("--fp8-param-gather", action="store_true", help="with --fp8-recipe, --zero")
     parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
@@ -244,7 +246,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
     parser.add_argument("--optimizer", choices=[*RULES], default="adam", help="of the update")
     parser.add_argument(
         "--overlap-moe-expert-parallel-comm", action="store_true",
-        help="a forward beside a backward; with --micro-batches of at least 2",
+        help="a forward during a backward; with --micro-batches of at least 2",
     )  # fmt: skip
     parser.add_argument("--shared-expert", action="store_true", help="that every token meets")
     a = parser.parse_args(argv)

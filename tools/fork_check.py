@@ -5,8 +5,8 @@
     make fork-check MODEL=path/to/fork.py
     python tools/fork_check.py --model path/to/fork.py --only "tp 2" -- --my-own-flag 3
 
-One rank is right by definition, but for its gradients, which are held against differences of the
-loss, and for decode, which is held against forward. Every other layout must then have the same
+One rank is right by definition, but for its gradients, which are compared with differences of the
+loss, and for decode, which is compared with forward. Every other layout must then have the same
 initial weights, loss, gradients, updates and decode, load what another has saved, and keep and send
 what the dry run says. Prints one table, and a sentence for whatever disagrees. Exit code: 0 if all
 agree, 1 if something does not, 2 for a mistake in the command line.

@@ -84,7 +84,7 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         ),
     ),
     "peer": (
-        "the program and the same model in torch's own stack, and losses beside the CPU's",
+        "the program and the same model in torch's own stack, and losses compared with the CPU's",
         (
             Row("run-bf16", 90),
             Row("peer-eager", 120),
@@ -172,7 +172,7 @@ class Options(NamedTuple):
 
 
 class Printer:
-    """Print within MOST_PRINTED characters; the summary's part is kept for it."""
+    """Print within MOST_PRINTED characters; the summary's part is reserved for it."""
 
     def __init__(self) -> None:
         self.left = MOST_PRINTED - summary.MOST - 100

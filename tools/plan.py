@@ -49,7 +49,7 @@ Answer = tuple[list[str], bool]  # lines to print, and whether what was asked fo
 
 
 def predict_file(runs: Path, out: Path) -> Answer:
-    """Write a table of runs with predictions beside them; say what was done, in a line."""
+    """Write a table of runs with their predictions; return what was done, in a line."""
     table_of_runs = read_table(runs)
     predicted = predict(table_of_runs.rows)
     write(out, table_of_runs, predicted)
@@ -72,7 +72,7 @@ def plans_of(model: str, cluster: Cluster, question: Question, flags: str = "") 
 
 
 def compare(model: str, cluster: Cluster, question: Question, flags: str) -> Answer:
-    """Return the layout of flags beside the best one. Raises PlanError, UsageError.
+    """Compare the layout of flags with the best one. Raises PlanError, UsageError.
 
     What `asked` leaves open, of sequence length, batch and dtype, is that of the flags, for both.
     """

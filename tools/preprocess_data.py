@@ -10,9 +10,9 @@ writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, it
 lines. .txt and .jsonl may be packed as .gz or .zst. A folder stands for all such files below it. A
 .json that is named is read as a .jsonl.
 
-The input is cut into shards, which the workers tokenize into a folder beside the output. If the run
-is interrupted, the same command continues after the shards that are complete. The two files appear
-only at the end, whole.
+The input is cut into shards, which the workers tokenize into a folder next to the output. If the
+run is interrupted, the same command continues after the shards that are complete. The two files
+appear only at the end, whole.
 """
 
 import argparse

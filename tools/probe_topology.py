@@ -7,7 +7,7 @@
     srun ... tools/probe_topology.py --device h100 --out my_cluster.json
 
 It measures the latency and the bandwidth of every pair of ranks, the collectives of each axis of a
-layout, and the order of ranks whose ring is the fastest; it reads where each rank stands in its
+layout, and the order of ranks whose ring is the fastest; it reads where each rank is in its
 host. Beyond 64 ranks the pairs are those of the first node and those of the nodes' first ranks. The
 report, --report, has every number. The exit code is 2 where an argument is wrong.
 """
@@ -104,7 +104,7 @@ def rings(prober: Prober, ranks: Sequence[int], cost: Matrix) -> list[tuple[floa
 
 
 def place() -> host.Place:
-    """Return where this rank stands in its host."""
+    """Return where this rank is in its host."""
     address = None
     if torch.cuda.is_available():
         about = torch.cuda.get_device_properties(torch.cuda.current_device())

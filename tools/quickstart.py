@@ -193,7 +193,7 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> Path:
     target = (done // iterations + 1) * iterations
     start = continues(folder, done, target) if done else "starting"
     size = f"{parameters() / 1e6:.1f} M parameters"
-    print(f"\n{start}: a Llama of {size}, to iteration {target}, on the CPU (also beside a GPU)")
+    print(f"\n{start}: a Llama of {size}, to iteration {target}, on the CPU (even with a GPU)")
     launch(flags_of(out, folder, iterations, target), tp, pp)
     return folder
 

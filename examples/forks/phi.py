@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phi 1 and 2: attention and MLP beside each other, LayerNorm, biases. (Li et al. 2023)
+"""Phi 1 and 2: attention and MLP in parallel, LayerNorm, biases. (Li et al. 2023)
 
     x = norm(h);  h = h + attention(x) + mlp(x)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put another commit of this repository beside this checkout, ready to run.
+"""Put another commit of this repository next to this checkout, ready to run.
 
 Nothing is imported from either tree: a tree is driven by its command line.
 """

@@ -50,8 +50,8 @@ class Allowed:
     """What two sides may differ by.
 
     exact: equal bits are due. begins: equal bits of what the step begins with, as both have loaded
-    it, or drawn it. apart: else, by how much of their norm the weights may differ that it begins
-    with, by name; "" of all others. why: in words.
+    it, or drawn it. distances: else, by how much of their norm the weights may differ that it
+    begins with, by name; "" of all others. why: in words.
     """
 
     exact: bool

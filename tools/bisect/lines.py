@@ -45,8 +45,8 @@ class Lines:
 class Step:
     """The first step that differs. what: batch, loss, ...; names: of tensors, in words `text`.
 
-    between: the last step before it that is known to be equal. apart: how far the weights that it
-    begins with may be apart by rounding, of the norm, by name; "" of a name that is not there.
+    between: the last step before it that is known to be equal. distances: how far the weights that
+    it begins with may be apart by rounding, of the norm, by name; "" of a name that is not there.
     """
 
     iteration: int

@@ -2,7 +2,7 @@
 """Run the program of one side on its ranks, here, on CPUs; a rank is forked from this process.
 
 This process has imported torch and nothing of the product, so a rank may import any checkout. What
-is asked of a run beside its flags is done in the rank, where `train_step` of pretrain_llama.py is
+is wanted of a run besides its flags is done in the rank, where `train_step` of pretrain_llama.py is
 called: at a step the rank records every tensor (tools/bisect/record.py), and ends.
 """
 

@@ -199,7 +199,7 @@ class Recorder:
     # what happens in the step
 
     def _where(self) -> dict[str, int]:
-        # of an F and the B beside it the one that runs
+        # of an F and the B that it overlaps, the one that runs
         forward, _, backward = self.run.monitor.action.partition(" overlapping ")
         action = backward if backward and self.tracker.in_backward else forward
         found = WHERE.search(action) or DEFERRED.search(action)

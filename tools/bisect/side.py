@@ -71,7 +71,7 @@ class Part:
 class JoinedTensor:
     """A tensor put together. replicas: what each tp rank has, where each should have all of it.
 
-    values: of rank 0, or of all ranks' parts. apart: by how much of the norm replicas differ.
+    values: of rank 0, or of all ranks' parts. distances: by how much of the norm replicas differ.
     cut: how the parts were joined over tp, in words; ranks: how many.
     """
 

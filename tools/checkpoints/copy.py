@@ -25,7 +25,7 @@ def from_hf(config: dict[str, Any], own: str | None = None) -> dict[str, Any]:
 
 
 def warn(line: str) -> None:
-    """Print a warning or an error to stderr, apart from the tool's own output."""
+    """Print a warning or an error to stderr, separate from the tool's own output."""
     print(f"checkpoint: {printable(line.removeprefix('checkpoint '))}", file=sys.stderr)
 
 

@@ -90,7 +90,7 @@ class Weights:
         self.dtype = found.index[TOP[EMBEDDING]].dtype
 
     def _halves(self, theirs: Theirs) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the keys of a layer's parameter and their shapes: gate and up may be apart."""
+        """Return the keys of a layer's parameter and their shapes: gate and up may be separate."""
         key, shape = theirs.inside, theirs.shape
         separate = (f"{LAYER}{theirs.layer}.{key}_w", f"{LAYER}{key}_w")
         if any(name in self.found.index for name in separate):
@@ -486,7 +486,7 @@ def steps_of(found: McoreCheckpoint) -> int:
 
 
 def _collect(archive: Archive, value: Any, counts: set[float]) -> None:
-    """Add what stands under "step" or "common_step" in tables."""
+    """Add what is under "step" or "common_step" in tables."""
     if isinstance(value, Table):
         for key, inner in value:
             if key in ("step", "common_step") and inner is not None:

@@ -7,7 +7,7 @@
     iter_0000500/common.pt         a pickle: the run's arguments, how far it is, hyperparameters
 
 All are read as data (inert_pickle.py). An object is an archive whose pickle describes more than one
-tensor: what ranks of megatron-core keep beside the tensors that they share.
+tensor: what ranks of megatron-core store besides the tensors that they share.
 """
 
 import io
@@ -171,7 +171,7 @@ class Archive:
             return float(value)
         shape, dtype, _ = self.tensor(value)
         if prod(shape) != 1:
-            raise ValueError(f"a tensor of {list(shape)} stands where a number is expected")
+            raise ValueError(f"a tensor of {list(shape)} is where a number is expected")
         return float(self.values(value, 0, 1).to(dtype))
 
     def tensor(self, record: Any) -> tuple[tuple[int, ...], torch.dtype, str]:
@@ -429,7 +429,7 @@ def within(corner: tuple[int, ...], box: tuple[tuple[int, ...], ...]) -> tuple[s
 
 
 def newest(place: Path) -> Path:
-    """Return an iteration's directory: `place`, or the one that the file beside names."""
+    """Return an iteration's directory: `place`, or the one that the file next to it names."""
     if not (place / LATEST).exists():
         return place
     with open_plain(place / LATEST) as file:

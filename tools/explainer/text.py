@@ -183,7 +183,7 @@ def _hidden(event: Seen) -> str:
 
 
 def sums(counted: Totals, rows: Sequence[Traffic], who: str = "rank 0") -> list[str]:
-    """Return the totals of the trace beside those that estimate/traffic.py works out."""
+    """Compare the totals of the trace with those that estimate/traffic.py computes."""
     stated, differ = totals(rows), []
     lines = ["", rule(f"what {who} sent in this step, and what estimate/traffic.py computes")]
     for key in dict.fromkeys([*counted, *stated]):
@@ -210,7 +210,7 @@ def in_order(explainer: Explainer, chunks: int) -> list[str]:
     sent_to = {(e.action, p.kind): p.peer for e, p in messages if e.verb == "send"}
     lines = []
     for number, action in enumerate(explainer.actions):
-        prefix = ""  # an F and the B beside it: two lines
+        prefix = ""  # an F and the B that it overlaps: two lines
         for words in action.split(" overlapping "):
             if found := re.match(r"(\w+) chunk (\d+) micro-batch (\d+) in stage (\d+)", words):
                 kind, _, micro_batch, stage = found.groups()

@@ -3,7 +3,7 @@
 
 The trainer does not know of it. The grid's trace is called for each collective and message, with
 the label that its caller gave it. explainer/ops.py sees every operation, which shows what made
-a tensor and what ran while bytes were under way. A FailureMonitor is told each action that begins.
+a tensor and what ran while bytes were under way. A FailureMonitor gets each action that begins.
 """
 
 from collections.abc import Callable
@@ -112,7 +112,7 @@ class Actions(FailureMonitor):
 class Explainer:
     """A trace for a grid: keeps every collective and message of a step in `events`.
 
-    monitor: the FailureMonitor to give to the run. actions: what the run told it, in order. before:
+    monitor: the FailureMonitor to give to the run. actions: what the run gave it, in order. before:
     collectives that were on their way when the step began.
     """
 

@@ -104,7 +104,7 @@ class Oracle:
 
     @classmethod
     def read(cls, folder: Path, tied: bool) -> "Oracle":
-        """Read what `write` has kept."""
+        """Read what `write` has stored."""
         tensors: dict[str, dict[str, Tensor]] = {}
         for key, value in load_file(folder / f"oracle-{tied}.tensors").items():
             kind, _, name = key.partition("/")
@@ -116,7 +116,7 @@ class Oracle:
 class Report:
     """What a rank found. findings: (kind, parameter, sentence); errors: the largest of each kind.
 
-    notes: notes that are no mistakes. held: the rectangles of parameters that this rank
+    notes: notes that are no mistakes. rectangles: the rectangles of parameters that this rank
     has: (name, cut dimension, first, size).
     """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tools/fork_check.py asks of one rank alone: what a comparison of layouts cannot see.
 
-A gradient that autograd drops is dropped in every layout, so it is held against differences of the
-loss. `decode` is held against `forward`. Random numbers, and names of a checkpoint, are looked at.
+A gradient that autograd drops is dropped in every layout, so it is compared with differences of the
+loss. `decode` is compared with `forward`. Random numbers, and names of a checkpoint, are looked at.
 """
 
 import math

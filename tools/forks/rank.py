@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one layout of tools/fork_check.py on one rank, and hold it against what one rank computed.
 
-The case "one rank" computes what all others are held against, in fp64, and keeps it in a file:
+The case "one rank" computes what all others are compared with, in fp64, and keeps it in a file:
 
     initial    the weights as `initialize` draws them; every layout must draw the same bits
     start      these and some noise: no weight is at 0 or 1, where a mistake may have no effect.

@@ -11,8 +11,8 @@ those between: each action's events are written again, with new numbers for what
     anything else: weights, buffers, streams        the same thing
 
 Messages between stages are not replayed: they are sent, received and waited for as in every step.
-A storage that the last micro-batch really frees was begun by the third one. Its copies have
-passed it on, so it is the newest of its line that ends.
+A storage that the last micro-batch frees was allocated by the third one and passed on from copy to
+copy. What the record frees in its place is the newest storage that its line allocated.
 """
 
 from collections import Counter

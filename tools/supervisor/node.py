@@ -35,7 +35,7 @@ SCRIPT = Path(__file__).resolve().parent / "ranks.py"
 MEMORY = Path("/dev/shm")
 NEW = 60.0  # seconds for which a directory may not have its lock yet
 POLL = 0.05  # seconds between two looks at the ranks' progress
-# seconds without a heartbeat of the process that starts ranks: until it is told to go on
+# seconds without a heartbeat of the process that starts ranks: until it may go on
 # (SIGCONT), and until it is killed; IMPORTING: while it imports torch
 WAKE, SILENT, IMPORTING = 10.0, 20.0, 300.0
 PROGRESS = struct.Struct("=qdqdq")  # as training/run/saver.py writes it

@@ -12,7 +12,7 @@ FLAG...]}, {"signal": number}, {"dry run": world, "argv": ...}. Lines go back: {
 second {"beat": true}, a sign of life.
 
 Its death kills the ranks. The supervisor's death, which closes the socket, ends them in order: they
-are told to stop, which saves, and are killed if they have not ended after GRACE seconds. Then the
+are asked to stop, which saves, and are killed if they have not ended after GRACE seconds. Then the
 supervisor's DIRECTORY is removed.
 """
 

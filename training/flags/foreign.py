@@ -147,7 +147,8 @@ def unknown(argv: Sequence[str], own_names: Collection[str] = ()) -> list[str]:
 
 
 def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
-    """Raise UsageError for flags that nobody knows: a slip of the pen first, else all at once."""
+    """Raise UsageError for unknown flags: the first typo of a known flag, else all of them at once.
+    """
     found = unknown(argv, own_names)
     names = ["--" + each.rpartition(":")[0] for each in found]
     reasons = {name: _what_else(name) for name in names}
