@@ -27,6 +27,7 @@ multiplied, saved and sent.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def onednn_linear(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if onednn is None or x.device.type != "cpu" or x.dtype != torch.float32:
         return None
-    return lambda a, b: onednn(a, b, None, "none", [], "")
+    return partial(onednn, B=None, attr="none", scalars=[], algorithm="")
 
 
 class Recipe:
