@@ -8,6 +8,7 @@ group. When a rank raises, the test fails with that rank's traceback and the nex
 world.
 """
 
+import ctypes
 import gc
 import importlib.util
 import os
@@ -219,6 +220,16 @@ def world() -> Iterator[Callable[[int], World]]:
     yield get
     for each in worlds.values():
         each.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trimmed() -> Iterator[None]:
+    """Return to the system what a file's tests have freed, gigabytes after some: a fork copies the
+    page tables of all of it, and some tests fork a hundred times.
+    """
+    yield
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # of glibc
+        libc.malloc_trim(0)
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,8 @@ from training.checkpoint import MismatchError
 from training.faults.monitor import FailureMonitor
 
 NEW = {"momentum": lambda config: Momentum(0.9), "normalised": lambda config: Normalised(0.9)}
-ALL = [*NEW, "muon"]
+# muon goes where normalised goes
+ALL = ["momentum", pytest.param("normalised", marks=pytest.mark.prove), "muon"]
 BASE = dict(tp=1, sp=False, recompute=None, tied=False, m=2, rows=12, lr=1e-2, clip=0.5, dp=2)
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -339,7 +340,7 @@ class Heard:
             self.seen.append((axis.name, verb, label.who, tensor.nbytes, sent))
 
 
-@pytest.mark.parametrize("name", ["normalised", "muon"])
+@pytest.mark.parametrize("name", ALL[1:])
 def test_the_exchange_is_in_the_traffic(world, name):
     """To the byte, on every rank, though owners send other bytes than ranks that own nothing."""
     for way in (dict(dp=2, zero=1), dict(dp=2, zero=0), dict(tp=2, sp=True, zero=0, dp=1)):
