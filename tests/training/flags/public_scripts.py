@@ -9,6 +9,7 @@ import re
 import shlex
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -60,8 +61,13 @@ def read_flags(flags: list[str], world: int) -> Config:
 
 def refusal(flags: list[str], world: int) -> str:
     """Return why a launch with these flags is refused, "" where it is not, up to missing files."""
+    return _refusal(tuple(flags), world)
+
+
+@cache  # several tests ask for each script
+def _refusal(flags: tuple[str, ...], world: int) -> str:
     try:
-        read_flags(flags, world)
+        read_flags(list(flags), world)
     except UsageError as error:
         return str(error)
     return ""
