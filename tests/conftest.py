@@ -21,12 +21,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 
 TIMEOUT = 120.0
 # A session has one process that ranks are forked from, so fork-check's is this one. Each rank that
@@ -135,8 +136,26 @@ class Comm:
         return grids[key]
 
 
+class OneLoop(dist.ProcessGroupGloo):
+    """A gloo group on the same device as all others of this process.
+
+    A device of its own has a thread that wakes up a hundred times a second: a world that holds the
+    groups of many layouts would take several percent of a core in each rank.
+    """
+
+    device: ClassVar[Any] = None
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        if OneLoop.device is None:
+            OneLoop.device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout, options._threads = [OneLoop.device], timeout, 2
+        super().__init__(store, rank, size, options)
+
+
 def _child(rank: int, size: int, port: int, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
+    distributed_c10d.ProcessGroupGloo = OneLoop  # what dist.new_group makes
     gc.freeze()
     store = dist.TCPStore("127.0.0.1", port, size, is_master=False)
     os.environ["MASTER_ADDR"] = "127.0.0.1"
