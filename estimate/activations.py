@@ -14,7 +14,7 @@ from itertools import zip_longest
 from estimate.few_layers import profile_of
 from estimate.model_profile import ModelProvider
 from estimate.pipeline_stages import rank_stages
-from estimate.rank_profile import RankProfile, StageProfile
+from estimate.rank_profile import RankProfile, StageProfile, rank_profile
 from estimate.simulate import peak_activations
 from mpu.pipeline.schedules import SPLIT, Schedule, build
 from mpu.pipeline.steps import plan
@@ -32,6 +32,8 @@ class ActivationPeak:
     the peak of their sum. activations: both, plus what a recomputed layer needs. logits: not in
     these. working: what the running action has besides all that, and the messages that come and go
     under it. under_way: offloaded bytes that are being copied. in_host: the most in host memory.
+    ends: for each chunk, as the rank makes its last gradients of a step: (chunk, what other
+    micro-batches store then, the most in use in the actions that follow, up to the next end).
     """
 
     for_b: int
@@ -41,12 +43,19 @@ class ActivationPeak:
     working: int
     under_way: int
     in_host: int
+    ends: tuple[tuple[int, int, int], ...] = ()
 
 
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
     """Return what a micro-batch keeps and sends on a pipeline rank, under the run's schedule."""
     stages = rank_stages(config, provider, pp_rank)
     return profile_of(config, provider, stages, pp_rank, config.parallel.schedule in SPLIT)
+
+
+def whole_profile(config: Config, provider: ModelProvider, pp_rank: int) -> RankProfile:
+    """Return the same of all layers, measured one by one: with what lives at each gradient."""
+    stages = rank_stages(config, provider, pp_rank)
+    return rank_profile(config, provider, stages, pp_rank, config.parallel.schedule in SPLIT)
 
 
 @lru_cache(maxsize=1024)
@@ -85,6 +94,7 @@ def peaks(config: Config, provider: ModelProvider) -> list[ActivationPeak]:
             int(stored[rank][1]),
             *walks[rank].fullest,
             int(offloaded[rank][2]),
+            tuple(walks[rank].ends),
         )
         for rank in ranks
     ]
@@ -106,7 +116,7 @@ class _Walk:
 
     stored, logits: what micro-batches store. messages: inputs that have arrived or are about to,
     and the last output sent, which is freed when the next one is. most: at the fullest moment so
-    far. fullest: activations, logits, working and under_way of ActivationPeak then.
+    far. fullest: activations, logits, working and under_way of ActivationPeak then. ends: as there.
 
     An F and the B that it overlaps alternate, part by part, the F first.
     """
@@ -114,16 +124,20 @@ class _Walk:
     def __init__(self, schedule: Schedule, rank: int, stages: Sequence[StageProfile]) -> None:
         self.stored = self.logits = self.messages = self.most = 0
         self.fullest = (0, 0, 0, 0)
+        self.ends: list[tuple[int, int, int]] = []
         last, deferred = schedule.stages - 1, 0
+        ending = "W" if schedule.split else "B", schedule.micro_batches - 1
         trains = any(action.kind == "B" for action in schedule.ranks[rank])
         sent = 0  # bytes of the last output that left
         overlapped: StageProfile | None = None  # of an F, until the B it overlaps is done
         for step in plan(schedule)[rank] if trains else ():
-            (kind, _, i), stage = step.action, stages[step.stage]
+            (kind, chunk, i), stage = step.action, stages[step.stage]
             self.messages += stage.message * len(step.receives)
             if kind == "W":
                 if schedule.split:
                     self._weight_gradient(stage)
+                    if (kind, i) == ending:
+                        self._end(chunk)
                 continue  # else it ran with its B
             forward = kind == "F"
             if step.stage != (0 if forward else last):
@@ -140,6 +154,8 @@ class _Walk:
                 if overlapped is not None:
                     self._store(overlapped.for_b, overlapped.logits)
                     overlapped = None
+                if (kind, i) == ending:
+                    self._end(chunk)
                 if schedule.split or (step.stage == last and i < schedule.deferred):
                     self._store(stage.for_w, stage.logits * (stage.for_w > 0))
                     deferred += not schedule.split
@@ -154,6 +170,10 @@ class _Walk:
         self._note(stage.in_w)
         self._store(-stage.for_w, -stage.logits * (stage.for_w > 0))
 
+    def _end(self, chunk: int) -> None:
+        """Note what is kept beside a chunk's last gradients, which the rank has just made."""
+        self.ends.append((chunk, self.stored + self.logits + self.messages, 0))
+
     def _store(self, stored: int, logits: int) -> None:
         self.stored += stored
         self.logits += logits
@@ -161,6 +181,9 @@ class _Walk:
     def _note(self, in_use: int, again: int = 0, under_way: int = 0) -> None:
         """Compare a moment with the peak; in_use: what the action has besides what is stored."""
         total = self.stored + self.logits + self.messages + in_use
+        if self.ends:
+            chunk, others, most = self.ends[-1]
+            self.ends[-1] = chunk, others, max(most, total)
         if total >= self.most:
             self.most, working = total, self.messages + in_use - again
             moving = max(0, min(under_way, working))

@@ -9,6 +9,7 @@ order in which a step uses the blocks gives both the gathers and how much is uns
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
@@ -44,23 +45,113 @@ def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict
     }
 
 
-def sums(config: Config, flats: Sequence[BucketLayout]) -> int:
-    """Return what the sums of gradients take on GPUs where all leave after backward: what travels
-    in another dtype than its sum, what comes of it, and one owner's sum as it is made.
+def after_backward(
+    config: Config, provider: ModelProvider, pp_rank: int, lookups: int
+) -> list[dict[str, int]]:
+    """Return what sums of gradients take on GPUs when backward is over, of the kinds that change.
 
-    A sum in the dtype that travels takes nothing (mpu/comm/collectives.py, reduce_scatter).
+    sums of gradients: what travels in another dtype than its sum, what comes of it, and one owner's
+    sum as it is made; a sum in the dtype that travels takes nothing (mpu/comm/collectives.py,
+    reduce_scatter). A bucket's sum is made when the next bucket leaves, and where the optimizer has
+    several instances a part of it is kept until all have left. lookups: bytes of tied look-ups,
+    until their bucket leaves. whole gradients: all buckets, or with --overlap-grad-reduce the last
+    one. gathered weights: the block that was used last (ParamAndGradBuffer.finish_grad_sync).
     """
-    p, size = config.parallel, gradient_bytes(config)
-    if p.device == "cpu" or p.overlap_grad_reduce:
-        return 0
-    wire = 2 if p.grad_reduce_in_bf16 else size
-    came, made = 0, [0]
+    flats = rank_memory.flats(config, provider, pp_rank)
+    if config.parallel.device == "cpu" or not any(any(_of_sum(config, flat)) for flat in flats):
+        return []
+    size, p = gradient_bytes(config), config.parallel
+    early = p.overlap_grad_reduce and not p.zero_reduce_each_microbatch
+    if p.zero_reduce_each_microbatch:
+        flats = [flat for flat in flats if flat.axes or not _buffer_numel(flat)]
+    late = [flat for flat in flats[:-1] if flat.axes] + [*flats[-1:]] if early else flats
+    tied = {*both_ends(config, provider, pp_rank)} if lookups else set()
+    waits = {True: 0, False: 0}  # whether the tied look-ups do: the most that sums take then
+    waiting, before, kept, piece = bool(tied), 0, 0, 0
     for flat in flats:
-        share, stage = flat.sharing.shard, flat.sharing.zero_stage
-        if share > 1 and wire != (accumulate_bytes(config) if stage else size):
-            came += flat.length * wire * (1 + (wire < size))
-            made.append(flat.length // share * accumulate_bytes(config))
-    return came + max(made)
+        came, made, part = _of_sum(config, flat)
+        waiting = waiting and not tied & {name for name, _, _ in flat.params}
+        if flat in late:
+            most = max(kept + before + came, kept + piece + came + made)
+            waits[waiting] = max(waits[waiting], most)
+        kept, before, piece = kept + piece, came + made, part
+    waits[False] = max(waits[False], kept + piece + before)
+    whole, used = sum(map(_buffer_numel, late)) * size, 0
+    if level(config) >= 3 and config.parallel.pipeline_model_parallel_size == 1:
+        order = uses(config, provider, flats)
+        shared = [flat for flat in flats if flat.by_use]
+        last = shared[order[-1]] if order else None
+        used = (last.rows or last.length * config.run.dtype.itemsize) if last else 0
+    return [
+        {"sums of gradients": most, "tied look-ups": lookups * now, "whole gradients": whole,
+         "gathered weights": used}
+        for now, most in waits.items() if most
+    ]  # fmt: skip
+
+
+def _of_sum(config: Config, flat: BucketLayout) -> tuple[int, int, int]:
+    """Return what the sum of a bucket takes on GPUs, in bytes: what travels and comes, the owner's
+    sum, and what is kept of it where the optimizer has several instances.
+    """
+    p, size, acc = config.parallel, gradient_bytes(config), accumulate_bytes(config)
+    share, stage, copies = (
+        flat.sharing.shard, flat.sharing.zero_stage, p.num_distributed_optimizer_instances
+    )  # fmt: skip
+    wire = 2 if p.grad_reduce_in_bf16 else size
+    own = flat.length // share * acc
+    kept = own // copies if copies > 1 else 0
+    if share == 1 or wire == (acc if stage else size):
+        return 0, 0, kept
+    return flat.length * wire * (1 + (wire < size)), own, kept
+
+
+def _travels(config: Config, flats: Sequence[BucketLayout]) -> bool:
+    """Return whether sums of gradients take memory of their own while backward goes on."""
+    p = config.parallel
+    early = (p.overlap_grad_reduce or p.zero_reduce_each_microbatch) and p.device != "cpu"
+    return early and any(any(_of_sum(config, flat)) for flat in flats)
+
+
+class _Now(NamedTuple):
+    """What is there of buckets: elements of whole gradients, bytes of their sums, and bytes of
+    weights that are gathered no more.
+    """
+
+    whole: int
+    sums: int = 0
+    freed: int = 0
+
+
+def _leaving(config: Config, flats: Sequence[BucketLayout], names: Sequence[str]) -> list[_Now]:
+    """Return what is there while each gradient of the last micro-batch is made, and after it.
+
+    With --overlap-grad-reduce a bucket leaves when its last gradient is there and the bucket before
+    it has left; that one's sum is made then. Else, with --zero-reduce-each-microbatch, it is made
+    at once.
+    """
+    p, size = config.parallel, config.run.dtype.itemsize
+    whole, at = sum(map(_buffer_numel, flats)), {name: k for k, name in enumerate(names)}
+    if not _travels(config, flats):
+        return [_Now(whole)] * (len(names) + 1)
+    never, each = len(names), p.zero_reduce_each_microbatch
+    waiting = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
+    ready = [max(at.get(name, never) for name, _, _ in flat.params) for flat in waiting]
+    found, now, kept, freed = list[_Now](), 0, 0, 0
+    before, following = (0, 0, 0, 0), 0  # of the bucket that left last: whole, came, made, kept
+    for k in range(len(names)):
+        most, had = now, _Now(whole, 0, freed)
+        while following < len(waiting) and ready[following] <= k:
+            flat = waiting[following]
+            came, made, piece = _of_sum(config, flat)
+            most = max(most, kept + before[1] + before[2] + came)
+            whole, kept = whole - before[0], kept + before[3]
+            freed += (flat.rows or flat.length * size) if flat.by_use else 0
+            now, before = kept + came, (_buffer_numel(flat), came, made, piece)
+            if not p.overlap_grad_reduce:
+                most, now, before = max(most, came + made), 0, (0, 0, 0, 0)
+            following += 1
+        found.append(had._replace(sums=most))
+    return [*found, _Now(whole, now, freed)]
 
 
 def matmul_workspaces(config: Config) -> int:
@@ -81,9 +172,14 @@ def both_ends(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list
 
 
 def moments(
-    config: Config, provider: ModelProvider, peak: activations.ActivationPeak
+    config: Config,
+    provider: ModelProvider,
+    peak: activations.ActivationPeak,
+    ranks: Mapping[str, int] | None = None,
 ) -> list[dict[str, int]]:
     """Return what lives at moments of a step without a pipeline, of the kinds that change in it.
+
+    ranks: as layout.memory takes them.
 
     The moments are the head's backward, when all activations and the logits are there, those of the
     last two layers, of the first one, and of the embedding: whole gradients, gathered weights, tied
@@ -97,7 +193,8 @@ def moments(
     # look-ups of one micro-batch live on in the next one's backward, unless sums go after each
     late = config.parallel.zero_reduce_each_microbatch or max(micro_batch_counts(config)) == 1
     sums, moves = level(config) >= 2, config.parallel.optimizer_state_offload
-    if not (sums or moves) and not (lookups and late):
+    travels, each = _travels(config, flats), config.parallel.zero_reduce_each_microbatch
+    if not (sums or moves or travels) and not (lookups and late):
         return [{}]
     sharded = {
         name: (n, flat.rows or flat.length * config.run.dtype.itemsize)
@@ -105,39 +202,106 @@ def moments(
     }  # fmt: skip
     walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
     begin = next((at for at, (name, _) in enumerate(walk) if block_of(name)), len(walk))
-    live_bytes = activations.profile(config, provider).live_bytes
-    come = _fetched(config, flats, [name for name, _ in walk[-len(live_bytes) :]])
-    for at, (name, numel) in enumerate(walk):
-        if at >= len(
-            live_bytes
-        ):  # a sum has a place of its own before it is added to the last one's
-            numel += numel // config.parallel.shard_size
+    living = activations.profile(config, provider).live_bytes
+    names = [name for name, _ in walk[-len(living) :]]
+    come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names)
+    shares = {name: flat.sharing.shard for flat in flats for name, _, _ in flat.params}
+    in_use = [name for name, _ in walk]  # an embedding's backward takes no weight
+    while in_use and not block_of(in_use[-1]):
+        in_use.pop()
+    while in_use and in_use[-1] not in sharded:
+        in_use.pop()
+    for at, (name, whole) in enumerate(walk):
+        if at >= len(living):  # a sum has a place of its own before it is added to the last one's
+            whole += whole // shares.get(name, 1)
         block = block_of(name)
         if block:
             number = int(block.rpartition(".")[2])
             where = {layers - 1: "last", layers - 2: "second", 0: "first"}.get(number, "")
+            where = where or block * (moves or travels)
         else:  # at the head of a micro-batch's list, or at its end
-            head = at % len(live_bytes) < begin
+            head = at % len(living) < begin
             number, where = (layers - 1, "head") if head else (-1, "embedding")
-        if not where or not (sums or moves or where == "embedding"):
+        if not where or not (sums or moves or travels or where == "embedding"):
             continue
         now = {
-            "whole gradients": numel * size,
-            "gathered weights": _together(config, sharded, [n for n, _ in walk[at:]]),
+            "whole gradients": whole * size,
+            "gathered weights": _together(config, sharded, in_use[at:] or in_use[-1:]),
             "tied look-ups": lookups * (where == "embedding" or not late),
         }
-        if moves:  # the last micro-batch's backward brings it
-            last = at >= len(walk) - len(live_bytes)
-            now["fetched state"] = come[at % len(live_bytes)] if last else 0
-        now |= _parts(
-            live_bytes[at % len(live_bytes)], peak, (number + 1) / layers, where == "head"
-        )
-        if sum(now.values()) >= sum(found.get(where, {}).values()):
-            found[where] = now
+        now |= _parts(living[at % len(living)], peak, (number + 1) / layers, where == "head")
+        moments, k = [now], at - len(walk) + len(living)
+        if k >= 0 and moves:  # the last micro-batch's backward brings it
+            moments = [now | {"fetched state": come[k]}]
+        if travels and each:
+            sent = {"sums of gradients": leaving[at % len(living)].sums}
+            moments = [one | sent for one in moments]
+        elif travels and k >= 0:
+            sent = {"sums of gradients": leaving[k].sums}
+            moments.append(moments[-1] | sent | {"whole gradients": leaving[k].whole * size})
+        for one in moments:
+            if sum(one.values()) >= sum(found.get(where, {}).values()):
+                found[where] = one
     return [*([] if sums else [{"tied look-ups": 0}]), *found.values()]
 
 
-def _fetched(config: Config, flats: list[BucketLayout], names: Sequence[str]) -> list[int]:
+def pipeline_moments(
+    config: Config,
+    provider: ModelProvider,
+    pp_rank: int,
+    peak: activations.ActivationPeak,
+    ranks: Mapping[str, int] | None = None,
+) -> list[dict[str, int]]:
+    """Return what lives on a pipeline rank, of the kinds that change, at the fullest moment of the
+    last gradients: their sums travel, masters and moments come. None where neither takes memory.
+
+    ranks: as layout.memory takes them. A chunk's last gradients are made when other micro-batches
+    of the rank may still wait for theirs (ActivationPeak.ends).
+    """
+    flats = rank_memory.flats(config, provider, pp_rank)
+    travels = _travels(config, flats)
+    if not (moved_state(config, flats, ranks) or travels):
+        return []
+    found = activations.profile(config, provider, pp_rank)
+    if not found.live_bytes:
+        found = activations.whole_profile(config, provider, pp_rank)
+    named, names = rank_memory.parameters(config, provider, pp_rank), found.gradients
+    come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names)
+    size, gathered = gradient_bytes(config), _gathered(config, provider, flats)
+    moments: list[tuple[int, int, int, int, int]] = []
+
+    def note(lives: int, up: int, now: _Now) -> None:
+        rest = max(0, gathered - now.freed)
+        moments.append((lives, up, now.whole * size, now.sums, rest))
+
+    for chunk, beside, after in peak.ends:
+        wait = sum(stage.for_b + stage.logits for stage in found.stages[:chunk])
+        own = [k for k, name in enumerate(names) if named[name].entry.chunk == chunk]
+        before = 0
+        for k in own:
+            lives = beside + found.live_bytes[k] - wait
+            note(lives, come[k], leaving[k])
+            if k > own[0] and come[k] > come[k - 1]:  # it comes before the bucket leaves
+                note(min(lives, before), come[k], leaving[k - 1])
+            before = lives
+        if own:  # of what is deferred the output layer's gradient is the last one
+            end = own[-1] + (not config.parallel.defer_embedding_wgrad_compute)
+            note(after, come[end], leaving[end])
+    if not moments:
+        return []
+    lives, up, whole, sums, rest = max(moments, key=sum)
+    kept = min(lives, peak.activations)
+    living = {"logits": 0, "offloaded": 0, "activations": kept, "working memory": lives - kept}
+    more = {"whole gradients": whole, "gathered weights": rest, "fetched state": up}
+    return [living | more | {"sums of gradients": sums}]
+
+
+def _fetched(
+    config: Config,
+    flats: list[BucketLayout],
+    names: Sequence[str],
+    ranks: Mapping[str, int] | None,
+) -> list[int]:
     """Return the bytes of masters and moments on the device while each gradient of a micro-batch
     is made: a bucket's come when its last gradient is there, or that of the bucket before it
     (mpu/optim/state_offload.py).
@@ -147,7 +311,7 @@ def _fetched(config: Config, flats: list[BucketLayout], names: Sequence[str]) ->
     before = len(names)
     for flat in flats:
         ready = max((last.get(name, len(names)) for name, _, _ in flat.params), default=0)
-        come[min(ready + 1, before + 1, len(names))] += moved_state(config, [flat])
+        come[min(ready + 1, before + 1, len(names))] += moved_state(config, [flat], ranks)
         before = ready
     return [*accumulate(come)]
 

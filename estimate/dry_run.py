@@ -23,6 +23,7 @@ from estimate.model_profile import ModelProvider, grid_of, model_profile
 from estimate.obeyed_flags import check_flags
 from estimate.rank_memory import Shapes
 from estimate.traffic import SMALL, Traffic
+from mpu.grid import DATA, Grid
 from training import batch_size
 from training.arguments import ParallelConfig
 from training.config import Config
@@ -97,18 +98,32 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
 
 
 def memory(
-    config: Config, provider: ModelProvider, pp_rank: int, peak: ActivationPeak
+    config: Config,
+    provider: ModelProvider,
+    pp_rank: int,
+    peak: ActivationPeak,
+    grid: Grid | None = None,
 ) -> dict[str, int]:
-    """Return the bytes of each kind on the device of a pipeline rank, in the report's order."""
-    return max(memories(config, provider, pp_rank, peak), key=lambda kinds: sum(kinds.values()))
+    """Return the bytes of each kind on the device of a pipeline rank, in the report's order.
+
+    grid: the rank's; None: of the rank there that needs most, as owners of matrices differ.
+    """
+    found = memories(config, provider, pp_rank, peak, grid)
+    return max(found, key=lambda kinds: sum(kinds.values()))
 
 
 def memories(
-    config: Config, provider: ModelProvider, pp_rank: int, peak: ActivationPeak
+    config: Config,
+    provider: ModelProvider,
+    pp_rank: int,
+    peak: ActivationPeak,
+    grid: Grid | None = None,
 ) -> list[dict[str, int]]:
     """Return the bytes of each kind at every moment that may be a step's fullest."""
     flats = rank_memory.flats(config, provider, pp_rank)
-    kinds = rank_memory.state(config, flats) | {"norm's index": rank_memory.norm_bytes(flats)}
+    ranks = None if grid is None else {cut: grid.data(cut).shard.rank for cut in DATA}
+    kinds = rank_memory.state(config, flats, ranks)
+    kinds |= {"norm's index": rank_memory.norm_bytes(flats)}
     kinds |= buffers.transient(config, provider, pp_rank)
     if rank_memory.offloaded(config):
         kinds |= {"masters": 0, "moments": 0}
@@ -117,24 +132,26 @@ def memories(
     kinds |= {"workspaces": buffers.matmul_workspaces(config)}
     if config.gpu.cpu_offload_activations:
         kinds["offloaded"] = peak.under_way
-    moved = rank_memory.moved_state(config, flats)
+    moved = rank_memory.moved_state(config, flats, ranks)
     if moved:  # on a CPU its second place is in the same memory
         kinds |= {"masters": 0, "moments": 0} if config.parallel.device != "cpu" else {}
         kinds["fetched state"] = 0
     found = [kinds]
     if config.parallel.pipeline_model_parallel_size == 1:
-        found = [kinds | now for now in buffers.moments(config, provider, peak)]
+        found = [kinds | now for now in buffers.moments(config, provider, peak, ranks)]
+    else:
+        own = buffers.pipeline_moments(config, provider, pp_rank, peak, ranks)
+        found += [kinds | now for now in own]
     moving = 0  # an offloaded update has its matrices in host memory
     if not rank_memory.offloaded(config):
-        moving = matrices.memory(config, provider, pp_rank)
+        moving = matrices.memory(config, provider, pp_rank, grid)
     if moving or moved:  # in the update
         released = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
         found.append(kinds | released | {"matrices": moving, "fetched state": moved})
-    if summed := buffers.sums(config, flats):  # when backward is over
-        released = dict.fromkeys({*kinds} & {*activation_kinds, "working memory", "offloaded"}, 0)
-        up = {"fetched state": moved} if moved else {}
-        found.append(kinds | released | up | {"sums of gradients": summed})
-    return found
+    released = dict.fromkeys({*kinds} & {*activation_kinds, "working memory", "offloaded"}, 0)
+    up = {"fetched state": moved} if moved else {}
+    summed = buffers.after_backward(config, provider, pp_rank, kinds["tied look-ups"])
+    return found + [kinds | released | up | now for now in summed]
 
 
 BUCKETS = ("grad sum", "update", "gather", "exchange")  # purposes whose transfers have many sizes

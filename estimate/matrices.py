@@ -5,7 +5,7 @@ A run asks the same plan (mpu/optim/owners.py), so the bytes are those of a trac
 start and for a dry run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from estimate.model_profile import ModelProvider, accumulate_dtype, grid_of
 from mpu.grid import DATA, Grid
 from mpu.optim.interface import UpdateRule, rules_of
 from mpu.optim.muon import Muon
-from mpu.optim.owners import Plan, members_of, plan_of
+from mpu.optim.owners import Plan, Round, members_of, plan_of
 from training.config import Config, UsageError
 from training.optimizer import optimizer_groups
 
@@ -91,30 +91,86 @@ def exchanges(
                 yield Exchange(axis.name, round_.bucket, total * size, sent * size)
 
 
-def memory(config: Config, provider: ModelProvider, pp_rank: int) -> int:
-    """Return the most bytes that an update has of matrices on a rank, besides its state.
+def memory(
+    config: Config, provider: ModelProvider, pp_rank: int, grid: Grid | None = None
+) -> int:
+    """Return the most bytes that an update has of matrices on a rank, beside its state.
 
-    Sent and received updates live until all matrices are done. Beside them are
-    the matrices of one bucket, those of the next on their way, and what an iteration makes of one.
+    grid: the rank's; None: of the rank that has most. It is a walk through MatrixUpdater.step
+    (mpu/optim/exchange.py).
     """
-    most = 0
+    acc, most = accumulate_dtype(config).itemsize, 0
     for rule, plan in plans(config, provider, pp_rank).items():
+        members = {turn.cut: len(plan.members[turn.cut]) for turn in plan.rounds}
+        if not members:
+            continue  # a stage without layers
+        everyone = [dict.fromkeys(members, n) for n in range(max(members.values()))]
+        if len({*members.values()}) > 1:  # other ranks share the parameters of the other axis
+            everyone = [{c: n % size for c, size in members.items()} for n in range(len(everyone))]
+        if grid is not None:
+            everyone = [{cut: grid.instance(cut).rank for cut in members}]
         item = rule.wire(accumulate_dtype(config)).itemsize
-        for cut in {round_.cut for round_ in plan.rounds}:
-            turns = [round_ for round_ in plan.rounds if round_.cut == cut]
-            for me in range(len(plan.members[cut])):
-                there = [plan.splits(round_, me) for round_ in turns]
-                back = [plan.back(round_, me) for round_ in turns]
-                waiting = sum(sum(s.input) + sum(s.output) for s in back)
-                came = [sum(s.output) for s in there]
-                sent = [sum(s.input) for s in there]
-                pairs = zip(came, [*came[1:], 0], [*sent[1:], 0], strict=True)
-                largest = max(
-                    (m.rows * m.columns for m, o in zip(plan.matrices, plan.owners, strict=True)
-                     if o == me), default=0,
-                )  # fmt: skip
-                most = max(most, item * (waiting + max(map(sum, pairs)) + 5 * largest))
+        most = max([most, *(_walk(rule, plan, me, item, acc) for me in everyone)])
     return most
+
+
+def _walk(rule: UpdateRule, plan: Plan, me: Mapping[str, int], item: int, acc: int) -> int:
+    """Return the most bytes of matrices on one member. me: its place, by the cutting axis.
+
+    A bucket's slices come (`came`) while what left for the next bucket is kept until it is there
+    (`left`). Its matrices are made one by one, each from a copy of its parts; updates are kept
+    until the next bucket has its own, and what travels back until all are done.
+    """
+    kept = most = before = held = 0  # bytes of what travels back; of the last bucket's updates
+    turns = plan.rounds
+    sends = [_leaving(rule, plan, turn, me[turn.cut], item, acc) for turn in turns]
+    for turn, (leaving, left, came), following in zip(
+        turns, sends, [*sends[1:], (0, 0, 0)], strict=True
+    ):
+        alone = len(plan.members[turn.cut]) == 1  # nothing travels: what arrives is what left
+        most = max(most, kept + before + leaving)
+        now = kept + before + came
+        most = max(most, now + (0 if alone else left) + following[0])
+        now += following[1] + (0 if alone else following[2])
+        mine = [n for n in turn.matrices if plan.owners[n] == me[turn.cut]]
+        made = copies = 0
+        for number in mine:
+            m = plan.matrices[number]
+            size, gram = m.rows * m.columns, min(m.rows, m.columns) ** 2
+            most = max(most, now + made + item * (4 * size + 2 * gram))
+            made += item * size
+            copies += item * sum(part.high - part.low for part in m.parts)
+        back = plan.back(turn, me[turn.cut])
+        out, come = item * sum(back.input), item * sum(back.output) * (not alone)
+        most = max(most, now - before + made + out + max(copies, come))
+        kept, before, held = kept + out + come, made, max(held, _largest(plan, turn, me[turn.cut]))
+    return max(most, kept + before + held * (acc + acc * (item != acc)))
+
+
+def _leaving(
+    rule: UpdateRule, plan: Plan, turn: Round, me: int, item: int, acc: int
+) -> tuple[int, int, int]:
+    """Return the most bytes while a bucket's slices leave, those that leave, and those that come.
+
+    A rule prepares slices in the masters' dtype, one by one, and keeps them until all have left.
+    """
+    there, alone = plan.splits(turn, me), len(plan.members[turn.cut]) == 1
+    slices: dict[str, int] = {}
+    for number in turn.matrices:
+        matrix = plan.matrices[number]
+        low, high = plan.range_of(matrix, plan.members[turn.cut][me])
+        slices[matrix.parameter] = slices.get(matrix.parameter, 0) + high - low
+    last = [size for size in slices.values() if size][-1:] or [0]
+    more = 1 + (isinstance(rule, Muon) and rule.nesterov)  # its gradient, and the new momentum
+    left, came = item * sum(there.input), item * sum(there.output)
+    ready = acc * (sum(slices.values()) + more * last[0])
+    return ready + left + (0 if alone else came), left, came
+
+
+def _largest(plan: Plan, turn: Round, me: int) -> int:
+    """Return the elements of the largest slice of a matrix of a bucket that a member holds."""
+    ranges = (plan.range_of(plan.matrices[n], plan.members[turn.cut][me]) for n in turn.matrices)
+    return max((high - low for low, high in ranges), default=0)
 
 
 def lines(config: Config, provider: ModelProvider) -> list[str]:
@@ -171,11 +227,11 @@ def _load(config: Config, rank: int, rule: UpdateRule, plan: Plan) -> str:
     count = max((len(plan.members[cut]) for cut in used), default=1)
     even = sum(loads) / count
     at = f"pipeline rank {rank}: " if config.parallel.pipeline_model_parallel_size > 1 else ""
-    more = f"; the fullest has {100 * (max(loads) / even - 1):.1f} % more than an even share"
-    return (
-        f"{at}{rule.name} has {len(plan.matrices):,} matrices"
-        + (f" on {count:,} ranks" + more if count > 1 and even else "")
-    )
+    line = f"{at}{rule.name} has {len(plan.matrices):,} matrices"
+    if count == 1 or not even:  # a stage may have no layers
+        return line
+    more = 100 * (max(loads) / even - 1)
+    return f"{line} on {count:,} ranks; the fullest has {more:.1f} % more than an even share"
 
 
 def _scale(found: Sequence[tuple[int, UpdateRule, Plan]]) -> list[str]:

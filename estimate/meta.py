@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import pairwise, zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpu.activation_offload import Event, HostCopies, Offload, Stored
 from mpu.gradients import GradientSink
 from mpu.layers import fused_gpu, softmax_rows
+from mpu.layers.float8 import cuda as float8_cuda
+from mpu.layers.float8 import rows as float8_rows
 from mpu.overlap import ring
 from mpu.recompute import Blocks, Recompute
 
@@ -317,20 +319,61 @@ def nothing(*given: Any) -> None:
     """Write to a tensor that is given."""
 
 
-KERNELS = [
+class Float8Kernels:
+    """Stand in for mpu/kernels/float8.py, without Triton: only results take memory."""
+
+    class Numbers(NamedTuple):
+        """What is read."""
+
+        x: Tensor
+        n: int
+        k: int
+        block: int | None = None
+        codes: int = 0
+
+    encode = rows = Codes = staticmethod(nothing)
+
+    @staticmethod
+    def row_scales(given: Numbers, block: int, form: Any) -> Tensor:
+        """Return bytes [n, k / block], or [n, 1] for block 0."""
+        return given.x.new_empty((given.n, given.k // block if block else 1), dtype=torch.uint8)
+
+
+def scaled_mm(
+    a: float8_cuda.Operand,
+    b: float8_cuda.Operand,
+    scaling: str,
+    dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:
+    """Stand in for float8_cuda.multiply: rows of a [n], of b [m] -> [n, m]."""
+    made = torch.bfloat16 if scaling == "mxfp8" else dtype
+    return a.rows.new_empty((len(a.rows), len(b.rows)), dtype=made).to(dtype)
+
+
+KERNELS: list[tuple[Any, str, Any]] = [
     *((fused_gpu, each.__name__, each) for each in (norm_forward, norm_backward, rope,
                                                     rope_backward, swiglu, swiglu_backward)),
     (softmax_rows, "stats", nothing), (softmax_rows, "gradient", nothing),
     (ring, "sum_of_parts", nothing),
 ]  # fmt: skip
+ON_GPUS: list[tuple[Any, str, Any]] = [
+    (float8_rows, "on_triton", lambda x: x.dtype != torch.float64),
+    (float8_rows, "triton_kernels", lambda: Float8Kernels),
+    (float8_cuda, "multiplies", lambda rows: True), (float8_cuda, "multiply", scaled_mm),
+]  # fmt: skip
 
 
 @contextmanager
-def meta_kernels() -> Iterator[None]:
-    """Let mpu/layers call these kernels meanwhile, where csrc/ does not take a tensor."""
-    before = [(module, name, getattr(module, name)) for module, name, _ in KERNELS]
+def meta_kernels(gpu: bool) -> Iterator[None]:
+    """Let mpu/layers call these kernels meanwhile, where csrc/ does not take a tensor.
+
+    gpu: also those that only GPUs have.
+    """
+    kernels = KERNELS + ON_GPUS if gpu else KERNELS
+    before = [(module, name, getattr(module, name)) for module, name, _ in kernels]
     try:
-        for each in KERNELS:
+        for each in kernels:
             setattr(*each)
         yield
     finally:

@@ -154,7 +154,8 @@ def _rank_profile(
     use_overlap(model, overlap_of(config))
     sink.names = {param: name for name, param in model.named_parameters()}
     trace.names = {module: name for name, module in model.named_modules()}
-    with MetaAttention(flash_attention), MetaOperations(), meta_kernels():
+    on_gpu = config.parallel.device != "cpu"
+    with MetaAttention(flash_attention), MetaOperations(), meta_kernels(on_gpu):
         run = _Run(config, model, sink, queue, trace, offload=again.offload, live=live)
         interleaver.note = run.at_switch
         for param in sink.names:

@@ -94,7 +94,7 @@ def traffic(
         *_max_logits(config, provider, grid, pp_rank),
         *_data(config, provider, grid, pp_rank),
         *_norms(config, provider, grid, pp_rank),
-        *_ends(grid, found),
+        *_ends(config, grid, found),
     ]
     return [row for row in rows if row.size > 1 and row.times]
 
@@ -301,7 +301,7 @@ def _norms(
     yield _row(grid, "pp", "all_gather", ("the model", "norm"), 8 * every * grid.pp.size, times)
 
 
-def _ends(grid: Grid, found: RankProfile) -> Iterator[Traffic]:
+def _ends(config: Config, grid: Grid, found: RankProfile) -> Iterator[Traffic]:
     """Yield the sums of losses, tokens and auxiliary losses, and the flags on which ranks agree."""
     for axis in found.auxiliary:
         nbytes = 8 * getattr(grid, axis).size
@@ -309,4 +309,5 @@ def _ends(grid: Grid, found: RankProfile) -> Iterator[Traffic]:
     for axis in ("dp_cp", "pp"):
         total = 3 * 8 * getattr(grid, axis).size
         yield _row(grid, axis, "all_gather", ("losses", "loss sum"), total)
-    yield _row(grid, "world", "all_reduce", ("go on?", "agreement"), 3 * 4)
+    flags = 3 + (config.fault.on_spike is not None)
+    yield _row(grid, "world", "all_reduce", ("go on?", "agreement"), 4 * flags)

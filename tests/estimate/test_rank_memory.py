@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from estimate import activations, dry_run, rank_memory
-from estimate.model_profile import model_profile
+from estimate import activations, dry_run, matrices, rank_memory
+from estimate.model_profile import make_grid, model_profile
 from model.llama import SIZES
+from mpu.launch import Launch
 from mpu.param import placement_of
 from pretrain_llama import model_provider
 from tests.training.small_llama import TIES, build, read
@@ -181,3 +182,21 @@ def test_an_offloaded_update_has_its_matrices_in_host_memory(more, there):
     (held,) = activations.peaks(config, model_provider)
     moments = dry_run.memories(config, model_provider, 0, held)
     assert any(kinds.get("matrices") for kinds in moments) == there
+
+
+def test_a_stage_without_layers_has_no_matrices():
+    more = "--num-layers 3 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout"
+    config = read(f"--optimizer muon --bf16 {UNTIED} {more} E|tt|t|L", 4)
+    assert [matrices.memory(config, model_provider, rank) > 0 for rank in range(4)] == [
+        False, True, True, False,
+    ]  # fmt: skip
+    assert "pipeline rank 0: Muon has 0 matrices" in matrices.lines(config, model_provider)
+
+
+def test_the_rank_with_most_matrices_is_named_without_a_grid():
+    config = read(f"--optimizer muon --zero-stage 1 --bf16 {UNTIED}", 4)
+    ranks = [
+        matrices.memory(config, model_provider, 0, make_grid(config, Launch(rank, 4)))
+        for rank in range(4)
+    ]
+    assert max(ranks) == matrices.memory(config, model_provider, 0) > min(ranks)

@@ -43,13 +43,13 @@ HOST_MAY_WAIT = {
     "mpu/optim/matrix_exchange.py": ("wire.to(turn.device)", "update.to(found_inf.device)"),
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
-# blocks, and what the update takes of them, tokens of each expert.
+# blocks, and what the update takes of them, tokens of each expert and their shares.
 DOUBLE = {
     "pretrain_llama.py": 3, "mpu/auxiliary_loss.py": 2, "mpu/optim/optimizer.py": 1 << 40,
     "mpu/optim/adam.py": 1, "mpu/optim/interface.py": 1, "mpu/optim/adam_backends.py": 4,
     "mpu/optim/offload.py": 2, "mpu/zero/norm.py": 1 << 40, "training/run/log.py": 2,
-    "mpu/layers/expert_load.py": 1 << 20, "training/run/expert_values.py": 1 << 20,
-    "training/run/layer_values.py": 1 << 20,
+    "mpu/layers/expert_load.py": 1 << 20, "model/moe.py": 1 << 12,
+    "training/run/expert_values.py": 1 << 20, "training/run/layer_values.py": 1 << 20,
     "training/run/watch/guard.py": 256, "training/run/stop.py": 8,
 }  # fmt: skip
 # Where a bf16 run computes in fp32: norms, RoPE, the loss, gradients, masters, what blocks of

@@ -11,6 +11,7 @@ from training.flags.megatron import WITH_EXPERTS
 from training.pipeline_schedule import micro_batch_counts, schedule_of
 
 OVERLAP, DISPATCHER = "--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type"
+INSTANCES = "--num-distributed-optimizer-instances"
 EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
 OURS, NORMALISED = "model/moe.py", "model/qwen3.py"
 
@@ -101,6 +102,12 @@ def check(config: Config) -> None:
         raise UsageError(
             f"{EP} {ep} does not divide the {stage} ranks of a pipeline stage "
             "(tensor x context x data)"
+        )
+    copies, ranks = p.num_distributed_optimizer_instances, stage // ep
+    if ranks % copies:
+        raise UsageError(
+            f"{INSTANCES} {copies} does not divide the {ranks} ranks that hold the same experts "
+            f"({stage} of a pipeline stage over {EP} {ep}) into groups of one size"
         )
     skew, most = config.rehearse.rehearse_expert_skew, min(ep, m.experts / m.moe_router_topk)
     if skew != 1.0 and not 1.0 <= skew <= most:

@@ -193,7 +193,7 @@ class Float8(Recipe):
 
     def _multiply(self, x: Tensor, weight: Tensor, form: Format, forward: bool) -> Tensor:
         lead, x = x.shape[:-1], x.flatten(0, -2)
-        if x.device.type == "cuda":
+        if float8_cuda.multiplies(x):
             pair = float8_cuda.Operand(x, form), float8_cuda.Operand(weight, E4M3)
             y = float8_cuda.multiply(*pair, self.scaling, self.ctx.dtype, fast=forward)
         else:
@@ -214,7 +214,7 @@ class Float8(Recipe):
         agree = self._agreed((cp,) if divided else ())
         left = remade(dy, self.block, form, same, agree, wide=wide)
         right = remade(x, self.block, E4M3, same, agree, wide=wide)
-        if x.device.type == "cuda":
+        if float8_cuda.multiplies(x):
             pair = float8_cuda.Operand(left, form), float8_cuda.Operand(right, E4M3)
             product = float8_cuda.multiply(*pair, self.scaling, torch.float32)
             main_grad.copy_(product) if fresh else main_grad.add_(product)

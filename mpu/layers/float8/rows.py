@@ -75,8 +75,7 @@ def scale_of(byte: Tensor) -> Tensor:
 def row_scales(x: Tensor, block: int, form: Format) -> Tensor:
     """Return the byte of each block of k: x [n, k] -> [n, k / block], or [n, 1] for block 0."""
     if on_triton(x):
-        from mpu.kernels import float8 as kernels
-
+        kernels = triton_kernels()
         return kernels.row_scales(kernels.Numbers(x, *x.shape), block, _codes(form))
     blocks = x.unflatten(1, (-1, block or x.shape[1]))
     return scale_bytes(blocks.abs().amax(2), form)
@@ -92,8 +91,7 @@ def encode(x: Tensor, scales: Tensor, form: Format, wide: bool = False) -> Tenso
     """
     (n, k), blocks = x.shape, scales.shape[1]
     if on_triton(x):
-        from mpu.kernels import float8 as kernels
-
+        kernels = triton_kernels()
         rows, wide_scales = _outputs(x, n, row_bytes(k, k // blocks), blocks, wide)
         kernels.encode(kernels.Numbers(x, n, k), scales, rows, wide_scales, _codes(form))
         return rows
@@ -141,9 +139,7 @@ def made(x: Tensor, block: int, form: Format, square: bool = False, wide: bool =
     square: a scale is that of block rows, too.
     """
     if on_triton(x):
-        from mpu.kernels import float8 as kernels
-
-        return _made(kernels.Numbers(x, *x.shape), block, form, square, wide)
+        return _made(triton_kernels().Numbers(x, *x.shape), block, form, square, wide)
     scales = row_scales(x, block, form)
     if square:
         scales = scales.unflatten(0, (-1, block)).amax(1).repeat_interleave(block, 0)
@@ -151,13 +147,11 @@ def made(x: Tensor, block: int, form: Format, square: bool = False, wide: bool =
 
 
 def _made(numbers: Any, block: int, form: Format, square: bool, wide: bool) -> Tensor:
-    from mpu.kernels import float8 as kernels
-
     n, k = numbers.n, numbers.k
     rows, wide_scales = _outputs(
         numbers.x, n, row_bytes(k, block), k // block if block else 1, wide
     )
-    kernels.rows(numbers, block, rows, wide_scales, _codes(form), square)
+    triton_kernels().rows(numbers, block, rows, wide_scales, _codes(form), square)
     return rows
 
 
@@ -211,8 +205,7 @@ def remade(
         given = scales(rows, block)
         byte = given[::block].t().repeat_interleave(block, 0) if block else given[:1].expand(k, 1)
     if on_triton(rows):
-        from mpu.kernels import float8 as kernels
-
+        kernels = triton_kernels()
         numbers = kernels.Numbers(rows, k, n, block, k)
         if not same:
             if agree is None:
@@ -238,7 +231,12 @@ def on_triton(x: Tensor) -> bool:
     return x.is_cuda and x.dtype != torch.float64 and not available.why_not()
 
 
-def _codes(form: Format) -> Any:
-    from mpu.kernels.float8 import Codes
+def triton_kernels() -> Any:
+    """Return the kernels: mpu/kernels/float8.py, which needs Triton."""
+    from mpu.kernels import float8
 
-    return Codes(form.fraction, form.bias, form.top, form.shift)
+    return float8
+
+
+def _codes(form: Format) -> Any:
+    return triton_kernels().Codes(form.fraction, form.bias, form.top, form.shift)

@@ -1,16 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draw layouts at random, from every flag that changes a step: (world, rank, flags)."""
+"""Draw layouts at random, from every flag that changes a step: (world, rank, flags).
+
+    draw       layouts of a seed; some are refused, as their flags exclude each other
+    accepted   the first layout of a seed that no rule refuses
+"""
 
 import random
+from collections.abc import Sequence
+from typing import NamedTuple
 
-CHOICES = [  # each flag's values; an empty one leaves it out, a space in front makes that likely
-    ["", "", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel",
-     "--tensor-model-parallel-size 4 --sequence-parallel"],
-    ["", "", "", "--context-parallel-size 2"],
-    ["--cp-comm-type p2p", "--cp-comm-type all_gather", "--cp-comm-type a2a"],
-    ["", "", "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"],
+import pretrain_llama
+from estimate import matrices
+from training.config import UsageError
+from training.flags.parse import parse
+
+TP, PP, CP = (f"--{name}-parallel-size" for name in ("tensor-model", "pipeline-model", "context"))
+FULL = "--recompute-granularity full"
+EXPERTS = "--num-experts 8 --expert-tensor-parallel-size 1 --moe-router-topk"
+TO, EP = "--moe-token-dispatcher-type", "--expert-model-parallel-size"
+MUON = "--optimizer muon"
+CHOICES = [  # each flag's values; an empty one leaves it out
+    ["", "", f"{TP} 2", f"{TP} 2 --sequence-parallel", f"{TP} 4 --sequence-parallel"],
+    ["", "", "", f"{CP} 2", f"{CP} 2", f"{CP} 4"],
+    ["--cp-comm-type p2p", "--cp-comm-type all_gather", "--cp-comm-type a2a",
+     "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"],
+    ["", "", f"{PP} 2", f"{PP} 2", f"{PP} 4"],
     ["", "--pipeline-schedule gpipe", "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v",
      "--pipeline-schedule v-half", "--num-virtual-stages-per-pipeline-rank 2"],
+    ["", "", "", "--decoder-first-pipeline-num-layers 1", "--decoder-last-pipeline-num-layers 1"],
     ["", "--tp-comm-overlap ring"],
     ["", "--zero-stage 1", "--zero-stage 2", "--zero-stage 3"],
     ["", "--overlap-grad-reduce"],
@@ -20,35 +37,61 @@ CHOICES = [  # each flag's values; an empty one leaves it out, a space in front 
     ["", "", "--grad-reduce-in-bf16"],
     ["", "", "", "--main-grads-dtype bf16"],
     ["", "", "", "--optimizer-cpu-offload", "--optimizer-backend triton",
-     "--optimizer-state-offload"],
-    ["", "", "--recompute-granularity selective", "--recompute-granularity full",
-     "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"],
+     "--optimizer-state-offload", "--optimizer-state-offload"],
+    ["", "", "", MUON, MUON + " --muon-no-split-qkv", MUON + " --muon-fp32-matmul-prec high"],
+    ["", "", "--recompute-granularity selective", FULL,
+     f"{FULL} --recompute-method block --recompute-num-layers 1",
+     f"{FULL} --recompute-method uniform --recompute-num-layers 2"],
     ["", "", "--fused-linear-cross-entropy"],
-    ["", "", "", "--cpu-offload-activations"],
+    ["", "", "", "--cpu-offload-activations",
+     "--cpu-offload-activations --cpu-offloading-num-layers 2"],
     ["", "", "--reset-position-ids --reset-attention-mask --eod-mask-loss", "--eod-mask-loss",
      "--reset-position-ids"],
     ["", "--untie-embeddings-and-output-weights"],
-    ["", "", "--wgrad-deferral-limit 2", "--defer-embedding-wgrad-compute"],
+    ["", "", "", "--defer-embedding-wgrad-compute",
+     "--defer-embedding-wgrad-compute --wgrad-deferral-limit 2"],
     ["", "", "", "", "--cuda-graph"],
+    ["", "", "", f"{EXPERTS} 2 {TO} alltoall", f"{EXPERTS} 1 --moe-router-pre-softmax {TO} auto",
+     f"{EXPERTS} 2 {TO} allgather --moe-shared-expert-intermediate-size 512"],
+    [f"{EP} 2", f"{EP} 2", f"{EP} 4", f"{EP} 8", ""],
+    ["", "", "--moe-layer-freq 2", "--moe-router-load-balancing-type seq_aux_loss "
+     "--moe-aux-loss-coeff 0.01"],
+    ["", "", "--overlap-moe-expert-parallel-comm"],
     ["", "", "", "--fp8-format hybrid --fp8-recipe tensorwise",
+     "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16",
      "--fp8-format e4m3 --fp8-recipe rowwise", "--fp8-format e4m3 --fp8-recipe blockwise"],
     ["", "", "--fp8-wgrad-bf16", "--fp8-param-gather", "--first-last-layers-bf16"],
     ["", "", "--clip-grad 0", "--clip-grad 0.3"],
     ["", "", "--decoupled-lr 1e-4"],
     ["", "--use-rope-scaling"],
-    ["--micro-batch-size 1", "--micro-batch-size 2"],
+    ["", "", "", "--qk-layernorm"],
+    ["--micro-batch-size 1", "--micro-batch-size 1", "--micro-batch-size 2"],
     ["--global-batch-size 8", "--global-batch-size 16"],
-    ["--num-layers 4", "--num-layers 8"],
+    ["--num-layers 4", "--num-layers 8", "--num-layers 7"],
     ["--num-query-groups 2", "--num-query-groups 4", "--num-query-groups 1"],
-    ["", "", "", "--rank-order pp-dp-tp-cp", "--rank-order dp-cp-tp-pp"],
-    ["", "", "--log-params-norm"],
+    ["", "", "", "--rank-order pp-dp-tp-cp", "--rank-order dp-cp-tp-pp",
+     "--rank-order tp-cp-pp-dp"],
+    ["", "", "--log-params-norm", "--log-max-attention-logit"],
     ["", "", "--on-spike report"],
     ["", "", "--empty-unused-memory-level 1"],
     ["", "", "--rehearse-device a100", "--rehearse-device b200"],
     ["", "", "", "--rehearse-full"],
     ["", "", "--manual-gc"],
 ]  # fmt: skip
+NEEDS = {  # flags that begin so go, unless one of these is drawn
+    CP: ("--cp-comm",),
+    PP: ("--pipeline", "--num-virtual", "--defer", "--wgrad-deferral", "--decoder"),
+    "--sequence-parallel": ("--tp-comm",),
+    "--zero-stage": ("--fp8-param", "--num-dist", "--optimizer-cpu"),
+    "--zero-stage 2|--zero-stage 3": ("--zero-reduce",),
+    "--fp8-format": ("--fp8", "--first-last"),
+    "--num-experts": ("--moe", "--expert", "--overlap-moe"),
+}
+EXCLUDE = {  # flags that begin so go where one of these is drawn
+    PP: ("--cuda-graph",),
+    "--num-experts": ("--fp8", "--first-last", "--cuda-graph", "--cpu-offload"),
+    FULL: ("--cpu-offload",),
+}
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --hidden-size 256
     --num-attention-heads 4 --group-query-attention --ffn-hidden-size 512 --seq-length 128
@@ -56,30 +99,44 @@ MODEL = """
 """.split()
 
 
-def draw(seed: int, count: int) -> list[tuple[int, int, str]]:
-    """Return so many layouts: the world, a rank, the flags. Some are refused: flags exclude."""
+class Drawn(NamedTuple):
+    """A layout: its ranks, the one that is rehearsed, and its flags."""
+
+    world: int
+    rank: int
+    flags: str
+
+
+def draw(seed: int, count: int, without: tuple[str, ...] = ()) -> list[Drawn]:
+    """Return so many layouts, which may be refused. without: how flags begin that are left out."""
     chance, found = random.Random(seed), []
     for _ in range(count):
         flags = [chance.choice(values) for values in CHOICES]
+        flags = [flag for flag in flags if flag and not flag.startswith(without or "\n")]
+        if any(flag.startswith("--num-experts") for flag in flags):
+            flags = [f if f != f"{TP} 2" else f"{f} --sequence-parallel" for f in flags]
+        for needed, others in NEEDS.items():
+            if not any(name in flag for name in needed.split("|") for flag in flags):
+                flags = [flag for flag in flags if not flag.startswith(others)]
+        for present, others in EXCLUDE.items():
+            if any(flag.startswith(present) for flag in flags):
+                flags = [flag for flag in flags if not flag.startswith(others)]
         parts = 1
         for flag in flags:
-            name, _, value = flag.partition("-parallel-size ")
-            parts *= int(value.split()[0]) if value else 1
-        if "--cp-comm-type" in " ".join(flags) and "--context-parallel-size 2" not in flags:
-            flags = [flag for flag in flags if not flag.startswith("--cp-comm-type")]
-        if "--pipeline-model" not in " ".join(flags):
-            flags = [f for f in flags if "pipeline" not in f and "defer" not in f]
-        else:
-            flags = [flag for flag in flags if flag != "--cuda-graph"]
-        if "--sequence-parallel" not in " ".join(flags):
-            flags = [flag for flag in flags if not flag.startswith("--tp-comm")]
-        if "--zero-stage" not in " ".join(flags):
-            flags = [f for f in flags if not f.startswith(("--fp8-param", "--num-dist"))]
-        if not {"--zero-stage 2", "--zero-stage 3"} & {*flags}:
-            flags = [flag for flag in flags if not flag.startswith("--zero-reduce")]
-        if "--fp8-format" not in " ".join(flags):
-            flags = [flag for flag in flags if not flag.startswith(("--fp8", "--first-last"))]
-        world = parts * chance.choice([1, 2, 2])
-        rank = chance.randrange(world)
-        found.append((world, rank, " ".join(flag for flag in flags if flag)))
+            if flag.startswith((TP, PP, CP)):
+                parts *= int(flag.split()[1])
+        world = parts * chance.choice([1, 2, 2, 4])
+        found.append(Drawn(world, chance.randrange(world), " ".join(flags)))
     return found
+
+
+def accepted(seed: int, model: Sequence[str], without: tuple[str, ...] = ()) -> Drawn:
+    """Return the first layout of a seed that no rule refuses."""
+    for each in draw(seed, 200, without):
+        words = [word for word in each.flags.split() if not word.startswith("--rehearse")]
+        try:
+            matrices.check(parse([*model, *words], each.world), pretrain_llama.model_provider)
+        except UsageError:
+            continue
+        return each
+    raise AssertionError(f"no layout of seed {seed} is accepted")

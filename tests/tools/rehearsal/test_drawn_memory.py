@@ -1,113 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On layouts drawn at random the dry run's memory and traffic are the rehearsal's.
+"""On layouts drawn at random the dry run's memory, traffic and FLOPs are the rehearsal's.
 
-The model is large enough that memory is not that of cuBLAS's workspaces. Float8 is not drawn: in a
-pipeline whose weight gradients wait the dry run is up to 7 % above.
+The model is large enough that memory is not that of cuBLAS's workspaces. Documents are not drawn,
+as their lengths are not known before a run. With -s each layout prints a row: bytes equal, the
+ratios of FLOPs and of memory to the rehearsal's, ranks, the rank, flags.
 """
 
-import random
 from typing import Any
 
 import pytest
 
 from estimate import activations, traffic
 from estimate.dry_run import memory
-from estimate.model_profile import make_grid
+from estimate.model_profile import make_grid, model_profile
+from estimate.pipeline_stages import rank_stages
 from mpu.launch import Launch
 from pretrain_llama import model_provider
-from training.config import UsageError
+from tests.tools.rehearsal.drawn_layouts import accepted
+from training import batch_size
+from training.config import Config
 from training.flags.parse import parse
+from training.pipeline_schedule import recomputed_layers, schedule_of
 
-SEEDS = range(200, 205)
-CHOICES = [  # each flag's values; an empty one leaves it out
-    ["", "", "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel",
-     "--tensor-model-parallel-size 4 --sequence-parallel"],
-    ["", "", "--context-parallel-size 2", "--context-parallel-size 4"],
-    ["--cp-comm-type p2p", "--cp-comm-type all_gather", "--cp-comm-type a2a"],
-    ["", "", "--pipeline-model-parallel-size 2", "--pipeline-model-parallel-size 4"],
-    ["", "--pipeline-schedule gpipe", "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v",
-     "--pipeline-schedule v-half", "--num-virtual-stages-per-pipeline-rank 2"],
-    ["", "", "--decoder-first-pipeline-num-layers 1", "--decoder-last-pipeline-num-layers 1"],
-    ["", "--tp-comm-overlap ring"],
-    ["", "--zero-stage 1", "--zero-stage 2", "--zero-stage 3", "--zero-stage 3"],
-    ["", "--overlap-grad-reduce", "--overlap-grad-reduce"],
-    ["", "--overlap-param-gather", "--overlap-param-gather"],
-    ["", "", "--zero-reduce-each-microbatch"],
-    ["", "", "--num-distributed-optimizer-instances 2"],
-    ["", "", "--grad-reduce-in-bf16"],
-    ["", "", "", "--main-grads-dtype bf16"],
-    ["", "", "", "--optimizer-cpu-offload"],
-    ["", "", ""],
-    ["", "", "--recompute-granularity selective", "--recompute-granularity full",
-     "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"],
-    ["", "", "--fused-linear-cross-entropy"],
-    ["", "", "", "--cpu-offload-activations",
-     "--cpu-offload-activations --cpu-offloading-num-layers 2"],
-    ["", "--untie-embeddings-and-output-weights"],
-    ["", "", "", "--wgrad-deferral-limit 2", "--defer-embedding-wgrad-compute"],
-    ["--micro-batch-size 1", "--micro-batch-size 1", "--micro-batch-size 2"],
-    ["--global-batch-size 16"],
-    ["--num-layers 4", "--num-layers 8", "--num-layers 7"],
-    ["--num-query-groups 2", "--num-query-groups 4", "--num-query-groups 1"],
-    ["", "", "", "--rank-order tp-cp-pp-dp", "--rank-order dp-cp-tp-pp"],
-    ["", "", "--log-params-norm"],
-]  # fmt: skip
-ALWAYS = ("--micro", "--global", "--num-layers", "--num-query")
+SEEDS, WITHIN = range(200, 250), 0.02
+WITHOUT = ("--reset", "--eod", "--cuda-graph")
 MODEL = """
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --hidden-size 1024
-    --num-attention-heads 8 --group-query-attention --ffn-hidden-size 2816 --seq-length 1024
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 32768 --hidden-size 1024
+    --num-attention-heads 8 --group-query-attention --ffn-hidden-size 3072 --seq-length 1024
     --max-position-embeddings 1024 --lr 1e-3 --train-iters 8 --bf16 --swiglu
 """.split()
 
 
-def draw(seed: int) -> tuple[int, int, list[str]]:
-    """Return a world, a rank, and flags, which may exclude each other."""
-    chance = random.Random(seed)
-    drawn = [chance.choice(values) for values in CHOICES]
-    share = chance.choice([0.4, 0.7, 1.0])  # of the flags that are kept
-    drawn = [f for f in drawn if not (f and chance.random() > share and not f.startswith(ALWAYS))]
-    text = " ".join(drawn)
-    sizes = {name: 1 for name in ("tensor-model", "context", "pipeline-model")}
-    for flag in drawn:
-        for name in sizes:
-            if flag.startswith(f"--{name}-parallel-size"):
-                sizes[name] = int(flag.split()[1])
-    without = {  # flags that begin so go, unless the text has the key
-        "--context-parallel-size": ("--cp-comm",),
-        "--sequence-parallel": ("--tp-comm",),
-        "--zero-stage": ("--fp8-param", "--num-dist", "--optimizer-cpu"),
-    }
-    for needed, others in without.items():
-        if needed not in text:
-            drawn = [flag for flag in drawn if not flag.startswith(others)]
-    if sizes["pipeline-model"] == 1:
-        drawn = [flag for flag in drawn if "pipeline" not in flag and "defer" not in flag]
-    if not {"--zero-stage 2", "--zero-stage 3"} & {*drawn}:
-        drawn = [flag for flag in drawn if not flag.startswith("--zero-reduce")]
-    world = sizes["tensor-model"] * sizes["context"] * sizes["pipeline-model"]
-    world *= chance.choice([1, 2, 2, 4])
-    return world, chance.randrange(world), " ".join(drawn).split()
+def flops(config: Config, pp_rank: int) -> float:
+    """Return the FLOPs of a rank's step, of the model's products: its profile by the tokens.
+
+    A backward has two products for each of forward's, and attention's five for two. What the log
+    computes (--log-max-attention-logit) and the optimizer's iterations are not in it.
+    """
+    model, p = model_profile(config, model_provider), config.parallel
+    count = batch_size.micro_batches(config, 0)
+    schedule = schedule_of(config, count)
+    deferred = (count if schedule.split else schedule.deferred) / count
+    fused = p.fused_linear_cross_entropy * (1 + deferred)  # its logits are made again, in W too
+    selective, total = p.recompute_granularity == "selective", 0.0
+    for stage in rank_stages(config, model_provider, pp_rank):
+        again = recomputed_layers(config, stage)
+        for n, layer in enumerate(stage.layers):
+            core = model.core[layer]
+            total += (model.layers[layer] - core) * (3 + (n < again))
+            total += core * (3.5 + (selective or n < again))
+        total += stage.loss * model.head * (3 + fused)
+    tokens = count * config.batch.micro_batch_size * config.model.seq_length
+    return total * tokens / p.tensor_model_parallel_size / p.context_parallel_size
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_drawn_layout_keeps_and_sends_what_is_said(seed: int, rehearse: Any) -> None:
-    world, rank, flags = draw(seed)
-    words = [*MODEL, *flags]
-    try:
-        config = parse([*words, "--dry-run"], world)
-    except UsageError as error:
-        pytest.skip(f"the drawn flags exclude each other: {error}")
+    world, rank, flags = accepted(seed, MODEL, WITHOUT)
+    words = [*MODEL, *flags.split()]
+    config = parse([*words, "--dry-run"], world)
     grid = make_grid(config, Launch(rank, world))
     held = activations.peaks(config, model_provider)[grid.pp.rank]
-    stated = sum(memory(config, model_provider, grid.pp.rank, held).values())
+    stated = sum(memory(config, model_provider, grid.pp.rank, held, grid).values())
     rows = traffic.totals(traffic.traffic(config, model_provider, grid.pp.rank, grid))
     code, report, text = rehearse(" ".join([*words, "--rehearse-rank", str(rank)]), world, False)
-    assert (code, report.get("findings")) == (0, []), text[-2000:]
+    assert report, text[-2000:]
     sent = dict.fromkeys(rows, 0)
     for row in report["collectives"]:
         key = row["axis"], row["verb"]
-        sent[key] = sent.get(key, 0) + row["sent"]
-    assert {k: n for k, n in sent.items() if n} == {k: n for k, (_, n) in rows.items() if n}
-    assert stated == pytest.approx(report["memory"]["peak_bytes"], rel=0.02)
+        if not str(row["label"]).endswith(": log"):  # of a step that is written to the log
+            sent[key] = sent.get(key, 0) + row["sent"]
+    rows_of_model = (row for row in report["launches"] if row["part"] not in ("glue", "optimizer"))
+    done = sum(row["flops"] for row in rows_of_model)
+    equal = {k: n for k, n in sent.items() if n} == {k: n for k, (_, n) in rows.items() if n}
+    work = (flops(config, grid.pp.rank) or 1) / (done or 1)
+    ratio = stated / report["memory"]["peak_bytes"]
+    print(f"\n{seed} {'equal' if equal else 'OTHER'} {work:.4f} {ratio:.4f} {world} {rank} {flags}")
+    assert (code, report.get("findings")) == (0, []), text[-2000:]
+    assert equal, (sent, rows)
+    assert work == pytest.approx(1, abs=WITHIN)
+    assert ratio == pytest.approx(1, abs=WITHIN), report["memory"]["by_kind"]

@@ -131,6 +131,9 @@ MISTAKES = [
     ("--expert-tensor-parallel-size 2", 2, "--expert-tensor-parallel-size 2 needs --num-experts"),
     ("--num-experts 6 --expert-model-parallel-size 4", 4, "is not a multiple of --expert-model"),
     ("--num-experts 8 --expert-model-parallel-size 4", 2, "does not divide the 2 ranks of a pipe"),
+    ("--num-experts 8 --expert-model-parallel-size 2 --zero-stage 1 "
+     "--num-distributed-optimizer-instances 2", 2,
+     "--num-distributed-optimizer-instances 2 does not divide the 1 ranks that hold the same exp"),
     ("--num-experts 8 --expert-tensor-parallel-size 2", 2, "2: an expert is not split here"),
     ("--num-experts 8 --tensor-model-parallel-size 2 --sequence-parallel", 2,
      "--expert-tensor-parallel-size 2, whose default is --tensor-model-parallel-size"),
