@@ -73,7 +73,7 @@ def test_what_changes_nothing_or_depends_on_the_layout_is_said() -> None:
     assert any("--delay-wgrad-compute" in note for note in late.notes)
     for size, said in ((2, True), (4, False)):
         notes = read(f"{BESIDE} {EP2} --global-batch-size {size}", 2).notes
-        assert any("no forward has a backward to run beside" in note for note in notes) == said
+        assert any("no forward has a backward to overlap" in note for note in notes) == said
     frozen = read(
         "--num-experts 4 --moe-router-enable-expert-bias --moe-router-score-function sigmoid "
         "--moe-router-bias-update-rate 0"
