@@ -34,12 +34,13 @@ from benchmarks.planning import odds, other_runs  # noqa: E402
 from tools.planner.predict import KINDS, Predictions, predict  # noqa: E402
 from tools.planner.published import Row  # noqa: E402
 from tools.planner.runs import stacked  # noqa: E402
+from tools.rehearsal.device_file import read_device  # noqa: E402
 
 Array = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]
 Truths = npt.NDArray[np.bool_]
 WITHIN = 0.08  # of tokens/s, on average, at an MFU of at least 20 %
-FOLDS, SMALL, PEAK = 6, 20, 989.5e12  # SMALL: rows of a cell from which ranks are compared
+FOLDS, SMALL = 6, 20  # SMALL: rows of a cell from which ranks are compared
 USE = f"{other_runs.TUNED}, held out of the fit"
 APART, DRAWS = 0.14, 400  # by what repeats differ, median of five pairs: the source's README
 
@@ -139,7 +140,8 @@ def held_out(
 
 def peaks(rows: Sequence[Row]) -> Array:
     """Return the peak of each row's GPU in bf16, in FLOP/s."""
-    return np.array([312e12 if row.profile.endswith("a100") else PEAK for row in rows])
+    found = {name: read_device(name).peak("bfloat16") for name in ("a100", "h100")}
+    return np.array([found["a100" if row.profile.endswith("a100") else "h100"] for row in rows])
 
 
 def rules_of_thumb(rows: Sequence[Row], told: Array) -> Array:
@@ -227,7 +229,7 @@ def playbook(rows: Sequence[Row]) -> None:
     crashed = np.array([row.crashed for row in rows])
     measured = rates(rows)
     gib = np.array([row.memory for row in rows])
-    mfu = measured * full_flops(rows) / PEAK
+    mfu = measured * full_flops(rows) / peaks(rows)
     ok = (measured > 0) & ~crashed
     for at, others in folds(rows, lambda row: row.model):
         own = np.zeros(len(rows), dtype=bool)
@@ -260,6 +262,9 @@ def playbook(rows: Sequence[Row]) -> None:
     line("Playbook: median error of a comparison of two runs of a cell, MFU >= 20 %, no stall",
          comparison(rows, told.rate, measured, compared), "reported", None)  # fmt: skip
     against("Playbook", rows, told.rate, constant, measured, ok)
+    for which, part in (("stall", ok & stall), ("do not stall", ok & ~stall)):
+        share = float(np.abs(told.rate / np.where(ok, measured, 1) - 1)[part].sum()) / ok.sum()
+        line(f"Playbook: of that, from the {part.sum()} runs that {which}", share, "reported", None)
 
 
 def beside(name: str, rows: Sequence[Row], others: Sequence[Row], c: Values) -> None:
