@@ -62,7 +62,7 @@ def test_the_bytes_of_many_layouts_are_near_the_dry_runs(draws: int) -> None:
 NEW = '''
 
 def one_by_one(p: int, m: int) -> Schedule:
-    return Schedule("one-by-one", (_one_in_turn(_actions("F", m), _actions("B", m), 1),) * p, m)
+    return Schedule("one-by-one", (_one_f_one_b(_actions("F", m), _actions("B", m), 1),) * p, m)
 '''
 PROGRAM = """
 from tools import plan
