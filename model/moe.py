@@ -22,9 +22,7 @@ from torch import Tensor, nn
 
 from model import llama, qwen3
 from model.llama import (
-    Cache,
     LlamaConfig,
-    Packed,
     hf_names,
     parameter_group,
     read_hf_config,
@@ -137,13 +135,11 @@ class Attention(qwen3.Attention):
     def __init__(self, config: MoEConfig, ctx: LayerContext, recompute: Recompute) -> None:
         of = qwen3.Attention if config.qk_layernorm else llama.Attention
         of.__init__(self, config, ctx, recompute)
-        self.forward_of = of.forward
+        self.project_of = of.project
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
-    ) -> Tensor:
-        """x [s/t, b, h] -> [s/t, b, h]."""
-        return self.forward_of(self, x, cos, sin, packed, cache)
+    def project(self, x: Tensor) -> Tensor:
+        """x [s/t, b, h] -> queries, keys and values before RoPE [s, b, (a + 2g) d / t]."""
+        return self.project_of(self, x)
 
 
 class Routing(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from model import llama
-from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, with_mup
+from model.llama import LlamaConfig, hf_names, parameter_group, with_mup
 from mpu.context import LayerContext
 from mpu.layers.fused import RMSNorm
 from mpu.param import Region
@@ -36,19 +36,13 @@ class Attention(llama.Attention):
         self.q_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)
         self.k_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed = None, cache: Cache = None
-    ) -> Tensor:
-        """x [s/t, b, h] -> [s/t, b, h]."""
+    def project(self, x: Tensor) -> Tensor:
+        """x [s/t, b, h] -> queries, keys (both normalised) and values [s, b, (a + 2g) d / t]."""
         a, g = self.heads, self.groups
         qkv = self.qkv(x).unflatten(-1, (a + 2 * g, self.head_size))  # [s, b, (a + 2g) / t, d]
         q, k, v = qkv.split([a, g, g], dim=2)
-        q, k = (
-            self.q_norm(q.contiguous()),
-            self.k_norm(k.contiguous()),
-        )  # as csrc/fused.cpp requires
-        qkv = torch.cat([q, k, v], dim=2).flatten(2)
-        return self.proj(self.core(qkv, cos, sin, a, g, packed, cache=cache))
+        q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())  # as csrc/fused.cpp wants
+        return torch.cat([q, k, v], dim=2).flatten(2)
 
 
 class Block(llama.Block):
