@@ -213,10 +213,14 @@ def build_listed(
     percent: float,
     bad: BadDocuments,
     keys: Sequence[str] = ("text",),
+    flag: str = "--input",
 ) -> dict[str, Any]:
-    """Build the corpus of a person's files. Raises ValueError for too little text."""
-    files = find_files(names)
-    total = sum(size for _, size, _ in stat_files(files))
+    """Build the corpus of a person's files. Raises ValueError for too little text.
+
+    flag: what names the files, for messages.
+    """
+    files = find_files(names, flag)
+    total = sum(size for _, size, _ in stat_files(files, flag))
     size = min(PIECE, max(LEAST, total // FEWEST))
     if len(files) == 1 and files[0].endswith(".txt"):
         text = "".join(text for _, text in pieces(files, size, bad, keys))
@@ -230,9 +234,14 @@ def build_listed(
     except TooFew as few:
         if sum(few.counts.values()) < 2:
             left_out = f" ({bad.line()})" * bool(bad.kinds)
+            named = f"{flag} {names[0]}{', ...' * (len(names) > 1)}"
+            if not sum(few.counts.values()):
+                raise ValueError(
+                    f"{named}: no document with text in {len(files)} file(s){left_out}"
+                ) from None
             raise ValueError(
-                f"--input: {total:,} bytes in {len(files)} file(s) have too little text to hold a "
-                f"part of it out{left_out}"
+                f"{named}: {total:,} bytes are too little text to hold a part of it out: give two "
+                f"documents, or one of more than {2 * LEAST} characters{left_out}"
             ) from None
         bad.kinds.clear()  # the same are found again
         percent = percent if few.counts["train"] else 0
@@ -299,7 +308,8 @@ def main() -> None:
             place = place.with_name("corpus.new")
         if args.input:
             percent = OWN_PERCENT if args.heldout_percent is None else args.heldout_percent
-            about = build_listed(args.input, place, percent, bad, args.json_keys)
+            flag = "DATA" if args.data else "--input"
+            about = build_listed(args.input, place, percent, bad, args.json_keys, flag)
         else:
             percent = PERCENT if args.heldout_percent is None else args.heldout_percent
             about = build(read(args.library), place, percent)

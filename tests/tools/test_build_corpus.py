@@ -89,17 +89,33 @@ def test_this_python_has_a_corpus_worth_training_on(tmp_path):
     assert not any(path.startswith(("encodings/", "test/", "idlelib/idle_test/")) for path in paths)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "empty"])
-def test_too_little_text_is_one_sentence(tmp_path, name):
+TOO_LITTLE = {  # what is given: the sentence
+    "--input": "--input {}: 9 bytes are too little text to hold a part of it out: give two "
+    "documents, or one of more than 400 characters",
+    "--data": "DATA {}: 9 bytes are too little text",
+    "--library": "0 texts are too few to hold 5.0% of them out",
+}
+
+
+@pytest.mark.parametrize("flag", TOO_LITTLE)
+def test_too_little_text_is_one_sentence(tmp_path, flag):
     (tmp_path / "a.txt").write_text("one text\n")
     (tmp_path / "empty").mkdir()
-    given = ["--input" if name == "a.txt" else "--library", str(tmp_path / name)]
-    command = [sys.executable, "tools/build_corpus.py", "--output-dir", str(tmp_path / "o"), *given]
+    given = tmp_path / ("empty" if flag == "--library" else "a.txt")
+    command = [sys.executable, "tools/build_corpus.py", "--output-dir", str(tmp_path / "o")]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}
-    )
-    assert done.returncode == 1 and "too" in done.stderr and "out" in done.stderr
+        [*command, flag, str(given)],
+        cwd=ROOT, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 1 and TOO_LITTLE[flag].format(given) in done.stderr
     assert done.stderr.count("\n") == 1 and not (tmp_path / "o").exists()
+
+
+def test_files_without_a_text_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ValueError, match=r"DATA .*a\.jsonl: no document with text in 1 file"):
+        bad = BadDocuments(None, SKIP)
+        build_listed([str(tmp_path / "a.jsonl")], tmp_path / "o", 5.0, bad, flag="DATA")
 
 
 def test_the_key_of_a_line_and_what_make_calls_the_flag(tmp_path):

@@ -101,7 +101,7 @@ def check_given(given: dict[str, Any]) -> None:
     if "--kv-channels" not in given and hidden % heads:
         raise UsageError(
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: "
-            "give the head size as --kv-channels"
+            "choose a multiple, or give the head size as --kv-channels"
         )
     by_hand, steps = given.get("--muon-coefficients"), given.get("--muon-num-ns-steps")
     if by_hand and steps not in (None, len(by_hand)):

@@ -348,7 +348,11 @@ MISTAKES = [
         2,
         "--seq-length 33 is not a multiple of --tensor-model-parallel-size 2",
     ),
-    ("--hidden-size 66", 1, "--hidden-size 66 is not a multiple of --num-attention-heads 4"),
+    (
+        "--hidden-size 66",
+        1,
+        "--hidden-size 66 is not a multiple of --num-attention-heads 4: choose a multiple, or",
+    ),
     ("--kv-channels 15", 1, "--kv-channels 15 must be even"),
     ("--hidden-size 8", 1, "--ffn-hidden-size is missing"),
     ("--max-position-embeddings 31", 1, "--seq-length 32 is longer than --max-position"),
