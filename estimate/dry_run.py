@@ -23,7 +23,7 @@ from estimate.model_profile import ModelProvider, grid_of, model_profile
 from estimate.obeyed_flags import check_flags
 from estimate.rank_memory import Shapes
 from estimate.traffic import SMALL, Traffic
-from mpu.grid import DATA, Grid
+from mpu.grid import Grid
 from training import batch_size
 from training.arguments import ParallelConfig
 from training.config import Config
@@ -121,7 +121,7 @@ def memories(
 ) -> list[dict[str, int]]:
     """Return the bytes of each kind at every moment that may be a step's fullest."""
     flats = rank_memory.flats(config, provider, pp_rank)
-    ranks = None if grid is None else {cut: grid.data(cut).shard.rank for cut in DATA}
+    ranks = None if grid is None else rank_memory.places(grid)
     kinds = rank_memory.state(config, flats, ranks)
     kinds |= {"norm's index": rank_memory.norm_bytes(flats)}
     kinds |= buffers.transient(config, provider, pp_rank)

@@ -13,7 +13,7 @@ from math import prod
 from estimate.few_layers import parameters_of
 from estimate.model_profile import ModelProvider, ParameterProfile, accumulate_dtype
 from estimate.pipeline_stages import rank_stages
-from mpu.grid import DATA
+from mpu.grid import DATA, Grid
 from mpu.optim.interface import full_matrix_groups, rules_of, state_bytes
 from mpu.zero import bucket_layout
 from mpu.zero.bucket_layout import BucketLayout, Sharing, sharing_of
@@ -59,6 +59,11 @@ def sharing(config: Config) -> dict[str, Sharing]:
     sizes = {"tp": p.gradient_ranks, "ep": stage // ep if ep else 1}
     copies = p.num_distributed_optimizer_instances
     return {cut: sharing_of(cut, sizes[cut], max(1, sizes[cut] // copies), p.zero) for cut in DATA}
+
+
+def places(grid: Grid) -> dict[str, int]:
+    """Return a rank's place among those that share a bucket, by the axis that cuts it."""
+    return {cut: grid.data(cut).shard.rank for cut in DATA}
 
 
 def share(config: Config) -> str:

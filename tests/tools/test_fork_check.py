@@ -289,6 +289,11 @@ def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, la
     [
         ("qwen3", ["--only", "tp 2 + SP; dp 2 + ZeRO 3"]),
         pytest.param("llama", [], marks=pytest.mark.prove),
+        pytest.param(  # matrices have owners: ranks keep different amounts of state
+            "llama",
+            ["--only", "tp 2 + SP, dp 2 + ZeRO 3, tied", "--", "--optimizer", "muon"],
+            marks=pytest.mark.prove,
+        ),
         pytest.param("qwen3", [], marks=pytest.mark.prove),
         pytest.param("moe", [], marks=pytest.mark.prove),
         pytest.param("moe", "-- --num-experts 4 --qk-layernorm".split(), marks=pytest.mark.prove),

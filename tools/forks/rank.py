@@ -356,13 +356,13 @@ def plan_differs(run: LlamaRun, sent: Sent, report: Report) -> None:
     """Compare bytes by kind of memory, and by axis. Raises what the dry run raises."""
     config, at = run.config, run.grid.pp.rank
     flats = rank_memory.flats(config, model_provider, at)
-    planned = rank_memory.state(config, flats)
+    planned = rank_memory.state(config, flats, rank_memory.places(run.grid))
     for kind, found in run.optimizer.memory().items():
         if found != planned[kind]:
             line = f"it keeps {found:,} bytes of {kind}, and the dry run says {planned[kind]:,}"
             report.findings.append(("plan", "", line))
     stated: Counter[str] = Counter()
-    for row in traffic(config, model_provider, at):
+    for row in traffic(config, model_provider, at, run.grid):
         stated[row.axis] += row.sent
     m, parallel = config.model, config.parallel
     tokens = m.seq_length * config.batch.micro_batch_size
