@@ -243,5 +243,4 @@ def test_the_catch_of_a_wrong_model_is_real(tmp_path):
         text = " ".join(text.split()).replace(f"{tmp_path}/", "")
         return re.sub(r"(\d+\.\d\d)\d*|\.py:\d+", r"\1", text)
 
-    first, last = bare(shown).split(" likely cause ")
-    assert first in bare(done.stdout) and f"likely cause {last}" in bare(done.stdout)
+    assert bare(shown) in bare(done.stdout)

@@ -290,7 +290,7 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
         f"\npicture          {picture}\n"
         f"TensorBoard      .venv/bin/tensorboard --logdir {folder}\n"
         f"checkpoint       {folder / 'checkpoints'}\n"
-        "make train       again continues from here",
+        "the same command continues from here",
         flush=True,
     )
 
@@ -313,7 +313,7 @@ def main() -> None:
         folder = train(out, tp, args.pp, args.iters)
         finish(out, folder, tp, args.pp)
     except KeyboardInterrupt:
-        print("\nstopped; make train continues from here", flush=True)
+        print("\nstopped; the same command continues from here", flush=True)
         sys.exit(130)
 
 

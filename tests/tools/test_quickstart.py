@@ -238,7 +238,7 @@ def test_trains_samples_and_goes_on_where_it_was_stopped(tmp_path):
                 break
         rest = first.stdout.read()
     assert first.returncode == 130, rest
-    assert "stopped; make train continues from here" in rest and "Traceback" not in rest
+    assert "stopped; the same command continues from here" in rest and "Traceback" not in rest
     assert "stopped by SIGINT after iteration" in rest
     saved = sorted(tmp_path.glob("out/tp2/checkpoints/step_*/manifest.json"))
     assert saved and not list(tmp_path.glob("out/tp2/checkpoints/*.tmp-*"))

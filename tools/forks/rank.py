@@ -227,7 +227,7 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
         report.findings += [("loss of logits", "", line)] if line else []
     sizes = run.model.config
     line, odd = initial_values(initial, sizes.init_method_std, sizes.num_layers)
-    report.notes.append(line)
+    report.notes.append(f"tied, {line}" if case.tied else line)
     report.warnings += odd
     file = load_model_file(run.config.model.model_file)
     report.findings += fields_of_config(file, sizes, batch.tokens)

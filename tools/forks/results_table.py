@@ -188,7 +188,7 @@ def covered(
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Return the lines under the rows: sentences, each with its layouts, and the likely cause."""
+    """Return the lines under the rows: findings with their layouts, the likely cause, notes."""
     by_cause: dict[tuple[str, str], list[str]] = {}
     first: dict[tuple[str, str], str] = {}
     refused = [row for row in rows if row.refused]
@@ -207,6 +207,12 @@ def table(rows: Sequence[Row]) -> list[str]:
         text = first[same]
         where = "; ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
         lines.append(f"{where}: {text}")
+    failed = [row.case.name for row in rows if row.differs]
+    wrong = ("gradient", "tensor")
+    texts = [text for row in rows for kind, _, text in row.findings if kind in wrong]
+    factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]
+    factor = factors[0] if factors and len(set(factors)) == 1 else 0.0
+    lines += filter(None, [pattern(failed, [row.case.name for row in rows], factor)])
     notes = dict.fromkeys(note for row in rows for note in row.notes)
     lines += [f"note: {note}" for note in notes]
     warned: dict[str, list[str]] = {}  # of every layer the same
@@ -216,12 +222,6 @@ def table(rows: Sequence[Row]) -> list[str]:
     for texts in warned.values():
         more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
         lines.append(f"warning, {texts[0]}{more}")
-    failed = [row.case.name for row in rows if row.differs]
-    wrong = ("gradient", "tensor")
-    texts = [text for row in rows for kind, _, text in row.findings if kind in wrong]
-    factors = [float(found[1]) for text in texts if (found := FACTOR.search(text))]
-    factor = factors[0] if factors and len(set(factors)) == 1 else 0.0
-    lines += filter(None, [pattern(failed, [row.case.name for row in rows], factor)])
     bad = sum(bool(row.findings) for row in rows)
     lines.append(
         f"{bad} of {len(rows)} layouts disagree" if bad else f"all {len(rows)} layouts agree"
