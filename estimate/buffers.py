@@ -201,19 +201,16 @@ def moments(
         for n, flat in enumerate(flats) if flat.by_use for name, _, _ in flat.params
     }  # fmt: skip
     walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
-    begin = next((at for at, (name, _) in enumerate(walk) if block_of(name)), len(walk))
+    begin = next((at for at, (name, _, _) in enumerate(walk) if block_of(name)), len(walk))
     living = activations.profile(config, provider).live_bytes
-    names = [name for name, _ in walk[-len(living) :]]
+    names = [name for name, _, _ in walk[-len(living) :]]
     come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names)
-    shares = {name: flat.sharing.shard for flat in flats for name, _, _ in flat.params}
-    in_use = [name for name, _ in walk]  # an embedding's backward takes no weight
+    in_use = [name for name, _, _ in walk]  # an embedding's backward takes no weight
     while in_use and not block_of(in_use[-1]):
         in_use.pop()
     while in_use and in_use[-1] not in sharded:
         in_use.pop()
-    for at, (name, whole) in enumerate(walk):
-        if at >= len(living):  # a sum has a place of its own before it is added to the last one's
-            whole += whole // shares.get(name, 1)
+    for at, (name, whole, made) in enumerate(walk):
         block = block_of(name)
         if block:
             number = int(block.rpartition(".")[2])
@@ -225,7 +222,7 @@ def moments(
         if not where or not (sums or moves or travels or where == "embedding"):
             continue
         now = {
-            "whole gradients": whole * size,
+            "whole gradients": whole * size + made * accumulate_bytes(config),
             "gathered weights": _together(config, sharded, in_use[at:] or in_use[-1:]),
             "tied look-ups": lookups * (where == "embedding" or not late),
         }
@@ -340,21 +337,22 @@ def _unsharded_gradients(
     """Return the elements of unsharded gradients at the peak of a step."""
     if level(config) < 2:
         return 0
-    return max(numel for _, numel in _walk(config, provider, flats, pp_rank))
+    return max(numel for _, numel, _ in _walk(config, provider, flats, pp_rank))
 
 
 def _walk(
     config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
-) -> list[tuple[str, int]]:
+) -> list[tuple[str, int, int]]:
     """Return the parameters in the order of their gradients, each with the elements of the
-    unsharded gradients that live then.
+    unsharded gradients that live then, and of the sums that are made beside those of an earlier
+    micro-batch, to which they are added (mpu/zero/reduce.py, sum_over_data).
     """
     p, count = config.parallel, max(micro_batch_counts(config))
     total = sum(map(_buffer_numel, flats))
     done = activations.profile(config, provider, pp_rank).gradients
     early = p.overlap_grad_reduce or p.zero_reduce_each_microbatch
     if not early or (count > 1 and not p.zero_reduce_each_microbatch):
-        return [(name, total) for name in done] or [("", total)]
+        return [(name, total, 0) for name in done] or [("", total, 0)]
     each = p.zero_reduce_each_microbatch
     short = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
     bucket_of = {name: i for i, flat in enumerate(short) for name, _, _ in flat.params}
@@ -369,17 +367,22 @@ def _walk(
         for n in range(passes):
             last.pop(n * len(short) + bucket_of[name], None)
     in_use: set[int] = set()
-    steps, following = list[tuple[str, int]](), 0
+    steps, following, under_way = list[tuple[str, int, int]](), 0, 0
     second_axis = sum(_buffer_numel(flat) for flat in flats if flat.axes)
     for at, (name, bucket) in enumerate(order):
         in_use |= {bucket} if bucket >= 0 else set()
-        steps.append(
-            (name, second_axis + sum(_buffer_numel(short[i % len(short)]) for i in in_use))
-        )
+        whole = second_axis + sum(_buffer_numel(short[i % len(short)]) for i in in_use)
+        sums = under_way
         while last.get(following, at + 1) <= at:  # a bucket leaves; its owner has the one before
+            flat = short[following % len(short)]
+            earlier = following >= len(short) or (count > 2 and following == len(short) - 1)
+            made = flat.length // flat.sharing.shard if earlier and passes > 1 else 0
+            sums = max(sums, under_way + made)
+            under_way = made if p.overlap_grad_reduce else 0
             in_use.discard(following - 1 if p.overlap_grad_reduce else following)
             following += 1
-    return steps or [("", second_axis)]
+        steps.append((name, whole, sums))
+    return steps or [("", second_axis, 0)]
 
 
 def _buffer_numel(flat: BucketLayout) -> int:

@@ -40,7 +40,7 @@ HOST_MAY_WAIT = {
     # once a layer: rows of each expert
     "mpu/layers/dispatch.py": ("not_dropped(load, capacity).tolist()",),
     # an offloaded rule of full matrices, whose slices the host has
-    "mpu/optim/matrix_exchange.py": ("wire.to(turn.device)", "update.to(found_inf.device)"),
+    "mpu/optim/matrix_exchange.py": ("wire.to(round_.device)", "update.to(found_inf.device)"),
 }
 # Where float64 is meant, and up to how many numbers: the loss and its count, the gradient norm's
 # blocks, and what the update takes of them, tokens of each expert and their shares.

@@ -62,10 +62,13 @@ class Place(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """The events of an action. out: the storage that it hands on, or -1."""
+    """The events of an action. out: the storage that it hands on, or -1. chains: the lines that led
+    to an event, by its place among them.
+    """
 
     events: list[Event]
     out: int
+    chains: dict[int, tuple[str, ...]]
 
 
 class Replay:
@@ -119,7 +122,9 @@ class Replay:
             if action == "F":
                 self.given[chunk] = recorder.number(given) if given is not None else -1
             made = recorder.number(out) if isinstance(out, Tensor) else -1
-            self.patterns[action, chunk] = Pattern(events, made)
+            known = recorder.chains
+            chains = {k: known[first + k] for k in range(len(events)) if first + k in known}
+            self.patterns[action, chunk] = Pattern(events, made, chains)
             self.tail = events, len(recorder.events)
         return out
 
@@ -127,7 +132,7 @@ class Replay:
         """End what the pattern of this action ends of other micro-batches, where they are copies
         and the last micro-batch, which runs in earnest, has not ended it.
         """
-        pattern = self.patterns.get((action, chunk), Pattern([], -1))
+        pattern = self.patterns.get((action, chunk), Pattern([], -1, {}))
         for event in pattern.events:
             place = self.place.get((STORAGE, event.storage)) if isinstance(event, Free) else None
             if place is None:
@@ -187,7 +192,7 @@ class Replay:
             return tuple(now(STORAGE, number) for number in numbers)
 
         event: Any
-        for event in pattern.events:
+        for k, event in enumerate(pattern.events):
             kind = type(event)
             if kind is Alloc:
                 if event.storage == pattern.out and make is not None:
@@ -232,6 +237,8 @@ class Replay:
                 event = event._replace(storage=now(STORAGE, event.storage))
             elif kind is Action:
                 event = Action(event.words.replace(f"micro-batch {PATTERN} ", f"micro-batch {i} "))
+            if k in pattern.chains:
+                recorder.chains[len(recorder.events)] = pattern.chains[k]
             recorder.events.append(event)
         for number in passing - self.over - self.handed if full_backward else ():
             self.over.add(number)

@@ -6,8 +6,10 @@ import torch
 
 from mpu.module_tracker import ROOT
 from tools.rehearsal.events import Launch, Where
-from tools.rehearsal.findings import may_wait, wrong
+from tools.rehearsal.findings import HOST_MAY_WAIT, may_wait, wrong
 from tools.rehearsal.kernels_of_cuda import has_kernel, parse
+from tools.rehearsal.loop_rules import DECIDES
+from tools.rehearsal.traffic_rules import SORTS
 from tools.rehearsal.watch import flops_of
 
 
@@ -110,3 +112,10 @@ def test_flash_attention_of_whole_rows_has_the_flops_of_their_squares(backward):
         given = dict(cum_seq_q=None, cum_seq_k=None, **named, dropout_p=0.0, is_causal=True)
         given["return_debug_mask"] = False
         assert flops_of(func, (x, x, x), given, (x,)) == wanted
+
+
+@pytest.mark.parametrize("table", [HOST_MAY_WAIT, DECIDES, SORTS])
+def test_the_lines_that_rules_know_are_in_their_files(table):
+    for file, known in table.items():
+        text = (ROOT / file).read_text()
+        assert [words for words in known if words not in text] == [], file
