@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
+from estimate.pipeline_stages import rank_stages
 from estimate.rank_memory import accumulate_bytes, gradient_bytes, level, moved_state
 from mpu.zero.bucket_layout import BucketLayout, block_of
 from training.config import Config
-from training.pipeline_schedule import micro_batch_counts
+from training.pipeline_schedule import micro_batch_counts, schedule_of
 
 # bytes of cuBLAS's workspace for a thread's handle and a stream, from Hopper on; before it 8.1 MiB
 # (pytorch aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize)
@@ -250,14 +251,15 @@ def pipeline_moments(
     ranks: Mapping[str, int] | None = None,
 ) -> list[dict[str, int]]:
     """Return what lives on a pipeline rank, of the kinds that change, at the fullest moment of the
-    last gradients: their sums travel, masters and moments come. None where neither takes memory.
+    last gradients: their sums travel, masters and moments come, the output layer's deferred one is
+    allocated. None where nothing of this takes memory.
 
     ranks: as layout.memory takes them. A chunk's last gradients are made when other micro-batches
     of the rank may still wait for theirs (ActivationPeak.ends).
     """
     flats = rank_memory.flats(config, provider, pp_rank)
-    travels = _travels(config, flats)
-    if not (moved_state(config, flats, ranks) or travels):
+    late = deferred(config, provider, pp_rank)
+    if not (moved_state(config, flats, ranks) or _travels(config, flats) or late):
         return []
     found = activations.profile(config, provider, pp_rank)
     if not found.live_bytes:
@@ -267,9 +269,9 @@ def pipeline_moments(
     size, gathered = gradient_bytes(config), _gathered(config, provider, flats)
     moments: list[tuple[int, int, int, int, int]] = []
 
-    def note(lives: int, up: int, now: _Now) -> None:
+    def note(lives: int, up: int, now: _Now, unopened: int = 0) -> None:
         rest = max(0, gathered - now.freed)
-        moments.append((lives, up, now.whole * size, now.sums, rest))
+        moments.append((lives, up, (now.whole - unopened) * size, now.sums, rest))
 
     for chunk, beside, after in peak.ends:
         wait = sum(stage.for_b + stage.logits for stage in found.stages[:chunk])
@@ -277,9 +279,9 @@ def pipeline_moments(
         before = 0
         for k in own:
             lives = beside + found.live_bytes[k] - wait
-            note(lives, come[k], leaving[k])
+            note(lives, come[k], leaving[k], late)
             if k > own[0] and come[k] > come[k - 1]:  # it comes before the bucket leaves
-                note(min(lives, before), come[k], leaving[k - 1])
+                note(min(lives, before), come[k], leaving[k - 1], late)
             before = lives
         if own:  # of what is deferred the output layer's gradient is the last one
             end = own[-1] + (not config.parallel.defer_embedding_wgrad_compute)
@@ -291,6 +293,21 @@ def pipeline_moments(
     living = {"logits": 0, "offloaded": 0, "activations": kept, "working memory": lives - kept}
     more = {"whole gradients": whole, "gathered weights": rest, "fetched state": up}
     return [living | more | {"sums of gradients": sums}]
+
+
+def deferred(config: Config, provider: ModelProvider, pp_rank: int) -> int:
+    """Return the elements of unsharded gradients that are allocated when all else of a rank's
+    backward is over: of the output layer, where every micro-batch defers its weight gradient.
+    """
+    count = max(micro_batch_counts(config))
+    defers = level(config) >= 2 and config.parallel.defer_embedding_wgrad_compute
+    if not (defers and rank_stages(config, provider, pp_rank)[-1].loss):
+        return 0
+    if schedule_of(config, count).deferred < count:
+        return 0
+    last = activations.profile(config, provider, pp_rank).gradients[-1:]
+    flats = rank_memory.flats(config, provider, pp_rank)
+    return sum(_buffer_numel(f) for f in flats if last == tuple(n for n, _, _ in f.params))
 
 
 def _fetched(
