@@ -157,7 +157,7 @@ class _Parser:
             for name in (n for n, count in Counter(n for n, _ in pairs).items() if count > 1):
                 values = [value for key, value in pairs if key == name]
                 if self._foreign is None or any(value != values[0] for value in values):
-                    why = f"the key {name!r} is twice in an object"
+                    why = f"the key {name!r} occurs twice in an object"
                     found[name] = self._refuse(why)
         return found
 

@@ -31,7 +31,7 @@ BAD_JSON = [
     (b'{"a": -Infinity}', "-Infinity is no number"),
     (b'{"a": 9223372036854775808}', "does not fit into 64 bits"),
     (b"1" * 5000, "does not fit into 64 bits"),
-    (b'{"a": 1, "a": 2}', "'a' stands twice"),
+    (b'{"a": 1, "a": 2}', "'a' occurs twice"),
     (b'{"a": 1', "Expecting"),
     (b"", "Expecting"),
 ]

@@ -258,7 +258,7 @@ ABSURD = {
     "the same bytes": (raw({"a": tensor(0, 8), "b": tensor(0, 8)}, 8), "b overlaps another"),
     "a hole": (raw({"a": tensor(0, 8), "b": tensor(12, 20)}, 20), "b leaves a hole before it"),
     "a hole in front": (raw({"a": tensor(4, 12)}, 12), "a leaves a hole before it"),
-    "one name twice": (raw(TWICE, 12), "the key .a. stands twice"),
+    "one name twice": (raw(TWICE, 12), "the key .a. occurs twice"),
     "a tail": (raw({"a": tensor(0, 8)}, 9), "its tensors end at 8 of 9 bytes"),
     "data beyond the end": (raw({"a": tensor(0, 8)}, 7), "its tensors end at 8 of 7 bytes"),
     "too many bytes": (raw({"a": tensor(0, 12)}, 12), "takes 8 bytes and has 12"),

@@ -261,7 +261,7 @@ def test_a_tensor_twice_in_a_header(bad: Path, newest: Any) -> None:
     body = good[8 + int.from_bytes(good[:8], "little") :]
     (bad / SHARD).write_bytes(len(text).to_bytes(8, "little") + text + body)
     sign(bad)
-    check_passed_over(newest, bad.parent, "the key 'a' stands twice")
+    check_passed_over(newest, bad.parent, "the key 'a' occurs twice")
     assert [sound for sound, _ in verify([bad])] == [False]
 
 
