@@ -2,6 +2,8 @@
 """Plans of mixtures of experts: the search, its memory and FLOPs, and what is published."""
 
 import random
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from tools.planner.cluster import read_cluster
 from tools.planner.constants import FIXED
 from tools.planner.layout import eps
 from tools.planner.model import MIXTURES, Model, read_model
+from tools.planner.runs import Runs, stacked
 from tools.planner.step_time import times
 from training.flags.parse import parse
 
@@ -33,6 +36,14 @@ def model() -> Model:
 @pytest.fixture(scope="module")
 def plans(model: Model) -> search.Plans:
     return search.plan(model, read_cluster("h100_8_nodes").of(1), 32)
+
+
+def test_the_ranks_that_hold_the_same_experts() -> None:
+    """edp of a stage of tp 2, cp 3, dp 4 by ep 6, and by ep 1."""
+    names = [field.name for field in fields(Runs) if field.name != "cut"]
+    record: dict[str, Any] = dict.fromkeys(names, 1) | {"tp": 2, "cp": 3, "dp": 4, "cut": [1]}
+    found = stacked([record | {"ep": ep} for ep in (6, 1)])
+    assert found.edp.tolist() == [4, 24]
 
 
 @pytest.mark.prove
