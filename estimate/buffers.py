@@ -59,9 +59,9 @@ def after_backward(
     one. gathered weights: the block that was used last (ParamAndGradBuffer.finish_grad_sync).
     """
     flats = rank_memory.flats(config, provider, pp_rank)
-    if config.parallel.device == "cpu" or not any(any(_of_sum(config, flat)) for flat in flats):
-        return []
     size, p = gradient_bytes(config), config.parallel
+    if p.device == "cpu" or not any(any(_of_sum(config, flat)) for flat in flats):
+        return []
     early = p.overlap_grad_reduce and not p.zero_reduce_each_microbatch
     if p.zero_reduce_each_microbatch:
         flats = [flat for flat in flats if flat.axes or not _buffer_numel(flat)]
@@ -78,7 +78,7 @@ def after_backward(
         kept, before, piece = kept + piece, came + made, part
     waits[False] = max(waits[False], kept + piece + before)
     whole, used = sum(map(_buffer_numel, late)) * size, 0
-    if level(config) >= 3 and config.parallel.pipeline_model_parallel_size == 1:
+    if level(config) >= 3 and p.pipeline_model_parallel_size == 1:
         order = uses(config, provider, flats)
         shared = [flat for flat in flats if flat.by_use]
         last = shared[order[-1]] if order else None
@@ -95,9 +95,8 @@ def _of_sum(config: Config, flat: BucketLayout) -> tuple[int, int, int]:
     sum, and what is kept of it where the optimizer has several instances.
     """
     p, size, acc = config.parallel, gradient_bytes(config), accumulate_bytes(config)
-    share, stage, copies = (
-        flat.sharing.shard, flat.sharing.zero_stage, p.num_distributed_optimizer_instances
-    )  # fmt: skip
+    share, stage = flat.sharing.shard, flat.sharing.zero_stage
+    copies = p.num_distributed_optimizer_instances
     wire = 2 if p.grad_reduce_in_bf16 else size
     own = flat.length // share * acc
     kept = own // copies if copies > 1 else 0
@@ -180,7 +179,7 @@ def moments(
 ) -> list[dict[str, int]]:
     """Return what lives at moments of a step without a pipeline, of the kinds that change in it.
 
-    ranks: as layout.memory takes them.
+    ranks: as bucket_layout.memory takes them.
 
     The moments are the head's backward, when all activations and the logits are there, those of the
     last two layers, of the first one, and of the embedding: whole gradients, gathered weights, tied
@@ -254,8 +253,8 @@ def pipeline_moments(
     last gradients: their sums travel, masters and moments come, the output layer's deferred one is
     allocated. None where nothing of this takes memory.
 
-    ranks: as layout.memory takes them. A chunk's last gradients are made when other micro-batches
-    of the rank may still wait for theirs (ActivationPeak.ends).
+    ranks: as bucket_layout.memory takes them. A chunk's last gradients are made when other
+    micro-batches of the rank may still wait for theirs (ActivationPeak.ends).
     """
     flats = rank_memory.flats(config, provider, pp_rank)
     late = deferred(config, provider, pp_rank)

@@ -97,11 +97,11 @@ def memory(
     """Return the most bytes that an update has of matrices on a rank, beside its state.
 
     grid: the rank's; None: of the rank that has most. It is a walk through MatrixUpdater.step
-    (mpu/optim/exchange.py).
+    (mpu/optim/matrix_exchange.py).
     """
     acc, most = accumulate_dtype(config).itemsize, 0
     for rule, plan in plans(config, provider, pp_rank).items():
-        members = {turn.cut: len(plan.members[turn.cut]) for turn in plan.rounds}
+        members = {round_.cut: len(plan.members[round_.cut]) for round_ in plan.rounds}
         if not members:
             continue  # a stage without layers
         everyone = [dict.fromkeys(members, n) for n in range(max(members.values()))]
@@ -122,17 +122,18 @@ def _walk(rule: UpdateRule, plan: Plan, me: Mapping[str, int], item: int, acc: i
     until the next bucket has its own, and what travels back until all are done.
     """
     kept = most = before = held = 0  # bytes of what travels back; of the last bucket's updates
-    turns = plan.rounds
-    sends = [_leaving(rule, plan, turn, me[turn.cut], item, acc) for turn in turns]
-    for turn, (leaving, left, came), following in zip(
-        turns, sends, [*sends[1:], (0, 0, 0)], strict=True
+    rounds = plan.rounds
+    sends = [_leaving(rule, plan, round_, me[round_.cut], item, acc) for round_ in rounds]
+    for round_, (leaving, left, came), following in zip(
+        rounds, sends, [*sends[1:], (0, 0, 0)], strict=True
     ):
-        alone = len(plan.members[turn.cut]) == 1  # nothing travels: what arrives is what left
+        place = me[round_.cut]
+        alone = len(plan.members[round_.cut]) == 1  # nothing travels: what arrives is what left
         most = max(most, kept + before + leaving)
         now = kept + before + came
         most = max(most, now + (0 if alone else left) + following[0])
         now += following[1] + (0 if alone else following[2])
-        mine = [n for n in turn.matrices if plan.owners[n] == me[turn.cut]]
+        mine = [n for n in round_.matrices if plan.owners[n] == place]
         made = copies = 0
         for number in mine:
             m = plan.matrices[number]
@@ -140,36 +141,37 @@ def _walk(rule: UpdateRule, plan: Plan, me: Mapping[str, int], item: int, acc: i
             most = max(most, now + made + item * (4 * size + 2 * gram))
             made += item * size
             copies += item * sum(part.high - part.low for part in m.parts)
-        back = plan.back(turn, me[turn.cut])
+        back = plan.back(round_, place)
         out, come = item * sum(back.input), item * sum(back.output) * (not alone)
         most = max(most, now - before + made + out + max(copies, come))
-        kept, before, held = kept + out + come, made, max(held, _largest(plan, turn, me[turn.cut]))
+        kept, before, held = kept + out + come, made, max(held, _largest(plan, round_, place))
     return max(most, kept + before + held * (acc + acc * (item != acc)))
 
 
 def _leaving(
-    rule: UpdateRule, plan: Plan, turn: Round, me: int, item: int, acc: int
+    rule: UpdateRule, plan: Plan, round_: Round, me: int, item: int, acc: int
 ) -> tuple[int, int, int]:
     """Return the most bytes while a bucket's slices leave, those that leave, and those that come.
 
     A rule prepares slices in the masters' dtype, one by one, and keeps them until all have left.
     """
-    there, alone = plan.splits(turn, me), len(plan.members[turn.cut]) == 1
+    there, members = plan.splits(round_, me), plan.members[round_.cut]
     slices: dict[str, int] = {}
-    for number in turn.matrices:
+    for number in round_.matrices:
         matrix = plan.matrices[number]
-        low, high = plan.range_of(matrix, plan.members[turn.cut][me])
+        low, high = plan.range_of(matrix, members[me])
         slices[matrix.parameter] = slices.get(matrix.parameter, 0) + high - low
     last = [size for size in slices.values() if size][-1:] or [0]
     more = 1 + (isinstance(rule, Muon) and rule.nesterov)  # its gradient, and the new momentum
     left, came = item * sum(there.input), item * sum(there.output)
     ready = acc * (sum(slices.values()) + more * last[0])
-    return ready + left + (0 if alone else came), left, came
+    return ready + left + (came if len(members) > 1 else 0), left, came
 
 
-def _largest(plan: Plan, turn: Round, me: int) -> int:
+def _largest(plan: Plan, round_: Round, me: int) -> int:
     """Return the elements of the largest slice of a matrix of a bucket that a member holds."""
-    ranges = (plan.range_of(plan.matrices[n], plan.members[turn.cut][me]) for n in turn.matrices)
+    member = plan.members[round_.cut][me]
+    ranges = (plan.range_of(plan.matrices[n], member) for n in round_.matrices)
     return max((high - low for low, high in ranges), default=0)
 
 

@@ -242,10 +242,8 @@ def _peaks(
     stages = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
     split, last, deferred = schedule.split, schedule.stages - 1, schedule.deferred
     b = w = most_b = most_w = most = 0.0
-    overlapped, pairs = (
-        0.0,
-        schedule.overlapped_forwards(rank),
-    )  # of an F, whose layers come as those of the B go
+    overlapped = 0.0  # of an F, whose layers come as those of the B go
+    pairs = schedule.overlapped_forwards(rank)
     for n, (kind, chunk, i) in enumerate(schedule.ranks[rank] if trains else ()):
         stage = stages[chunk]
         if n in pairs:

@@ -93,7 +93,7 @@ def lines(
     """Return one line a kind: bytes measured and stated, and why they might differ.
 
     measured: Optimizer.memory(). peaks: transient(sink); of these, a kind that is neither measured
-    nor stated has no line. ranks: as layout.memory takes them.
+    nor stated has no line. ranks: as bucket_layout.memory takes them.
     """
     of_kinds = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank), ranks)
     stated = dict.fromkeys(peaks, 0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delayed scaling: a tensor's scale in float8 follows from its largest numbers in earlier steps.
 
-    in a step     each x, w and dy is scaled by the stored byte; the byte that it would need is
-    noted its end       the maximum of what was noted, over micro-batches and over tp x cp x dp
+    in a step     each x, w and dy is scaled by the stored byte; the byte it would need is noted
+    its end       the maximum of what was noted, over micro-batches and over tp x cp x dp
                   -> the newest entry of the history -> the stored byte of the next step
 
 So no operand waits for its own amax, and no message about scales travels but one at the end of a

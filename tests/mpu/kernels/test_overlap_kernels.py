@@ -153,6 +153,14 @@ def test_a_pusher_multiplies_when_it_has_pushed(interpreted):
         assert done == pushes + tiles
 
 
+def late_rank(space, exchange):
+    """Return the error that names the late rank, and clear it."""
+    with pytest.raises(TimeoutError) as late:
+        exchange.check()
+    space.error.zero_()
+    return str(late.value)
+
+
 def run_out(comm):
     """Rank 1 never pushes: rank 0's wait runs out, names it, and its tiles are NaN."""
     from mpu.kernels.all_gather_matmul import all_gather_matmul
@@ -165,10 +173,7 @@ def run_out(comm):
         space.part(1, (5, 8), x.dtype).zero_()
         y = all_gather_matmul(x, w, exchange)
         assert torch.equal(y[:5], x @ w.t()) and y[5:].isnan().all()
-        with pytest.raises(TimeoutError) as late:
-            exchange.check()
-        said = str(late.value)
-        space.error.zero_()
+        said = late_rank(space, exchange)
     space.shared = True
     space.end()
     return said
@@ -184,10 +189,7 @@ def run_out_in_a_sum(comm):
     exchange = space.exchange(chunk_rows=5, patience=20)
     if space.rank == 0:
         assert matmul_reduce_scatter(x, w, exchange).isnan().all()
-        with pytest.raises(TimeoutError) as late:
-            exchange.check()
-        said = str(late.value)
-        space.error.zero_()
+        said = late_rank(space, exchange)
     space.shared = True
     space.end()
     return said
