@@ -109,7 +109,7 @@ def multiply_rows(
     DOT_F32: tl.constexpr, PRECISION: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles of y, the own rows first, each when the chunks it needs have come."""
-    error = error.to(tl.pointer_type(tl.int32))
+    error = error.to(tl.int64).to(tl.pointer_type(tl.int32))
     weight = open_weight(w, n, k, stride_n, stride_k, BLOCK_N, BLOCK_K, ROWS, TMA)
     total = tile_count(WORLD, m, n, BLOCK_M, BLOCK_N)
     index = take(tickets, MULTIPLIED)

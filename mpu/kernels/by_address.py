@@ -238,6 +238,8 @@ def scaled_mm(
             yield scale, f"{name} takes scales of {which} in {expected}, not {scale.dtype}"
         if kind in (TENSOR, ROW, BLOCK_32) and not scale.is_contiguous():
             yield scale, f"{name} reads scales of {which} by address, which must be contiguous"
+        if kind == TENSOR and scale.storage_offset() * scale.element_size() % ALIGN:
+            yield scale, f"{name} takes the scale of {which} at a multiple of {ALIGN} bytes"
         if kind == ROW and scale.numel() != length:
             yield scale, f"{name} takes {length} scales of {which}, not {scale.numel()}"
         if kind == BLOCK_128 and length % 4:  # of 16 bytes of scales: vllm-project/vllm#49932

@@ -166,12 +166,10 @@ def write_scales(row, wide, i, column, byte, n, k, blocks):
 
 
 @triton.jit
-def finish(row, byte, real, k, blocks, length):
-    """Write what follows the scales: zeros, and a single scale once more, in fp32."""
+def finish(row, real, k, blocks, length):
+    """Write the zeros that follow the scales."""
     place = (blocks + tl.arange(0, 16))[None, :]
-    bits = tl.where(place == 6, (byte & 1) << 7, tl.where(place == 7, byte >> 1, 0))
-    tail = tl.where(blocks == 1, bits, 0)
-    tl.store(row + k + place, tail.to(tl.uint8), real & (k + place < length))
+    tl.store(row + k + place, 0, real & (k + place < length))
 
 
 @triton.jit
@@ -224,8 +222,7 @@ def encode_kernel(
     if tl.program_id(1) == 0:
         if not BLOCK:
             write_scales(row, wide, i, column, byte, n, k, blocks)
-        first = tl.max(tl.where(column == 0, byte, 0), 1)[:, None]
-        finish(row, first, i < n, k, blocks, length)
+        finish(row, i < n, k, blocks, length)
 
 
 @triton.jit
@@ -268,5 +265,4 @@ def rows_kernel(
     column = (tl.program_id(1) * groups + tl.arange(0, groups))[None, :]
     write_scales(row, wide, i, column, byte, n, k, blocks)
     if tl.program_id(1) == 0:
-        first = tl.max(tl.where(column == 0, byte, 0), 1)[:, None]
-        finish(row, first, i < n, k, blocks, length)
+        finish(row, i < n, k, blocks, length)

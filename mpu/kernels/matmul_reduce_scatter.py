@@ -99,7 +99,7 @@ def reduce_kernel(
 
     A program waits for a chunk once, for all ranks together.
     """
-    error = error.to(tl.pointer_type(tl.int32))
+    error = error.to(tl.int64).to(tl.pointer_type(tl.int32))
     now = tl.load(epoch)
     came, waited = True, 0
     for index in range(tl.program_id(0), tile_count(1, m, n, BLOCK_M, BLOCK_N), tl.num_programs(0)):

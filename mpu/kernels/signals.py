@@ -197,6 +197,7 @@ def raise_flags_kernel(raises, epoch, RAISE: tl.constexpr):
 def wait_flags_kernel(arrived, epoch, patience, error, WORLD: tl.constexpr, STEP: tl.constexpr):
     """Await all flags: what comes later on the stream may read. Then add STEP to the epoch."""
     now = tl.load(epoch)
+    error = error.to(tl.int64)  # an address that fits into 32 bits comes as an int32
     wait_all(arrived, 0, -1, now, patience, error.to(tl.pointer_type(tl.int32)), WORLD)
     if STEP:
         tl.store(epoch, now + STEP)

@@ -254,7 +254,7 @@ class Stopwatch:
         marks = []
         for _ in range(self.repeat):
             self.waste.zero_()
-            torch.cuda._sleep(400_000)  # cycles, about 0.2 ms
+            torch.cuda._sleep(4_000_000)  # cycles, about 2 ms: the host queues the run meanwhile
             marks.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             marks[-1][0].record()
             run()

@@ -177,15 +177,17 @@ def profile(row: Row, run: Any) -> None:
     row.say("launches", by_operation=dict(launches(seen.events(), row.cuda)))
 
 
+CUDA = torch.autograd.DeviceType.CUDA
+
+
 def by_kernel(events: Any, cuda: bool) -> tuple[Counter[str], Counter[str]]:
     """Return (launches, microseconds) by kernel; on a CPU by the operations that call no other."""
     count, spent = Counter[str](), Counter[str]()
     for event in events:
-        if cuda:
-            for kernel in event.kernels:
-                count[kernel.name] += 1
-                spent[kernel.name] += kernel.duration
-        elif event.name.startswith("aten::") and not event.cpu_children:
+        if cuda and event.device_type == CUDA and not event.is_user_annotation:
+            count[event.name] += 1
+            spent[event.name] += event.time_range.elapsed_us()
+        elif not cuda and event.name.startswith("aten::") and not event.cpu_children:
             count[event.name] += 1
             spent[event.name] += event.cpu_time_total
     return count, spent
@@ -200,9 +202,10 @@ def launches(events: Any, cuda: bool) -> Counter[str]:
     The profiler gives a kernel to the innermost range, which of a Triton launch is an autograd
     function. Triton may append to a kernel's name. On a CPU operations that call no other count.
     """
-    found = Counter[str]()
-    for event in events:
-        for kernel in event.kernels if cuda else ():
+    found, seen = Counter[str](), set[int]()
+    for event in events:  # torch 2.11 gives a call's kernels again to each event of the same number
+        again, _ = event.id in seen, seen.add(event.id)
+        for kernel in event.kernels if cuda and not again else ():
             ours = next((name for name in OURS if kernel.name.startswith(name)), None)
             found[f"triton::{ours}" if ours else event.name] += 1
         if not cuda and event.name.startswith("aten::") and not event.cpu_children:

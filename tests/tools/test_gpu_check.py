@@ -446,28 +446,36 @@ def test_an_interpreter_without_torch_hands_over_or_says_what_to_do(monkeypatch,
 
 
 def test_launches_are_counted_by_the_kernel_where_it_is_ours():
+    from torch.autograd import DeviceType
+
     from tests.gpu.steps import by_kernel, launches
 
-    def kernel(name, us=2.0):
-        return SimpleNamespace(name=name, duration=us)
+    numbers = iter(range(100))
 
     def event(name, kernels=(), children=()):
         return SimpleNamespace(
-            name=name, kernels=list(kernels), cpu_children=list(children), cpu_time_total=1.0
-        )
+            name=name, kernels=list(kernels), cpu_children=list(children), cpu_time_total=1.0,
+            id=next(numbers), device_type=DeviceType.CPU, is_user_annotation=False,
+        )  # fmt: skip
 
-    copy = event("aten::copy_", [kernel("void at::native::copy")])
-    norm = event("_RMSNorm", [kernel("norm_forward_kernel_0d1d")])
-    events = [
-        event("aten::to", [], [copy]),
-        copy,
-        event("aten::mm", [kernel("a"), kernel("b")]),
-        norm,
-    ]
-    found = launches(events, cuda=True)
+    def kernel(name, annotation=False):
+        took = SimpleNamespace(elapsed_us=lambda: 2.0)
+        return SimpleNamespace(
+            name=name, kernels=[], id=next(numbers), device_type=DeviceType.CUDA, time_range=took,
+            is_user_annotation=annotation,
+        )  # fmt: skip
+
+    copied, normed, a, b = map(
+        kernel, ("void at::native::copy", "norm_forward_kernel_0d1d", "a", "b")
+    )
+    copy, mm = event("aten::copy_", [copied]), event("aten::mm", [a, b])
+    again = SimpleNamespace(**vars(mm))  # of the same number: torch gives it the kernels, too
+    norm, step = event("_RMSNorm", [normed]), kernel("Optimizer.step", annotation=True)
+    calls = [event("aten::to", [], [copy]), copy, mm, norm]
+    found = launches([*calls, again, copied, normed, a, b, step], cuda=True)
     assert found == {"aten::copy_": 1, "aten::mm": 2, "triton::norm_forward_kernel": 1}
-    assert launches(events, cuda=False) == Counter({"aten::copy_": 1, "aten::mm": 1})
-    count, spent = by_kernel(events, cuda=True)
+    assert launches(calls, cuda=False) == Counter({"aten::copy_": 1, "aten::mm": 1})
+    count, spent = by_kernel([*calls, again, copied, normed, a, b, step], cuda=True)
     assert count["a"] == 1 and sum(spent.values()) == 8.0
 
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multiply rows of float8 on CUDA by torch's scaled_mm: each scaling in the layout it requires.
 
-    tensorwise   one fp32 scale                                       compute capability 8.9, 9 up
+    tensorwise   one fp32 scale, at an address divisible by 16        compute capability 8.9, 9 up
     rowwise      fp32 [n, 1]                                          the same
     blockwise    fp32 [n, k/128] column by column; of a weight        9.0 alone
                  [k/128 up to a multiple of 4, n/128] column by column
     mxfp8        bytes (e8m0) in tiles of 128 x 4, padded             10.0 up
 
-Codes are multiplied where they lie: rows of k codes a row of bytes apart. So is the one scale of
-tensorwise rows. Other scales are laid out anew, unless the kernel that made the rows did it.
+Codes are multiplied where they lie: rows of k codes a row of bytes apart. Scales are laid out anew,
+unless the kernel that made the rows did it. cublasLt refuses a tensorwise scale at another address
+(CUBLAS_STATUS_NOT_SUPPORTED; seen with cublasLt 13.1 on an H200).
 """
 
 from typing import NamedTuple
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpu.layers.float8.rows import BLOCKS, Format, codes, scale_in_row, scales
+from mpu.layers.float8.rows import BLOCKS, Format, codes, scales
 
 CAPABLE = {  # compute capabilities, and the devices that have them
     "tensorwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
@@ -95,12 +96,12 @@ def multiply(
 
 def _layout(rows: Tensor, scaling: str, weight: bool, of_a: bool) -> Tensor:
     """Return the scales of rows as scaled_mm takes them: of a, or of b."""
-    if scaling == "tensorwise":
-        return scale_in_row(rows)
     byte = scales(rows, BLOCKS[scaling])
     if scaling == "mxfp8":
         return swizzled(byte)
     noted = getattr(rows, "scales_in_fp32", None)  # by the kernel that made the rows
+    if scaling == "tensorwise":
+        return (wide(byte[:1]) if noted is None else noted[:1]).view(1)
     if scaling == "rowwise":
         by_row = wide(byte) if noted is None else noted
         return by_row if of_a else by_row.t()

@@ -100,7 +100,7 @@ class Float8(Recipe):
         if role == "wt":
             rows = self._transposed(x, cut)
         else:
-            rows = self._rows(x, role, cut, wide=role == "w" and self.scaling == "rowwise")
+            rows = self._rows(x, role, cut, wide=role == "w" and not self.block)
         if rows.is_cuda and role in ("w", "wt"):
             float8_cuda.prepare(rows, self.scaling)
         return rows
@@ -147,12 +147,12 @@ class Float8(Recipe):
             elif not made_before:
                 rows = self._rows(w, "w", cut_of_w)
             agree = self._agreed(self.shared("wt", cut))
-            return remade(rows, self.block, E4M3, same, agree, wide=self.scaling == "rowwise")
+            return remade(rows, self.block, E4M3, same, agree, wide=not self.block)
         if self.scaling == "blockwise":
             return made(w.t(), self.block, E4M3, square=True)
         if scales is None:
             scales = self._scales(w, E4M3, self.shared("w", cut_of_w), "w")
-        return encode(w.t(), scales.expand(w.shape[1], -1), E4M3)
+        return encode(w.t(), scales.expand(w.shape[1], -1), E4M3, wide=True)
 
     def agree(self, scales: Tensor, axes: Sequence[Axis]) -> None:
         """Make bytes of scales those of all ranks of the axes."""
@@ -208,7 +208,7 @@ class Float8(Recipe):
             super().accumulate(main_grad, fresh, x, dy)
             return
         form, same = self.dy, self.scaling == "tensorwise"
-        wide = self.scaling in ("rowwise", "blockwise")
+        wide = self.scaling != "mxfp8"
         cp = self.ctx.grid.cp  # its ranks divide the tokens, and a row of dy^T or x^T is of tokens
         divided = self.scaling == "rowwise" and cp.size > 1
         agree = self._agreed((cp,) if divided else ())

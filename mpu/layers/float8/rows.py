@@ -5,8 +5,7 @@
 
 So a row travels, is cut, saved and gathered with all that its numbers are made of. A scale is a
 power of two, 2^(byte - 127), as in e8m0; a number is its code times the scale, exactly. Byte 255
-says that the block holds an infinity or a NaN: nothing of it decodes to a finite number. A row's
-only scale is there in fp32, too, 4 bytes behind its byte: a matmul reads it where it lies.
+says that the block holds an infinity or a NaN: nothing of it decodes to a finite number.
 
 On CUDA the kernels of mpu/kernels/float8.py make rows, where Triton launches any.
 """
@@ -23,7 +22,6 @@ ALIGN = 16  # bytes: what matmuls of float8 ask of rows
 BLOCKS = {"tensorwise": 0, "rowwise": 0, "blockwise": 128, "mxfp8": 32}  # k of one scale; 0: all
 RECIPES = {**{scaling: scaling for scaling in BLOCKS}, "delayed": "tensorwise"}  # their scaling
 NOT_FINITE = 255
-WIDE = 4  # bytes between a row's only scale and the same in fp32
 
 
 class Format(NamedTuple):
@@ -122,15 +120,7 @@ def finish(rows: Tensor, k: int, scales: Tensor) -> Tensor:
     blocks = scales.shape[1]
     rows[:, k : k + blocks] = scales
     rows[:, k + blocks :] = 0
-    if blocks == 1:
-        rows[:, k + WIDE : k + WIDE + 4] = scale_of(scales[:, 0])[:, None].view(torch.uint8)
     return rows
-
-
-def scale_in_row(rows: Tensor) -> Tensor:
-    """Return the first row's only scale, fp32 [1], where it lies."""
-    at = rows.shape[1] - ALIGN + WIDE
-    return rows[0, at : at + 4].view(torch.float32)
 
 
 def made(x: Tensor, block: int, form: Format, square: bool = False, wide: bool = False) -> Tensor:
