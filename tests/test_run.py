@@ -12,6 +12,7 @@ import pretrain_llama
 from mpu import native
 from mpu.grid import Grid
 from training.checkpoint import find_latest
+from training.faults.monitor import FailureMonitor
 from training.run import stop
 
 FLAGS = """
@@ -73,8 +74,19 @@ def test_exit_duration(tmp_path, monkeypatch):
     assert 2 <= len(rows) < 10
 
 
-def test_evaluation(tmp_path):
-    rows = run(tmp_path, "--train-iters 5 --eval-interval 2 --eval-iters 3")
+def test_evaluation_and_the_phases_of_a_run(tmp_path, monkeypatch):
+    entered, enter = [], FailureMonitor.enter
+    noted = lambda monitor, *words: (entered.append(words), enter(monitor, *words))  # noqa: E731
+    monkeypatch.setattr(FailureMonitor, "enter", noted)
+    more = "--train-iters 5 --eval-interval 2 --eval-iters 3 --save {tmp}/saved --save-interval 2"
+    rows = run(tmp_path, more)
+    of_the_second = [words for words in entered if words[1].endswith("iteration 2")]
+    assert of_the_second == [
+        ("data", "reading the data of iteration 2"),
+        ("step", "iteration 2"),
+        ("evaluation", "the data of the evaluation after iteration 2"),
+        ("save", "saving iteration 2"),
+    ]
     found = [row["iteration"] for row in rows if "validation_loss" in row]
     assert found == [2, 4, 5]
     assert [row["iteration"] for row in rows if "test_loss" in row] == [5]

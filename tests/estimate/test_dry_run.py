@@ -45,6 +45,8 @@ def test_the_groups_follow_the_order_of_the_ranks():
         read(f"{PIPELINE} 32 --rank-order tp-dp-pp", 8)
     alone = read("--rank-order dp-tp-cp-pp", 4)
     assert "--rank-order has nothing to act on: ranks lie along one axis" in alone.notes
+    two = read(f"{PIPELINE} 32".replace("size 4", "size 2"), 4)
+    assert "pipeline group of rank 0: 0, 2\n" in report(two) and "pipeline g" not in report(alone)
     both = read("--context-parallel-size 2 --rank-order dp-cp-tp-pp", 4)
     assert any(
         "the bits are not those of an order with cp before dp" in note for note in both.notes

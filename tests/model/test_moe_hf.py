@@ -109,6 +109,14 @@ def test_what_is_not_computed_is_refused_by_name(hf, field, value):
         moe.from_hf_config(hf | {field: value})
 
 
+@pytest.mark.parametrize("best", [0, 3, 5])
+def test_groups_of_experts_that_no_router_can_choose_are_refused(best):
+    sizes = dict(num_experts=64, moe_router_num_groups=4, moe_router_topk=8)
+    config = replace(moe.from_hf_config(DOTS1), **sizes, moe_router_group_topk=2)
+    with pytest.raises(ValueError, match=f"moe_router_group_topk is {best}: it must be a whole nu"):
+        replace(config, moe_router_group_topk=best)
+
+
 def hugging_face(folder: Path, kind: str) -> Any:
     """Save a random model of transformers, whose norms are not 1; return it."""
     import transformers

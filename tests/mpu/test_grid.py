@@ -32,6 +32,7 @@ def test_the_ends_of_a_pipeline_are_its_first_and_last_rank():
     grids = [Grid(8, 2, 1, 4, Launch(r, 8)) for r in range(8)]
     assert [g.embd.ranks for g in grids] == [(0, 6), (1, 7), (2,), (3,), (4,), (5,), (0, 6), (1, 7)]
     assert [g.embd.rank for g in grids] == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert {g.embd.name for g in grids} == {"embd"}
 
 
 def test_ranks_in_a_row_share_a_key_value_head():

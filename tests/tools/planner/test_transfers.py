@@ -5,9 +5,13 @@ The list is the measured one of estimate/traffic.py: where a layer sends more th
 count, this test fails, or the planner's seconds grow.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from mpu.grid import Grid
+from mpu.launch import Launch
 from tools.planner import search, transfers
 from tools.planner.cluster import read_cluster
 from tools.planner.layout import Layout
@@ -46,3 +50,19 @@ def test_ranks_that_share_a_head_are_timed():
     wanted = sum(cost.collective(links(c, runs), verb, sent, 2.0, pair) for verb, sent in both)
     assert found.layer.tp == pytest.approx(np.broadcast_to(wanted, 1))
     assert not any(found.head) and not any(found.first)
+
+
+def test_the_groups_of_an_axis_are_the_grids():
+    model = read_model("MIXTRAL-8X7B", 4096)
+    layout = Layout(tp=4, cp=2, ep=2, pp=1, virtual=1, dp=4, micro_batch=1, micro_batches=1, zero=1,
+                    recompute="none")  # fmt: skip
+    runs = search.runs_of(model, read_cluster("h100_8_nodes"), [layout])
+    grid = Grid(32, 4, 2, launch=Launch(0, 32), ep_size=2)
+    for name in ("tp", "cp", "dp", "dp_cp", "ep", "edp", "world"):
+        first, second, *_ = ranks = getattr(grid, name).ranks
+        size, inner = transfers._ranks(runs, name)
+        assert (size.item(), inner.item()) == (len(ranks), second - first), name
+    runs = search.runs_of(read_model("8B", 4096), read_cluster("h100_8_nodes"),
+                          [replace(layout, tp=16, ep=0)])  # fmt: skip
+    shared = Grid(128, 16, 2, launch=Launch(0, 128), query_groups=8).tp_kv.ranks
+    assert [each.item() for each in transfers._ranks(runs, "tp_kv")] == [len(shared), 1]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """--data-local-copy copies once a host, whole or not at all; --data-args-path is a shard list."""
 
+import fcntl
 import itertools
 import os
 import threading
@@ -31,6 +32,8 @@ def test_a_copy_is_the_same_corpus_and_is_made_once(prefix, tmp_path, monkeypatc
     copy = local_copy(prefix, near)
     assert copy.startswith(near) and os.path.basename(copy) == "corpus"
     assert IndexedTokens(copy).digest == IndexedTokens(prefix).digest
+    with open(os.path.join(os.path.dirname(copy), "lock")) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it any more
     monkeypatch.setattr(module, "_copy", lambda *given: pytest.fail("copied again"))
     assert local_copy(prefix, near) == copy
 
