@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
-from estimate.pipeline_stages import rank_stages
 from estimate.rank_memory import accumulate_bytes, gradient_bytes, level, moved_state
 from mpu.zero.bucket_layout import BucketLayout, block_of
 from training.config import Config
@@ -299,14 +298,10 @@ def deferred(config: Config, provider: ModelProvider, pp_rank: int) -> int:
     backward is over: of the output layer, where every micro-batch defers its weight gradient.
     """
     count = max(micro_batch_counts(config))
-    defers = level(config) >= 2 and config.parallel.defer_embedding_wgrad_compute
-    if not (defers and rank_stages(config, provider, pp_rank)[-1].loss):
+    if level(config) < 2 or schedule_of(config, count).deferred < count:
         return 0
-    if schedule_of(config, count).deferred < count:
-        return 0
-    last = activations.profile(config, provider, pp_rank).gradients[-1:]
     flats = rank_memory.flats(config, provider, pp_rank)
-    return sum(_buffer_numel(f) for f in flats if last == tuple(n for n, _, _ in f.params))
+    return sum(_buffer_numel(flat) for flat in flats if flat.late)
 
 
 def _fetched(

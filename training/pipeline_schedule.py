@@ -86,7 +86,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
             f"--pipeline-schedule {p.schedule} at --global-batch-size {micro_batches * one * dp} = "
             f"{micro_batches} micro-batches of {one} x {dp} data-parallel ranks: {error}"
         ) from None
-    if p.defer_embedding_wgrad_compute and not schedule.split:  # a split one defers all W's
+    if p.defers_output_layer:
         limit = p.wgrad_deferral_limit or micro_batches
         schedule = replace(schedule, deferred=min(limit, micro_batches))
     return schedule

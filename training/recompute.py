@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make what decides, for a run, which activations are kept, recomputed or put in host memory."""
+"""Give a new model what the flags ask of its layers, and decide which activations are kept,
+recomputed or put in host memory.
+"""
 
 import torch
 from torch import nn
@@ -37,6 +39,10 @@ def as_configured(config: Config, model: nn.Module, ctx: LayerContext) -> None:
     """Let a new model do what the flags ask of its layers. Raises ValueError where it cannot."""
     check_modules(config, model)
     in_float8(config, model, ctx)
+    if config.parallel.defers_output_layer:
+        for layer in model.modules():
+            if getattr(layer, "output_layer", False):
+                layer.weight.late = True  # type: ignore[union-attr]
 
 
 def check_modules(config: Config, model: nn.Module) -> None:

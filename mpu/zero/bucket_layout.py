@@ -10,6 +10,7 @@ that a share is whole blocks. A bucket has
 
     stages 0 to 2   parameters of one pipeline chunk, until there are `size` elements
     stage 3         parameters of one transformer block, or neighbours outside of any block
+    late            parameters whose gradients come when backward is over (a deferred output layer)
     last            parameters whose gradient is summed over another axis too (tied embeddings over
                     the ends of a pipeline, norms under sequence parallelism), one bucket an axis
 """
@@ -78,7 +79,7 @@ class ParamEntry(NamedTuple):
     share it are. rows, scales: bytes of what it becomes, where it travels in float8
     (mpu/zero/float8_gather.py). agreed: the ranks of `cut` agree on these scales too. matrix: it
     has two dimensions. cut: the axis that cuts it. group: the group that the model puts it in, for
-    the optimizer.
+    the optimizer. late: its last gradient comes after those of all other parameters of the rank.
     """
 
     name: str
@@ -91,6 +92,7 @@ class ParamEntry(NamedTuple):
     cut: str = "tp"
     group: str = ""
     agreed: bool = False
+    late: bool = False
 
 
 def entries_of(
@@ -119,6 +121,7 @@ def entries_of(
                 cut=place.axis.name,
                 group=group_of(param),
                 agreed=bool(how and how.shared),
+                late=getattr(param, "late", False) and not axes,
             )
         )
     return found
@@ -129,7 +132,7 @@ class BucketLayout(NamedTuple):
 
     axes: over which its gradients are summed before the ranks of `sharing`. rows, scales: sums of
     its parameters'; 0 unless it travels in float8. unsharded: its weights stay unsharded at stage
-    3. groups: those of its parameters.
+    3. groups: those of its parameters. late: as ParamEntry has it, of all of them.
     """
 
     params: tuple[tuple[str, int, int], ...]
@@ -140,6 +143,7 @@ class BucketLayout(NamedTuple):
     unsharded: bool = False
     sharing: Sharing = Sharing()
     groups: tuple[str, ...] = ()
+    late: bool = False
 
     @property
     def own(self) -> int:
@@ -206,7 +210,7 @@ def make_buckets(
     summed_twice: dict[tuple[tuple[str, ...], str], list[ParamEntry]] = {}
     latest: dict[tuple[str, str], list[ParamEntry]] = {}  # the group that a kind adds to
     unsharded = unsharded_vectors([entry for entry in entries if stage[entry.cut] == 3])
-    ordered = sorted(reversed(entries), key=lambda e: -e.chunk)
+    ordered = sorted(reversed(entries), key=lambda e: (e.late, -e.chunk))
     for entry in ordered:
         if entry.axes:
             summed_twice.setdefault((entry.axes, entry.cut), []).append(entry)
@@ -221,7 +225,7 @@ def make_buckets(
         )
         kind = how, entry.cut
         group = latest.get(kind, [])
-        other = group and group[-1].chunk != entry.chunk
+        other = group and (group[-1].chunk, group[-1].late) != (entry.chunk, entry.late)
         if by_block and how != "unsharded":
             other = other or (group and block_of(group[-1].name) != block_of(entry.name))
         if not group or other or (not by_block and sum(e.numel for e in group) >= size):
@@ -278,6 +282,7 @@ def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, unsharded: bool) -
         unsharded=unsharded,
         sharing=sharing,
         groups=tuple(entry.group for entry in group),
+        late=group[0].late,
     )
 
 

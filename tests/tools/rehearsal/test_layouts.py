@@ -82,6 +82,12 @@ LAYOUTS += [  # float8 by recipe, and CUDA graphs
     (2, GRAPH + ZERO[1] + GRADS),
     (1, GRAPH + "--fused-linear-cross-entropy"),
 ]
+DEFERRED = "--defer-embedding-wgrad-compute --ddp-bucket-size 20000 " + GRADS + GATHERS
+LAYOUTS += [
+    (4, PP + "2 " + ZERO[1] + DEFERRED),
+    (4, PP + "2 " + ZERO[2] + DEFERRED + VP),
+    (4, PP + "2 " + ZERO[3] + DEFERRED + "--wgrad-deferral-limit 2"),
+]
 QUICK = (29,)
 
 
