@@ -19,6 +19,8 @@ FULL = "--recompute-granularity full"
 EXPERTS = "--num-experts 8 --expert-tensor-parallel-size 1 --moe-router-topk"
 TO, EP = "--moe-token-dispatcher-type", "--expert-model-parallel-size"
 MUON = "--optimizer muon"
+BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
+MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8 --rehearse-device b200"
 CHOICES = [  # each flag's values; an empty one leaves it out
     ["", "", f"{TP} 2", f"{TP} 2 --sequence-parallel", f"{TP} 4 --sequence-parallel"],
     ["", "", "", f"{CP} 2", f"{CP} 2", f"{CP} 4"],
@@ -57,9 +59,9 @@ CHOICES = [  # each flag's values; an empty one leaves it out
     ["", "", "--moe-layer-freq 2", "--moe-router-load-balancing-type seq_aux_loss "
      "--moe-aux-loss-coeff 0.01"],
     ["", "", "--overlap-moe-expert-parallel-comm"],
-    ["", "", "", "--fp8-format hybrid --fp8-recipe tensorwise",
+    ["", "", MXFP8, "--fp8-format hybrid --fp8-recipe tensorwise",
      "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16",
-     "--fp8-format e4m3 --fp8-recipe rowwise", "--fp8-format e4m3 --fp8-recipe blockwise"],
+     "--fp8-format e4m3 --fp8-recipe rowwise", BLOCKWISE],
     ["", "", "--fp8-wgrad-bf16", "--fp8-param-gather", "--first-last-layers-bf16"],
     ["", "", "--clip-grad 0", "--clip-grad 0.3"],
     ["", "", "--decoupled-lr 1e-4"],
@@ -91,6 +93,9 @@ EXCLUDE = {  # flags that begin so go where one of these is drawn
     PP: ("--cuda-graph",),
     "--num-experts": ("--fp8", "--first-last", "--cuda-graph", "--cpu-offload"),
     FULL: ("--cpu-offload",),
+    "--fp8-format": ("--rehearse-device a100",),
+    BLOCKWISE: ("--rehearse-device",),
+    MXFP8: ("--rehearse-device",),
 }
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --hidden-size 256
@@ -133,9 +138,9 @@ def draw(seed: int, count: int, without: tuple[str, ...] = ()) -> list[Drawn]:
 def accepted(seed: int, model: Sequence[str], without: tuple[str, ...] = ()) -> Drawn:
     """Return the first layout of a seed that no rule refuses."""
     for each in draw(seed, 200, without):
-        words = [word for word in each.flags.split() if not word.startswith("--rehearse")]
+        words = [*model, *each.flags.split(), "--rehearse"]
         try:
-            matrices.check(parse([*model, *words], each.world), pretrain_llama.model_provider)
+            matrices.check(parse(words, each.world), pretrain_llama.model_provider)
         except UsageError:
             continue
         return each

@@ -2,8 +2,9 @@
 """On layouts drawn at random the dry run's memory, traffic and FLOPs are the rehearsal's.
 
 The model is large enough that memory is not that of cuBLAS's workspaces. Documents are not drawn,
-as their lengths are not known before a run. With -s each layout prints a row: bytes equal, the
-ratios of FLOPs and of memory to the rehearsal's, ranks, the rank, flags.
+as their lengths are not known before a run, nor an A100, whose workspaces are smaller. With -s each
+layout prints a row: bytes equal, the ratios of FLOPs and of memory to the rehearsal's, ranks, the
+rank, flags.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ from training.flags.parse import parse
 from training.pipeline_schedule import recomputed_layers, schedule_of
 
 SEEDS, WITHIN = range(200, 250), 0.02
-WITHOUT = ("--reset", "--eod", "--cuda-graph")
+WITHOUT = ("--reset", "--eod", "--cuda-graph", "--rehearse-device a100")
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 32768 --hidden-size 1024
     --num-attention-heads 8 --group-query-attention --ffn-hidden-size 3072 --seq-length 1024

@@ -3,6 +3,8 @@
 
 import pytest
 
+from tests.sampling import sampled
+
 pytest.importorskip("triton", reason="this platform has no triton")
 
 SIZES = (
@@ -16,21 +18,23 @@ def parts(report, key="count"):
     return {row["part"]: row[key] for row in report["launches"]}
 
 
-@pytest.mark.parametrize(
-    "recipe, world, flags",
-    [
-        pytest.param("tensorwise", 2, SPLIT, marks=pytest.mark.prove),
-        pytest.param(
-            "delayed --rehearse-steps 3", 2, f"{SPLIT} --zero-stage 1", marks=pytest.mark.prove
-        ),
-        ("rowwise", 1, ""),
-        pytest.param(
-            "rowwise --fp8-wgrad-bf16", 2, f"{SPLIT} --zero-stage 1", marks=pytest.mark.prove
-        ),
-        pytest.param("blockwise", 2, SPLIT, marks=pytest.mark.prove),
-        pytest.param("mxfp8", 2, f"{SPLIT} --rehearse-device b200", marks=pytest.mark.prove),
-    ],
-)
+ZERO = "--zero-stage {} --overlap-grad-reduce --overlap-param-gather"
+CASES = [
+    ("tensorwise", 2, SPLIT),
+    ("rowwise", 1, ""),
+    ("delayed --rehearse-steps 3", 2, f"{SPLIT} --zero-stage 1"),
+    ("rowwise --fp8-wgrad-bf16", 2, f"{SPLIT} --zero-stage 1"),
+    ("blockwise", 2, SPLIT),
+    ("mxfp8", 2, f"{SPLIT} --rehearse-device b200"),
+    ("rowwise --fp8-param-gather", 4, f"{SPLIT} {ZERO.format(3)}"),
+    ("tensorwise", 2, f"{SPLIT} --tp-comm-overlap ring --recompute-granularity full"),
+    ("blockwise", 4, f"{SPLIT} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
+    ("rowwise", 8, f"{SPLIT} --context-parallel-size 2 --cp-comm-type a2a {ZERO.format(1)}"),
+    ("mxfp8 --first-last-layers-bf16", 4, f"{SPLIT} {ZERO.format(2)} --rehearse-device b200"),
+]
+
+
+@pytest.mark.parametrize("recipe, world, flags", sampled(CASES, len(CASES)))
 def test_nothing_is_found_and_the_flops_are_those_of_bf16(rehearse, recipe, world, flags):
     found = rehearse(f"{flags} {SIZES} {recipe}", world)
     assert found.code == 0, found.text
