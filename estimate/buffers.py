@@ -61,8 +61,8 @@ def after_backward(
     size, p = gradient_bytes(config), config.parallel
     if p.device == "cpu" or not any(any(_of_sum(config, flat)) for flat in flats):
         return []
-    early = p.overlap_grad_reduce and not p.zero_reduce_each_microbatch
-    if p.zero_reduce_each_microbatch:
+    early = p.overlap_grad_reduce and not _each(config)
+    if _each(config):
         flats = [flat for flat in flats if flat.axes or not _buffer_numel(flat)]
     late = [flat for flat in flats[:-1] if flat.axes] + [*flats[-1:]] if early else flats
     tied = {*both_ends(config, provider, pp_rank)} if lookups else set()
@@ -75,7 +75,7 @@ def after_backward(
             most = max(kept + before + came, kept + piece + came + made)
             waits[waiting] = max(waits[waiting], most)
         kept, before, piece = kept + piece, came + made, part
-    waits[False] = max(waits[False], kept + piece + before)
+    waits[False] = max(waits[False], before + piece)  # the others are over by then
     whole, used = sum(map(_buffer_numel, late)) * size, 0
     if level(config) >= 3 and p.pipeline_model_parallel_size == 1:
         order = uses(config, provider, flats)
@@ -104,25 +104,32 @@ def _of_sum(config: Config, flat: BucketLayout) -> tuple[int, int, int]:
     return flat.length * wire * (1 + (wire < size)), own, kept
 
 
+def _each(config: Config) -> bool:
+    """Return whether gradients are summed after each micro-batch, where ranks share any."""
+    return config.parallel.zero_reduce_each_microbatch and level(config) >= 2
+
+
 def _travels(config: Config, flats: Sequence[BucketLayout]) -> bool:
     """Return whether sums of gradients take memory of their own while backward goes on."""
     p = config.parallel
-    early = (p.overlap_grad_reduce or p.zero_reduce_each_microbatch) and p.device != "cpu"
+    early = (p.overlap_grad_reduce or _each(config)) and p.device != "cpu"
     return early and any(any(_of_sum(config, flat)) for flat in flats)
 
 
 class _Now(NamedTuple):
-    """What is there of buckets: elements of whole gradients, bytes of their sums, and bytes of
-    weights that are gathered no more.
+    """What is there of buckets: elements of whole gradients, bytes of their sums, the most bytes of
+    these while buckets leave, and bytes of weights that are gathered no more.
     """
 
     whole: int
     sums: int = 0
+    leave: int = 0
     freed: int = 0
 
 
 def _leaving(config: Config, flats: Sequence[BucketLayout], names: Sequence[str]) -> list[_Now]:
-    """Return what is there while each gradient of the last micro-batch is made, and after it.
+    """Return what is there while each gradient of the last micro-batch is made, as buckets leave
+    when it is ready, and after the last one.
 
     With --overlap-grad-reduce a bucket leaves when its last gradient is there and the bucket before
     it has left; that one's sum is made then. Else, with --zero-reduce-each-microbatch, it is made
@@ -132,13 +139,16 @@ def _leaving(config: Config, flats: Sequence[BucketLayout], names: Sequence[str]
     whole, at = sum(map(_buffer_numel, flats)), {name: k for k, name in enumerate(names)}
     if not _travels(config, flats):
         return [_Now(whole)] * (len(names) + 1)
-    never, each = len(names), p.zero_reduce_each_microbatch
+    never, each = len(names), _each(config)
     waiting = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
     ready = [max(at.get(name, never) for name, _, _ in flat.params) for flat in waiting]
     found, now, kept, freed = list[_Now](), 0, 0, 0
     before, following = (0, 0, 0, 0), 0  # of the bucket that left last: whole, came, made, kept
+    if each and p.overlap_grad_reduce and max(micro_batch_counts(config)) > 1 and waiting:
+        now, made, _ = _of_sum(config, waiting[-1])  # that of the micro-batch before
+        before = (_buffer_numel(waiting[-1]), now, made, 0)
     for k in range(len(names)):
-        most, had = now, _Now(whole, 0, freed)
+        most, had = now, _Now(whole, now, 0, freed)
         while following < len(waiting) and ready[following] <= k:
             flat = waiting[following]
             came, made, piece = _of_sum(config, flat)
@@ -149,8 +159,8 @@ def _leaving(config: Config, flats: Sequence[BucketLayout], names: Sequence[str]
             if not p.overlap_grad_reduce:
                 most, now, before = max(most, came + made), 0, (0, 0, 0, 0)
             following += 1
-        found.append(had._replace(sums=most))
-    return [*found, _Now(whole, now, freed)]
+        found.append(had._replace(leave=most))
+    return [*found, _Now(whole, now, now, freed)]
 
 
 def matmul_workspaces(config: Config) -> int:
@@ -190,9 +200,9 @@ def moments(
     size, named = gradient_bytes(config), rank_memory.parameters(config, provider)
     lookups = sum(named[name].entry.numel for name in both_ends(config, provider)) * size
     # look-ups of one micro-batch live on in the next one's backward, unless sums go after each
-    late = config.parallel.zero_reduce_each_microbatch or max(micro_batch_counts(config)) == 1
+    late = _each(config) or max(micro_batch_counts(config)) == 1
     sums, moves = level(config) >= 2, config.parallel.optimizer_state_offload
-    travels, each = _travels(config, flats), config.parallel.zero_reduce_each_microbatch
+    travels, each = _travels(config, flats), _each(config)
     if not (sums or moves or travels) and not (lookups and late):
         return [{}]
     sharded = {
@@ -200,17 +210,17 @@ def moments(
         for n, flat in enumerate(flats) if flat.by_use for name, _, _ in flat.params
     }  # fmt: skip
     walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
-    begin = next((at for at, (name, _, _) in enumerate(walk) if block_of(name)), len(walk))
+    begin = next((at for at, step in enumerate(walk) if block_of(step.name)), len(walk))
     living = activations.profile(config, provider).live_bytes
-    names = [name for name, _, _ in walk[-len(living) :]]
+    names = [step.name for step in walk[-len(living) :]]
     come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names)
-    in_use = [name for name, _, _ in walk]  # an embedding's backward takes no weight
+    in_use = [step.name for step in walk]  # an embedding's backward takes no weight
     while in_use and not block_of(in_use[-1]):
         in_use.pop()
     while in_use and in_use[-1] not in sharded:
         in_use.pop()
-    for at, (name, whole, made) in enumerate(walk):
-        block = block_of(name)
+    for at, step in enumerate(walk):
+        block = block_of(step.name)
         if block:
             number = int(block.rpartition(".")[2])
             where = {layers - 1: "last", layers - 2: "second", 0: "first"}.get(number, "")
@@ -221,23 +231,25 @@ def moments(
         if not where or not (sums or moves or travels or where == "embedding"):
             continue
         now = {
-            "whole gradients": whole * size + made * accumulate_bytes(config),
             "gathered weights": _together(config, sharded, in_use[at:] or in_use[-1:]),
             "tied look-ups": lookups * (where == "embedding" or not late),
         }
-        now |= _parts(living[at % len(living)], peak, (number + 1) / layers, where == "head")
-        moments, k = [now], at - len(walk) + len(living)
-        if k >= 0 and moves:  # the last micro-batch's backward brings it
-            moments = [now | {"fetched state": come[k]}]
-        if travels and each:
-            sent = {"sums of gradients": leaving[at % len(living)].sums}
-            moments = [one | sent for one in moments]
-        elif travels and k >= 0:
-            sent = {"sums of gradients": leaving[k].sums}
-            moments.append(moments[-1] | sent | {"whole gradients": leaving[k].whole * size})
-        for one in moments:
-            if sum(one.values()) >= sum(found.get(where, {}).values()):
-                found[where] = one
+        k, live = at - len(walk) + len(living), living[at % len(living)]
+        for leaves, lives, made in ((False, live.most, step.made), (True, live.ready, step.leave)):
+            whole = step.whole * size + made * accumulate_bytes(config)
+            one = now | _parts(lives, peak, (number + 1) / layers, where == "head")
+            one |= {"whole gradients": whole}
+            if k >= 0 and moves:  # the last micro-batch's backward brings it
+                one |= {"fetched state": come[k + leaves]}
+            moments = [one]
+            if travels and (each or k >= 0):
+                there = leaving[at % len(living)]
+                sent = {"sums of gradients": there.leave if leaves else there.sums}
+                whole = whole if each else there.whole * size
+                moments = [one] * (not each) + [one | sent | {"whole gradients": whole}]
+            for one in moments:
+                if sum(one.values()) >= sum(found.get(where, {}).values()):
+                    found[where] = one
     return [*([] if sums else [{"tied look-ups": 0}]), *found.values()]
 
 
@@ -267,23 +279,20 @@ def pipeline_moments(
     size, gathered = gradient_bytes(config), _gathered(config, provider, flats)
     moments: list[tuple[int, int, int, int, int]] = []
 
-    def note(lives: int, up: int, now: _Now, unopened: int = 0) -> None:
+    def note(lives: int, up: int, now: _Now, sums: int, unopened: int = 0) -> None:
         rest = max(0, gathered - now.freed)
-        moments.append((lives, up, (now.whole - unopened) * size, now.sums, rest))
+        moments.append((lives, up, (now.whole - unopened) * size, sums, rest))
 
     for chunk, beside, after in peak.ends:
         wait = sum(stage.for_b + stage.logits for stage in found.stages[:chunk])
         own = [k for k, name in enumerate(names) if named[name].entry.chunk == chunk]
-        before = 0
         for k in own:
-            lives = beside + found.live_bytes[k] - wait
-            note(lives, come[k], leaving[k], late)
-            if k > own[0] and come[k] > come[k - 1]:  # it comes before the bucket leaves
-                note(min(lives, before), come[k], leaving[k - 1], late)
-            before = lives
+            most, ready = (beside + lives - wait for lives in found.live_bytes[k])
+            note(most, come[k], leaving[k], leaving[k].sums, late)
+            note(ready, come[k + 1], leaving[k], leaving[k].leave, late)
         if own:  # of what is deferred the output layer's gradient is the last one
             end = own[-1] + (not config.parallel.defer_embedding_wgrad_compute)
-            note(after, come[end], leaving[end])
+            note(after, come[end], leaving[end], leaving[end].leave)
     if not moments:
         return []
     lives, up, whole, sums, rest = max(moments, key=sum)
@@ -348,27 +357,36 @@ def _unsharded_gradients(
     """Return the elements of unsharded gradients at the peak of a step."""
     if level(config) < 2:
         return 0
-    return max(numel for _, numel, _ in _walk(config, provider, flats, pp_rank))
+    return max(step.whole for step in _walk(config, provider, flats, pp_rank))
+
+
+class _Step(NamedTuple):
+    """A parameter's gradient: the elements of unsharded gradients that live until it is ready, and
+    of the sums that are made beside those of an earlier micro-batch, to which they are added
+    (mpu/zero/reduce.py, sum_over_data): until it is ready, and as buckets leave then.
+    """
+
+    name: str
+    whole: int
+    made: int = 0
+    leave: int = 0
 
 
 def _walk(
     config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
-) -> list[tuple[str, int, int]]:
-    """Return the parameters in the order of their gradients, each with the elements of the
-    unsharded gradients that live then, and of the sums that are made beside those of an earlier
-    micro-batch, to which they are added (mpu/zero/reduce.py, sum_over_data).
-    """
+) -> list[_Step]:
+    """Return the parameters in the order of their gradients, and what lives of these then."""
     p, count = config.parallel, max(micro_batch_counts(config))
     total = sum(map(_buffer_numel, flats))
     done = activations.profile(config, provider, pp_rank).gradients
-    early = p.overlap_grad_reduce or p.zero_reduce_each_microbatch
-    if not early or (count > 1 and not p.zero_reduce_each_microbatch):
-        return [(name, total, 0) for name in done] or [("", total, 0)]
-    each = p.zero_reduce_each_microbatch
+    early = p.overlap_grad_reduce or _each(config)
+    if not early or (count > 1 and not _each(config)):
+        return [_Step(name, total) for name in done] or [_Step("", total)]
+    each = _each(config)
     short = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
     bucket_of = {name: i for i, flat in enumerate(short) for name, _, _ in flat.params}
     # the last bucket of a micro-batch is still being sent while the next one's backward begins
-    passes = 2 if p.zero_reduce_each_microbatch and count > 1 else 1
+    passes = 2 if _each(config) and count > 1 else 1
     order = [
         (name, n * len(short) + bucket_of[name] if name in bucket_of else -1)
         for n in range(passes) for name in done
@@ -378,22 +396,22 @@ def _walk(
         for n in range(passes):
             last.pop(n * len(short) + bucket_of[name], None)
     in_use: set[int] = set()
-    steps, following, under_way = list[tuple[str, int, int]](), 0, 0
+    steps, following, under_way = list[_Step](), 0, 0
     second_axis = sum(_buffer_numel(flat) for flat in flats if flat.axes)
     for at, (name, bucket) in enumerate(order):
         in_use |= {bucket} if bucket >= 0 else set()
         whole = second_axis + sum(_buffer_numel(short[i % len(short)]) for i in in_use)
-        sums = under_way
+        before = most = under_way
         while last.get(following, at + 1) <= at:  # a bucket leaves; its owner has the one before
             flat = short[following % len(short)]
             earlier = following >= len(short) or (count > 2 and following == len(short) - 1)
             made = flat.length // flat.sharing.shard if earlier and passes > 1 else 0
-            sums = max(sums, under_way + made)
+            most = max(most, under_way + made)
             under_way = made if p.overlap_grad_reduce else 0
             in_use.discard(following - 1 if p.overlap_grad_reduce else following)
             following += 1
-        steps.append((name, whole, sums))
-    return steps or [("", second_axis, 0)]
+        steps.append(_Step(name, whole, before, most))
+    return steps or [_Step("", second_axis)]
 
 
 def _buffer_numel(flat: BucketLayout) -> int:

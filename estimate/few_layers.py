@@ -25,7 +25,7 @@ from estimate.model_profile import (
     plannable,
     rank_parameters,
 )
-from estimate.rank_profile import RankProfile, StageProfile, rank_profile
+from estimate.rank_profile import Live, RankProfile, StageProfile, rank_profile
 from mpu.pipeline.stage_layout import Stage
 from mpu.zero.bucket_layout import block_of
 from training.config import Config
@@ -334,33 +334,33 @@ def _moved(name: str, by: int) -> str:
     return f"{start}.{int(layer) + by}{name[len(block):]}"
 
 
-def _live_bytes(high: RankProfile, low: RankProfile, chunk: _Chunk) -> tuple[int, ...]:
+def _live_bytes(high: RankProfile, low: RankProfile, chunk: _Chunk) -> tuple[Live, ...]:
     """Return `live_bytes` of the long stage: what is above a unit in its backward has all units
     left out below it, and these stand at even steps.
     """
     if not chunk.times:
         return high.live_bytes
 
-    def parts(found: RankProfile) -> list[tuple[int | None, list[int]]]:
+    def parts(found: RankProfile) -> list[tuple[int | None, list[Live]]]:
         both = zip(found.gradients, found.live_bytes, strict=True)
         keyed = groupby(both, key=lambda item: _unit(item[0], [chunk]))
-        return [(key and key[1], [nbytes for _, nbytes in same]) for key, same in keyed]
+        return [(key and key[1], [live for _, live in same]) for key, same in keyed]
 
     many, few = parts(high), parts(low)
     at = next((n for n, (unit, _) in enumerate(many) if unit == 1), -1)
     if at < 1 or len(many) != len(few) + 1:
         raise _NoLine
-    out: list[int] = []
+    out: list[Live] = []
     for n, (unit, own) in enumerate(many):
         less = few[n - (n > at)][1]
         if len(less) != len(own):
             raise _NoLine
         if unit != 1:
-            out += [a + chunk.times * (a - b) for a, b in zip(own, less, strict=True)]
+            out += [a.plus(chunk.times, a, b) for a, b in zip(own, less, strict=True)]
             continue
         above, below = many[n - 1][1], few[n - 1][1]  # one unit further up, and as far from the top
         if len(above) != len(own):
             raise _NoLine
         for k in range(chunk.times, -1, -1):
-            out += [a + k * (u - v) for a, u, v in zip(own, above, below, strict=True)]
+            out += [a.plus(k, u, v) for a, u, v in zip(own, above, below, strict=True)]
     return tuple(out)

@@ -105,14 +105,27 @@ class StageProfile:
         return max(self.in_f - stored, self.in_b - stored - self.again, self.in_w)
 
 
+class Live(NamedTuple):
+    """Bytes that live as a gradient is made, main gradients and weights not counted.
+
+    most: the most from the gradient before until it is ready. ready: when it is.
+    """
+
+    most: int
+    ready: int
+
+    def plus(self, times: int, more: "Live", less: "Live") -> "Live":
+        """Return what lives with so many times the difference of two others more."""
+        return Live(*(a + times * (b - c) for a, b, c in zip(self, more, less, strict=True)))
+
+
 @dataclass(frozen=True)
 class RankProfile:
     """What a rank's model does in one micro-batch.
 
     stages: in the order of its chunks. uses: names of parameters in the order of their uses
     (GradientSink.acquire); gradients: in the order in which their gradients are ready. looked_up:
-    parameters whose gradient comes by rows. live_bytes: for each of `gradients` the most that lives
-    from the one before until it is ready, in bytes, main gradients and weights not counted. In a
+    parameters whose gradient comes by rows. live_bytes: what lives at each of `gradients`. In a
     pipeline uses and live_bytes may be left out. amaxes: bytes of the message that ends a step, for
     delayed scales in float8; else 0. loads: of that with the tokens of experts; else 0. auxiliary:
     the axes over which auxiliary losses are summed at the end of a step, one sum each.
@@ -122,7 +135,7 @@ class RankProfile:
     uses: tuple[str, ...]
     gradients: tuple[str, ...]
     looked_up: frozenset[str]
-    live_bytes: tuple[int, ...]
+    live_bytes: tuple[Live, ...]
     amaxes: int
     loads: int = 0
     auxiliary: tuple[str, ...] = ()
@@ -344,7 +357,7 @@ class _Sink(GradientSink):
     def __init__(self, dtype: torch.dtype, live: LiveStorages) -> None:
         super().__init__(dtype)
         self.live = live
-        self.live_bytes: list[int] = []
+        self.live_bytes: list[Live] = []
         self.names: dict[nn.Parameter, str] = {}
         self.uses: list[str] = []
         self.gradients: list[str] = []
@@ -370,7 +383,7 @@ class _Sink(GradientSink):
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
         self.gradients.append(self.names[param])
-        self.live_bytes.append(self.live.most_since())
+        self.live_bytes.append(Live(self.live.most_since(), self.live.now))
 
 
 class _Queue(WeightGradientQueue):
