@@ -9,8 +9,14 @@ x is read once where a program holds all numbers that share a scale: a block, or
 MAX_ROW numbers that lie side by side. Else its rows are read twice, for the scale and for the
 codes. x is fp32 or bf16 of any strides, so that a transpose is made of what it is a transpose of.
 Or it is rows of float8 themselves, to be made again along their other dimension: their codes are
-decoded where they are read. Codes are made by arithmetic on the bits of fp32, the same on every
-device.
+decoded where they are read.
+
+Codes are the same on every device. From compute capability 9.0 on an instruction rounds fp32 to
+float8: to nearest, ties to even, and no further than the top (PTX ISA, cvt.rn.satfinite.e4m3x2.f32
+and .e5m2x2.f32). Elsewhere arithmetic on the bits of fp32 does the same; for 8.9 Triton would round
+twice, by way of fp16. Of instructions a kernel has so many that they, and not memory, set its pace:
+79 for each number that was made again of rows, where these kernels first ran (docs/gpu-results.md).
+Tiles are the fastest of those measured on an H200.
 """
 
 from typing import NamedTuple
@@ -22,6 +28,7 @@ from torch import Tensor
 
 ROWS, STEP, WARPS = 32, 128, 4  # of a tile
 MAX_ROW = 16384  # numbers of a row that a program holds
+CONVERTS = (9, 0)  # the compute capability from which fp32 is rounded to float8 by an instruction
 
 
 class Codes(NamedTuple):
@@ -31,6 +38,11 @@ class Codes(NamedTuple):
     bias: int
     top: float
     shift: int
+
+
+def converts(x: Tensor) -> bool:
+    """Return whether x's device rounds fp32 to float8 by an instruction."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= CONVERTS
 
 
 class Numbers(NamedTuple):
@@ -53,16 +65,25 @@ class Numbers(NamedTuple):
         sharing = (self.block or self.codes) if self.block is not None else 1
         return self.x, self.n, self.k, along_n, along_k, self.codes, sharing, self.block is not None
 
+    @property
+    def side_by_side(self) -> bool:
+        """Return whether the numbers of a row lie side by side."""
+        return self.block is None and self.x.stride(1) == 1
+
 
 def row_scales(given: Numbers, block: int, form: Codes) -> Tensor:
     """Return bytes [n, k / block], or [n, 1] for block 0."""
     *sizes, rows = given.arguments()
     blocks = given.k // block if block else 1
     out = torch.empty((given.n, blocks), dtype=torch.uint8, device=given.x.device)
-    grid = (triton.cdiv(given.n, ROWS), triton.cdiv(given.k, STEP) if block else 1)
+    tile = dict(ROWS=ROWS, STEP=STEP, num_warps=WARPS)
+    if not block:
+        tile = dict(ROWS=2, STEP=2048) if given.side_by_side else dict(ROWS=ROWS, STEP=256)
+        tile["num_warps"] = 8
+    grid = (triton.cdiv(given.n, tile["ROWS"]), triton.cdiv(given.k, STEP) if block else 1)
     row_scales_kernel[grid](
-        *sizes, out, FROM_ROWS=rows, BLOCK=block, FRACTION=form.fraction, BIAS=form.bias,
-        SHIFT=form.shift, ROWS=ROWS, STEP=STEP, num_warps=WARPS,
+        *sizes, out, FROM_ROWS=rows, BLOCK=block, FRACTION=form.fraction, SHIFT=form.shift,
+        CONVERTS=converts(given.x), **tile,
     )  # fmt: skip
     return out
 
@@ -77,7 +98,7 @@ def encode(given: Numbers, scales: Tensor, out: Tensor, wide: Tensor | None, for
     encode_kernel[(triton.cdiv(given.n, ROWS), triton.cdiv(given.k, STEP))](
         *sizes, scales, *scales.stride(), out, wide, length, blocks=blocks, FROM_ROWS=rows,
         BLOCK=given.k // blocks if blocks > 1 else 0, FRACTION=form.fraction, BIAS=form.bias,
-        TOP=form.top, ROWS=ROWS, STEP=STEP, num_warps=WARPS,
+        TOP=form.top, CONVERTS=converts(given.x), ROWS=ROWS, STEP=STEP, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -93,41 +114,68 @@ def rows(
     steps = triton.cdiv(given.k, tile["STEP"]) if block else 1
     rows_kernel[(triton.cdiv(given.n, tile["ROWS"]), steps)](
         *sizes, out, wide, out.shape[1], blocks, FROM_ROWS=from_rows, BLOCK=block, SQUARE=square,
-        FRACTION=form.fraction, BIAS=form.bias, TOP=form.top, SHIFT=form.shift, **tile,
+        FRACTION=form.fraction, BIAS=form.bias, TOP=form.top, SHIFT=form.shift,
+        CONVERTS=converts(given.x), **tile,
     )  # fmt: skip
 
 
 def tile_of(given: Numbers, block: int, square: bool) -> dict[str, int]:
-    """Return the rows and numbers of a tile, whether it holds what shares a scale, its warps."""
+    """Return the rows and numbers of a tile, whether it holds what shares a scale, its warps.
+
+    Of rows of float8 the rows of a tile lie in one block.
+    """
     if block:
-        rows = block if square else ROWS
-        return dict(ROWS=rows, STEP=STEP, WHOLE=True, num_warps=rows * STEP // 1024)
-    side_by_side = given.block is None and given.x.stride(1) == 1
-    if side_by_side and given.k <= MAX_ROW:
+        rows = block if square else min(2 * ROWS, block) if given.block else ROWS
+        warps = 8 if square else WARPS
+        return dict(ROWS=rows, STEP=STEP, WHOLE=True, num_warps=warps)
+    if given.side_by_side and given.k <= MAX_ROW:
         columns = max(512, triton.next_power_of_2(given.k))
         rows = max(1, 2048 // columns)
-        return dict(ROWS=rows, STEP=columns, WHOLE=True, num_warps=max(4, rows * columns // 512))
+        return dict(ROWS=rows, STEP=columns, WHOLE=True, num_warps=max(4, rows * columns // 1024))
+    if given.side_by_side:
+        return dict(ROWS=2, STEP=2048, WHOLE=False, num_warps=8)
     return dict(ROWS=ROWS, STEP=256, WHOLE=False, num_warps=8)
 
 
 @triton.jit
+def number_of(code, FRACTION: tl.constexpr, CONVERTS: tl.constexpr):
+    """Return the numbers of codes, uint8, in fp32.
+
+    The bits of a code, moved to where fp16 has them, are the code's number, times 2^-8 for e4m3,
+    whose exponent has a bit less than fp16's: of subnormal codes, too.
+    """
+    if CONVERTS:
+        form: tl.constexpr = tl.float8e4nv if FRACTION == 3 else tl.float8e5
+        number = code.to(form, bitcast=True).to(tl.float32)
+    elif FRACTION == 3:
+        bits = code.to(tl.int32)
+        half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
+        number = half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        number = tl.where((bits & 0x7F) == 0x7F, float("nan"), number)
+    else:
+        number = (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
 def read(
-    x, at, i, j, inside, along_k, codes, sharing,
-    FROM_ROWS: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
+    x, first, start, n, k, along_n, along_k, codes, sharing, FROM_ROWS: tl.constexpr,
+    FRACTION: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Return x[i, j] in fp32: of rows, code i of row j times its scale."""
-    if not FROM_ROWS:
-        return tl.load(x + at, inside, 0.0).to(tl.float32)
-    code = tl.load(x + at, inside, 0).to(tl.int32)
-    byte = tl.load(x + j.to(tl.int64) * along_k + codes + i // sharing, inside, 0).to(tl.int32)
-    size = code & 0x7F
-    normal = ((size << (23 - FRACTION)) + ((127 - BIAS) << 23)).to(tl.float32, bitcast=True)
-    number = tl.where(
-        size >> FRACTION > 0, normal, size.to(tl.float32) * 2.0 ** (1 - BIAS - FRACTION)
+    """Return the tile of x [n, k] at [first, start] in fp32: of rows, codes times their scales."""
+    i, j = tl.arange(0, ROWS)[:, None], tl.arange(0, STEP)[None, :]
+    inside = (first + i < n) & (start + j < k)
+    row = x + tl.cast(start, tl.int64) * along_k
+    numbers = tl.load(
+        row + tl.cast(first, tl.int64) * along_n + (i * along_n + j * along_k), inside, 0
     )
-    number = tl.where(size > (0x7E if FRACTION == 3 else 0x7B), float("nan"), number)
-    signed = number.to(tl.int32, bitcast=True) | ((code & 0x80) << 24)  # of a zero, too
-    return signed.to(tl.float32, bitcast=True) * (byte << 23).to(tl.float32, bitcast=True)
+    if FROM_ROWS:
+        scale = tl.load(row + (codes + first // sharing) + j * along_k, start + j < k, 0)
+        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+        found = number_of(numbers, FRACTION, CONVERTS) * scale
+    else:
+        found = numbers.to(tl.float32)
+    return found
 
 
 @triton.jit
@@ -138,9 +186,15 @@ def byte_of(top, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def code_of(number, byte, FRACTION: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr):
+def code_of(
+    number, byte, FRACTION: tl.constexpr, BIAS: tl.constexpr, TOP: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
     """Return the codes of numbers divided by the scales of bytes, in uint8."""
     inverse = (tl.maximum(254 - byte, 0) << 23).to(tl.float32, bitcast=True)
+    if CONVERTS:
+        form: tl.constexpr = tl.float8e4nv if FRACTION == 3 else tl.float8e5
+        return (number * inverse).to(form).to(tl.uint8, bitcast=True)
     bits = (number * inverse).to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     not_a_number = size > 0x7F800000
@@ -154,6 +208,12 @@ def code_of(number, byte, FRACTION: tl.constexpr, BIAS: tl.constexpr, TOP: tl.co
     small = (size + magic).to(tl.int32, bitcast=True) & 0x7FFFFF
     code = tl.where(size >= 2.0 ** (1 - BIAS), normal - ((127 - BIAS) << FRACTION), small)
     return (tl.where(not_a_number, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def rows_at(out, first, length, ROWS: tl.constexpr):
+    """Return the addresses of a tile's rows of `length` bytes."""
+    return out + tl.cast(first, tl.int64) * length + tl.arange(0, ROWS)[:, None] * length
 
 
 @triton.jit
@@ -175,20 +235,20 @@ def finish(row, real, k, blocks, length):
 @triton.jit
 def row_scales_kernel(
     x, n, k, along_n, along_k, codes, sharing, out,
-    FROM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
-    SHIFT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    FROM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr, SHIFT: tl.constexpr,
+    CONVERTS: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Write bytes of a tile's blocks, or of whole rows: the maximum of the numbers' bits."""
-    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    first = tl.program_id(1) * STEP
-    end = k if BLOCK == 0 else tl.minimum(first + STEP, k)
+    first = tl.program_id(0) * ROWS
+    i = (first + tl.arange(0, ROWS))[:, None]
+    begin = tl.program_id(1) * STEP
+    end = k if BLOCK == 0 else tl.minimum(begin + STEP, k)
     most = tl.zeros((ROWS, STEP), tl.int32)
-    for start in range(first, end, STEP):
-        j = (start + tl.arange(0, STEP))[None, :]
-        at = i.to(tl.int64) * along_n + j.to(tl.int64) * along_k
+    for start in range(begin, end, STEP):
         number = read(
-            x, at, i, j, (i < n) & (j < k), along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS
-        )
+            x, first, start, n, k, along_n, along_k, codes, sharing, FROM_ROWS, FRACTION, CONVERTS,
+            ROWS, STEP,
+        )  # fmt: skip
         most = tl.maximum(most, number.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     groups: tl.constexpr = STEP // BLOCK if BLOCK else 1
     byte = byte_of(tl.max(tl.reshape(most, (ROWS, groups, STEP // groups)), 2), SHIFT)
@@ -201,22 +261,24 @@ def row_scales_kernel(
 def encode_kernel(
     x, n, k, along_n, along_k, codes, sharing, scales, scales_n, scales_k, out, wide, length,
     blocks, FROM_ROWS: tl.constexpr, BLOCK: tl.constexpr, FRACTION: tl.constexpr,
-    BIAS: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    BIAS: tl.constexpr, TOP: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """Write the codes of a tile; the first tile of a row also writes what follows them."""
-    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    j = (tl.program_id(1) * STEP + tl.arange(0, STEP))[None, :]
-    inside = (i < n) & (j < k)
-    at = i.to(tl.int64) * along_n + j.to(tl.int64) * along_k
-    number = read(x, at, i, j, inside, along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS)
-    row = out + i.to(tl.int64) * length
+    first, start = tl.program_id(0) * ROWS, tl.program_id(1) * STEP
+    number = read(
+        x, first, start, n, k, along_n, along_k, codes, sharing, FROM_ROWS, FRACTION, CONVERTS,
+        ROWS, STEP,
+    )  # fmt: skip
+    i, j = (first + tl.arange(0, ROWS))[:, None], (start + tl.arange(0, STEP))[None, :]
+    row = rows_at(out, first, length, ROWS)
     groups: tl.constexpr = STEP // BLOCK if BLOCK else 1
     column = (tl.program_id(1) * (groups if BLOCK else 0) + tl.arange(0, groups))[None, :]
     real = (i < n) & (column < blocks)
     byte = tl.load(scales + i * scales_n + column * scales_k, real, 0).to(tl.int32)
     each = tl.broadcast_to(byte[:, :, None], (ROWS, groups, STEP // groups))
     each = tl.reshape(each, (ROWS, STEP))
-    tl.store(row + j, code_of(number, each, FRACTION, BIAS, TOP), inside)
+    tl.store(row + j, code_of(number, each, FRACTION, BIAS, TOP, CONVERTS), (i < n) & (j < k))
     if BLOCK:
         write_scales(row, wide, i, column, byte, n, k, blocks)
     if tl.program_id(1) == 0:
@@ -229,18 +291,20 @@ def encode_kernel(
 def rows_kernel(
     x, n, k, along_n, along_k, codes, sharing, out, wide, length, blocks, FROM_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, SQUARE: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
-    TOP: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    WHOLE: tl.constexpr,
+    TOP: tl.constexpr, SHIFT: tl.constexpr, CONVERTS: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Write rows, with the scales that they need. WHOLE: a tile has all numbers of its scales."""
-    i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    row = out + i.to(tl.int64) * length
+    first, step = tl.program_id(0) * ROWS, tl.arange(0, STEP)[None, :]
+    i, row = (first + tl.arange(0, ROWS))[:, None], rows_at(out, first, length, ROWS)
     groups: tl.constexpr = STEP // BLOCK if BLOCK else 1
-    along_i = i.to(tl.int64) * along_n
     if WHOLE:
-        j = (tl.program_id(1) * STEP + tl.arange(0, STEP))[None, :]
-        inside, at = (i < n) & (j < k), along_i + j.to(tl.int64) * along_k
-        number = read(x, at, i, j, inside, along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS)
+        start = tl.program_id(1) * STEP
+        j = start + step
+        number = read(
+            x, first, start, n, k, along_n, along_k, codes, sharing, FROM_ROWS, FRACTION, CONVERTS,
+            ROWS, STEP,
+        )  # fmt: skip
         bits = number.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         top = tl.max(tl.reshape(bits, (ROWS, groups, STEP // groups)), 2)
         if SQUARE:
@@ -248,20 +312,23 @@ def rows_kernel(
         byte = byte_of(top, SHIFT)
         each = tl.broadcast_to(byte[:, :, None], (ROWS, groups, STEP // groups))
         each = tl.reshape(each, (ROWS, STEP))
-        tl.store(row + j, code_of(number, each, FRACTION, BIAS, TOP), inside)
+        tl.store(row + j, code_of(number, each, FRACTION, BIAS, TOP, CONVERTS), (i < n) & (j < k))
     else:
         most = tl.zeros((ROWS, STEP), tl.int32)
         for start in range(0, k, STEP):
-            j = (start + tl.arange(0, STEP))[None, :]
-            inside, at = (i < n) & (j < k), along_i + j.to(tl.int64) * along_k
-            number = read(x, at, i, j, inside, along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS)
+            number = read(
+                x, first, start, n, k, along_n, along_k, codes, sharing, FROM_ROWS, FRACTION,
+                CONVERTS, ROWS, STEP,
+            )  # fmt: skip
             most = tl.maximum(most, number.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         byte = byte_of(tl.max(most, 1)[:, None], SHIFT)
         for start in range(0, k, STEP):
-            j = (start + tl.arange(0, STEP))[None, :]
-            inside, at = (i < n) & (j < k), along_i + j.to(tl.int64) * along_k
-            number = read(x, at, i, j, inside, along_k, codes, sharing, FROM_ROWS, FRACTION, BIAS)
-            tl.store(row + j, code_of(number, byte, FRACTION, BIAS, TOP), inside)
+            number = read(
+                x, first, start, n, k, along_n, along_k, codes, sharing, FROM_ROWS, FRACTION,
+                CONVERTS, ROWS, STEP,
+            )  # fmt: skip
+            code = code_of(number, byte, FRACTION, BIAS, TOP, CONVERTS)
+            tl.store(row + start + step, code, (i < n) & (start + step < k))
     column = (tl.program_id(1) * groups + tl.arange(0, groups))[None, :]
     write_scales(row, wide, i, column, byte, n, k, blocks)
     if tl.program_id(1) == 0:

@@ -12,21 +12,38 @@ import torch.nn.functional as F
 
 
 def as_on_a_gpu():
-    """Let the interpreter round to bf16 as GPUs do, to nearest; by itself it rounds to zero."""
+    """Let the interpreter round as GPUs do, to nearest: to bf16, which it cuts off, and to float8,
+    no further than the top.
+    """
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    cast = InterpreterBuilder.cast_impl
+    cast, convert = InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp
     if cast.__name__ == "nearest":
         return
+    float8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+    def rounded(x, to):
+        source, target = x.dtype.scalar, to.scalar
+        numbers = torch.from_numpy(np.ascontiguousarray(x.data))
+        if (source, target) == (tl.float32, tl.bfloat16):
+            data = numbers.bfloat16().view(torch.int16).numpy().view(np.uint16)
+        elif source == tl.float32 and target in float8:
+            top = torch.finfo(float8[target]).max
+            data = numbers.clamp(-top, top).to(float8[target]).view(torch.uint8).numpy()
+        elif source in float8 and target == tl.float32:
+            data = numbers.view(float8[source]).float().numpy()
+        else:
+            return None
+        return TensorHandle(data, target)
 
     def nearest(builder, x, to):
-        if (x.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
-            return cast(builder, x, to)
-        rounded = torch.from_numpy(np.ascontiguousarray(x.data)).bfloat16()
-        return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
+        return cast(builder, x, to) if (found := rounded(x, to)) is None else found
 
-    InterpreterBuilder.cast_impl = nearest
+    def to_float8(builder, x, to, mode):
+        return convert(builder, x, to, mode) if (found := rounded(x, to)) is None else found
+
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_fp_to_fp = nearest, to_float8
 
 
 def units(got, want):

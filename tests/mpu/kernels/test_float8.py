@@ -15,6 +15,7 @@ from mpu.kernels import float8 as kernels
 from mpu.layers.float8 import rows as float8_rows
 from mpu.layers.float8.rows import E4M3, E5M2, encode, made, remade, row_scales, scale_of
 from mpu.layers.float8.rows import scales as scales_of
+from tests.mpu.kernels import elementwise
 from tests.mpu.kernels.test_ahead_of_time import spilled
 
 SIZES = [
@@ -38,8 +39,13 @@ def numbers(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def both(comm, first: int, every: int) -> None:
-    """Compare what the kernels make with what torch makes, of x, of x^T and of rows."""
+def both(comm, first: int, every: int, converts: bool) -> None:
+    """Compare what the kernels make with what torch makes, of x, of x^T and of rows.
+
+    converts: as where an instruction rounds to float8; torch's own cast stands in for it.
+    """
+    elementwise.as_on_a_gpu()
+    kernels.converts = lambda x: converts
     cases = itertools.product(SIZES, (E4M3, E5M2), (torch.float32, torch.bfloat16))
     for (n, k, block), form, dtype in itertools.islice(cases, first, None, every):
         x = numbers(n, k, dtype)
@@ -73,12 +79,16 @@ def both(comm, first: int, every: int) -> None:
                 assert torch.equal(want[:, real:], got[:, real:])
 
 
-OTHERS = [pytest.param(first, marks=pytest.mark.prove) for first in range(1, 11)]
+WAYS = itertools.product(range(11), (False, True))
+IN_CI = (0, False), (0, True)
 
 
-@pytest.mark.parametrize("first", [0, *OTHERS])
-def test_the_kernels_make_the_bytes_that_torch_makes(interpreted, first):
-    interpreted(1).run(both, first, 11)  # a world answers within its time-out
+@pytest.mark.parametrize(
+    "first, converts",
+    [pytest.param(*way, marks=[] if way in IN_CI else pytest.mark.prove) for way in WAYS],
+)
+def test_the_kernels_make_the_bytes_that_torch_makes(interpreted, first, converts):
+    interpreted(1).run(both, first, 11, converts)  # a world answers within its time-out
 
 
 EACH = list(itertools.product((8, 9, 10), ("bf16", "fp32", "rows")))
@@ -103,9 +113,12 @@ def test_compiles_and_spills_nothing(major, of, tmp_path):
             tile = kernels.tile_of(given, block, how is True)
         else:
             tile = dict(ROWS=kernels.ROWS, STEP=kernels.STEP, num_warps=kernels.WARPS)
+            if kernel is kernels.row_scales_kernel and not block:
+                tile |= dict(ROWS=2, STEP=2048) if of != "rows" else dict(STEP=256)
+                tile["num_warps"] = 8
         options = {"num_warps": tile.pop("num_warps")}
         constants = dict(FROM_ROWS=of == "rows", BLOCK=block, FRACTION=3, BIAS=7, SHIFT=8,
-                         TOP=448.0, SQUARE=how is True, **tile)  # fmt: skip
+                         TOP=448.0, CONVERTS=major >= 9, SQUARE=how is True, **tile)  # fmt: skip
         constants = {n: v for n, v in constants.items() if n in kernel.arg_names}
         types = {"x": "*u8" if of == "rows" else f"*{of}", "out": "*u8", "scales": "*u8"}
         types |= {"wide": "*fp32"}
@@ -121,3 +134,5 @@ def test_compiles_and_spills_nothing(major, of, tmp_path):
         source = ASTSource(kernel, signature, constants | {along: 1}, attrs)
         asm = triton.compile(source, target=GPUTarget("cuda", 10 * major, 32), options=options).asm
         assert not spilled(asm, tmp_path), (kernel.__name__, block)
+        rounds = kernel is not kernels.row_scales_kernel and major >= 9
+        assert ("cvt.rn.satfinite.e4m3x2.f32" in asm["ptx"]) == rounds
