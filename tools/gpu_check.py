@@ -99,7 +99,8 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         tuple(Row(f"run-{name}", 90) for name in (
             "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fp8-blockwise", "optimizer-triton",
             "fused-linear-loss", "documents",
-            "attention-flash", "attention-fused", "attention-unfused")) + (Row("sync", 60),),
+            "attention-flash", "attention-fused", "attention-unfused")) + (
+            Row("step-6-fp8-rowwise", 90), Row("step-6-fp8-blockwise", 90), Row("sync", 60)),
     ),
     "trainer": (
         "the program's own tests: one nccl communicator, two gloo ranks on a GPU, offload, graphs",

@@ -11,8 +11,7 @@ the order of that, and its memory is freed where the bucket's weights are used f
 
 So it is away while activations are at their fullest. What is moved are storages: they lose their
 memory and get it back, so an updater's tensors stay the same objects, whatever the optimizer. Bytes
-are copied and no bit changes. On a CPU the same code makes plain copies. The CUDA branch has run on
-the rehearsal's device alone.
+are copied and no bit changes. On a CPU the same code makes plain copies.
 """
 
 from collections.abc import Collection, Sequence

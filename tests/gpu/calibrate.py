@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -40,6 +39,7 @@ BACKENDS = {
     "EFFICIENT_ATTENTION": "",
     "MATH": "",
 }
+LOAD = 0.5  # seconds, after which a GPU has the clocks of a long run
 LONGEST_MATH = 2048  # tokens of attention by whole products, whose memory is a square
 
 
@@ -174,13 +174,12 @@ class Calibrated:
     def fit(
         self, key: str, predict: Callable[[Device], list[float]], seconds: Sequence[float], how: str
     ) -> None:
-        """Set a share of the peak so that the median of predicted over measured is 1."""
+        """Set a share of the peak so that all predicted seconds add up to those measured."""
         low, high = 1e-9, 1.0
         for _ in range(60):
             middle = math.sqrt(low * high)
             said = predict(self.device.changed(**{key: middle}))
-            slow = statistics.median(a / b for a, b in zip(said, seconds, strict=True))
-            low, high = (middle, high) if slow > 1 else (low, middle)
+            low, high = (middle, high) if sum(said) > sum(seconds) else (low, middle)
         self.number(key, high, how)
         said = predict(self.device)
         ratios = [a / b for a, b in zip(said, seconds, strict=True)]
@@ -297,7 +296,7 @@ def _matmuls(row: Row, file: Calibrated) -> None:
     """The five products of a layer and the head: forward, dgrad, and wgrad into fp32."""
     from mpu.layers.linear import Recipe
 
-    z, clock, recipe = row.sizes, Stopwatch(row), Recipe()
+    z, clock, recipe = row.sizes, Stopwatch(row, load=LOAD), Recipe()
     qkv = (z.heads + 2 * z.groups) * z.head_dim
     shapes = {
         "qkv": (qkv, z.hidden), "proj": (z.hidden, z.hidden), "gate_up": (2 * z.ffn, z.hidden),
@@ -343,7 +342,7 @@ def _attention(row: Row, file: Calibrated) -> None:
     from mpu.layers.attention.block_attention import block_attention
     from mpu.layers.packed_seq_params import PackedSeqParams
 
-    z, clock = row.sizes, Stopwatch(row)
+    z, clock = row.sizes, Stopwatch(row, load=LOAD)
     ends = PackedSeqParams.of([z.seq // 4] * 4).to(row.device)
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -392,7 +391,7 @@ def _float8(row: Row, file: Calibrated) -> None:
 
     if not row.cuda:
         raise Skip("scaled_mm multiplies float8 on a GPU alone")
-    z, clock = row.sizes, Stopwatch(row)
+    z, clock = row.sizes, Stopwatch(row, load=LOAD)
     sizes, seconds = list[tuple[int, int, int]](), list[float]()
     for scaling, block in BLOCKS.items():
         if why := float8_cuda.unsupported(scaling, row.device):

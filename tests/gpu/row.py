@@ -56,6 +56,8 @@ ROWS = {
     "float8": "products:products",
     "step-2": "steps:two_layers",
     "step-6": "steps:six_layers",
+    "step-6-fp8-rowwise": "steps:six_layers",
+    "step-6-fp8-blockwise": "steps:six_layers",
     "losses": "steps:losses",
     "sync": "steps:waits",
     "collectives": "several:collectives",
@@ -228,13 +230,16 @@ class Stopwatch:
     """Time work on a device: each run after a flush of the L2 cache, and the first few not at all.
 
     On CUDA the clock is that of events, and a kernel that spins holds the stream until the host has
-    queued the run, so what is timed is the device alone.
+    queued the run, so what is timed is the device alone. load: seconds for which a run is repeated
+    before it is timed, and then without pauses, as in a step: at the limit of its power a GPU
+    lowers its clocks. It is for runs that take longer than to queue.
     """
 
-    def __init__(self, row: Row, repeat: int = 20) -> None:
+    def __init__(self, row: Row, repeat: int = 20, load: float = 0.0) -> None:
         import torch
 
         self.row, self.repeat = row, 1 if row.tiny else repeat
+        self.load = 0.0 if row.tiny or not row.cuda else load
         size = (256 << 20) if row.cuda and not row.tiny else 1 << 10  # bytes, more than any L2
         self.waste = torch.empty(size, dtype=torch.int8, device=row.device)
 
@@ -251,10 +256,16 @@ class Stopwatch:
                 run()
                 spent.append(time.perf_counter() - begin)
             return spread_of(spent)
+        end = time.perf_counter() + self.load
+        while time.perf_counter() < end:
+            for _ in range(5):
+                run()
+            synchronize(self.row)
         marks = []
         for _ in range(self.repeat):
             self.waste.zero_()
-            torch.cuda._sleep(4_000_000)  # cycles, about 2 ms: the host queues the run meanwhile
+            if not self.load:
+                torch.cuda._sleep(4_000_000)  # cycles, 2 ms: the host queues the run meanwhile
             marks.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
             marks[-1][0].record()
             run()

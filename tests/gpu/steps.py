@@ -2,6 +2,7 @@
 """Steps of a Llama: seconds, MFU, memory, what a layer, the head and the update cost, losses.
 
     step-2, step-6   the program's own step of 2 and 6 layers, in this process, and one profiled
+    step-6-NAME      the same with the flags of VARIANTS
     run-NAME         pretrain_llama.py as a user starts it, with the flags of VARIANTS
     losses           300 steps beside the same steps on the CPU, from the same weights
     sync             a step in which torch raises where the host waits for the device
@@ -112,7 +113,8 @@ def six_layers(row: Row) -> None:
 
 def _steps(row: Row, layers: int) -> Any:
     begin = time.perf_counter()
-    run = build(flags(row.sizes, layers), row.device.type)
+    more = VARIANTS.get(row.name.removeprefix("step-6-"), "").split()
+    run = build([*flags(row.sizes, layers), *more], row.device.type)
     batches = drawn(run, MICRO_BATCHES)
     row.say("built", seconds=time.perf_counter() - begin)
     begin = time.perf_counter()
@@ -170,7 +172,8 @@ def profile(row: Row, run: Any) -> None:
     count, spent = by_kernel(seen.events(), row.cuda)
     rows = sorted(spent, key=lambda name: -spent[name])
     table = [f"{spent[name] / 1e3:>10.3f} ms {count[name]:>6,} x {name}" for name in rows]
-    (row.path.parent / "profile.txt").write_text("\n".join(table) + "\n")
+    name = row.name.replace("step-6", "profile") + ".txt"
+    (row.path.parent / name).write_text("\n".join(table) + "\n")
     row.say("kernels of a step", ms=sum(spent.values()) / 1e3, launches=sum(count.values()))
     for name in rows[:20]:
         row.say(f"kernel {name[:80]}", ms=spent[name] / 1e3, count=count[name])

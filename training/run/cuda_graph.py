@@ -13,8 +13,8 @@ A micro-batch comes to its graph in static tensors. The number of tokens by whic
 is part of a graph; where it changes, graphs are captured again. What else a host decides, and so
 forbids a graph, training/flags/compute_rules.py refuses, and a rehearsal finds.
 
-No graph has been captured on a GPU yet. tests/training/run/test_cuda_graph.py runs this against an
-imitation of torch.cuda's class, which records and computes again.
+tests/training/run/test_cuda_graph.py runs this against an imitation of torch.cuda's class, which
+records and computes again.
 """
 
 from collections.abc import Callable
