@@ -304,15 +304,15 @@ def conclude(a: Named, b: Named, found: Outcome, differ: str, records: Sequence[
     verdict, step = found.verdict, found.step
     assert verdict is not None and step is not None
     if not verdict.same:
-        return f"{differ}. Replayed from {found.start},  {verdict.sentence}"
+        return f"{differ}. Replayed from {found.start}, {verdict.sentence}"
     if not step.what:
-        return f"{differ}. Replayed from {found.start},  {verdict.sentence}"
+        return f"{differ}. Replayed from {found.start}, {verdict.sentence}"
     unequal = [side.letter for side, record in zip((a, b), records, strict=True)
              if not repeats(side, step, record)]  # fmt: skip
     which = " and ".join(unequal)
     repeat = f"{which} does not repeat" if which else "both repeat"
     return (
-        f"{differ}. Replayed from {found.start},  {verdict.sentence}: what differed is in no "
+        f"{differ}. Replayed from {found.start}, {verdict.sentence}: what differed is in no "
         "flag, code or data, but a fault of that time, of a machine or of its memory ("
         f"{repeat} the loss and norm that it wrote of that step)"
     )

@@ -61,7 +61,7 @@ def _module(name: str, step: int, how: str, says: str = "", **more: Any) -> Plan
     own = {k: more.pop(k) for k in ("factor", "p") if k in more}
     plant = {"what": "module", "name": name, "step": step, "how": how, **own}
     kind = {"dropout": "dropout", "round": "rounding"}.get(how, "function")
-    return Planted(kind, step, says or re.escape(f"what {name} ("), plant=plant, **more)
+    return Planted(kind, step, says or re.escape(f"the output of {name} ("), plant=plant, **more)
 
 
 def _order(name: str, step: int, **more: Any) -> Planted:
@@ -93,6 +93,7 @@ def _edit(file: str, old: str, new: str, step: int, says: str, **more: Any) -> P
     return Planted("commit", step, says, edit=(file, old, new), **more)
 
 
+TABLE = r"the input of layers\.0 \(Block\)|attention\.proj"  # of the rotation
 BOTH = {"base": TP, "ranks": (2, 2)}
 MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
 PLANTED: dict[str, Planted] = {
@@ -136,7 +137,7 @@ PLANTED: dict[str, Planted] = {
                                                       "samples": {"16": 24, "24": 16}}),
     # flags
     "norm epsilon": _flag("--norm-epsilon 1e-4", 1, r"layers\.0\.attention_norm"),
-    "rotary base": _flag("--rotary-base 500", 1, r"layers\.0 \(Block\) takes|attention\.proj"),
+    "rotary base": _flag("--rotary-base 500", 1, TABLE),
     "clip": _flag("--clip-grad 0.1", 1, "gradient norm|update|exp_avg"),
     "weight decay": _flag("--weight-decay 0.3", 1, "the update.*decay"),
     "beta2": _flag("--adam-beta2 0.9", 1, "exp_avg_sq"),
@@ -144,7 +145,7 @@ PLANTED: dict[str, Planted] = {
     "warm-up": _flag("--lr-warmup-iters 2", 1, "learning rate"),
     "decay style": _flag("--lr-decay-style linear", 2, "learning rate"),
     "init std": _flag("--init-method-std 0.03", 1, "the weight .*before the step.*1.5 times"),
-    "rope scaling": _flag("--use-rope-scaling", 1, r"layers\.0 \(Block\) takes|attention\.proj"),
+    "rope scaling": _flag("--use-rope-scaling", 1, TABLE),
     "bf16": _flag("--bf16", 1, "rounded to bfloat16|bfloat16", kind="rounding"),
     "gradients in bf16": _flag("--grad-reduce-in-bf16", 1, "summed gradient of", kind="rounding",
                                ranks=(2, 2)),
@@ -159,14 +160,15 @@ PLANTED: dict[str, Planted] = {
         "what": "decay", "factor": 3.0, "step": 3}),
     # one call of one module
     "dropout": _module("layers.1.mlp", 3, "dropout", p=0.1,
-                       says=r"what layers\.1\.mlp \(MLP\) gives.*another random draw"),
+                       says=r"the output of layers\.1\.mlp \(MLP\).*another random draw"),
     "dropout of attention": _module("layers.0.attention", 2, "dropout", p=0.3),
     "dropout, pp": _module("layers.3.mlp", 2, "dropout", p=0.2, base=PP, ranks=(2, 2)),
     "rounding": _module("layers.2.attention.proj", 3, "round"),
     "rounding, fp64": _module("layers.0.mlp.down", 2, "round", base=FP64),
     "a scale": _module("layers.1.attention.qkv", 2, "scale", factor=1.001),
     "a scale of logits": _module("head", 4, "scale", factor=0.9),
-    "tokens moved": _module("embedding", 2, "shift", says="what embedding .*other positions"),
+    "tokens moved": _module("embedding", 2, "shift",
+                            says="the output of embedding .*other positions"),
     "noise": _module("layers.3.attention_norm", 5, "noise", factor=1e-3),
     "a gradient lost": _module("layers.2.mlp", 2, "detach", says=r"in backward.*layers\.2\."),
     "a backward scaled": _module("layers.1.attention.proj", 3, "backward", factor=2.0,
@@ -197,17 +199,17 @@ PLANTED: dict[str, Planted] = {
                                 plant={"what": "stage", "layer": "1", "how": "left out"}),
     "two blocks exchanged": Planted("stage's cut", 1, r"layers\.[23]", PP, ranks=(2, 2),
                                     plant={"what": "stage", "layer": "3", "how": "exchanged"}),
-    "a message rounded": Planted("stage's cut", 3, "stage 1 of the model.*takes.*rounded", PP,
+    "a message rounded": Planted("stage's cut", 3, "the input of stage 1 of the model.*rounded", PP,
                                  ranks=(2, 2), plant={"what": "message", "step": 3}),
     # commits
     "a commit of the block": _edit("model/llama.py", "return h + self.mlp(x)",
                                    "return h + 1.01 * self.mlp(x)", 1,
-                                   r"layers\.0 \(Block\) gives"),
+                                   r"the output of layers\.0 \(Block\)"),
     "a commit of the loss": _edit("model/llama.py", "return self.loss(h, labels.t()).t()  # [b, s]",
                                   "return (self.loss(h, labels.t()) + 0.1).t()", 1, "the model"),
     "a commit of the MLP, tp": _edit("model/llama.py", MLP,
                                      MLP.replace("self.gate_up(x)", "self.gate_up(x).neg()"), 1,
-                                     r"layers\.0\.mlp\.down .*takes", **BOTH),
+                                     r"the input of layers\.0\.mlp\.down ", **BOTH),
     "a commit of Adam": _edit("mpu/optim/optimizer.py", "self.clip / (norm + 1e-6)",
                               "self.clip / (norm + 1e-2)", 1, "update|exp_avg"),
 }  # fmt: skip
@@ -235,7 +237,7 @@ HELD_OUT: dict[str, Planted] = {
         CP + " --cp-comm-type a2a", 2, what="collective", axis="cp", verb="all_to_all", call=5,
         how="left out", step=2),
     "ZeRO 3, a gathered weight": _held(
-        "rounding", 3, r"layers\.2\.mlp\.down \(\w+\) gives", "--zero-stage 3", 2,
+        "rounding", 3, r"the output of layers\.2\.mlp\.down ", "--zero-stage 3", 2,
         what="gathered weight", name="layers.2.mlp.down.weight", step=3),
     "ZeRO 1, a stale weight": _held(
         "loaded tensor", 2, r"comes after it changes a tensor.*layers\.1\.mlp\.down",
@@ -245,32 +247,32 @@ HELD_OUT: dict[str, Planted] = {
         "stage's cut", 2, "in backward", PP + " --pipeline-schedule v-half", 2, what="message",
         phase="backward", step=2),
     "experts, weights": _held(
-        "experts", 3, r"layers\.1\.mlp \(SparseMLP\) gives", f"{EXPERTS} {EP}", 2, what="experts",
-        name="layers.1.mlp", how="weights", factor=1.01, step=3),
+        "experts", 3, r"the output of layers\.1\.mlp \(SparseMLP\)", f"{EXPERTS} {EP}", 2,
+        what="experts", name="layers.1.mlp", how="weights", factor=1.01, step=3),
     "experts, the choice": _held(
-        "experts", 2, r"layers\.2\.mlp\.experts|layers\.2\.mlp \(SparseMLP\) gives",
+        "experts", 2, r"layers\.2\.mlp\.experts|the output of layers\.2\.mlp \(SparseMLP\)",
         EXPERTS, 1, what="experts", name="layers.2.mlp", how="choice", step=2),
     "experts, a gradient": _held(
         "experts", 3, r"summed gradient of .*layers\.1\.[\w.]*experts\.\d\.w2.*1/2 of the other",
         f"{EXPERTS} {EP} {SP}", 2, what="change gradient", name="layers.1.mlp.experts.down.weight",
         factor=0.5, step=3),
     "experts, the router": _held(
-        "experts", 4, r"layers\.3\.mlp\.router \(RouterLinear\) gives", f"{EXPERTS} {EP}", 2,
-        what="module", name="layers.3.mlp.router", how="scale", factor=1.05, step=4),
+        "experts", 4, r"the output of layers\.3\.mlp\.router ", f"{EXPERTS} {EP}", 2, what="module",
+        name="layers.3.mlp.router", how="scale", factor=1.05, step=4),
     "experts, bias of the gate's bits": _held(
         "flipped bit", 3, r"block_sparse_moe\.gate", EXPERTS, 1, what="flip weight",
         name="layers.2.mlp.router.weight", element=5, bit=22, step=3),
     "a norm of keys": _held(
-        "function", 3, r"layers\.1\.attention\.k_norm \(\w+\) gives", "--qk-layernorm " + TP, 2,
+        "function", 3, r"the output of layers\.1\.attention\.k_norm ", "--qk-layernorm " + TP, 2,
         what="module", name="layers.1.attention.k_norm", how="scale", factor=1.01, step=3),
     "a norm's epsilon": _held(
-        "function", 4, r"layers\.2\.mlp_norm \(\w+\) gives", what="attribute",
+        "function", 4, r"the output of layers\.2\.mlp_norm ", what="attribute",
         name="layers.2.mlp_norm", field="eps", value=1e-2, step=4),
     "tied ends": _held(
         "axis of a sum", 3, r"embed_tokens.*only on rank 0, of 2", "--tied " + PP, 2,
         what="change gradient", name="embedding.weight", factor=2.0, step=3),
     "a rotation": _held(
-        "function", 3, r"layers\.2\.attention\.proj \(\w+\) takes|layers\.2\.attention \(\w+\)",
+        "function", 3, r"the input of layers\.2\.attention\.proj |layers\.2\.attention \(\w+\)",
         TP, 2, what="rotation", layer=2, factor=1.1, step=3),
     "lost momentum": _held(
         "resume", 4, "optimizer's exp_avg of .* before the step.*zero", what="lost state",
@@ -291,11 +293,12 @@ HELD_OUT: dict[str, Planted] = {
         step=2),
     "betas at a flag": _flag("--adam-beta1 0.8", 1, "exp_avg ")._replace(kind="update"),
     "Adam's root": _edit(
-        "mpu/optim/adam.py", "eps=rule.eps, fused", "eps=rule.eps + 1e-3, fused", 1,
+        "mpu/optim/adam.py", "eps=divided(self._rule.eps, group)",
+        "eps=divided(self._rule.eps, group) + 1e-3", 1,
         "the update")._replace(kind="update"),
     "a clipped SwiGLU": _edit(
         "model/llama.py", "swiglu(self.gate_up(x))", "swiglu(self.gate_up(x).clamp(-0.2, 0.2))", 1,
-        r"layers\.0\.mlp\.down \(\w+\) takes"),
+        r"the input of layers\.0\.mlp\.down "),
     "one rank and tp 2": Planted(
         "function", 3, r"layers\.2\.mlp", "", TP, {"what": "module", "name": "layers.2.mlp",
         "step": 3, "how": "scale", "factor": 1.01}, (1, 2)),

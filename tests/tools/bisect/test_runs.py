@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.bisect import planted as cases
 from tools import bisect_runs
 from tools.bisect.compare import Allowed
 from tools.bisect.lines import Lines, first_step, read
@@ -28,8 +29,14 @@ def planted(*words):
 
 
 def test_a_planted_difference_is_named():
-    out = planted("two samples exchanged")
+    out = planted("noise")
     assert FOUND.search(out).groups() == ("1", "1", "1"), out
+
+
+def test_what_a_planted_edit_changes_is_in_its_file():
+    for name, case in (cases.PLANTED | cases.HELD_OUT).items():
+        file, old, _ = case.edit
+        assert not file or (ROOT / file).read_text().count(old) == 1, name
 
 
 @pytest.mark.prove
