@@ -2,7 +2,7 @@
 """Give tests a world of ranks: `world(2).run(fn, *args)` returns each rank's fn(comm, *args).
 
 The ranks are started once for each world size and serve every test of the session. They are forked
-from one process that has imported the program, since importing torch takes longer than a test.
+from one process that has imported the program (tests/fork_server.py).
 `fn` is a module-level function; it runs in the child from its own file, over an initialised gloo
 group. When a rank raises, the test fails with that rank's traceback and the next test gets a fresh
 world.
@@ -10,6 +10,7 @@ world.
 
 import ctypes
 import gc
+import importlib
 import importlib.util
 import os
 import re
@@ -21,18 +22,31 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed import distributed_c10d
+from mpu.launch import environment_defaults
+
+os.environ.update(environment_defaults(os.environ))  # as a run does before it imports torch
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.multiprocessing as mp  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
+
+from tests import fork_server  # noqa: E402
 
 TIMEOUT = 120.0
 # A session has one process that ranks are forked from, so fork-check's is this one. Each rank that
 # has an optimizer of torch's would import the last, which takes a second.
-PRELOADED = ["pretrain_llama", "tests.conftest", "tools.forks.rank", "torch._dynamo"]
+PRELOADED = [
+    "pretrain_llama",
+    "tests.conftest",
+    "tests.run_ranks",
+    "tools.forks.rank",
+    "torch._dynamo",
+]
 
 # files that take longest, the longest first, as --durations tells
 LONGEST = """
@@ -66,16 +80,46 @@ def pytest_configure(config: pytest.Config) -> None:
     measured_peak.__defaults__ = (0.0,)  # one matmul, where a run takes 0.3 s of them
 
 
+class Backwards(pytest.Dir):
+    """A folder whose last file is collected first."""
+
+    def collect(self) -> list[Any]:
+        return [*super().collect()][::-1]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
+    """Let each second process begin at the other end: a file that one has compiled, half of a
+    fresh clone's collection, is read by the other.
+    """
+    if int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2:
+        return Backwards.from_parent(parent, path=path)
+    return None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that no process waits for another's last one."""
     order = {f"tests/{name}": n for n, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.nodeid.split("::")[0], len(order)))
+    files = {item: item.nodeid.split("::")[0] for item in items}
+    items.sort(key=lambda item: (order.get(files[item], len(order)), files[item]))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported and collected out of each later collection of garbage."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported and collected out of each later collection of garbage, and fork the
+    process that ranks are forked from before a test starts a thread.
+    """
+    forking = {"world", "launcher"}
+    if any(not forking.isdisjoint(getattr(item, "fixturenames", ())) for item in session.items):
+        for name in PRELOADED:
+            importlib.import_module(name)
+        gc.freeze()
+        fork_server.begin()
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Leave out what is left, which pytest would look through five times."""
+    gc.freeze()
 
 
 @dataclass
@@ -269,7 +313,8 @@ def launcher(
     """The session's tests/launcher.py, which runs the program on several ranks."""
     from tests.launcher import Launcher
 
-    launcher = Launcher(tmp_path_factory.mktemp("runs"), free_port)
+    folder = tmp_path_factory.mktemp("runs")
+    launcher = Launcher(folder, free_port, mp.get_context("forkserver"))
     yield launcher
     launcher.close()
 

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +71,35 @@ def writers_into(folder: Path, patience: float) -> list[int]:
 
 
 class Launcher:
-    """A process that forks ranks, one job at a time; each job has a folder."""
+    """A process that forks ranks, one job at a time; each job has a folder.
 
-    def __init__(self, folder: Path, free_port: Callable[[], int]) -> None:
+    context: of multiprocessing, to start the process with; without one it is a new Python.
+    """
+
+    def __init__(
+        self, folder: Path, free_port: Callable[[], int], context: BaseContext | None = None
+    ) -> None:
         self.folder, self.free_port, self.jobs = folder, free_port, 0
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert self.process.stdout.readline() == "ready\n"
+        (reads, asks), (answers, writes) = os.pipe(), os.pipe()
+        if context is None:
+            self.process: Any = subprocess.Popen(
+                [sys.executable, str(SCRIPT)],
+                stdin=reads,
+                stdout=writes,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            self.wait_for_end = self.process.wait
+            os.close(reads), os.close(writes)
+        else:
+            from tests import run_ranks
+
+            ends = Connection(reads, writable=False), Connection(writes, readable=False)
+            self.process = context.Process(target=run_ranks.serve, args=ends)
+            self.process.start()
+            self.wait_for_end = self.process.join
+            ends[0].close(), ends[1].close()
+        self.asks, self.answers = os.fdopen(asks, "w"), os.fdopen(answers)
+        assert self.answers.readline() == "ready\n"
 
     def start(self, ranks: int, argv: list[str], folder: Path | None = None, **job: Any) -> Path:
         """Start a job; return its folder, that of an earlier one if it is named.
@@ -98,13 +117,13 @@ class Launcher:
         if "--log-json" not in argv:
             argv += ["--log-json", f"{self.here}/log.jsonl"]
         job |= {"ranks": ranks, "argv": argv, "dir": str(self.here), "port": self.port}
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
+        self.asks.write(json.dumps(job) + "\n")
+        self.asks.flush()
         return self.here
 
     def wait(self, in_time: bool = True) -> Result:
         """Wait for the job's end. in_time: it is an error if ranks had to be killed."""
-        result = Result(**json.loads(self.process.stdout.readline()), folder=self.here)
+        result = Result(**json.loads(self.answers.readline()), folder=self.here)
         words = [result.said(rank) for rank in range(len(result.codes))]
         assert not (in_time and result.late), f"a rank hung: {words}"
         return result
@@ -131,5 +150,5 @@ class Launcher:
 
     def close(self) -> None:
         """Let the process end."""
-        self.process.stdin.close()
-        self.process.wait(60)
+        self.asks.close()
+        self.wait_for_end(60)

@@ -27,6 +27,7 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,18 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
             if late or all(stopped[p] and not job.get("patient") for p in pids):
                 os.kill(other, signal.SIGKILL)
     return {"codes": codes, "ended": ended, "late": killed, "began": start}
+
+
+def serve(reads: Connection, writes: Connection) -> None:
+    """Be this script with these files, in a process that was forked."""
+    for number, end in enumerate((reads, writes)):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.argv = [__file__]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    pretrain_llama.torch.set_num_threads(1)
+    main()
 
 
 def main() -> None:

@@ -159,7 +159,7 @@ class RepeatedKills:
         struck: float | None = None
         due: float | None = None
         first = 0
-        while not select.select([launcher.process.stdout], [], [], 0.004)[0]:
+        while not select.select([launcher.answers], [], [], 0.004)[0]:
             steps, now = self.log.poll(), time.monotonic()
             if steps and not first:
                 first = self.log.last - steps + 1
