@@ -132,8 +132,8 @@ MISTAKES = {
     "the share of RoPE dropped": Mistake(
         PHI, {", rotary_factor=factor": ", rotary_factor=0.5"}, "rotary_factor = "
     ),
-    "two multipliers dropped": Mistake(
-        GRANITE, {"1.0) for name in MULTIPLIERS}": "1.0) for name in MULTIPLIERS[:2]}"},
+    "a multiplier dropped": Mistake(
+        GRANITE, {'residual = hf["residual_multiplier"]': "residual = 1.0"},
         "residual_multiplier = ",
     ),
     "an activation that nobody checks": Mistake(
@@ -162,7 +162,8 @@ MISTAKES = {
     ),
     "another GELU": Mistake(PHI, {', approximate="tanh"': ""}, THEIRS),
     "logits multiplied instead of divided": Mistake(
-        GRANITE, {"last_norm(h) / self": "last_norm(h) * self"}, THEIRS
+        GRANITE, {"    block = Block\n": "    block = Block\n\n    def last_norm(self, h):\n"
+                  "        return self.norm(h) * self.config.logits_divisor\n"}, THEIRS
     ),
     "a multiplier of one branch alone": Mistake(
         GRANITE, {"self.mlp(x) * self.multiplier": "self.mlp(x)"}, THEIRS

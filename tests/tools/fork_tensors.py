@@ -35,6 +35,8 @@ ARCEE, WINDOWS = "examples/forks/arcee.py", "examples/forks/windows.py"
 PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
 QKV = '        qkv, more = self.project(x), {"window": self.window}\n'
 CORE = "        return self.proj(y)\n"
+EMBEDDED = "x, by = self.embedding(tokens), self.config.embedding_mult"
+ROWS = "rows = self.experts(d.finish(sent, plan), plan.counts, sent.later)"
 LOOP = "            for i, block in enumerate(self.blocks[chunk]):\n"
 RUN = "                h = block(h, cos, sin, packed_seq_params, caches and caches[i])\n"
 CONTEXT = "from mpu.context import LayerContext\n"
@@ -79,7 +81,7 @@ GAIN = "use(self.gain, self.ctx.sink)"
 TAKES = r"the input of layers\.0\.mlp\.down \(RowParallelLinear\) differs first"
 GIVES = r"the output of layers\.0\.mlp \(MLP\) differs first"
 PROJ_TAKES = r"the input of layers\.0\.attention\.proj \(RowParallelLinear\) differs first"
-FIRST = r"what layers\.0 \(Block\) takes.* differs first|layers\.0\.attention_norm \(\w+\) takes"
+FIRST = r"the input of layers\.0 \(Block\).* differs first|the input of layers\.0\.attention_norm "
 
 TENSORS: dict[str, Mistake] = {
     # what a rank computes from its own features
@@ -103,10 +105,10 @@ TENSORS: dict[str, Mistake] = {
     "a GELU of a rank's mean": Mistake(GEMMA2, {"F.gelu(gate, approximate=\"tanh\") * up": (
         "F.gelu(gate - gate.mean(-1, keepdim=True), approximate=\"tanh\") * up")}, TAKES, "tp 2"),
     "a mean of a rank's heads": Mistake(OLMO2, {SUM: "", BACK: ""},
-                                        r"what layers\.0\.attention\.q_norm \(WholeNorm\) gives",
+                                        r"the output of layers\.0\.attention\.q_norm ",
                                         "tp 2"),
     "shared heads counted twice": Mistake(OLMO2, {"keepdim=True) / copies": "keepdim=True)"},
-                                          r"what layers\.0\.attention\.k_norm \(WholeNorm\) gives",
+                                          r"the output of layers\.0\.attention\.k_norm ",
                                           "tp 4"),
     # cuts
     "two sections as one": Mistake(LLAMA, {"h, (f, f), ctx": "h, 2 * f, ctx",
@@ -123,26 +125,25 @@ TENSORS: dict[str, Mistake] = {
                           said=GIVES + ".*a sum over tp is missing"),
     "a mean in place of a sum": mlp(f"self.down({Y}) / self.down.ctx.tp.size",
                                     said=GIVES + ".*1/2 of the other"),
-    "embeddings summed twice": llama("        return self.embedding(tokens)\n",
-                                     "        return reduce_from(self.embedding(tokens), "
-                                     "self.ctx.tp)\n", "tp 2", FIRST),
-    "embeddings divided": llama("        return self.embedding(tokens)\n",
-                                "        return self.embedding(tokens) / self.ctx.tp.size\n",
-                                "tp 2", FIRST),
+    "embeddings summed twice": llama(EMBEDDED, EMBEDDED.replace(
+        "self.embedding(tokens)", "reduce_from(self.embedding(tokens), self.ctx.tp)"),
+        "tp 2", FIRST),
+    "embeddings divided": llama(EMBEDDED, EMBEDDED.replace(
+        "self.embedding(tokens)", "self.embedding(tokens) / self.ctx.tp.size"), "tp 2", FIRST),
     "a sum of squares twice": Mistake(OLMO2, {SUM: SUM + SUM}, r"layers\.0\.attention\.q_norm",
                                       "tp 2"),
     "what depends on the rank": mlp(f"self.down({Y}) * (1 + 0.1 * self.down.ctx.tp.rank)",
                                     said=GIVES + ".*only on rank 1 of tp"),
     "a loss by rank": llama("        return self.loss(h, labels.t()).t()  # [b, s]\n",
                             "        return self.loss(h, labels.t()).t() * (1 + self.ctx.tp.rank)"
-                            "\n", "tp 2", r"what the model \(Llama\) gives"),
+                            "\n", "tp 2", r"the output of the model \(Llama\)"),
     "a multiplier by ranks": Mistake(GRANITE, {
         "config.residual_multiplier": "config.residual_multiplier / ctx.tp.size"},
-        r"what layers\.0\.mlp_norm \(ResidualRMSNorm\) takes|what layers\.0 \(Block\) gives",
+        r"the input of layers\.0\.mlp_norm |the output of layers\.0 \(Block\)",
         "tp 2 + SP"),
-    "a last norm by ranks": llama("        return self.norm(h)\n",
-                                  "        return self.norm(h) * self.ctx.tp.size\n", "tp 2",
-                                  r"what head \(ColumnParallelLinear\) (takes|gives)"),
+    "a last norm by ranks": llama("        x, by = self.norm(h), self",
+                                  "        x, by = self.norm(h) * self.ctx.tp.size, self", "tp 2",
+                                  r"the (in|out)put of head \(ColumnParallelLinear\)"),
     # sums of gradients
     "a norm of keys in no region": Mistake(QWEN3, {
         "self.k_norm = RMSNorm(d, ctx=ctx, eps=eps, region=region)":
@@ -175,32 +176,31 @@ TENSORS: dict[str, Mistake] = {
         "        cos, sin = cos[at], sin[at]\n", "tp 2 + SP", PROJ_TAKES),
     "positions of a context rank": llama(
         "position_ids, tokens.shape[1] * self.ctx.grid.cp.size", "None, tokens.shape[1]",
-        "cp 2 all_gather", r"what layers\.0 \(Block\) takes, tensor 1"),
+        "cp 2 all_gather", r"the input of layers\.0 \(Block\), tensor 1"),
     "a mean over a shard of tokens": mlp("self.down(swiglu(self.gate_up(x - x.mean(0))))",
                                          layouts="tp 2 + SP",
-                                         said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+                                         said=r"the input of layers\.0\.mlp\.gate_up "),
     "a shift of a shard of tokens": mlp(
         "self.down(swiglu(self.gate_up(torch.cat([x[:1], x[:-1]]))))", layouts="tp 2 + SP",
-        said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+        said=r"the input of layers\.0\.mlp\.gate_up "),
     "a shift of a context rank's tokens": mlp(
         "self.down(swiglu(self.gate_up(torch.cat([x[:1], x[:-1]]))))", layouts="cp 2 all_gather",
-        said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+        said=r"the input of layers\.0\.mlp\.gate_up "),
     "a mean over rows": mlp("self.down(swiglu(self.gate_up(x - x.mean(1, keepdim=True))))",
-                            layouts="dp 2", said=r"what layers\.0\.mlp\.gate_up \(\w+\) takes"),
+                            layouts="dp 2", said=r"the input of layers\.0\.mlp\.gate_up "),
     # experts
     "experts counted on a rank": Mistake(
         MOE, {"self.weights(scores, plan.choice), plan).view_as(x)": (
             "self.weights(scores, plan.choice), plan).view_as(x) / self.dispatcher.local")},
-        r"layers\.0\.mlp \(SparseMLP\) gives.*it is 2 times", "dp 2, ep 2 allgather"),
-    "what an expert's rank gives": Mistake(
-        MOE, {"rows = self.experts(d.rows(tokens, plan), plan.counts)": (
-            "rows = self.experts(d.rows(tokens, plan), plan.counts) "
-            "* (1 + 0.1 * self.ctx.grid.ep.rank)")},
-        r"layers\.0\.mlp \(SparseMLP\) gives", "tp 2 + SP, ep 2 alltoall"),
+        r"the output of layers\.0\.mlp \(SparseMLP\).*it is 2 times", "dp 2, ep 2 allgather"),
+    "the output of an expert's rank": Mistake(
+        MOE, {ROWS: (
+            ROWS + " * (1 + 0.1 * self.ctx.grid.ep.rank)")},
+        r"the output of layers\.0\.mlp \(SparseMLP\)", "tp 2 + SP, ep 2 alltoall"),
     "weights of a rank's tokens": Mistake(
         MOE, {"chosen = scores.gather(1, choice).softmax(1)": (
             "chosen = scores.gather(1, choice).softmax(1) * (1 + 0.01 * len(scores))")},
-        r"layers\.0\.mlp \(SparseMLP\) gives", "cp 2 all_gather"),
+        r"the output of layers\.0\.mlp \(SparseMLP\)", "cp 2 all_gather"),
     "a router in no region": Mistake(
         MOE, {
             "self.router = RouterLinear(h, e, ctx=ctx)": (
@@ -211,7 +211,7 @@ TENSORS: dict[str, Mistake] = {
     # stages, micro-batches, recomputation
     "layers counted in a stage": llama(
         LOOP + RUN, LOOP + RUN + "                h = h * (1 + 0.1 * i)\n", "pp 2 1f1b",
-        r"what layers\.3 \(Block\) takes"),
+        r"the input of layers\.3 \(Block\)"),
     "the size of a micro-batch": mlp(
         f"self.down({Y}) * (1 + 0.01 * x.shape[1])", "", "one rank, 4 micro-batches", GIVES),
     "a state in recomputation": mlp(

@@ -138,14 +138,14 @@ MISTAKES = {
             "self.groups, packed, cache=cache": "self.groups, None, cache=cache",
         },
         "cp 2 all_gather; dp 2",
-        ("only under context parallelism", "which looks at this rank's keys alone"),
+        ("sends nothing to the other ranks, so its tokens would not see theirs",),
     ),
     "positions counted on a rank": (
         "llama",
         {"position_ids, tokens.shape[1] * self.ctx.grid.cp.size": "None, tokens.shape[1]"},
         "cp 2 all_gather",
         (
-            "what layers.0 (Block) takes, tensor 1 differs first",
+            "the input of layers.0 (Block), tensor 1 differs first",
             "only under context parallelism",
             "positions counted from 0",
         ),
@@ -160,7 +160,7 @@ MISTAKES = {
         (
             "mlp.scale was used in plain autograd",
             "mpu.gradients.use",
-            "2 of 4 layouts disagree",
+            "3 of 4 layouts disagree",
             "tp 2 + SP: layers.0.mlp.scale: its gradient differs",
         ),
     ),
@@ -347,6 +347,13 @@ def test_a_planted_mistake_ends_in_a_sentence_with_its_cause(name, tmp_path):
     code, out = fork_mistakes.checked(mistake, tmp_path)
     assert mistake.said in out and "fork-check itself failed" not in out, out
     assert code == 1 or "warning" in out, out
+
+
+def test_what_is_planted_is_an_edit_of_todays_files(tmp_path):
+    for mistake in (*fork_mistakes.MISTAKES.values(), *fork_tensors.TENSORS.values()):
+        fork_mistakes.planted(mistake, tmp_path)
+    for model, edits, *_ in MISTAKES.values():
+        write(tmp_path, model, edits)
 
 
 @pytest.mark.prove

@@ -13,6 +13,7 @@ import pytest
 
 from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline.schedules import CHUNKS, Schedule, build, forward_only
+from tests.sampling import sampled
 from tools.pictures.schedule import MOST_ARROWS, _lighter, _shade, caption, draw, heading
 from tools.pictures.style import KINDS
 from tools.pictures.timeline import rows, summary, waits
@@ -40,7 +41,7 @@ def texts_of(svg):
     return ["".join(text.itertext()) for text in ElementTree.fromstring(svg).iter() if text.text]
 
 
-@pytest.mark.parametrize("name", CHUNKS)
+@pytest.mark.parametrize("name", sampled(list(CHUNKS), 2))
 def test_every_action_has_its_box_to_scale(name, tmp_path):
     schedule = build(name, 4, 8, CHUNKS[name])
     timeline = timeline_of(schedule, 0.25)

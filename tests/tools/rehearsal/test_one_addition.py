@@ -22,6 +22,7 @@ from tools.rehearsal.device_file import read_device
 from tools.rehearsal.links import collective_seconds
 from training.flags.parse import parse
 
+LATER = pytest.mark.prove
 ROOT = Path(__file__).resolve().parents[3]
 OLD = "        return h + self.mlp(x)"
 NEW = "        return h + self.mlp(EXCHANGE(x, self.ctx.grid.tp))"
@@ -74,10 +75,12 @@ def planned(flags, **more):
     ("more", "times", "tokens"),
     [
         ({}, 2, 8192),
-        ({"recompute": "full"}, 3, 8192),  # forward runs again
+        pytest.param({"recompute": "full"}, 3, 8192, marks=LATER),  # forward runs again
         ({"cp": 2, "dp": 2, "micro_batch": 2}, 2, 8192),
         ({"pp": 2, "dp": 2, "schedule": "zb-h1"}, 2, 8192),
-        ({"overlap": "ring", "dtype": "tensorwise", "micro_batch": 2}, 2, 2 * 8192),
+        pytest.param(
+            {"overlap": "ring", "dtype": "tensorwise", "micro_batch": 2}, 2, 2 * 8192, marks=LATER
+        ),
     ],
 )
 def test_the_planner_times_a_new_collective(more, times, tokens, tmp_path):
