@@ -6,7 +6,7 @@ from multiprocessing import forkserver
 import pytest
 
 from mpu import native
-from tests.conftest import PRELOADED, World
+from tests.conftest import World
 
 
 @pytest.fixture(scope="package")
@@ -18,7 +18,7 @@ def interpreted():
     if native.load() is None:
         pytest.skip(native.reason())
     worlds, server = {}, forkserver.ForkServer()
-    server.set_forkserver_preload(PRELOADED)
+    server.set_forkserver_preload(["pretrain_llama", "tests.conftest"])
 
     def get(size):
         if size not in worlds or worlds[size].broken:
