@@ -45,6 +45,14 @@ def allowed(documents: tuple[int, ...], window: int) -> np.ndarray:
     return (ids[:, None] == ids) & (back >= 0) & (back < (window or len(at)))
 
 
+def test_a_long_row_is_even_enough_as_it_is_dealt(monkeypatch):
+    monkeypatch.setattr(context_shards, "_exchange", lambda *_: pytest.fail("exchanged"))
+    assert shards.__wrapped__(2, (102,)) == (
+        (range(1, 27), range(77, 102)),
+        (range(0, 1), range(27, 77)),
+    )
+
+
 def check_cover(cp: int, lengths: tuple[int, ...], window: int) -> None:
     size = sum(lengths)
     holder = np.full(size, -1)
