@@ -10,13 +10,14 @@ import gc
 import os
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from multiprocessing import forkserver, util
 from unittest.mock import patch
 
 
 def begin() -> None:
-    """Fork the server from this process, which has one thread of Python and no CUDA.
+    """Fork the server from this process, in which torch has no threads yet and no CUDA.
 
     Each later `multiprocessing.get_context("forkserver")` of this process uses it.
     """
@@ -28,7 +29,9 @@ def _forked(executable: bytes, args: Sequence[str], files: Sequence[int]) -> int
     """Take the place of util.spawnv_passfds: run the code behind -c in a fork; return its id."""
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    with warnings.catch_warnings():  # of threads: xdist has one that reads from the controller
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         try:
             _forget(files)
