@@ -51,6 +51,7 @@ LAYOUTS = [  # ranks, flags
     (16, f"{TP} 4 --sequence-parallel {ZERO} 1 {OVERLAP} --recompute-granularity full "
          f"--recompute-method uniform --recompute-num-layers 1 {BATCH} 8"),
     (8, f"{TP} 2 --sequence-parallel {ZERO} 1 {OVERLAP} {BATCH} 8 --optimizer muon"),
+    (8, f"{ZERO} 1 {OVERLAP} {BATCH} 16 --optimizer-state-offload"),
 ]  # fmt: skip
 PARTS = {  # of a row: kinds and axes of the rehearsal, terms of the planner's breakdown
     "matmul": ("matmul",),

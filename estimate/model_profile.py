@@ -199,12 +199,12 @@ def _same_blocks(model: StagedModel) -> bool:
 
 
 def plannable(config: Config) -> Config:
-    """Return the config without the ZeRO stage, a cache key: no profile depends on it, but those of
-    weights that travel in float8.
+    """Return the config without where the optimizer's state is, a cache key: no profile depends on
+    it. Those of weights that travel in float8 depend on the ZeRO stage.
     """
-    if config.float8.fp8_param_gather:
-        return config
-    p = replace(config.parallel, zero_stage=None, use_distributed_optimizer=False)
+    p = replace(config.parallel, optimizer_state_offload=False)
+    if not config.float8.fp8_param_gather:
+        p = replace(p, zero_stage=None, use_distributed_optimizer=False)
     return replace(config, parallel=p)
 
 

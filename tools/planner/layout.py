@@ -4,6 +4,7 @@
 A layout is listed where the rules of pretrain_llama.py's flags allow it. Left out are ZeRO stages 2
 and 3 in a pipeline, as unsharded gradients and weights are the peak there, offload where
 W is separate from B, and context parallelism that leaves a rank less than SHORTEST tokens.
+tools/planner/search.py adds those that fit with the optimizer's state in host memory alone.
 """
 
 from collections.abc import Iterator
@@ -56,6 +57,7 @@ class Layout:
     overlap: str = "none"
     dtype: str = "bf16"
     each: bool = False  # --zero-reduce-each-microbatch
+    states: bool = False  # --optimizer-state-offload
     ep: int = 0  # expert-parallel ranks; 0: the model has none
 
     def flags(self) -> str:
@@ -83,6 +85,7 @@ class Layout:
             words += ["--zero-reduce-each-microbatch"] * self.each
         words.append(RECOMPUTE_FLAGS[self.recompute] + f" {self.again}" * (self.again > 0))
         words += ["--cpu-offload-activations"] * self.offload
+        words += ["--optimizer-state-offload"] * self.states
         if self.dtype != "bf16":
             words.append(f"--fp8-format hybrid --fp8-recipe {self.dtype}")
         return " ".join(word for word in words if word).strip()
@@ -97,10 +100,11 @@ class Layout:
         """Return how many mechanisms a run of the layout relies on besides plain data parallelism.
 
         One each: tensor, context, expert and pipeline parallelism, a schedule that is neither 1F1B
-        nor interleaved, ZeRO 2 or 3, recomputation, activations in host memory.
+        nor interleaved, ZeRO 2 or 3, recomputation, activations in host memory, the optimizer's
+        state there.
         """
         return sum((self.tp > 1, self.cp > 1, self.ep > 1, self.pp > 1, self.split, self.zero > 1,
-                    self.recompute != "none", self.offload))  # fmt: skip
+                    self.recompute != "none", self.offload, self.states))  # fmt: skip
 
     @property
     def v_shape(self) -> bool:

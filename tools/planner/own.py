@@ -50,9 +50,8 @@ def dtype_of(config: Config) -> str:
 def layout_of(config: Config) -> Layout:
     """Return the layout of a Config. Raises PlanError where the planner cannot count it."""
     p, b = config.parallel, config.batch
-    for flag in ("optimizer_cpu_offload", "optimizer_state_offload"):
-        if getattr(p, flag):
-            raise PlanError(f"--why does not count --{flag.replace('_', '-')}")
+    if p.optimizer_cpu_offload:
+        raise PlanError("--why does not count --optimizer-cpu-offload")
     if len(set(p.cp_comm_type)) > 1 or p.cp_comm_type[0] not in COMMS:
         raise PlanError(f"--why knows one --cp-comm-type, {', '.join(COMMS)}")
     if p.schedule not in SCHEDULES:
@@ -77,6 +76,7 @@ def layout_of(config: Config) -> Layout:
         overlap="none" if p.tp_comm_overlap == "none" else "ring",
         dtype=dtype_of(config),
         each=p.zero_reduce_each_microbatch,
+        states=p.optimizer_state_offload,
         ep=config.expert_model_parallel_size,
     )
 

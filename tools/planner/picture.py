@@ -99,7 +99,7 @@ def _draw_step(axes: Any, plans: Plans, n: int, count: int) -> None:
     each, t = plans.layouts[n], plans.times
     ranks = timeline(plans, n, count).ranks
     end = max(spans[-1].end for spans in ranks)
-    sums, update = float(t.sums[n]), float(t.update[n])
+    sums, update = float(t.sums[n]), float(t.update[n] + t.carried[n])
     for row, spans in enumerate(ranks):
         for kind, colour in KINDS.items():
             own = [(s.begin, s.end - s.begin) for s in spans if s.action.kind == kind]

@@ -22,7 +22,7 @@ from estimate import activations
 from estimate.buffers import matmul_workspaces
 from estimate.dry_run import memory
 from estimate.model_profile import ParameterProfile, rank_parameters
-from estimate.rank_memory import norm_bytes
+from estimate.rank_memory import flats, host_bytes, norm_bytes
 from estimate.rank_profile import StageProfile, rank_profile
 from mpu.optim.interface import state_bytes
 from mpu.pipeline.stage_layout import Stage
@@ -152,24 +152,36 @@ def layer_parameters(
     return config, rank_parameters(config, PROVIDER, (Stage(1, 2),), 0)
 
 
-def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Array:
-    """Return the bytes of each layout's fullest rank, to a few percent of --dry-run's.
-
-    host: bytes of a node's host memory for activations; a layout that needs more takes infinitely.
+class Bytes(NamedTuple):
+    """Bytes of layouts: of the fullest rank, and the most that a rank's optimizer state moves each
+    way in a step.
     """
-    sizes = np.zeros(len(found))
+
+    fullest: Array
+    moved: Array
+
+
+def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Bytes:
+    """Return the bytes of each layout's ranks, to a few percent of --dry-run's.
+
+    host: bytes of a node's host memory for activations and state; a layout that needs more takes
+    infinitely.
+    """
+    bytes_ = Bytes(np.zeros(len(found)), np.zeros(len(found)))
     key = [
-        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.ep)
+        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.states, e.ep)
         for e in found
     ]
     order = sorted(range(len(found)), key=lambda n: key[n])
     for _, members in groupby(order, key=lambda n: key[n]):
         at = np.array(list(members))
-        sizes[at] = _group(model, [found[n] for n in at], runs[at], host)
-    return sizes
+        bytes_.fullest[at], bytes_.moved[at] = _group(
+            model, [found[n] for n in at], runs[at], host
+        )
+    return bytes_
 
 
-def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array:
+def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes:
     """Return the bytes of layouts that are alike in all but cp, dp and their batches."""
     e = found[0]
     own = sizes(model.flags, e.tp, e.ep)
@@ -187,10 +199,11 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     of_layer, of_embedding, of_head, of_experts = own.moments
     moments = layers * (of_layer - of_experts) + first * of_embedding + last * of_head
     moments = moments - both * of_head
-    state = _state(model, e.zero, numbers, moments, (r.dp * r.cp)[:, None])
+    state, moved = _state(model, e.zero, numbers, moments, (r.dp * r.cp)[:, None])
     if own.experts:
         dealt = layers * own.experts, layers * of_experts
-        state = state + _state(model, e.zero, *dealt, r.edp[:, None], again=True)
+        more = _state(model, e.zero, *dealt, r.edp[:, None], again=True)
+        state, moved = state + more[0], moved + more[1]
     if e.zero >= 3:
         state = state + 2 * (2 * own.layer + (own.embedding + own.head) * 0.5)  # gathered weights
     b = (r.micro_batch / r.cp)[:, None]
@@ -215,16 +228,25 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Array
     logits = last * u.logits
     work = np.where(last > 0, u.end_working + (b - 1) * u.end_more,
                     u.working + (b - 1) * u.more)  # fmt: skip
-    total = np.asarray((state + b * (stored + u.again + logits) + work).max(1))
-    return np.where(offloaded > host, np.inf, total) if e.offload else total
+    total = state + b * (stored + u.again + logits) + work
+    if e.states:  # away while activations are there, and back for the update
+        offloaded = (moved * r.node[:, None]).max(1)
+        total = np.maximum(total - moved, state)
+    else:
+        moved = np.zeros(moved.shape)
+    most = total.max(1)
+    if e.states or e.offload:
+        most = np.where(offloaded > host, np.inf, most)
+    return Bytes(most, moved.max(1))
 
 
 def _state(
     model: Model, zero: int, numbers: Array, moments: Array, shard: Array, again: bool = False
-) -> Array:
+) -> tuple[Array, Array]:
     """Return the bytes that ranks of so many numbers keep from step to step, as one bucket, and, at
-    ZeRO stages 2 and 3, those of the unsharded gradients of two buckets. moments: bytes of their
-    state before it is shared. again: what a rank has once is counted with other numbers.
+    ZeRO stages 2 and 3, those of the unsharded gradients of two buckets; and how many of them are
+    masters and moments. moments: bytes of their state before it is shared. again: what a rank has
+    once is counted with other numbers.
     """
     arrays: Any = {"ranks": shard, "shard": shard}
     length: Any = numbers
@@ -236,7 +258,8 @@ def _state(
     two = 8 * np.clip(numbers / 8, low, high) if zero >= 2 else 0
     total = sum(kinds.values()) + norm_bytes([unsharded])
     total = total + (0 if again else matmul_workspaces(model.config))
-    return np.asarray(total + np.minimum(two, 4 * numbers))
+    moved = kinds["masters"] + kinds["moments"]
+    return np.asarray(total + np.minimum(two, 4 * numbers)), np.asarray(moved)
 
 
 class Exact(NamedTuple):
@@ -257,7 +280,9 @@ def exactly(model: Model, each: Layout) -> list[Exact]:
         few = replace(each, micro_batches=count)
     words = shlex.split(" ".join([*model.flags, few.flags(), REST]))
     config = parse(words, each.tp * each.cp * each.dp * each.pp)
-    peaks = activations.peaks(config, PROVIDER)
-    return [
-        Exact(memory(config, PROVIDER, rank, own), own.in_host) for rank, own in enumerate(peaks)
-    ]
+    found = list[Exact]()
+    for rank, own in enumerate(activations.peaks(config, PROVIDER)):
+        state = host_bytes(config, flats(config, PROVIDER, rank))
+        found.append(Exact(memory(config, PROVIDER, rank, own), own.in_host + state))
+    return found
+

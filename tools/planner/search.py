@@ -23,7 +23,7 @@ from tools.planner.model import Model
 from tools.planner.pipeline import SCHEDULES
 from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
 from tools.planner.runs import COMMS, Array, Runs
-from tools.planner.step_time import Times, Unnamed, host_layer, layer
+from tools.planner.step_time import Times, Unnamed, carried, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
 from tools.rehearsal.device_file import read_device
 
@@ -99,11 +99,13 @@ class Plans:
         return sum(self.fullest(n).values())
 
     def fit(self, n: int) -> bool:
-        """Return whether a layout's fullest rank fits a GPU, and its activations a host."""
+        """Return whether a layout's fullest rank fits a GPU, and what it keeps in host memory a
+        host.
+        """
         return self.exact(n) <= self.limit and self.in_host(n) <= self.cluster.host
 
     def in_host(self, n: int) -> float:
-        """Return the bytes of activations that a layout keeps in a node's host memory."""
+        """Return the bytes of activations and state that a layout keeps in a node's host memory."""
         return self.cluster.node * max(rank.in_host for rank in self._exactly(n))
 
     @cached_property
@@ -268,7 +270,33 @@ def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Pla
             f"{model.config.model.num_layers} layers and {model.config.model.num_attention_heads} "
             "heads: another --global-batch-size may"
         )
-    return evaluate(model, cluster, found)
+    return with_state_in_host(evaluate(model, cluster, found))
+
+
+def with_state_in_host(plans: Plans) -> Plans:
+    """Add the layouts that fit, about, with the optimizer's state in host memory alone.
+
+    A layout that fits without gains nothing by it, nor is it tried where activations are there.
+    """
+    at = np.array([n for n in np.flatnonzero(~plans.fits) if not plans.layouts[n].offload], int)
+    away = [replace(plans.layouts[n], states=True) for n in at]
+    found = many(plans.model, away, plans.runs[at], plans.cluster.host)
+    near = np.flatnonzero(found.fullest <= NEARLY * plans.limit)
+    at = np.concatenate([np.arange(len(plans.layouts)), at[near]])
+    moved = np.concatenate([np.zeros(len(plans.layouts)), found.moved[near]])
+    runs, times = plans.runs[at], Times(*(getattr(plans.times, f.name)[at] for f in fields(Times)))
+    return replace(
+        plans,
+        layouts=[*plans.layouts, *(away[n] for n in near)],
+        runs=runs,
+        times=with_state(times, carried(_constants(plans.cluster), runs, moved, times.slot)),
+        bytes=np.concatenate([plans.bytes, found.fullest[near]]),
+    )
+
+
+def with_state(times: Times, seconds: Array) -> Times:
+    """Return the times with so many seconds of exposed copies of the optimizer's state."""
+    return replace(times, carried=seconds, step=times.step + seconds)
 
 
 def check_dtype(cluster: Cluster, dtype: str) -> None:
@@ -284,15 +312,17 @@ def evaluate(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
     """Return the predictions of given layouts."""
     runs, c = runs_of(model, cluster, found), _constants(cluster)
     times = _timed(c, runs, transfers.unnamed(c, model, found, runs))
+    bytes_ = many(model, found, runs, cluster.host)
     more = matrices.seconds(c, model, found, runs)
     times = replace(times, update=times.update + more, step=times.step + more)
+    times = with_state(times, carried(c, runs, bytes_.moved, times.slot))
     return Plans(
         model=model,
         cluster=cluster,
         layouts=found,
         runs=runs,
         times=times,
-        bytes=many(model, found, runs, cluster.host),
+        bytes=bytes_.fullest,
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mpu.zero.bucket_layout import LARGEST, SMALLEST
 from tools.planner.constants import LINKS
 from tools.planner.pipeline import SCHEDULES, SPLIT_SCHEDULES, bubble
 from tools.planner.runs import COMMS, Array, Runs
@@ -37,10 +38,11 @@ class Times:
     transfers (tp, cp, ep, fsdp: of weights and gradients layer by layer), copies to and from the
     host, waits for the host (host), and waits for messages. bubble: the pipeline's ends. sums:
     exposed transfers of gradients and parameters during micro-batches. update: the optimizer's.
+    carried: exposed copies of its state to and from the host.
     stages: [runs, stages], F and B of each. message: between them. host_share: what the host
     needs to issue the slowest rank, over what that rank computes and waits for transfers.
     jitter: factor by which other nodes slow micro-batches and bubble. step is (micro-batches x
-    slot + bubble) x jitter + sums + update, exactly.
+    slot + bubble) x jitter + sums + update + carried, exactly.
     """
 
     slot: Array
@@ -57,6 +59,7 @@ class Times:
     bubble: Array
     sums: Array
     update: Array
+    carried: Array
     step: Array
     stages: Array
     message: Array
@@ -405,6 +408,19 @@ def update(c: Constants, r: Runs) -> Array:
     return passes(c, each * rank_weights(r) + of_expert * rank_experts(r)) + c["host_step"]
 
 
+def carried(c: Constants, r: Runs, moved: Array, slot: Array) -> Array:
+    """Return the exposed seconds of state that is away between steps. moved: its bytes each way.
+
+    It comes under the last micro-batch's backward and goes under the next step's first forward,
+    bucket by bucket (mpu/optim/state_offload.py): the last bucket cannot come before, nor the first
+    one stay longer.
+    """
+    each, forward, numbers = moved / c["host_bandwidth"], slot / (3 + r.recompute), rank_weights(r)
+    one = each * np.minimum(np.clip(numbers / 8, SMALLEST, LARGEST) / numbers, 1.0)
+    up, down = np.maximum(each - (slot - forward), one), np.maximum(each - forward, one)
+    return np.asarray(up + down)
+
+
 def times(c: Constants, r: Runs, more: Unnamed | None = None) -> Times:
     """Return the times of steps of these runs. more: transfers that no formula names."""
     none = Exposed(*np.zeros((5, len(r))))
@@ -450,7 +466,7 @@ def times(c: Constants, r: Runs, more: Unnamed | None = None) -> Times:
         slot=slot, compute=kernels.seconds, matmul=kernels.matmul, attention=kernels.attention,
         tp=sent.tp, cp=sent.cp, ep=sent.ep, fsdp=sent.fsdp, copies=sent.copies,
         waits=waits, host=slowest - busy,
-        bubble=ends, sums=sums, update=optimizer, step=step, stages=both,
+        bubble=ends, sums=sums, update=optimizer, carried=np.zeros(len(r)), step=step, stages=both,
         message=message, host_share=launches / busy, jitter=jitter,
     )  # fmt: skip
 

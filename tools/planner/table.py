@@ -31,8 +31,8 @@ TERMS = {  # of Times, as they add up to a step
 AXES = ("tp", "cp", "ep", "pp", "dp")  # of TERMS: what nothing hides
 KINDS = {  # of the table: kinds of memory as --dry-run names them
     "parameters": ("parameters", "gathered weights"),
-    "gradients": ("gradients", "whole gradients", "tied look-ups"),
-    "optimizer": ("masters", "moments", "norm's index"),
+    "gradients": ("gradients", "whole gradients", "tied look-ups", "sums of gradients"),
+    "optimizer": ("masters", "moments", "norm's index", "fetched state", "matrices"),
     "activations": ("activations", "offloaded"),
     "logits": ("logits",),
     "working memory": ("working memory", "workspaces"),
@@ -67,7 +67,7 @@ def breakdown(plans: Plans, n: int) -> Breakdown:
         "compute": many * t.compute[n], "tp": many * t.tp[n], "cp": many * t.cp[n],
         "ep": many * t.ep[n],
         "pp": many * t.waits[n] + ends, "dp": many * t.fsdp[n] + t.sums[n],
-        "copies": many * t.copies[n], "host": many * t.host[n],
+        "copies": many * t.copies[n] + t.carried[n], "host": many * t.host[n],
         "bubble": t.bubble[n] * scale - ends, "update": t.update[n],
     }  # fmt: skip
     return Breakdown({key: float(seconds[key]) for key in TERMS})
@@ -89,7 +89,7 @@ def simulated(plans: Plans, n: int) -> float | None:
     if each.pp * each.virtual * each.micro_batches * 3 > MOST_ACTIONS or each.pp == 1:
         return None
     end = max(spans[-1].end for spans in timeline(plans, n, each.micro_batches).ranks)
-    return float(end * float(t.jitter[n]) + t.sums[n] + t.update[n])
+    return float(end * float(t.jitter[n]) + t.sums[n] + t.update[n] + t.carried[n])
 
 
 def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
@@ -205,7 +205,7 @@ def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
     for number, n in enumerate(best, 1):
         left, there = plans.limit - plans.exact(n), host - plans.in_host(n)
         offloaded = (
-            (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.layouts[n].offload else "--"
+            (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.in_host(n) else "--"
         )
         share = f"{plans.times.host_share[n]:.0%}"
         rows.append(
@@ -214,17 +214,20 @@ def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
     return [
         f"margins (GB left: of the {plans.limit / 1e9:.1f} GB available to a plan, and % of "
         f"the device's {plans.memory / 1e9:.1f}; host GB left: of the {host / 1e9:,.0f} of a node "
-        "that offloaded activations may take; host busy: what the host needs to launch the slowest "
-        "stage, over that stage's time: above 100% the GPU waits)",
+        "that offloaded activations and state may take; host busy: what the host needs to launch "
+        "the slowest stage, over that stage's time: above 100% the GPU waits)",
         *aligned(rows),
     ]  # fmt: skip
 
 
 def activations_of(each: Layout) -> str:
-    """Return what becomes of activations: recomputed, or put in host memory."""
+    """Return what becomes of activations, recomputed or put in host memory, and whether the
+    optimizer's state is there.
+    """
     if each.offload:
         return "offload"
-    return f"{each.again} a stage" if each.recompute == "block" else each.recompute
+    kind = f"{each.again} a stage" if each.recompute == "block" else each.recompute
+    return f"{kind}+state" if each.states else kind
 
 
 def work_of(plans: Plans, n: int) -> tuple[str, str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from estimate import activations
+from estimate import activations, rank_memory
 from estimate.dry_run import memory
 from pretrain_llama import model_provider
 from tools import plan
@@ -162,6 +162,27 @@ def test_activations_stay_out_of_host_memory_that_a_cluster_does_not_have(tmp_pa
     away = np.array([e.offload for e in small.layouts])
     assert small.cluster.host == 0.8e9 and np.all(small.bytes[~away] == large.bytes[~away])
     assert np.any(small.fits[away]) and np.any(large.fits[away] & ~small.fits[away])
+
+
+def test_state_in_host_memory_is_tried_where_a_layout_does_not_fit_without() -> None:
+    """8B on a node with a batch of few micro-batches: its memory, its copies, and --why."""
+    asked: plan.Question = {"seq-length": 8192, "global-batch-size": 16}
+    plans = plan.plans_of("8B", read_cluster("h100_8_nodes").of(1), asked)
+    away = [n for n, e in enumerate(plans.layouts) if e.states]
+    plain = {e: n for n, e in enumerate(plans.layouts) if not e.states}
+    assert any(plans.fits[n] for n in away)
+    for n in away:
+        same = plain[replace(plans.layouts[n], states=False)]
+        assert not plans.fits[same] and plans.bytes[n] < plans.bytes[same]
+        assert plans.times.step[n] > plans.times.step[same]
+    n = min(away, key=lambda n: plans.times.step[n] if plans.fits[n] else np.inf)
+    assert plans.bytes[n] == pytest.approx(dry_run_bytes(plans, n), rel=0.05)
+    assert plans.exact(n) == pytest.approx(dry_run_bytes(plans, n), rel=0.02)
+    config = config_of(plans, n)
+    flats = rank_memory.flats(config, model_provider)
+    assert plans.in_host(n) == 8 * rank_memory.host_traffic(config, flats)[0]
+    own = own_plan(plans, plans.layouts[n].flags())
+    assert own.times.step[0] == pytest.approx(plans.times.step[n])
 
 
 def test_every_layout_that_the_flags_allow_is_there_once(plans: Plans) -> None:
