@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time eleven layouts by the planner and by the rehearsal, and print where the two differ.
+"""Time twelve layouts by the planner and by the rehearsal, and print where the two differ.
 
-    python benchmarks/plan_clocks.py [--only TEXT]
+    python benchmarks/plan_clocks.py [--only TEXT] [--parts]
 
 Both read the same device file and the same costs of kernels, collectives and messages
 (tools/rehearsal/roofline.py, links.py). The rehearsal plays every launch and transfer that the
 trainer asks for; the planner adds up a coarse list by formulas. So each difference is of what that
-list leaves out, or of a formula in place of playing. Four layers of Llama 3 8B, rank 0, in ms; each
-row's parts add up to its step. It takes about five minutes.
+list leaves out, or of a formula in place of playing. Four layers of Llama 3 8B, rank 0, in ms. A
+line is the table of docs/planning.md; with --parts all parts of a step are printed, which add up to
+it. It takes about five minutes.
 """
 
 import argparse
@@ -53,6 +54,13 @@ LAYOUTS = [  # ranks, flags
     (8, f"{TP} 2 --sequence-parallel {ZERO} 1 {OVERLAP} {BATCH} 8 --optimizer muon"),
     (8, f"{ZERO} 1 {OVERLAP} {BATCH} 16 --optimizer-state-offload"),
 ]  # fmt: skip
+SHORT = {  # of flags, in the table
+    OVERLAP: "overlap", "--overlap-grad-reduce": "overlap", TP: "tp", PP: "pp", CP: "cp",
+    ZERO: "ZeRO", BATCH: "batch", " --sequence-parallel": "", "--pipeline-schedule ": "",
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "recompute",
+    "--tp-comm-overlap ring": "ring", "--optimizer muon": "Muon",
+    "--optimizer-state-offload": "state offload",
+}  # fmt: skip
 PARTS = {  # of a row: kinds and axes of the rehearsal, terms of the planner's breakdown
     "matmul": ("matmul",),
     "attention": ("attention",),
@@ -108,16 +116,39 @@ def parts(told: dict[str, float]) -> dict[str, float]:
     return {"step": step, **named}
 
 
+Row = dict[str, float]
+
+
+def compared(world: int, flags: str) -> tuple[Row, Row, Row]:
+    """Return PARTS of a step by the planner and by the rehearsal, and their difference."""
+    both = parts(planned(world, flags)), parts(rehearsed(world, flags))
+    return *both, {name: both[0][name] - both[1][name] for name in both[0]}
+
+
 def lines(layouts: list[tuple[int, str]]) -> Iterator[str]:
-    """Yield the table: three rows a layout."""
+    """Yield the table: a row a layout, with the parts that differ by most."""
+    yield "| ranks, layout | planner, ms | rehearsal, ms | difference | most of it, ms |"
+    yield "|---|---|---|---|---|"
+    for world, flags in layouts:
+        ours, played, left = compared(world, flags)
+        most = sorted(PARTS, key=lambda part: -abs(left[part]))[:2]
+        why = ", ".join(f"{part} {1e3 * left[part]:+.1f}" for part in most)
+        step = f"{1e3 * ours['step']:.1f} | {1e3 * played['step']:.1f}"
+        share = left["step"] / played["step"]
+        for flag, word in SHORT.items():
+            flags = flags.replace(flag, word)
+        yield f"| {world}, {flags} | {step} | {share:+.1%} | {why} |"
+
+
+def lines_of_parts(layouts: list[tuple[int, str]]) -> Iterator[str]:
+    """Yield the table of all parts: three rows a layout."""
     yield "| ranks, layout | by | step | " + " | ".join(PARTS) + " |"
     yield "|---|---|---" + "|---" * len(PARTS) + "|"
     for world, flags in layouts:
-        both = parts(planned(world, flags)), parts(rehearsed(world, flags))
-        left = {name: both[0][name] - both[1][name] for name in both[0]}
-        name = f"{world}, {' '.join(flags.replace('--', '').split())}"
-        for who, row in zip(("planner", "rehearsal", "difference"), (*both, left), strict=True):
-            sign = "+" if row is left else ""
+        name = f"{world}, `{flags}`"
+        for who, row in zip(("planner", "rehearsal", "difference"), compared(world, flags),
+                            strict=True):  # fmt: skip
+            sign = "+" if who == "difference" else ""
             cells = (f"{1e3 * value:{sign}.1f}" if abs(value) >= 5e-5 else "" for value in
                      row.values())  # fmt: skip
             yield f"| {name} | {who} | {' | '.join(cells)} |"
@@ -127,8 +158,10 @@ def lines(layouts: list[tuple[int, str]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="TEXT", help="layouts that contain this")
+    parser.add_argument("--parts", action="store_true", help="print all parts of each step")
     args = parser.parse_args()
-    for line in lines([each for each in LAYOUTS if args.only in each[1]]):
+    chosen = [each for each in LAYOUTS if args.only in each[1]]
+    for line in lines_of_parts(chosen) if args.parts else lines(chosen):
         print(line, flush=True)
 
 

@@ -11,12 +11,11 @@ from typing import NamedTuple
 from benchmarks.planning.written_record import Layout, Model, Passes, Recipe, StepClock
 from tools.planner.pipeline import SCHEDULES
 from tools.planner.published import Row, read_table
-from tools.rehearsal.device_file import Device
+from tools.rehearsal.device_file import Device, read_device
 
 BANDWIDTH = {"A100-SXM-40G": 1.555e12}  # NVIDIA A100 datasheet, SXM 40 GB
 HOST_SECONDS = Path(__file__).parent.parent / "host_seconds.json"  # fitted: fit_device.py
 UNKNOWN_HOST = 3e-4  # seconds a layer of a program that nothing was fitted on
-PEAK = {"h100": 989.4e12, "a100": 312e12}  # bfloat16, dense
 TABLES = {  # name of the source and of its groups, recipe, dtype
     "ultrascale": ("playbook", "nanotron", "bfloat16"),
     "vtrain": ("vtrain", "megatron-deepspeed", "float16"),
@@ -163,6 +162,6 @@ def mfu_of(run: Run) -> float:
     model = run.model
     weights = model.layers * model.layer_parameters + model.vocab * model.hidden
     flops = 6 * weights + 12 * model.layers * model.hidden * model.sequence
-    layout = run.layout
+    layout, peak = run.layout, read_device(run.device).peak("bfloat16")
     batch = layout.dp * layout.micro_batch * layout.micro_batches * run.filled
-    return batch * model.sequence * flops / (run.seconds * run.gpus * PEAK[run.device])
+    return batch * model.sequence * flops / (run.seconds * run.gpus * peak)
