@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.fit_device import is_fitted  # noqa: E402
 from benchmarks.planning.published_rows import (  # noqa: E402
     HOST_SECONDS,
-    PEAK,
     Run,
     mfu_of,
     predicted,
@@ -91,7 +90,7 @@ def summary(results: Sequence[Result]) -> list[str]:
     parts: list[tuple[str, Callable[[Result], bool]]] = []
     for source in dict.fromkeys(result.run.source for result in results):
         parts.append((source, lambda result, source=source: result.run.source == source))
-    for device in sorted(PEAK):
+    for device in sorted({result.run.device for result in results}):
         parts.append((device, lambda result, device=device: result.run.device == device))
     for low, high in ((0.2, 1.0), (0.05, 0.2), (0.0, 0.05)):
         parts.append((f"ultrascale, MFU {low:.0%} to {high:.0%}", _between(low, high)))
@@ -119,7 +118,7 @@ def main(argv: list[str]) -> int:
         print(f"{DOCUMENT.name} states the sha256 of other device files", file=sys.stderr)
         return 1
     runs, left = read_runs(args.runs)
-    devices = {name: read_device(name) for name in PEAK}
+    devices = {run.device: read_device(run.device) for run in runs}
     hosts = json.loads(HOST_SECONDS.read_text())
     results = [
         Result(run, predicted(run, devices[run.device], hosts[run.device]), mfu_of(run))
