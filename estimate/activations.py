@@ -21,6 +21,8 @@ from mpu.pipeline.steps import plan
 from training.config import Config
 from training.pipeline_schedule import micro_batch_counts, own_stages, schedule_of
 
+Chunks = tuple[int, ...]
+Fullest = tuple[int, int, int, int]  # activations, logits, working and under_way
 STEADY = 3  # micro-batches for each pipeline rank after which a schedule's fullest moment repeats
 
 
@@ -34,6 +36,9 @@ class ActivationPeak:
     under it. under_way: offloaded bytes that are being copied. in_host: the most in host memory.
     ends: for each chunk, as the rank makes its last gradients of a step: (chunk, what other
     micro-batches store then, the most in use in the actions that follow, up to the next end).
+    begins: for each chunk, as the rank makes its first gradients: (chunk, what other micro-batches
+    store then, the chunks that have made theirs). peaks: for each such tuple of chunks,
+    activations, logits, working and under_way at the fullest moment of all other actions.
     """
 
     for_b: int
@@ -44,6 +49,8 @@ class ActivationPeak:
     under_way: int
     in_host: int
     ends: tuple[tuple[int, int, int], ...] = ()
+    begins: tuple[tuple[int, int, Chunks], ...] = ()
+    peaks: tuple[tuple[Chunks, Fullest], ...] = ()
 
 
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
@@ -95,6 +102,8 @@ def peaks(config: Config, provider: ModelProvider) -> list[ActivationPeak]:
             *walks[rank].fullest,
             int(offloaded[rank][2]),
             tuple(walks[rank].ends),
+            tuple(walks[rank].begins),
+            tuple((chunks, own) for chunks, (_, own) in walks[rank].peaks.items()),
         )
         for rank in ranks
     ]
@@ -116,15 +125,22 @@ class _Walk:
 
     stored, logits: what micro-batches store. messages: inputs that have arrived or are about to,
     and the last output sent, which is freed when the next one is. most: at the fullest moment so
-    far. fullest: activations, logits, working and under_way of ActivationPeak then. ends: as there.
+    far. fullest: activations, logits, working and under_way of ActivationPeak then. ends, begins,
+    peaks: as there, in peaks with the sum. First gradients that are a chunk's last ones too, or are
+    made in W, count as there from the beginning.
 
     An F and the B that it overlaps alternate, part by part, the F first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, stages: Sequence[StageProfile]) -> None:
         self.stored = self.logits = self.messages = self.most = 0
-        self.fullest = (0, 0, 0, 0)
+        self.fullest: Fullest = (0, 0, 0, 0)
         self.ends: list[tuple[int, int, int]] = []
+        self.begins: list[tuple[int, int, Chunks]] = []
+        self.peaks: dict[Chunks, tuple[int, Fullest]] = {}
+        every = tuple(range(schedule.stages // len(schedule.ranks)))
+        late = not schedule.split and schedule.micro_batches > 1
+        self.begun: Chunks = () if late else every  # chunks that have gradients
         last, deferred = schedule.stages - 1, 0
         ending = "W" if schedule.split else "B", schedule.micro_batches - 1
         trains = any(action.kind == "B" for action in schedule.ranks[rank])
@@ -149,8 +165,16 @@ class _Walk:
                 self._note(stage.in_f - stage.for_b - stage.logits)
             else:
                 most = stage.in_b if overlapped is None else in_turns(overlapped, stage)
-                self._note(most - stage.for_b - stage.logits, stage.again, stage.under_way)
+                first = chunk not in self.begun
+                if first and overlapped is not None:
+                    self.begun, first = (*self.begun, chunk), False
+                in_use = most - stage.for_b - stage.logits
+                self._note(in_use, stage.again, stage.under_way, first)
                 self._store(-stage.for_b, -stage.logits)
+                if first:
+                    others = self.stored + self.logits + self.messages
+                    self.begins.append((chunk, others, self.begun))
+                    self.begun = *self.begun, chunk
                 if overlapped is not None:
                     self._store(overlapped.for_b, overlapped.logits)
                     overlapped = None
@@ -178,14 +202,22 @@ class _Walk:
         self.stored += stored
         self.logits += logits
 
-    def _note(self, in_use: int, again: int = 0, under_way: int = 0) -> None:
-        """Compare a moment with the peak; in_use: what the action has besides what is stored."""
+    def _note(
+        self, in_use: int, again: int = 0, under_way: int = 0, first: bool = False
+    ) -> None:
+        """Compare a moment with the peak; in_use: what the action has besides what is stored.
+
+        first: the action makes a chunk's first gradients.
+        """
         total = self.stored + self.logits + self.messages + in_use
         if self.ends:
             chunk, others, most = self.ends[-1]
             self.ends[-1] = chunk, others, max(most, total)
+        working = self.messages + in_use - again
+        moving = max(0, min(under_way, working))
+        stored = self.stored + again + min(working, 0)
+        fullest = (stored, self.logits, max(working, 0) - moving, moving)
         if total >= self.most:
-            self.most, working = total, self.messages + in_use - again
-            moving = max(0, min(under_way, working))
-            stored = self.stored + again + min(working, 0)
-            self.fullest = (stored, self.logits, max(working, 0) - moving, moving)
+            self.most, self.fullest = total, fullest
+        if not first and total >= self.peaks.get(self.begun, (0,))[0]:
+            self.peaks[self.begun] = total, fullest

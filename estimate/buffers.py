@@ -66,26 +66,28 @@ def after_backward(
         flats = [flat for flat in flats if flat.axes or not _buffer_numel(flat)]
     late = [flat for flat in flats[:-1] if flat.axes] + [*flats[-1:]] if early else flats
     tied = {*both_ends(config, provider, pp_rank)} if lookups else set()
-    waits = {True: 0, False: 0}  # whether the tied look-ups do: the most that sums take then
-    waiting, before, kept, piece = bool(tied), 0, 0, 0
+    whole, used = sum(map(_buffer_numel, late)) * size, 0
+    # by whether the tied look-ups wait: sums and whole gradients when they take most
+    waits = {True: (0, 0), False: (0, 0)}
+    waiting, before, kept, piece, left = bool(tied), 0, 0, 0, 0
     for flat in flats:
         came, made, part = _of_sum(config, flat)
         waiting = waiting and not tied & {name for name, _, _ in flat.params}
-        if flat in late:
-            most = max(kept + before + came, kept + piece + came + made)
-            waits[waiting] = max(waits[waiting], most)
+        if flat in late:  # the bucket before it is freed when this one has left
+            after = kept + piece + came + made, whole - left
+            waits[waiting] = max(waits[waiting], (kept + before + came, whole), after, key=sum)
+            whole, left = whole - left, _buffer_numel(flat) * size
         kept, before, piece = kept + piece, came + made, part
-    waits[False] = max(waits[False], before + piece)  # the others are over by then
-    whole, used = sum(map(_buffer_numel, late)) * size, 0
+    waits[False] = max(waits[False], (before + piece, whole), key=sum)  # the others are over
     if level(config) >= 3 and p.pipeline_model_parallel_size == 1:
         order = uses(config, provider, flats)
         shared = [flat for flat in flats if flat.by_use]
         last = shared[order[-1]] if order else None
         used = (last.rows or last.length * config.run.dtype.itemsize) if last else 0
     return [
-        {"sums of gradients": most, "tied look-ups": lookups * now, "whole gradients": whole,
+        {"sums of gradients": most, "tied look-ups": lookups * now, "whole gradients": there,
          "gathered weights": used}
-        for now, most in waits.items() if most
+        for now, (most, there) in waits.items() if most
     ]  # fmt: skip
 
 
@@ -111,9 +113,13 @@ def _each(config: Config) -> bool:
 
 def _travels(config: Config, flats: Sequence[BucketLayout]) -> bool:
     """Return whether sums of gradients take memory of their own while backward goes on."""
+    return _early(config) and any(any(_of_sum(config, flat)) for flat in flats)
+
+
+def _early(config: Config) -> bool:
+    """Return whether buckets leave while backward goes on, on GPUs."""
     p = config.parallel
-    early = (p.overlap_grad_reduce or _each(config)) and p.device != "cpu"
-    return early and any(any(_of_sum(config, flat)) for flat in flats)
+    return (p.overlap_grad_reduce or _each(config)) and p.device != "cpu"
 
 
 class _Now(NamedTuple):
@@ -137,7 +143,7 @@ def _leaving(config: Config, flats: Sequence[BucketLayout], names: Sequence[str]
     """
     p, size = config.parallel, config.run.dtype.itemsize
     whole, at = sum(map(_buffer_numel, flats)), {name: k for k, name in enumerate(names)}
-    if not _travels(config, flats):
+    if not _early(config):
         return [_Now(whole)] * (len(names) + 1)
     never, each = len(names), _each(config)
     waiting = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
@@ -271,9 +277,7 @@ def pipeline_moments(
     late = deferred(config, provider, pp_rank)
     if not (moved_state(config, flats, ranks) or _travels(config, flats) or late):
         return []
-    found = activations.profile(config, provider, pp_rank)
-    if not found.live_bytes:
-        found = activations.whole_profile(config, provider, pp_rank)
+    found = _with_live_bytes(config, provider, pp_rank)
     named, names = rank_memory.parameters(config, provider, pp_rank), found.gradients
     come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names)
     size, gathered = gradient_bytes(config), _gathered(config, provider, flats)
@@ -300,6 +304,52 @@ def pipeline_moments(
     living = {"logits": 0, "offloaded": 0, "activations": kept, "working memory": lives - kept}
     more = {"whole gradients": whole, "gathered weights": rest, "fetched state": up}
     return [living | more | {"sums of gradients": sums}]
+
+
+def pipeline_peaks(
+    config: Config, provider: ModelProvider, pp_rank: int, peak: activations.ActivationPeak
+) -> list[dict[str, int]]:
+    """Return what lives on a pipeline rank, of the kinds that change, at the fullest moments before
+    its last gradients. Unsharded gradients of a chunk come with its first B; those of a deferred
+    output layer later (`pipeline_moments`).
+    """
+    if level(config) < 2:
+        return [{}]
+    flats = rank_memory.flats(config, provider, pp_rank)
+    named, size = rank_memory.parameters(config, provider, pp_rank), gradient_bytes(config)
+    chunk_of = {flat: named[flat.params[0][0]].entry.chunk for flat in flats}
+
+    def open_in(chunks: activations.Chunks, names: Sequence[str] = ()) -> int:
+        """Return the bytes of the chunks' buckets, and of those that have one of the names."""
+        return size * sum(
+            _buffer_numel(flat) for flat in flats if not flat.late
+            and (bool(chunks) if flat.axes else chunk_of[flat] in chunks)
+            | any(name in names for name, _, _ in flat.params)
+        )  # fmt: skip
+
+    found = []
+    for chunks, (stored, logits, working, moving) in peak.peaks:
+        now = {"activations": stored, "logits": logits, "working memory": working}
+        found.append({**now, "offloaded": moving, "whole gradients": open_in(chunks)})
+    measured = _with_live_bytes(config, provider, pp_rank)
+    for chunk, others, chunks in peak.begins:
+        wait = sum(stage.for_b + stage.logits for stage in measured.stages[:chunk])
+        names = [n for n in measured.gradients if named[n].entry.chunk == chunk]
+        lives = dict(zip(measured.gradients, measured.live_bytes, strict=True))
+        now = {"logits": 0, "offloaded": 0, "working memory": 0}
+        for k, name in enumerate(names):  # a gradient's bucket is allocated when it is written
+            for end, live in enumerate(lives[name]):
+                whole = open_in(chunks, names[: k + end])
+                found.append({**now, "activations": others + live - wait, "whole gradients": whole})
+    return found
+
+
+def _with_live_bytes(
+    config: Config, provider: ModelProvider, pp_rank: int
+) -> activations.RankProfile:
+    """Return a pipeline rank's profile with live_bytes."""
+    found = activations.profile(config, provider, pp_rank)
+    return found if found.live_bytes else activations.whole_profile(config, provider, pp_rank)
 
 
 def deferred(config: Config, provider: ModelProvider, pp_rank: int) -> int:

@@ -140,10 +140,9 @@ def memories(
     if config.parallel.pipeline_model_parallel_size == 1:
         found = [kinds | now for now in buffers.moments(config, provider, peak, ranks)]
     else:
-        late = buffers.deferred(config, provider, pp_rank) * rank_memory.gradient_bytes(config)
-        found[0] = kinds | {"whole gradients": kinds["whole gradients"] - late}
-        own = buffers.pipeline_moments(config, provider, pp_rank, peak, ranks)
-        found += [kinds | now for now in own]
+        own = buffers.pipeline_peaks(config, provider, pp_rank, peak)
+        own += buffers.pipeline_moments(config, provider, pp_rank, peak, ranks)
+        found = [kinds | now for now in own]
     moving = 0  # an offloaded update has its matrices in host memory
     if not rank_memory.offloaded(config):
         moving = matrices.memory(config, provider, pp_rank, grid)
