@@ -100,10 +100,10 @@ def peaks(config: Config, provider: ModelProvider) -> list[ActivationPeak]:
             int(stored[rank][0]),
             int(stored[rank][1]),
             *walks[rank].fullest,
-            int(offloaded[rank][2]),
-            tuple(walks[rank].ends),
-            tuple(walks[rank].begins),
-            tuple((chunks, own) for chunks, (_, own) in walks[rank].peaks.items()),
+            in_host=int(offloaded[rank][2]),
+            ends=tuple(walks[rank].ends),
+            begins=tuple(walks[rank].begins),
+            peaks=tuple((chunks, own) for chunks, (_, own) in walks[rank].peaks.items()),
         )
         for rank in ranks
     ]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
 from estimate.rank_memory import accumulate_bytes, gradient_bytes, level, moved_state
+from estimate.rank_profile import RankProfile
 from mpu.zero.bucket_layout import BucketLayout, block_of
 from training.config import Config
 from training.pipeline_schedule import micro_batch_counts, schedule_of
@@ -344,9 +345,7 @@ def pipeline_peaks(
     return found
 
 
-def _with_live_bytes(
-    config: Config, provider: ModelProvider, pp_rank: int
-) -> activations.RankProfile:
+def _with_live_bytes(config: Config, provider: ModelProvider, pp_rank: int) -> RankProfile:
     """Return a pipeline rank's profile with live_bytes."""
     found = activations.profile(config, provider, pp_rank)
     return found if found.live_bytes else activations.whole_profile(config, provider, pp_rank)

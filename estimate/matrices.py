@@ -119,17 +119,18 @@ def _walk(rule: UpdateRule, plan: Plan, me: Mapping[str, int], item: int, acc: i
 
     A bucket's slices come (`came`) while what left for the next bucket is kept until it is there
     (`left`). Its matrices are made one by one, each from a copy of its parts; updates are kept
-    until the next bucket has its own, and what travels back until all are done.
+    until the next bucket has its own, and what travels back until all are done: what left until it
+    is waited for, what came until the end.
     """
-    kept = most = before = held = 0  # bytes of what travels back; of the last bucket's updates
-    rounds = plan.rounds
+    kept = before = 0  # bytes of what travels back; of the last bucket's updates
+    rounds, ends = plan.rounds, list[tuple[int, int]]()
     sends = [_leaving(rule, plan, round_, me[round_.cut], item, acc) for round_ in rounds]
-    for round_, (leaving, left, came), following in zip(
+    most = sends[0][0]  # the others' slices leave before the round ahead of them
+    for round_, (_, left, came), following in zip(
         rounds, sends, [*sends[1:], (0, 0, 0)], strict=True
     ):
         place = me[round_.cut]
         alone = len(plan.members[round_.cut]) == 1  # nothing travels: what arrives is what left
-        most = max(most, kept + before + leaving)
         now = kept + before + came
         most = max(most, now + (0 if alone else left) + following[0])
         now += following[1] + (0 if alone else following[2])
@@ -144,8 +145,12 @@ def _walk(rule: UpdateRule, plan: Plan, me: Mapping[str, int], item: int, acc: i
         back = plan.back(round_, place)
         out, come = item * sum(back.input), item * sum(back.output) * (not alone)
         most = max(most, now - before + made + out + max(copies, come))
-        kept, before, held = kept + out + come, made, max(held, _largest(plan, round_, place))
-    return max(most, kept + before + held * (acc + acc * (item != acc)))
+        kept, before = kept + out + come, made
+        ends.append((0 if alone else out, _largest(plan, round_, place)))
+    for n, (out, largest) in enumerate(ends, 1):  # a bucket's updates are there, and are made
+        kept -= out if n < len(ends) else 0  # what left of the last one has a name until the end
+        most = max(most, kept + before + largest * (acc + acc * (item != acc)))
+    return most
 
 
 def _leaving(
