@@ -258,6 +258,7 @@ def rank_model(
         cp_comm_type=p.cp_comm_type,
         experts=expert_options(config),
         interleaver=interleaver or Interleaver(),
+        log_max_attention_logit=config.log.log_max_attention_logit,
     )
     return provider(config, ctx, recompute or recompute_of(config, META), stages)
 
