@@ -124,10 +124,13 @@ class Coordinator(threading.Thread):
             self._examine(now)
             beats = now - sent > self.beat
             sent = now if beats else sent
-            doing = self.members[0].action if 0 in self.members else ""
             for member in self.members.values():
                 if member.connection is not None and member.connection.flush() and beats:
-                    messages.send(member.connection, "alive", action=doing)
+                    messages.send(member.connection, "alive", action=self._action_of_rank_0())
+
+    def _action_of_rank_0(self) -> str:
+        """Return what rank 0 last reported."""
+        return self.members[0].action if 0 in self.members else Member.action
 
     def _needed(self) -> bool:
         """Return whether somebody still has to join or to leave."""
@@ -149,7 +152,7 @@ class Coordinator(threading.Thread):
         self.selector.register(connection.sock, selectors.EVENT_READ, member)
         member.seat, member.address = seat, connection.address
         member.connection, member.disconnected, member.last = connection, None, time.monotonic()
-        messages.send(connection, "alive", action="")
+        messages.send(connection, "alive", action=self._action_of_rank_0())
         messages.send(connection, "place", said=self.detector.place)
         if self.decided is not None:
             messages.send(connection, "cause", **vars(self.decided))

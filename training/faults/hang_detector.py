@@ -276,6 +276,7 @@ def watch_alone(
     beat: float,
 ) -> Hang | None:
     """Watch the only rank of a world until it has `ended`; return the hang that ends the run."""
+    watch.arm(0.0, several=False)
     while not ended.wait(beat):
         watch.arm(0.0, several=False)
         detector.hear(0, "status", json.dumps(watch.status(action(), beat)))

@@ -187,6 +187,7 @@ class FailureMonitor:
         links = Links(self._silence)
         assert self._connection is not None
         messages.send(self._connection, "place", said=json.dumps(self.watch.dump.address()))
+        self.watch.arm(self.watch.patience(self._silence), several=True)  # before the first beat
         while not self._left:
             connection = self._connection
             for kind, fields in received:
