@@ -76,10 +76,7 @@ def row_scales(given: Numbers, block: int, form: Codes) -> Tensor:
     *sizes, rows = given.arguments()
     blocks = given.k // block if block else 1
     out = torch.empty((given.n, blocks), dtype=torch.uint8, device=given.x.device)
-    tile = dict(ROWS=ROWS, STEP=STEP, num_warps=WARPS)
-    if not block:
-        tile = dict(ROWS=2, STEP=2048) if given.side_by_side else dict(ROWS=ROWS, STEP=256)
-        tile["num_warps"] = 8
+    tile = dict(ROWS=ROWS, STEP=STEP, num_warps=WARPS) if block else piece_of(given)
     grid = (triton.cdiv(given.n, tile["ROWS"]), triton.cdiv(given.k, STEP) if block else 1)
     row_scales_kernel[grid](
         *sizes, out, FROM_ROWS=rows, BLOCK=block, FRACTION=form.fraction, SHIFT=form.shift,
@@ -132,9 +129,13 @@ def tile_of(given: Numbers, block: int, square: bool) -> dict[str, int]:
         columns = max(512, triton.next_power_of_2(given.k))
         rows = max(1, 2048 // columns)
         return dict(ROWS=rows, STEP=columns, WHOLE=True, num_warps=max(4, rows * columns // 1024))
-    if given.side_by_side:
-        return dict(ROWS=2, STEP=2048, WHOLE=False, num_warps=8)
-    return dict(ROWS=ROWS, STEP=256, WHOLE=False, num_warps=8)
+    return piece_of(given) | dict(WHOLE=False)
+
+
+def piece_of(given: Numbers) -> dict[str, int]:
+    """Return the rows and numbers of a tile that is a piece of its rows, and its warps."""
+    rows, step = (2, 2048) if given.side_by_side else (ROWS, 256)
+    return dict(ROWS=rows, STEP=step, num_warps=8)
 
 
 @triton.jit
