@@ -136,7 +136,7 @@ def _rendezvous(steps: Sequence[Sequence[Step]]) -> None:
     for rank, own in enumerate(to_do):
         if own:
             verb = "send" if own[0].sender == rank else "receive"
-            raise ScheduleError(f"rank {rank} waits for ever to {verb} {own[0]}")
+            raise ScheduleError(f"rank {rank} waits forever to {verb} {own[0]}")
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _time(schedule: Schedule, costs: Costs, speeds: Speeds | None) -> tuple[tupl
     for rank, actions in enumerate(schedule.ranks):
         if len(spans[rank]) < len(actions):
             action = actions[len(spans[rank])]
-            raise ScheduleError(f"rank {rank} waits for ever for the input of {action}")
+            raise ScheduleError(f"rank {rank} waits forever for the input of {action}")
     return tuple(
         tuple(Span(action, *span) for action, span in zip(actions, mine, strict=True))
         for actions, mine in zip(schedule.ranks, spans, strict=True)

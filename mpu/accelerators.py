@@ -45,7 +45,7 @@ def own_gpu(launch: Launch) -> torch.device:
     """
     count = torch.cuda.device_count()
     if not count:
-        raise ValueError("there is no CUDA device here: take --device cpu")
+        raise ValueError("there is no CUDA device here: use --device cpu")
     device = torch.device("cuda", launch.local_rank % count)
     torch.cuda.set_device(device)
     return device

@@ -113,7 +113,7 @@ CASES = [pytest.param(*pair, dtype, marks=LATER) for pair in PAIRS for dtype in 
 def test_what_a_level_saves_any_other_takes_up(
     runs: Runs, first: Way, then: Way, dtype: str
 ) -> None:
-    """All that is loaded is all that was saved, to the bit, and training goes on with it: to the
+    """All that is loaded is all that was saved, to the bit, and training continues with it: to the
     bit where as many ranks share the batch, else like the lowest level from the same
     checkpoint."""
     undisturbed = runs.run(first, dtype)

@@ -75,8 +75,8 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
         commit = f"--commit-{side}"
         add(commit, metavar="COMMIT", help=f"the checkout that makes {side.upper()}'s steps")
         add(f"--ranks-{side}", type=int, metavar="N", help=f"the ranks of {side.upper()}")
-    add("--steps", type=int, metavar="N", help="of a command line, make at most so many steps")
-    add("--step", type=int, metavar="N", help="compare this step, and look for none")
+    add("--steps", type=int, metavar="N", help="for a command line: run at most this many steps")
+    add("--step", type=int, metavar="N", help="compare this step only")
     add("--out", type=Path, metavar="FOLDER", help="where the report and all files go")
     add("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run (900)")
     return parser.parse_args(argv)
@@ -123,7 +123,7 @@ def bisect(
     sides = (a.lines, b.lines)
     may = allowed(*layouts(a, b))
     if why := same_machine(*sides):
-        found.notes.append(f"{why}: equal bits are not due, so sketches are compared")
+        found.notes.append(f"{why}: equal bits are not expected, so sketches are compared")
         may = replace(may, exact=False, why=why)
     found.settings = different_settings(a, b)
     if not all(lines.steps for lines in sides):

@@ -34,7 +34,7 @@ def integer(low: int = -MOST, high: int = MOST) -> Callable[[str], int]:
     def read(text: str) -> int:
         digits = text.removeprefix("-")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no whole number")
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
         if not low <= int(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} must be a whole number from {low} to {high}")
         return int(text)

@@ -83,7 +83,7 @@ def of_width(flags: dict[str, list[str]], width: int, mup: bool) -> list[str]:
         size = int(flags[name][0]) * width
         if size % base:
             raise ValueError(f"--widths {width}: {name} {flags[name][0]} of the base {base} times "
-                             f"{width / base:g} is no whole number")  # fmt: skip
+                             f"{width / base:g} is not a whole number")  # fmt: skip
         made[name] = [str(size // base)]
     made["--kv-channels"] = [str(head)]
     if mup:

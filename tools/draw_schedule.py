@@ -79,7 +79,7 @@ def measured(folder: Path, iteration: int | None = None) -> tuple[Schedule, Time
     try:
         validate(schedule)
     except ValueError as error:
-        raise ValueError(f"{folder}: step {iteration} is not whole: {error}") from None
+        raise ValueError(f"{folder}: step {iteration} is incomplete: {error}") from None
     return schedule, _from_zero(timeline), iteration
 
 

@@ -197,7 +197,7 @@ def chosen(full: bool, only: str, experts: bool = False) -> list[Case]:
     for name in names:
         if name not in [case.name for case in every]:
             known = "; ".join(case.name for case in every)
-            raise ValueError(f"--only {name!r} is no layout's name; they are: {known}")
+            raise ValueError(f"--only {name!r} is not the name of a layout; the names are: {known}")
     picked = [case for case in every if not names or case.name in names]
     loaded = {case.load for case in picked}
     tied = {case.tied for case in picked}

@@ -205,7 +205,7 @@ def main(argv: Sequence[str]) -> int:
         if launch.world < 2:
             raise ValueError("a probe needs several ranks: start it with torchrun or srun")
         if launch.world % launch.local_world:
-            raise ValueError(f"{launch.world} ranks are no whole number of nodes of "
+            raise ValueError(f"{launch.world} ranks are not a whole number of nodes of "
                              f"{launch.local_world}")  # fmt: skip
         launch.check_rendezvous()
         content, report = measured(args, launch)

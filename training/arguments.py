@@ -318,7 +318,7 @@ class MoEConfig:
     )
     moe_router_num_groups: int = setting(
         0,
-        "cut the experts into so many groups, of which a token chooses --moe-router-group-topk",
+        "cut the experts into this many groups, of which a token chooses --moe-router-group-topk",
         "groups",
         integer(0, 16384),
         EXPERTS,
@@ -375,7 +375,7 @@ class MoEConfig:
     )
     moe_token_drop_policy: str = setting(
         "probs",
-        "which tokens an expert takes: those with the highest weights (probs), or the first ones",
+        "which tokens an expert keeps: those with the highest weights (probs), or the first ones",
         "",
         one_of("probs", "position"),
         "--moe-expert-capacity-factor",
@@ -433,7 +433,7 @@ class Layout:
     )
     expert_tensor_parallel_size: int = setting(
         0,
-        "ranks that cut one expert: 1, experts are not cut",
+        "ranks over which one expert is split: 1, as experts are not split",
         "ranks",
         integer(1),
         EXPERTS,
@@ -709,7 +709,7 @@ class Communication:
     )
     tp_comm_overlap: str = setting(
         "none",
-        "communicate while the linear layers multiply (with --sequence-parallel): ring sends "
+        "communicate while linear layers compute (with --sequence-parallel): ring sends "
         "messages, symmetric uses memory that all ranks see, auto measures each matmul and "
         "takes the fastest",
         rule=one_of("none", "auto", "ring", "symmetric", bare="auto"),
@@ -909,7 +909,7 @@ class OptimizerConfig:
         None, "linear warm-up", "of the decay's length", FRACTION
     )
     lr_warmup_init: float = setting(
-        0.0, "learning rate at sample 0 of the warm-up", "per step", real(), off="0"
+        0.0, "learning rate at the start of the warm-up", "per step", real(), off="0"
     )
     weight_decay: float = setting(
         0.01, "AdamW's decay, of matrices only, not of norms", "per step, times lr", real(), off="0"
@@ -1095,7 +1095,7 @@ class DataConfig:
     )
     data_timeout: float = setting(
         300.0,
-        "stop a run whose data is not read by then, with file and byte",
+        "stop a run whose data is not read after this time, and name file and byte",
         "seconds",
         real(),
         off="0",
@@ -1105,7 +1105,7 @@ class DataConfig:
     reset_position_ids: bool = setting(False, "count positions from 0 after each document")
     reset_attention_mask: bool = setting(
         False,
-        "let no token attend to another document",
+        "keep attention inside each document",
         also=("--dataloader-inter-document-masking",),
     )
     eod_mask_loss: bool = setting(False, "leave end-of-document tokens out of the loss")
@@ -1151,8 +1151,8 @@ class CheckpointConfig:
     )
     branch_from: str | None = setting(
         None,
-        "go on there, weights, optimizer and samples, while --load holds no checkpoint; it is only "
-        "read, and --save says in each checkpoint where it branched off",
+        "continue that run's weights, optimizer and samples while --load holds no checkpoint; that "
+        "run is not changed, and each checkpoint of --save says where it branched off",
         "directory",
         DIRECTORY,
         needs="--save",
@@ -1186,7 +1186,7 @@ class CheckpointConfig:
     )
     async_save: bool = setting(
         False,
-        "copy the state, and write the copy in the background",
+        "copy the state, and write the copy to disk in the background",
         needs="--save",
     )
     save_hf: str | None = setting(
@@ -1274,8 +1274,8 @@ class LogConfig:
     )
     log_digests: int | None = setting(
         None,
-        "every so many steps write a line of digests, of the batch and of each tensor's gradient "
-        "and weight, by which tools/bisect_runs.py finds the first step that differs",
+        "every N steps write digests of the batch and of each tensor's gradient and weight, by "
+        "which tools/bisect_runs.py finds the first step that differs",
         "steps",
         integer(1),
         ours=True,
@@ -1286,7 +1286,7 @@ class LogConfig:
     )
     log_layer_rms_interval: int | None = setting(
         None,
-        "every so many steps log the RMS of each block's activations and gradients; a multiple of "
+        "every N steps log the RMS of each block's activations and gradients; a multiple of "
         "--log-interval",
         "steps",
         integer(1),
@@ -1384,8 +1384,8 @@ class RunConfig:
     )
     ignore_flags: tuple[str, ...] = setting(
         (),
-        "leave out these flags of somebody's fork with the COUNT values after each, or all that"
-        " a tree such as pai has of its own; Weft and Megatron-LM must not know them",
+        "ignore these flags of a fork of Megatron-LM, with the COUNT values after each, or all "
+        "flags of a known fork such as pai; Weft and Megatron-LM must not know them",
         "NAME:COUNT or TREE ...",
         TEXTS,
         ours=True,
@@ -1403,15 +1403,15 @@ class Float8Config:
     )
     fp8_recipe: str | None = setting(
         None,
-        "what has a scale: a tensor, a row, 128 numbers (128 x 128 of a weight), 32, or, "
-        "delayed, a tensor by its largest numbers in earlier steps",
+        "which numbers share a scale: a tensor's, a row's, 128 (128 x 128 of a weight), 32, or, "
+        "delayed, a tensor's, by its largest numbers in earlier steps",
         f"one of {', '.join(RECIPES)}",
         derived="delayed",
         needs="--fp8-format",
     )
     fp8_amax_history_len: int = setting(
         1,
-        "how many steps' largest numbers are kept",
+        "steps whose largest numbers are stored",
         "steps",
         integer(1),
         needs="--fp8-recipe",
@@ -1420,7 +1420,7 @@ class Float8Config:
     )
     fp8_amax_compute_algo: str = setting(
         "most_recent",
-        "which of them a scale follows from: the newest or the largest",
+        "which of these numbers gives the scale: the newest or the largest",
         rule=one_of("most_recent", "max"),
         needs="--fp8-recipe",
         needs_value="delayed",
@@ -1428,7 +1428,7 @@ class Float8Config:
     )
     fp8_margin: int = setting(
         0,
-        "how often a scale is doubled beyond what they ask for",
+        "double every scale this many times more",
         "times",
         integer(0, 64),
         needs="--fp8-recipe",
@@ -1437,8 +1437,8 @@ class Float8Config:
     )
     fp8_wgrad_bf16: bool = setting(
         False,
-        "multiply weight gradients from activations and gradients as they are; these travel and"
-        " stay in memory in bf16",
+        "compute weight gradients in bf16, from activations and gradients that are sent and stored "
+        "in bf16",
         off="left out, in float8",
         needs="--fp8-format",
         also=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
@@ -1454,10 +1454,10 @@ class Float8Config:
         False, "keep the first and last layers out of float8", needs="--fp8-format"
     )
     num_layers_at_start_in_bf16: int = setting(
-        1, "how many first ones", "layers", integer(), needs="--first-last-layers-bf16"
+        1, "number of first layers in bf16", "layers", integer(), needs="--first-last-layers-bf16"
     )
     num_layers_at_end_in_bf16: int = setting(
-        1, "how many last ones", "layers", integer(), needs="--first-last-layers-bf16"
+        1, "number of last layers in bf16", "layers", integer(), needs="--first-last-layers-bf16"
     )
 
 
@@ -1467,14 +1467,14 @@ class GpuConfig:
 
     cpu_offload_activations: bool = setting(
         False,
-        "keep what backward needs of a layer in host memory, copied while layers compute",
+        "keep a layer's activations for backward in host memory, copied while layers compute",
         off="left out, keep activations on the device",
         also=("--fine-grained-activation-offloading",),
         ours=True,
     )
     cpu_offloading_num_layers: int | None = setting(
         None,
-        "offload the first so many layers of each stage",
+        "offload the first N layers of each stage",
         "layers",
         integer(),
         off="0",
@@ -1514,8 +1514,8 @@ class FaultConfig:
 
     peer_checkpoint: int | None = setting(
         None,
-        "under tools/supervise.py, copy the state into the memory of the supervisors after "
-        "every so many steps: a restart begins there",
+        "under tools/supervise.py, copy the state into the supervisors' memory every N steps: a "
+        "restart begins there",
         "steps",
         integer(1),
         ours=True,
@@ -1545,9 +1545,8 @@ class FaultConfig:
     )
     check_replicas: int | None = setting(
         None,
-        "compare tensors that several ranks share, bit for bit, every so many steps and before "
-        "each "
-        "save, and name the rank that differs",
+        "every N steps and before each save, compare the tensors that several ranks share, bit for "
+        "bit, and name the rank that differs",
         "steps",
         integer(1),
         also=("--check-weight-hash-across-dp-replicas-interval",),
@@ -1562,8 +1561,8 @@ class FaultConfig:
     )
     on_spike: str | None = setting(
         None,
-        "what to do after a step whose loss or gradient norm is far above those before: say so,"
-        " end the run, or go back and pass over its samples",
+        "what to do after a step whose loss or gradient norm is far above those before: report it, "
+        "end the run, or go back and skip its samples",
         rule=one_of("report", "stop", "rewind"),
         ours=True,
     )
@@ -1583,7 +1582,8 @@ class FaultConfig:
     )
     rerun_mode: str = setting(
         "validate_results",
-        "run a step again whose gradient norm was not finite, to name the first value that is not",
+        "after a gradient norm that is not finite, run the step again and name the first value "
+        "that is not",
         rule=one_of("disabled", "validate_results"),
     )
 
@@ -1594,8 +1594,8 @@ class RehearseConfig:
 
     rehearse: bool = setting(
         False,
-        "run the steps of one rank of this WORLD_SIZE on a device without memory, on any "
-        "machine: its launches, memory, transfers and waits",
+        "run the steps of one rank of this WORLD_SIZE on a simulated device, on any machine, and "
+        "report its launches, memory, transfers and waits",
         ours=True,
     )
     rehearse_rank: int = setting(
@@ -1603,7 +1603,7 @@ class RehearseConfig:
     )
     rehearse_all_ranks: bool = setting(
         False,
-        "rehearse every rank of a world of at most 16, and match what they send each other",
+        "rehearse every rank of a world of at most 16, and match their messages",
         ours=True,
     )
     rehearse_device: str = setting(
@@ -1616,12 +1616,14 @@ class RehearseConfig:
         2, "steps that run; the last one is reported", "steps", integer(1, 3), ours=True
     )
     rehearse_full: bool = setting(
-        False, "run every micro-batch of the last step, and replay none", ours=True
+        False,
+        "run every micro-batch of the last step; without it those that repeat are replayed",
+        ours=True,
     )
     rehearse_expert_skew: float = setting(
         1.0,
-        "with --rehearse or --dry-run: of the rows of experts, the first rank of each group that "
-        "experts are dealt out over gets so many times the mean; 1 is balance",
+        "with --rehearse or --dry-run: rows that the first rank of each ep group gets for its "
+        "experts, over the mean; 1 is balanced",
         "ratio",
         POSITIVE,
         EXPERTS,

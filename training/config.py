@@ -143,7 +143,7 @@ SECTIONS: dict[str, Any] = {p.name: p.type for p in fields(Config) if is_datacla
 
 
 def _idle(row: Any, flat: dict[str, Any]) -> bool:
-    """Return whether a setting that older checkpoints lack has nothing to act on."""
+    """Return whether a setting that older checkpoints lack has no effect."""
     if row.older is None or not row.needs_value:
         return False
     field = row.needs[0].removeprefix("--").replace("-", "_")

@@ -38,7 +38,7 @@ def nccl_groups(path: str | None) -> Mapping[str, Mapping[str, Any]]:
     for name, settings in _read(path).items():
         where = f"{FLAG} {path}: {name}"
         if name not in GROUPS:
-            raise UsageError(f"{where} is no group here: the groups are {', '.join(GROUPS)}")
+            raise UsageError(f"{where} is not a group: the groups are {', '.join(GROUPS)}")
         if not isinstance(settings, dict):
             raise UsageError(f"{where} must be a table of settings")
         for key, value in settings.items():

@@ -162,11 +162,13 @@ class _Parser:
         return found
 
     def constant(self, word: str) -> Any:
-        return self._refuse(f"{word} is no number of JSON")
+        return self._refuse(f"{word} is not a JSON number")
 
     def number(self, text: str) -> Any:
         number = float(text)
-        return number if math.isfinite(number) else self._refuse(f"{text[:40]} is no finite number")
+        if math.isfinite(number):
+            return number
+        return self._refuse(f"{text[:40]} is not a finite number")
 
     def integer(self, text: str) -> Any:
         if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 63:

@@ -115,9 +115,9 @@ class SymmetricBuffer:
                 fd = os.open(f"/proc/{every[0]['pid']}/fd/{every[0]['fd']}", os.O_RDWR)
                 memory = mmap.mmap(fd, nbytes)
                 if memory[: len(token)].hex() != every[0]["token"]:
-                    why = "rank 0's memory is not what it said"
+                    why = "rank 0's memory is not what it announced"
             except (OSError, ValueError) as error:
-                why = f"rank 0's memory does not open: {error}"
+                why = f"rank 0's memory cannot be opened: {error}"
         every_why = gather_bytes(why.encode(), self.axis)
         if fd >= 0:
             os.close(fd)

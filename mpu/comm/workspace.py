@@ -57,7 +57,7 @@ class Workspace:
         try:
             self._allocate(-(-nbytes // step) * step)
         except Unavailable as error:
-            raise CommunicationError(f"{error}; --no-shared-memory does without") from error
+            raise CommunicationError(f"{error}; --no-shared-memory avoids it") from error
         self._open.clear()
         self.buffer.close(self.epoch)
         self.buffer.signal_all(2 * self.epoch + 1)  # not from 0: compared by difference

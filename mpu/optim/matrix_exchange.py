@@ -59,7 +59,7 @@ class MatrixUpdater(SegmentUpdater):
             ]:
                 raise ValueError(
                     f"{rule.name}: rank {axis.ranks[axis.rank]} and rank {different[0]} do not "
-                    "agree on which rank owns which matrix: they have other parameters, or places"
+                    "agree on which rank owns which matrix: their parameters or placements differ"
                 )
 
     def _check_plan(self, mine: Mapping[str, Matrix]) -> None:

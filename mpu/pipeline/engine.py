@@ -108,7 +108,7 @@ class Engine:
             for step in steps:
                 running.do(step, clock)
             running.drain()
-            self.monitor.action = f"waiting for its last messages to leave{during}"
+            self.monitor.action = f"waiting for its last messages to be sent{during}"
         if clock is not None:
             self.spans = clock.spans()
 

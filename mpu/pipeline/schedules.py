@@ -121,7 +121,7 @@ def build(
     ValueError that names the rule that the sizes break.
     """
     if name not in NAMES:
-        raise ValueError(f"{name!r} is no schedule: the schedules are {', '.join(NAMES)}")
+        raise ValueError(f"{name!r} is not a schedule: the schedules are {', '.join(NAMES)}")
     if min(p, m, v) < 1:
         raise ValueError(f"pipeline size {p}, micro-batches {m} and v {v} must be at least 1")
     if name == "interleaved":
@@ -349,7 +349,7 @@ def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None
             row.append(action)
         if not any(row[-1] for row in grid):
             r = next(r for r, rest in enumerate(to_do) if rest)
-            raise ValueError(f"rank {r} waits for ever for the input of {to_do[r][0][0]}")
+            raise ValueError(f"rank {r} waits forever for the input of {to_do[r][0][0]}")
         now += 1
     return grid
 

@@ -228,9 +228,9 @@ def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | 
     if between < 0:
         raise ValueError(f"{requested}: {p} pipeline rank has no two ends")
     if rest < 0:
-        raise ValueError(f"{requested}: that is more than there are")
+        raise ValueError(f"{requested}: there are fewer")
     if between == 0 and rest:
-        raise ValueError(f"{requested}: no other rank is there to hold the other {rest}")
+        raise ValueError(f"{requested}: there is no other rank for the other {rest}")
     if between and rest % between:
         raise ValueError(
             f"{requested}: the other {rest} do not divide over the other {between} ranks"

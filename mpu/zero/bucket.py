@@ -178,7 +178,7 @@ class ParamAndGradBucket:
 
     def register_grad_ready(self) -> None:
         """Count one use of a parameter: it has given its whole gradient of one micro-batch."""
-        assert self.rounds, "a parameter gave a gradient after its bucket had left"
+        assert self.rounds, "a parameter gave a gradient after its bucket was sent"
         self.waiting -= 1
         if self.state is not None and not self.waiting and self.rounds == 1:
             self.state.fetch()

@@ -112,7 +112,8 @@ class GradientCheck:
                 elif agree and partial:
                     warnings.append(
                         f"{name}: its gradients are added over {axis.name}, whose ranks all have "
-                        "the same already; if they were added before, this is once too often: run "
+                        "the same already; if they were added before, this sum is one too many: "
+                        "run "
                         "make fork-check (docs/forking.md)"
                     )
         self._partial.clear()
@@ -139,7 +140,7 @@ class GradientCheck:
         if self.steps > 1:
             return []
         return [
-            f"{name} got no gradient in the first step: autograd has no way from the loss to it "
+            f"{name} got no gradient in the first step: autograd has no path from the loss to it "
             "(docs/forking.md)"
             for name in sorted(self.unwritten)
         ]

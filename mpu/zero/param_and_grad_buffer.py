@@ -96,7 +96,8 @@ class ParamAndGradBuffer(GradientSink):
         """
         if hidden := unregistered(module):
             raise PlacementError(
-                f"{hidden}: a tensor there wants a gradient and is no parameter of the module, so "
+                f"{hidden}: a tensor there requires a gradient and is not a parameter of the "
+                "module, so "
                 "nothing would train or save it; assign it as an attribute of its own, or put it "
                 "into nn.ParameterList, nn.ParameterDict or nn.ModuleList"
             )
@@ -290,8 +291,8 @@ class ParamAndGradBuffer(GradientSink):
             if param.grad is not None:
                 if bucket.sharded:
                     raise RuntimeError(
-                        f"{name} was used in plain autograd, which at ZeRO level 3 sees no weight: "
-                        "take it by mpu.gradients.use(weight, ctx.sink)"
+                        f"{name} was used in plain autograd, where at ZeRO stage 3 it has no "
+                        "values: take it by mpu.gradients.use(weight, ctx.sink)"
                     )
                 self.add(param, param.grad)
                 param.grad, bucket.plain = None, True

@@ -37,7 +37,7 @@ DIED = Promise(says=OWN + r".*(the process died|lost contact \(dead, )")
 SILENT = Promise(says=OWN + r".*no heartbeat", limit=PEER_TIMEOUT + SLACK)
 HARMLESS = Promise(codes=(0,), who=None)
 SAVED = Promise(codes=(75,), who="one", says=r"stopped by .* after iteration \d+ of .*; saved")
-GOES_ON = Promise(codes=(0,), who="one", says=r"was not saved: .*rank {rank}: .*training goes on")
+GOES_ON = Promise(codes=(0,), who="one", says=r"was not saved: .*rank {rank}: .*training continues")
 UNFOUND = Promise(codes=(0,), who=None, equal=False, honest=True)
 
 

@@ -44,7 +44,7 @@ def test_the_groups_follow_the_order_of_the_ranks():
     with pytest.raises(UsageError, match="--rank-order tp-dp-pp: must name each of tp, cp, dp, pp"):
         read(f"{PIPELINE} 32 --rank-order tp-dp-pp", 8)
     alone = read("--rank-order dp-tp-cp-pp", 4)
-    assert "--rank-order has nothing to act on: ranks lie along one axis" in alone.notes
+    assert "--rank-order has no effect: there is only one axis of ranks" in alone.notes
     two = read(f"{PIPELINE} 32".replace("size 4", "size 2"), 4)
     assert "pipeline group of rank 0: 0, 2\n" in report(two) and "pipeline g" not in report(alone)
     both = read("--context-parallel-size 2 --rank-order dp-cp-tp-pp", 4)
@@ -275,4 +275,4 @@ def test_state_in_host_memory_takes_none_of_the_device():
     on_cpu = "--optimizer-cpu-offload --device cpu --zero-stage 1"
     text = report(read(on_cpu, 4))
     assert "  in host memory  " not in text and "fp32, a share" not in text
-    assert "--optimizer-cpu-offload has nothing to act on with --device cpu" in text
+    assert "--optimizer-cpu-offload has no effect with --device cpu" in text

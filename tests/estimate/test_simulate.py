@@ -114,7 +114,7 @@ def test_a_backward_parted_from_its_weights_is_refused_unless_split():
 def test_ranks_that_wait_for_one_another_are_refused():
     """Rank 0 wants its B's before it gives the second F, which rank 1 does first."""
     ranks = ((F(0), B(0), W(0), F(1), B(1), W(1)), (F(1), F(0), B(0), W(0), B(1), W(1)))
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever for the input of B chunk 0 mic"):
+    with pytest.raises(ScheduleError, match="rank 0 waits forever for the input of B chunk 0 mic"):
         validate(Schedule("circle", ranks, 2))
 
 
@@ -227,7 +227,7 @@ def test_a_blocking_deadlock_is_found_by_executing():
     schedule = build("1f1b", 2, 4)
     steps = in_blocking_order(schedule)
     rehearse(schedule, steps, blocking=False)
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever to send F chunk 0 micro-batch"):
+    with pytest.raises(ScheduleError, match="rank 0 waits forever to send F chunk 0 micro-batch"):
         rehearse(schedule, steps)
 
 
@@ -336,7 +336,7 @@ def test_forwards_alone_hold_nothing_and_take_no_longer_than_they_must():
 
 def test_a_schedule_that_sticks_is_not_timed():
     ranks = ((F(0), B(0), W(0), F(1), B(1), W(1)), (F(1), F(0), B(0), W(0), B(1), W(1)))
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever for the input of B chunk 0"):
+    with pytest.raises(ScheduleError, match="rank 0 waits forever for the input of B chunk 0"):
         simulate(Schedule("circle", ranks, 2), Costs([1, 1], [1, 1], [1, 1]))
 
 

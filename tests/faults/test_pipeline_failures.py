@@ -82,7 +82,7 @@ def test_an_error_in_one_stage_is_what_all_report(
             "during F chunk 0 micro-batch 3 in stage 1 of iteration 2", "step: computing at "),
         (
             PLAIN, "evaluation", 2, 0,
-            "while waiting for its last messages to leave of the evaluation after iteration 2",
+            "while waiting for its last messages to be sent of the evaluation after iteration 2",
             "evaluation: computing at "),
         (  # who times out first waits for one who waits, too
             LONG, "forward", 12, 2,

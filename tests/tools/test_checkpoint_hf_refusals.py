@@ -109,7 +109,7 @@ WRONG = {
     "a missing tensor": (lambda hf: change_shard(hf, NORM, None), f"the tensor {NORM} is missing"),
     "a tensor too many": (
         lambda hf: change_shard(hf, "model.layers.3.mlp.down_proj.weight", torch.zeros(2)),
-        "model.layers.3.mlp.down_proj.weight is no tensor of the Llama in config.json",
+        "model.layers.3.mlp.down_proj.weight is not a tensor of the Llama in config.json",
     ),
     "a wrong shape": (
         lambda hf: change_shard(hf, NORM, torch.zeros(95)),

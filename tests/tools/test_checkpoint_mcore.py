@@ -385,7 +385,7 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
     [
         (legacy, "mp_rank_* directories are pickles, which can run code; only Megatron's torch_di"),
         (lambda place: write_format(place, "zarr"), "says 'zarr'; only the format torch_dist"),
-        (beside(EXPERT, L, 4), f"{EXPERT} is no tensor of the dense Llama in config.json"),
+        (beside(EXPERT, L, 4), f"{EXPERT} is not a tensor of the dense Llama in config.json"),
         (beside(BIAS, L, 80), f"{BIAS} is no tensor of the dense Llama"),
         (without("output_layer.weight"), "the tensor output_layer.weight is missing"),
         (beside("embedding.word_embeddings.weight", 250, H), "asks for at least [251, 48]"),

@@ -125,7 +125,7 @@ def fails(capsys, *flags):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--schedule zb-2p", "'zb-2p' is no schedule: the schedules are gpipe, 1f1b, "),
+        ("--schedule zb-2p", "'zb-2p' is not a schedule: the schedules are gpipe, 1f1b, "),
         ("--schedule interleaved -p 4 -m 2", "interleaved needs "),
         ("--schedule 1f1b -v 2", "1f1b has 1 virtual stages a rank, not 2"),
         ("--schedule 1f1b -m 0", "at least 1"),
@@ -177,7 +177,7 @@ def test_a_run_that_is_not_whole_is_one_sentence(tmp_path, capsys):
     steps = [{**good["steps"][0], "iteration": 8}]
     assert "different runs: rank 0 has the steps 7 and rank 1 8" in said(steps=steps)
     steps = [{"iteration": 7, "spans": good["steps"][0]["spans"][:-1]}]
-    assert "step 7 is not whole: " in said(steps=steps)
+    assert "step 7 is incomplete: " in said(steps=steps)
     for other in ({"steps": []}, {"steps": 3}, {"chunks": "2"}):
         assert "not what a training run with --profile writes" in said(**other)
     second.write_text("{")

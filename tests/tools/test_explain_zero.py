@@ -107,7 +107,7 @@ def test_a_reader_sees_what_each_sum_leaves_before(world):
     assert len(sums) == 5 and "bucket 0: head; 32,768 numbers, rank 0 of 2 owns [0, 16,384)" in text
     head = line_of("mpu/layers/linear.py", "sink.register_grad_ready(self.weight)")
     assert (
-        f"leaves as a gradient of head ({head}) is done, before any gradient of bucket 1" in sums[0]
+        f"when a gradient of head ({head}) is done, before any gradient of bucket 1" in sums[0]
     )
     for i, event in enumerate(sums[:-1]):
         assert (

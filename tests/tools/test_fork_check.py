@@ -273,7 +273,7 @@ def test_a_mistake_is_named(name, tmp_path, capfd):
             "out",
             "layers.0.attention.gain got no gradient in the first step",
         ),
-        ("parameter in a list", 2, "err", "layers.0.mlp.scales: a tensor there wants a gradient"),
+        ("parameter in a list", 2, "err", "layers.0.mlp.scales: a tensor there requires a "),
     ],
 )
 def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, launcher):
@@ -326,7 +326,8 @@ def test_mistakes_in_the_command_line(tmp_path, capsys):
     assert main(["--model", str(tmp_path / "none.py")]) == 2
     assert "no such Python file" in capsys.readouterr().err
     assert main(["--model", "model/llama.py", "--only", "tp 3"]) == 2
-    assert "--only 'tp 3' is no layout's name; they are: one rank; " in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert "--only 'tp 3' is not the name of a layout; the names are: one rank; " in text
     assert main(["--model", "model/llama.py", "--", "--no-such-flag"]) == 2
     assert "--no-such-flag" in capsys.readouterr().err
 

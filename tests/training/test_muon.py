@@ -484,7 +484,7 @@ FLAGS_REFUSED = [
     ("--optimizer sgd", "SGD is not available here; docs/zero.md says how to add an optimizer"),
     ("--optimizer soap", "SOAP is not available here"),
     ("--muon-tp-mode blockwise", "blockwise is refused: its update depends on the number of"),
-    ("--muon-scalar-optimizer lion", "what is no matrix is updated by AdamW"),
+    ("--muon-scalar-optimizer lion", "parameters that are not matrices are updated by AdamW"),
     ("--muon-fp32-matmul-prec low", "must be one of medium, high, highest; torch has no such"),
     ("--muon-coefficient-type cubic5 --muon-num-ns-steps 4", "its coefficients are those of 5"),
     ("--muon-coefficients 2,-1.5,0.5 --muon-num-ns-steps 5", "of 1 steps: they must agree"),

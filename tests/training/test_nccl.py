@@ -53,7 +53,7 @@ def test_json_is_read_without_pyyaml(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("dq: {max_ctas: 1}", "dq is no group here: the groups are tp, cp, dp,"),
+        ("dq: {max_ctas: 1}", "dq is not a group: the groups are tp, cp, dp,"),
         ("tp: 3", "tp must be a table of settings"),
         ("tp: {ctas: 3}", "tp: 'ctas' is none of min_ctas, max_ctas"),
         ("tp: {max_ctas: many}", "tp: max_ctas is 'many', not of type int"),

@@ -27,7 +27,7 @@ BAD_JSON = [
     (b'{"a": "\\ud800"}', "surrogates not allowed"),
     (b'{"a": "\xed\xa0\x80"}', "utf-8"),
     (b"\xff\xfe{\0}\0", "utf-8"),
-    (b'{"a": 1e999}', "1e999 is no finite number"),
+    (b'{"a": 1e999}', "1e999 is not a finite number"),
     (b'{"a": -Infinity}', "-Infinity is no number"),
     (b'{"a": 9223372036854775808}', "does not fit into 64 bits"),
     (b"1" * 5000, "does not fit into 64 bits"),

@@ -87,7 +87,7 @@ def _of_shapes(a: Sequence[int], b: Sequence[int], other: Side) -> Kind:
     size = other.sizes["tp"]
     unlike = [(n, m) for n, m in zip(a, b, strict=False) if n != m]
     if len(a) == len(b) and len(unlike) == 1 and unlike[0][0] == size * unlike[0][1]:
-        return Kind("a shard", "a shard where the whole is needed")
+        return Kind("a shard", "a shard in place of the full tensor")
     return Kind("another shape", f"the shapes are {list(a)} and {list(b)}")
 
 

@@ -104,7 +104,7 @@ def named(
     if not words:
         raise ValueError(f"{letter}: name a folder of a run, or a command line in quotes")
     if len(words) == 1 and not words[0].startswith("-"):
-        raise ValueError(f"{letter}: {text}: there is no such folder, and it is no command line")
+        raise ValueError(f"{letter}: {text}: there is no such folder, and it is not a command line")
     return Named(letter, text, _program(words, tree, ranks))
 
 

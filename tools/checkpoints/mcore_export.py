@@ -138,7 +138,7 @@ def _check_state(found: Checkpoint, names: Names) -> bool:
     } - {"amax_history"}  # fmt: skip
     weights = {name for name in found.index if not is_state(name, found.index)}
     if odd := sorted(weights - names.shapes.keys()):
-        raise ValueError(f"{found.directory}: {odd[0]} is no tensor of a dense Llama")
+        raise ValueError(f"{found.directory}: {odd[0]} is not a tensor of a dense Llama")
     dtypes = {found.index[name]["dtype"] for name in names.shapes}
     if not dtypes <= {"F32", "BF16", "F16"}:
         raise ValueError(f"{found.directory}: weights in {', '.join(sorted(dtypes))}")

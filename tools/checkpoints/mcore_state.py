@@ -85,7 +85,7 @@ class Weights:
         for key in found.index:
             if key not in expected and not OPTIMIZER.match(key):
                 raise CheckpointError(
-                    f"{found.directory}: {key} is no tensor of the dense Llama in config.json"
+                    f"{found.directory}: {key} is not a tensor of the dense Llama in config.json"
                 )
         self.dtype = found.index[TOP[EMBEDDING]].dtype
 

@@ -134,7 +134,7 @@ def _place(name: str, place: dict[str, Any]) -> Place:
     if place.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed or encrypted, which is not read here")
     if not isinstance(file, str) or not DISTCP.fullmatch(file):
-        raise ValueError(f"{name} is listed in {file!r}, which is no .distcp file next to it")
+        raise ValueError(f"{name} is listed in {file!r}, which is not a .distcp file next to it")
     if not is_count(offset) or not is_count(length):
         raise ValueError(f"offset and length of {name} in {file} are not counts")
     return file, offset, length
@@ -377,8 +377,8 @@ class McoreCheckpoint:
                 f"{saves[-1]}"
             )
         return CheckpointError(
-            f"{self.directory}: there is no {FORMAT}, no {METADATA} and no .distcp file: it is no "
-            "checkpoint of Megatron"
+            f"{self.directory}: there is no {FORMAT}, no {METADATA} and no .distcp file: it is not "
+            "a checkpoint of Megatron"
         )
 
     def _check_sizes(self, there: dict[str, int]) -> None:
@@ -435,7 +435,7 @@ def newest(place: Path) -> Path:
     with open_plain(place / LATEST) as file:
         text = file.read(64).strip()
     if not text.isdigit() and text != b"release":
-        raise CheckpointError(f"{place / LATEST} says {text!r}, which is no iteration")
+        raise CheckpointError(f"{place / LATEST} says {text!r}, which is not an iteration")
     found = place / ("release" if text == b"release" else f"iter_{int(text):07d}")
     if not found.exists():
         there = sorted(entry.name for entry in place.iterdir() if ITERATION.fullmatch(entry.name))

@@ -142,7 +142,7 @@ def _why(event: Seen) -> list[str]:
         return [f"{what}, which waits for it at {event.waited_at}; {hidden}"]
     if event.verb == "send":
         following = [*actions[event.action + 1 :], "the end of the step"]
-        return [needs, f"the outbox waits for it, and the rank continues with {following[0]}"]
+        return [needs, f"the send queue waits for it, and the rank continues with {following[0]}"]
     reasons = [needs, _hidden(event)] if event.is_async else [needs]
     return reasons if event.place.bucket is None else _why_bucket(event, reasons)
 
@@ -155,7 +155,7 @@ def _why_bucket(event: Seen, reasons: list[str]) -> list[str]:
         if not place.during or event.verb != "reduce_scatter":
             return reasons
         before = f", before {event.pending}" if event.pending else ""
-        return [f"leaves as a gradient of {place.during} is done{before}", *reasons]
+        return [f"starts when a gradient of {place.during} is done{before}", *reasons]
     if place.phase == "update":
         return [f"the new weights of {buckets.contents(place.bucket)}", *reasons[1:]]
     gathered = " and ".join(f"bucket {other}" for other in event.gathered)

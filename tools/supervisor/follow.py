@@ -71,7 +71,7 @@ class Follower:
                         say(f"node 0 refuses --node-rank {o.node_rank}: {error}")
                         return MISTAKE
                     if time.monotonic() > deadline:
-                        say(f"node 0 is not reached: {error}")
+                        say(f"node 0 cannot be reached: {error}")
                         return 1
                     if time.monotonic() > report_at:
                         say(f"waiting for node 0: {error}")

@@ -14,7 +14,7 @@ finite       no value that is not finite is saved, or read
 agree        a failure on one rank becomes a failure on all
 lock         one writer a directory
 save         write aside, then rename
-stage        copy, and save in a thread while training goes on
+stage        copy, and save in a thread while training continues
 retain       which checkpoints stay
 find         the newest directory that is whole, the same on every rank, or why not
 load         fill local tensors from whatever files hold their rectangles

@@ -151,7 +151,7 @@ class HuggingFaceDirectory(Checkpoint):
         for name in self.index:
             if name not in names:
                 raise CheckpointError(
-                    f"{self.directory}: {name} is no tensor of the Llama in {CONFIG}"
+                    f"{self.directory}: {name} is not a tensor of the Llama in {CONFIG}"
                 )
 
     def verify(self, names: Iterable[str], finite: bool = True) -> None:

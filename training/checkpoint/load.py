@@ -126,7 +126,7 @@ class Checkpoint:
             )
         for field, value in expect.items():
             if field in saved and field not in FREE_FIELDS and saved[field] != value:
-                more = "; --allow-change rope goes on with it" if "rope" in field else ""
+                more = "; --allow-change rope allows it" if "rope" in field else ""
                 raise MismatchError(
                     f"{self.directory} is a checkpoint of another model: {field} is "
                     f"{saved[field]!r} there and {value!r} here ({FLAGS.get(field, 'model')}){more}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save while training goes on: copy what this rank will write, then write the copy in a thread.
+"""Save while training continues: copy what this rank will write, then write the copy in a thread.
 
 A step waits only for the copy. Its memory is allocated and touched once, at the start, so that no
 save finds the host without memory or waits for page faults. The thread does what a save in the

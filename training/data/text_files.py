@@ -87,7 +87,7 @@ def find_files(names: Iterable[str], flag: str = "--input") -> list[str]:
         else:
             some = [f for f in glob.iglob(name, recursive=True) if not os.path.isdir(f)]
             if not some:
-                raise ValueError(f"{flag} {name}: no file has such a name")
+                raise ValueError(f"{flag} {name}: no file matches")
         for file in sorted(some):
             found.setdefault(os.path.realpath(file), file)
     return list(found.values())
@@ -111,15 +111,15 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
         for ending, wanted in BEGINNINGS.items():
             if path.endswith(ending) and begin and not begin.startswith(wanted):
                 raise ValueError(
-                    f"{flag} {path}: it does not begin as a {ending} file does; give it the ending "
-                    "of what it is"
+                    f"{flag} {path}: it does not begin as a {ending} file does; rename it to what "
+                    "it is"
                 )
         if begin[:2] in (b"\xff\xfe", b"\xfe\xff") and not path.endswith(tuple(BEGINNINGS)):
-            raise ValueError(f"{flag} {path}: UTF-16, and text is read as UTF-8")
+            raise ValueError(f"{flag} {path}: it is UTF-16; text must be UTF-8")
         if path.endswith(".json") and begin.lstrip().startswith(b"["):
             raise ValueError(
-                f"{flag} {path}: one JSON array, and one JSON object a line is read: jq -c '.[]' "
-                "makes such lines"
+                f"{flag} {path}: it is one JSON array; one JSON object a line is needed (jq -c "
+                "'.[]' makes such lines)"
             )
         need_package(path)
         files.append((os.path.abspath(path), status.st_size, status.st_mtime_ns))

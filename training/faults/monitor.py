@@ -127,7 +127,7 @@ class FailureMonitor:
             self._connection, received = self._join(JOINING)
         except (OSError, RuntimeError, ValueError) as error:
             text = str(error).splitlines()[0]
-            raise CommunicationError(f"rank 0 is not reached at {host}: {text}") from error
+            raise CommunicationError(f"rank 0 cannot be reached at {host}: {text}") from error
         close = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (of := close()) and of())
         threading.Thread(

@@ -266,7 +266,7 @@ def join(
         greeting = _exactly(connection, len(GREETING) + NONCE, deadline)
         own, listener = nonce(), greeting[len(GREETING) :]
         if not greeting.startswith(GREETING) or len(listener) < NONCE:
-            raise ConnectionError("who listens there is not Weft, or is busy")
+            raise ConnectionError("the listener there is not Weft, or is busy")
         connection.use_keys(secret, listener, own, listens=False)
         connection.send_raw(hello(secret, kind, number, session, own, listener))
         answer = _exactly(connection, 1, deadline)

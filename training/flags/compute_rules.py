@@ -115,8 +115,8 @@ def check_float8(config: Config) -> None:
         raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(RECIPES)}{why}")
     if recipe == "delayed" and config.gpu.cuda_graph:
         raise UsageError(
-            f"{GRAPH} with --fp8-recipe delayed: the first step scales otherwise than the later "
-            "ones, which a graph cannot; take tensorwise"
+            f"{GRAPH} with --fp8-recipe delayed: the first step computes scales differently from "
+            "later ones, which a graph cannot do; use tensorwise"
         )
     if config.run.dtype != torch.bfloat16 and not parallel_rules.on_cpu(config):
         raise UsageError(f"--fp8-format {f.fp8_format} needs --bf16, or --device cpu")
@@ -224,7 +224,7 @@ def check_offload(config: Config) -> None:
     if number is not None and number < group:
         raise UsageError(
             f"--cpu-offloading-num-layers {number} is less than --recompute-num-layers {group}: "
-            "layers that are recomputed together go together"
+            "layers that are recomputed together are offloaded together"
         )
     if g.offload_modules and p.recompute_granularity == "full":
         raise UsageError(
@@ -252,7 +252,7 @@ def _forbid(config: Config) -> Iterator[tuple[str, str]]:
         yield "--device cpu", "a CPU has no CUDA graphs"
     size = p.pipeline_model_parallel_size
     if size > 1 or p.virtual_stages > 1:
-        why = "the host decides when messages leave, so a graph holds no pipeline"
+        why = "the host decides when messages are sent, so a graph cannot contain a pipeline"
         yield f"--pipeline-model-parallel-size {size}", why
     if (cp := p.context_parallel_size) > 1:
         why = "attention copies the order of the ranks' tokens from the host"
@@ -262,21 +262,21 @@ def _forbid(config: Config) -> Iterator[tuple[str, str]]:
     if p.optimizer_state_offload:
         yield "--optimizer-state-offload", "layers say when state comes and goes, as they run"
     if p.zero == 3:
-        yield "--zero-stage 3", "weights are gathered into other memory for each block"
+        yield "--zero-stage 3", "weights are gathered into different memory for each block"
     if p.zero == 2:
-        yield "--zero-stage 2", "whole gradients have other memory in each step"
+        yield "--zero-stage 2", "full gradients have different memory in each step"
     if p.zero_reduce_each_microbatch:
         yield "--zero-reduce-each-microbatch", "every micro-batch starts sums"
     if not config.model.untie_embeddings_and_output_weights:
         why = "look-ups of a tied matrix are summed in memory that each step allocates"
         yield "tied embeddings, without --untie-embeddings-and-output-weights", why
     if data.reset_attention_mask:
-        yield "--reset-attention-mask", "documents have other lengths in each micro-batch"
+        yield "--reset-attention-mask", "documents have different lengths in each micro-batch"
     if p.tp_comm_overlap != "none":
         why = "the host counts what its flags wait for"
         yield f"--tp-comm-overlap {p.tp_comm_overlap}", why
     if every := config.log.log_layer_rms_interval:
-        yield f"--log-layer-rms-interval {every}", "what is replayed calls no module"
+        yield f"--log-layer-rms-interval {every}", "a replayed graph calls no module"
     level = config.fault.empty_unused_memory_level
     if level:
         yield f"--empty-unused-memory-level {level}", "a graph keeps the memory that it runs in"

@@ -112,8 +112,8 @@ ACCEPTED = (
     Accepted("--swiglu", "a Llama's feed-forward is SwiGLU"),
     Accepted(
         "--delay-wgrad-compute",
-        "during a forward (--overlap-moe-expert-parallel-comm) a backward computes its weight "
-        "gradients in its own turns; --pipeline-schedule zb-h1, zb-v and v-half put them off",
+        "during a forward (--overlap-moe-expert-parallel-comm) a backward computes its own weight "
+        "gradients; --pipeline-schedule zb-h1, zb-v and v-half defer them",
         note_for=True,
     ),
     Accepted(
@@ -204,7 +204,7 @@ ACCEPTED = (
     ),
     Accepted(
         "--no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce",
-        "pipeline stages never wait for one another to reduce: a bucket leaves when it is complete",
+        "stages never wait for one another to reduce: a bucket is sent when it is complete",
     ),
     Accepted(
         "--tp-comm-overlap-cfg",
@@ -222,21 +222,21 @@ ACCEPTED = (
         "--no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad --no-tp-comm-bulk-dgrad "
         "--disable-tp-comm-bulk-dgrad",
         "overlap has no switch for each collective, the numbers are the same without: "
-        "--tp-comm-overlap auto leaves out what does not pay, none all of it",
+        "--tp-comm-overlap auto overlaps what gains time, and none nothing",
         note_for=True,
     ),
     Accepted(
         "--no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag --no-tp-comm-overlap-rs "
         "--disable-tp-comm-overlap-rs",
         "overlap has no switch for each collective, the numbers are the same without: "
-        "--tp-comm-overlap auto leaves out what does not pay, none all of it",
+        "--tp-comm-overlap auto overlaps what gains time, and none nothing",
         note_for=True,
     ),
     Accepted(
         "--no-tp-comm-split-ag --disable-tp-comm-split-ag --no-tp-comm-split-rs "
         "--disable-tp-comm-split-rs",
         "overlap has no switch for each collective, the numbers are the same without: "
-        "--tp-comm-overlap auto leaves out what does not pay, none all of it",
+        "--tp-comm-overlap auto overlaps what gains time, and none nothing",
         note_for=True,
     ),
     Accepted(
@@ -303,7 +303,7 @@ ACCEPTED = (
     ),
     Accepted(
         "--ddp-reduce-scatter-with-fp32-accumulation",
-        "the ranks' gradients are always added in fp32 or better, also where they travel in bf16",
+        "the ranks' gradients are always added in fp32 or better, also where they are sent in bf16",
     ),
     Accepted("--main-params-dtype", "master weights are fp32", TEXT, only=("fp32",)),
     Accepted("--exp-avg-dtype --exp-avg-sq-dtype", "moments are fp32", TEXT, only=("fp32",)),
@@ -396,8 +396,8 @@ ACCEPTED = (
     ),
     Accepted(
         "--no-scatter-gather-tensors-in-pipeline",
-        "under --sequence-parallel pipeline messages are shards already; else they travel "
-        "whole: the same numbers",
+        "under --sequence-parallel pipeline messages are shards already; else they are sent in "
+        "full: the same numbers",
         note_for=True,
     ),
     Accepted(
@@ -581,7 +581,7 @@ ACCEPTED = (
     ),
     Accepted(
         "--verify-integrity",
-        "sums are always kept and compared: XXH3-128 at a load, SHA-256 by "
+        "checksums are always stored and compared: XXH3-128 at a load, SHA-256 by "
         "tools/checkpoint.py verify",
     ),
     Accepted(
@@ -594,7 +594,7 @@ ACCEPTED = (
         note_for=True,
     ),
     Accepted(
-        "--replication-factor --replication-jump", "there is no local checkpoint to replicate", TEXT
+        "--replication-factor --replication-jump", "local checkpoints are not available", TEXT
     ),
     Accepted("--log-throughput --log-progress", "tokens/s, ms a step and FLOP/s are on every line"),
     Accepted(
@@ -669,13 +669,17 @@ ACCEPTED = (
     ),
     Accepted(
         "--muon-tp-mode",
-        "each matrix is whole on one rank, as in duplicated and distributed; blockwise is refused: "
+        "each matrix is complete on one rank, as in duplicated and distributed; blockwise is "
+        "refused: "
         "its update depends on the number of tensor-parallel ranks",
         TEXT,
         only=("duplicated", "distributed"),
     ),
     Accepted(
-        "--muon-scalar-optimizer", "what is no matrix is updated by AdamW", TEXT, only=("adam",)
+        "--muon-scalar-optimizer",
+        "parameters that are not matrices are updated by AdamW",
+        TEXT,
+        only=("adam",),
     ),
 )
 IDLE = (

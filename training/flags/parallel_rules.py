@@ -130,14 +130,14 @@ def context_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
     cp, dp = p.context_parallel_size, p.data_parallel_size
     sizes = (p.tensor_model_parallel_size, cp, dp, p.pipeline_model_parallel_size)
     if RANKS in given and sum(size > 1 for size in sizes) < 2:
-        yield f"{RANKS} has nothing to act on: ranks lie along one axis"
+        yield f"{RANKS} has no effect: there is only one axis of ranks"
     elif min(cp, dp) > 1 and p.rank_order.index("dp") < p.rank_order.index("cp"):
         yield (
             f"{RANKS} {p.rank_order}: gradients are summed over dp and cp in the order of the "
             "ranks, so the bits are not those of an order with cp before dp"
         )
     if LEVELS in given and p.context_parallel_size > 1 and "a2a+p2p" not in p.cp_comm_type:
-        yield f"{LEVELS} has nothing to act on without {COMM} a2a+p2p"
+        yield f"{LEVELS} has no effect without {COMM} a2a+p2p"
 
 
 def check_overlap(config: Config) -> None:
@@ -240,12 +240,12 @@ def zero_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
     """
     p = config.parallel
     overlap = "--overlap-param-gather"
-    idle = "has nothing to act on"
+    idle = "has no effect"
     if p.gradient_ranks == 1:
         alone = [name for name in SHARING if given.get(name)]
         if alone:
             verb = "has" if len(alone) == 1 else "have"
-            yield f"{', '.join(alone)} {verb} nothing to act on: there is one data-parallel rank"
+            yield f"{', '.join(alone)} {verb} no effect: there is one data-parallel rank"
     elif p.zero and p.shard_size == 1:
         yield (
             f"{INSTANCES} {p.num_distributed_optimizer_instances} leaves groups of one rank: "
@@ -253,8 +253,8 @@ def zero_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
         )
     elif p.zero == 3 and p.pipeline_model_parallel_size > 1:
         yield (
-            "--zero-stage 3 in a pipeline: a stage's weights stay whole from their first use in a "
-            "step to the last, so they are sharded only between steps"
+            "--zero-stage 3 in a pipeline: a stage's weights stay gathered from their first use in "
+            "a step to the last, so they are sharded only between steps"
         )
     elif p.zero == 3 and not p.overlap_param_gather:
         yield f"--zero-stage 3 without {overlap}: every block waits for its weights"

@@ -223,7 +223,7 @@ def _expand(token: str, own_names: Collection[str]) -> list[str]:
     """Return the words a flag stands for."""
     name, equals, value = token.partition("=")
     if "--" in (token, value):  # argparse would take it away
-        raise UsageError(f"{token}: -- is no value")
+        raise UsageError(f"{token}: -- is not a value")
     if not token.startswith("--") or name in own_names:
         return [token]
     if spelled := flag_table.known_flags()[name].alias_of:
@@ -323,18 +323,19 @@ def _assemble(
     if parallel.get("sequence_parallel") and tp == 1:
         parallel["sequence_parallel"] = False
         notes.append(
-            "--sequence-parallel is off: at --tensor-model-parallel-size 1 there is nothing to cut"
+            "--sequence-parallel is off: at --tensor-model-parallel-size 1 there is nothing to "
+            "split"
         )
     if parallel.get("tp_comm_overlap", "none") != "none" and tp == 1:
         notes.append(
             f"--tp-comm-overlap {parallel['tp_comm_overlap']} is off: at "
-            "--tensor-model-parallel-size 1 no part travels"
+            "--tensor-model-parallel-size 1 nothing is sent"
         )
         parallel["tp_comm_overlap"] = "none"
     if parallel.get("tp_comm_overlap") == "auto" and "deterministic_mode" in run:
         notes.append(
-            "--deterministic-mode: --tp-comm-overlap auto may choose otherwise in another run, and "
-            "so give other bits; name a method"
+            "--deterministic-mode: --tp-comm-overlap auto may choose differently in another run, "
+            "which changes bits; name a method"
         )
     if parallel.get("recompute_method") == "block" and parallel.get("recompute_num_layers") == 0:
         for name in ("recompute_granularity", "recompute_method", "recompute_num_layers"):

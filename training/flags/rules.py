@@ -112,26 +112,26 @@ def check_given(given: dict[str, Any]) -> None:
     groups = given.get("--num-query-groups", heads)
     if groups != heads and "--group-query-attention" not in given:
         raise UsageError(
-            f"--num-query-groups {groups} needs --group-query-attention, without which "
-            "Megatron-LM ignores it"
+            f"--num-query-groups {groups} needs --group-query-attention, without which Megatron-LM "
+            "ignores it"
         )
 
 
 def idle(given: dict[str, Any], config: Config) -> Iterator[str]:
-    """Yield a line for each given flag that has nothing to act on."""
+    """Yield a line for each given flag that has no effect."""
     for flag in flag_table.live():
         row = flag.row
         if flag.name in given and not _acts(row, given, config):
             value = f" {row.needs_value}" if row.needs_value else ""
-            yield f"{flag.name} has nothing to act on without {row.needs[0]}{value}"
+            yield f"{flag.name} has no effect without {row.needs[0]}{value}"
     if {"--peer-checkpoint", "--dry-run"} <= given.keys():
         yield "--peer-checkpoint needs a start by tools/supervise.py, which stores the copies"
     for name in ("--finetune", "--no-load-optim"):
         if name in given and "--use-checkpoint-opt-param-scheduler" in given:
-            yield f"--use-checkpoint-opt-param-scheduler has nothing to act on with {name}"
+            yield f"--use-checkpoint-opt-param-scheduler has no effect with {name}"
     deferring, schedule = "--defer-embedding-wgrad-compute", given.get("--pipeline-schedule")
     if deferring in given and schedule in SPLIT:
-        yield f"{deferring} has nothing to act on: {schedule} defers every weight gradient"
+        yield f"{deferring} has no effect: {schedule} defers every weight gradient"
 
 
 def _acts(row: Setting, given: dict[str, Any], config: Config) -> bool:

@@ -264,7 +264,7 @@ def shard_list(path: str, dry: bool) -> tuple[str, ...]:
             return (path,)
         raise UsageError(f"--data-args-path {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"--data-args-path {path}: it is no list of names ({error})") from None
+        raise UsageError(f"--data-args-path {path}: it is not a list of names ({error})") from None
     try:
         words = tuple(word for line in lines for word in shlex.split(line, comments=True))
     except ValueError as error:

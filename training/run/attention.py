@@ -39,7 +39,7 @@ def activate(config: Config, card: Card, note: Callable[[str], None]) -> None:
     works = attention_works(config)
     if all(kernel_of(p.attention_backend, card, dtype, size, w) != "flash" for w in works):
         if requested is not None:
-            note(f"{VERSION} {requested} has nothing to act on: attention is not FlashAttention's")
+            note(f"{VERSION} {requested} has no effect: attention is not FlashAttention's")
         return
     found = card.major == 9 and not card.deterministic and find_spec(FA3) is not None
     version = requested or (3 if found else 2)

@@ -106,7 +106,7 @@ class Graphs:
         if plain:
             self.note(
                 "--cuda-graph captures nothing: a weight is used in plain autograd, whose gradient "
-                "has other memory in each step; take it by mpu.gradients.use(weight, ctx.sink)"
+                "has different memory in each step; take it by mpu.gradients.use(weight, ctx.sink)"
             )
             self.left = 1 << 62
         return not plain

@@ -55,7 +55,7 @@ def meet(timeout: timedelta, launch: Launch, refused: str = "") -> dist.Store:
     def run(state: list[str]) -> dist.Store:
         try:
             store = _open(launch, deadline, timeout, state)
-            state[0] = f"rank 0's store at {_where(launch)} does not answer any more"
+            state[0] = f"rank 0's store at {_where(launch)} no longer answers"
             name = _rank_0(store, launch, deadline, refused) if launch.rank == 0 else ""
             name = name or _other_rank(store, launch, deadline, refused)
         except RuntimeError as error:  # torch's, whose other lines are C++ frames

@@ -196,7 +196,7 @@ class Saver:
     def save(self, iteration: int, consumed: int, must: bool, hurry: bool = False) -> None:
         """Save, in the background with --async-save unless it is the last one (`must`).
 
-        A failure is printed and training goes on, unless --on-save-failure or `must` say otherwise.
+        A failure is printed and training continues, unless --on-save-failure or `must` forbids it.
         One save is under way at a time: this waits for the one before. hurry: prune nothing
         afterwards, as a signal's grace may be short.
         """
@@ -457,7 +457,7 @@ class Saver:
                 )
         if stage := waits_for(self.config, found.state["consumed_samples"]):
             raise checkpoint.MismatchError(
-                f"{found.directory} goes on with stage {stage.name}, and this process began with "
+                f"{found.directory} continues with stage {stage.name}, and this process began with "
                 "the settings of another, where a newer checkpoint is: remove that, or see why it "
                 "cannot be loaded"
             )
@@ -466,7 +466,7 @@ class Saver:
     def keep(self, iteration: int, consumed: int) -> None:
         """Copy this step's state into the supervisor's memory, in the background.
 
-        Where it fails, training goes on with a line about it.
+        Where it fails, training continues with a line about it.
         """
         assert self._staging is not None and self._memory is not None
         self._report_failure(self._background.wait)
@@ -508,7 +508,7 @@ class Saver:
                 write_json(aside, {str(rank): names for rank, names in enumerate(of_ranks)})
                 os.replace(aside, memory / f"needs_{iteration:08d}.json")
         except (checkpoint.SaveError, OSError) as error:
-            self.note(f"{error}; training goes on")
+            self.note(f"{error}; training continues")
 
     def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
         """Return what work() is on each rank. Raises SaveError, on every rank, if one fails."""

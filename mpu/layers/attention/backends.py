@@ -131,16 +131,16 @@ def why_no_cudnn(card: Card, dtype: torch.dtype, head_size: int, work: Work = "r
     if work in ("documents", "cache"):
         return (
             "cuDNN builds a plan for each new length, and those of documents and windows change "
-            "from step to step; take flash or auto"
+            "from step to step; use flash or auto"
         )
     if dtype not in HALVES:
-        return f"cuDNN's attention computes bf16 and fp16, not {_name(dtype)}; take auto"
+        return f"cuDNN's attention computes bf16 and fp16, not {_name(dtype)}; use auto"
     if not (8, 0) <= (card.major, card.minor) <= (12, 1):
         return f"cuDNN's attention runs on compute capability 8.0 to 12.1, not {card}"
     if card.cudnn < CUDNN_OLDEST:
         return f"torch's cuDNN must be 9.0 or newer, here is {card}"
     if card.deterministic:
-        return "cuDNN's attention is not deterministic; with --deterministic-mode take flash"
+        return "cuDNN's attention is not deterministic; with --deterministic-mode use flash"
     wide = (card.major, card.minor) == (9, 0) or card.major == 10
     most = 256 if wide and card.cudnn > CUDNN_WIDE else 128
     if head_size % 8 or head_size > most or 128 < head_size < most:
@@ -161,7 +161,7 @@ def why_no_length(card: Card, length: int) -> str:
         return ""
     return (
         f"cuDNN {_version(card.cudnn)} reads beyond rows and blocks of {length} tokens, which are "
-        "no multiple of 128; take flash or auto, or cuDNN 9.15.1 or newer"
+        "no multiple of 128; use flash or auto, or cuDNN 9.15.1 or newer"
     )
 
 
@@ -172,18 +172,18 @@ def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
     """
     place = (card.major, card.minor)
     if dtype not in HALVES:
-        return f"FlashAttention computes bf16 and fp16, not {_name(dtype)}; take auto"
+        return f"FlashAttention computes bf16 and fp16, not {_name(dtype)}; use auto"
     if not (8, 0) <= place <= (12, 1):
         return f"FlashAttention runs on compute capability 8.0 to 12.1, not {card}"
     if head_size % 8 or head_size > 256:
         return (
             f"--kv-channels {head_size}: FlashAttention takes a head of at most 256 channels in "
-            "multiples of 8; take auto"
+            "multiples of 8; use auto"
         )
     if ((8, 6) <= place <= (8, 9) or place >= (12, 0)) and 192 < head_size <= 224:
         return (
             f"--kv-channels {head_size}: FlashAttention's backward takes no head of 193 to 224 "
-            f"channels on {card}; take auto"
+            f"channels on {card}; use auto"
         )
     return ""
 

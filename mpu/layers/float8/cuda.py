@@ -23,8 +23,8 @@ from mpu.layers.float8.rows import BLOCKS, Format, codes, scales
 CAPABLE = {  # compute capabilities, and the devices that have them
     "tensorwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
     "rowwise": ((8, 9), (99, 9), "8.9 or more (Ada, Hopper, Blackwell)"),
-    "blockwise": ((9, 0), (9, 9), "9.0 (Hopper); on Blackwell take mxfp8"),
-    "mxfp8": ((10, 0), (99, 9), "10.0 or more (Blackwell); on Hopper take blockwise"),
+    "blockwise": ((9, 0), (9, 9), "9.0 (Hopper); on Blackwell use mxfp8"),
+    "mxfp8": ((10, 0), (99, 9), "10.0 or more (Blackwell); on Hopper use blockwise"),
 }
 
 

@@ -59,7 +59,7 @@ def test_evaluation_keeps_the_forwards_in_their_order():
 @pytest.mark.parametrize(
     "arguments, rule",
     [
-        (("2f2b", 2, 4), "'2f2b' is no schedule: the schedules are gpipe, 1f1b, interleaved"),
+        (("2f2b", 2, 4), "'2f2b' is not a schedule: the schedules are gpipe, 1f1b, interleaved"),
         (("1f1b", 0, 4), "pipeline size 0, micro-batches 4 and v 1 must be at least 1"),
         (("1f1b", 2, 0), "pipeline size 2, micro-batches 0 and v 1 must be at least 1"),
         (("interleaved", 2, 4, 0), "pipeline size 2, micro-batches 4 and v 0 must be at least 1"),
@@ -88,7 +88,7 @@ def test_a_last_group_smaller_than_the_pipeline_can_stick():
     f, b = (schedules._actions(kind, m, v, group=4) for kind in "FB")
     warm_ups = [2 * (p - r - 1) + (v - 1) * 4 for r in range(p)]
     ranks = tuple(schedules._one_f_one_b(f, b, k) for k in warm_ups)
-    with pytest.raises(ValueError, match="waits for ever for the input of F chunk 2"):
+    with pytest.raises(ValueError, match="waits forever for the input of F chunk 2"):
         slots(Schedule("short last group", ranks, m, v))
 
 

@@ -188,9 +188,9 @@ def test_cuts_that_flags_ask_for(args, options, expected):
         (
             (8, 2),
             {"first_rank": 3, "last_rank": 4},
-            "3 and 4 of them at the ends: no other rank is there to hold the other 1",
+            "3 and 4 of them at the ends: there is no other rank for the other 1",
         ),
-        ((8, 2), {"first_rank": 9}, "9 of them at the ends: that is more than there are"),
+        ((8, 2), {"first_rank": 9}, "9 of them at the ends: there are fewer"),
         ((8, 1), {"first_rank": 4, "last_rank": 4}, "1 pipeline rank has no two ends"),
         ((8, 2, 2), {"first_rank": 3}, "the 3 of pipeline rank 0 do not divide over its 2"),
         ((8, 2), {"layout": "Et|tL"}, "it has 2 layers .t. and 8 are needed"),

@@ -54,7 +54,7 @@ def life(comm, stage: int, each: bool) -> dict:
 
 @pytest.mark.parametrize("stage, each", [(0, False), (1, False), (2, False), (2, True), (3, True)])
 def test_a_bucket_leaves_when_all_its_uses_are_ready(world, stage, each):
-    late = "a parameter gave a gradient after its bucket had left"
+    late = "a parameter gave a gradient after its bucket was sent"
     for rank, found in enumerate(world(2).run(life, stage, each)):
         comes = stage >= 2  # whole gradients come and go
         opened, closed = (2, comes, False), (0 if comes else 2, comes)

@@ -130,7 +130,7 @@ def test_a_tensor_that_nothing_would_train_is_refused():
 
     weight = nn.Parameter(torch.ones(2))
     for held in ([weight], {"a": (weight,)}, [nn.Linear(2, 2)], torch.ones(2, requires_grad=True)):
-        with pytest.raises(PlacementError, match=r"^inner\.held: a tensor there wants a gradient"):
+        with pytest.raises(PlacementError, match=r"^inner\.held: a tensor there requires a "):
             ParamAndGradBuffer(Grid()).attach(Lists(held))
     fine = Lists([torch.ones(2), 3])
     fine.known = [fine.inner, fine.inner.weight]

@@ -101,7 +101,7 @@ def test_what_cannot_be_told_is_said(tmp_path):
         (tmp_path / name / "digests.jsonl").write_text("\n".join(rows))
     a, b = (named(n.upper(), str(tmp_path / n), ROOT, None, tmp_path) for n in "ab")
     found = bisect_runs.bisect(a, b, tmp_path, None, None, 10.0)
-    assert "another torch: 1.a and 1.b: equal bits are not due" in found.notes[0]
+    assert "another torch: 1.a and 1.b: equal bits are not expected" in found.notes[0]
     assert "A was made with torch 1.a and this is" in found.notes[1] and not found.same
     assert "step 2 is the first that differs, in its loss; flags that differ: data_digest" in (
         found.sentence)  # fmt: skip

@@ -48,8 +48,8 @@ def test_nothing_is_found_and_the_flops_are_those_of_bf16(rehearse, recipe, worl
     "recipe, device, why",
     [
         ("tensorwise", "a100", "8.9 or more"),
-        ("blockwise", "b200", "on Blackwell take mxfp8"),
-        ("mxfp8", "h100", "on Hopper take blockwise"),
+        ("blockwise", "b200", "on Blackwell use mxfp8"),
+        ("mxfp8", "h100", "on Hopper use blockwise"),
     ],
 )
 def test_a_device_that_cannot_is_refused(rehearse, recipe, device, why):

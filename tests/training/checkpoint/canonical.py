@@ -92,7 +92,7 @@ def build(grid: Grid, case: dict, seed: int = 5) -> pretrain_llama.Run:
 def saver_of(run: pretrain_llama.Run, root: str, behind: bool = False) -> Saver:
     """Make what saves to, and loads from, a directory; the seed may be another than there.
 
-    behind: while training goes on.
+    behind: while training continues.
     """
     places = CheckpointConfig(save=root, load=root, allow_change=("seed",), async_save=behind)
     config, ctx, names = replace(run.config, checkpoint=places), run.model.ctx, hf_names(run.model)

@@ -77,7 +77,7 @@ def test_it_offers_what_a_checkpoint_offers(tmp_path: Path) -> None:
 def test_a_tensor_that_the_model_does_not_know(tmp_path: Path) -> None:
     found = HuggingFaceDirectory(two(tmp_path))
     found.check_names(["c", "b", "a", "more"])
-    with pytest.raises(CheckpointError, match=f"{tmp_path}: c is no tensor of the Llama"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: c is not a tensor of the Llama"):
         found.check_names({"a", "b"})
 
 

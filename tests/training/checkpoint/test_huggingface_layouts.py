@@ -114,5 +114,5 @@ def test_a_tensor_of_no_model_is_refused_as_such(world, tmp_path, zero):
     case = dict(model=24, tp=1, pp=1, dp=2, sp=False, zero=zero, tied=True, dtype="float32")
     root = hugging_face(tmp_path / "hf", alone(case), 1, more="model.layers.0.bias")
     for (said,) in world(2).run(load_in, [(case, str(root), "load")]):
-        wanted = f"--load: {root}: model.layers.0.bias is no tensor of the Llama in config.json"
+        wanted = f"--load: {root}: model.layers.0.bias is not a tensor of the Llama in config.json"
         assert re.fullmatch(re.escape(wanted), said)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any layout saves, any other loads: weights and optimizer, exactly, and training goes on alike.
+"""Any layout saves, any other loads: weights and optimizer, exactly, and training continues alike.
 
 There is one canonical state (tests/training/checkpoint/canonical.py). For each of N layouts, (i) it
 saves that state, bit for bit, each byte once; (ii) it loads that state, as one rank alone saved it,

@@ -115,7 +115,7 @@ def test_a_shard_list_is_what_data_path_would_be(tmp_path):
     for name, says in (
         ("empty", "it names no data"),
         ("odd", "No closing quotation"),
-        ("raw", "it is no list of names"),
+        ("raw", "it is not a list of names"),
         ("gone", "No such file or directory"),
     ):
         with pytest.raises(UsageError, match=f"--data-args-path .*{name}: {says}"):

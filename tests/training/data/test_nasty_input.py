@@ -84,7 +84,7 @@ def test_what_is_no_fault(tmp_path):
 
 
 FILES = {  # name: (contents, sentence)
-    "utf16.txt": ("text".encode("utf-16"), "utf16.txt: UTF-16, and text is read as UTF-8"),
+    "utf16.txt": ("text".encode("utf-16"), "utf16.txt: it is UTF-16; text must be UTF-8"),
     "renamed.jsonl.gz": (GOOD, "renamed.jsonl.gz: it does not begin as a .gz file does"),
     "renamed.parquet": (GOOD, "renamed.parquet: it does not begin as a .parquet file does"),
     "table.csv": (b"a,b", "table.csv: neither .txt nor .jsonl"),
@@ -110,7 +110,7 @@ def test_more_nasty_files(tmp_path):
         "dangling.txt": "cannot be read .No such file",
         "missing.txt": "cannot be read .No such file",
         "bare": "a folder without a file of text",
-        "*.jsonl": "no file has such a name",
+        "*.jsonl": "no file matches",
     }
     for name, says in names.items():
         with pytest.raises(ValueError, match=f"DATA .*{says}"):

@@ -329,5 +329,5 @@ def test_a_world_of_one_needs_nothing() -> None:
 def test_an_unreachable_coordinator_is_a_failed_communication(free_port: Callable[[], int]) -> None:
     store = dist.HashStore()
     store.set("monitor", f"127.0.0.1,{free_port()},00")
-    with pytest.raises(CommunicationError, match="rank 0 is not reached at 127.0.0.1"):
+    with pytest.raises(CommunicationError, match="rank 0 cannot be reached at 127.0.0.1"):
         FailureMonitor(1, 2, store)

@@ -64,7 +64,7 @@ def test_what_goes_together_says_nothing(more, world):
 
 def test_the_levels_without_their_type_are_named():
     (line,) = read(f"{CP} 4 {LEVELS} 2 2", 4).notes
-    assert line == f"{LEVELS} has nothing to act on without --cp-comm-type a2a+p2p"
+    assert line == f"{LEVELS} has no effect without --cp-comm-type a2a+p2p"
 
 
 def test_gradient_ranks_are_dp_times_cp():

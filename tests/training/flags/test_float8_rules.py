@@ -98,7 +98,7 @@ def test_what_has_nothing_to_act_on_is_told():
         ("--fp8-wgrad-bf16", "--fp8-format"),
         ("--num-layers-at-end-in-bf16", "--first-last-layers-bf16"),
     ):
-        assert f"{flag} has nothing to act on without {needs}" in notes
+        assert f"{flag} has no effect without {needs}" in notes
 
 
 def test_a_gpu_needs_bf16(monkeypatch):
@@ -114,8 +114,8 @@ def test_a_gpu_needs_bf16(monkeypatch):
         ("tensorwise", (8, 0), "needs a GPU of compute capability 8.9 or more"),
         ("rowwise", (8, 9), ""),
         ("blockwise", (9, 0), ""),
-        ("blockwise", (10, 0), "9.0 (Hopper); on Blackwell take mxfp8: a GPU has 10.0"),
-        ("mxfp8", (9, 0), "10.0 or more (Blackwell); on Hopper take blockwise: a GPU has 9.0"),
+        ("blockwise", (10, 0), "9.0 (Hopper); on Blackwell use mxfp8: a GPU has 10.0"),
+        ("mxfp8", (9, 0), "10.0 or more (Blackwell); on Hopper use blockwise: a GPU has 9.0"),
         ("mxfp8", (10, 3), ""),
     ],
 )

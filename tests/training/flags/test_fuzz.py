@@ -84,7 +84,7 @@ def test_the_judge_sees_what_is_wrong() -> None:
 
 
 NAMED = [
-    (["--seq-length=--"], "--seq-length=--: -- is no value"),
+    (["--seq-length=--"], "--seq-length=--: -- is not a value"),
     (["--kv-channels", "9223372036854775808"], "--kv-channels 9223372036854775808: must be"),
     (["--train-iters", "1e30"], "--train-iters 1e30: must be a whole number"),
     (["--train-iters", "9223372036854775808"], "that fits into 64 bits"),

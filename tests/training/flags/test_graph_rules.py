@@ -44,7 +44,7 @@ MISTAKES = [
     (
         f"{UNTIED} --reset-attention-mask",
         1,
-        "--cuda-graph with --reset-attention-mask: documents have other lengths in each",
+        "--cuda-graph with --reset-attention-mask: documents have different lengths in each",
     ),
     (
         f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap symmetric",

@@ -47,7 +47,7 @@ def test_a_flag_is_added_by_one_line(tmp_path: Path) -> None:
     assert unset == "7 7"
     assert set_ == (
         "5 True ('--log_every is taken as --log-every', "
-        "'--log-every has nothing to act on without --save')"
+        "'--log-every has no effect without --save')"
     )
     assert number == "--log-every 10: must be a whole number >= 2, at most 9"
     assert typo.endswith("did you mean --log-every?")

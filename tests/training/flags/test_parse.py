@@ -114,7 +114,7 @@ def test_the_loss_is_fused_as_megatron_asks_for_it():
         assert read(flags).parallel.fused_linear_cross_entropy is fused
     alone = read("--cross-entropy-fusion-impl linear")
     assert not alone.parallel.fused_linear_cross_entropy
-    assert f"--cross-entropy-fusion-impl has nothing to act on without {fusion}" in alone.notes
+    assert f"--cross-entropy-fusion-impl has no effect without {fusion}" in alone.notes
 
 
 def test_full_recomputation_alone_is_uniform_by_one():
@@ -170,7 +170,7 @@ def test_flags_of_another_program_are_left_out_and_told():
 def test_sharding_under_megatrons_names(more, stage):
     config = read(more, world=2)
     assert config.parallel.zero == stage
-    alone = "--data-parallel-sharding-strategy has nothing to act on without --use-megatron-fsdp"
+    alone = "--data-parallel-sharding-strategy has no effect without --use-megatron-fsdp"
     assert (alone in config.notes) == more.startswith("--data")
 
 
@@ -180,8 +180,8 @@ def test_off_values_of_megatron():
     never = Intervals(read("--save-interval 0 --eval-interval 0 --split 1,0,0"), 10)
     assert never.after_step(Step(4, 0, 8, 1e-3, None)) == CONTINUE
     notes = "\n".join(read("--save-interval 5 --wgrad-deferral-limit 50").notes)
-    assert "--save-interval has nothing to act on without --save" in notes
-    assert "--wgrad-deferral-limit has nothing to act on without --defer-embedding" in notes
+    assert "--save-interval has no effect without --save" in notes
+    assert "--wgrad-deferral-limit has no effect without --defer-embedding" in notes
 
 
 def test_flags_in_quotes_are_one_word():
@@ -202,7 +202,7 @@ def test_deferring_the_output_layer_needs_a_pipeline_whose_schedule_does_not():
     assert [schedule_of(plain, m).deferred for m in (2, 8)] == [2, 3]
     every = read(two.replace("--wgrad-deferral-limit 3", ""), world=2)
     assert schedule_of(every, 8).deferred == 8 and schedule_of(split, 8).deferred == 0
-    note = "--defer-embedding-wgrad-compute has nothing to act on: zb-h1 defers every"
+    note = "--defer-embedding-wgrad-compute has no effect: zb-h1 defers every"
     assert [any(n.startswith(note) for n in c.notes) for c in (plain, split)] == [False, True]
 
 
@@ -212,7 +212,7 @@ def test_gpt2s_tokenizer_reads_its_own_two_flags(tmp_path):
     files = f"--vocab-file {tmp_path}/v.json --merge-file {tmp_path}/m.txt"
     data = read(f"--tokenizer-type GPT2BPETokenizer --tokenizer-model unread {files}").data
     assert (data.tokenizer_model, data.merge_file) == (f"{tmp_path}/v.json", f"{tmp_path}/m.txt")
-    assert "--vocab-file has nothing to act on without" in "\n".join(read(files).notes)
+    assert "--vocab-file has no effect without" in "\n".join(read(files).notes)
 
 
 def test_a_fork_may_have_a_flag_that_is_refused_without_it():
@@ -234,9 +234,9 @@ def test_nan_is_stopped_on_unless_told():
 
 def test_a_flag_without_effect_is_said():
     notes = "\n".join(read("--profile-step-end 9 --lr-wsd-decay-style linear --finetune").notes)
-    assert "--profile-step-end has nothing to act on without --profile" in notes
-    assert "--lr-wsd-decay-style has nothing to act on without --lr-decay-style WSD" in notes
-    assert "--finetune has nothing to act on without --load" in notes
+    assert "--profile-step-end has no effect without --profile" in notes
+    assert "--lr-wsd-decay-style has no effect without --lr-decay-style WSD" in notes
+    assert "--finetune has no effect without --load" in notes
 
 
 def test_what_does_nothing_in_megatron_lm_does_nothing_here():

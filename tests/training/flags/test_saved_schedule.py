@@ -62,7 +62,7 @@ def test_a_fresh_start_follows_the_flags(saved, flags):
 def test_where_only_weights_are_loaded_the_flags_hold(saved, weights_only):
     config = read(f"{NOW} {saved(SAVED)} {FLAG} {weights_only}")
     assert config.optimizer.lr == 7
-    assert any(f"nothing to act on with {weights_only}" in note for note in config.notes)
+    assert any(f"no effect with {weights_only}" in note for note in config.notes)
 
 
 def test_lengths_in_another_unit_are_refused(saved):
@@ -75,6 +75,6 @@ def test_lengths_in_another_unit_are_refused(saved):
 
 
 def test_it_has_nothing_to_act_on_without_load_and_excludes_its_opposite():
-    assert any("nothing to act on without --load" in note for note in read(f"{SAVED} {FLAG}").notes)
+    assert any("no effect without --load" in note for note in read(f"{SAVED} {FLAG}").notes)
     with pytest.raises(UsageError, match="exclude each other"):
         read(f"{SAVED} {FLAG} --override-opt_param-scheduler")

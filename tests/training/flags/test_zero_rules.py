@@ -99,13 +99,13 @@ NOTES = [
     (
         "--overlap-param-gather",
         2,
-        "--overlap-param-gather has nothing to act on at --zero-stage 0: every rank updates all "
+        "--overlap-param-gather has no effect at --zero-stage 0: every rank updates all "
         "weights",
     ),
     (
         "--ddp-bucket-size 1000 --zero-stage 3 --overlap-param-gather",
         2,
-        "--ddp-bucket-size has nothing to act on at --zero-stage 3: a bucket is a transformer "
+        "--ddp-bucket-size has no effect at --zero-stage 3: a bucket is a transformer "
         "block",
     ),
     (
@@ -116,13 +116,13 @@ NOTES = [
     (
         "--zero-stage 3 --overlap-param-gather --pipeline-model-parallel-size 2",
         4,
-        "--zero-stage 3 in a pipeline: a stage's weights stay whole from their first use in a step "
-        "to the last, so they are sharded only between steps",
+        "--zero-stage 3 in a pipeline: a stage's weights stay gathered from their first use in a "
+        "step to the last, so they are sharded only between steps",
     ),
     (
         "--optimizer-cpu-offload --device cpu",
         2,
-        "--optimizer-cpu-offload has nothing to act on with --device cpu: the optimizer's state is "
+        "--optimizer-cpu-offload has no effect with --device cpu: the optimizer's state is "
         "in host memory already",
     ),
     (
@@ -134,7 +134,7 @@ NOTES = [
     (
         f"--zero-stage 2 {EACH}",
         2,
-        f"{EACH} has nothing to act on: a step has one micro-batch",
+        f"{EACH} has no effect: a step has one micro-batch",
     ),
     (
         f"--zero-stage 2 {INSTANCES} 4",
@@ -144,14 +144,14 @@ NOTES = [
     (
         "--zero-stage 1",
         1,
-        "--zero-stage has nothing to act on: there is one data-parallel rank",
+        "--zero-stage has no effect: there is one data-parallel rank",
     ),
     (
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
         "--grad-reduce-in-bf16 --tensor-model-parallel-size 2",
         2,
         "--use-distributed-optimizer, --overlap-grad-reduce, --overlap-param-gather, "
-        "--grad-reduce-in-bf16 have nothing to act on: there is one data-parallel rank",
+        "--grad-reduce-in-bf16 have no effect: there is one data-parallel rank",
     ),
 ]
 

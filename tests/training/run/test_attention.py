@@ -91,7 +91,7 @@ def test_a_package_that_cannot_be_used_is_said_where_nobody_asked_and_refused_wh
 
 def test_a_version_that_nothing_uses_is_said(monkeypatch):
     notes, _ = started(monkeypatch, "--flash-attention-version 3", installed=("FA3",))
-    assert notes[0].startswith("--flash-attention-version 3 has nothing to act on")
+    assert notes[0].startswith("--flash-attention-version 3 has no effect")
 
 
 @pytest.mark.parametrize(

@@ -123,10 +123,10 @@ def test_a_longer_sequence_with_other_rotary_positions(begun: Path, capsys: Any,
     longer = "--seq-length 32 --max-position-embeddings 32 --rotary-base 500000 --use-rope-scaling"
     words = f"--train-iters 5 {flags} {longer}"
     assert run(begun, words, code=2) == []
-    assert "--allow-change rope goes on with it" in capsys.readouterr().err
+    assert "--allow-change rope allows it" in capsys.readouterr().err
     assert len(run(begun, f"{words} --allow-change rope data")) == (5 if more else 2)
     said = capsys.readouterr().out
-    assert "nothing to act on" not in said
+    assert "no effect" not in said
     assert (
         "was trained with --rotary-base 10000, no --use-rope-scaling, --seq-length 16; continuing "
         "with --rotary-base 500000, --rope-scaling-factor 8, --seq-length 32, as --allow-change"
@@ -244,7 +244,7 @@ def test_a_failed_save_does_not_end_a_run(
     assert len(losses) == 6 and steps(tmp_path) == [2, 6] and len(count) == 3
     said = capsys.readouterr().out
     assert "step 4 was not saved" in said and "No space left" in said
-    assert "training goes on" in said
+    assert "training continues" in said
     assert not list((tmp_path / "saved").glob("*.tmp-*"))
 
 
