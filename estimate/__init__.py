@@ -7,7 +7,7 @@ rank_memory             what a rank holds from step to step
 activations, buffers    what comes and goes in a step
 traffic                 what a rank sends in a step
 context_parallel        a rank's part of a row; a check that attention reaches the rest
-stages, simulate        pipeline stages by cost; a schedule proved and timed
+pipeline_stages, simulate    pipeline stages by cost; a schedule proved and timed
 bucket_size             the size of gradient buckets, by simulation
 dry_run, fit            the report of --dry-run, and which flag would make a run fit
 """

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Store what backward needs of a layer in host memory meanwhile (`--cpu-offload-activations`).
+"""Keep a layer's activations in host memory until its backward (`--cpu-offload-activations`).
 
 A unit is a layer, or the layers that `--recompute-method uniform` recomputes together. What
-autograd saves in a unit's forward goes down under the next unit's forward, and comes up under the
-backward of the unit behind it:
+autograd saves in a unit's forward is copied down to the host under the next unit's forward, and
+back up under the backward of the unit after it:
 
     compute    F 0 | F 1     | F 2 ...   B 2          | B 1          | B 0
     down             unit 0    unit 1
     up                                   unit 1 comes   unit 0 comes
 
-So the device holds two units' tensors at most, whatever the number of layers. The last unit of a
-stage stays: its backward comes first. Bytes are copied, so no bit of a result changes.
+So the device stores two units' tensors at most, whatever the number of layers. The last unit of a
+stage stays there: its backward comes first. Bytes are copied, so no bit of a result changes.
 
 `saved_tensors_hooks` (torch.autograd.graph) shows what is saved, since attention's operators save
 by themselves; everything else happens at a unit's end, in `_Boundary` and in `offloaded`. On a CPU

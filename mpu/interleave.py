@@ -6,8 +6,8 @@
 
 An exchange of rows between experts is started, then `switch` is called, then it is waited for:
 between the two the other micro-batch computes (`--overlap-moe-expert-parallel-comm`). Each has a
-Python stack of its own, so the forward runs in a second thread. Never do both run: one goes on
-where the other switches or ends. So what a rank launches and sends is in an order that depends on
+Python stack of its own, so the forward runs in a second thread. The two never run at once: one
+continues when the other switches or ends. So the order of what a rank launches and sends depends on
 the layers alone, and is the same on every rank of a stage.
 """
 

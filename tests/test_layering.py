@@ -6,6 +6,7 @@ MAY lists what each room may import, FLOORS which rooms are above which.
 
 import ast
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -423,3 +424,16 @@ def test_the_page_lists_the_floors():
     listed = [line.split() for line in lines if line.startswith("    ")]
     floors = [[room if room.endswith(".py") else f"{room}/" for room in f] for f in FLOORS]
     assert listed == floors[::-1]
+
+
+def test_a_package_lists_modules_that_exist():
+    """The first column of a table of contents, in the docstring of an __init__.py."""
+    wrong, found = [], 0
+    for file in sorted(ROOT.glob("[emt]*/**/__init__.py")):
+        text = ast.get_docstring(ast.parse(file.read_text())) or ""
+        for line in re.findall(r"^(\w+(?:\.py)?(?:, \w+)*) {2,}\S", text, re.MULTILINE):
+            for name in line.replace(".py", "").split(", "):
+                found += 1
+                there = [file.with_name(f"{name}.py"), file.with_name(name)]
+                wrong += [f"{file}: {name}"] * (not any(path.exists() for path in there))
+    assert found > 100 and not wrong, wrong

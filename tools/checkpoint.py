@@ -14,7 +14,7 @@
     python tools/checkpoint.py consolidate runs/llama --save runs/whole
     python tools/checkpoint.py prune runs/llama --keep-last-k 2 --save-retain-interval 1000
 
-PLACE is the directory of a step, or of a run, whose newest whole checkpoint is then taken and
+PLACE is the directory of a step, or of a run, whose newest complete checkpoint is then used and
 named; show, diff and convert also take a Hugging Face directory. Every command holds at most one
 tensor in memory, whatever the size of the model. Exit codes: 0; 1 where verify finds damage or diff
 a difference; 2 for an error, with a sentence that says why.

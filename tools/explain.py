@@ -10,10 +10,10 @@
     python tools/explain.py --cp 2 --cp-comm-type all_gather
 
 It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
-pretrain_llama.build and runs pretrain_llama.train_step. What is printed was observed, not worked
-out: a trace of the grid records each collective and message, with the label that its caller gave
-it, and a TorchDispatchMode records the operations around it. At the end, the totals are compared
-with what estimate/traffic.py works out. At ZeRO levels 1 to 3 the step printed is the second one.
+pretrain_llama.build and runs pretrain_llama.train_step. What is printed was observed, not computed:
+a trace of the grid records each collective and message, with the label that its caller gave it, and
+a TorchDispatchMode records the operations around it. At the end, the totals are compared with what
+estimate/traffic.py computes. At ZeRO stages 1 to 3 the step printed is the second one.
 """
 
 import json

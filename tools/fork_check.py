@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a model's file against itself: one rank against every kind of layout, in fp64.
+"""Compare a model on one rank with itself on every kind of layout, in fp64.
 
     make fork-check MODEL=path/to/fork.py
     python tools/fork_check.py --model path/to/fork.py --only "tp 2" -- --my-own-flag 3

@@ -7,12 +7,12 @@
 
 writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, its text under "text"
 (--json-keys), and so is a row of a .parquet; a .txt file is one document, with --lines each of its
-lines. .txt and .jsonl may be packed as .gz or .zst. A folder stands for all such files below it. A
-.json that is named is read as a .jsonl.
+lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it. A
+.json is read as a .jsonl if it is named itself.
 
 The input is cut into shards, which the workers tokenize into a folder next to the output. If the
 run is interrupted, the same command continues after the shards that are complete. The two files
-appear only at the end, whole.
+appear only at the end, complete.
 """
 
 import argparse

@@ -13,7 +13,7 @@ On several nodes one supervisor runs on each. Node 0's decides; the others reach
 own number and the address are by default SLURM's, MASTER_ADDR's and MASTER_PORT's.
 
 Exit code: 0, all is done; 75, a signal stopped the run; 2, a mistake; 1, a fault that restarts do
-not mend; 128+n, signal n came before the first step.
+not cure; 128+n, signal n came before the first step.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read files that somebody else may have written, print what they say, keep one's own to oneself.
+"""Read files that others may have written, print their text safely, keep own files private.
 
 Only plain files are opened: a pipe or a device would hang a run or never end. JSON is read with
 limits on its size, its depth and its numbers; of another program's file only what is read counts.
@@ -108,7 +108,7 @@ def parse_json(data: bytes | str, name: str, foreign: bool = False) -> Any:
 
 
 class ForeignObject(dict[str, Any]):
-    """An object of another program's JSON: reading a value that cannot be held raises ValueError.
+    """An object of another program's JSON: reading a value that was refused raises ValueError.
 
     Values are read by [key] and get; the others see the reason in place of the value.
     """
@@ -127,7 +127,7 @@ class ForeignObject(dict[str, Any]):
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """What stands for a value that cannot be held. where: the file."""
+    """A value that was refused. where: the file."""
 
     where: str
     why: str

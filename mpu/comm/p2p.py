@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass tensors from stage to stage: send, receive, and the outbox that keeps sends in flight.
+"""Pass tensors from stage to stage: send, receive, and the queue of sends in flight.
 
 Messages from one rank to another arrive in the order of the sends. Nothing here waits: a receive is
-posted early and waited for when its data is needed, a send stays in the outbox until it is gone.
+posted early and waited for when its data is needed, a send stays in the SendQueue until it is done.
 Each direction has an axis of its own (`pp`, `pp_back`), so that on NCCL a receive that waits for
-its peer never stands before a send the other way.
+its peer never blocks a send in the other direction.
 """
 
 import queue

@@ -2,9 +2,9 @@
 """What a kernel requires of its arguments and does not check: one table, for call sites and
 rehearsals.
 
-A kernel that reads a tensor at its address takes strides, lengths and dtypes for granted; given
-others it computes wrong numbers, and nothing raises. Here each such call is listed once, with what
-it requires of each argument and where that is written:
+A kernel that reads a tensor at its address assumes strides, lengths and dtypes; with others it
+computes wrong numbers, and nothing raises. Here each such call is listed once, with what it
+requires of each argument and where that is written:
 
     whole       contiguous                          int64, int32, float32: of that dtype
     rows        the last dimension has stride 1     same: of the dtype of the call's first tensor
@@ -12,9 +12,9 @@ it requires of each argument and where that is written:
     half        bf16 or fp16                        like: of the strides of the argument before
     columns     contiguous if it is transposed
 
-Call sites make their arguments so, or take another way (`fits`, `on_triton`, `kernel_of`). A
+Call sites make their arguments fit, or use another kernel (`fits`, `on_triton`, `kernel_of`). A
 rehearsal checks each row for every launch, on a CPU too, and names the line (tools/rehearsal). What
-a call site makes for itself, an output of empty_like, is asked too.
+a call site allocates, such as an output of empty_like, is checked too.
 """
 
 from collections.abc import Iterator, Mapping

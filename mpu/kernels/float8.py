@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make rows of float8 (mpu/layers/float8/rows.py), in one launch where no other rank has a say.
+"""Make rows of float8 (mpu/layers/float8/rows.py), in one launch where no ranks share a scale.
 
     rows         finds the scales and writes codes, bytes and padding: one scale a row, or a block
     row_scales   reads x once; writes a byte for each block of each row, for ranks to agree on
@@ -7,16 +7,15 @@
 
 x is read once where a program holds all numbers that share a scale: a block, or rows of up to
 MAX_ROW numbers that lie side by side. Else its rows are read twice, for the scale and for the
-codes. x is fp32 or bf16 of any strides, so that a transpose is made of what it is a transpose of.
-Or it is rows of float8 themselves, to be made again along their other dimension: their codes are
-decoded where they are read.
+codes. x is fp32 or bf16 of any strides, so that a transpose needs no copy. Or x is rows of float8,
+of which rows along the other dimension are made: their codes are decoded where they are read.
 
 Codes are the same on every device. From compute capability 9.0 on an instruction rounds fp32 to
-float8: to nearest, ties to even, and no further than the top (PTX ISA, cvt.rn.satfinite.e4m3x2.f32
+float8: to nearest, ties to even, and clamped to the maximum (PTX ISA, cvt.rn.satfinite.e4m3x2.f32
 and .e5m2x2.f32). Elsewhere arithmetic on the bits of fp32 does the same; for 8.9 Triton would round
-twice, by way of fp16. Of instructions a kernel has so many that they, and not memory, set its pace:
-79 for each number that was made again of rows, where these kernels first ran (docs/gpu-results.md).
-Tiles are the fastest of those measured on an H200.
+twice, by way of fp16. These kernels are limited by instructions and not by memory: when they first
+ran, a number that was made again of rows took 79 (docs/gpu-results.md). Tiles are the fastest of
+those measured on an H200.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of ranks that hold a part of each row of tokens each: context parallelism.
+"""Attention where each rank has a part of every row of tokens: context parallelism.
 
 A rank has the queries, keys and values of its tokens (mpu/layers/attention/shards.py) and needs the
 keys and values before them. --cp-comm-type says how it comes to them, layer by layer:

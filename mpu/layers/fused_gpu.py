@@ -2,7 +2,7 @@
 """The operations of fused.py on a GPU, by Triton, and by torch where neither it nor csrc/ can.
 
 Triton's kernels (mpu/kernels) take what `on_triton` says. torch's operations take anything, in
-several passes: they are what the others are held against.
+several passes: they are the reference for the others.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 """The output layer and the loss in one, in chunks of the vocabulary: the logits never exist at
 once.
 
-A chunk is as many of the weight's rows W_c as give logits of CHUNK_BYTES for all tokens, so what
-lives at once does not grow with the vocabulary. x are the output layer's inputs, S the log of the
+A chunk is as many of the weight's rows W_c as give logits of CHUNK_BYTES for all tokens, so the
+memory in use does not grow with the vocabulary. x are the output layer's inputs, S the log of the
 sum of exp over the vocabulary.
 
     forward   for each c:  logits = x W_c^T -> each token's maximum, sum and target's logit; forget

@@ -9,9 +9,9 @@ the order of that, and its memory is freed where the bucket's weights are used f
     up                       | state 0, 1 | state 2    |
     down                                                              | state 2   | state 1   | ...
 
-So it is away while activations are at their fullest. What is moved are storages: they lose their
-memory and get it back, so an updater's tensors stay the same objects, whatever the optimizer. Bytes
-are copied and no bit changes. On a CPU the same code makes plain copies.
+So it is on the host while activations need most memory. Storages are moved: they lose their memory
+and get it back, so an updater's tensors stay the same objects, whatever the optimizer. Bytes are
+copied and no bit changes. On a CPU the same code makes plain copies.
 """
 
 from collections.abc import Collection, Sequence

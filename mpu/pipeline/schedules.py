@@ -8,9 +8,9 @@ p ranks, m micro-batches, v chunks a rank, p v stages. An Action is one of
     W  the gradients of its weights
 
 In a schedule that is not `split` each B is directly followed by its own W, and the two are one
-backward: the gradient of the input leaves after both. An F may overlap the B and W that follow
-it in the list (`pairs`): they begin when both inputs are there, alternate where one of them waits
-for an exchange of its experts (mpu/interleave.py), and hand on their outputs when both are done.
+backward: the gradient of the input is sent after both. An F may overlap the B and W that follow it
+in the list (`pairs`): they begin when both inputs are there, alternate where one of them waits for
+an exchange of its experts (mpu/interleave.py), and hand on their outputs when both are done.
 """
 
 from collections import deque

@@ -3,8 +3,8 @@
 
 Pure arithmetic, the same on every rank that shares a bucket. One collective moves a bucket. The
 parameters of a bucket are cut over the same axis, so the same ranks hold the same part of them: a
-bucket's gradients are summed over those ranks, which share it equally (Sharing). Parameters stand
-in reverse definition order, which is about the order in which backward finishes them, each at a
+bucket's gradients are summed over those ranks, which share it equally (Sharing). Parameters are in
+reverse definition order, which is about the order in which backward finishes them, each at a
 multiple of BLOCK elements. A bucket's length is a multiple of BLOCK times the number of ranks, so
 that a share is whole blocks. A bucket has
 

@@ -7,8 +7,8 @@
     wait          its rows: codes and scales side by side, as layers multiply them
 
 At stages 1 and 2 every bucket is gathered after an update; at stage 3 for each use. Such a bucket
-keeps its part of the weights in their own dtype, as at stage 3; nobody has them whole. What a scale
-is, and how rows are made, the layers say: each weight has `float8_rows` (WeightRows).
+keeps its part of the weights in their own dtype, as at stage 3; no rank has all of them. What a
+scale is, and how rows are made, the layers say: each weight has `float8_rows` (WeightRows).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

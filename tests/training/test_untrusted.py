@@ -28,7 +28,7 @@ BAD_JSON = [
     (b'{"a": "\xed\xa0\x80"}', "utf-8"),
     (b"\xff\xfe{\0}\0", "utf-8"),
     (b'{"a": 1e999}', "1e999 is not a finite number"),
-    (b'{"a": -Infinity}', "-Infinity is no number"),
+    (b'{"a": -Infinity}', "-Infinity is not a JSON number"),
     (b'{"a": 9223372036854775808}', "does not fit into 64 bits"),
     (b"1" * 5000, "does not fit into 64 bits"),
     (b'{"a": 1, "a": 2}', "'a' occurs twice"),
@@ -73,7 +73,7 @@ def test_a_foreign_file_is_refused_only_where_a_bad_value_is_read(data):
         found, bad = found["b"], ["c"]
     for key in bad:
         for read in (found.__getitem__, found.get):
-            with pytest.raises(ValueError, match=f"^config.json: {key}: .*(no |64 bits|twice)"):
+            with pytest.raises(ValueError, match=f"^config.json: {key}: .*(not a|64 bits|twice)"):
                 read(key)
 
 
@@ -81,7 +81,7 @@ def test_a_foreign_file_still_is_json():
     for data, says in BAD_JSON[:5] + BAD_JSON[-2:]:
         with pytest.raises(ValueError, match=f"^the file is not JSON: .*{says}"):
             parse_json(data, "the file", foreign=True)
-    with pytest.raises(ValueError, match="the file is not JSON: NaN is no number"):
+    with pytest.raises(ValueError, match="the file is not JSON: NaN is not a JSON number"):
         parse_json(b"[1, NaN]", "the file", foreign=True)
 
 

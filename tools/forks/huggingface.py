@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a model against transformers', where that knows its MODEL_TYPE: names, config, logits.
+"""Compare a model with transformers', where that knows its MODEL_TYPE: names, config, logits.
 
 The fork's weights go into transformers' model by the names of `hf_names`, its sizes by `hf_config`.
 Then every field of transformers' config that changes its logits is varied: `from_hf_config` must

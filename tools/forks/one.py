@@ -2,7 +2,7 @@
 """What tools/fork_check.py asks of one rank alone: what a comparison of layouts cannot see.
 
 A gradient that autograd drops is dropped in every layout, so it is compared with differences of the
-loss. `decode` is compared with `forward`. Random numbers, and names of a checkpoint, are looked at.
+loss. `decode` is compared with `forward`. Random numbers and the names in a checkpoint are checked.
 """
 
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one layout of tools/fork_check.py on one rank, and hold it against what one rank computed.
+"""Run one layout of tools/fork_check.py on one rank, and compare it with the case "one rank".
 
 The case "one rank" computes what all others are compared with, in fp64, and keeps it in a file:
 

@@ -33,7 +33,7 @@ class Summary(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A message that an idle rank waited for: sent by whom when, and who went on when."""
+    """A message that an idle rank waited for: sent by whom when, and who continued when."""
 
     sender: int
     sent: float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find what forward goes on with and no gradient comes back to: a part of the graph that is cut.
+"""Find outputs that forward uses and no gradient reaches: a part of the graph that is cut off.
 
 What each torch.autograd.Function returns in a forward is noted, and where its storage lies. When
 backward begins, autograd's graph is walked from where it begins. An output that a later operation

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold a rehearsed mixture of experts against what its counts say.
+"""Compare a rehearsed mixture of experts with what its counts say.
 
 The counts are those of Dispatcher.assumed: even, or skewed by --rehearse-expert-skew.
 

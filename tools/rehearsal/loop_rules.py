@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What grows in the loop, and what it reads for nothing: steps and micro-batches, compared.
+"""Find memory that grows from step to step or micro-batch to micro-batch, and needless reads.
 
-What a micro-batch's forward or backward began, and what lives still when the step's sums are
-finished, is kept: one that each micro-batch leaves is a leak. So is what one step leaves more than
-the step before. Page-locked host memory counts, too.
+A storage that each micro-batch's forward or backward allocates, and that still exists when the
+step's sums are finished, is a leak. So are bytes that exist after a step beyond those after the
+step before. Page-locked host memory counts, too.
 """
 
 from collections import Counter

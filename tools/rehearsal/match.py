@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the records of all ranks of a small world against each other: what meets, what is stuck.
+"""Match the records of all ranks of a small world: which transfers meet, which are stuck.
 
 Every rank's host puts work on its streams in the order of its record, and stops where it waits. A
 stream does one thing after another: a transfer waits for what its origin did before, then for its

@@ -9,14 +9,14 @@
 
 pieces       what a rank holds, as rectangles of canonical tensors, and which holder writes each
 files        bytes that are on disk when the call returns, with their checksums
-manifest     what the three JSON files say, checked when read
+manifest     what the three JSON files say, checked when read; header: of a safetensors file
 finite       no value that is not finite is saved, or read
 agree        a failure on one rank becomes a failure on all
 lock         one writer a directory
 save         write aside, then rename
 stage        copy, and save in a thread while training continues
 retain       which checkpoints stay
-find         the newest directory that is whole, the same on every rank, or why not
+find         the newest complete directory, the same on every rank, or why there is none
 load         fill local tensors from whatever files hold their rectangles
 huggingface  the same for a Hugging Face directory
 stream       one whole tensor after another, for whoever writes them elsewhere

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the newest complete checkpoint, the same on every rank, and print why newer ones are not.
 
-A whole one has a name that only finished saves get, a manifest, and files of the sizes and hashes
-that it lists. The ranks share the hashing, each file once. A checkpoint that is sound but of
+A complete one has a name that only finished saves get, a manifest, and files of the sizes and
+hashes that it lists. The ranks share the hashing, each file once. A checkpoint that is sound but of
 another model is refused, not skipped: an older one would be of that model too.
 """
 

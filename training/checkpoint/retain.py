@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decide which checkpoints stay, and remove the others so that a kill in the middle harms nothing.
 
-The newest checkpoints stay, down to the K-th that is whole; older ones are removed, apart from the
-steps to be retained for good. Whole means checked: this run wrote or verified the directory, or
-hashes all its files now, and in both cases its files have their sizes at this moment. A damaged one
-is not counted and, among the newest, stays for whoever wants to look at it. So with fewer than K
-whole ones no step is removed, and the only whole one never is. (A directory that was set aside is
-removed where its successor is counted.)
+The newest checkpoints are kept, down to the K-th complete one; older ones are removed, except for
+the steps that --save-retain-interval keeps. Complete means checked: this run wrote or verified the
+directory, or hashes all its files now, and in both cases its files have the right sizes at this
+moment. A damaged one does not count and, among the newest, is kept for inspection. So with fewer
+than K complete ones no step is removed, and the only complete one never is. (A directory that was
+set aside is removed where its successor counts.)
 
 A directory is first renamed to step_00000123.trash-<random>, which nobody loads, then removed.
 One rank does all this, without a message to the others.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copy a corpus to a disk of this host before it is read (--data-local-copy).
 
-The first process of a host that asks copies, and the others wait for it. A copy is whole or not
-there: it is written aside and renamed, and it is made anew where the original has another size or
+The first process of a host that asks copies, and the others wait for it. A copy is complete or
+absent: it is written aside and renamed, and it is made again if the original has another size or
 time. Nothing is removed: a folder of copies is the user's to empty.
 """
 

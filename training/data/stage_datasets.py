@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of a run whose data change by stages (--data-stages).
 
-A data set that several stages read goes on where the stages before left it: in each of its epochs
-every sample comes once, whichever stages read it. Where the sequence length changes, it goes on at
-the first sample behind as many tokens as were read of it; that epoch is then cut anew, so a part of
-it may come again and another part be left out, as many tokens of both.
+A data set that several stages read continues where the stages before left it: in each of its epochs
+every sample comes once, whichever stages read it. Where the sequence length changes, it continues
+at the first sample after as many tokens as were read of it; that epoch is then cut again, so a part
+of it may be read twice and an equally large part not at all.
 """
 
 import hashlib

@@ -3,13 +3,15 @@
 
 parse                   the command line becomes a Config, or one sentence
 help                    --help: where to start, a group, a flag
-table                   which flags are live, checked, refused or removed
+flag_table              which flags are live, checked, refused or removed
 megatron                Megatron-LM's other flags, each with its reason
 trees                   flags of trees derived from Megatron-LM, and other names
 foreign                 the answer to a flag that is not available; --ignore-flags
-rules                   the rules between flags: size_, parallel_, compute_ and run_rules
+rules                   the rules between flags; size_rules, parallel_rules, compute_rules,
+                        expert_rules, run_rules: those of one subject
 model_sizes             the model's sizes, as a Config or a checkpoint gives them
 saved_schedule          the learning rate's curve from a checkpoint
+data_stages             the file of --data-stages
 
 The settings are fields of training/arguments.py.
 """

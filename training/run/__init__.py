@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process does around its steps.
 
-prepare, meeting, startup, start    before the first step: data, connecting the ranks, first lines
+prepare, rendezvous, startup, start    before step 1: data, connecting the ranks, first lines
 state, step     Run, the state of a rank; Step, Decision and combine, what follows a step
 saver           save, resume, copies in a supervisor's memory; same_run: what may resume
+export          Hugging Face folders next to the saves
 stop            signals and time, agreed by all ranks
-log, output     the log: lines, JSON, TensorBoard, Weights & Biases
-memory_report, device, gpu_health, peak_flops, cuda_graph, warm_up    the device
+log, output, layer_values, expert_values    the log: lines, JSON, TensorBoard, W&B
+memory_report, device, gpu_health, peak_flops, attention, trial, cuda_graph, warm_up    the device
 sample          a text that the model continues
 watch           what watches a step
 autotune        choices that are measured before the first step

@@ -68,7 +68,7 @@ def prepare(
     loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note, part)
     digests = {**digests_of(tokenizer), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
-    digests["corpus_sketch"] = loaders.train.dataset.sketch  # held against older checkpoints
+    digests["corpus_sketch"] = loaders.train.dataset.sketch  # compared with older checkpoints
     if isinstance(data := loaders.train.dataset, Staged):
         digests["stage_corpora"] = json.dumps(data.corpora)
     return config, device, loaders, digests

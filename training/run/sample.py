@@ -69,7 +69,7 @@ def draw_sample(run: Run, loaders: Loaders, log: Log) -> None:
 
 
 def prompt_of(config: Config, loaders: Loaders) -> list[int]:
-    """Return the ids to go on from: --sample-prompt, or how the first held-out sample begins."""
+    """Return the ids to continue: --sample-prompt, or how the first held-out sample begins."""
     tokenizer, most = loaders.tokenizer, config.model.seq_length - 1
     assert tokenizer is not None
     if config.log.sample_prompt is not None:

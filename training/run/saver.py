@@ -250,7 +250,7 @@ class Saver:
                 raise
             stop = self.config.checkpoint.on_save_failure == "stop"
             self.failed = self.failed or (error if stop else None)
-            self.note(f"{error}; training {'stops' if stop else 'goes on'}")
+            self.note(f"{error}; training {'stops' if stop else 'continues'}")
 
     def _write(
         self,

@@ -7,6 +7,6 @@ blocks               which queries look at which keys, as a list of rectangles: 
 block_attention      attention over such a list
 max_logits           the largest logit of each head, and QK-clip
 shards               which tokens of a row each context-parallel rank has, and which blocks it does
-exchange             how keys and values come to the queries: gathered, or round a ring
+kv_exchange          how keys and values come to the queries: gathered, or round a ring
 transformer_engine   core attention by Transformer Engine, where a flag asks for it
 """

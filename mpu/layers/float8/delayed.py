@@ -6,9 +6,9 @@
                   -> the newest entry of the history -> the stored byte of the next step
 
 So no operand waits for its own amax, and no message about scales travels but one at the end of a
-step, over tp and over dp x cp (Micikevicius et al. 2022, arXiv:2209.05433, section 3.3). What is
-above the top of the stored scale is clamped. What is not finite stays so, by the tensor at hand. In
-the first step there is no history, and each tensor is scaled by the tensor at hand ("tensorwise").
+step, over tp and over dp x cp (Micikevicius et al. 2022, arXiv:2209.05433, section 3.3). Numbers
+above the stored scale's maximum are clamped. Numbers that are not finite stay so. In the first step
+there is no history, and each tensor is scaled by the tensor at hand ("tensorwise").
 
 Noting is a maximum, so what recomputation repeats changes nothing; what an evaluation or a
 measurement notes between two steps is forgotten when the next one begins. A step whose update is

@@ -89,7 +89,7 @@ FILES = {  # name: (contents, sentence)
     "renamed.parquet": (GOOD, "renamed.parquet: it does not begin as a .parquet file does"),
     "table.csv": (b"a,b", "table.csv: neither .txt nor .jsonl"),
     "empty.txt": (b"", "no document with text in 1 file"),
-    "array.json": (b' [{"text": "one"}]', "array.json: one JSON array, and one JSON object a line"),
+    "array.json": (b' [{"text": "one"}]', "array.json: it is one JSON array; one JSON object"),
 }
 
 

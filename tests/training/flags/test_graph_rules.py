@@ -27,7 +27,7 @@ MISTAKES = [
     (
         f"{UNTIED} --pipeline-model-parallel-size 2",
         2,
-        "--cuda-graph with --pipeline-model-parallel-size 2: the host decides when messages leave",
+        "--cuda-graph with --pipeline-model-parallel-size 2: the host decides when messages are",
     ),
     (
         f"{UNTIED} --cpu-offload-activations",
@@ -40,7 +40,7 @@ MISTAKES = [
         "--cuda-graph with --optimizer-state-offload: layers say when state comes and goes",
     ),
     (f"{UNTIED} --zero-stage 3", 2, "--cuda-graph with --zero-stage 3: weights are gathered into"),
-    (f"{UNTIED} --zero-stage 2", 2, "--cuda-graph with --zero-stage 2: whole gradients have other"),
+    (f"{UNTIED} --zero-stage 2", 2, "--cuda-graph with --zero-stage 2: full gradients have"),
     (
         f"{UNTIED} --reset-attention-mask",
         1,

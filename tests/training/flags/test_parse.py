@@ -242,7 +242,7 @@ def test_a_flag_without_effect_is_said():
 def test_what_does_nothing_in_megatron_lm_does_nothing_here():
     config = read("--recompute-method uniform --recompute-num-layers 9")
     assert config.parallel.recompute_method is config.parallel.recompute_num_layers is None
-    assert any(line.startswith("--recompute-method has nothing to act") for line in config.notes)
+    assert any(line.startswith("--recompute-method has no effect") for line in config.notes)
     config = read("--eval-interval 5 --split 1,0,0")
     assert config.run.eval_interval is None
     assert any("has nothing to evaluate on, so there is no eval" in line for line in config.notes)

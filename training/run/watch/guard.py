@@ -11,7 +11,7 @@ A spike is a step whose loss or gradient norm is far above those of the recent s
 over the last WINDOW finite steps; x is the loss and the logarithm of the gradient norm. Median and
 median deviation are not moved by a few outliers, as mean and standard deviation are. All of it
 stays on the device. No step waits for the answer: it travels with the ranks' other flags, and is
-judged one step later, unless a save follows.
+decided one step later, unless a save follows.
 """
 
 from collections import deque

@@ -8,9 +8,9 @@ one waited for the others (mpu/comm/waits.py): the slow rank is the one that did
     link(g)   = least wait over an axis among its group g: the last to come waits for bytes alone
 
 A rank's own work is compared with that of the ranks of its pipeline stage, its waits for data with
-all ranks'. A stage of one rank, and the link of the only group of an axis, have nobody like them:
-they are compared with themselves when the run was young. On NCCL a host does not wait for its
-peers, so there only data and the clocks of the GPUs are compared.
+all ranks'. A stage of one rank, and the link of the only group of an axis, have no peers: they are
+compared with their own first steps. On NCCL a host does not wait for its peers, so there only data
+and the clocks of the GPUs are compared.
 """
 
 import math
