@@ -61,12 +61,11 @@ from training.config import Config
 from training.data.batch import Batch
 from training.data.build import Loaders
 from training.data.loader import Loader
-from training.experts import expert_options, own_sizes
+from training.expert_options import expert_options, own_sizes
 from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
-from training.optimizer import mup_of, optimizer_groups, qk_clip
-from training.recompute import as_configured, recompute_of
+from training.layer_options import as_configured, recompute_of
 from training.run import memory_report
 from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
@@ -95,7 +94,8 @@ from training.run.watch import (
 )
 from training.stages import waits_for
 from training.untrusted import printable
-from training.zero import zero_config
+from training.update_rules import mup_of, optimizer_groups, qk_clip
+from training.zero_config import zero_config
 
 
 @dataclass

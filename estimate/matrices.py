@@ -16,7 +16,7 @@ from mpu.optim.interface import UpdateRule, rules_of
 from mpu.optim.muon import Muon
 from mpu.optim.owners import Plan, Round, members_of, plan_of
 from training.config import Config, UsageError
-from training.optimizer import optimizer_groups
+from training.update_rules import optimizer_groups
 
 
 class Exchange(NamedTuple):

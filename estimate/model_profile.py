@@ -34,10 +34,10 @@ from mpu.recompute import Recompute
 from mpu.zero.bucket_layout import ParamEntry, block_of, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
-from training.experts import expert_options
+from training.expert_options import expert_options
+from training.layer_options import recompute_of
 from training.nccl import nccl_groups
-from training.optimizer import needs_full_matrices
-from training.recompute import recompute_of
+from training.update_rules import needs_full_matrices
 
 SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # of a module
 

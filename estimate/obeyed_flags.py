@@ -45,7 +45,7 @@ from mpu.param import placement_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Blocks, Recompute
 from training.config import Config
-from training.recompute import recompute_of
+from training.layer_options import recompute_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSS, ATTENTION = "--fused-linear-cross-entropy", "--attention-backend"

@@ -18,7 +18,7 @@ from mpu.optim.interface import full_matrix_groups, rules_of, state_bytes
 from mpu.zero import bucket_layout
 from mpu.zero.bucket_layout import BucketLayout, Sharing, sharing_of
 from training.config import Config
-from training.optimizer import optimizer_groups
+from training.update_rules import optimizer_groups
 
 NORM_BYTES = 9  # of a block: int64 and bool
 Shapes = dict[str, tuple[int, ...]]

@@ -47,7 +47,7 @@ from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.stage_layout import Stage
 from training.config import Config
-from training.recompute import recompute_of
+from training.layer_options import recompute_of
 
 PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 

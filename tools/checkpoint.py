@@ -36,9 +36,9 @@ if __name__ == "__main__":
 
 import torch
 
+from tools.checkpoints.convert_huggingface import export_hf, import_hf
 from tools.checkpoints.copy import consolidate, open_newest, warn
 from tools.checkpoints.diff import diff
-from tools.checkpoints.huggingface import export_hf, import_hf
 from tools.checkpoints.mcore import import_mcore
 from tools.checkpoints.mcore_export import export_mcore
 from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify

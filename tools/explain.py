@@ -57,8 +57,8 @@ from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.mock import MockDataset
 from training.flags.parse import parse
-from training.optimizer import RULES
 from training.run.stop import Agreement
+from training.update_rules import RULES
 
 MOST_RANKS = 16
 NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]

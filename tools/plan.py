@@ -36,7 +36,7 @@ from tools.planner.predict import predict, write
 from tools.planner.published import read_table
 from tools.planner.search import PlanError, Plans
 from tools.waiting import waiting
-from training.optimizer import RULES
+from training.update_rules import RULES
 
 TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
 QUESTIONS = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24}

@@ -845,7 +845,7 @@ class OptimizerConfig:
     A decay length of None is the run's.
     """
 
-    optimizer: str = setting(  # a key of training.optimizer.RULES
+    optimizer: str = setting(  # a key of training.update_rules.RULES
         "adam",
         "what updates the weights; adam is AdamW; muon is Muon for matrices, AdamW for the rest",
         rule=one_of("adam", "muon", other=(("dist_muon", "muon"),), lacking=OPTIMIZERS_ELSEWHERE),

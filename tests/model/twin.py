@@ -41,8 +41,8 @@ from training.config import Config
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.faults.monitor import FailureMonitor
-from training.optimizer import needs_full_matrices, optimizer_groups
 from training.run.autotune.overlap import projections
+from training.update_rules import needs_full_matrices, optimizer_groups
 
 ROWS, S, V = 6, 12, 97
 SIZES = dict(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tools.checkpoint import main
-from tools.checkpoints.huggingface import expected_tensors
+from tools.checkpoints.convert_huggingface import expected_tensors
 from model.llama import LlamaConfig, hf_config
 
 root = Path(sys.argv[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGD with momentum, as a stranger would add it: this file, and a line of training.optimizer.RULES.
+"""SGD with momentum, as a user would add it: this file and a line of update_rules.RULES.
 
 It updates as torch.optim.SGD does, with the decay in the gradient.
 """

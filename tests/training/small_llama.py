@@ -10,7 +10,7 @@ from estimate.pipeline_stages import rank_stages
 from mpu.context import LayerContext
 from pretrain_llama import model_provider
 from training.flags.parse import parse
-from training.recompute import recompute_of
+from training.layer_options import recompute_of
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 8 --group-query-attention "

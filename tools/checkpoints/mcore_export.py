@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from model.llama import LlamaConfig
 from model.load import model_file_of, saved_config
+from tools.checkpoints.convert_huggingface import check_shapes
 from tools.checkpoints.copy import open_newest
-from tools.checkpoints.huggingface import check_shapes
 from tools.checkpoints.mcore_names import FC1, FC2, LAYER, PROJ, QKV, Names, Theirs
 from tools.checkpoints.mcore_state import MASTERS, MOMENTS
 from tools.checkpoints.torch_dist import COMMON, FORMAT, LATEST

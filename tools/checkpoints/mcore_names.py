@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.llama import LlamaConfig
 from model.load import ModelFile
-from tools.checkpoints.huggingface import expected_tensors
+from tools.checkpoints.convert_huggingface import expected_tensors
 from training.checkpoint.huggingface import EMBEDDING, HEAD
 
 LAYER, OURS = "decoder.layers.", "model.layers."

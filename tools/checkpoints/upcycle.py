@@ -16,8 +16,8 @@ from model import llama, moe, qwen3
 from model.load import load_model_file, model_file_of, saved_config
 from mpu.grid import Grid
 from mpu.param import draw_normal
+from tools.checkpoints.convert_huggingface import check_shapes, expected_tensors
 from tools.checkpoints.copy import check_empty, open_newest
-from tools.checkpoints.huggingface import check_shapes, expected_tensors
 from training.checkpoint import NamedPiece
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.huggingface import HuggingFaceDirectory

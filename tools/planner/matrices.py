@@ -23,7 +23,7 @@ from tools.planner.rank_bytes import layer_parameters
 from tools.planner.runs import Array, Runs
 from tools.planner.step_time import Constants, collective, passes
 from tools.rehearsal import roofline
-from training.optimizer import optimizer_groups
+from training.update_rules import optimizer_groups
 
 # bytes that an update reads and writes for a number of a matrix, more than AdamW's does, and
 # launches for a parameter: counted in a rehearsal (benchmarks/plan_clocks.py compares)

@@ -34,7 +34,7 @@ from tools.planner.pipeline import in_flight
 from tools.planner.runs import Array, Runs
 from training.config import Config
 from training.flags.parse import parse
-from training.optimizer import optimizer_groups
+from training.update_rules import optimizer_groups
 
 PROVIDER = pretrain_llama.model_provider
 Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them

@@ -31,7 +31,7 @@ from tools.rehearsal.order import Finding
 from tools.rehearsal.places import STATE, beginning, end_of
 from tools.rehearsal.record import span
 from tools.rehearsal.traffic_rules import BACKWARD, is_own_llama
-from training.optimizer import optimizer_groups
+from training.update_rules import optimizer_groups
 
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed

@@ -19,7 +19,7 @@ from training.data.build import Loaders, build_loaders
 from training.data.stage_datasets import Staged
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
-from training.float8 import check_device
+from training.float8_layers import check_device
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
 from training.run.trial import try_calls

@@ -37,9 +37,9 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.optim.interface import Parts
 from training.config import Config, UsageError
-from training.float8 import recipe_of
-from training.optimizer import optimizer_groups
-from training.zero import zero_config
+from training.float8_layers import recipe_of
+from training.update_rules import optimizer_groups
+from training.zero_config import zero_config
 
 TOKENS = 256  # of a call: more than a block of any kernel, and a multiple of float8's
 WITHOUT = "without Triton, torch's slower operations are used: pip uninstall triton"

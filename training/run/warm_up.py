@@ -30,10 +30,10 @@ from mpu.pipeline.stage_layout import Stage
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
-from training.recompute import recompute_of
+from training.layer_options import recompute_of
 from training.run.cuda_graph import Graphs
 from training.run.state import Run, RunSchedule
-from training.zero import zero_config
+from training.zero_config import zero_config
 
 MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.training.flags.public_scripts import LIST, Script, read_flags, refusal, scripts
 from training.config import Config, UsageError
-from training.experts import expert_options, own_sizes
+from training.expert_options import expert_options, own_sizes
 from training.flags.parse import parse
 
 BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3

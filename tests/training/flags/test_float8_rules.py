@@ -12,7 +12,7 @@ from mpu.layers.float8.recipe import BLOCKS
 from training.config import UsageError
 from training.flags import parallel_rules
 from training.flags.parse import parse
-from training.float8 import layers_in_bf16
+from training.float8_layers import layers_in_bf16
 from training.run import same_run
 
 SMALL = (

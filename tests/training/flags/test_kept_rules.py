@@ -11,7 +11,7 @@ from estimate.pipeline_stages import rank_stages
 from pretrain_llama import model_provider
 from training.config import UsageError
 from training.flags.parse import parse
-from training.recompute import recompute_of
+from training.layer_options import recompute_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "

@@ -12,8 +12,8 @@ from pretrain_llama import model_provider
 from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read
 from training.faults.monitor import FailureMonitor
-from training.optimizer import optimizer_groups
 from training.run import memory_report
+from training.update_rules import optimizer_groups
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 KINDS = ("parameters", "gradients", "masters", "moments")

@@ -35,9 +35,9 @@ from mpu.zero.reduce import Reduction, sum_over_data
 from training.checkpoint import Checkpoint, CheckpointError, Roots
 from training.checkpoint.save import layout
 from training.config import Config
-from training.recompute import recompute_of
+from training.layer_options import recompute_of
 from training.run.warm_up import Scratch, batches_of_zeros
-from training.zero import zero_config
+from training.zero_config import zero_config
 
 RUNS = 4  # of the micro-batch; the fastest counts
 REPEATS = 5  # of a bucket's sum; 1 where it is expected to take longer than LONG

@@ -15,7 +15,7 @@ from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from tools.checkpoints.copy import check_empty, from_hf, open_newest, warn
-from tools.checkpoints.fused import fused_pieces
+from tools.checkpoints.fused_experts import fused_pieces
 from training.checkpoint import Checkpoint, weight_pieces
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.header import BY_NAME
@@ -90,7 +90,7 @@ def export_hf(
 ) -> Path:
     """Write the newest whole checkpoint as a Hugging Face directory; return what was read.
 
-    fused: experts as two tensors a layer (tools/checkpoints/fused.py).
+    fused: experts as two tensors a layer (tools/checkpoints/fused_experts.py).
     """
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"--to-hf {target} exists and is not an empty directory")

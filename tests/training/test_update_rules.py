@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two optimizers that a stranger adds: in each rank they are registered in RULES, nothing else.
+"""Two optimizers that a user adds: in each rank they are registered in RULES, nothing else.
 
 momentum (tests/training/momentum.py) works on slices; normalised (full_matrices.py) needs whole
 matrices and leaves the others to AdamW. Both train, save, load on another layout, are offloaded to
@@ -45,7 +45,7 @@ from tests.training.checkpoint import canonical
 from tests.training.full_matrices import Normalised
 from tests.training.momentum import Momentum
 from tests.training.small_llama import read
-from training import optimizer
+from training import update_rules
 from training.checkpoint import MismatchError
 from training.faults.monitor import FailureMonitor
 
@@ -59,13 +59,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @contextmanager
 def registered():
     """All that adding them edits of the product: a line of RULES each."""
-    before = dict(optimizer.RULES)
-    optimizer.RULES.update(NEW)
+    before = dict(update_rules.RULES)
+    update_rules.RULES.update(NEW)
     try:
         yield
     finally:
-        optimizer.RULES.clear()
-        optimizer.RULES.update(before)
+        update_rules.RULES.clear()
+        update_rules.RULES.update(before)
 
 
 @pytest.fixture(autouse=True)
@@ -401,7 +401,7 @@ def test_a_group_is_named():
         assert [params["a.weight"].group, params["a.bias"].group] == names
         config = read("--weight-decay 0.25")
         for name in names:
-            group = optimizer.optimizer_groups(config)[name]
+            group = update_rules.optimizer_groups(config)[name]
             assert (group.weight_decay, group.decoupled) == (0.25 * decay, decoupled)
     name_groups(module, lambda n, p: "vector_decay")
     assert {p.group for p in params.values()} == {"vector_decay"}
@@ -409,7 +409,7 @@ def test_a_group_is_named():
         with pytest.raises(ValueError) as mistake:
             name_groups(module, lambda n, p, wrong=wrong: wrong)
         assert f"returns {wrong!r} for a.weight: it must name one of matrix, " in str(mistake.value)
-    assert set(GROUPS) == set(optimizer.optimizer_groups(config))
+    assert set(GROUPS) == set(update_rules.optimizer_groups(config))
 
 
 def test_a_vector_among_whole_matrices_is_refused():

@@ -10,7 +10,7 @@ from mpu.activation_offload import HostCopies, Offload
 from mpu.context import LayerContext
 from mpu.recompute import Recompute
 from training.config import Config, UsageError
-from training.float8 import in_float8
+from training.float8_layers import in_float8
 
 
 def recompute_of(
