@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 
-from estimate.few_layers import profile_of
+from estimate import few_layers
 from estimate.model_profile import ModelProvider
 from estimate.pipeline_stages import rank_stages
-from estimate.rank_profile import RankProfile, StageProfile, rank_profile
+from estimate.rank_profile import RankProfile, StageProfile
 from estimate.simulate import peak_activations
 from mpu.pipeline.schedules import SPLIT, Schedule, build
 from mpu.pipeline.steps import plan
@@ -56,13 +56,17 @@ class ActivationPeak:
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
     """Return what a micro-batch keeps and sends on a pipeline rank, under the run's schedule."""
     stages = rank_stages(config, provider, pp_rank)
-    return profile_of(config, provider, stages, pp_rank, config.parallel.schedule in SPLIT)
+    return few_layers.profile_of(
+        config, provider, stages, pp_rank, config.parallel.schedule in SPLIT
+    )
 
 
 def whole_profile(config: Config, provider: ModelProvider, pp_rank: int) -> RankProfile:
     """Return the same of all layers, measured one by one: with what lives at each gradient."""
     stages = rank_stages(config, provider, pp_rank)
-    return rank_profile(config, provider, stages, pp_rank, config.parallel.schedule in SPLIT)
+    return few_layers.whole_profile(
+        config, provider, stages, pp_rank, config.parallel.schedule in SPLIT
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -93,14 +97,17 @@ def peaks(config: Config, provider: ModelProvider) -> list[ActivationPeak]:
     cut = [stages[number] for number in sorted(stages)]
     schedule = schedule_of(config, count)
     stored = peak_activations(schedule, [s.for_b for s in cut], [s.for_w for s in cut])
-    offloaded = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
+    in_host = [0.0] * len(ranks)
+    if any(stage.offloaded for stage in cut):
+        found = peak_activations(schedule, [s.offloaded for s in cut], [0] * len(cut))
+        in_host = [most for _, _, most in found]
     walks = [_Walk(schedule, rank, cut) for rank in ranks]
     return [
         ActivationPeak(
             int(stored[rank][0]),
             int(stored[rank][1]),
             *walks[rank].fullest,
-            in_host=int(offloaded[rank][2]),
+            in_host=int(in_host[rank]),
             ends=tuple(walks[rank].ends),
             begins=tuple(walks[rank].begins),
             peaks=tuple((chunks, own) for chunks, (_, own) in walks[rank].peaks.items()),

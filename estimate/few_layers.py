@@ -80,7 +80,38 @@ def _profile_of(
                 return found
         except _NoLine:
             pass
-    return rank_profile(config, provider, stages, pp_rank, split)
+    return whole_profile(config, provider, stages, pp_rank, split)
+
+
+def whole_profile(
+    config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
+) -> RankProfile:
+    """Return the same with every layer measured, and with live_bytes.
+
+    Where layers are alike, ranks whose stages have the same lengths share one measurement.
+    """
+    same = None
+    if alike(config, provider):
+        same = _placed(config, stages, [len(stage.layers) for stage in stages])
+    if same is None:
+        return rank_profile(config, provider, stages, pp_rank, split)
+    bare, rank = _bare(config, stages, pp_rank)
+    found = rank_profile(bare, provider, same, rank, split)
+    chunks = [_Chunk(stage, short) for stage, short in zip(stages, same, strict=True)]
+
+    def renamed(name: str) -> str:
+        place = _unit(name, chunks)
+        if place is None:
+            return name
+        chunk = chunks[place[0]]
+        return _moved(name, chunk.stage.first - chunk.short.first)
+
+    return replace(
+        found,
+        uses=tuple(map(renamed, found.uses)),
+        gradients=tuple(map(renamed, found.gradients)),
+        looked_up=frozenset(map(renamed, found.looked_up)),
+    )
 
 
 def _together(parts: Sequence[RankProfile]) -> RankProfile:
@@ -139,20 +170,6 @@ def _units(
     )
 
 
-def _same_length(
-    config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
-) -> RankProfile | None:
-    """Return the profile of stages of as many layers, wherever these stand in the model."""
-    same = _placed(config, stages, [len(stage.layers) for stage in stages])
-    if same is None:
-        return None
-    bare, rank = _bare(config, stages, pp_rank)
-    found = rank_profile(bare, provider, same, rank, split)
-    chunks = [_Chunk(s, other) for s, other in zip(stages, same, strict=True)]
-    gradients = _longer(found.gradients, chunks, forward=False)
-    return replace(found, uses=(), gradients=gradients, live_bytes=())
-
-
 def _blocks(
     config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int, split: bool
 ) -> RankProfile | None:
@@ -164,7 +181,7 @@ def _blocks(
     again = [recomputed_layers(config, stage) for stage in stages]
     plain = [len(stage.layers) - n for stage, n in zip(stages, again, strict=True)]
     if max(*again, *plain) <= FEW:  # nothing is left out
-        return _same_length(config, provider, stages, pp_rank, split)
+        return None
     (bare, rank), found = _bare(config, stages, pp_rank), list[RankProfile]()
     for a, b in ((1, 1), (1, 2), (2, 1)):
         counts = [min(n, a) + min(m, b) for n, m in zip(again, plain, strict=True)]
@@ -335,8 +352,8 @@ def _moved(name: str, by: int) -> str:
 
 
 def _live_bytes(high: RankProfile, low: RankProfile, chunk: _Chunk) -> tuple[Live, ...]:
-    """Return `live_bytes` of the long stage: what is above a unit in its backward has all units
-    left out below it, and these stand at even steps.
+    """Return `live_bytes` of the long stage: a unit in its backward has all units left out above it
+    or below it, and what each of these has stored, or keeps for W, is the same.
     """
     if not chunk.times:
         return high.live_bytes
@@ -347,20 +364,25 @@ def _live_bytes(high: RankProfile, low: RankProfile, chunk: _Chunk) -> tuple[Liv
         return [(key and key[1], [live for _, live in same]) for key, same in keyed]
 
     many, few = parts(high), parts(low)
-    at = next((n for n, (unit, _) in enumerate(many) if unit == 1), -1)
-    if at < 1 or len(many) != len(few) + 1:
+    middle = [n for n, (unit, _) in enumerate(many) if unit == 1]  # of B, and of W if it is apart
+    short = [part for n, part in enumerate(many) if n not in middle]
+    if not middle or [len(own) for _, own in short] != [len(own) for _, own in few]:
         raise _NoLine
     out: list[Live] = []
     for n, (unit, own) in enumerate(many):
-        less = few[n - (n > at)][1]
-        if len(less) != len(own):
-            raise _NoLine
+        at = n - sum(place < n for place in middle)  # the same in `few`, or what is below it
         if unit != 1:
-            out += [a.plus(chunk.times, a, b) for a, b in zip(own, less, strict=True)]
+            out += [a.plus(chunk.times, a, b) for a, b in zip(own, few[at][1], strict=True)]
             continue
-        above, below = many[n - 1][1], few[n - 1][1]  # one unit further up, and as far from the top
-        if len(above) != len(own):
+        if [part[0] for part in many[n - 1 : n + 2]] != [2, 1, 0]:
             raise _NoLine
-        for k in range(chunk.times, -1, -1):
-            out += [a.plus(k, u, v) for a, u, v in zip(own, above, below, strict=True)]
+        ends = [(many[n - 1], few[at - 1]), (many[n + 1], few[at])]
+        (top, of_top), (bottom, of_bottom) = ((a[1], b[1]) for a, b in ends)
+        if len({*map(len, (own, top, bottom))}) > 1:
+            raise _NoLine
+        for k in range(chunk.times, -1, -1):  # so many of those left out are below it
+            out += [
+                a.plus(k, u, v).plus(chunk.times - k, w, x)
+                for a, u, v, w, x in zip(own, top, of_top, bottom, of_bottom, strict=True)
+            ]
     return tuple(out)

@@ -80,5 +80,8 @@ def rope_table(
     factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return factor x cos and sin [length, 1, 1, d/2] of position x frequency, from fp64."""
-    angle = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)[:, None, None]
+    at = torch.arange(length, dtype=torch.float64)
+    if device.type == "meta":  # a plan's: shapes alone
+        at, frequencies = at.to(device), frequencies.to(device)
+    angle = torch.outer(at, frequencies)[:, None, None]
     return (factor * angle.cos()).to(device, dtype), (factor * angle.sin()).to(device, dtype)

@@ -333,8 +333,9 @@ def slots(schedule: Schedule, cap: int | None = None) -> list[list[Action | None
     while any(to_do) or any(weights):
         for r, row in enumerate(grid):
             action, inputs, overlapped = to_do[r][0] if to_do[r] else (None, [], False)
-            if any(done.get(source, now) >= now for source in inputs):
-                action = None
+            for source in inputs:
+                if done.get(source, now) >= now:
+                    action = None
             if cap and action and action.kind == "F" and in_flight[r] >= cap and weights[r]:
                 action = None
             if action:

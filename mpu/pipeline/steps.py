@@ -53,14 +53,15 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     for number, rank in enumerate(blocking):
         receives: list[tuple[Message, ...]] = [()] * len(rank)
         for n, step in enumerate(rank):
-            before = schedule.begin(number, max(n - 1, 0))
-            for message in step.receives:
-                receives[before if needed[message] < before else n] += (message,)
-        steps = zip(rank, receives, strict=True)
+            if step.receives:
+                before = schedule.begin(number, max(n - 1, 0))
+                for message in step.receives:
+                    receives[before if needed[message] < before else n] += (message,)
+        stages = [schedule.stage(number, chunk) for chunk in range(schedule.chunks)]
         hoisted.append(
             tuple(
-                step._replace(receives=earlier, stage=schedule.stage(number, step.action.chunk))
-                for step, earlier in steps
+                Step(step.action, earlier, step.sends, stages[step.action.chunk], step.overlapped)
+                for step, earlier in zip(rank, receives, strict=True)
             )
         )
     return tuple(hoisted)
@@ -81,15 +82,13 @@ def last_needed(schedule: Schedule) -> dict[Message, int]:
     while moved:
         moved = False
         for rank, actions in enumerate(schedule.ranks):
+            pairs, sources = schedule.overlapped_forwards(rank), schedule.sources[rank]
             while (n := len(needs[rank])) < len(actions):
-                count = 3 if n in schedule.overlapped_forwards(rank) else 1  # F, B and W
+                count = 3 if n in pairs else 1  # F, B and W
                 taken = [
-                    (action, source[0], at[source[0]][source[1]])
-                    for action, source in zip(
-                        actions[n : n + count], schedule.sources[rank][n : n + count], strict=True
-                    )
-                    if source
-                ]
+                    (actions[k], source[0], at[source[0]][source[1]])
+                    for k in range(n, n + count) if (source := sources[k])
+                ]  # fmt: skip
                 if any(its >= len(needs[sender]) for _, sender, its in taken):
                     break
                 mine = needs[rank][-1].copy() if n else np.full(len(schedule.ranks), -1)
@@ -120,10 +119,11 @@ def blocking_steps(schedule: Schedule) -> list[list[Step]]:
     arrived: list[list[Message]] = [[] for _ in schedule.ranks]
     overlapped: dict[int, Action] = {}  # rank: an F whose B and W come next
     counts = [0] * len(schedule.ranks)
+    pairs = [schedule.overlapped_forwards(rank) for rank in range(len(schedule.ranks))]
     for now in zip(*slots(schedule), strict=True):
         acting = {}
         for rank, action in enumerate(now):
-            if action and counts[rank] in schedule.overlapped_forwards(rank):
+            if action and counts[rank] in pairs[rank]:
                 overlapped[rank] = action
             elif action and (action.kind != "B" or schedule.split):
                 acting[rank] = action
