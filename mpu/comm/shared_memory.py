@@ -6,6 +6,7 @@ process group carries GPU tensors, messages and reductions other than sums.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,24 +91,24 @@ class SharedMemoryTransport(ProcessGroupTransport):
         """
         if x.device.type != "cpu":
             return super().reduce_scatter(x, axis, async_op, into, label)
-        rank, size = axis.rank, axis.size
-        slices = x.detach().unflatten(0, (size, -1))
+        rank, size, dtype = axis.rank, axis.size, x.dtype
+        slices = x.detach().chunk(size)
         own = slices[rank]
+        shape, nbytes = tuple(own.shape), own.nbytes  # of a slice
         out = torch.empty_like(own, memory_format=torch.contiguous_format) if into is None else into
 
         def write(epoch: Epoch) -> None:
-            written = epoch.part(rank, tuple(slices.shape), x.dtype)
             for owner in axis.following:
-                copy(written[owner], slices[owner])
+                copy(epoch.part(rank, shape, dtype, owner * nbytes), slices[owner])
                 epoch.signal(owner)
             epoch.signal(rank)
 
         def read(epoch: Epoch) -> None:
-            parts = list(epoch.gathered((size, *slices.shape), x.dtype)[:, rank])
             # `out` may be this slice of x; the sum of the first two parts overwrites it
             aside = rank > 1 and out.data_ptr() == own.data_ptr()
-            parts[rank] = own.clone() if aside else own
-            sum_of_parts(parts, out)
+            mine = own.clone() if aside else own
+            theirs = partial(epoch.part, shape=shape, dtype=dtype, offset=rank * nbytes)
+            sum_of_parts([mine if r == rank else theirs(r) for r in range(size)], out)
 
         handle = self.begin("reduce_scatter", axis, x, write, read, async_op=async_op, label=label)
         return out, handle

@@ -10,6 +10,7 @@ epoch e       rank 0                                rank 1
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from mpu.comm.symmetric import SymmetricBuffer, Unavailable, copy
 from mpu.comm.transport import Axis, CommunicationError
 
 SLOTS = 2  # one is written while the one before is still read
+VIEWS = 256  # of the memory that are kept
 
 
 class Workspace:
@@ -37,6 +39,8 @@ class Workspace:
     def _allocate(self, slot_bytes: int) -> None:
         self.buffer = SymmetricBuffer(self.axis, SLOTS * slot_bytes, self.timeout, self.ranks)
         self.slot_bytes = slot_bytes
+        # the same few views in each step, and three operations to make one
+        self.view = lru_cache(VIEWS)(partial(_view, self.buffer.data))
 
     def begin(self, part_bytes: int) -> "Epoch":
         """Wait until the next epoch's slot is free; open it with one part per rank."""
@@ -69,6 +73,11 @@ class Workspace:
         self.buffer.close(min(self._open, default=self.epoch + 1) - 1)
 
 
+def _view(data: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    return data[start : start + nbytes].view(dtype).view(shape)
+
+
 class Epoch:
     """One use of a slot: a part for each rank, and its flags, in two phases (MPI's access epoch).
     """
@@ -77,19 +86,19 @@ class Epoch:
         self.workspace, self.buffer = workspace, workspace.buffer
         self.epoch, self.part_bytes, self.phase = epoch, part_bytes, 0
         self.complete: Callable[[], None] = self.close  # a later epoch that needs the slot calls it
-        start = epoch % SLOTS * workspace.slot_bytes
-        self.slot = self.buffer.data[start : start + part_bytes * workspace.axis.size]
+        self._start, self._view = epoch % SLOTS * workspace.slot_bytes, workspace.view
 
-    def part(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a view of the part that `rank` writes."""
-        n = torch.Size(shape).numel() * dtype.itemsize
-        assert n <= self.part_bytes
-        start = rank * self.part_bytes
-        return self.slot[start : start + n].view(dtype).view(shape)
+    def part(
+        self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> Tensor:
+        """Return a view of the part that `rank` writes, from `offset` bytes on."""
+        view = self._view(self._start + rank * self.part_bytes + offset, shape, dtype)
+        assert offset + view.nbytes <= self.part_bytes
+        return view
 
     def gathered(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a view of all parts, one behind the other along dim 0."""
-        return self.slot.view(dtype).view(shape)
+        return self._view(self._start, shape, dtype)
 
     def put(self, x: Tensor) -> None:
         """Write x as this rank's part, and signal."""

@@ -8,6 +8,7 @@ takes `none` and is noted in Auto.unmeasured.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -53,15 +54,21 @@ class Auto(NoOverlap):
         super().__init__(axis)
         self.choices = choices
         self.unmeasured: dict[str, None] = {}
+        self._method = cache(self._method_of)
 
     def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
         """Return the method chosen for the matmul; else note it and return `none`."""
         rows = x.shape[:-1].numel() // (1 if op == "gather" else self.axis.size)
-        matmul = key(op, rows, x.shape[-1], width, x.dtype)
+        return self._method(op, rows, x.shape[-1], width, x.dtype).of(op, x, width)
+
+    def _method_of(
+        self, op: str, rows: int, k: int, width: int, dtype: torch.dtype
+    ) -> OverlapMethod:
+        matmul = key(op, rows, k, width, dtype)
         if matmul not in self.choices:
             self.unmeasured[matmul] = None
             return NoOverlap(self.axis)
-        return method_called(self.choices[matmul], self.axis).of(op, x, width)
+        return method_called(self.choices[matmul], self.axis)
 
 
 def key(op: str, rows: int, k: int, width: int, dtype: torch.dtype) -> str:

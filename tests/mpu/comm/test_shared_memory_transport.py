@@ -113,8 +113,7 @@ def hostile(rank: int, pace: float) -> Iterator[random.Random]:
 
     def begun(space: Workspace, part_bytes: int) -> Any:
         turn = begin(space, part_bytes)
-        mine = slice(space.axis.rank * part_bytes, (space.axis.rank + 1) * part_bytes)
-        turn.slot[mine].fill_(255)
+        turn.part(space.axis.rank, (part_bytes,), torch.uint8).fill_(255)
         return turn
 
     def signalled(buffer: SymmetricBuffer, epoch: int) -> None:
