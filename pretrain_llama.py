@@ -110,9 +110,9 @@ def train_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Train on this rank's micro-batches of one global batch; return loss, norm, found_inf.
 
-    batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket leaves when its
-    last gradient is done) -> finish sums -> global norm, clip -> update. The schedule decides what
-    this pipeline rank does, in which order. The results are scalars on the device: nothing waits.
+    batch [b, s] -> embed [s/t, b, h] -> blocks -> loss [b, s] -> backward (a bucket is sent when
+    its last gradient is done) -> finish sums -> norm, clip -> update. The schedule decides what
+    this pipeline rank does, in which order. Results are scalars on the device: nothing waits.
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
@@ -331,9 +331,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
     """Run; return the exit code. parent: the process that started this one.
 
     0: all that the flags asked for is done. 75: a signal stopped it early, saved; the same command
-    goes on (0 under torchrun, for which other codes are crashes). 1: the run failed. 2: a mistake
+    resumes (0 under torchrun, for which other codes are crashes). 1: the run failed. 2: a mistake
     in flags or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n),
-    and ends a first step that goes on for 10 s with that code.
+    and ends a first step that takes longer than 10 s with that code.
     """
     launch, monitor = Launch(), FailureMonitor()
     report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")

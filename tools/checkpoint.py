@@ -150,7 +150,7 @@ def do_convert(args: argparse.Namespace) -> int:
             read, made = export_mcore(args.load, args.to_mcore, warn)
         state = Checkpoint(read).state
         say(
-            f"{read} -> {made}; go on in Megatron-LM with --load {args.to_mcore} --ckpt-format "
+            f"{read} -> {made}; continue in Megatron-LM with --load {args.to_mcore} --ckpt-format "
             f"torch_dist --use-distributed-optimizer: iteration {state.get('iteration', 0)}, "
             f"{state.get('consumed_samples', 0)} samples consumed"
         )

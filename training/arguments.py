@@ -1218,7 +1218,7 @@ class CheckpointConfig:
     )
     on_save_failure: str = setting(
         "continue",
-        "what to do after a failed save: go on, or end the run",
+        "what to do after a failed save: continue, or end the run",
         rule=one_of("continue", "stop"),
         needs="--save",
         ours=True,
@@ -1372,7 +1372,7 @@ class RunConfig:
     on_nan: str = setting(
         "stop",
         "what to do where the gradient norm is not finite and the update was skipped: end the "
-        "run, go on, or go back to the last valid checkpoint and skip those samples",
+        "run, continue, or go back to the last valid checkpoint and skip those samples",
         rule=one_of("stop", "skip", "rewind"),
         ours=True,
     )

@@ -90,7 +90,7 @@ def named(
         side = Named(letter, text, None, lines, folder)
         argv = lines.command_line
         if argv is None:
-            side.why_not = "nothing there says its command line (no digests and no checkpoint)"
+            side.why_not = "its command line is not recorded there (no digests and no checkpoint)"
         else:
             world = ranks or lines.head.get("world") or lines.config.get("parallel.world_size", 1)
             side.program = Program(tree, tree / PROGRAM, tuple(argv), int(world))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what becomes of a layer's activations, and what the link to host memory hides of it."""
+"""Say what happens to a layer's activations, and what the link to host memory hides."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -261,7 +261,7 @@ class Node:
             if quiet > (SILENT if self._ready else IMPORTING):
                 say(
                     f"the process that starts ranks (pid {self._process.pid}) has given no sign of "
-                    f"life for {quiet:.0f} s: it is killed, and its ranks with it"
+                    f"life for {quiet:.0f} s: it and its ranks are killed"
                 )
                 quiet = 0.0
                 self._process.kill()

@@ -1253,7 +1253,7 @@ DIFFERENCES = (
         "--no-check-for-nan-in-loss-and-grad",
         "NaN raises before the update",
         "the update is skipped on every rank, and the run stops one step later; given, as "
-        "with --on-nan skip, it goes on",
+        "with --on-nan skip, it continues",
     ),
     Difference(
         "--check-for-spiky-loss",

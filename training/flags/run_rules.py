@@ -140,7 +140,7 @@ def _branch(c: CheckpointConfig) -> None:
         )
     if c.finetune:
         raise UsageError(
-            f"--branch-from {c.branch_from} and --finetune exclude each other: a branch goes on "
+            f"--branch-from {c.branch_from} and --finetune exclude each other: a branch continues "
             "with optimizer and samples"
         )
 
@@ -202,7 +202,7 @@ def _lengths(config: Config) -> None:
         raise UsageError(
             f"--data-stages {file}: its stages differ in seq_length or rotary positions, so the "
             "run ends between them: give --save and --load with one directory, from which the same "
-            "command goes on"
+            "command resumes"
         )
 
 

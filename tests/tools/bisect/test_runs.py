@@ -105,7 +105,7 @@ def test_what_cannot_be_told_is_said(tmp_path):
     assert "A was made with torch 1.a and this is" in found.notes[1] and not found.same
     assert "step 2 is the first that differs, in its loss; flags that differ: data_digest" in (
         found.sentence)  # fmt: skip
-    assert "A cannot be run again: nothing there says its command line" in found.sentence
+    assert "A cannot be run again: its command line is not recorded there" in found.sentence
 
 
 def digests(loss=1.0, weight="0" * 16, sketch=1.0):

@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 HEAD = """# All flags
 
 Made by `python -m tests.training.flags.flags_page`; a test compares it with the program.
-The table itself is [training/arguments.py](../training/arguments.py), which has the name of
+The settings are declared in [training/arguments.py](../training/arguments.py), a file named as
 Megatron-LM's. `python pretrain_llama.py --help` begins with the few flags that a first run needs,
 `--help GROUP` prints a group of this page, and `--help FLAG` prints all that is known of a flag."""
 
