@@ -350,7 +350,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
             ["1B", "a100_16_nodes", "--float8", "tensorwise"],
             "8.9 or more (Ada, Hopper, Blackwell): NVIDIA A100",
         ),
-        (["1B", "h100_8_nodes", "--float8", "mxfp8"], "10.0 or more (Blackwell); on Hopper take b"),
+        (["1B", "h100_8_nodes", "--float8", "mxfp8"], "10.0 or more (Blackwell); on Hopper use b"),
         (["1B", "h100_8_nodes", "--what-if", "float8=mxfp8"], "--fp8-recipe mxfp8 needs a GPU of"),
         (["1B", "h100_8_nodes", "--what-if", "float8=nvfp4"], "'float8=nvfp4' is not name=value"),
         (

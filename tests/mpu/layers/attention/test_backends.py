@@ -71,7 +71,7 @@ def test_each_kind_of_work_has_its_kernel(asked, card, dtype, size, kernels):
         ("fused", H100, FP64, 128, "computes bf16 and fp16, not fp64"),
         ("fused", H100, BF16, 136, "--kv-channels 136: .* at most 128 channels"),
         ("fused", H100._replace(cudnn=0), BF16, 64, "must be 9.0 or newer, .*without cuDNN"),
-        ("fused", H100._replace(deterministic=True), BF16, 64, "with --deterministic-mode take"),
+        ("fused", H100._replace(deterministic=True), BF16, 64, "with --deterministic-mode use"),
         ("quick", H100, BF16, 64, "must be one of auto, flash, fused, unfused, local, te"),
     ],
 )

@@ -50,7 +50,7 @@ def test_what_the_flag_needs():
     auto = f"{TP} --sequence-parallel --deterministic-mode --tp-comm-overlap"
     for method, count in (("", 1), ("auto", 1), ("ring", 0)):
         notes = parsed(f"{auto} {method}", 2).notes
-        assert sum("auto may choose otherwise in another run" in n for n in notes) == count
+        assert sum("auto may choose differently in another run" in n for n in notes) == count
 
 
 def test_on_gpus_symmetric_is_not_for_a_pipeline():
