@@ -31,6 +31,7 @@ from training.faults.wire import printable
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
 ACKNOWLEDGED = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts
+ATTEMPT = 5.0  # seconds, at most, of the first attempt to connect to rank 0's store
 MARGIN = 2.0  # seconds that the others give rank 0 to tell them who is missing
 ABSENT = "absent: "  # begins a verdict that is no mistake
 T = TypeVar("T")
@@ -106,21 +107,29 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
             raise RendezvousError(f"rank 0 cannot listen at {_where(launch)}: {error}") from None
         fd = listener.detach()
         return dist.TCPStore(host, port, world, True, timeout, False, master_listen_fd=fd)
-    why = ""
-    while time.monotonic() < deadline:  # torch would print its frames about each vain attempt
+    why, attempt = "", ATTEMPT
+    while (left := deadline - time.monotonic()) > 0:
         try:
+            # torch would print its frames about each vain attempt
             socket.create_connection((host, port), timeout=2.0).close()
-            break
+            state[0] = f"what listens at {_where(launch)} is not rank 0's store"
+            # not all of the time that is left: what listened may have ended by now, as a rank 0
+            # that refuses to start does, and torch would go on connecting to nobody
+            short = timedelta(seconds=min(attempt, left / 3))
+            store = dist.TCPStore(host, port, world, False, short, False)
+            store.set_timeout(timeout)
+            return store
         except OSError as error:
             why = str(error)
-            time.sleep(0.1)
-    else:
-        who = "torchrun's agent" if launch.point.agent else "rank 0"
-        raise RendezvousError(
-            f"{who} did not connect to {_where(launch)} in {timeout.total_seconds():.0f} s: {why}"
-        )
-    state[0] = f"what listens at {_where(launch)} is not rank 0's store"
-    return dist.TCPStore(host, port, world, False, timeout, False)
+        except RuntimeError as error:  # torch's, whose other lines are C++ frames
+            why = f"what listens there is not rank 0's store: {str(error).splitlines()[0]}"
+            attempt *= 2
+        time.sleep(0.1)
+    who = "torchrun's agent" if launch.point.agent else "rank 0"
+    raise RendezvousError(
+        f"{who} did not connect to {_where(launch)} in {timeout.total_seconds():.0f} s: "
+        f"{printable(why)}"
+    )
 
 
 def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) -> str:

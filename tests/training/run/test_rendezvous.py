@@ -145,6 +145,42 @@ def test_a_port_that_somebody_else_holds_keeps_no_rank(says, free_port):
         server.shutdown(socket.SHUT_RDWR)
         for connection in taken:
             connection.close()
+    for thread in threading.enumerate():  # that torch let go by now: what it prints is this test's
+        if thread.name == "meeting":
+            thread.join(LIMIT)
+            assert not thread.is_alive()
+
+
+def test_a_store_that_ends_as_it_is_found_is_looked_for_again(free_port):
+    """A listener ends between two attempts; then rank 0 comes, at the same port."""
+    port, results = free_port(), {}
+    start = Start(Rendezvous("127.0.0.1", port), 2)
+    server = socket.create_server(("127.0.0.1", port))
+
+    def other() -> None:
+        results.update(start.run({1: coming}))
+
+    thread = threading.Thread(target=other, daemon=True)
+    thread.start()
+    server.accept()[0].close()  # the look whether anybody listens
+    server.close()
+    results.update(start.run({0: coming}))
+    thread.join(LIMIT)
+    results[0].set("a", "b")
+    assert results[1].get("a") == b"b" and results[1].timeout == LONG
+
+
+def test_a_store_that_ends_as_it_is_found_and_does_not_come_back_is_no_other_program(free_port):
+    server = socket.create_server(("127.0.0.1", 0))
+    start, results = Start(Rendezvous("127.0.0.1", server.getsockname()[1]), 2), {}
+    brief = lambda launch: meet(timedelta(seconds=2), launch)  # noqa: E731
+    thread = threading.Thread(target=lambda: results.update(start.run({1: brief})), daemon=True)
+    thread.start()
+    server.accept()[0].close()
+    server.close()
+    thread.join(LIMIT)
+    text = str(results[1])
+    assert text.startswith("rank 0 did not connect to MASTER_ADDR") and "refused" in text
 
 
 def test_what_one_rank_refuses_all_hear(start):
