@@ -21,6 +21,7 @@ _PATHS = sysconfig.get_paths()
 # code that is not the product's, nor the user's; a test that injects a fault is neither
 _FOREIGN = ("<", *(_PATHS[key] for key in ("stdlib", "purelib", "platlib")), f"{ROOT}/tests/")
 LIMIT = 1 << 16  # bytes of a dump that are read
+NAME = "weft-stacks"  # of a dump's memory, as /proc shows it
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
 
 
@@ -47,7 +48,7 @@ class Dump:
 
     def _open(self) -> int:
         if self._fd < 0 and hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("weft-stacks")
+            self._fd = os.memfd_create(NAME)
         return self._fd
 
     def disarm(self) -> None:
@@ -94,8 +95,11 @@ class Process:
         """Return "file:line (function)" of our code in the main thread, innermost first."""
         if not self.here or self._fd < 0:
             return []
+        path = f"/proc/{self._pid}/fd/{self._fd}"
         try:
-            with open(f"/proc/{self._pid}/fd/{self._fd}", "rb") as file:
+            if NAME not in os.readlink(path):  # disarmed: a pipe may have this number, for instance
+                return []
+            with open(path, "rb") as file:
                 text = file.read(LIMIT).decode(errors="replace")
         except OSError:
             return []

@@ -24,7 +24,7 @@ from mpu.comm.waits import Wait, Waits
 from training.faults import hang_watch
 from training.faults.hang_detector import HangDetector, Status, find, named, silence, watch_alone
 from training.faults.hang_watch import FACTOR, HangWatch, flight_recorder
-from training.faults.process import Process, own_line
+from training.faults.process import Dump, Process, own_line
 
 ROOT = Path(__file__).resolve().parents[3]
 LINE = "training/data/loader.py:60 (next_global_batch)"
@@ -304,6 +304,24 @@ def test_a_process_whose_python_stands_still_is_read_and_ended(tmp_path: Path) -
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_number_that_is_another_files_by_now_is_not_read() -> None:
+    """Who reads a pipe's end waits for its writers, or takes what was meant for its reader."""
+    (reads, writes), dump = os.pipe(), Dump(threading.get_ident())
+    address = dump.address()
+    dump.disarm()
+    try:
+        os.write(writes, b"for the reader")
+        os.dup2(writes, address["fd"])
+        lines: list[list[str]] = []
+        look = threading.Thread(target=lambda: lines.append(Process(address).lines()), daemon=True)
+        look.start()
+        look.join(20)
+        assert lines == [[]] and os.read(reads, 99) == b"for the reader"
+    finally:
+        for fd in (reads, writes, address["fd"]):
+            os.close(fd)
 
 
 ALARM = """
