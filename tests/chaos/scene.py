@@ -172,7 +172,7 @@ class Scene:
 
     def over(self) -> bool:
         """Return whether all ranks have ended, after a moment."""
-        return bool(select.select([self.launcher.process.stdout], [], [], 0.03)[0])
+        return bool(select.select([self.launcher.answers], [], [], 0.03)[0])
 
     def result(self) -> Result:
         """Return how they ended."""

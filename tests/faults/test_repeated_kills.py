@@ -25,10 +25,10 @@ RUNS = {  # name: (ranks, tp, pp, flags)
 
 
 def state(result: Result, step: int) -> dict[str, Any]:
-    """Return what a checkpoint says beside the tensors, without its own place."""
+    """Return what a checkpoint says beside the tensors, without the two that name its folder."""
     path = result.folder / "saved" / f"step_{step:08d}" / "state.json"
     found = json.loads(path.read_text())
-    return {key: value for key, value in found.items() if key != "config"}
+    return {key: value for key, value in found.items() if key not in ("config", "command_line")}
 
 
 @pytest.mark.prove
