@@ -83,10 +83,12 @@ def nothing(rng: random.Random, layout: Layout, rank: int, step: int) -> list[di
 
 
 def everywhere(point: str, how: str) -> Make:
-    """Strike at the same call on every rank."""
+    """Strike at the same call on every rank. In a pipeline it is the update's: a stage that never
+    leaves a layer keeps the next one from coming to its own.
+    """
 
     def make(rng: random.Random, layout: Layout, rank: int, step: int) -> list[dict[str, Any]]:
-        (fault,) = at(point, how)(rng, layout, rank, step)
+        (fault,) = at(point if layout.pp == 1 else "update", how)(rng, layout, rank, step)
         return [fault | {"rank": r} for r in range(layout.ranks)]
 
     return make
