@@ -3,6 +3,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -120,6 +121,10 @@ class Launcher:
         self.asks.write(json.dumps(job) + "\n")
         self.asks.flush()
         return self.here
+
+    def over(self, seconds: float) -> bool:
+        """Return whether the job has ended, after at most so many seconds."""
+        return bool(select.select([self.answers], [], [], seconds)[0])
 
     def wait(self, in_time: bool = True) -> Result:
         """Wait for the job's end. in_time: it is an error if ranks had to be killed."""

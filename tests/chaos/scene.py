@@ -4,7 +4,6 @@
 import json
 import random
 import re
-import select
 import socket
 import time
 from contextlib import suppress
@@ -172,7 +171,7 @@ class Scene:
 
     def over(self) -> bool:
         """Return whether all ranks have ended, after a moment."""
-        return bool(select.select([self.launcher.answers], [], [], 0.03)[0])
+        return self.launcher.over(0.03)
 
     def result(self) -> Result:
         """Return how they ended."""

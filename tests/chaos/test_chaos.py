@@ -4,6 +4,7 @@
 `pytest tests/chaos -m prove -s` plays 300 faults, prints the table and holds it to the promises.
 """
 
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -106,6 +107,15 @@ def test_the_table_has_a_line_for_each_kind_and_the_sum() -> None:
     assert lines[3].endswith("| 4 | 1 of 2 | 0 |") and lines[4].startswith(
         "| **all of these** | 3 |"
     )
+
+
+def test_a_storm_sees_when_a_run_is_over(launcher: Launcher, tmp_path: Path) -> None:
+    code = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    env = dict(os.environ)
+    launcher.start(1, [], python=["-c", code], cwd=str(tmp_path), env=env)
+    assert not launcher.over(0.1)
+    (tmp_path / "go").touch()
+    assert launcher.over(60.0) and launcher.wait().codes == [0]
 
 
 @pytest.fixture(scope="module")

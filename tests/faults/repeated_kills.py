@@ -9,7 +9,6 @@ lost, and the share of the time that went into steps that count.
 
 import os
 import random
-import select
 import signal
 import time
 from contextlib import suppress
@@ -159,7 +158,7 @@ class RepeatedKills:
         struck: float | None = None
         due: float | None = None
         first = 0
-        while not select.select([launcher.answers], [], [], 0.004)[0]:
+        while not launcher.over(0.004):
             steps, now = self.log.poll(), time.monotonic()
             if steps and not first:
                 first = self.log.last - steps + 1
