@@ -95,7 +95,7 @@ def check_flags(config: Config, provider: ModelProvider) -> None:
     if config.optimizer.qk_clip:
         _check_clip(model, file, len(listener.cores))
     if backend == "fused" and WINDOW in listener.used:
-        raise ValueError(f"{ATTENTION} fused: {file} attends in windows; take flash or auto")
+        raise ValueError(f"{ATTENTION} fused: {file} attends in windows; use flash or auto")
     for name in g.offload_modules:
         if name not in listener.used:
             raise ValueError(

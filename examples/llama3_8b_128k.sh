@@ -7,7 +7,7 @@
 #   run again in backward. 1,000 steps = 4.2e9 tokens: 6.2e20 FLOPs, 2.2 days, or 2.7 with that fifth.
 #   Memory of a GPU, ZeRO 3 over a node: 8.03e9 parameters x (2 + 4 + 12 bytes) / 8 = 18 GB,
 #   + 6 GB of whole gradients and gathered weights, + 32.5 GB activations = 57 GB.
-#   A layer's attention sends 294 MB (a2a: fewer bytes than gathered keys, and each rank has whole
+#   A layer's attention sends 294 MB (a2a: fewer bytes than gathered keys, and each rank has full
 #   rows of 4 query heads, so that documents are cut by one flash kernel).
 #
 #   FROM=checkpoint-or-HF-directory DATA=prefix TOKENIZER=tokenizer.model bash examples/llama3_8b_128k.sh

@@ -12,7 +12,7 @@
 #
 #   DATA=prefix TOKENIZER=tokenizer.model bash examples/llama3_8b_one_node.sh
 #   WORLD_SIZE=8 LAUNCH=python3 bash examples/llama3_8b_one_node.sh --dry-run
-# tools/plan.py predicts that another layout takes 24 % less; docs/planning.md, The examples, says why not here.
+# tools/plan.py predicts another layout to be faster: docs/planning.md, "The examples", compares them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x .venv/bin/torchrun ]; then PATH=$PWD/.venv/bin:$PATH; fi

@@ -1,17 +1,17 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# Run a command as every task of this SLURM job, and put the job back into the queue if the run is
-# not done. The job scripts beside this one end in
+# Run a command as every task of this SLURM job, and requeue the job if the run is
+# not done. The job scripts in this folder end in
 #
 #   CHECKPOINTS=its --save directory exec bash examples/slurm_ranks.sh pretrain_llama.py FLAG...
 #
 # srun is the launcher: it gives each rank its number. By how the ranks end (docs/slurm.md has more):
 #
 #    0  done
-#   75  stopped by a signal, saved. Put back, unless SLURM is ending the job already: it puts a
+#   75  stopped by a signal, saved. Requeued, unless SLURM is ending the job already: it puts a
 #       pre-empted one back by itself, and one that was cancelled must stay away
 #    2  a mistake in the flags or the data: it would only be made again
-#   any other: put back if a checkpoint was made since the start: a lost node does not end the run,
+#   any other: requeued if a checkpoint was made since the start: a lost node does not end the run,
 #       and a job that fails again and again at one place ends
 #
 # With DRY_RUN_FIRST=yes one task dry-runs the flags before the first start of the ranks, unless

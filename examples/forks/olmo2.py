@@ -4,7 +4,7 @@
     h = h + norm(attention(h));  h = h + norm(mlp(h))
     q = q / sqrt(mean(q^2) + eps) * w over all a heads at once, k over all g
 
-A rank has a/t heads, so the mean needs the sum of all ranks. Each rank goes on with its own heads
+A rank has a/t heads, so the mean needs the sum of all ranks. Each rank continues with its own heads
 alone, so its gradient of the mean is a part, too: the sum goes forward (reduce_from) and backward
 (copy_to). The weights are cut like the heads.
 """
