@@ -2,21 +2,21 @@
 """Measure a layer of experts against transformers', and two ranks of experts against one process.
 
     python benchmarks/bench_moe.py [layer ep] [--sizes tiny small] [--pairs 9] [--cpu]
-    sudo python benchmarks/bench_moe.py overlap beside [--link 1gbit]
+    sudo python benchmarks/bench_moe.py overlap interleaved [--link 1gbit]
 
-layer      forward and backward of one mixture of experts, in fp32 on all cores, beside
+layer      forward and backward of one mixture of experts, in fp32 on all cores, against
            MixtralSparseMoeBlock of transformers with experts_implementation="grouped_mm", from the
-           same weights and tokens. Beside it the matmuls of the experts alone, as long as the rows
+           same weights and tokens. Next to it the matmuls of the experts alone, as long as the rows
            are the same: of this bound Weft reaches the share in the last column
 ep         steps of pretrain_llama.py with --expert-model-parallel-size 2, two processes of one
-           thread, beside one process of two threads that trains on the same global batch
+           thread, against one process of two threads that trains on the same global batch
 
 overlap    forward and backward of one mixture with a shared expert, its experts on two ranks joined
            by a link of that rate (two network namespaces: Linux, root, iproute2), tokens spread
            evenly: as it is; with every exchange of `start` waited for at once; and with these
            exchanges free, a copy. Hidden is the share of their time that the first does not wait;
            of medians, in brackets of the least times, as a noisy machine adds to the longer sides
-beside     the same of the forwards and backwards of a step of 8 micro-batches, of 2 layers without
+interleaved  the same of forwards and backwards of a step of 8 micro-batches, of 2 layers without
            a shared expert: with --overlap-moe-expert-parallel-comm; without it; without it, with
            every exchange free
 
@@ -70,7 +70,7 @@ EXPERTS, TOPK = 8, 2
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "what", nargs="*", help="layer, ep, overlap, beside (left out: the first two)"
+        "what", nargs="*", help="layer, ep, overlap, interleaved (left out: the first two)"
     )
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--pairs", type=int, default=9)
@@ -84,10 +84,10 @@ def main() -> None:
         "layer": lambda size: layer(size, args.pairs, args.cpu),
         "ep": lambda size: ep(size, args.pairs),
         "overlap": lambda size: overlap("overlap", size, args.pairs, args.link),
-        "beside": lambda size: overlap("beside", size, args.pairs, args.link),
+        "interleaved": lambda size: overlap("interleaved", size, args.pairs, args.link),
     }
     if args.rank:
-        of_rank = one_rank if args.what == ["overlap"] else one_rank_beside
+        of_rank = one_rank if args.what == ["overlap"] else one_rank_interleaved
         return of_rank(args.sizes[0], args.pairs, args.rank)
     if unknown := set(args.what) - set(rows):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(rows)}")
@@ -230,7 +230,7 @@ def train(size: str, ranks: int, steps: int) -> float:
 
 SIDES = {
     "overlap": ("as it is", "waited for at once", "free"),
-    "beside": ("beside", "one after the other", "free"),
+    "interleaved": ("interleaved", "one after the other", "free"),
 }
 
 
@@ -307,8 +307,8 @@ def free(x: Tensor, *_: Any, **__: Any) -> Any:
     return x.clone(), DONE
 
 
-def one_rank_beside(size: str, pairs: int, file: Path) -> None:
-    """Run one rank of `beside`; rank 0 writes the seconds of each side of each pair."""
+def one_rank_interleaved(size: str, pairs: int, file: Path) -> None:
+    """Run one rank of `interleaved`; rank 0 writes the seconds of each side of each pair."""
     run = joined(size, "--global-batch-size 32 --num-layers 2 --overlap-moe-expert-parallel-comm")
     config, grid, count = run.config, run.grid, 8
     tokens = torch.randint(0, 1000, (count, 2, config.model.seq_length + 1))
