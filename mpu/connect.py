@@ -20,15 +20,15 @@ from mpu.kernels import available
 
 
 def share(grid: Grid, timeout: timedelta) -> list[str]:
-    """Send gathers and sums of CPU tensors through shared memory, on tp, cp, dp_cp, ep, edp.
+    """Send gathers and sums of CPU tensors through shared memory: of tp, cp, dp_cp, ep and edp, of
+    their parts, and of the world.
 
-    Their parts share memory too.
     Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
     """
     lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
     parts = ("tp_kv", "cp_a2a", "cp_p2p", "dp_cp_shard", "dp_cp_replicate")
     experts = ("ep", "edp", "edp_shard", "edp_replicate")
-    for name in ("tp", "cp", "dp_cp", *parts, *experts):
+    for name in ("tp", "cp", "dp_cp", *parts, *experts, "world"):
         axis: Axis = getattr(grid, name)
         if axis.size == 1:
             continue

@@ -7,7 +7,6 @@ takes longer than most tests.
 
 import faulthandler
 import gc
-import logging
 import os
 import sys
 import threading
@@ -54,17 +53,5 @@ def _forget(files: Sequence[int]) -> None:
     os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
     sys.stdout = open(1, "w", closefd=False)
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    _log_to_stderr()
     forkserver._forkserver._lock = threading.Lock()  # whoever forked us holds it
     gc.enable()
-
-
-def _log_to_stderr() -> None:
-    """Take pytest's files from all loggers: their numbers are other files' in what is forked."""
-    known = logging.root.manager.loggerDict.values()
-    for logger in (logging.root, *(x for x in known if isinstance(x, logging.Logger))):
-        for handler in [*logger.handlers]:
-            if type(handler).__module__.startswith("_pytest"):
-                logger.removeHandler(handler)
-            elif type(handler) is logging.StreamHandler:
-                handler.stream = sys.stderr  # and not setStream: it would flush the other

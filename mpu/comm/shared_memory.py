@@ -18,6 +18,8 @@ from mpu.comm.symmetric import copy
 from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.comm.workspace import Epoch, Workspace
 
+SMALL = 4096  # bytes of a sum that each rank makes of all parts: one wait, not two
+
 
 class SharedMemoryTransport(ProcessGroupTransport):
     """Carries CPU tensors by a workspace, the rest by the process group.
@@ -34,7 +36,8 @@ class SharedMemoryTransport(ProcessGroupTransport):
     def all_reduce(
         self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
-        """Sum x in place: two ranks add all of it each; more ranks add a piece each.
+        """Sum x in place: two ranks add all of it each, and so do more ranks if it is SMALL; else
+        each adds a piece.
 
         Pieces are exchanged before the call returns, async_op or not: flags only go up, so the
         second phase must be signalled before a later epoch begins.
@@ -42,11 +45,13 @@ class SharedMemoryTransport(ProcessGroupTransport):
         if op != dist.ReduceOp.SUM or not x.is_contiguous() or x.device.type != "cpu":
             return super().all_reduce(x, axis, async_op, op, label)
 
+        at_once = axis.size == 2 or x.nbytes <= SMALL
+
         def read(epoch: Epoch) -> None:
-            parts, n = epoch.gathered((axis.size, x.numel()), x.dtype), x.numel()
-            if axis.size == 2:
-                sum_of_parts(parts.view(2, *x.shape), x)
+            if at_once:
+                sum_of_parts(epoch.gathered((axis.size, *x.shape), x.dtype), x)
                 return
+            parts, n = epoch.gathered((axis.size, x.numel()), x.dtype), x.numel()
             flat = x.view(-1)
             bounds = [n * r // axis.size for r in range(axis.size + 1)]
             low, high = bounds[axis.rank], bounds[axis.rank + 1]
@@ -59,7 +64,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
             for r, row in enumerate(parts):
                 flat[bounds[r] : bounds[r + 1]] = row[bounds[r] : bounds[r + 1]]
 
-        write, later = (lambda epoch: epoch.put(x.detach())), async_op and axis.size == 2
+        write, later = (lambda epoch: epoch.put(x.detach())), async_op and at_once
         return x, self.begin("all_reduce", axis, x, write, read, async_op=later, label=label)
 
     def all_gather(

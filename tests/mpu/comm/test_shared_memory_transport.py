@@ -181,7 +181,7 @@ def two_axes_two_grids(comm, epochs: int) -> None:
     grid = comm.grid(tp=comm.size // 2, memory=True)
     other = copy.copy(grid)  # another model's, over the same process groups
     lines = share(other, WAIT)
-    assert [line.split()[2] for line in lines] == ["tp", "dp_cp"]  # dp_cp_shard is dp_cp
+    assert [line.split()[2] for line in lines] == ["tp", "dp_cp", "world"]  # dp_cp_shard is dp_cp
     assert other.tp.transport.workspace is not grid.tp.transport.workspace
     assert other.dp_cp_shard.transport.workspace is other.dp_cp.transport.workspace
     assert other.dp_cp.transport.workspace is not other.tp.transport.workspace

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From flags to loaders: splits, blends, caches, and messages to the user."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from training.arguments import BatchConfig, DataConfig, ModelConfig, RunConfig
 from training.config import Config
 from training.data.build import build_datasets, build_loaders
 from training.data.indexed import IndexedWriter, token_dtype
+from training.data.loader import Loader
 from training.flags.parse import parse
 
 TOKENIZER = SimpleNamespace(vocab_size=1000, eod=999)
@@ -165,3 +167,20 @@ def test_cyclic_reads_each_sample_once_an_epoch_in_a_new_order(prefixes):
         epochs.append(read)
     assert [sorted(read) for read in epochs] == [list(range(100))] * 3
     assert len({tuple(read) for read in epochs}) == 3 and epochs[0] != sorted(epochs[0])
+
+
+def test_only_reads_of_files_have_a_thread_without_workers(prefixes, monkeypatch):
+    """It waits for a read that hangs; made-up samples are made by the rank's own thread."""
+    names = []
+    make = Loader._make
+
+    def noted(loader, start):
+        names.append(threading.current_thread().name)
+        return make(loader, start)
+
+    monkeypatch.setattr(Loader, "_make", noted)
+    for data in (dict(mock_data=True), dict(data_path=(prefixes[0],))):
+        train = build_loaders(config(**data), TOKENIZER, 0, 1).train
+        train.next_global_batch(0, 2)
+        train.close()
+    assert names == ["MainThread", "weft-loader"]

@@ -66,8 +66,9 @@ def measure(
 ) -> Spent:
     """Return the least seconds of forward and of backward by each method, on this rank.
 
-    The methods take turns, so that whatever else the machine does falls on all of them. All ranks
-    begin a run together and make equally many. The global random state is left alone.
+    The methods take turns, so that whatever else the machine does falls on all of them, and every
+    other time in the opposite order, since what ran before has left its data in the caches. All
+    ranks begin a run together and make equally many. The global random state is left alone.
     """
     p, size, axis, device = projection, ctx.tp.size, ctx.tp, ctx.device
     parts = size if ctx.sp else 1
@@ -104,18 +105,18 @@ def measure(
         torch.autograd.grad(y, x, dy)
         return forward, now() - begin
 
-    def all_of_them() -> list[tuple[float, float]]:
-        return [once(name) for name in methods]
+    def turn(i: int) -> dict[str, tuple[float, float]]:
+        return {name: once(name) for name in methods[:: -1 if i % 2 else 1]}
 
-    all_of_them()  # warms up memory, caches and connections
+    turn(0)  # warms up memory, caches and connections
     begin = now()
-    rounds = [all_of_them()]
+    turns = [turn(1)]
     took = gather_bytes(json.dumps(now() - begin).encode(), axis, device)
     count = int(budget / max(json.loads(seconds) for seconds in took))
-    rounds += [all_of_them() for _ in range(min(max(count, LEAST), MOST) - 1)]
+    turns += [turn(i) for i in range(2, min(max(count, LEAST), MOST) + 1)]
     return {
-        name: (min(f for f, _ in runs), min(b for _, b in runs))
-        for name, runs in zip(methods, zip(*rounds, strict=True), strict=True)
+        name: (min(each[name][0] for each in turns), min(each[name][1] for each in turns))
+        for name in methods
     }
 
 
