@@ -238,7 +238,7 @@ class _Unit:
         return packed.tensor() if isinstance(packed, _View) else self.offload.unpack(packed)
 
     def send(self) -> None:
-        """Start the way down, at the end of this unit's forward."""
+        """Start the copy to the host, at the end of this unit's forward."""
         self.offloaded = [
             stored for key, stored in self.stored.items() if key not in self.on_device
         ]
@@ -255,7 +255,7 @@ class _Unit:
             stored.flat = None
 
     def fetch(self) -> None:
-        """Start the way up, before the next unit's backward."""
+        """Start the copy to the device, before the next unit's backward."""
         self.came = self.copies.up(self.offloaded)
 
     def arrive(self) -> None:

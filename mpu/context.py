@@ -117,7 +117,7 @@ class LayerContext:
     def auxiliary_loss(
         self, x: Tensor, loss: Tensor, region: Region = Region.SEQUENCE_PARALLEL
     ) -> Tensor:
-        """Return x, which the block must go on with; add `loss` to the training loss.
+        """Return x, with which the block must continue; add `loss` to the training loss.
 
         loss: a scalar, the sum over this rank's tokens of the micro-batch; like the main loss it is
         divided by the tokens of the global batch. region: where it was computed; it is partial over

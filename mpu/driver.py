@@ -51,7 +51,7 @@ def found() -> str:
 
 
 def too_old(cuda: str) -> str:
-    """Return how to mend a driver that is too old for a CUDA version such as "13.0", or ""."""
+    """Return what to do about a driver that is too old for a CUDA version such as "13.0", or ""."""
     least = LEAST.get(int(cuda.partition(".")[0] or 0), 0)
     number = version()
     if not number or int(number.partition(".")[0]) >= least:

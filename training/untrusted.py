@@ -134,7 +134,7 @@ class _Unreadable:
 
 
 def _unreadable(value: Any) -> _Unreadable | None:
-    """Return what cannot be held of a value: itself, or a part of an array."""
+    """Return what was refused in a value: itself, or a part of an array."""
     if isinstance(value, list):
         return next((found for part in value if (found := _unreadable(part))), None)
     return value if isinstance(value, _Unreadable) else None

@@ -45,7 +45,7 @@ def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
 def call(name: str, dtype: torch.dtype, *args: Tensor | int | float | None) -> None:
     """Call weft_<name> of csrc/fused.cpp: kind, threads, then `args` with tensors as pointers.
 
-    Nothing is checked here: `fits` and its like are, and a rehearsal holds every call against
+    Nothing is checked here: `fits` and its like are, and a rehearsal compares every call with
     mpu/kernels/by_address.py.
     """
     library = native.load()

@@ -58,13 +58,13 @@ class BucketState:
         return sum(self._sizes)
 
     def fetch(self) -> None:
-        """Start the way up of this bucket's state and of the following one's."""
+        """Start to copy this bucket's state and the next one's to the device."""
         self._fetch()
         if self.following:
             self.following._fetch()
 
     def _fetch(self) -> None:
-        """Start the way up, unless the device has the state."""
+        """Start the copy to the device, unless the device has the state."""
         if self.at == At.DOWN:  # its weights were not used since: nothing was freed
             self.at = At.DEVICE
         if self.at != At.HOST:
@@ -82,13 +82,13 @@ class BucketState:
             self.at = At.DEVICE
 
     def send(self) -> None:
-        """Start the way down; the device's memory stays until `leave`."""
+        """Start the copy to the host; the device's memory stays until `leave`."""
         assert self.at == At.DEVICE
         self._copy(self._down, self.home, self.flats)
         self.at = At.DOWN
 
     def leave(self) -> None:
-        """Free the device's memory of what is on its way down, once it is there."""
+        """Free the device's memory of what is being copied to the host, once it is there."""
         if self.at != At.DOWN:
             return
         self._wait()
@@ -172,7 +172,7 @@ class StateOffload:
             bucket.arrive()
 
     def send(self) -> None:
-        """Start the way down of all state, after an update."""
+        """Start to copy all state to the host, after an update."""
         for bucket in reversed(self.buckets):  # about the order of the next forward
             bucket.send()
 

@@ -248,7 +248,7 @@ class Reads(TorchFunctionMode):
     def _tensor(self, data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         pinned = kwargs.pop("pin_memory", False)
         x = torch.tensor(data, **kwargs)
-        x.constant = None  # type: ignore[attr-defined]  # else it is copied in earnest
+        x.constant = None  # type: ignore[attr-defined]  # else it is copied for real
         if pinned:
             return x.pin_memory()
         if device is None or torch.device(device).type == "cpu":

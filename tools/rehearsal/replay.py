@@ -102,7 +102,7 @@ class Replay:
     def run(
         self, action: str, chunk: int, i: int, work: Callable[[], Any], given: Tensor | None = None
     ) -> Any:
-        """Do the work of an action in earnest, and keep what it did."""
+        """Do the work of an action for real, and keep what it did."""
         if not self.count:
             return work()
         recorder = self.recorder
@@ -130,7 +130,7 @@ class Replay:
 
     def _end_of_copies(self, action: str, chunk: int, i: int) -> None:
         """End what the pattern of this action ends of other micro-batches, where they are copies
-        and the last micro-batch, which runs in earnest, has not ended it.
+        and the last micro-batch, which runs for real, has not ended it.
         """
         pattern = self.patterns.get((action, chunk), Pattern([], -1, {}))
         for event in pattern.events:
@@ -208,11 +208,11 @@ class Replay:
                     passing.add(event.storage)
             elif kind is Free:
                 if event.storage == self.given.get(chunk):
-                    self.inputs.pop((chunk, i), None)  # which frees it in earnest
+                    self.inputs.pop((chunk, i), None)  # which frees it for real
                     continue
                 number = now(STORAGE, event.storage)
                 if number in self.over or number in self.handed:
-                    continue  # what was handed on ends in earnest
+                    continue  # what was handed on ends for real
                 self.over.add(number)
                 event = Free(number, event.place)
             elif kind is Launch:
@@ -248,7 +248,7 @@ class Replay:
         return out
 
     def freed(self, number: int) -> int:
-        """Return which storage ends where the tensor of `number` does in earnest; -1: none."""
+        """Return which storage ends where the tensor of `number` does for real; -1: none."""
         if number not in self.over:
             return number
         found = self._newest(STORAGE, number)
@@ -258,7 +258,7 @@ class Replay:
         return found
 
     def latest(self, transfer: int) -> int:
-        """Return which transfer is waited for where `transfer` is in earnest."""
+        """Return which transfer is waited for where `transfer` is for real."""
         return self._newest(TRANSFER, transfer)
 
     def _newest(self, sort: str, number: int) -> int:

@@ -36,7 +36,7 @@ def let_go(recorder: Recorder) -> None:
 def install(recorder: Recorder, full: bool) -> None:
     """Let the engine replay micro-batches. full: run them all.
 
-    A sum of gradients starts when so many micro-batches have given theirs as run in earnest.
+    A sum of gradients starts when so many micro-batches have given theirs as run for real.
     """
     replay = recorder.replay = Replay(recorder)
 

@@ -198,9 +198,9 @@ class Checkpoint:
         return sorted({part[0] for p in self._there(pieces) for part in self.parts(p)})
 
     def verify(self, names: Iterable[str], finite: bool = True) -> None:
-        """Hash files, several at a time, hold their headers against the index, and look at their
-        values (finite.py) where `finite`.
+        """Hash files, several at a time, and compare their headers with the index.
 
+        finite: check their values too (finite.py).
         Raises CheckpointError naming the first file that is not as written, or holds a NaN.
         """
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:

@@ -76,7 +76,7 @@ class Blend:
         return self.datasets[dataset].describe(inner)
 
     def under_way(self) -> str:
-        """Return where a read goes on, or ""."""
+        """Return where a read is under way, or ""."""
         return next(filter(None, (dataset.under_way() for dataset in self.datasets)), "")
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

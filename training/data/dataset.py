@@ -50,4 +50,4 @@ class Dataset(Protocol):
         """Return where sample i comes from, as text for an error message."""
 
     def under_way(self) -> str:
-        """Return where the longest of the reads that now go on reads, or "" where none does."""
+        """Return where the longest read under way is, or "" where none does."""

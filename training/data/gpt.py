@@ -118,7 +118,7 @@ class GPTDataset:
         return f"{self.name}: document {document}, from token {offset} on"
 
     def under_way(self) -> str:
-        """Return the file and the byte of the longest read that now goes on, or ""."""
+        """Return the file and the byte of the longest read under way, or ""."""
         return self._data.under_way()
 
     def place_in_order(self, i: int) -> tuple[int, int]:

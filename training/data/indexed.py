@@ -117,7 +117,7 @@ class IndexedTokens:
         self._bin.check()
 
     def under_way(self) -> str:
-        """Return the file and the byte of the longest read that now goes on, or ""."""
+        """Return the file and the byte of the longest read under way, or ""."""
         return self._bin.under_way()
 
     @cached_property

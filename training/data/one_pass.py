@@ -61,7 +61,7 @@ class OnePass:
         return f"{self.files[file].name}: document {document}, from token {offset} on"
 
     def under_way(self) -> str:
-        """Return where a read goes on, or ""."""
+        """Return where a read is under way, or ""."""
         return next(filter(None, (file.under_way() for file in self.files)), "")
 
     def _locate(self, i: int) -> tuple[int, int]:

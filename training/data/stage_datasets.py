@@ -44,7 +44,7 @@ class DatasetFrom:
         return self.dataset.describe(self.first + i)
 
     def under_way(self) -> str:
-        """Return where a read goes on, or ""."""
+        """Return where a read is under way, or ""."""
         return self.dataset.under_way()
 
 
@@ -125,7 +125,7 @@ class Staged:
         return self.blends[stage].describe(inner)
 
     def under_way(self) -> str:
-        """Return where a read goes on, or ""."""
+        """Return where a read is under way, or ""."""
         return next(filter(None, (blend.under_way() for blend in self.blends)), "")
 
     def _locate(self, i: int) -> tuple[int, int]:

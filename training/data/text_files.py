@@ -35,7 +35,7 @@ def kind_of(path: str) -> str:
 
 
 def _known(path: str) -> bool:
-    """Return whether a folder stands for this file: not for a .json, which may be anything."""
+    """Return whether a folder includes this file: not a .json, which may be anything."""
     try:
         return bool(kind_of(path)) and not path.endswith((".json", ".json.gz", ".json.zst"))
     except ValueError:
@@ -62,7 +62,7 @@ def _there(name: str) -> bool:
 
 
 def find_files(names: Iterable[str], flag: str = "--input") -> list[str]:
-    """Return the files that names stand for, each once: a file, a folder of them, or a pattern.
+    """Return the files that names mean, each once: a file, a folder of them, or a pattern.
 
     A folder stands for all files below it whose names `kind_of` knows, a pattern such as a/*.txt
     for what it matches; both in the order of their names. A file that several names reach

@@ -47,7 +47,7 @@ class WatchedFile:
         return buffer.tobytes()
 
     def under_way(self) -> str:
-        """Return "file, byte o, for s seconds" of the longest read that now goes on, or ""."""
+        """Return "file, byte o, for s seconds" of the longest read under way, or ""."""
         since, offset = min(tuple(self._reads.values()), default=(0.0, -1))
         if offset < 0:
             return ""

@@ -64,7 +64,7 @@ def receive(connection: Connection) -> list[Message]:
 
 
 def check(connection: Connection, received: list[tuple[dict[str, Any], bytes]]) -> list[Message]:
-    """Return what was said as messages; what is none of ours ends the connection."""
+    """Return what was received as messages; anything else ends the connection."""
     messages = []
     for words, _ in received:
         try:

@@ -195,7 +195,7 @@ def _data(config: Config) -> None:
 
 
 def _lengths(config: Config) -> None:
-    """Raise UsageError where another process could not go on with the next stage."""
+    """Raise UsageError where another process could not continue with the next stage."""
     file, c = config.data.data_stages, config.checkpoint
     differ = len({stage.settings for stage in config.stages}) > 1
     if differ and not config.run.dry_run and not (c.save and c.load == c.save):

@@ -54,7 +54,7 @@ def pick(
 
 
 def draw_sample(run: Run, loaders: Loaders, log: Log) -> None:
-    """Print how the model goes on from a prompt."""
+    """Print how the model continues a prompt."""
     run.monitor.enter("evaluation", f"a sample after iteration {run.iteration}")
     tokenizer, prompt = loaders.tokenizer, prompt_of(run.config, loaders)
     assert tokenizer is not None

@@ -120,7 +120,7 @@ class Saver:
     def begin(self) -> tuple[int, int]:
         """Check that --save can be written, take its lock, load; return (iteration, samples).
 
-        Raises what load() does, and SaveError. That includes a --save with whole checkpoints of
+        Raises what load() does, and SaveError. That includes a --save with complete checkpoints of
         steps after this run begins at: a resume would load one of those.
         """
         every = self.config.fault.peer_checkpoint

@@ -193,7 +193,7 @@ class Agreement:
     def close(self) -> StepFlags:
         """Wait for what all ranks reported of the last step and return it, once.
 
-        Call it before a save, which must not hold a skipped step, and before the groups end.
+        Call it before a save, which must not contain a skipped step, and before the groups end.
         """
         last, self._pending = self._pending, None
         return last.read() if last else StepFlags()

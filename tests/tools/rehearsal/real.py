@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record a rank that runs in earnest on gloo, in the language of a rehearsal, to compare the two.
+"""Record a rank that runs for real on gloo, in the language of a rehearsal, to compare the two.
 
 What the record leaves out or does otherwise than a plain run, and why:
 
@@ -124,7 +124,7 @@ def copy(x: Tensor) -> Tensor:
 def record(script: ModuleType, argv: list[str], launch: Launch, real: bool) -> Rehearsed:
     """Run a rank's steps on the CPU and record them; afterwards torch and mpu are as before.
 
-    real: in earnest, beside the other ranks of a world that has met over gloo.
+    real: for real, beside the other ranks of a world that has met over gloo.
     """
     config = main.read(script, argv, launch.world)
     recorder = Recorder("cpu")

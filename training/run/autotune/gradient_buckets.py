@@ -113,7 +113,7 @@ def choose_size(
 
 
 def recorded(config: Config, grid: Grid, device: torch.device) -> int:
-    """Return the size of the newest checkpoint that the run goes on from, as rank 0 finds it.
+    """Return the size of the newest checkpoint from which the run continues, as rank 0 finds it.
 
     0 where there is none, or where it is of another layout, whose bits are others anyway.
     """
