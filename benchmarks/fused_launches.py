@@ -54,10 +54,16 @@ def report(tree: Path, flags: Sequence[str], triton: bool, world: int = 1) -> di
         words += [str(tree / "pretrain_llama.py"), *FLAGS, *flags, "--rehearse-json", out]
         env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"WORLD_SIZE": str(world)}
         done = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True)
-        if done.returncode:
+        made: dict[str, Any] = {}
+        if done.returncode in (0, 1) and Path(out).exists():
+            made = json.loads(Path(out).read_text())
+        # without Triton torch's operations stand in for its kernels: here that is meant
+        kinds = {each["kind"] for each in made.get("findings", [])}
+        if not triton:
+            kinds.discard("stand-in")
+        if not made or kinds:
             told = f"{done.stdout[-1000:]}{done.stderr[-2000:]}"
             raise SystemExit(f"the rehearsal ended with {done.returncode}: {told}")
-        made: dict[str, Any] = json.loads(Path(out).read_text())
     return made
 
 
