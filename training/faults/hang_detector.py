@@ -32,7 +32,8 @@ WHERE = {
 
 @dataclass
 class Status:
-    """What the coordinator knows of a rank. stuck: seconds without progress.
+    """What the coordinator knows of a rank. stuck: seconds without progress. unsure: seconds by
+    which it may be longer, as an action is seen at the first beat after it began.
 
     The rest is HangWatch.status; all of it is known once a rank makes no progress.
     """
@@ -41,6 +42,7 @@ class Status:
     action: str
     phase: str = ""
     stuck: float = 0.0
+    unsure: float = 0.0
     limit: float | None = None
     wait: Wait | None = None
     started: dict[str, int] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class Status:
             action,
             phase=str(fields.get("phase", "")),
             stuck=float(fields.get("stuck", 0.0)) + silent,
+            unsure=float(fields.get("unsure", 0.0)),
             limit=None if limit is None else float(limit),
             wait=None if not wait else Wait.packed(wait),
             started=dict(fields.get("started", {})),
@@ -164,7 +167,9 @@ def find(ranks: Sequence[Status]) -> Hang | None:
         if first.stuck < MOVING or first.stuck < max(s.stuck for s in still) - MOVING:
             return None
         group = [
-            s for s in loose if s.action == first.action and abs(s.stuck - first.stuck) < TOGETHER
+            s
+            for s in loose
+            if s.action == first.action and first.stuck - s.stuck < TOGETHER + s.unsure
         ]
     else:
         group = _end_of_chain(still, {s.rank: s for s in ranks})

@@ -62,7 +62,7 @@ class HangWatch:
         self.floor = floor
         self.phase, self._durations = "set-up", dict[str, deque[float]]()
         self._entered = self._moved = self._queried = time.monotonic()
-        self._action, self._bytes = "", 0
+        self._action, self._bytes, self._unsure = "", 0, 0.0
         self.dump = Dump(self.waits.thread)
         self._lock, self._over = threading.Lock(), False
 
@@ -87,6 +87,7 @@ class HangWatch:
         now = time.monotonic()
         if action is not self._action:  # a new one, even in the same words
             self._action, self._moved = action, now
+            self._unsure = min(now - self._queried, 2 * beat)
         if now - self._queried > 5 * beat + QUIET:
             self._moved = now  # this process was stopped, or its thread was: begin again
         self._queried = now
@@ -104,6 +105,7 @@ class HangWatch:
         return {
             "phase": self.phase,
             "stuck": stuck,
+            "unsure": self._unsure if moved > self.waits.moved else 0.0,
             "limit": self.limit(),
             "wait": wait.pack() if wait is not None and kind == "wait" else None,
             "started": dict(self.waits.started),

@@ -104,6 +104,18 @@ def test_a_collective_in_which_every_rank_is_without_an_end() -> None:
     assert hang is not None and "in all_gather 6 over tp, which every rank has entered" in hang.text
 
 
+def test_ranks_that_hang_at_once_are_named_together_where_a_beat_came_between() -> None:
+    """An action is seen at the first beat after it began, which differs from rank to rank."""
+    first, second = where(0, 8.9), where(1, 7.6)
+    hang = find([first, second])
+    assert hang is not None and hang.ranks == (0,)
+    fields = {"phase": "step", "stuck": 7.6, "unsure": 0.8, "kind": "compute"}
+    hang = find([first, Status.of(1, "it", fields, 0.0)])
+    assert hang is not None and hang.ranks == (0, 1)
+    hang = find([first, Status.of(1, "something else", fields, 0.0)])
+    assert hang is not None and hang.ranks == (0,)
+
+
 def test_all_ranks_at_once_are_named_together() -> None:
     hang = find([where(r, 30.0 + r / 10) for r in range(5)])
     assert hang is not None and hang.ranks == (0, 1, 2, 3, 4)
@@ -200,7 +212,11 @@ def test_a_rank_that_moves_says_little_and_one_that_stands_says_where() -> None:
     words = "the update of iteration 7"
     assert watch.status(words, 1.0)["stuck"] == 0, "and so is another action"
     watch._moved -= 30
-    assert watch.status(words, 1.0)["stuck"] >= 30
+    status = in_a_thread(lambda: watch.status(words, 1.0))
+    assert status["stuck"] >= 30 and 0 < status["unsure"] <= 2
+    watch.waits.moved = time.monotonic() - 20
+    status = in_a_thread(lambda: watch.status(words, 1.0))
+    assert 20 <= status["stuck"] < 30 and status["unsure"] == 0, "a wait's end is known exactly"
 
 
 def test_a_process_that_was_stopped_does_not_hang_when_it_goes_on() -> None:
