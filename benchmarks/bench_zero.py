@@ -17,6 +17,8 @@ keeps them until backward is done (reshard_after_forward=False) and is compared 
 DeepSpeed's stage 0 is left out: in bf16 it has no fp32 masters.
 
 bound   the step's matmuls and attention alone, on as many ranks
+alone   Weft's own ranks without communication: as many processes at once, each of which trains its
+        part of the batch by itself. What ZeRO adds is the difference to this
 peak    the largest rank's resident memory in the timed steps, of the whole process. The peers trim
         their heap (malloc_trim) and reset the kernel's peak (VmHWM) before the last warm-up step.
         Weft's peak is reset from outside at that step and its heap is not trimmed, so memory that
@@ -68,7 +70,7 @@ STEPS, LAUNCHES = {"tiny": 10, "small": 2}, {"tiny": 3, "small": 2}
 TOLERANCE = {"fp32": 1e-3, "bf16": 1e-2}  # of a loss
 UNLIKE = "not the same training"
 HEAD = """
-| model, dtype, ranks | level | Weft | {0} | ratio | of the bound | peak, Weft / {0} | losses off |
+| model, dtype, ranks | level | Weft | {0} | ratio | of bound, alone | peak, Weft / {0} | loss off |
 |---|---|---|---|---|---|---|---|"""
 
 
@@ -86,8 +88,8 @@ def main() -> None:
           "alternating launches; peak memory of a rank in MB")  # fmt: skip
     tables: dict[str, list[str]] = {"FSDP2": [], "DeepSpeed": [], UNLIKE: []}
     for case in args.cases:
-        sides, bound = run_all(case, args, with_deepspeed=not why)
-        for peer, row in rows(case, sides, bound):
+        sides, bound, alone = run_all(case, args, with_deepspeed=not why)
+        for peer, row in rows(case, sides, bound, alone):
             tables[peer].append(row)
             print(f"{peer}: {row}", file=sys.stderr, flush=True)
     unlike = tables.pop(UNLIKE)
@@ -119,12 +121,14 @@ def missing_deepspeed(python: str | None) -> str:
 
 def run_all(
     case: str, args: argparse.Namespace, with_deepspeed: bool
-) -> tuple[dict[tuple[str, int], tuple[Side, list[float]]], float]:
-    """Launch a case's sides in turn; return {(side, level): (steps, losses)} and bound seconds."""
+) -> tuple[dict[tuple[str, int], tuple[Side, list[float]]], float, float]:
+    """Launch a case's sides in turn; return {(side, level): (steps, losses)}, and the seconds of
+    the bound and of ranks alone.
+    """
     size, dtype, dp = case.split("-")
     steps = args.steps or STEPS[size]
     sides: dict[tuple[str, int], tuple[Side, list[float]]] = {}
-    bounds = []
+    bounds, alone = [], Side()
     with tempfile.TemporaryDirectory() as folder:
         start = Start(size, WARM + steps, Path(folder))
         launches = [("Weft", level) for level in args.levels]
@@ -141,11 +145,12 @@ def run_all(
                 side, _ = sides.setdefault((name, level), (Side(), losses))
                 side.add(times, peak)
             bounds.append(run_bound(f"{size}-{dtype}-1", int(dp)))
-    return sides, min(bounds)
+            alone.add(run_alone(case, start), 0.0)
+    return sides, min(bounds), alone.median()
 
 
 def rows(
-    case: str, sides: dict[tuple[str, int], tuple[Side, list[float]]], bound: float
+    case: str, sides: dict[tuple[str, int], tuple[Side, list[float]]], bound: float, alone: float
 ) -> list[tuple[str, str]]:
     """Return (table, row) for each level and peer; the table is UNLIKE where losses differ."""
     size, dtype, dp = case.split("-")
@@ -170,7 +175,8 @@ def rows(
             made.append((
                 peer[0].removesuffix(" kept"),
                 f"| {size}, {dtype}, {dp} | {level} | {tokens / took:.0f} "
-                f"| {tokens / limit:.0f}{kept} | **{limit / took:.2f}** | {bound / took:.0%} "
+                f"| {tokens / limit:.0f}{kept} | **{limit / took:.2f}** "
+                f"| {bound / took:.0%}, {alone / took:.0%} "
                 f"| {ours.peak:.0f} / {theirs.peak:.0f} | {off:.0e} |",
             ))  # fmt: skip
     return made
@@ -240,6 +246,29 @@ def run_weft(case: str, level: int, start: Start) -> tuple[list[float], float, l
     found = steps()
     times = [row["step_seconds"] for row in found[WARM:]]
     return times, max(peaks.values()), [row["loss"] for row in found]
+
+
+def run_alone(case: str, start: Start) -> list[float]:
+    """Run as many processes of one rank as the case has ranks; return all their steps' seconds."""
+    size, dtype, dp = case.split("-")
+    share = str(BATCH // int(dp))
+    flags = ["--micro-batch-size", share, "--global-batch-size", share, "--train-iters"]
+    flags += [str(start.steps), *["--bf16"] * (dtype == "bf16")]
+    logs = [start.folder / f"alone{rank}.json" for rank in range(int(dp))]
+    words = [sys.executable, str(ROOT / "pretrain_llama.py"), *model_flags(size), *flags]
+    ranks = [
+        subprocess.Popen([*words, "--log-json", str(log)], stdout=subprocess.DEVNULL,
+                         env=environment(int(dp)), cwd=ROOT)
+        for log in logs
+    ]  # fmt: skip
+    if any([rank.wait() for rank in ranks]):
+        sys.exit(f"{' '.join(words)} failed")
+    seconds = []
+    for log in logs:
+        found = [json.loads(line) for line in log.read_text().splitlines()]
+        seconds += [row["step_seconds"] for row in found if "step_seconds" in row][WARM:]
+        log.unlink()
+    return seconds
 
 
 def run_peer(

@@ -35,20 +35,23 @@ def test_rows_hold_each_level_against_its_peer() -> None:
         ("FSDP2 kept", 2): side(0.3, 500, 8.0, 7.5),
         ("DeepSpeed", 1): side(0.4, 600, 8.0, 7.5002),
     }
-    made = rows("tiny-fp32-2", sides, 0.1)
+    made = rows("tiny-fp32-2", sides, 0.1, 0.18)
     assert made == [
         (
             "FSDP2",
-            "| tiny, fp32, 2 | 1 | 5120 | 3413 (kept) | **1.50** | 50% | 400 / 500 | 0e+00 |",
+            "| tiny, fp32, 2 | 1 | 5120 | 3413 (kept) | **1.50** | 50%, 90% | 400 / 500 | 0e+00 |",
         ),
-        ("DeepSpeed", "| tiny, fp32, 2 | 1 | 5120 | 2560 | **2.00** | 50% | 400 / 600 | 2e-04 |"),
-        ("FSDP2", "| tiny, fp32, 2 | 3 | 4096 | 2048 | **2.00** | 40% | 300 / 310 | 0e+00 |"),
+        (
+            "DeepSpeed",
+            "| tiny, fp32, 2 | 1 | 5120 | 2560 | **2.00** | 50%, 90% | 400 / 600 | 2e-04 |",
+        ),
+        ("FSDP2", "| tiny, fp32, 2 | 3 | 4096 | 2048 | **2.00** | 40%, 72% | 300 / 310 | 0e+00 |"),
     ]
 
 
 def test_another_training_is_not_timed() -> None:
     sides = {("Weft", 3): side(0.2, 400, 8.0, 7.5), ("FSDP2", 3): side(0.5, 500, 8.0, 7.6)}
-    [(table, problem)] = rows("tiny-fp32-2", sides, 0.1)
+    [(table, problem)] = rows("tiny-fp32-2", sides, 0.1, 0.18)
     assert table == "not the same training" and "losses are 1.0e-01 apart" in problem
 
 
@@ -115,8 +118,8 @@ def test_peak_is_of_the_time_that_was_asked_for(tmp_path: Path) -> None:
 @pytest.mark.prove
 def test_one_case_in_full() -> None:
     args = argparse.Namespace(levels=[0, 1], steps=1, launches=1, deepspeed_python=None)
-    sides, bound = run_all("tiny-fp32-2", args, with_deepspeed=False)
-    assert set(sides) == {("Weft", 0), ("Weft", 1), ("FSDP2 kept", 2)} and bound > 0
+    sides, bound, alone = run_all("tiny-fp32-2", args, with_deepspeed=False)
+    assert set(sides) == {("Weft", 0), ("Weft", 1), ("FSDP2 kept", 2)} and alone > bound > 0
     assert sides["Weft", 0][1] == sides["Weft", 1][1]
     assert all(made.peak > 100 for made, _ in sides.values())
-    assert len(rows("tiny-fp32-2", sides, bound)) == 2
+    assert len(rows("tiny-fp32-2", sides, bound, alone)) == 2
