@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time twelve layouts by the planner and by the rehearsal, and print where the two differ.
+"""Time fifteen layouts by the planner and by the rehearsal, and print where the two differ.
 
     python benchmarks/plan_clocks.py [--only TEXT] [--parts]
 
@@ -9,7 +9,7 @@ Both read the same device file and the same costs of kernels, collectives and me
 trainer asks for; the planner adds up a coarse list by formulas. So each difference is of what that
 list leaves out, or of a formula in place of playing. Four layers of Llama 3 8B, rank 0, in ms. A
 line is the table of docs/planning.md; with --parts all parts of a step are printed, which add up to
-it. It takes about five minutes.
+it. The last three have experts. It takes about six minutes.
 """
 
 import argparse
@@ -31,6 +31,7 @@ MODEL = """
     --group-query-attention --num-query-groups 8 --vocab-size 128256 --swiglu
     --untie-embeddings-and-output-weights
 """
+EXPERTS = "--num-experts 8 --moe-router-topk 2"  # each as wide as the MLP above
 SEQUENCE, CLUSTER, NODE = 8192, "h100_8_nodes", 8
 TP, PP, CP = (
     f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "context")
@@ -39,6 +40,11 @@ CP = "--context-parallel-size"
 ZERO, BATCH, OVERLAP = "--zero-stage", "--global-batch-size", (
     "--overlap-grad-reduce --overlap-param-gather"
 )  # fmt: skip
+EP = (
+    f"{EXPERTS} --expert-tensor-parallel-size 1 --expert-model-parallel-size 8 "
+    "--moe-token-dispatcher-type alltoall"
+)
+DURING = "--overlap-moe-expert-parallel-comm"
 LAYOUTS = [  # ranks, flags
     (8, f"--overlap-grad-reduce {BATCH} 16"),
     (8, f"{ZERO} 1 {OVERLAP} {BATCH} 16"),
@@ -53,13 +59,16 @@ LAYOUTS = [  # ranks, flags
          f"--recompute-method uniform --recompute-num-layers 1 {BATCH} 8"),
     (8, f"{TP} 2 --sequence-parallel {ZERO} 1 {OVERLAP} {BATCH} 8 --optimizer muon"),
     (8, f"{ZERO} 1 {OVERLAP} {BATCH} 16 --optimizer-state-offload"),
+    (8, f"{EP} {ZERO} 1 {OVERLAP} {BATCH} 64"),
+    (8, f"{EP} {DURING} {ZERO} 1 {OVERLAP} {BATCH} 64"),
+    (16, f"{EP} {DURING} {PP} 2 {ZERO} 1 {OVERLAP} {BATCH} 64"),
 ]  # fmt: skip
 SHORT = {  # of flags, in the table
     OVERLAP: "overlap", "--overlap-grad-reduce": "overlap", TP: "tp", PP: "pp", CP: "cp",
     ZERO: "ZeRO", BATCH: "batch", " --sequence-parallel": "", "--pipeline-schedule ": "",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "recompute",
     "--tp-comm-overlap ring": "ring", "--optimizer muon": "Muon",
-    "--optimizer-state-offload": "state offload",
+    "--optimizer-state-offload": "state offload", EP: "ep 8", DURING: "overlapped",
 }  # fmt: skip
 PARTS = {  # of a row: kinds and axes of the rehearsal, terms of the planner's breakdown
     "matmul": ("matmul",),
@@ -81,6 +90,7 @@ def planned(
     world: int, flags: str, name: str = MODEL, sequence: int = SEQUENCE
 ) -> dict[str, float]:
     """Return the parts of a step by the planner, in seconds. Their sum is the step."""
+    name = f"{name} {EXPERTS}" if EXPERTS in flags else name
     model, cluster = read_model(name, sequence), read_cluster(CLUSTER).of(world // NODE)
     model = own.with_optimizer(model, flags)
     each = own.layout_of(own.config_of(model, cluster, f"--micro-batch-size 1 {flags}"))

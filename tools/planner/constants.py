@@ -92,9 +92,10 @@ FIXED = {  # not fitted: see rehearsal_time.md for the passes' sources
     # expert_skew: rows of the fullest rank of ep, over the mean. dispatch: seconds of
     # ep's transfers, over those of the links' rates. dispatch_forward, dispatch_backward: bytes of
     # passes for each number of a row that goes to an expert. expert_host: seconds of a launch.
-    # expert_loop: 1 where the weight gradient of each expert is a launch of its own
+    # expert_loop: 1 where the weight gradient of each expert is a launch of its own. expert_wgrad:
+    # 1 where one of B's all-to-alls travels under the weight gradient of their first matmul
     "expert_skew": 1.05, "dispatch": 1.45, "dispatch_forward": 12.0, "dispatch_backward": 14.0,
-    "expert_host": 0.0, "expert_loop": 0.0,
+    "expert_host": 0.0, "expert_loop": 0.0, "expert_wgrad": 0.0,
     "zero1_all_reduce": 0.0, "update_unsharded": 0.0, "float8_bytes": 4.0,
 }  # fmt: skip
 FRAMEWORKS: dict[str, dict[str, float]] = {
@@ -143,7 +144,7 @@ FRAMEWORKS: dict[str, dict[str, float]] = {
         network_decay=0.0, every_way=1.0,
         split_backward=3.0,  # B hides none of its 4 transfers, and W gathers 4 operands
         # counted in a rehearsal: 38 and 78 bytes at ep 4, 30 and 71 at ep 1
-        dispatch_forward=38, dispatch_backward=78, expert_loop=1,
+        dispatch_forward=38, dispatch_backward=78, expert_loop=1, expert_wgrad=1,
     ),
     "megatron": dict(
         hidden_bytes=22, inner_bytes=8, ffn_bytes=4, backward_bytes=1.3, scores_bytes=0,

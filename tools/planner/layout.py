@@ -8,13 +8,14 @@ tools/planner/search.py adds those that fit with the optimizer's state in host m
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from mpu.pipeline.schedules import CHUNKS, SPLIT, V_SHAPED
+from mpu.pipeline.schedules import CHUNKS, OVERLAPPING, SPLIT, V_SHAPED
 from tools.planner.cluster import Cluster
 from tools.planner.model import Model
+from tools.planner.pipeline import paired
 
 TENSOR, CONTEXT = (1, 2, 4, 8, 16), (1, 2, 4, 8, 16, 32)
 SCHEDULES = [  # all but GPipe, which keeps all micro-batches for the same bubble as 1F1B's
@@ -39,6 +40,7 @@ class Layout:
 
     again: the layers of each stage that "block" recomputes. comm: --cp-comm-type. overlap: how tp's
     transfers travel. offload: activations wait in host memory. dtype: bf16, or a float8 recipe.
+    dispatcher: --moe-token-dispatcher-type. overlap_ep: --overlap-moe-expert-parallel-comm.
     """
 
     tp: int
@@ -59,6 +61,8 @@ class Layout:
     each: bool = False  # --zero-reduce-each-microbatch
     states: bool = False  # --optimizer-state-offload
     ep: int = 0  # expert-parallel ranks; 0: the model has none
+    dispatcher: str = "auto"
+    overlap_ep: bool = False
 
     def flags(self) -> str:
         """Return pretrain_llama.py's flags of the layout."""
@@ -70,7 +74,8 @@ class Layout:
             words.append(f"--context-parallel-size {self.cp} --cp-comm-type {self.comm}")
         if self.ep:
             words.append(f"--expert-model-parallel-size {self.ep} --expert-tensor-parallel-size 1")
-            words += ["--moe-token-dispatcher-type auto"] * (self.ep > 1)
+            words += [f"--moe-token-dispatcher-type {self.dispatcher}"] * (self.ep > 1)
+            words += ["--overlap-moe-expert-parallel-comm"] * self.overlap_ep
         words.append(f"--pipeline-model-parallel-size {self.pp}")
         if self.pp > 1 and self.schedule not in ("1f1b", "interleaved"):
             words.append(f"--pipeline-schedule {self.schedule}")
@@ -100,11 +105,20 @@ class Layout:
         """Return how many mechanisms a run of the layout relies on besides plain data parallelism.
 
         One each: tensor, context, expert and pipeline parallelism, a schedule that is neither 1F1B
-        nor interleaved, ZeRO 2 or 3, recomputation, activations in host memory, the optimizer's
-        state there.
+        nor interleaved, a forward during a backward, ZeRO 2 or 3, recomputation, activations in
+        host memory, the optimizer's state there.
         """
-        return sum((self.tp > 1, self.cp > 1, self.ep > 1, self.pp > 1, self.split, self.zero > 1,
-                    self.recompute != "none", self.offload, self.states))  # fmt: skip
+        return sum((self.tp > 1, self.cp > 1, self.ep > 1, self.pp > 1, self.split, self.overlap_ep,
+                    self.zero > 1, self.recompute != "none", self.offload,
+                    self.states))  # fmt: skip
+
+    @property
+    def can_overlap_ep(self) -> bool:
+        """Return whether --overlap-moe-expert-parallel-comm is allowed, and hides anything."""
+        if self.ep <= 1 or self.offload or (self.zero == 3 and self.pp == 1):
+            return False
+        shape = self.schedule, self.pp, self.micro_batches, self.virtual
+        return self.schedule in OVERLAPPING and paired(*shape) > 0
 
     @property
     def v_shape(self) -> bool:
@@ -171,13 +185,16 @@ def layouts(
                         continue
                     if offload and (layers <= pp * virtual or schedule in SPLIT):
                         continue
-                    yield Layout(
+                    each = Layout(
                         tp=tp, pp=pp, virtual=virtual, dp=dp, micro_batch=b, micro_batches=count,
                         zero=zero, recompute=recompute, again=again, cp=cp,
                         comm=how[tp, cp, b].comm, overlap=how[tp, cp, b].overlap,
                         schedule=schedule, offload=bool(offload), dtype=dtype,
                         each=zero > 1 and count > 1, ep=ep,
                     )  # fmt: skip
+                    yield each
+                    if each.can_overlap_ep:
+                        yield replace(each, dispatcher="alltoall", overlap_ep=True)
 
 
 def eps(model: Model, ranks: int) -> list[int]:

@@ -78,6 +78,8 @@ def layout_of(config: Config) -> Layout:
         each=p.zero_reduce_each_microbatch,
         states=p.optimizer_state_offload,
         ep=config.expert_model_parallel_size,
+        dispatcher=p.moe_token_dispatcher_type if config.expert_model_parallel_size > 1 else "auto",
+        overlap_ep=p.overlap_moe_expert_parallel_comm,
     )
 
 

@@ -75,7 +75,7 @@ class Sizes(NamedTuple):
 
 
 def unit_config(
-    flags: tuple[str, ...], tp: int, more: str, ep: int = 0, cp: int = 1
+    flags: tuple[str, ...], tp: int, more: str, ep: int = 0, cp: int = 1, dispatcher: str = "auto"
 ) -> Config:
     """Return the config of few layers by which a layer and the ends are measured.
 
@@ -89,7 +89,7 @@ def unit_config(
     argv += more.split()
     if ep:
         argv += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
-        argv += ["--moe-token-dispatcher-type", "auto"]
+        argv += ["--moe-token-dispatcher-type", dispatcher]
     return parse(last_of_each(argv), 2 * tp * cp * dp)
 
 
@@ -99,13 +99,17 @@ def unit_profile(config: Config, stage: Stage, split: bool = False) -> StageProf
 
 
 @lru_cache(maxsize=256)
-def unit(flags: tuple[str, ...], tp: int, recompute: str, dtype: str, ep: int = 0) -> Unit:
+def unit(
+    flags: tuple[str, ...], tp: int, recompute: str, dtype: str, ep: int = 0,
+    dispatcher: str = "auto",
+) -> Unit:  # fmt: skip
     """Return what is measured at a tp and a recomputation: "none", "selective" or "full"."""
     low = "" if dtype == "bf16" else f" --fp8-format hybrid --fp8-recipe {dtype}"
-    config = unit_config(flags, tp, RECOMPUTE_FLAGS[recompute] + low, ep)
+    more = RECOMPUTE_FLAGS[recompute] + low
+    config = unit_config(flags, tp, more, ep, dispatcher=dispatcher)
     one, two = (unit_profile(config, Stage(1, n)) for n in (2, 3))
     if recompute != "none":  # the ends do not depend on it
-        ends = unit(flags, tp, "none", dtype, ep)
+        ends = unit(flags, tp, "none", dtype, ep, dispatcher)
         return ends._replace(
             layer=two.for_b - one.for_b, again=max(two.again, one.again),
             working=one.working, end_working=max(one.working, ends.end_working),
@@ -168,9 +172,9 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Byte
     infinitely.
     """
     bytes_ = Bytes(np.zeros(len(found)), np.zeros(len(found)))
-    key = [
-        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.states, e.ep)
-        for e in found
+    key = [  # fmt: skip
+        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.states, e.ep,
+         e.dispatcher, e.overlap_ep) for e in found
     ]
     order = sorted(range(len(found)), key=lambda n: key[n])
     for _, members in groupby(order, key=lambda n: key[n]):
@@ -186,8 +190,8 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
     e = found[0]
     own = sizes(model.flags, e.tp, e.ep)
     kind = "full" if e.recompute == "block" else e.recompute
-    u = unit(model.flags, e.tp, kind, e.dtype, e.ep)
-    plain = unit(model.flags, e.tp, "none", e.dtype, e.ep)
+    u = unit(model.flags, e.tp, kind, e.dtype, e.ep, e.dispatcher)
+    plain = unit(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher)
     ranks = np.arange(e.pp)[None, :]
     layers = r.by_rank(r.cut)[:, : e.pp]
     stage = np.arange(r.cut.shape[1])[None, :]
@@ -215,7 +219,7 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
     chunk, waiting, stored = layers / e.virtual, np.zeros(layers.shape), np.zeros(layers.shape)
     for m in np.unique(r.micro_batches):
         at = r.micro_batches == m
-        waits = in_flight(e.schedule, e.pp, int(m), e.virtual)
+        waits = in_flight(e.schedule, e.pp, int(m), e.virtual, e.overlap_ep)
         waiting[at] = waits[:, :, 0].max(1) * chunk[at]
         both = waits[:, :, 0] * each[at, :, None] + waits[:, :, 1] * own.waits
         stored[at] = both.max(2) * chunk[at]
@@ -225,6 +229,7 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
         stored = np.minimum(waiting, of_last + 2) * u.layer
     flight = waiting / np.maximum(layers, 1)
     stored = stored + first * flight * u.first * (layers > 0)
+    stored = stored + e.overlap_ep * each  # a layer of a forward during a backward
     logits = last * u.logits
     work = np.where(last > 0, u.end_working + (b - 1) * u.end_more,
                     u.working + (b - 1) * u.more)  # fmt: skip

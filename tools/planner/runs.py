@@ -32,7 +32,9 @@ class Runs:
     transfers travel in a ring during matmuls. offload: bytes of a layer and micro-batch that wait
     in host memory. reduces: sums of gradients of a step. experts, topk, expert_ffn: of a mixture of
     experts, of each layer; ffn is then what every token meets. ep: the ranks that experts are dealt
-    out over. channels: of a head; 0 means hidden / heads.
+    out over. dispatcher: how rows travel to them, an index into DISPATCHERS. paired: share of the
+    forwards that run during a backward, each while the other's rows travel. channels: of a head; 0
+    means hidden / heads.
     """
 
     layers: Array
@@ -70,6 +72,8 @@ class Runs:
     topk: Array
     expert_ffn: Array
     ep: Array
+    dispatcher: Array
+    paired: Array
     channels: Array
     cut: Array
 
@@ -151,9 +155,10 @@ class Runs:
 
 
 COMMS = ("p2p", "all_gather", "a2a")
+DISPATCHERS = ("auto", "allgather", "alltoall")
 PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1,
          "experts": 0, "topk": 0, "expert_ffn": 0, "ep": 1,
-         "channels": 0}  # the defaults  # fmt: skip
+         "dispatcher": 0, "paired": 0, "channels": 0}  # the defaults  # fmt: skip
 
 
 def even_cut(layers: int, stages: int) -> list[int]:

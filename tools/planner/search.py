@@ -20,9 +20,9 @@ from tools.planner.cluster import Cluster
 from tools.planner.constants import device_constants, profile
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
-from tools.planner.pipeline import SCHEDULES
+from tools.planner.pipeline import SCHEDULES, paired
 from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
-from tools.planner.runs import COMMS, Array, Runs
+from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from tools.planner.step_time import Times, Unnamed, carried, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
 from tools.rehearsal.device_file import read_device
@@ -201,6 +201,9 @@ def runs_of(model: Model, cluster: Cluster, found: list[Layout]) -> Runs:
         "offload": [_offloaded(model, e) for e in found],
         "reduces": [e.micro_batches if e.each else 1 for e in found],
         "ep": [max(e.ep, 1) for e in found],
+        "dispatcher": [DISPATCHERS.index(e.dispatcher) for e in found],
+        "paired": [paired(e.schedule, e.pp, e.micro_batches, e.virtual) if e.overlap_ep else 0.0
+                   for e in found],
     }  # fmt: skip
     arrays = {key: np.array(values, float) for key, values in columns.items()}
     arrays |= {key: np.full(len(found), float(value or 0)) for key, value in same.items()}
@@ -219,7 +222,7 @@ def _offloaded(model: Model, e: Layout) -> float:
     """Return the bytes of a layer and micro-batch that wait in host memory."""
     if not e.offload:
         return 0.0
-    return unit(model.flags, e.tp, "none", e.dtype, e.ep).layer * e.micro_batch / e.cp
+    return unit(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher).layer * e.micro_batch / e.cp
 
 
 def _ffn(model: Model) -> float:

@@ -6,7 +6,7 @@ of the device file, and the fitted ones that constants.py lists with their meani
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mpu.zero.bucket_layout import LARGEST, SMALLEST
 from tools.planner.constants import LINKS
 from tools.planner.pipeline import SCHEDULES, SPLIT_SCHEDULES, bubble
-from tools.planner.runs import COMMS, Array, Runs
+from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from tools.rehearsal import links as cost
 from tools.rehearsal import roofline
 from tools.rehearsal.device_file import PROTOCOLS
@@ -165,13 +165,17 @@ class Unnamed:
 
 
 class Experts(NamedTuple):
-    """Seconds of a layer's experts, F and B: products, passes over memory, and what ep sends."""
+    """Seconds of a layer's experts, F and B: products, passes over memory, and one exchange of rows
+    over ep. F has two of these, B as many, and two again where the layer is recomputed. under: of
+    one of B's, what travels under a weight gradient.
+    """
 
     forward: Array
     backward: Array
     f_passes: Array
     b_passes: Array
-    sent: Array
+    exchange: Array
+    under: Array
 
 
 def experts(c: Constants, r: Runs, own: Array) -> Experts:
@@ -179,11 +183,11 @@ def experts(c: Constants, r: Runs, own: Array) -> Experts:
 
     The fullest rank of ep has expert_skew times the mean of the rows: the others wait for it. Rows
     are multiplied by E / ep experts, one after another. An all-to-all takes k rows a token to the
-    ranks of its experts and back, an all-gather one row a token to all of them, where ep is at most
-    k; `dispatch` is what these transfers take, over what the links' rates say.
+    ranks of its experts and back, an all-gather one row a token to all of them, which `auto` takes
+    where ep is at most k; `dispatch` is what these transfers take, over what the links' rates say.
     """
     if not (r.experts > 0).any():
-        return Experts(*np.zeros((5, len(r))))
+        return Experts(*np.zeros((6, len(r))))
     has, h, f, up = r.experts > 0, r.hidden, r.expert_ffn, r.expert_ffn * (1 + r.gated)
     local, spread = np.where(has, r.experts / r.ep, 1), r.ep > 1
     rows = own * r.topk * np.where(spread, c["expert_skew"], 1.0)
@@ -199,8 +203,10 @@ def experts(c: Constants, r: Runs, own: Array) -> Experts:
 
     m = np.where(has, m, 1.0)
     forward = product(m, up, h) + product(m, h, f)
-    backward = product(m, h, up) + wgrad(up, h) + product(m, f, h) + wgrad(h, f)
-    gathers = spread & (r.ep <= r.topk)
+    first_wgrad = wgrad(up, h)
+    backward = product(m, h, up) + first_wgrad + product(m, f, h) + wgrad(h, f)
+    auto = (r.dispatcher == DISPATCHERS.index("auto")) & (r.ep <= r.topk)
+    gathers = spread & (auto | (r.dispatcher == DISPATCHERS.index("allgather")))
     moved = np.where(gathers, r.ep, 1.0) * rows * h
     width = c["ffn_bytes"] * f * rows
     first = passes(c, c["dispatch_forward"] * moved + width)
@@ -209,7 +215,8 @@ def experts(c: Constants, r: Runs, own: Array) -> Experts:
     exchange = collective(c, r, "all_to_all", 2 * rows * h, r.ep, inner)
     gather = collective(c, r, "all_gather", 2 * own * h * r.ep, r.ep, inner)
     one_way = np.where(gathers, gather, exchange) * c["dispatch"] * spread
-    times = (forward, backward, first, second, one_way * (4 + 2 * r.recompute))
+    under = c["expert_wgrad"] * ~gathers * np.minimum(one_way, first_wgrad)
+    times = (forward, backward, first, second, one_way, under)
     return Experts(*(np.where(has, each, 0.0) for each in times))
 
 
@@ -269,7 +276,7 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
     exposed = Exposed(
         tp=_tensor(c, r, t, forward + backward),
         cp=_context(c, r, t, f_compute + b_compute),
-        ep=mixture.sent,
+        ep=_exchanges(r, mixture, f_compute, b_compute),
         fsdp=fsdp,
         copies=np.maximum(0.0, down - f_compute) + np.maximum(0.0, down - b_compute),
     )
@@ -290,6 +297,26 @@ def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
     ring = np.maximum(plain - matmuls, first) + RING_SLOWS * plain
     ring = ring + MATMULS * (r.tp - 1) * c["kernel_seconds"]
     return np.where(r.overlap > 0, ring, plain)
+
+
+def _exchanges(r: Runs, of: Experts, f_compute: Array, b_compute: Array) -> Array:
+    """Return the exposed exchanges of F and B of a layer. f_compute, b_compute: seconds of F and B.
+
+    An F that overlaps a B, and that B, alternate: while the rows of one travel the other computes
+    up to its own next exchange, its experts or the rest of a layer (mpu/interleave.py). What a B
+    computes again has exchanges that no F is left for.
+    """
+    one, again = of.exchange, r.recompute
+    every = one * (4 + 2 * again)
+    plain = every - (1 - RING_SLOWS) * of.under
+    if not (r.paired > 0).any():
+        return plain
+    f_experts = of.forward + of.f_passes
+    b_experts = of.backward + of.b_passes + again * f_experts
+    parts = (f_experts, f_compute - f_experts, b_experts, b_compute - b_experts)
+    shown = sum((np.maximum(one - part, 0.0) for part in parts), 2 * again * one)
+    slowed = RING_SLOWS * (every - shown)  # of what is hidden
+    return np.asarray(plain + r.paired * (shown + slowed - plain))
 
 
 def _context(c: Constants, r: Runs, t: Array, compute: Array) -> Array:
@@ -437,25 +464,30 @@ def times(c: Constants, r: Runs, more: Unnamed | None = None) -> Times:
     count = (r.pp * r.virtual)[:, None]
     used = number < count
     is_head, is_first = (number == r.head[:, None]) & used, number == 0
-    gpu = r.cut * (compute + exposed)[:, None] + is_head * head_seconds[:, None]
-    gpu = gpu + is_first * more.first.seconds[:, None]
+    ends = is_head * head_seconds[:, None] + is_first * more.first.seconds[:, None]
+    gpu = r.cut * (compute + exposed)[:, None] + ends
     host = r.cut * on_layer[:, None] + used * c["host_stage"] + is_head * c["host_head"]
-    sharp = c["sharp"]  # 8: the soft maximum is 9 % above where both are equal
-    both = (gpu**sharp + host**sharp) ** (1 / sharp)
+    both = _busy(c, gpu, host)
     ranks = r.by_rank(both)  # a rank's own chunks, one after another
     at = np.arange(len(r)), ranks.argmax(1)
     slowest = ranks[at]
-    virtual, pp, total = r.virtual, r.pp, both.sum(1)
+    virtual, pp = r.virtual, r.pp
+    first, total = slowest, both.sum(1)
+    if (r.paired > 0).any():  # no F of a pipeline's ends overlaps a B
+        _, alone = layer(c, replace(r, paired=np.zeros(len(r))))
+        alone_gpu = gpu + r.cut * (alone.ep - (shown.ep - more.layer.ep))[:, None]
+        apart = _busy(c, alone_gpu, host)
+        first, total = r.by_rank(apart)[at], apart.sum(1)
     message = messages(c, r)
     waits = np.where(pp > 1, c["message_exposed"] * 2 * message, 0.0) * virtual
     slot = slowest + waits
-    ends = np.maximum(total / virtual - slowest / virtual, 0.0) * bubble_share(r)
-    ends = ends + np.where(pp > 1, 2 * (pp - 1) * message, 0.0)
+    bubbles = np.maximum(total / virtual - first / virtual, 0.0) * bubble_share(r)
+    bubbles = bubbles + np.where(pp > 1, 2 * (pp - 1) * message, 0.0)
     jitter = 1 + c["jitter"] * np.log2(np.maximum(1.0, r.nodes))
     body = r.micro_batches * slot
     sums = gradients(c, r, both.max(1) * 2 / 3)
     optimizer = update(c, r)
-    step = (body + ends) * jitter + sums + optimizer
+    step = (body + bubbles) * jitter + sums + optimizer
     busy, launches = r.by_rank(gpu)[at], r.by_rank(host)[at]
     layers, has_head = r.by_rank(r.cut)[at], r.by_rank(is_head * 1.0)[at]
     has_first = r.by_rank(np.broadcast_to(is_first * 1.0, gpu.shape))[at]
@@ -466,9 +498,15 @@ def times(c: Constants, r: Runs, more: Unnamed | None = None) -> Times:
         slot=slot, compute=kernels.seconds, matmul=kernels.matmul, attention=kernels.attention,
         tp=sent.tp, cp=sent.cp, ep=sent.ep, fsdp=sent.fsdp, copies=sent.copies,
         waits=waits, host=slowest - busy,
-        bubble=ends, sums=sums, update=optimizer, carried=np.zeros(len(r)), step=step, stages=both,
-        message=message, host_share=launches / busy, jitter=jitter,
+        bubble=bubbles, sums=sums, update=optimizer, carried=np.zeros(len(r)), step=step,
+        stages=both, message=message, host_share=launches / busy, jitter=jitter,
     )  # fmt: skip
+
+
+def _busy(c: Constants, gpu: Array, host: Array) -> Array:
+    """Return the seconds of stages that need so many of the GPU and so many of the host."""
+    sharp = c["sharp"]  # 8: the soft maximum is 9 % above where both are equal
+    return np.asarray((gpu**sharp + host**sharp) ** (1 / sharp))
 
 
 def bubble_share(r: Runs) -> Array:
@@ -477,11 +515,15 @@ def bubble_share(r: Runs) -> Array:
     A share of the layers runs again in backward: the bubble is between those of none and of all.
     """
     share, again = np.zeros(len(r)), np.clip(r.recompute, 0.0, 1.0)
-    shapes = np.stack([r.schedule, r.pp, r.micro_batches, r.virtual], axis=1).astype(int)
+    shapes = np.stack(
+        [r.schedule, r.pp, r.micro_batches, r.virtual, r.paired > 0], axis=1
+    ).astype(int)
     piped = np.flatnonzero(r.pp > 1)
     for shape in np.unique(shapes[piped], axis=0):
-        kind, p, m, v = map(int, shape)
+        kind, p, m, v, overlaps = map(int, shape)
         at = piped[(shapes[piped] == shape).all(1)]
-        none, every = (bubble(SCHEDULES[kind], p, m, v, again=way) for way in (False, True))
+        none, every = (
+            bubble(SCHEDULES[kind], p, m, v, way, bool(overlaps)) for way in (False, True)
+        )
         share[at] = (3 * none * (1 - again[at]) + 4 * every * again[at]) / (3 + again[at])
     return share

@@ -76,7 +76,9 @@ def breakdown(plans: Plans, n: int) -> Breakdown:
 def timeline(plans: Plans, n: int, micro_batches: int) -> Timeline:
     """Return what each pipeline rank does when in a step of so many micro-batches, simulated."""
     each, t = plans.layouts[n], plans.times
-    schedule = schedules.build(each.schedule, each.pp, micro_batches, each.virtual)
+    schedule = schedules.build(
+        each.schedule, each.pp, micro_batches, each.virtual, overlaps=each.overlap_ep
+    )
     shares = (1.0, 1.0 + float(plans.runs.recompute[n]), 1.0)
     own = [float(seconds) / sum(shares) for seconds in t.stages[n][: each.pp * each.virtual]]
     forward, dgrad, wgrad = ([part * seconds for seconds in own] for part in shares)
@@ -125,7 +127,7 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
         exposed = sum(parts.seconds[axis] for axis in AXES)
         rows.append((
             str(number), str(each.tp), f"{each.cp} {each.comm}" if each.cp > 1 else "1",
-            *(str(each.ep) for _ in dealt),
+            *(experts_of(each) for _ in dealt),
             *map(str, (each.pp, each.virtual)), each.schedule if each.pp > 1 else "-",
             *map(str, (each.dp, each.micro_batch, each.micro_batches, each.zero)),
             activations_of(each),
@@ -169,6 +171,8 @@ def variants_of(plans: Plans, top: int) -> list[str]:
         for name, word in VARIED.items():
             found = sorted({getattr(e, name) for e in each})
             found_lines.append(f"{word} {'/'.join(map(str, found))}")
+        if plans.model.experts:
+            found_lines.append(f"ep {'/'.join(sorted({experts_of(e) for e in each}))}")
         found_lines.append(f"recompute {'/'.join(sorted({activations_of(e) for e in each}))}")
         fastest = plans.layouts[row.fastest].flags()
         lines.append(f"{number}  {len(each)}: {', '.join(found_lines)}")
@@ -228,6 +232,11 @@ def activations_of(each: Layout) -> str:
         return "offload"
     kind = f"{each.again} a stage" if each.recompute == "block" else each.recompute
     return f"{kind}+state" if each.states else kind
+
+
+def experts_of(each: Layout) -> str:
+    """Return how many ranks experts are dealt out over, and whether exchanges are overlapped."""
+    return f"{each.ep} overlapped" if each.overlap_ep else str(each.ep)
 
 
 def work_of(plans: Plans, n: int) -> tuple[str, str, str]:

@@ -2,23 +2,25 @@
 """Plans of mixtures of experts: the search, its memory and FLOPs, and what is published."""
 
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.planning import experts
+from estimate import activations, dry_run
 from estimate.model_profile import model_profile
 from pretrain_llama import model_provider
 from tests.sampling import sampled
-from tools.planner import search
+from tools.planner import own, search
 from tools.planner.cluster import read_cluster
 from tools.planner.constants import FIXED
 from tools.planner.layout import eps
 from tools.planner.model import MIXTURES, Model, read_model
 from tools.planner.runs import Runs, stacked
 from tools.planner.step_time import times
+from tools.planner.table import breakdown
 from training.flags.parse import parse
 
 SMALL = (
@@ -49,12 +51,13 @@ def test_the_ranks_that_hold_the_same_experts() -> None:
 @pytest.mark.prove
 def test_every_ep_that_divides_is_searched(model: Model, plans: search.Plans) -> None:
     assert {each.ep for each in plans.layouts} == {1, 2, 4, 8}
+    assert any(each.overlap_ep for each in plans.layouts)
     assert eps(model, 6) == [1, 2]
     assert eps(read_model("8B", 2048), 8) == [0]
     for n in random.Random(1).sample(range(len(plans.layouts)), 40):
         config = parse([*plans.command(n).split(), "--lr", "1e-4", "--mock-data",
                         "--train-iters", "1"], 8)  # fmt: skip
-        assert config.expert_model_parallel_size == plans.layouts[n].ep
+        assert own.layout_of(config) == plans.layouts[n]
 
 
 @pytest.mark.prove
@@ -65,6 +68,31 @@ def test_a_plan_has_the_bytes_of_the_dry_run_to_a_few_percent(plans: search.Plan
     some = random.Random(3).sample(near, 12)
     far = [abs(float(plans.bytes[n]) / plans.exact(n) - 1) for n in some]
     assert np.median(far) < 0.04 and max(far) < 0.15, far
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual", "recompute"), [(1, 1, "none"), (2, 1, "full"), (2, 2, "none")]
+)
+def test_a_forward_during_a_backward_hides_some_of_the_exchanges(
+    model: Model, pp: int, virtual: int, recompute: str
+) -> None:
+    """It takes the dry run's memory, and no less time than all exchanges hidden would."""
+    cluster, name = read_cluster("h100_8_nodes").of(1), "interleaved" if virtual > 1 else "1f1b"
+    plain = search.Layout(
+        tp=1, pp=pp, virtual=virtual, dp=8 // pp, micro_batch=1, micro_batches=8, zero=1, ep=4,
+        recompute=recompute, schedule=name, dispatcher="alltoall",
+    )  # fmt: skip
+    assert plain.can_overlap_ep and not replace(plain, ep=1).can_overlap_ep
+    plans = search.evaluate(model, cluster, [plain, replace(plain, overlap_ep=True)])
+    exchanges = [breakdown(plans, n).seconds["ep"] for n in (0, 1)]
+    assert 0 < exchanges[1] < exchanges[0]
+    assert 0 < plans.times.step[0] - plans.times.step[1] < exchanges[0]
+    config = own.config_of(model, cluster, plans.layouts[1].flags())
+    assert own.layout_of(config) == plans.layouts[1]
+    kept = activations.peaks(config, model_provider)
+    told = [dry_run.memory(config, model_provider, rank, kept[rank]) for rank in range(pp)]
+    assert plans.ranks(1) == told and plans.exact(1) > plans.exact(0)
+    assert plans.bytes[1] == pytest.approx(plans.exact(1), rel=0.1)
 
 
 @pytest.mark.parametrize("name", sampled(list(MIXTURES), 2))

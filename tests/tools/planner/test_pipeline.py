@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from estimate.simulate import Costs, peak_activations, simulate
-from mpu.pipeline.schedules import CHUNKS, build
+from mpu.pipeline.schedules import CHUNKS, OVERLAPPING, build
 from tools import plan
 from tools.planner.cluster import read_cluster
-from tools.planner.pipeline import bubble, in_flight
+from tools.planner.pipeline import bubble, in_flight, paired
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,6 +48,13 @@ def test_what_is_in_flight_is_the_walks(name: str) -> None:
         both = (in_flight(name, p, m, v) * (for_b, for_w)).sum(2).max(1)
         walked = peak_activations(build(name, p, m, v), [for_b] * p * v, [for_w] * p * v)
         assert both == pytest.approx([most for _, _, most in walked])
+        if name in OVERLAPPING:
+            overlapped = build(name, p, m, v, overlaps=True)
+            walked = peak_activations(overlapped, [1.0] * p * v, [0.0] * p * v)
+            both = in_flight(name, p, m, v, overlaps=True)[:, :, 0].max(1)
+            assert both == pytest.approx([most for _, _, most in walked])
+            pairs = [len(overlapped.overlapped_forwards(rank)) for rank in range(p)]
+            assert paired(name, p, m, v) == pytest.approx(max(pairs) / (m * v))
 
 
 @pytest.mark.parametrize("draws", [4, pytest.param(40, marks=pytest.mark.prove)])
