@@ -38,7 +38,8 @@ class ActivationPeak:
     micro-batches store then, the most in use in the actions that follow, up to the next end).
     begins: for each chunk, as the rank makes its first gradients: (chunk, what other micro-batches
     store then, the chunks that have made theirs). peaks: for each such tuple of chunks,
-    activations, logits, working and under_way at the fullest moment of all other actions.
+    activations, logits, working and under_way at the fullest moment of all other actions, that is
+    of those that make neither the first nor the last gradients.
     """
 
     for_b: int
@@ -176,7 +177,8 @@ class _Walk:
                 if first and overlapped is not None:
                     self.begun, first = (*self.begun, chunk), False
                 in_use = most - stage.for_b - stage.logits
-                self._note(in_use, stage.again, stage.under_way, first)
+                apart = first or (overlapped is None and (kind, i) == ending)
+                self._note(in_use, stage.again, stage.under_way, apart)
                 self._store(-stage.for_b, -stage.logits)
                 if first:
                     others = self.stored + self.logits + self.messages
@@ -210,11 +212,11 @@ class _Walk:
         self.logits += logits
 
     def _note(
-        self, in_use: int, again: int = 0, under_way: int = 0, first: bool = False
+        self, in_use: int, again: int = 0, under_way: int = 0, apart: bool = False
     ) -> None:
         """Compare a moment with the peak; in_use: what the action has besides what is stored.
 
-        first: the action makes a chunk's first gradients.
+        apart: the action makes a chunk's first or last gradients.
         """
         total = self.stored + self.logits + self.messages + in_use
         if self.ends:
@@ -226,5 +228,5 @@ class _Walk:
         fullest = (stored, self.logits, max(working, 0) - moving, moving)
         if total >= self.most:
             self.most, self.fullest = total, fullest
-        if not first and total >= self.peaks.get(self.begun, (0,))[0]:
+        if not apart and total >= self.peaks.get(self.begun, (0,))[0]:
             self.peaks[self.begun] = total, fullest

@@ -15,6 +15,7 @@ from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
 from estimate.rank_memory import accumulate_bytes, gradient_bytes, level, moved_state
 from estimate.rank_profile import RankProfile
+from mpu.pipeline.schedules import SPLIT
 from mpu.zero.bucket_layout import BucketLayout, block_of
 from training.config import Config
 from training.pipeline_schedule import micro_batch_counts, schedule_of
@@ -124,50 +125,67 @@ def _early(config: Config) -> bool:
 
 
 class _Now(NamedTuple):
-    """What is there of buckets: elements of whole gradients, bytes of their sums, the most bytes of
-    these while buckets leave, and bytes of weights that are gathered no more.
+    """What is there of buckets: elements of whole gradients, bytes of their sums, of tied look-ups,
+    and of weights that are gathered no more.
     """
 
     whole: int
-    sums: int = 0
-    leave: int = 0
-    freed: int = 0
+    sums: int
+    lookups: int
+    freed: int
 
 
-def _leaving(config: Config, flats: Sequence[BucketLayout], names: Sequence[str]) -> list[_Now]:
-    """Return what is there while each gradient of the last micro-batch is made, as buckets leave
-    when it is ready, and after the last one.
+def _leaving(
+    config: Config, flats: Sequence[BucketLayout], names: Sequence[str], tied: Mapping[str, int]
+) -> list[tuple[_Now, _Now]]:
+    """Return what is there while each gradient of the last micro-batch is made, and the most as
+    buckets leave when it is ready; last what is there after all of them.
 
     With --overlap-grad-reduce a bucket leaves when its last gradient is there and the bucket before
     it has left; that one's sum is made then. Else, with --zero-reduce-each-microbatch, it is made
-    at once.
+    at once. tied: the bytes of each look-up that waits for its bucket to leave. A bucket's weights
+    are gathered until its last gradient is there.
     """
     p, size = config.parallel, config.run.dtype.itemsize
     whole, at = sum(map(_buffer_numel, flats)), {name: k for k, name in enumerate(names)}
+    never, each, lookups = len(names), _each(config), sum(tied.values())
+
+    def ready_at(flat: BucketLayout) -> int:
+        return max(at.get(name, never) for name, _, _ in flat.params)
+
+    def gathered_bytes(flat: BucketLayout) -> int:
+        return (flat.rows or flat.length * size) if flat.by_use else 0
+
     if not _early(config):
-        return [_Now(whole)] * (len(names) + 1)
-    never, each = len(names), _each(config)
+        ends = [(ready_at(flat), gathered_bytes(flat)) for flat in flats if flat.by_use]
+        freed_at = [sum(n for end, n in ends if end < k) for k in range(len(names) + 1)]
+        return [(now, now) for now in (_Now(whole, 0, lookups, n) for n in freed_at)]
     waiting = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
-    ready = [max(at.get(name, never) for name, _, _ in flat.params) for flat in waiting]
-    found, now, kept, freed = list[_Now](), 0, 0, 0
+    ready = [*map(ready_at, waiting)]
+    found, now, kept, freed = list[tuple[_Now, _Now]](), 0, 0, 0
     before, following = (0, 0, 0, 0), 0  # of the bucket that left last: whole, came, made, kept
     if each and p.overlap_grad_reduce and max(micro_batch_counts(config)) > 1 and waiting:
         now, made, _ = _of_sum(config, waiting[-1])  # that of the micro-batch before
         before = (_buffer_numel(waiting[-1]), now, made, 0)
     for k in range(len(names)):
-        most, had = now, _Now(whole, now, 0, freed)
+        had = most = _Now(whole, now, lookups, freed)
         while following < len(waiting) and ready[following] <= k:
             flat = waiting[following]
             came, made, piece = _of_sum(config, flat)
-            most = max(most, kept + before[1] + before[2] + came)
+            lookups -= sum(tied.get(name, 0) for name, _, _ in flat.params)
+            moments = [kept + before[1] + before[2] + came]
             whole, kept = whole - before[0], kept + before[3]
-            freed += (flat.rows or flat.length * size) if flat.by_use else 0
+            freed += gathered_bytes(flat)
             now, before = kept + came, (_buffer_numel(flat), came, made, piece)
             if not p.overlap_grad_reduce:
-                most, now, before = max(most, came + made), 0, (0, 0, 0, 0)
+                moments.append(came + made)
+                now, before = 0, (0, 0, 0, 0)
+            leaves = [had._replace(sums=sums, lookups=lookups) for sums in moments]
+            most = max(most, *leaves, key=lambda there: there.sums + there.lookups)
             following += 1
-        found.append(had._replace(leave=most))
-    return [*found, _Now(whole, now, now, freed)]
+        found.append((had, most))
+    last = _Now(whole, now, lookups, freed)
+    return [*found, (last, last)]
 
 
 def matmul_workspaces(config: Config) -> int:
@@ -205,7 +223,8 @@ def moments(
     """
     flats, layers = rank_memory.flats(config, provider), config.model.num_layers
     size, named = gradient_bytes(config), rank_memory.parameters(config, provider)
-    lookups = sum(named[name].entry.numel for name in both_ends(config, provider)) * size
+    tied = {name: named[name].entry.numel * size for name in both_ends(config, provider)}
+    lookups = sum(tied.values())
     # look-ups of one micro-batch live on in the next one's backward, unless sums go after each
     late = _each(config) or max(micro_batch_counts(config)) == 1
     sums, moves = level(config) >= 2, config.parallel.optimizer_state_offload
@@ -220,7 +239,7 @@ def moments(
     begin = next((at for at, step in enumerate(walk) if block_of(step.name)), len(walk))
     living = activations.profile(config, provider).live_bytes
     names = [step.name for step in walk[-len(living) :]]
-    come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names)
+    come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names, tied)
     in_use = [step.name for step in walk]  # an embedding's backward takes no weight
     while in_use and not block_of(in_use[-1]):
         in_use.pop()
@@ -250,8 +269,9 @@ def moments(
                 one |= {"fetched state": come[k + leaves]}
             moments = [one]
             if travels and (each or k >= 0):
-                there = leaving[at % len(living)]
-                sent = {"sums of gradients": there.leave if leaves else there.sums}
+                there = leaving[at % len(living)][leaves]
+                waits = min(there.lookups, now["tied look-ups"])
+                sent = {"sums of gradients": there.sums, "tied look-ups": waits}
                 whole = whole if each else there.whole * size
                 moments = [one] * (not each) + [one | sent | {"whole gradients": whole}]
             for one in moments:
@@ -269,42 +289,45 @@ def pipeline_moments(
 ) -> list[dict[str, int]]:
     """Return what lives on a pipeline rank, of the kinds that change, at the fullest moment of the
     last gradients: their sums travel, masters and moments come, the output layer's deferred one is
-    allocated. None where nothing of this takes memory.
+    allocated, weights are gathered no more. None where nothing of this takes memory.
 
     ranks: as bucket_layout.memory takes them. A chunk's last gradients are made when other
     micro-batches of the rank may still wait for theirs (ActivationPeak.ends).
     """
     flats = rank_memory.flats(config, provider, pp_rank)
     late = deferred(config, provider, pp_rank)
-    if not (moved_state(config, flats, ranks) or _travels(config, flats) or late):
-        return []
+    changes = moved_state(config, flats, ranks) or _travels(config, flats) or late
+    if not changes and (level(config) < 2 or config.parallel.schedule in SPLIT):
+        return []  # else `peaks` of ActivationPeak leaves out the last gradients
+    gathered = _gathered(config, provider, flats)
     found = _with_live_bytes(config, provider, pp_rank)
     named, names = rank_memory.parameters(config, provider, pp_rank), found.gradients
-    come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names)
-    size, gathered = gradient_bytes(config), _gathered(config, provider, flats)
-    moments: list[tuple[int, int, int, int, int]] = []
+    size = gradient_bytes(config)
+    tied = {name: named[name].entry.numel * size for name in both_ends(config, provider, pp_rank)}
+    come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names, tied)
+    moments: list[tuple[int, int, int, int, int, int]] = []
 
-    def note(lives: int, up: int, now: _Now, sums: int, unopened: int = 0) -> None:
-        rest = max(0, gathered - now.freed)
-        moments.append((lives, up, (now.whole - unopened) * size, sums, rest))
+    def note(lives: int, up: int, now: _Now, unopened: int = 0) -> None:
+        rest, whole = max(0, gathered - now.freed), (now.whole - unopened) * size
+        moments.append((lives, up, whole, now.sums, rest, now.lookups))
 
     for chunk, beside, after in peak.ends:
         wait = sum(stage.for_b + stage.logits for stage in found.stages[:chunk])
         own = [k for k, name in enumerate(names) if named[name].entry.chunk == chunk]
         for k in own:
             most, ready = (beside + lives - wait for lives in found.live_bytes[k])
-            note(most, come[k], leaving[k], leaving[k].sums, late)
-            note(ready, come[k + 1], leaving[k], leaving[k].leave, late)
+            note(most, come[k], leaving[k][0], late)
+            note(ready, come[k + 1], leaving[k][1], late)
         if own:  # of what is deferred the output layer's gradient is the last one
             end = own[-1] + (not config.parallel.defer_embedding_wgrad_compute)
-            note(after, come[end], leaving[end], leaving[end].leave)
+            note(after, come[end], leaving[end][1])
     if not moments:
         return []
-    lives, up, whole, sums, rest = max(moments, key=sum)
+    lives, up, whole, sums, rest, waits = max(moments, key=sum)
     kept = min(lives, peak.activations)
     living = {"logits": 0, "offloaded": 0, "activations": kept, "working memory": lives - kept}
     more = {"whole gradients": whole, "gathered weights": rest, "fetched state": up}
-    return [living | more | {"sums of gradients": sums}]
+    return [living | more | {"sums of gradients": sums, "tied look-ups": waits}]
 
 
 def pipeline_peaks(

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from estimate import buffers, rank_memory
+from estimate import activations, buffers, rank_memory
 from pretrain_llama import model_provider
 from tests.training.small_llama import read
 
@@ -111,3 +111,23 @@ def test_a_pipeline_gathers_once_a_step():
     config = read(f"--zero-stage 3 {ENDS} --global-batch-size 16", 4)
     flats = rank_memory.flats(config, model_provider, 1)
     assert buffers.gathers(config, model_provider, flats, 4) == [2 * K, 32 * K, 32 * K]
+
+
+def test_what_a_pipelines_last_gradients_leave():
+    """Weights that no gradient needs any more, and look-ups as the sum of their bucket begins."""
+    config = read(f"--zero-stage 3 {ENDS} {UNTIED}", 4)
+    flats = rank_memory.flats(config, model_provider, 1)
+    names = activations.profile(config, model_provider, 1).gradients
+    freed = [now.freed for now, _ in buffers._leaving(config, flats, names, {})]
+    assert freed == sorted(freed) and len(set(freed)) > 3
+    whole = buffers.transient(config, model_provider, 1)["gathered weights"]
+    assert (freed[0], freed[-1]) == (0, whole)
+
+    one = "--zero-stage 1 --overlap-grad-reduce --grad-reduce-in-bf16 --bf16 --device cuda"
+    config = read(f"{one} --pipeline-model-parallel-size 2 --pipeline-schedule zb-v", 4)
+    flats = rank_memory.flats(config, model_provider)
+    names = activations.profile(config, model_provider).gradients
+    (embedding,) = buffers.both_ends(config, model_provider)
+    moments = buffers._leaving(config, flats, names, {embedding: 7})
+    assert {now.lookups for now, _ in moments[:-1]} == {7}
+    assert moments[-2][1].lookups == moments[-1][0].lookups == 0 < moments[-2][1].sums
