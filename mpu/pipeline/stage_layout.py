@@ -125,9 +125,11 @@ def _balanced_equal(
         holds = any(counts[s] or s in (0, last) for s in own[rank])
         return work(own[rank]), holds, -rank
 
+    keys = [*map(least, range(len(own)))]
     for _ in costs:
-        rank = min(range(len(own)), key=least)
+        rank = keys.index(min(keys))
         counts[min(own[rank], key=lambda s: (work([s]), -s))] += 1
+        keys[rank] = least(rank)  # no other rank's has changed
     return counts
 
 
