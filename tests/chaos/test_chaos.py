@@ -19,6 +19,7 @@ from tests.chaos.judge import judge, kept, table
 from tests.chaos.kinds import BY_NAME, KINDS
 from tests.chaos.play import Oracle, play
 from tests.chaos.scene import Seen, pattern
+from tests.faults.fault_injection import POINTS
 from tests.launcher import Launcher
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +108,12 @@ def test_the_table_has_a_line_for_each_kind_and_the_sum() -> None:
     assert lines[3].endswith("| 4 | 1 of 2 | 0 |") and lines[4].startswith(
         "| **all of these** | 3 |"
     )
+
+
+def test_every_place_where_a_fault_strikes_is_in_the_program() -> None:
+    """The long forms alone strike at most of them."""
+    gone = [name for name, (owner, call) in POINTS.items() if not hasattr(owner, call)]
+    assert gone == []
 
 
 def test_a_storm_sees_when_a_run_is_over(launcher: Launcher, tmp_path: Path) -> None:

@@ -53,9 +53,9 @@ from mpu.comm import transport
 from mpu.comm.transport import Handle
 from mpu.grid import Grid
 from mpu.layers import linear
-from mpu.optim import adam, optimizer
+from mpu.optim import adam
 from mpu.pipeline import engine
-from mpu.zero import bucket, gather
+from mpu.zero import bucket, gather, norm, param_and_grad_buffer
 from tests.faults import bad_numbers
 from training.checkpoint import retain, stage
 from training.data.loader import Loader
@@ -85,7 +85,8 @@ POINTS = {
     "gather of a block": (gather.Gatherer, "unshard"),
     "bucket leaves": (bucket.ParamAndGradBucket, "start_grad_sync"),
     "bucket goes on": (bucket.ParamAndGradBucket, "wait_and_start_next"),
-    "gather of the optimizer": (optimizer, "all_gather"),
+    "gather of the norm": (norm, "all_gather"),
+    "gather of the weights": (param_and_grad_buffer, "all_gather"),
     "AdamW": (adam.TorchAdam, "step"),
     "evaluation": (pretrain_llama, "forward_only"),
     "saving": (saving, "write_safetensors"),

@@ -38,10 +38,10 @@ PLACES = {  # name: (what it is doing, point, call, levels, flags)
     "a sum of one micro-batch": (BETWEEN, "bucket goes on", 1, "23", EACH),
     "between micro-batches": (BETWEEN, "action", 1, "0123", ""),
     "the last sums": (SUMS, "bucket goes on", 1, "0123", ""),
-    "the norm's gather": (UPDATE, "gather of the optimizer", 1, "123", ""),
+    "the norm's gather": (UPDATE, "gather of the norm", 1, "123", ""),
     "the update": (UPDATE, "AdamW", 1, "0123", ""),
-    "the gather after the update": (UPDATE, "gather of the optimizer", 2, "12", ""),
-    "the weights' norm": (UPDATE, "gather of the optimizer", 2, "3", " --log-params-norm"),
+    "the gather after the update": (UPDATE, "gather of the weights", 1, "12", ""),
+    "the weights' norm": (UPDATE, "gather of the norm", 2, "3", " --log-params-norm"),
     "an evaluation": (EVALUATION, "gather of a block", 1, "3", ""),
 }
 KILLS = [
