@@ -49,7 +49,8 @@ class Memory:
         from mpu.kernels.signals import Exchange
 
         me, n, self.shared = self.rank, self.size, in_place
-        slot, flags = self.turn.slot.data_ptr(), self.flags.data.data_ptr()
+        slot = self.turn.part(0, (1,), torch.uint8).data_ptr()
+        flags = self.flags.data.data_ptr()
 
         def table(address):
             return torch.tensor([address(r) for r in range(n)], dtype=torch.int64)
