@@ -7,7 +7,7 @@ order in which a step uses the blocks gives both the gathers and how much is uns
     stage 3    acquire(block i): free the others, gather block i and, a block ahead, block i + 1
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
@@ -68,19 +68,17 @@ def after_backward(
         flats = [flat for flat in flats if flat.axes or not _buffer_numel(flat)]
     late = [flat for flat in flats[:-1] if flat.axes] + [*flats[-1:]] if early else flats
     tied = {*both_ends(config, provider, pp_rank)} if lookups else set()
-    whole, used = sum(map(_buffer_numel, late)) * size, 0
+    whole, left, used = sum(map(_buffer_numel, late)) * size, 0, 0
     # by whether the tied look-ups wait: sums and whole gradients when they take most
-    waits = {True: (0, 0), False: (0, 0)}
-    waiting, before, kept, piece, left = bool(tied), 0, 0, 0, 0
-    for flat in flats:
-        came, made, part = _of_sum(config, flat)
-        waiting = waiting and not tied & {name for name, _, _ in flat.params}
-        if flat in late:  # the bucket before it is freed when this one has left
-            after = kept + piece + came + made, whole - left
-            waits[waiting] = max(waits[waiting], (kept + before + came, whole), after, key=sum)
-            whole, left = whole - left, _buffer_numel(flat) * size
-        kept, before, piece = kept + piece, came + made, part
-    waits[False] = max(waits[False], (before + piece, whole), key=sum)  # the others are over
+    waits, waiting = {True: (0, 0), False: (0, 0)}, bool(tied)
+    for sent in _sums(config, flats):
+        waiting = waiting and not tied & {name for name, _, _ in sent.flat.params}
+        if sent.flat in late:  # the bucket before it is freed when this one has left
+            after = sent.held + sent.made, whole - left
+            waits[waiting] = max(waits[waiting], (sent.starts, whole), after, key=sum)
+            whole, left = whole - left, _buffer_numel(sent.flat) * size
+    alone = sum(map(sum, (_of_sum(config, flat) for flat in flats[-1:])))  # the others are over
+    waits[False] = max(waits[False], (alone, whole), key=sum)
     if level(config) >= 3 and p.pipeline_model_parallel_size == 1:
         order = uses(config, provider, flats)
         shared = [flat for flat in flats if flat.by_use]
@@ -106,6 +104,32 @@ def _of_sum(config: Config, flat: BucketLayout) -> tuple[int, int, int]:
     if share == 1 or wire == (acc if stage else size):
         return 0, 0, kept
     return flat.length * wire * (1 + (wire < size)), own, kept
+
+
+class _Sum(NamedTuple):
+    """A bucket that leaves. starts: bytes of sums as it does, that of the bucket before it among
+    them. held: when that one's is over. made: its own sum, which comes on top when it is made.
+    """
+
+    flat: BucketLayout
+    starts: int
+    held: int
+    made: int
+
+
+def _sums(
+    config: Config, flats: Sequence[BucketLayout], earlier: BucketLayout | None = None
+) -> Iterator[_Sum]:
+    """Yield the buckets as they leave, one after another, each when the one before it is made.
+
+    earlier: what left last in the micro-batch before, and is made when the first one leaves.
+    """
+    kept, piece, before = 0, 0, sum(_of_sum(config, earlier)[:2]) if earlier else 0
+    for flat in flats:
+        came, made, part = _of_sum(config, flat)
+        starts, kept = kept + before + came, kept + piece
+        yield _Sum(flat, starts, kept + came, made)
+        before, piece = came + made, part
 
 
 def _each(config: Config) -> bool:
@@ -161,27 +185,25 @@ def _leaving(
         freed_at = [sum(n for end, n in ends if end < k) for k in range(len(names) + 1)]
         return [(now, now) for now in (_Now(whole, 0, lookups, n) for n in freed_at)]
     waiting = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
-    ready = [*map(ready_at, waiting)]
-    found, now, kept, freed = list[tuple[_Now, _Now]](), 0, 0, 0
-    before, following = (0, 0, 0, 0), 0  # of the bucket that left last: whole, came, made, kept
+    found, now, left, freed = list[tuple[_Now, _Now]](), 0, 0, 0
+    earlier = None
     if each and p.overlap_grad_reduce and max(micro_batch_counts(config)) > 1 and waiting:
-        now, made, _ = _of_sum(config, waiting[-1])  # that of the micro-batch before
-        before = (_buffer_numel(waiting[-1]), now, made, 0)
+        earlier = waiting[-1]
+        now, left = _of_sum(config, earlier)[0], _buffer_numel(earlier)
+    sums = [*_sums(config, waiting, earlier)]
+    if not p.overlap_grad_reduce:  # each alone, one after another
+        sums = [sent for flat in waiting for sent in _sums(config, [flat])]
+    ready, following = [*map(ready_at, waiting)], 0
     for k in range(len(names)):
         had = most = _Now(whole, now, lookups, freed)
-        while following < len(waiting) and ready[following] <= k:
-            flat = waiting[following]
-            came, made, piece = _of_sum(config, flat)
+        while following < len(sums) and ready[following] <= k:
+            flat, starts, now, made = sums[following]
             lookups -= sum(tied.get(name, 0) for name, _, _ in flat.params)
-            moments = [kept + before[1] + before[2] + came]
-            whole, kept = whole - before[0], kept + before[3]
-            freed += gathered_bytes(flat)
-            now, before = kept + came, (_buffer_numel(flat), came, made, piece)
+            whole, left, freed = whole - left, _buffer_numel(flat), freed + gathered_bytes(flat)
             if not p.overlap_grad_reduce:
-                moments.append(came + made)
-                now, before = 0, (0, 0, 0, 0)
-            leaves = [had._replace(sums=sums, lookups=lookups) for sums in moments]
-            most = max(most, *leaves, key=lambda there: there.sums + there.lookups)
+                starts, now, left = now + made, 0, 0
+            leaves = had._replace(sums=starts, lookups=lookups)
+            most = max(most, leaves, key=lambda there: there.sums + there.lookups)
             following += 1
         found.append((had, most))
     last = _Now(whole, now, lookups, freed)
