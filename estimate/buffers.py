@@ -283,8 +283,11 @@ def moments(
             "tied look-ups": lookups * (where == "embedding" or not late),
         }
         k, live = at - len(walk) + len(living), living[at % len(living)]
-        for leaves, lives, made in ((False, live.most, step.made), (True, live.ready, step.leave)):
-            whole = step.whole * size + made * accumulate_bytes(config)
+        for leaves, lives, unsharded, made in (
+            (False, live.most, step.before, step.made),
+            (True, live.ready, step.whole, step.leave),
+        ):
+            whole = unsharded * size + made * accumulate_bytes(config)
             one = now | _parts(lives, peak, (number + 1) / layers, where == "head")
             one |= {"whole gradients": whole}
             if k >= 0 and moves:  # the last micro-batch's backward brings it
@@ -455,12 +458,14 @@ def _unsharded_gradients(
 
 
 class _Step(NamedTuple):
-    """A parameter's gradient: the elements of unsharded gradients that live until it is ready, and
-    of the sums that are made beside those of an earlier micro-batch, to which they are added
-    (mpu/zero/reduce.py, sum_over_data): until it is ready, and as buckets leave then.
+    """A parameter's gradient: the elements of unsharded gradients that live while it is made, and
+    when it is written, which allocates its bucket; and of the sums that are made beside those of an
+    earlier micro-batch, to which they are added (mpu/zero/reduce.py, sum_over_data): while it is
+    made, and as buckets leave then.
     """
 
     name: str
+    before: int
     whole: int
     made: int = 0
     leave: int = 0
@@ -473,29 +478,36 @@ def _walk(
     p, count = config.parallel, max(micro_batch_counts(config))
     total = sum(map(_buffer_numel, flats))
     done = activations.profile(config, provider, pp_rank).gradients
-    early = p.overlap_grad_reduce or _each(config)
-    if not early or (count > 1 and not _each(config)):
-        return [_Step(name, total) for name in done] or [_Step("", total)]
     each = _each(config)
+    if count > 1 and not each:
+        return [_Step(name, total, total) for name in done] or [_Step("", total, total)]
     short = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
     bucket_of = {name: i for i, flat in enumerate(short) for name, _, _ in flat.params}
     # the last bucket of a micro-batch is still being sent while the next one's backward begins
-    passes = 2 if _each(config) and count > 1 else 1
+    passes = 2 if each and count > 1 else 1
     order = [
         (name, n * len(short) + bucket_of[name] if name in bucket_of else -1)
         for n in range(passes) for name in done
     ]  # fmt: skip
     last = {bucket: at for at, (_, bucket) in enumerate(order) if bucket >= 0}
-    for name in bucket_of.keys() - set(done):  # plain autograd: known at the end of the step
+    unknown = bucket_of.keys() - set(done)  # plain autograd: known at the end of the step
+    for name in unknown:
         for n in range(passes):
             last.pop(n * len(short) + bucket_of[name], None)
     in_use: set[int] = set()
+    if not (p.overlap_grad_reduce or each):  # none leaves before backward is over
+        last, in_use = {}, {bucket_of[name] for name in unknown}
     steps, following, under_way = list[_Step](), 0, 0
     second_axis = sum(_buffer_numel(flat) for flat in flats if flat.axes)
+
+    def unsharded() -> int:
+        return second_axis + sum(_buffer_numel(short[i % len(short)]) for i in in_use)
+
     for at, (name, bucket) in enumerate(order):
+        before = unsharded()
         in_use |= {bucket} if bucket >= 0 else set()
-        whole = second_axis + sum(_buffer_numel(short[i % len(short)]) for i in in_use)
-        before = most = under_way
+        whole, had = unsharded(), under_way
+        most = had
         while last.get(following, at + 1) <= at:  # a bucket leaves; its owner has the one before
             flat = short[following % len(short)]
             earlier = following >= len(short) or (count > 2 and following == len(short) - 1)
@@ -504,8 +516,8 @@ def _walk(
             under_way = made if p.overlap_grad_reduce else 0
             in_use.discard(following - 1 if p.overlap_grad_reduce else following)
             following += 1
-        steps.append(_Step(name, whole, before, most))
-    return steps or [_Step("", second_axis)]
+        steps.append(_Step(name, before, whole, had, most))
+    return steps or [_Step("", total, total)]
 
 
 def _buffer_numel(flat: BucketLayout) -> int:

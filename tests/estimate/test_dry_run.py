@@ -234,8 +234,8 @@ def test_the_memory_of_a_level():
     for row in (
         "  parameters         69.63 kB  bfloat16, a share of 1/4\n",
         "  gradients          139.3 kB  fp32, a share of 1/4\n",
-        "  whole gradients    278.5 kB  during a part of a step, until they are summed\n",
-        "  gathered weights   40.96 kB  during a part of a step\n",  # at the fullest moment
+        "  whole gradients    106.5 kB  during a part of a step, until they are summed\n",
+        "  gathered weights   65.54 kB  during a part of a step\n",  # at the fullest moment
         "  --zero-stage 3 without --overlap-param-gather: every block waits for its weights\n",
     ):
         assert row in text, row

@@ -16,6 +16,7 @@ import pytest
 import pretrain_llama
 from estimate import activations
 from estimate.dry_run import memory
+from tests.tools.rehearsal.conftest import SMALL as LITTLE
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -81,3 +82,17 @@ def test_a_step_has_no_memory_of_the_model_that_warms_up(rehearse):
     assert (code, report["findings"]) == (0, []), text
     places = {each["place"] for each in report["memory"]["largest"]}
     assert places and not any("warm_up" in place for place in places)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_unsharded_gradients_come_bucket_by_bucket_where_none_leaves_early(rehearse, stage):
+    """One micro-batch a step, and sums after backward: at its start only the head's is there."""
+    flags = f"--zero-stage {stage} --seq-length 1024 --global-batch-size 4"
+    code, report, text = rehearse(f"{flags} --max-position-embeddings 1024", 4)
+    assert (code, report["findings"]) == (0, []), text
+    config = parse([*LITTLE, *flags.split(), "--max-position-embeddings", "1024", "--dry-run"], 4)
+    provider = pretrain_llama.model_provider
+    stated = memory(config, provider, 0, activations.peaks(config, provider)[0])
+    counted = report["memory"]["peak_bytes"]
+    fixed = stated["workspaces"]  # larger than the model
+    assert abs(sum(stated.values()) - counted) <= 0.02 * (counted - fixed), (stated, counted)
