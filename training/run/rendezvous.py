@@ -124,6 +124,10 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
             why = f"what listens there is not rank 0's store: {str(error).splitlines()[0]}"
             attempt *= 2
+            try:  # even if the time is over: it may have ended, and then this is not the reason
+                socket.create_connection((host, port), timeout=2.0).close()
+            except OSError as gone:
+                why = str(gone)
         time.sleep(0.1)
     who = "torchrun's agent" if launch.point.agent else "rank 0"
     raise RendezvousError(
