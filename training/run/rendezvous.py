@@ -108,10 +108,12 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
         fd = listener.detach()
         return dist.TCPStore(host, port, world, True, timeout, False, master_listen_fd=fd)
     why, attempt = "", ATTEMPT
-    while (left := deadline - time.monotonic()) > 0:
+    while True:
         try:
             # torch would print its frames about each vain attempt
             socket.create_connection((host, port), timeout=2.0).close()
+            if (left := deadline - time.monotonic()) <= 0:
+                break
             state[0] = f"what listens at {_where(launch)} is not rank 0's store"
             # not all of the time that is left: what listened may have ended by now, as a rank 0
             # that refuses to start does, and torch would go on connecting to nobody
@@ -121,13 +123,11 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
             return store
         except OSError as error:
             why = str(error)
+            if time.monotonic() >= deadline:
+                break
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
             why = f"what listens there is not rank 0's store: {str(error).splitlines()[0]}"
-            attempt *= 2
-            try:  # even if the time is over: it may have ended, and then this is not the reason
-                socket.create_connection((host, port), timeout=2.0).close()
-            except OSError as gone:
-                why = str(gone)
+            attempt *= 2  # and a look, even if the time is over: it may have ended
         time.sleep(0.1)
     who = "torchrun's agent" if launch.point.agent else "rank 0"
     raise RendezvousError(
