@@ -13,7 +13,7 @@ tests/faults/fault_injection.py says what a fault is. A job may also name "held"
 move, so that they are killed once the others have ended, as a launcher does; "limit", seconds after
 which all are killed; "patient", where ranks that are all stopped are left as they are; "netns", the
 network namespace of each rank; "env"; and "stdout", a path. A job with "python" is no rank: it is
-what `python WORDS...` would be, without the imports.
+what `python WORDS...` would be, without the imports, and "memory" bounds its address space.
 """
 
 import ctypes
@@ -130,6 +130,10 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
     if "python" in job:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(job["cwd"])
+        if job.get("memory"):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + job["memory"]
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         be_python(job["python"], job["env"])
     if "netns" in job:
         enter_network(job["netns"][rank])
