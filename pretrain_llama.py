@@ -241,7 +241,9 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         cpu_offload=p.optimizer_cpu_offload and device.type != "cpu",
         state_offload=p.optimizer_state_offload,
     )  # fmt: skip
-    engine = Engine(grid, ctx.queue, monitor, config.run.dtype, device, ctx.interleaver)
+    engine = Engine(
+        grid, ctx.queue, monitor, config.run.dtype, device, ctx.interleaver, sink.frozen.chunks
+    )
     return LlamaRun(
         config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor
     )

@@ -84,6 +84,7 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
         ("Memory of each pipeline rank", _ranks(shapes, peaks, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
         (f"Memory of {rank}", _memory(config, provider, peaks, kinds[fullest], fullest)),
+        ("Frozen parameters", _frozen(config, provider)),
         ("Optimizer", matrices.lines(config, provider)),
         ("Batch", _batch(config)),
         ("Work", _work(config, model_profile(config, provider).flops)),
@@ -94,6 +95,20 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
                 *_host_traffic(config, provider, fullest),
             ],
         ),
+    ]
+
+
+def _frozen(config: Config, provider: ModelProvider) -> list[str]:
+    """Return what this report does not count of frozen parameters, if there are any."""
+    pp = range(config.parallel.pipeline_model_parallel_size)
+    every = [p for r in pp for p in rank_memory.parameters(config, provider, r).values()]
+    frozen = [each for each in every if each.frozen]
+    if not frozen:
+        return []
+    return [
+        f"{len(frozen)} of {len(every)} tensors are frozen (requires_grad is False)",
+        "they have no gradients, masters and moments above; all other memory, work, traffic and "
+        "time here are those of a run that trains them too: the run takes less",
     ]
 
 
@@ -122,7 +137,8 @@ def memories(
     """Return the bytes of each kind at every moment that may be a step's fullest."""
     flats = rank_memory.flats(config, provider, pp_rank)
     ranks = None if grid is None else rank_memory.places(grid)
-    kinds = rank_memory.state(config, flats, ranks)
+    kept = rank_memory.flats(config, provider, pp_rank, frozen=True)
+    kinds = rank_memory.state(config, kept, ranks)
     kinds |= {"norm's index": rank_memory.norm_bytes(flats)}
     kinds |= buffers.transient(config, provider, pp_rank)
     if rank_memory.offloaded(config):

@@ -124,7 +124,7 @@ class ParameterProfile(NamedTuple):
 
     holders: how many modules hold it; a tied weight has several. first: no earlier rank of another
     axis than the one that cuts it holds the same part (mpu/param.py, Placement.copies). place:
-    which part of the whole tensor it is.
+    which part of the whole tensor it is. frozen: it is, and `entry` is as if it were trained.
     """
 
     shape: tuple[int, ...]
@@ -132,6 +132,7 @@ class ParameterProfile(NamedTuple):
     holders: int
     first: bool = True
     place: Placement = Placement(())
+    frozen: bool = False
 
 
 def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
@@ -279,10 +280,14 @@ def _rank_parameters(
     for _, param in model.named_parameters(remove_duplicate=False):
         holders[param] = holders.get(param, 0) + 1
     named = list(model.named_parameters())
+    frozen = {name for name, param in named if not param.requires_grad}
+    for _, param in named:
+        param.requires_grad_(True)
     return {
         name: ParameterProfile(
             tuple(param.shape), entry, holders[param],
             not any(axis.rank for axis in placement_of(param).copies), placement_of(param),
+            name in frozen,
         )
         for (name, param), entry in zip(named, entries_of(named, model.chunk_of), strict=True)
     }

@@ -78,12 +78,18 @@ def level(config: Config) -> int:
     return max(shared.zero_stage for shared in sharing(config).values())
 
 
-def flats(config: Config, provider: ModelProvider, pp_rank: int = 0) -> list[BucketLayout]:
+def flats(
+    config: Config, provider: ModelProvider, pp_rank: int = 0, frozen: bool = False
+) -> list[BucketLayout]:
     """Return a pipeline rank's parameters laid out in buckets, as ParamAndGradBuffer.attach does.
 
-    Without --ddp-bucket-size the rank with most parameters sets the size of all buckets.
+    Without --ddp-bucket-size the rank with most parameters sets the size of all buckets. frozen:
+    put frozen parameters into buckets of their own, as a run does; else they count as trained.
     """
-    entries = [each.entry for each in parameters(config, provider, pp_rank).values()]
+    entries = [
+        each.entry.as_frozen() if frozen and each.frozen else each.entry
+        for each in parameters(config, provider, pp_rank).values()
+    ]
     size = config.parallel.ddp_bucket_size or bucket_layout.automatic_size(
         largest(config, provider)
     )

@@ -164,6 +164,7 @@ def _rank_profile(
         sink=sink, queue=queue, trace=trace, recompute=again, interleaver=interleaver,
     )  # fmt: skip
     assert isinstance(model, nn.Module)
+    model.requires_grad_(True)  # what is frozen counts as trained here
     use_overlap(model, overlap_of(config))
     sink.names = {param: name for name, param in model.named_parameters()}
     trace.names = {module: name for name, module in model.named_modules()}

@@ -56,7 +56,9 @@ class AuxiliaryLosses:
 
 
 class AuxiliaryLoss(torch.autograd.Function):
-    """Return x; in backward give `loss` its gradient and count its value."""
+    """Return x; in backward give `loss` its gradient and count its value: recomputation runs
+    forward twice.
+    """
 
     @staticmethod
     def forward(

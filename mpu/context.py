@@ -125,5 +125,8 @@ class LayerContext:
         """
         assert loss.dim() == 0, "an auxiliary loss is a scalar"
         axes = tuple(axis for axis in self.reduce_axes(region) if axis.size > 1)
-        y: Tensor = AuxiliaryLoss.apply(x, loss.to(self.accumulate), self.auxiliary_losses, axes)
+        loss = loss.to(self.accumulate)
+        if torch.is_grad_enabled() and not (x.requires_grad or loss.requires_grad):
+            self.auxiliary_losses.add(loss, axes)  # there is no backward: all is frozen
+        y: Tensor = AuxiliaryLoss.apply(x, loss, self.auxiliary_losses, axes)
         return y

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mpu.activation_offload import Offload
 
@@ -63,7 +63,11 @@ class Decisions(threading.local):
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
-        saved_ctx: Any, decisions: Decisions, run: Callable[..., Tensor], *inputs: Any
+        saved_ctx: Any,
+        decisions: Decisions,
+        run: Callable[..., Tensor],
+        weight: nn.Parameter | None,
+        *inputs: Any,
     ) -> Tensor:
         saved_ctx.decisions, saved_ctx.run = decisions, run
         saved_ctx.is_tensor = [isinstance(x, Tensor) for x in inputs]
@@ -80,26 +84,28 @@ class _Recompute(torch.autograd.Function):
         saved = iter(saved_ctx.saved_tensors)
         inputs = []
         for is_tensor, other, needs in zip(
-            saved_ctx.is_tensor, saved_ctx.others, saved_ctx.needs_input_grad[2:], strict=True
+            saved_ctx.is_tensor, saved_ctx.others, saved_ctx.needs_input_grad[3:], strict=True
         ):
             inputs.append(next(saved).detach().requires_grad_(needs) if is_tensor else other)
         with torch.enable_grad():
             y = saved_ctx.decisions.second(saved_ctx.made, saved_ctx.run, *inputs)
         torch.autograd.backward(y, dy)
         grads = [x.grad if isinstance(x, Tensor) else None for x in inputs]
-        return None, None, *grads
+        return None, None, None, *grads
 
 
 def recompute(
     run: Callable[..., Tensor],
     *inputs: Any,
     decisions: Decisions | None = None,
+    layers: Sequence[Any] = (),
     **options: Any,
 ) -> Tensor:
     """Return run(*inputs, **options), keeping only these for backward, which runs it again.
 
     decisions: of the layers in `run`, which are kept too. Parameters inside send their gradients
-    to the sink. At least one tensor input must require grad, else nothing inside gets a gradient.
+    to the sink. layers: the modules in `run`; without them, nothing inside gets a gradient where no
+    tensor input requires one. Where nothing trains nothing is kept.
     """
     tensors = {name: x for name, x in options.items() if isinstance(x, Tensor)}
     rest = {name: x for name, x in options.items() if name not in tensors}
@@ -107,9 +113,15 @@ def recompute(
     if tensors:  # inputs like the others, which get their gradients
         run = partial(_by_name, run, tuple(tensors))
         inputs = (*inputs, *tensors.values())
+    weight = None
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        weights = (p for layer in layers for p in getattr(layer, "parameters", tuple)())
+        weight = next((p for p in weights if p.requires_grad), None)
+        if weight is None:
+            return run(*inputs)
     if not torch.is_grad_enabled():
         return run(*inputs)
-    return _Recompute.apply(decisions or Decisions(), run, *inputs)
+    return _Recompute.apply(decisions or Decisions(), run, weight, *inputs)
 
 
 def _by_name(run: Callable[..., Tensor], names: tuple[str, ...], *inputs: Any) -> Tensor:
@@ -161,7 +173,7 @@ class Recompute:
                 self.method != "block" or first < self.num_layers
             )
             run = self.sequential(some)
-            again = partial(recompute, run, decisions=self.decisions)
+            again = partial(recompute, run, decisions=self.decisions, layers=some)
             units.append((some, again if full else run))
         if self.offload is not None:
             return self.offload.run(units, h, *shared)

@@ -57,8 +57,17 @@ class ExpertLoad(nn.Module):
         """Return y; note in its backward the counts [E], or with the dropped pairs [E + 1], and the
         sum of the losses over this rank's tokens.
         """
-        noted: Tensor = _Note.apply(y, self, counts, None if losses is None else losses.detach())
+        losses = None if losses is None else losses.detach()
+        if torch.is_grad_enabled() and not y.requires_grad:  # there is no backward: all is frozen
+            self.count(counts, losses)
+        noted: Tensor = _Note.apply(y, self, counts, losses)
         return noted
+
+    def count(self, counts: Tensor, losses: Tensor | None) -> None:
+        """Add to what is noted of this step."""
+        self.noted[: len(counts)] += counts
+        if losses is not None:
+            self.noted[-1] += losses.double()
 
 
 class _Note(torch.autograd.Function):
@@ -71,10 +80,7 @@ class _Note(torch.autograd.Function):
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        noted, counts = saved_ctx.load.noted, saved_ctx.counts
-        noted[: len(counts)] += counts
-        if saved_ctx.losses is not None:
-            noted[-1] += saved_ctx.losses.double()
+        saved_ctx.load.count(saved_ctx.counts, saved_ctx.losses)
         return dy, None, None, None
 
 
@@ -111,7 +117,7 @@ class ExpertLoads:
 
     @torch.no_grad()
     def end_step(self, found_inf: Tensor) -> None:
-        """Sum the counts over the ranks of the stage; move the bias.
+        """Sum the counts over the ranks of the stage; move the bias, unless the router is frozen.
 
         found_inf: 1.0 where the update is skipped, and with it this.
         """
@@ -124,9 +130,11 @@ class ExpertLoads:
         before = [load.before for load in self.loads]
         updated = torch.where(applies, counts, torch.stack(before))
         torch._foreach_copy_(before, list(updated.unbind()))
-        found = [load.e_score_correction_bias for load in self.loads]
-        biases = [bias for bias in found if bias is not None]
-        if biases:
+        found = [(row, load.e_score_correction_bias) for row, load in enumerate(self.loads)]
+        moving = [(i, b) for i, b in found if b is not None and self.loads[i].of[0].requires_grad]
+        if moving:
+            rows, biases = zip(*moving, strict=True)
             behind = counts.sum(1, keepdim=True) - counts * counts.shape[1]  # exact
             move = torch.sign(behind).to(biases[0].dtype) * self.rate
-            torch._foreach_add_(biases, list(torch.where(applies, move, 0.0).unbind()))
+            moves = torch.where(applies, move, 0.0).unbind()
+            torch._foreach_add_(list(biases), [moves[i] for i in rows])

@@ -136,24 +136,28 @@ class _GroupedMatmul(torch.autograd.Function):
         later: Later | None,
     ) -> Tensor:
         saved_ctx.layer, saved_ctx.counts, saved_ctx.later = layer, counts, later
-        saved_ctx.save_for_backward(x)
+        if saved_ctx.needs_input_grad[1]:
+            saved_ctx.save_for_backward(x)
         y = grouped_product(x, layer.acquire(), counts)
         layer.end_use()
         return y
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         layer: GroupedLinear = saved_ctx.layer
         counts: Counts = saved_ctx.counts
-        (x,), queue = saved_ctx.saved_tensors, layer.ctx.queue
-        dy = dy.contiguous()
-        dx = grouped_product(dy, layer.acquire().transpose(1, 2), counts)
-        layer.end_use()
+        dy, dx, queue = dy.contiguous(), None, layer.ctx.queue
+        if saved_ctx.needs_input_grad[0]:
+            dx = grouped_product(dy, layer.acquire().transpose(1, 2), counts)
+            layer.end_use()
+        if not saved_ctx.needs_input_grad[1]:
+            return dx, None, None, None, None
+        (x,) = saved_ctx.saved_tensors
         x = x.detach() if queue.defers() else x  # else the graph lives on
 
         work = queue.later(lambda: layer.wgrad(x, dy, counts), (x, dy))
         # whoever made x gets dx, and runs the work, unless nobody needs dx
-        if saved_ctx.later is not None and saved_ctx.needs_input_grad[0] and not queue.defers():
+        if saved_ctx.later is not None and dx is not None and not queue.defers():
             saved_ctx.later.append(work)
         else:
             work()
@@ -198,18 +202,23 @@ class _Router(torch.autograd.Function):
     @staticmethod
     def forward(saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: RouterLinear) -> Tensor:
         saved_ctx.layer = layer
-        saved_ctx.save_for_backward(x)
+        if saved_ctx.needs_input_grad[1]:
+            saved_ctx.save_for_backward(x)
         kind, sink = layer.ctx.accumulate, layer.ctx.sink
+        saved_ctx.dtype = x.dtype
         logits = F.linear(x.to(kind), sink.acquire(weight).to(kind))
         sink.end_use(weight)
         return logits
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         layer: RouterLinear = saved_ctx.layer
-        (x,), sink, kind = saved_ctx.saved_tensors, layer.ctx.sink, layer.ctx.accumulate
-        dx = torch.mm(dy, sink.acquire(layer.weight).to(kind)).to(x.dtype)
-        sink.end_use(layer.weight)
-        sink.add(layer.weight, torch.mm(dy.t(), x.to(kind)))
-        sink.register_grad_ready(layer.weight)
+        sink, kind, dx = layer.ctx.sink, layer.ctx.accumulate, None
+        if saved_ctx.needs_input_grad[0]:
+            dx = torch.mm(dy, sink.acquire(layer.weight).to(kind)).to(saved_ctx.dtype)
+            sink.end_use(layer.weight)
+        if saved_ctx.needs_input_grad[1]:
+            (x,) = saved_ctx.saved_tensors
+            sink.add(layer.weight, torch.mm(dy.t(), x.to(kind)))
+            sink.register_grad_ready(layer.weight)
         return dx, None, None

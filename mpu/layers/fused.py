@@ -165,12 +165,14 @@ class _RMSNorm(torch.autograd.Function):
             dx = torch.empty_like(x)
             parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)
             call("norm_backward", x.dtype, x, w, r, dy, more, dx, parts, x.numel() // h, h)
-            sink.add(layer.weight, parts.sum(0))
+            if layer.weight.requires_grad:
+                sink.add(layer.weight, parts.sum(0))
         else:
             given = (x, w, r, dy, more, layer.eps)
             dx = layer.passes.norm_backward(*given, sink=sink, weight=layer.weight)
         sink.end_use(layer.weight)
-        sink.register_grad_ready(layer.weight)
+        if layer.weight.requires_grad:
+            sink.register_grad_ready(layer.weight)
         return dx, dx if saved_ctx.adds else None, None, None
 
 

@@ -67,7 +67,8 @@ def norm_backward(
     sink: GradientSink,
     weight: nn.Parameter,
 ) -> Tensor:
-    """Return dx, plus `more` if given; add the gradient of the weight to the sink.
+    """Return dx, plus `more` if given; add the gradient of the weight, unless it is frozen, to the
+    sink.
 
     eps: is in r already.
     """
@@ -77,7 +78,8 @@ def norm_backward(
         from mpu.kernels import rms_norm
 
         dx, parts = rms_norm.norm_backward(x, w, r, dy, more)
-        rms_norm.fold(parts, *sink.grad_slot(weight))
+        if weight.requires_grad:
+            rms_norm.fold(parts, *sink.grad_slot(weight))
         return dx
     rows, grads = x.reshape(-1, h).to(kind), dy.reshape(-1, h).to(kind)
     r, w = r.view(-1, 1), w.to(kind)
@@ -85,7 +87,8 @@ def norm_backward(
     dw = torch.mv(p.t(), r[:, 0])
     pull = torch.mv(p, w)[:, None].mul_(r.pow(3)).div_(h)
     dx = torch.mul(grads, w, out=p).mul_(r).addcmul_(rows, pull, value=-1.0)
-    sink.add(weight, dw)
+    if weight.requires_grad:
+        sink.add(weight, dw)
     dx = dx.view(x.shape).to(x.dtype)
     return dx if more is None else dx + more
 

@@ -19,7 +19,8 @@ reduce-scatter after the row layer (Korthikanti et al. 2022).
     row          x [s,b,i/t] -all-reduce-> y [s,b,o]  no communication
 
 dgrad (dx = dy A) and wgrad (dA = dy^T x) are separate: wgrad goes through the context's queue, so a
-pipeline may run it later; a deferred wgrad keeps only shards and gathers them again. The layer's
+pipeline may run it later; a deferred wgrad keeps only shards and gathers them again. A frozen
+weight has no wgrad, so x is not saved; where nothing below trains there is no dgrad. The layer's
 OverlapMethod (mpu/overlap/method.py) says how the gather and the scatter travel: start_all_gather
 starts the one, matmul_reduce_scatter the other. The layer's Recipe makes the operands: what is
 multiplied, saved and sent.
@@ -242,7 +243,8 @@ class AllGatherMatmul(torch.autograd.Function):
         """x [s/t, b, i] (SP) or [s, b, i] -> [s, b, o/t]."""
         operand = layer.operand(x, "x")
         saved_ctx.layer = layer
-        saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
+        if saved_ctx.needs_input_grad[1]:
+            saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
         method, tp = layer.method.of("gather", operand, len(weight)), layer.ctx.tp
         gathering = method.start_all_gather(operand, tp, layer.on_forward)
         y = gathering.multiply(layer.operand_of_weight("w"), layer.recipe.product)
@@ -251,32 +253,37 @@ class AllGatherMatmul(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         """Return dx, of x's shape, from dy [s, b, o/t].
 
         in turn     gather x -> wait -> dgrad -> scatter dx -> wait -> wgrad
         this does   [gather x | dgrad] -> [scatter dx | wgrad]
         """
         layer: ColumnParallelLinear = saved_ctx.layer
-        (x,) = saved_ctx.saved_tensors
         tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
         operand = layer.operand(dy, "dy")
         method = layer.method.of("scatter", operand, layer.weight.shape[1])  # for all of backward
         deferred = queue.defers(layer.output_layer)
-        again = None if deferred else method.start_all_gather_overlapped(x, tp, layer.on_backward)
-        w = layer.operand_of_weight("wt")
-        dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, layer.on_backward)
-        layer.end_use()
-        dy_operand = recipe.for_wgrad(dy, operand)
-        x = x.detach() if deferred else x  # else the graph lives on, and with it the stage's input
+        x = next(iter(saved_ctx.saved_tensors), None)  # None: the weight is frozen
+        dx = scattering = again = None
+        if x is not None and not deferred:
+            again = method.start_all_gather_overlapped(x, tp, layer.on_backward)
+        if saved_ctx.needs_input_grad[0]:
+            w, label = layer.operand_of_weight("wt"), layer.on_backward
+            dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, label)
+            layer.end_use()
+        if x is not None:
+            dy_operand = recipe.for_wgrad(dy, operand)
+            shard = x.detach() if deferred else x  # else the graph lives on, and the stage's input
 
-        def wgrad() -> None:
-            gathering = again or method.start_all_gather_overlapped(x, tp, layer.on_wgrad)
-            layer.wgrad(gathering.gathered(), dy_operand)
-            gathering.close()
+            def wgrad() -> None:
+                gathering = again or method.start_all_gather_overlapped(shard, tp, layer.on_wgrad)
+                layer.wgrad(gathering.gathered(), dy_operand)
+                gathering.close()
 
-        queue.put(wgrad, (x, dy_operand), layer.output_layer)
-        scattering.wait()
+            queue.put(wgrad, (shard, dy_operand), layer.output_layer)
+        if scattering is not None:
+            scattering.wait()
         return dx, None, None
 
 
@@ -325,7 +332,8 @@ class MatmulReduceScatter(torch.autograd.Function):
         """x [s, b, i/t] -> [s/t, b, o] (SP) or [s, b, o]."""
         operand, product = layer.operand(x, "x"), layer.recipe.product
         saved_ctx.layer = layer
-        saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
+        if saved_ctx.needs_input_grad[1]:
+            saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
         method, w = layer.method.of("scatter", operand, len(weight)), layer.operand_of_weight("w")
         y, scattering = method.matmul_reduce_scatter(operand, w, product, layer.on_forward)
         layer.end_use()
@@ -333,29 +341,36 @@ class MatmulReduceScatter(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
         """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps dy's shard."""
         layer: RowParallelLinear = saved_ctx.layer
-        (x,) = saved_ctx.saved_tensors
         tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
         operand = layer.operand(dy, "dy")
         method = layer.method.of("gather", operand, layer.weight.shape[1])
-        gathering = method.start_all_gather(operand, tp, layer.on_backward)
-        dy_operand, arrived = recipe.for_wgrad(dy, operand), None if queue.defers() else gathering
-        if arrived and dy_operand is not operand:  # what wgrad takes arrives under dgrad
-            arrived = method.start_all_gather_overlapped(dy_operand, tp, layer.on_wgrad)
-        dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
-        layer.end_use()
-        if arrived is not gathering:
-            gathering.close()
-        x = x.detach() if queue.defers() else x
+        x = next(iter(saved_ctx.saved_tensors), None)  # None: the weight is frozen
+        dx = gathering = arrived = None
+        if saved_ctx.needs_input_grad[0]:
+            gathering = method.start_all_gather(operand, tp, layer.on_backward)
+        dy_operand = operand if x is None else recipe.for_wgrad(dy, operand)
+        if x is not None and not queue.defers():
+            arrived = gathering
+            if dy_operand is not operand:  # what wgrad takes arrives under dgrad
+                arrived = method.start_all_gather_overlapped(dy_operand, tp, layer.on_wgrad)
+        if gathering is not None:
+            dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
+            layer.end_use()
+            if arrived is not gathering:
+                gathering.close()
+        if x is not None:
+            saved = x.detach() if queue.defers() else x
 
-        def wgrad() -> None:
-            full_dy = arrived or method.start_all_gather_overlapped(dy_operand, tp, layer.on_wgrad)
-            layer.wgrad(x, full_dy.gathered())
-            full_dy.close()
+            def wgrad() -> None:
+                shard = dy_operand
+                full_dy = arrived or method.start_all_gather_overlapped(shard, tp, layer.on_wgrad)
+                layer.wgrad(saved, full_dy.gathered())
+                full_dy.close()
 
-        queue.put(wgrad, (x, dy_operand))
+            queue.put(wgrad, (saved, dy_operand))
         return dx, None, None
 
 

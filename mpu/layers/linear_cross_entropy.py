@@ -115,17 +115,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss.view(labels.shape)
 
     @staticmethod
-    def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(saved_ctx: Any, dloss: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         head: ColumnParallelLinear = saved_ctx.head
         ctx, size = head.ctx, saved_ctx.vocab_size
         x, targets, log_sum = saved_ctx.saved_tensors
         saved = x, targets, with_z_loss(log_sum, dloss, ctx)
         dloss = dloss.reshape(-1).to(ctx.accumulate).contiguous()
+        needs_dx, trains = saved_ctx.needs_input_grad[:2]
         deferred = ctx.queue.defers(head.output_layer)
-        rows = _gather(saved[0], head, head.on_backward)
-        dx = rows.new_empty(rows.shape, dtype=ctx.accumulate)
-        _add_gradients(head, rows, saved[1:], dloss, size, dx, wgrad=not deferred)
-        if deferred:
+        dx = None
+        if needs_dx or not deferred:
+            rows = _gather(saved[0], head, head.on_backward)
+            dx = rows.new_empty(rows.shape, dtype=ctx.accumulate) if needs_dx else None
+            wgrad_now = trains and not deferred
+            _add_gradients(head, rows, saved[1:], dloss, size, dx, wgrad=wgrad_now)
+        if deferred and trains:
             # detached, else the graph lives on with x
             saved = saved[0].detach(), saved[1].detach(), saved[2].detach()
 
@@ -134,7 +138,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_gradients(head, again, saved[1:], dloss, size, None, wgrad=True)
 
             ctx.queue.put(wgrad, (*saved, dloss), head.output_layer)
-        dx = dx.to(rows.dtype).view(-1, *saved[0].shape[1:])
+        if dx is None:
+            return None, None, None, None, None
+        dx = dx.to(x.dtype).view(-1, *saved[0].shape[1:])
         collective = reduce_scatter if ctx.sp else all_reduce
         return collective(dx, ctx.tp, label=head.on_backward)[0], None, None, None, None
 

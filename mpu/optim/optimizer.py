@@ -69,7 +69,7 @@ class Optimizer:
         self.sink, self.grid, self.clip = sink, grid, clip
         grads = [bucket.grad_shard for bucket in sink.buckets]
         weights = [bucket.param_shard for bucket in sink.buckets]
-        self.offload = Offload(grads, weights) if cpu_offload else None
+        self.offload = Offload(grads, weights) if cpu_offload and grads else None
         if self.offload:
             grads, self._masters = self.offload.gradients, self.offload.masters
         else:  # masters of the owned part, in the accumulation dtype
@@ -78,10 +78,15 @@ class Optimizer:
         each = [[i] for i in range(len(grads))] if self.offload else [[*range(len(grads))]]
         self.segments: list[list[Segment]] = []  # of each bucket
         self.updaters: list[list[Updater]] = []  # of each of `each`, one a rule
+        # what a stage without an updater counts, as nothing trains in it
+        self._idle_steps = torch.zeros((), dtype=torch.float64, device=sink.device)
         self.plans = self._plans(groups)
         for buckets in each:
             self._add(buckets, grads, groups)
-        self.norm = GlobalNorm(module, sink.buckets, grid)
+        self.norm = GlobalNorm(module, sink.buckets, grid, sink.device)
+        self._norm_of_weights = self.norm
+        if sink.frozen.names:
+            self._norm_of_weights = GlobalNorm(module, sink.weight_buckets, grid, sink.device)
         # of the last `step`, before its scale and clipping: parts of the norm, and that scale
         self.grad_squares = torch.zeros(())
         self.grad_scale: Tensor | None = None
@@ -181,8 +186,11 @@ class Optimizer:
         return self.grad_squares.sum().sqrt()
 
     def params_norm(self) -> Tensor:
-        """Return the global norm of the (master) weights: a scalar on the device, fp64."""
-        return self.norm(self.masters)
+        """Return the global norm of the (master) weights, frozen ones too: a scalar on the device,
+        fp64.
+        """
+        frozen = [bucket.param_shard.to(self.sink.dtype) for bucket in self.sink.frozen_buckets]
+        return self._norm_of_weights([*self.masters, *frozen])
 
     def step(
         self, lr: float, decoupled_lr: float | None = None, scale: Tensor | None = None
@@ -218,6 +226,7 @@ class Optimizer:
         if self.state_offload:
             self.state_offload.arrive()
         (updaters,) = self.updaters
+        self._idle_steps += 1 - found_inf.double()
         for updater in updaters:
             updater.start(factor, found_inf)
         for updater in updaters:
@@ -271,13 +280,15 @@ class Optimizer:
     @property
     def steps(self) -> int:
         """Return the number of updates made, without skipped ones. Waits for the device."""
-        return self.updaters[0][0].steps
+        idle = self._idle_steps
+        return next((updater.steps for some in self.updaters for updater in some), int(idle))
 
     def loaded(self, steps: int) -> None:
         """Go on from loaded state that `steps` updates have made."""
+        self._idle_steps.fill_(steps)
         for updater in (updater for some in self.updaters for updater in some):
             updater.set_steps(steps)
-        if self.offload and self.sink.buckets[0].param_shard.dtype == self.sink.dtype:
+        if self.offload and all(b.param_shard.dtype == self.sink.dtype for b in self.sink.buckets):
             self.offload.masters_from_weights()  # the checkpoint has no separate masters
         if self.sink.amaxes is not None:
             self.sink.amaxes.loaded()
@@ -288,7 +299,7 @@ class Optimizer:
 
         gathered: of those too that are stored unsharded and owned in parts (gather_weights).
         """
-        for bucket in self.sink.buckets:
+        for bucket in self.sink.weight_buckets:
             if bucket.sharded or gathered and bucket.shard is not None:
                 own, first = bucket.param_shard, bucket.low
                 for name, low, high, start in bucket.owned():
@@ -316,11 +327,11 @@ class Optimizer:
 
     def tensors_by_kind(self) -> dict[str, list[Tensor | None]]:
         """Return the tensors that persist on this rank from step to step, by kind of memory."""
-        buckets = self.sink.buckets
+        buckets, every = self.sink.buckets, self.sink.weight_buckets
         segments = (segment for here in self.segments for segment in here)
         return {
             "parameters": [
-                *(t for b in buckets for t in (b.param_shard, b.weights)),
+                *(t for b in every for t in (b.param_shard, b.weights)),
                 *(
                     t
                     for b in buckets

@@ -11,6 +11,7 @@
     compute the output layer's weight gradients that waited (Schedule.deferred)
     Sends are asynchronous too (mpu/comm/p2p.py, SendQueue): they run under the next actions.
 
+A B sends no gradient to stages before the first in which anything trains: B and W do nothing there.
 With a single stage a schedule is gradient accumulation. The engine knows nothing of the model. It
 is given forward(chunk, micro_batch, hidden), which returns the output to hand on or, on the last
 stage, the loss to go backward from. Layers put weight gradients into the sink themselves.
@@ -18,7 +19,7 @@ stage, the loss to go backward from. Layers put weight gradients into the sink t
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -66,7 +67,8 @@ class Engine:
     of the hidden states that travel. schedule: the last one run. spans: None, or a list that each
     run replaces by its actions' (kind, chunk, micro_batch, begin, end) in seconds of
     time.perf_counter; BW is B and W in one. Of the time of an F with a B and its W the F is given a
-    third. What Schedule.deferred puts after the last action is in none of them.
+    third. What Schedule.deferred puts after the last action is in none of them. frozen: (pipeline
+    rank, chunk) of each stage in which nothing trains (mpu/zero/frozen.py).
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class Engine:
         dtype: torch.dtype,
         device: torch.device,
         interleaver: Interleaver | None = None,
+        frozen: Collection[tuple[int, int]] = (),
     ) -> None:
+        self.frozen = frozen
         self.grid, self.queue, self.monitor, self.interleaver = (
             grid,
             queue,
@@ -97,14 +101,16 @@ class Engine:
         returns [*shape] on every stage but the last, where it returns a scalar loss. during: words
         that follow the action in Monitor.action ("of iteration 7").
         """
-        steps = plan(schedule)[self.grid.pp.rank]
+        stages = range(schedule.stages)
+        first = next((s for s in stages if schedule.place(s) not in self.frozen), 0)
+        steps = plan(schedule, first)[self.grid.pp.rank]
         self.schedule, clock = schedule, None
         if self.spans is not None:
             clock = _CudaClock() if self.device.type == "cuda" else _Clock()
         polls = self.device.type == "cuda" and not self.grid.pp.staged
         with SendQueue(polls) if self.grid.pp.size > 1 else nullcontext() as send_queue:
             during = f" {during}" if during else ""
-            running = _Run(self, schedule, forward, shape, send_queue, during)
+            running = _Run(self, schedule, forward, shape, send_queue, during, first)
             for step in steps:
                 running.do(step, clock)
             running.drain()
@@ -174,9 +180,11 @@ class _Run:
         shape: tuple[int, ...],
         send_queue: SendQueue | None,  # None where one rank is the whole pipeline
         during: str,
+        first: int,  # the first stage in which anything trains
     ) -> None:
         self.engine, self.schedule, self.forward = engine, schedule, forward
         self.shape, self.send_queue, self.during = shape, send_queue, during
+        self.first = first
         self.rank, self.last = engine.grid.pp.rank, schedule.stages - 1
         self.training = any(action.kind == "B" for action in schedule.ranks[self.rank])
         self.arriving: dict[tuple[str, int, int], tuple[Tensor, Handle]] = {}
@@ -210,7 +218,7 @@ class _Run:
         elif kind == "B":
             out = self._backward(step, given, fused)
         else:
-            out = run_deferred(self.deferred.pop((chunk, i)))
+            out = run_deferred(self.deferred.pop((chunk, i), deque()))
         if clock:
             clock.note(name, chunk, i, begin, clock.now())
         if out is not None:
@@ -241,10 +249,10 @@ class _Run:
     def _forward(self, step: Step, hidden: Tensor | None) -> Tensor | None:
         _, chunk, i = step.action
         with torch.set_grad_enabled(self.training):
-            if hidden is not None and self.training:
+            if hidden is not None and self.training and step.stage > self.first:
                 self.inputs[chunk, i] = hidden.requires_grad_()
             out = self.forward(chunk, i, hidden)
-            if self.training:
+            if self.training and step.stage >= self.first:
                 self.outputs[chunk, i] = get_gradient_edge(out)
         return None if step.stage == self.last else out.detach()
 
@@ -257,6 +265,8 @@ class _Run:
 
     def _backward(self, step: Step, dy: Tensor | None, fused: bool) -> Tensor | None:
         _, chunk, i = step.action
+        if step.stage < self.first:
+            return None
         queue, edge = self.engine.queue, self.outputs.pop((chunk, i))
         defers = not fused or (step.stage == self.last and i < self.schedule.deferred)
         if defers:
@@ -279,7 +289,7 @@ class _Run:
         """Return the input of an F or B (None at the model's ends), waiting for its message."""
         action, stage = step.action, step.stage
         kind, chunk, i = action
-        if stage == (0 if kind == "F" else self.last):
+        if stage == (0 if kind == "F" else self.last) or (kind == "B" and stage < self.first):
             return None
         if action in self.local:
             return self.local.pop(action)

@@ -37,8 +37,10 @@ class Step(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
+def plan(schedule: Schedule, first: int = 0) -> tuple[tuple[Step, ...], ...]:
     """Return each rank's actions with the receives to post before each and the send after it.
+
+    first: the first stage in which anything trains. No gradient is sent to a stage before it.
 
     All come from one linear order of the whole (see blocking_steps), in which no blocking
     point-to-point can deadlock. Receives, which do not block, are then posted one action earlier
@@ -48,6 +50,10 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
     their order on each pair of ranks, and never part a B from its W in a schedule that is not
     split, nor an F from the B that it overlaps.
     """
+
+    def moves(message: Message) -> bool:
+        return message.kind == "F" or schedule.stage(message.to, message.chunk) >= first
+
     hoisted, blocking = [], blocking_steps(schedule)
     needed = last_needed(schedule)
     for number, rank in enumerate(blocking):
@@ -55,12 +61,16 @@ def plan(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
         for n, step in enumerate(rank):
             if step.receives:
                 before = schedule.begin(number, max(n - 1, 0))
-                for message in step.receives:
+                for message in filter(moves, step.receives):
                     receives[before if needed[message] < before else n] += (message,)
         stages = [schedule.stage(number, chunk) for chunk in range(schedule.chunks)]
         hoisted.append(
             tuple(
-                Step(step.action, earlier, step.sends, stages[step.action.chunk], step.overlapped)
+                step._replace(
+                    receives=earlier,
+                    sends=step.sends if step.sends and moves(step.sends) else None,
+                    stage=stages[step.action.chunk],
+                )
                 for step, earlier in zip(rank, receives, strict=True)
             )
         )

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One bucket: the flat weights and gradients of some parameters, and their life in a step.
 
+A ParamBucket has the weights alone, which is all that frozen parameters have; a ParamAndGradBucket
+adds the gradients:
+
     begin_step             nothing is written; the uses that will give a gradient are counted
     open_grad              main gradients have memory (from stage 2 on it comes and goes)
     register_grad_ready    one use has given its gradient; is_ready: all have
@@ -16,7 +19,7 @@ From ZeRO stage 1 on each rank owns an equal part [low, high) of every bucket. A
     3   as 2, but its part of the weights; a block's are gathered for use (mpu/zero/gather.py)
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,45 +60,34 @@ class LiveBytes:
         self.peak = max(self.peak, self.now)
 
 
-class ParamAndGradBucket:
-    """The flat weights and gradients of some parameters, and the progress of the gradients' sum.
+class ParamBucket:
+    """The flat weights of some parameters, in their own dtype.
 
-    params: parameters by name. uses: gradients that they give in one micro-batch. reduction,
-    reduce_axes: over which ranks their gradients are summed. main: the main gradients that layers
-    find (GradientSink.main); only open buckets have entries. live: counts the bytes of whole
-    gradients, from stage 2 on.
+    params: parameters by name. shared: the ranks that share it, None where this rank owns all of
+    it.
     """
 
     def __init__(
-        self,
-        layout: BucketLayout,
-        params: Mapping[str, nn.Parameter],
-        uses: int,
-        reduction: Reduction,
-        reduce_axes: tuple[Axis, ...],
-        main: dict[nn.Parameter, Tensor],
-        live: LiveBytes,
+        self, layout: BucketLayout, params: Mapping[str, nn.Parameter], shared: Axis | None
     ) -> None:
-        self.layout, self.uses = layout, uses
+        self.layout, self.shard = layout, shared
         self.params = [(name, params[name], offset) for name, offset, _ in layout.params]
-        self.reduction, self.reduce_axes = reduction, reduce_axes
-        self._main, self._live = main, live
-        self.shard = reduction.shard if reduction.zero_stage else None  # ranks that share it
         self.low = self.shard.rank * layout.own if self.shard else 0  # this rank owns [low, high)
         self.high = self.low + layout.own
+        self.block: Sequence[ParamBucket] = (self,)  # at stage 3: those that are gathered together
         self.float8: Float8Weights | None = None  # where the weights travel in float8
         self.state: BucketState | None = None  # where it is in host memory between steps
         self.weights: Tensor | None = None  # all of them, while they are whole
         self.gathering: Handle = DONE  # the gather of the weights
         self.users = 0  # sharded: uses that have begun and not ended
-        self.rounds = 0  # sums that are still to start in this step
         self.waiting = 0  # uses whose gradients are still to come before the next sum
-        self.plain = False  # a weight of it is used in plain autograd, without the sink
-        self._summed = False  # grad_shard holds the sum of an earlier micro-batch
-        self._steps: Iterator[Handle] = iter(())  # the collectives of its sum
-        self._handle: Handle | None = None  # the collective that is under way
-        self._leaving = 0  # bytes of whole gradients that are freed when it is over
-        self._allocate()
+        _, first, _ = self.params[0]
+        if self.sharded:
+            self.param_shard = first.new_zeros(self.high - self.low, requires_grad=False)
+        else:
+            weights = first.new_zeros(self.length, requires_grad=False)
+            self.view_params_in(weights, copy=True)
+            self.param_shard = weights[self.low : self.high]
 
     @property
     def length(self) -> int:
@@ -106,26 +98,6 @@ class ParamAndGradBucket:
     def sharded(self) -> bool:
         """Return whether a rank keeps its share of the weights alone."""
         return self.layout.sharded
-
-    def _allocate(self) -> None:
-        """Allocate the memory that stays, and move whole weights into it."""
-        _, first, _ = self.params[0]
-        dtype, device, how = first.dtype, first.device, self.reduction
-        self.grad: Tensor | None = None  # this rank's own sum over micro-batches, while it exists
-        if how.zero_stage < 2:
-            self.grad = torch.zeros(self.length, dtype=how.main_dtype, device=device)
-        if self.grad is not None and how.main_dtype == how.dtype:
-            self.grad_shard = self.grad[self.low : self.high]  # the sum of [low, high)
-        else:
-            self.grad_shard = torch.zeros(self.high - self.low, dtype=how.dtype, device=device)
-        if self.sharded:
-            self.param_shard = torch.zeros(self.high - self.low, dtype=dtype, device=device)
-        else:
-            weights = torch.zeros(self.length, dtype=dtype, device=device)
-            self.view_params_in(weights, copy=True)
-            self.param_shard = weights[self.low : self.high]
-        if self.grad is not None:
-            self.open_grad()
 
     def view_params_in(self, flat: Tensor, copy: bool = False) -> None:
         """Make the parameters views of `flat`; copy: keep their values."""
@@ -145,6 +117,45 @@ class ParamAndGradBucket:
             low, high = max(start, self.low), min(start + param.numel(), self.high)
             if low < high:
                 yield name, low, high, start
+
+
+class ParamAndGradBucket(ParamBucket):
+    """The flat weights and gradients of some parameters, and the progress of the gradients' sum.
+
+    uses: gradients that the parameters give in one micro-batch. reduction, reduce_axes: over which
+    ranks their gradients are summed. main: the main gradients that layers find (GradientSink.main);
+    only open buckets have entries. live: counts the bytes of whole gradients, from stage 2 on.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        params: Mapping[str, nn.Parameter],
+        uses: int,
+        reduction: Reduction,
+        reduce_axes: tuple[Axis, ...],
+        main: dict[nn.Parameter, Tensor],
+        live: LiveBytes,
+    ) -> None:
+        super().__init__(layout, params, reduction.shard if reduction.zero_stage else None)
+        self.uses, self.reduction, self.reduce_axes = uses, reduction, reduce_axes
+        self._main, self._live = main, live
+        self.rounds = 0  # sums that are still to start in this step
+        self.plain = False  # a weight of it is used in plain autograd, without the sink
+        self._summed = False  # grad_shard holds the sum of an earlier micro-batch
+        self._steps: Iterator[Handle] = iter(())  # the collectives of its sum
+        self._handle: Handle | None = None  # the collective that is under way
+        self._leaving = 0  # bytes of whole gradients that are freed when it is over
+        device, how = self.param_shard.device, reduction
+        self.grad: Tensor | None = None  # this rank's own sum over micro-batches, while it exists
+        if how.zero_stage < 2:
+            self.grad = torch.zeros(self.length, dtype=how.main_dtype, device=device)
+        if self.grad is not None and how.main_dtype == how.dtype:
+            self.grad_shard = self.grad[self.low : self.high]  # the sum of [low, high)
+        else:
+            self.grad_shard = torch.zeros(self.high - self.low, dtype=how.dtype, device=device)
+        if self.grad is not None:
+            self.open_grad()
 
     def begin_step(self, micro_batches: int, each: bool) -> None:
         """Start a step; each: buckets are summed after every micro-batch, else after the last.

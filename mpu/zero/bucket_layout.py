@@ -13,6 +13,9 @@ that a share is whole blocks. A bucket has
     late            parameters whose gradients come when backward is over (a deferred output layer)
     last            parameters whose gradient is summed over another axis too (tied embeddings over
                     the ends of a pipeline, norms under sequence parallelism), one bucket an axis
+
+Frozen parameters (requires_grad is False) share buckets with one another alone. Such a bucket has
+weights and nothing else. Below stage 3 no rank owns a part of it, as nobody updates it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -80,6 +83,7 @@ class ParamEntry(NamedTuple):
     (mpu/zero/float8_gather.py). agreed: the ranks of `cut` agree on these scales too. matrix: it
     has two dimensions. cut: the axis that cuts it. group: the group that the model puts it in, for
     the optimizer. late: its last gradient comes after those of all other parameters of the rank.
+    frozen: it has no gradient. It is summed over no axes, then, and does not travel in float8.
     """
 
     name: str
@@ -93,6 +97,11 @@ class ParamEntry(NamedTuple):
     group: str = ""
     agreed: bool = False
     late: bool = False
+    frozen: bool = False
+
+    def as_frozen(self) -> "ParamEntry":
+        """Return what a frozen parameter has of this."""
+        return self._replace(axes=(), rows=0, scales=0, agreed=False, late=False, frozen=True)
 
 
 def entries_of(
@@ -109,21 +118,20 @@ def entries_of(
         how = getattr(param, "float8_rows", None)
         rows, scales = (how.nbytes, how.count) if how else (0, 0)
         chunk, matrix = chunk_of(name), param.dim() > 1
-        found.append(
-            ParamEntry(
-                name=name,
-                numel=param.numel(),
-                chunk=chunk,
-                axes=axes,
-                rows=rows,
-                scales=scales,
-                matrix=matrix,
-                cut=place.axis.name,
-                group=group_of(param),
-                agreed=bool(how and how.shared),
-                late=getattr(param, "late", False) and not axes,
-            )
+        entry = ParamEntry(
+            name=name,
+            numel=param.numel(),
+            chunk=chunk,
+            axes=axes,
+            rows=rows,
+            scales=scales,
+            matrix=matrix,
+            cut=place.axis.name,
+            group=group_of(param),
+            agreed=bool(how and how.shared),
+            late=getattr(param, "late", False) and not axes,
         )
+        found.append(entry if param.requires_grad else entry.as_frozen())
     return found
 
 
@@ -132,7 +140,7 @@ class BucketLayout(NamedTuple):
 
     axes: over which its gradients are summed before the ranks of `sharing`. rows, scales: sums of
     its parameters'; 0 unless it travels in float8. unsharded: its weights stay unsharded at stage
-    3. groups: those of its parameters. late: as ParamEntry has it, of all of them.
+    3. groups: those of its parameters. late, frozen: as ParamEntry has them, of all of them.
     """
 
     params: tuple[tuple[str, int, int], ...]
@@ -144,6 +152,7 @@ class BucketLayout(NamedTuple):
     sharing: Sharing = Sharing()
     groups: tuple[str, ...] = ()
     late: bool = False
+    frozen: bool = False
 
     @property
     def own(self) -> int:
@@ -208,7 +217,7 @@ def make_buckets(
     entries = [low if low.axes or not stage[low.cut] else entry for entry, low in pairs]
     groups: list[list[ParamEntry]] = []
     summed_twice: dict[tuple[tuple[str, ...], str], list[ParamEntry]] = {}
-    latest: dict[tuple[str, str], list[ParamEntry]] = {}  # the group that a kind adds to
+    latest: dict[tuple[str, str, bool], list[ParamEntry]] = {}  # the group that a kind adds to
     unsharded = unsharded_vectors([entry for entry in entries if stage[entry.cut] == 3])
     ordered = sorted(reversed(entries), key=lambda e: (e.late, -e.chunk))
     for entry in ordered:
@@ -223,7 +232,7 @@ def make_buckets(
             if entry.scales and not by_block
             else ""
         )
-        kind = how, entry.cut
+        kind = how, entry.cut, entry.frozen
         group = latest.get(kind, [])
         other = group and (group[-1].chunk, group[-1].late) != (entry.chunk, entry.late)
         if by_block and how != "unsharded":
@@ -266,7 +275,9 @@ def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
 
 
 def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, unsharded: bool) -> BucketLayout:
-    offset, params = 0, []
+    offset, params, frozen = 0, [], group[0].frozen
+    if frozen and (unsharded or sharing.zero_stage < 3):
+        sharing = sharing._replace(zero_stage=0)
     for entry in group:
         params.append((entry.name, offset, entry.numel))
         offset += -(-entry.numel // BLOCK) * BLOCK
@@ -283,6 +294,7 @@ def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, unsharded: bool) -
         sharing=sharing,
         groups=tuple(entry.group for entry in group),
         late=group[0].late,
+        frozen=frozen,
     )
 
 
@@ -317,20 +329,24 @@ def memory(
 
     Where main gradients are narrower, stages 0 and 1 also have the sums: L or share accumulate. At
     stage 3 buckets that are summed over another axis keep unsharded weights (docs/design.md says
-    why). Weights that travel in float8 are stored as at stage 3, with a byte more for each element
-    of the share, the bytes of all scales and, at stages 1 and 2, of all rows.
+    why). Frozen parameters have weights alone, L below stage 3. Weights that travel in float8 are
+    stored as at stage 3, with a byte more for each element of the share, the bytes of all scales
+    and, at stages 1 and 2, of all rows.
     """
     kinds = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
     for layout in layouts:
         own, stage = layout.own, layout.sharing.zero_stage
         kinds["parameters"] += (own if layout.sharded else layout.length) * weight
+        if layout.frozen:
+            continue
         if layout.scales:
             kinds["parameters"] += own + layout.scales + (layout.rows if stage < 3 else 0)
         kinds["gradients"] += own * accumulate if stage >= 2 else layout.length * gradient
         if stage < 2 and gradient < accumulate:
             kinds["gradients"] += own * accumulate
         kinds["masters"] += own * accumulate if weight < accumulate else 0
-    kinds["moments"] = _state_bytes(layouts, state, ranks, separate)
+    trained = [layout for layout in layouts if not layout.frozen]
+    kinds["moments"] = _state_bytes(trained, state, ranks, separate)
     return kinds
 
 

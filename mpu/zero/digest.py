@@ -87,7 +87,7 @@ class StateDigest:
     def __init__(self, grid: Grid, optimizer: Any, table: Mapping[str, Sequence[str]]) -> None:
         self.grid, self.optimizer = grid, optimizer
         buckets: Sequence[ParamAndGradBucket] = optimizer.sink.buckets
-        self.device = buckets[0].param_shard.device
+        self.device = optimizer.sink.device
         own = [n for b in buckets for name, _, _ in b.params for n in table[name]]
         for axis in (grid.pp, grid.ep):
             texts = gather_bytes("\n".join(own).encode(), axis, self.device)

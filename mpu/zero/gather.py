@@ -4,6 +4,7 @@
     acquire(block i)    reshard blocks that are out of use; unshard block i unless that has begun,
                         and block i+1 where gathers run ahead; the caller waits for block i's
 
+A block has several buckets where it mixes frozen and trained weights, which share no bucket.
 The next block is known from an earlier pass of the same kind: the order of uses, forward and
 backward, is recorded and followed. Where it differs a block is gathered when it is asked for, and
 the new order is recorded. All ranks use their blocks in one order, so they gather in one order.
@@ -15,7 +16,7 @@ import torch
 
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Label
-from mpu.zero.bucket import ParamAndGradBucket
+from mpu.zero.bucket import ParamBucket
 
 
 class Gatherer:
@@ -28,12 +29,12 @@ class Gatherer:
 
     def __init__(self, ahead: bool, keep: bool) -> None:
         self.ahead, self.keep = ahead, keep
-        self.unsharded: list[ParamAndGradBucket] = []
+        self.unsharded: list[ParamBucket] = []
         self.peak = 0
-        self._current: ParamAndGradBucket | None = None
-        self._order: list[ParamAndGradBucket] = []  # uses in this pass
-        self._known: list[ParamAndGradBucket] = []  # uses in the last pass of this kind
-        self._kind, self._orders = 0, dict[int, list[ParamAndGradBucket]]()
+        self._current: ParamBucket | None = None
+        self._order: list[ParamBucket] = []  # uses in this pass
+        self._known: list[ParamBucket] = []  # uses in the last pass of this kind
+        self._kind, self._orders = 0, dict[int, list[ParamBucket]]()
 
     def begin_pass(self, kind: int) -> None:
         """Begin a pass; kind: the number of micro-batches of a step, or 0 outside of steps."""
@@ -44,31 +45,34 @@ class Gatherer:
             assert not bucket.users, "a weight is in use at the end of a pass"
             self.reshard(bucket)
 
-    def acquire(self, bucket: ParamAndGradBucket) -> None:
+    def acquire(self, bucket: ParamBucket) -> None:
         """Begin a use: start the gathers of this bucket and, if `ahead`, of the next one."""
         bucket.users += 1
-        if bucket is self._current:
+        if self._current is not None and bucket.block is self._current.block:
             return
         following = self._follow(bucket) if self.ahead else None
+        needed = [*bucket.block, *(following.block if following else ())]
         for other in list(self.unsharded):
-            busy = other.users or (self.keep and other.waiting)
-            if not busy and other not in (bucket, following):
+            busy = any(each.users or (self.keep and each.waiting) for each in other.block)
+            if not busy and other not in needed:
                 self.reshard(other)
         self._current = bucket
-        for needed in (bucket, following):
-            if needed is not None and needed.weights is None:
-                self.unshard(needed)
+        for each in needed:
+            if each.weights is None:
+                self.unshard(each)
 
-    def end_use(self, bucket: ParamAndGradBucket) -> None:
+    def end_use(self, bucket: ParamBucket) -> None:
         """End a use; the weights are freed when another block is used."""
         bucket.users -= 1
 
-    def reshard_if_unused(self, bucket: ParamAndGradBucket) -> None:
-        """Free the weights of a bucket that this step needs no more, unless they are in use."""
-        if bucket in self.unsharded and not bucket.users:
+    def reshard_if_unused(self, bucket: ParamBucket) -> None:
+        """Free the weights of a bucket that this step needs no more, unless they are in use, or are
+        gathered together with others.
+        """
+        if bucket in self.unsharded and not bucket.users and len(bucket.block) == 1:
             self.reshard(bucket)
 
-    def _follow(self, bucket: ParamAndGradBucket) -> ParamAndGradBucket | None:
+    def _follow(self, bucket: ParamBucket) -> ParamBucket | None:
         """Record a use; return the bucket that was used next in the last pass of this kind."""
         at = len(self._order)
         self._order.append(bucket)
@@ -76,7 +80,7 @@ class Gatherer:
             self._known = []
         return self._known[at + 1] if at + 1 < len(self._known) else None
 
-    def unshard(self, bucket: ParamAndGradBucket) -> None:
+    def unshard(self, bucket: ParamBucket) -> None:
         """Start the gather of a bucket's weights; wait for `bucket.gathering` before their use."""
         if bucket.float8 is not None:
             bucket.float8.gather()
@@ -90,15 +94,15 @@ class Gatherer:
         live = sum(b.layout.rows or b.length * b.param_shard.itemsize for b in self.unsharded)
         self.peak = max(self.peak, live)
 
-    def reshard(self, bucket: ParamAndGradBucket) -> None:
+    def reshard(self, bucket: ParamBucket) -> None:
         """Free a bucket's whole weights."""
         _hide(bucket)
         self.unsharded.remove(bucket)
-        if bucket is self._current:
+        if self._current in bucket.block:
             self._current = None
 
 
-def fill(buckets: Sequence[ParamAndGradBucket]) -> Iterator[set[str]]:
+def fill(buckets: Sequence[ParamBucket]) -> Iterator[set[str]]:
     """Yield the parameter names of each sharded bucket in turn.
 
     These parameters may be written until the next names are asked for; then this rank keeps its
@@ -113,7 +117,7 @@ def fill(buckets: Sequence[ParamAndGradBucket]) -> Iterator[set[str]]:
             _hide(bucket)
 
 
-def _hide(bucket: ParamAndGradBucket) -> None:
+def _hide(bucket: ParamBucket) -> None:
     """Free the whole weights; the parameters read as NaN until the next gather."""
     bucket.gathering.wait()
     bucket.weights = None

@@ -76,7 +76,7 @@ class GradientCheck:
             for name, param, start in bucket.params:
                 self._partial[name] = sketch(bucket.grad[start : start + param.numel()])
 
-    def finish(self, buckets: Sequence[ParamAndGradBucket]) -> bool:
+    def finish(self, buckets: Sequence[ParamAndGradBucket], device: torch.device) -> bool:
         """Compare, after all sums. Return whether nothing is left to look at.
 
         Raises PlacementError, on every rank, for gradients that should agree and do not.
@@ -118,7 +118,7 @@ class GradientCheck:
                     )
         self._partial.clear()
         self.unwritten.clear()
-        return self._report(errors, warnings, pending, buckets[0].grad_shard.device)
+        return self._report(errors, warnings, pending, device)
 
     def _sketches(
         self, buckets: Sequence[ParamAndGradBucket], axis: Axis

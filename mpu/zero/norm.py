@@ -17,8 +17,8 @@ from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
 from mpu.comm.transport import Axis, Label
 from mpu.grid import Grid
 from mpu.param import placement_of
-from mpu.zero.bucket import ParamAndGradBucket
-from mpu.zero.bucket_layout import BLOCK
+from mpu.zero.bucket import ParamBucket
+from mpu.zero.bucket_layout import BLOCK, Sharing
 
 NORM = Label("optimizer", "norm")
 
@@ -27,17 +27,22 @@ class GlobalNorm:
     """Takes the 2-norm of flat tensors, one a bucket: the part of it that this rank owns.
 
     Each element of the model counts once: what several ranks hold is counted by the first of them.
-    names: of the whole model's parameters, sorted. numels: how many elements each has, on all ranks
-    together and without padding.
+    buckets: of the parameters in question; a stage of the pipeline may have none. names: of all
+    stages' parameters, sorted. numels: how many elements each has, on all ranks together and
+    without padding.
     """
 
     def __init__(
-        self, module: nn.Module, buckets: Sequence[ParamAndGradBucket], grid: Grid
+        self,
+        module: nn.Module,
+        buckets: Sequence[ParamBucket],
+        grid: Grid,
+        device: torch.device,
     ) -> None:
-        self.pp = grid.pp
-        cuts = dict.fromkeys(bucket.layout.sharing.cut for bucket in buckets)
-        self._parts = [_Part(module, buckets, grid.data(cut).cut) for cut in cuts]
-        device = buckets[0].param_shard.device
+        self.pp, self._device = grid.pp, device
+        ways = dict.fromkeys(bucket.layout.sharing for bucket in buckets)
+        parts = [_Part(module, buckets, how, grid.data(how.cut).cut) for how in ways]
+        self._parts = [part for part in parts if part.names]  # else the first end counts them
         # names are the same in every layout
         numels = {name: prod(placement_of(p).shape) for name, p in module.named_parameters()}
         text = "\n".join(f"{name} {numels[name]}" for part in self._parts for name in part.names)
@@ -55,12 +60,9 @@ class GlobalNorm:
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the square of each parameter's norm, in fp64, in the order of `names`."""
-        every = None
+        every = torch.zeros(len(self.names), dtype=torch.float64, device=self._device)
         for part, row in zip(self._parts, self._rows, strict=True):
-            found = part.squares(tensors)
-            every = found.new_zeros(len(self.names)) if every is None else every
-            every[row] = found
-        assert every is not None, "there is no bucket"
+            every[row] = part.squares(tensors)
         return sum_in_order(every, self.pp, NORM)
 
 
@@ -68,10 +70,10 @@ class _Part:
     """The parameters that one axis cuts, in the buckets that the same ranks share."""
 
     def __init__(
-        self, module: nn.Module, buckets: Sequence[ParamAndGradBucket], cut: Axis
+        self, module: nn.Module, buckets: Sequence[ParamBucket], how: Sharing, cut: Axis
     ) -> None:
         self.cut = cut
-        self._at = [i for i, b in enumerate(buckets) if b.layout.sharing.cut == cut.name]
+        self._at = [i for i, bucket in enumerate(buckets) if bucket.layout.sharing == how]
         mine = [buckets[i] for i in self._at]
         self._shard = mine[0].shard
         where: dict[nn.Parameter, list[int]] = {}  # its blocks among all that are gathered

@@ -8,7 +8,8 @@ bucket's state, mpu/zero/reduce.py sums it.
     finish_grad_sync()    sum the last buckets over their extra axis too, wait for all sums
 
 A bucket leaves when the sum of its gradients starts. ready(p) is register_grad_ready(p): a use of
-parameter p has given its gradient.
+parameter p has given its gradient. Frozen parameters are in buckets of their own, `frozen_buckets`,
+which have weights alone and which nobody sums.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -21,16 +22,18 @@ from mpu.comm.transport import Axis, Label
 from mpu.gradients import GradientSink
 from mpu.grid import DATA, Grid
 from mpu.param import Placement, PlacementError, placement_of
-from mpu.zero.bucket import LiveBytes, ParamAndGradBucket
+from mpu.zero.bucket import LiveBytes, ParamAndGradBucket, ParamBucket
 from mpu.zero.bucket_layout import (
     Sharing,
     ZeroConfig,
     automatic_size,
+    block_of,
     entries_of,
     make_buckets,
     sharing_of,
 )
 from mpu.zero.float8_gather import Float8Gather, of_buckets
+from mpu.zero.frozen import Frozen, agree
 from mpu.zero.gather import Gatherer, fill
 from mpu.zero.gradient_check import GradientCheck, unregistered
 from mpu.zero.reduce import Reduction
@@ -65,13 +68,16 @@ class ParamAndGradBuffer(GradientSink):
         self.zero_stage = max(shared.zero_stage for shared in self._sharing.values())
         self.each = config.reduce_each_micro_batch and self.zero_stage >= 2
         self.buckets: list[ParamAndGradBucket] = []
+        self.frozen_buckets: list[ParamBucket] = []
+        self.frozen = Frozen()  # what of the whole model
+        self.device = torch.device("cpu")  # the weights'
         self.live = LiveBytes()  # bytes of whole gradients, at stages 2 and 3
         self.check: GradientCheck | None = None  # in a run's first step
         self.gatherer: Gatherer | None = None
         if self.zero_stage == 3:
             self.gatherer = Gatherer(config.overlap_param_gather, config.keep_unsharded)
         self.float8: list[Float8Gather] = []  # one for each set of ranks that share buckets
-        self._bucket_of: dict[nn.Parameter, ParamAndGradBucket] = {}
+        self._bucket_of: dict[nn.Parameter, ParamBucket] = {}
         self._uses: dict[nn.Parameter, int] = {}
         self._row_sums: dict[nn.Parameter, Tensor] = {}  # see add_rows
         self._early: list[ParamAndGradBucket] = []  # those that may leave during backward
@@ -88,11 +94,12 @@ class ParamAndGradBuffer(GradientSink):
         """Build the buckets for a module's parameters.
 
         A parameter counts one use for each module that registers it (a tied one has two). A module
-        with a weight is therefore called once in a forward.
+        with a weight is therefore called once in a forward. A parameter with requires_grad False is
+        frozen: it has weights in a bucket, and no gradient.
 
         chunk_of(name): the pipeline chunk that a parameter belongs to; chunks share no bucket. A
         plain nn.Parameter is taken as replicated over tp. Raises PlacementError where a module
-        holds a tensor that wants a gradient and is not registered.
+        holds a tensor that wants a gradient and is not registered, and as `agree` does.
         """
         if hidden := unregistered(module):
             raise PlacementError(
@@ -118,15 +125,21 @@ class ParamAndGradBuffer(GradientSink):
                     )
             extra = tuple(a for a in placement_of(param).reduce_axes if a.size > 1)
             axes[tuple(a.name for a in extra)] = extra
+        self.device = next(iter(params.values())).device
+        self.frozen = agree(params, chunk_of, self.grid, self.device)
         entries = entries_of(params.items(), chunk_of)
         self.bucket_size = self.config.bucket_size
         if not self.bucket_size:  # the pipeline rank with most parameters sets it for all
             own = str(sum(entry.numel for entry in entries)).encode()
-            device = next(iter(params.values())).device
-            every = gather_bytes(own, self.grid.pp, device)
+            every = gather_bytes(own, self.grid.pp, self.device)
             self.bucket_size = automatic_size(max(map(int, every)))
         for layout in make_buckets(entries, self.bucket_size, self._sharing):
             in_bucket = [params[name] for name, _, _ in layout.params]
+            if layout.frozen:
+                shared = self._reduction[layout.sharing.cut].shard if layout.sharded else None
+                self.frozen_buckets.append(ParamBucket(layout, params, shared))
+                self._bucket_of |= dict.fromkeys(in_bucket, self.frozen_buckets[-1])
+                continue
             bucket = ParamAndGradBucket(
                 layout,
                 params,
@@ -143,6 +156,16 @@ class ParamAndGradBuffer(GradientSink):
             b for b in self.buckets if not b.reduce_axes and b.reduction.zero_stage >= stage
         ]
         self.float8 = of_buckets(self.buckets, self.grid, at_once=self.gatherer is None)
+        blocks: dict[tuple[str, str], list[ParamBucket]] = {}
+        for each in self.weight_buckets if self.frozen_buckets else ():
+            if each.sharded and (block := block_of(each.layout.params[0][0])):
+                each.block = blocks.setdefault((block, each.layout.sharing.cut), [])
+                each.block.append(each)
+
+    @property
+    def weight_buckets(self) -> list[ParamBucket]:
+        """Return all buckets, those of frozen parameters last."""
+        return [*self.buckets, *self.frozen_buckets]
 
     def fill(self) -> Iterator[set[str]]:
         """Yield the names of parameters that may be written until the next names are asked for.
@@ -150,7 +173,7 @@ class ParamAndGradBuffer(GradientSink):
         Whole weights come at once, then those of stage 3 by bucket; this rank keeps its part.
         """
         yield self.unsharded_names()
-        yield from fill(self.buckets)
+        yield from fill(self.weight_buckets)
         self.requantise()
 
     def requantise(self) -> None:
@@ -180,16 +203,15 @@ class ParamAndGradBuffer(GradientSink):
     def holders(self, param: nn.Parameter) -> Axis:
         """Return the data-parallel ranks that keep the same elements of a parameter's state."""
         bucket = self._bucket_of[param]
-        if bucket.shard is not None:
-            return bucket.reduction.replicate
-        return self.grid.data(bucket.layout.sharing.cut).every
+        data = self.grid.data(bucket.layout.sharing.cut)
+        return data.every if bucket.shard is None else data.replicate
 
     def unsharded_names(self, gathered: bool = True) -> set[str]:
         """Return the names of the parameters whose weights this rank keeps whole.
 
         gathered: those too that gather_weights makes whole.
         """
-        buckets = (b for b in self.buckets if not b.sharded and (gathered or b.shard is None))
+        buckets = (b for b in self.weight_buckets if not b.sharded and (gathered or not b.shard))
         return {name for bucket in buckets for name, _, _ in bucket.params}
 
     def acquire(self, param: nn.Parameter) -> Tensor:
@@ -223,14 +245,22 @@ class ParamAndGradBuffer(GradientSink):
         self._next, self._last = 0, None
         for bucket in self.buckets:
             bucket.begin_step(micro_batches, self.each)
+        for frozen in self.frozen_buckets:
+            frozen.waiting = 1  # its weights may be used until the step's end
         if self.gatherer:
             self.gatherer.begin_pass(micro_batches)
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
         """Return the parameter's part of its bucket's gradients, allocating these if need be."""
         if param not in self.main:
-            self._bucket_of[param].open_grad()
+            self._of(param).open_grad()
         return self.main[param]
+
+    def _of(self, param: nn.Parameter) -> ParamAndGradBucket:
+        """Return the bucket that a gradient goes to."""
+        bucket = self._bucket_of[param]
+        assert isinstance(bucket, ParamAndGradBucket), "a frozen parameter gets a gradient"
+        return bucket
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
         """Add grad[i] to row rows[i]: rows [n], grad [n, h].
@@ -248,7 +278,7 @@ class ParamAndGradBuffer(GradientSink):
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
         """Count the use, and start the sums of ready buckets, in one order on every rank."""
-        self._bucket_of[param].register_grad_ready()
+        self._of(param).register_grad_ready()
         while (self.config.overlap_grad_reduce or self.each) and self._next < len(self._early):
             bucket = self._early[self._next]
             if not bucket.is_ready:
@@ -309,8 +339,9 @@ class ParamAndGradBuffer(GradientSink):
                 self._leave(bucket)
         for bucket in self.buckets:
             bucket.wait()
-            bucket.waiting = 0
+        for each in self.weight_buckets:
+            each.waiting = 0
         if self.gatherer:
             self.gatherer.begin_pass(0)
-        if self.check and self.check.finish(self.buckets):
+        if self.check and self.check.finish(self.buckets, self.device):
             self.check = None

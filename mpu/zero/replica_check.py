@@ -90,10 +90,10 @@ class ReplicaCheck:
         """Yield (parameter, kind, values, axes whose ranks hold the same) of what has replicas."""
         sink, grid = self.optimizer.sink, self.grid
         sink.wait_for_weights()
-        params = {name: p for bucket in sink.buckets for name, p, _ in bucket.params}
+        params = {name: p for bucket in sink.weight_buckets for name, p, _ in bucket.params}
         found = [
             (name, "weight", param.data, grid.data(bucket.layout.sharing.cut).every)
-            for bucket in sink.buckets
+            for bucket in sink.weight_buckets
             if not bucket.sharded
             for name, param, _ in bucket.params
         ]
@@ -128,7 +128,7 @@ class ReplicaCheck:
     def run(self) -> list[Difference]:
         """Compare now, on every rank; return the differences, the surest first, the same on all."""
         label = Label(self, "replica check")
-        device = self.optimizer.sink.buckets[0].param_shard.device
+        device = self.optimizer.sink.device
         rows, seen = self.hashes(), []
         for name in REPLICATED:
             axis: Axis = getattr(self.grid, name)

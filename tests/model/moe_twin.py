@@ -30,8 +30,10 @@ class ExpertTwin(Twin):
         tied: bool = False,
         layers: int = 3,
         parts: list[list[int]] | None = None,
+        file: str = FILE,
+        **more: Any,
     ):
-        super().__init__(tied, layers, ROWS, FILE, moe=moe)
+        super().__init__(tied, layers, ROWS, file, moe=moe, **more)
         self.moe, self.b = moe, b
         self.margin, self.counts, self.own = float("inf"), {}, 0.0
         self.parts, self.dropped = parts, 0

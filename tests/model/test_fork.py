@@ -114,7 +114,7 @@ def train_steps(comm, path: str, tp: int, pp: int, zero: int, steps: int = 2) ->
     losses = train(run, steps)
     grads = {
         name: grad.tolist()
-        for name, grad in gathered(run.sink, "grad_shard").items()
+        for name, grad in gathered(run.sink.buckets, "grad_shard").items()
         if "gain" in name or "temperature" in name
     }
     return {"losses": losses, "grads": grads}

@@ -8,6 +8,7 @@ sizes of 3 and 5, a vocabulary of 97 padded to a multiple of 3 t.
 """
 
 import itertools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,6 @@ from mpu.layers.linear import use_overlap
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.overlap.choices import METHODS, OverlapMap
 from mpu.param import placement_of, unique_parameters
-from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.arguments import (
     BatchConfig,
     DataConfig,
@@ -205,28 +205,34 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
         losses.append(loss.item())
         norms.append(norm.item())
     run.sink.wait_for_weights()
-    gathered_weights, sums = gathered(run.sink, "param_shard"), gathered(run.sink, "grad_shard")
-    for bucket in run.sink.buckets:
+    gathered_weights = gathered(run.sink.weight_buckets, "param_shard")
+    sums = gathered(run.sink.buckets, "grad_shard")
+    for bucket in run.sink.weight_buckets:
         for name, param, _ in bucket.params:
             if bucket.weights is not None:
                 assert torch.equal(param, gathered_weights[name]), "the weights were not gathered"
-    grads, names = [], load_model_file(config.model.model_file).hf_names(run.model)
+    grads, held, names = [], [], load_model_file(config.model.model_file).hf_names(run.model)
     for name, param in unique_parameters(run.model):
         assert param.grad is None, "a layer touched .grad"
         for piece in placement_of(param).pieces(names[name]):
-            local = sums[name].narrow(piece.dim, piece.local, piece.size)
-            grads.append((piece.name, piece.dim, piece.start, local.numpy()))
+            for found, of in ((grads, sums), (held, gathered_weights if "held" in case else {})):
+                if name in of:
+                    local = of[name].narrow(piece.dim, piece.local, piece.size)
+                    found.append((piece.name, piece.dim, piece.start, local.numpy()))
     weights = {n: w.float().numpy() for n, w in gathered_weights.items()}
-    made = {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+    made = {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "held": held}
+    made["params_norm"] = run.optimizer.params_norm().item()
+    made["state"] = sum(len(values) for _, _, _, values in run.optimizer.named_state())
+    made["steps"] = run.optimizer.steps
     logits = run.sink.logits and run.sink.logits.largest
     made["logits"] = None if logits is None else logits.tolist()  # of this rank's layers and heads
     return made | {"auxiliary": run.model.ctx.auxiliary_losses.mean.item()}
 
 
-def gathered(sink: ParamAndGradBuffer, kind: str) -> dict[str, torch.Tensor]:
+def gathered(buckets: Sequence[Any], kind: str) -> dict[str, torch.Tensor]:
     """Gather the owners' parts of the weights ("param_shard") or sums ("grad_shard"), by name."""
     found = {}
-    for bucket in sink.buckets:
+    for bucket in buckets:
         flat = getattr(bucket, kind)
         if bucket.shard is not None:  # at stage 0 each is the whole
             flat = all_gather(flat, bucket.shard)[0]
@@ -272,7 +278,7 @@ class Twin:
         for name, param in unique_parameters(run.model):  # the initial weights only
             for piece in placement_of(param).pieces(names[name]):
                 full = param.detach().narrow(piece.dim, piece.local, piece.size).clone()
-                self.w[piece.name] = full.requires_grad_()
+                self.w[piece.name] = full.requires_grad_(param.requires_grad)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         d = self.sizes["kv_channels"]
@@ -381,8 +387,9 @@ class Twin:
         make: of groups and a learning rate another optimizer.
         """
         case = case or dict(masks=masks, rows=self.rows)
-        decay = [p for p in self.w.values() if p.dim() > 1]
-        plain = [p for p in self.w.values() if p.dim() == 1]
+        trained = [p for p in self.w.values() if p.requires_grad]
+        decay = [p for p in trained if p.dim() > 1]
+        plain = [p for p in trained if p.dim() == 1]
         adam = make(
             [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=lr
         )
@@ -392,7 +399,7 @@ class Twin:
             loss = self.loss(batch_of(case, step))
             loss.backward()
             limit = clip or torch.inf
-            norms.append(torch.nn.utils.clip_grad_norm_(list(self.w.values()), limit).item())
+            norms.append(torch.nn.utils.clip_grad_norm_(trained, limit).item())
             adam.step()
             losses.append(loss.item())
         return losses, norms
@@ -413,8 +420,9 @@ def check(results: list[dict], twin: Twin, loss: float, norm: float, within: flo
             error, size = (torch.from_numpy(local) - want).norm(), full.norm()
             assert error <= within * size, f"{name} rows {start}: {error:.1e} of {size:.1e}"
             covered[name] = covered.get(name, 0) + local.size
-    assert covered.keys() == twin.w.keys()
-    assert all(covered[n] >= w.numel() for n, w in twin.w.items())
+    trained = {name: w for name, w in twin.w.items() if w.requires_grad}
+    assert covered.keys() == trained.keys()
+    assert all(covered[n] >= w.numel() for n, w in trained.items())
 
 
 def compare(world, twin_of, size: int, some: list[dict]) -> None:

@@ -127,12 +127,12 @@ def three_steps(comm, case: dict) -> list[dict]:
         run = run_of(comm, case)
         for step in range(3):
             run.sink.wait_for_weights()
-            before = gathered(run.sink, "param_shard")
+            before = gathered(run.sink.buckets, "param_shard")
             found.append({n: [w.clone().numpy()] for n, w in before.items()})
             pretrain_llama.train_step(run, micro_batches(case, run.grid.dp.rank, step), 1e-2)
-            for name, grad in gathered(run.sink, "grad_shard").items():
+            for name, grad in gathered(run.sink.buckets, "grad_shard").items():
                 found[-1][name].append(grad.clone().numpy())
-        last = gathered(run.sink, "param_shard")
+        last = gathered(run.sink.buckets, "param_shard")
         rules = [type(u).__name__ for some in run.optimizer.updaters for u in some]
         (plan,) = run.optimizer.plans.values()
         seen = [matrix.name for matrix in plan.matrices]

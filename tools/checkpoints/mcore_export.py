@@ -122,7 +122,8 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
     os.replace(latest, root / LATEST)
     fsync_directory(root)
     if not with_state:
-        note(f"{found.directory} has no optimizer's state: give Megatron --finetune")
+        frozen = " of frozen parameters" if found.state.get("frozen_parameters") else ""
+        note(f"{found.directory} has no optimizer's state{frozen}: give Megatron --finetune")
     if config.vocab_size % 128:
         note(
             f"Megatron pads the vocabulary of {config.vocab_size} to a multiple of "
@@ -147,7 +148,7 @@ def _check_state(found: Checkpoint, names: Names) -> bool:
             f"{found.directory}: its optimizer's state has {', '.join(odd)}: only AdamW's is "
             "written; export the weights with --to-hf"
         )
-    return bool(kinds)
+    return bool(kinds) and not found.state.get("frozen_parameters")
 
 
 def _write_tensors(directory: Path, found: Checkpoint, names: Names, with_state: bool) -> None:

@@ -155,12 +155,12 @@ def rectangles(run: LlamaRun) -> Iterator[tuple[str, nn.Parameter, Piece]]:
 def gathered_values(run: LlamaRun, kind: str) -> dict[str, Tensor]:
     """Return the rank's weights ("param_shard") or gradients ("grad_shard"), by name.
 
-    From ZeRO stage 1 on they are gathered from their owners.
+    From ZeRO stage 1 on they are gathered from their owners. A frozen weight's gradient is 0.
     """
     found = {}
     run.sink.wait_for_weights()
-    for bucket in run.sink.buckets:
-        flat = getattr(bucket, kind)
+    for bucket in run.sink.weight_buckets:
+        flat = getattr(bucket, kind, torch.zeros_like(bucket.param_shard))
         if bucket.shard is not None:
             flat = all_gather(flat, bucket.shard)[0]
         for name, param, start in bucket.params:

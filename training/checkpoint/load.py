@@ -260,6 +260,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{STATE}: passed_over must be a list of at most {PASSED_OVER:,} iterations, from 1"
         )
+    frozen = state.get("frozen_parameters", [])
+    if type(frozen) is not list or any(type(name) is not str for name in frozen):
+        raise CheckpointError(f"{STATE}: frozen_parameters must be a list of names")
     stages = state.get("stages", [])
     kinds = {"name": str, "first_sample": int, "corpus": str, "seq_length": int}
     if type(stages) is not list or any(

@@ -20,7 +20,9 @@ from training.checkpoint.files import SUMS, open_plain, read_checked
 from training.checkpoint.pieces import DTYPES
 from training.untrusted import parse_json
 
-FORMAT, VERSION = "weft-checkpoint", 1
+FORMAT = "weft-checkpoint"
+# 2: the state names frozen parameters, and the optimizer has nothing of them
+VERSION, VERSION_WITH_FROZEN = 1, 2
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
 # .old: set aside while its successor is renamed
 STEP = re.compile(r"step_(\d{8,})(\.old-[0-9a-f]+)?")
@@ -80,9 +82,10 @@ def read_manifest(directory: Path, at: Path) -> dict[str, Any]:
     # checked before the version, where a flipped bit would look like a newer format
     if manifest.get("digest") != self_digest(manifest):
         raise CheckpointError(f"{MANIFEST} was changed after it was written (its digest differs)")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") not in (VERSION, VERSION_WITH_FROZEN):
         raise MismatchError(
-            f"{directory}: format version {manifest.get('version')!r}; this program reads {VERSION}"
+            f"{directory}: format version {manifest.get('version')!r}; this program reads versions "
+            f"{VERSION} and {VERSION_WITH_FROZEN}"
         )
     step = STEP.fullmatch(directory.name)
     if (

@@ -43,6 +43,7 @@ from training.checkpoint.manifest import (
     PLAIN,
     STATE,
     VERSION,
+    VERSION_WITH_FROZEN,
     merge_index,
     self_digest,
     step_name,
@@ -204,7 +205,7 @@ def _commit(
     files[STATE] = write_json(aside / STATE, state)
     manifest = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION_WITH_FROZEN if state.get("frozen_parameters") else VERSION,
         "step": state["step"],
         "consumed_samples": state.get("consumed_samples", 0),
         "consumed_tokens": state.get("consumed_tokens", 0),

@@ -64,14 +64,15 @@ def in_full(config: Config, provider: ModelProvider, optimizer: Optimizer) -> li
     """
     sink = optimizer.sink
     peaks = transient(sink)
-    count = len(sink.buckets)
+    count = len(sink.weight_buckets)
     text = f"rank {optimizer.grid.rank} has its weights in {count} bucket{'s' * (count > 1)}"
     if sink.zero_stage == 3:
         text += ", one transformer block each, and the parameters outside of blocks"
     else:
         how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "the default"
         text += f" of about {sink.bucket_size:,} elements ({how})"
-    ranks = {b.layout.sharing.cut: b.shard.rank for b in sink.buckets if b.shard is not None}
+    buckets = sink.weight_buckets
+    ranks = {b.layout.sharing.cut: b.shard.rank for b in buckets if b.shard is not None}
     found = optimizer.memory()
     return [text, *lines(config, provider, found, peaks, optimizer.grid.pp.rank, ranks)]
 
@@ -95,7 +96,8 @@ def lines(
     measured: Optimizer.memory(). peaks: transient(sink); of these, a kind that is neither measured
     nor stated has no line. ranks: as bucket_layout.memory takes them.
     """
-    of_kinds = rank_memory.state(config, rank_memory.flats(config, provider, pp_rank), ranks)
+    kept = rank_memory.flats(config, provider, pp_rank, frozen=True)
+    of_kinds = rank_memory.state(config, kept, ranks)
     stated = dict.fromkeys(peaks, 0)
     if rank_memory.level(config) >= 2:  # below stage 2 a step allocates neither
         stated = buffers.transient(config, provider, pp_rank)

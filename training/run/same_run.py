@@ -7,7 +7,7 @@ learning-rate flags and the length of the run may change.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,18 @@ def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) ->
             f"{found.directory} was trained with {_rope(before, length)}; continuing with "
             f"{_rope(hf_config, config.model.seq_length)}, as {_requested(config)} allows"
         )
+
+
+def other_frozen(found: Checkpoint, frozen: Sequence[str]) -> str:
+    """Return a sentence where a checkpoint's run froze other parameters than this one, else ""."""
+    there, here = {*found.state.get("frozen_parameters", ())}, {*frozen}
+    if there == here:
+        return ""
+    own, theirs = sorted(here - there), sorted(there - here)
+    name, where = (own[0], "here and trained there") if own else (theirs[0], "there and not here")
+    more = len(own) + len(theirs) - 1
+    others = f" ({more} more differ)" if more else ""
+    return f"{found.directory}: {name} is frozen {where}{others}"
 
 
 def _requested(config: Config) -> str:

@@ -71,6 +71,7 @@ class Saver:
         self.names, self.hf_config = names, hf_config(model.config, dtype)
         self.from_hf = lambda foreign: hf_config(from_hf_config(foreign), dtype)
         self.digests, self.note = digests, note
+        self._frozen = list(optimizer.sink.frozen.names)
         self.failed: checkpoint.SaveError | None = None  # the failure that is to end the run
         self._good: set[str] = set()  # directories known to be whole
         self._later: Sequence[str] = ()  # directories under --load that were passed over
@@ -309,6 +310,7 @@ class Saver:
             **same_run.progress(self.config, iteration, consumed, self._before, self.digests),
             **({"branched_from": self._branch} if self._branch else {}),
             "passed_over": sorted(self.passed_over),
+            **({"frozen_parameters": frozen} if (frozen := self._frozen) else {}),
             "optimizer_steps": optimizer.steps,
             "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: asked for or chosen
             "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": choices},
@@ -431,6 +433,8 @@ class Saver:
             self.overlap_choices = recorded["choices"]
         for line in same_run.lines(found, self.config, self.digests):
             self.note(line)
+        if line := same_run.other_frozen(found, self._frozen):
+            self.note(f"{line}; --no-load-optim begins the optimizer anew")
         self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self._before = (consumed, found.state["consumed_tokens"])
@@ -449,6 +453,12 @@ class Saver:
         missing = [name for name in COUNTS if name not in found.state]
         if missing:
             raise checkpoint.CheckpointError(f"{STATE} has no {', '.join(missing)}")
+        line = same_run.other_frozen(found, self._frozen)
+        if line and not self.config.checkpoint.no_load_optim:
+            raise checkpoint.MismatchError(
+                f"{line}: freeze the same parameters, or give --no-load-optim, which begins the "
+                "optimizer anew, or --finetune, which also begins at sample 0"
+            )
         for what, line in same_run.changes(found, self.config, self.digests):
             if what not in self.config.checkpoint.allow_change:
                 raise checkpoint.MismatchError(

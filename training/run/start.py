@@ -41,7 +41,11 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     ]:
         note(line)
     count = sum(p.numel() for p in run.module.parameters())
-    note(f"{run.grid}; {count:,} parameters on this rank, {run.device}")
+    fixed = sum(p.numel() for p in run.module.parameters() if not p.requires_grad)
+    of_them = f" ({fixed:,} of them frozen)" if fixed else ""
+    note(f"{run.grid}; {count:,} parameters on this rank{of_them}, {run.device}")
+    if names := run.sink.frozen.names:
+        note(f"{len(names)} frozen tensors (requires_grad is False), such as {names[0]}")
     if reason := fused_gpu.without(run.device):
         note(f"fused operations are not available, so this is slower: {reason}")
 

@@ -120,7 +120,7 @@ def sums_of(comm, level: int, each: bool, overlap: bool) -> dict:
         for _ in range(2):
             toy(torch.tensor([1.0, 2.0, 3.0]) * (comm.rank + 1)).backward()
         sink.finish_grad_sync()
-    found = {name: grad.tolist() for name, grad in gathered(sink, "grad_shard").items()}
+    found = {name: grad.tolist() for name, grad in gathered(sink.buckets, "grad_shard").items()}
     assert sink.live.now == 0, "a buffer outlives the step"
     assert level < 2 or sink.live.peak > 0
     assert (sink.gatherer is not None) == (level == 3)

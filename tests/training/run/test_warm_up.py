@@ -63,7 +63,7 @@ def step(comm, case, warm):
         )
         found += [loss, norm]
     run.sink.wait_for_weights()
-    return [*found, *gathered(run.sink, "param_shard").values()]
+    return [*found, *gathered(run.sink.buckets, "param_shard").values()]
 
 
 def same(comm, cases):

@@ -74,8 +74,9 @@ class _Watch:
 
     def look_at_weights(self) -> None:
         """Look at the weights, and at the masters that they are rounded from."""
-        buckets = self.run.sink.buckets
-        for bucket, master in zip(buckets, self.run.optimizer.masters, strict=True):
+        sink, masters = self.run.sink, self.run.optimizer.masters
+        masters = [*masters, *(bucket.param_shard for bucket in sink.frozen_buckets)]
+        for bucket, master in zip(sink.weight_buckets, masters, strict=True):
             for name, low, high, _ in bucket.owned():
                 part = slice(low - bucket.low, high - bucket.low)
                 fault = fault_of(bucket.param_shard[part]) or fault_of(master[part])

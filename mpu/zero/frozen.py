@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters are frozen, as all ranks know it: those with `requires_grad` False.
+
+A model says so where it makes a parameter, `weight.requires_grad_(False)`. A rank sees its own
+stages of a pipeline; what needs the others' (where backward ends, what a checkpoint records) is
+gathered here, once.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mpu.comm.collectives import gather_bytes
+from mpu.grid import Grid
+from mpu.param import PlacementError, placement_of
+
+
+class Frozen(NamedTuple):
+    """What of the whole model is frozen.
+
+    names: of parameters, sorted; those of all stages, tied ones by the first end's. chunks:
+    (pipeline rank, chunk) of each stage in which nothing trains.
+    """
+
+    names: tuple[str, ...] = ()
+    chunks: frozenset[tuple[int, int]] = frozenset()
+
+
+def agree(
+    params: Mapping[str, nn.Parameter],
+    chunk_of: Callable[[str], int],
+    grid: Grid,
+    device: torch.device,
+) -> Frozen:
+    """Return what is frozen, and let the first end of tied embeddings decide for both. Collective.
+
+    A loop over the names of a model sees tied embeddings by the first end's name on one rank, so
+    that name counts in a pipeline too. Raises PlacementError where nothing trains, and where ranks
+    do not freeze the same parameters of a stage.
+    """
+    tied = [name for name, param in params.items() if placement_of(param).copies]
+    found = {name: [chunk_of(name), not param.requires_grad] for name, param in params.items()}
+    trained = {chunk for name, (chunk, frozen) in found.items() if not frozen and name not in tied}
+    own = {
+        "rank": grid.pp.rank,
+        "frozen": {name: chunk for name, (chunk, frozen) in found.items() if frozen},
+        "trained": sorted(trained),  # chunks; tied parameters do not count yet
+        "tied": {name: found[name] for name in tied},
+    }
+    every = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid.pp, device)]
+    names, chunks, trains = set[str](), set[tuple[int, int]](), False
+    decided = [frozen for _, frozen in every[0]["tied"].values()]
+    for rank in every:
+        of_rank = dict(rank["frozen"])
+        for (name, (chunk, _)), frozen in zip(rank["tied"].items(), decided, strict=False):
+            of_rank.pop(name, None)
+            if frozen:
+                of_rank[name] = chunk
+            else:
+                rank["trained"].append(chunk)
+        copies = rank["tied"].keys() if rank is not every[0] else ()
+        names |= of_rank.keys() - copies
+        chunks |= {(rank["rank"], c) for c in of_rank.values() if c not in rank["trained"]}
+        trains = trains or bool(rank["trained"])
+    for name, frozen in zip(tied, decided, strict=False):
+        params[name].requires_grad_(not frozen)
+    if not trains and len({rank["rank"] for rank in every}) == grid.pp.size:
+        raise PlacementError(
+            f"all {len(names)} parameters of the model are frozen (requires_grad is False), so "
+            "nothing would train"
+        )
+    digest = sha256("\n".join(sorted(names)).encode()).digest()
+    if len({*gather_bytes(digest, grid.world, device)}) > 1:
+        raise PlacementError(
+            "the ranks do not freeze the same parameters: requires_grad_(False) must not depend on "
+            "the rank (docs/forking.md)"
+        )
+    return Frozen(tuple(sorted(names)), frozenset(chunks))

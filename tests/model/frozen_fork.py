@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Llama, of which the parameters whose names a pattern finds are frozen: a model's file."""
+
+import argparse
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from model.llama import Llama, LlamaConfig, from_hf_config, hf_config, hf_names, parameter_group
+
+__all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
+
+
+@dataclass(frozen=True)
+class ModelConfig(LlamaConfig):
+    frozen: str = "^$"
+
+
+class Model(Llama):
+    def __init__(self, config: ModelConfig, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        for name, param in self.named_parameters():
+            if re.search(config.frozen, name):
+                param.requires_grad_(False)
+
+
+def extra_args_provider(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--frozen", default="^$", help="a pattern of the parameters to freeze")
