@@ -23,11 +23,13 @@ class Frozen(NamedTuple):
     """What of the whole model is frozen.
 
     names: of parameters, sorted; those of all stages, tied ones by the first end's. chunks:
-    (pipeline rank, chunk) of each stage in which nothing trains.
+    (pipeline rank, chunk) of each stage in which nothing trains. overruled: names of tied
+    parameters of which the model says something else at the last end than at the first.
     """
 
     names: tuple[str, ...] = ()
     chunks: frozenset[tuple[int, int]] = frozenset()
+    overruled: tuple[str, ...] = ()
 
 
 def agree(
@@ -53,11 +55,13 @@ def agree(
     }
     every = [json.loads(text) for text in gather_bytes(json.dumps(own).encode(), grid.pp, device)]
     names, chunks, trains = set[str](), set[tuple[int, int]](), False
+    overruled = set[str]()
     decided = [frozen for _, frozen in every[0]["tied"].values()]
     for rank in every:
         of_rank = dict(rank["frozen"])
-        for (name, (chunk, _)), frozen in zip(rank["tied"].items(), decided, strict=False):
+        for (name, (chunk, own_word)), frozen in zip(rank["tied"].items(), decided, strict=False):
             of_rank.pop(name, None)
+            overruled |= {name} if own_word != frozen else set()
             if frozen:
                 of_rank[name] = chunk
             else:
@@ -79,4 +83,4 @@ def agree(
             "the ranks do not freeze the same parameters: requires_grad_(False) must not depend on "
             "the rank (docs/forking.md)"
         )
-    return Frozen(tuple(sorted(names)), frozenset(chunks))
+    return Frozen(tuple(sorted(names)), frozenset(chunks), tuple(sorted(overruled)))

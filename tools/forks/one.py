@@ -82,11 +82,14 @@ def derivatives(
 ) -> tuple[float, list[tuple[str, str]], list[str]]:
     """Hold each gradient against (loss(w + d) - loss(w - d)) / 2 for a random d of signs.
 
-    Returns the largest error; (name, sentence) of those that are wrong, the nearest to the loss
-    first; and a line for each parameter on which the loss does not depend.
+    Frozen parameters have no gradient. Returns the largest error; (name, sentence) of those that
+    are wrong, the nearest to the loss first; and a line for each parameter on which the loss does
+    not depend.
     """
     worst, wrong, idle = 0.0, [], []
     for number, (_, param, piece) in enumerate(order):
+        if not param.requires_grad:
+            continue
         grad, here = gradients[piece.name], param.narrow(piece.dim, piece.local, piece.size)
         g = torch.Generator().manual_seed(number)
         signs = torch.randint(0, 2, grad.shape, generator=g).double() * 2 - 1

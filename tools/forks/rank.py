@@ -217,6 +217,9 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     put(run, start)
     found = derivatives(list(rectangles(run)), tensors["gradients"], lambda: forward(run)[0])
     report.error("derivative", found[0])
+    if names := run.sink.frozen.names:
+        some = f"{', '.join(names[:3])}{', ...' * (len(names) > 3)}"
+        report.notes.append(f"frozen parameters, {len(names)}: {some}")
     report.findings += [("derivative", name, line) for name, line in found[1]]
     report.warnings += found[2]
     decode(run, report)
@@ -363,8 +366,8 @@ def plan_differs(run: LlamaRun, sent: Sent, report: Report) -> None:
             report.findings.append(("plan", "", line))
     if run.sink.frozen.names:
         report.notes.append(
-            f"bytes of a step were not compared with the dry run's: {len(run.sink.frozen.names)} "
-            "tensors are frozen, and the dry run counts them as trained"
+            "bytes of a step were not compared with the dry run's, which counts what is frozen as "
+            "trained"
         )
         return
     stated: Counter[str] = Counter()

@@ -46,6 +46,11 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     note(f"{run.grid}; {count:,} parameters on this rank{of_them}, {run.device}")
     if names := run.sink.frozen.names:
         note(f"{len(names)} frozen tensors (requires_grad is False), such as {names[0]}")
+    for name in run.sink.frozen.overruled:
+        note(
+            f"{name} is tied to an embedding of which --model-file says something else: the "
+            "embedding counts; say whether it trains at both ends"
+        )
     if reason := fused_gpu.without(run.device):
         note(f"fused operations are not available, so this is slower: {reason}")
 

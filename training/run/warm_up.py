@@ -85,6 +85,8 @@ class LocalEngine(Engine):
                     hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
                     hidden.requires_grad_()
                 out = forward(chunk, i, hidden)
+                if not out.requires_grad:
+                    continue  # nothing trains up to here
                 torch.autograd.backward(out, None if stage.loss else torch.zeros_like(out))
 
 

@@ -169,6 +169,7 @@ def measured_timeline(
     stages = rank_stages(config, provider, grid.pp.rank)
     model = provider(config, ctx, recompute_of(config, device), stages)
     assert isinstance(model, nn.Module)
+    model.requires_grad_(True)  # what is frozen counts as trained here
     batch = batches_of_zeros(config, grid, device)[0]
     shape = model.hidden_shape(*batch.tokens.shape)
     names = {param: name for name, param in model.named_parameters()}
