@@ -115,6 +115,9 @@ def train_step(
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
+    if run.config.data.eod_mask_loss:  # auxiliary losses are of all tokens
+        counted = sum(batch.token_count for batch in batches)
+        run.model.ctx.auxiliary_losses.mask(counted, tokens, run.grid.dp_cp, run.device)
     run.sink.begin_step(len(batches))
     total = (run.compute or run_schedule)(run, schedule, batches, tokens, f"of iteration {step}")
     run.monitor.action = f"the gradient sums of iteration {step}"
