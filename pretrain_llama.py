@@ -37,7 +37,7 @@ from torch import Tensor
 from estimate import matrices
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
-from estimate.model_profile import accumulate_dtype, make_grid
+from estimate.model_profile import make_grid
 from estimate.obeyed_flags import check_flags
 from estimate.pipeline_stages import rank_stages
 from model.llama import Llama
@@ -47,7 +47,6 @@ from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import CommunicationError, Label
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.mup import Widths
 from mpu.optim.optimizer import Optimizer
 from mpu.param import name_groups
@@ -61,11 +60,11 @@ from training.config import Config
 from training.data.batch import Batch
 from training.data.build import Loaders
 from training.data.loader import Loader
-from training.expert_options import expert_options, own_sizes
+from training.expert_options import own_sizes
 from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
-from training.layer_options import as_configured, recompute_of
+from training.layer_options import accumulate_dtype, as_configured, context_of, recompute_of
 from training.run import memory_report
 from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
@@ -94,7 +93,7 @@ from training.run.watch import (
 )
 from training.stages import waits_for
 from training.untrusted import printable
-from training.update_rules import mup_of, optimizer_groups, qk_clip
+from training.update_rules import mup_of, optimizer_groups
 from training.zero_config import zero_config
 
 
@@ -116,6 +115,9 @@ def train_step(
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
+    if run.config.data.eod_mask_loss:  # auxiliary losses are of all tokens
+        counted = sum(batch.token_count for batch in batches)
+        run.model.ctx.auxiliary_losses.mask(counted, tokens, run.grid.dp_cp, run.device)
     run.sink.begin_step(len(batches))
     total = (run.compute or run_schedule)(run, schedule, batches, tokens, f"of iteration {step}")
     run.monitor.action = f"the gradient sums of iteration {step}"
@@ -215,16 +217,8 @@ def model_provider(
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> LlamaRun:
     """Build the model, its gradient buckets and its optimizer on one rank."""
     p = config.parallel
-    accumulate = accumulate_dtype(config)
-    sink = ParamAndGradBuffer(grid, accumulate, zero_config(config))
-    chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
-    ctx = LayerContext(
-        grid, p.sequence_parallel, config.run.dtype, accumulate, device, sink,
-        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
-        attention_backend=p.attention_backend, experts=expert_options(config),
-        log_max_attention_logit=config.log.log_max_attention_logit, qk_clip=qk_clip(config),
-        output_z_loss=config.optimizer.output_z_loss_coeff,
-    )  # fmt: skip
+    sink = ParamAndGradBuffer(grid, accumulate_dtype(config), zero_config(config))
+    ctx = context_of(config, grid, device, sink)
     recompute = recompute_of(config, device)
     check_attention(config, model_provider)
     check_flags(config, model_provider)

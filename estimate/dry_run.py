@@ -29,6 +29,7 @@ from training.arguments import ParallelConfig
 from training.config import Config
 from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES
+from training.layer_options import main_grads_dtype
 from training.stages import tokens_at
 
 NO_VOCABULARY = (
@@ -40,6 +41,7 @@ REHEARSAL = (
     "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
 )
 STATE = ("parameters", "gradients", "masters", "moments")  # persistent from step to step
+PERSISTENT = (*STATE, "norm's index", "workspaces")  # on the device
 
 
 def report(config: Config, provider: ModelProvider) -> str:
@@ -78,12 +80,13 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
     peaks = activations.peaks(config, provider)
     kinds = [memory(config, provider, rank, peaks[rank]) for rank in range(size)]
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
+    start = max(at_start(config, provider, rank, own) for rank, own in enumerate(kinds))
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
     return [
         ("Pipeline", pipeline_stages.lines(config, provider)),
         ("Memory of each pipeline rank", _ranks(shapes, peaks, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
-        (f"Memory of {rank}", _memory(config, provider, peaks, kinds[fullest], fullest)),
+        (f"Memory of {rank}", _memory(config, provider, peaks, kinds[fullest], fullest, start)),
         ("Frozen parameters", _frozen(config, provider)),
         ("Optimizer", matrices.lines(config, provider)),
         ("Batch", _batch(config)),
@@ -171,6 +174,29 @@ def memories(
     return found + [kinds | released | up | now for now in summed]
 
 
+def at_start(
+    config: Config, provider: ModelProvider, pp_rank: int, kinds: dict[str, int]
+) -> int:
+    """Return the bytes of a pipeline rank on a GPU before the first message; else 0.
+
+    They are what persists of `kinds`, and `scratch`.
+    """
+    if config.parallel.pipeline_model_parallel_size == 1 or config.parallel.device == "cpu":
+        return 0
+    return sum(kinds.get(kind, 0) for kind in PERSISTENT) + scratch(config, provider, pp_rank)
+
+
+def scratch(config: Config, provider: ModelProvider, pp_rank: int) -> int:
+    """Return the bytes with which training/run/warm_up.py runs each chunk of a rank once: a
+    micro-batch of one chunk, and weights and gradients as large as the largest.
+    """
+    parameters = rank_memory.parameters(config, provider, pp_rank).values()
+    each = config.run.dtype.itemsize + main_grads_dtype(config).itemsize
+    chunks = activations.profile(config, provider, pp_rank).stages
+    micro_batch = max(max(c.in_f, c.in_b, c.for_w + c.in_w) + c.under_way for c in chunks)
+    return each * max(param.entry.numel for param in parameters) + micro_batch
+
+
 BUCKETS = ("grad sum", "update", "gather", "exchange")  # purposes whose transfers have many sizes
 
 
@@ -246,8 +272,12 @@ def _memory(
     peaks: list[ActivationPeak],
     kinds: dict[str, int],
     rank: int,
+    start: int,
 ) -> list[str]:
-    """Return one line a kind of memory, the total, and advice where it does not fit a GPU."""
+    """Return one line a kind of memory, the total, and advice where it does not fit a GPU.
+
+    start: the most bytes of any rank before its first step.
+    """
     p, dtype = config.parallel, str(config.run.dtype).removeprefix("torch.")
     acc = "fp64" if dtype == "float64" else "fp32"
     remarks = {
@@ -298,6 +328,11 @@ def _memory(
     lines.append(
         f"{'total':<16} {in_units(total):>10}  CUDA, NCCL and allocator overhead come on top"
     )
+    if start:
+        lines.append(
+            f"{'at the start':<16} {in_units(start):>10}  of the rank that needs most then: before "
+            "the first message each chunk runs once, on weights of zeros"
+        )
     host, what = rank_memory.host_bytes(config, flats), "masters and moments, pinned"
     if rank_memory.offloaded(config):
         host += matrices.memory(config, provider, rank)
@@ -315,9 +350,11 @@ def _memory(
     def peak(other: Config, same: bool) -> int:
         """Return the bytes of the rank that needs most; it takes seconds to trace activations."""
         of_ranks = peaks if same else activations.peaks(other, provider)
-        return max(sum(memory(other, provider, r, own).values()) for r, own in enumerate(of_ranks))
+        found = [memory(other, provider, r, own) for r, own in enumerate(of_ranks)]
+        starts = (at_start(other, provider, r, kinds) for r, kinds in enumerate(found))
+        return max(*starts, *(sum(kinds.values()) for kinds in found))
 
-    return lines + fit_lines(config, total, peak, in_units)
+    return lines + fit_lines(config, max(total, start), peak, in_units)
 
 
 def shared_kinds(config: Config) -> list[str]:

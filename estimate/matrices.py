@@ -10,12 +10,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from estimate import rank_memory
-from estimate.model_profile import ModelProvider, accumulate_dtype, grid_of
+from estimate.model_profile import ModelProvider, grid_of
 from mpu.grid import DATA, Grid
 from mpu.optim.interface import UpdateRule, rules_of
 from mpu.optim.muon import Muon
 from mpu.optim.owners import Plan, Round, members_of, plan_of
 from training.config import Config, UsageError
+from training.layer_options import accumulate_dtype
 from training.update_rules import optimizer_groups
 
 

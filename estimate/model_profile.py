@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from estimate.meta import BLOCK, META, PRODUCTS, MetaAttention, MetaOperations
 from mpu.comm.meta import MetaTransport
-from mpu.context import LayerContext
+from mpu.context import ExpertOptions, LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
 from mpu.grid import Grid
 from mpu.interleave import Interleaver
 from mpu.launch import Launch
-from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import Placement, group_of, placement_of
 from mpu.pipeline.stage_layout import Stage
@@ -34,8 +33,7 @@ from mpu.recompute import Recompute
 from mpu.zero.bucket_layout import ParamEntry, block_of, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
-from training.expert_options import expert_options
-from training.layer_options import recompute_of
+from training.layer_options import context_of, recompute_of
 from training.nccl import nccl_groups
 from training.update_rules import needs_full_matrices
 
@@ -158,7 +156,8 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     stages = [Stage(0, 0, embedding=True), *(Stage(i, i + 1) for i in range(count))]
     stages.append(Stage(count, count, loss=True))
     flops = _Flops()
-    ctx = LayerContext(Grid(), dtype=config.run.dtype, device=META)
+    # rows that pad an expert, or that it drops, do not change the work of a model
+    ctx = meta_context(config, Grid(), experts=ExpertOptions())
     with torch.no_grad(), MetaAttention(flops.dot_product_attention), flops:
         built = provider(config, ctx, _CountedRecompute(flops), stages)
         tokens = torch.empty((1, length), dtype=torch.long, device=META)
@@ -245,23 +244,22 @@ def rank_model(
 
     trace: is called for each collective; none is sent (mpu/comm/meta.py).
     """
-    p = config.parallel
     grid = grid_of(config, pp_rank).carried_by(MetaTransport()).traced(trace)
-    ctx = LayerContext(
-        grid,
-        p.sequence_parallel,
-        config.run.dtype,
-        accumulate_dtype(config),
-        META,
-        sink=sink or GradientSink(),
-        queue=queue or WeightGradientQueue(),
-        loss_in_chunks=linear_cross_entropy if p.fused_linear_cross_entropy else None,
-        cp_comm_type=p.cp_comm_type,
-        experts=expert_options(config),
+    ctx = meta_context(
+        config, grid, sink, queue=queue or WeightGradientQueue(),
         interleaver=interleaver or Interleaver(),
-        log_max_attention_logit=config.log.log_max_attention_logit,
-    )
+    )  # fmt: skip
     return provider(config, ctx, recompute or recompute_of(config, META), stages)
+
+
+def meta_context(
+    config: Config, grid: Grid, sink: GradientSink | None = None, **other: Any
+) -> LayerContext:
+    """Return a context on meta tensors: as the run's, but for kernels of other libraries, which
+    take no meta tensors and need not be installed where a run is planned.
+    """
+    own: dict[str, Any] = {"norm_backend": "weft", "attention_backend": "auto"}
+    return context_of(config, grid, META, sink or GradientSink(), **own | other)
 
 
 def rank_parameters(
@@ -291,11 +289,6 @@ def _rank_parameters(
         )
         for (name, param), entry in zip(named, entries_of(named, model.chunk_of), strict=True)
     }
-
-
-def accumulate_dtype(config: Config) -> torch.dtype:
-    """Return the dtype of gradients, masters and moments: fp32, or fp64 under --fp64."""
-    return torch.float64 if config.run.dtype == torch.float64 else torch.float32
 
 
 class _Flops(MetaOperations):

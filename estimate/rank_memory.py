@@ -11,13 +11,14 @@ from functools import lru_cache
 from math import prod
 
 from estimate.few_layers import parameters_of
-from estimate.model_profile import ModelProvider, ParameterProfile, accumulate_dtype
+from estimate.model_profile import ModelProvider, ParameterProfile
 from estimate.pipeline_stages import rank_stages
 from mpu.grid import DATA, Grid
 from mpu.optim.interface import full_matrix_groups, rules_of, state_bytes
 from mpu.zero import bucket_layout
 from mpu.zero.bucket_layout import BucketLayout, Sharing, sharing_of
 from training.config import Config
+from training.layer_options import accumulate_dtype
 from training.update_rules import optimizer_groups
 
 NORM_BYTES = 9  # of a block: int64 and bool

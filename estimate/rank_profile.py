@@ -34,7 +34,6 @@ from estimate.meta import (
 from estimate.model_profile import (
     ModelProvider,
     StagedModel,
-    accumulate_dtype,
     plannable,
     rank_model,
 )
@@ -47,7 +46,7 @@ from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.stage_layout import Stage
 from training.config import Config
-from training.layer_options import recompute_of
+from training.layer_options import accumulate_dtype, recompute_of
 
 PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 

@@ -148,12 +148,14 @@ class Routing(NamedTuple):
     load: this rank's tokens that chose each expert [E], and where experts have a capacity the pairs
     that were dropped [E + 1]. shares: for each balance loss its f, the
     share of the pairs (token, choice) that each expert got: of each sequence [b, E], of all
-    sequences of the micro-batch or of the step before [1, E].
+    sequences of the micro-batch or of the step before [1, E]. best: where a loss of the next step
+    counts them, this rank's tokens that have each expert among their k best scores [E].
     """
 
     plan: Plan
     load: Tensor
     shares: tuple[Tensor, ...]
+    best: Tensor | None = None
 
 
 class SparseMLP(nn.Module):
@@ -165,7 +167,12 @@ class SparseMLP(nn.Module):
         self.config, self.ctx, self.decisions = config, ctx, decisions
         self.router = RouterLinear(h, e, ctx=ctx)
         biased = config.moe_router_enable_expert_bias
-        self.load = ExpertLoad(e, self.router.weight, ctx=ctx, bias=biased)
+        # whether a token may choose other experts than those of its k best scores
+        self.limited = biased or config.moe_router_num_groups > 1
+        lagged = "lagged_global_aux_loss" in (kind for kind, _ in ctx.experts.balance)
+        self.load = ExpertLoad(
+            e, self.router.weight, ctx=ctx, bias=biased, best=lagged and self.limited
+        )
         self.experts = Experts(e, h, config.expert_ffn, ctx=ctx)
         self.dispatcher = dispatcher(
             ctx.experts, e, config.moe_router_topk, ctx.grid.ep, self, ctx.interleaver
@@ -190,7 +197,7 @@ class SparseMLP(nn.Module):
         losses = self.losses(logits, scores, routing.shares)
         if losses is not None:
             y = self.ctx.auxiliary_loss(y, losses)
-        return self.load.note(y, routing.load, losses)
+        return self.load.note(y, routing.load, losses, routing.best)
 
     def decide(self, scores: Tensor, batch: int) -> Routing:
         """Choose k experts for each token by its scores [T, E], and plan what goes where."""
@@ -198,9 +205,11 @@ class SparseMLP(nn.Module):
         kinds = [kind for kind, _ in self.ctx.experts.balance]
         choice = self.choose(scores if bias is None else scores + bias)
         load = count_of(choice, self.config.num_experts)
-        # f of a loss is of the scores, as in DeepSeek-V3: the bias would hide what is uneven
-        best = choice if bias is None or not kinds else self.choose(scores)
+        # f of a loss counts the k best scores of all experts (DeepSeek-V3, eq. 18): bias and groups
+        # would hide what is uneven
+        best = self.choose(scores, groups=False) if kinds and self.limited else choice
         shares = tuple(self.share(best, kind, batch) for kind in kinds)
+        counted = count_of(best, self.config.num_experts) if self.load.counts_best else None
         capacity, options = None, self.ctx.experts
         if options.capacity_factor is not None:
             first = self.weights(scores, choice) if options.drop_policy == "probs" else None
@@ -209,18 +218,19 @@ class SparseMLP(nn.Module):
             )
             dropped = (load - capacity.size).clamp(min=0).sum()
             plan = self.dispatcher.plan(choice, load, capacity)
-            return Routing(plan, torch.cat([load, dropped[None]]), shares)
-        return Routing(self.dispatcher.plan(choice, load), load, shares)
+            return Routing(plan, torch.cat([load, dropped[None]]), shares, counted)
+        return Routing(self.dispatcher.plan(choice, load), load, shares, counted)
 
-    def choose(self, scores: Tensor) -> Tensor:
+    def choose(self, scores: Tensor, groups: bool = True) -> Tensor:
         """Return the numbers of the k highest of scores [T, E], lower numbers first among equals:
-        [T, k]. Groups of experts are chosen first, where the model has them, in the same way.
+        [T, k]. Groups of experts are chosen first, where the model has them, in the same way;
+        groups False: all experts are one group.
         """
         k, e = self.config.moe_router_topk, self.config.num_experts
         if self.ctx.experts.force_balance:
             pairs = torch.arange(len(scores) * k, device=scores.device)
             return pairs.view(-1, k) % e
-        if self.config.moe_router_num_groups > 1:
+        if groups and self.config.moe_router_num_groups > 1:
             scores = self.of_best_groups(scores)
         return torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :k]
 
@@ -275,8 +285,9 @@ class SparseMLP(nn.Module):
     ) -> Tensor | None:
         """Return the sum of the router's losses over this rank's tokens, or None where none is on.
 
-        balance    E sum_i f_i P_i, f_i the share of the pairs that chose expert i, P_i the mean of
-                   its probability: 1 at balance (Fedus et al. 2021). Over each sequence
+        balance    E sum_i f_i P_i, f_i the share of expert i in the pairs of a token and one of
+                   its k best scores, P_i the mean of its probability: 1 at balance (Fedus et al.
+                   2021). Over each sequence
                    (seq_aux_loss, DeepSeek-V3) or over the micro-batch of a data-parallel rank
                    (aux_loss). f has no gradient and P is a sum, so each rank adds its own tokens'.
                    lagged_global_aux_loss: f is of the global batch of the step before, which every

@@ -4,13 +4,17 @@
     h = ctx.auxiliary_loss(h, 0.01 * h.square().mean(-1).sum())
 
     forward    h passes through unchanged; the loss joins its autograd graph
-    backward   the loss gets the gradient that the main loss gets: 1 / (tokens of the global batch);
-               its value is added to this rank's sum
+    backward   the loss gets the gradient 1 / (tokens of the global batch), so it is a mean over all
+               of them; its value is added to this rank's sum
 
 A pipeline stage hands on hidden states alone, and its backward starts from their gradient. So the
 loss is tied to the hidden states, as Megatron's MoEAuxLossAutoScaler does it. Every backward runs
 once for each micro-batch, also where blocks are recomputed, so values are counted there. A pass
 without backward (evaluation) counts none.
+
+Where a mask leaves c of the n tokens of the global batch in the main loss, one factor n / c
+corrects all gradients after backward, and all sums of losses are divided by c. Blocks do not know
+the mask, so their losses are of all tokens: they are multiplied by c / n before.
 """
 
 from typing import Any
@@ -22,18 +26,31 @@ from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Axis, Label
 
 LABEL = Label("auxiliary_loss", "loss sum")
+COUNT = Label("auxiliary_loss", "token count")
 
 
 class AuxiliaryLosses:
     """A run's auxiliary losses: what scales their gradients, and the sum of their values.
 
-    mean: of the last step, over the tokens that count, on every rank; None before the first.
+    share: of a step's tokens that are not masked, a scalar in fp64; None: there is no mask. mean:
+    of the last step, on every rank; None before the first.
     """
 
     def __init__(self) -> None:
         self.tokens = 1
+        self.share: Tensor | None = None
         self.sums: dict[tuple[Axis, ...], Tensor] = {}  # by the axes over which values are partial
         self.mean: Tensor | None = None
+
+    def mask(self, counted: int, tokens: int, axis: Axis, device: torch.device) -> None:
+        """Say before a step's backward that `counted` of this rank's tokens are in the main loss.
+
+        tokens: of the global batch, over the ranks of `axis`, all of which call it. A CUDA graph
+        reads `share` where it is, so that it stays there.
+        """
+        rows = torch.full((1,), counted, dtype=torch.float64, device=device)  # no copy from host
+        share = sum_in_order(rows, axis, COUNT)[0].clamp(min=1) / tokens
+        self.share = share if self.share is None else self.share.copy_(share)
 
     def begin(self, tokens: int) -> None:
         """Begin a step, whose gradients are divided by `tokens`."""
@@ -42,6 +59,7 @@ class AuxiliaryLosses:
     def add(self, loss: Tensor, axes: tuple[Axis, ...]) -> None:
         """Count the value of one loss of one micro-batch."""
         value = loss.detach().double()
+        value = value if self.share is None else value * self.share
         self.sums[axes] = self.sums[axes] + value if axes in self.sums else value
 
     def take(self) -> Tensor | float:
@@ -72,4 +90,6 @@ class AuxiliaryLoss(torch.autograd.Function):
     def backward(saved_ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (loss,), losses = saved_ctx.saved_tensors, saved_ctx.losses
         losses.add(loss, saved_ctx.axes)
-        return dx, torch.full_like(loss, 1 / losses.tokens), None, None
+        if losses.share is None:
+            return dx, torch.full_like(loss, 1 / losses.tokens), None, None
+        return dx, (losses.share / losses.tokens).to(loss.dtype), None, None

@@ -119,9 +119,10 @@ class LayerContext:
     ) -> Tensor:
         """Return x, with which the block must continue; add `loss` to the training loss.
 
-        loss: a scalar, the sum over this rank's tokens of the micro-batch; like the main loss it is
-        divided by the tokens of the global batch. region: where it was computed; it is partial over
-        tensor-parallel ranks where a weight's gradient would be.
+        loss: a scalar, the sum over this rank's tokens of the micro-batch; it is divided by all
+        tokens of the global batch, those too that a mask leaves out of the main loss. region: where
+        it was computed; it is partial over tensor-parallel ranks where a weight's gradient would
+        be.
         """
         assert loss.dim() == 0, "an auxiliary loss is a scalar"
         axes = tuple(axis for axis in self.reduce_axes(region) if axis.size > 1)

@@ -3,14 +3,65 @@
 recomputed or put in host memory.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from mpu.activation_offload import HostCopies, Offload
 from mpu.context import LayerContext
+from mpu.gradients import GradientSink
+from mpu.grid import Grid
+from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.recompute import Recompute
 from training.config import Config, UsageError
+from training.expert_options import expert_options
 from training.float8_layers import in_float8
+from training.update_rules import qk_clip
+from training.zero_config import zero_config
+
+
+def accumulate_dtype(config: Config) -> torch.dtype:
+    """Return the dtype of gradients, masters and moments: fp32, or fp64 under --fp64."""
+    return torch.float64 if config.run.dtype == torch.float64 else torch.float32
+
+
+def main_grads_dtype(config: Config) -> torch.dtype:
+    """Return the dtype in which a rank adds up its own gradients."""
+    return zero_config(config).main_grads_dtype or accumulate_dtype(config)
+
+
+def context_of(
+    config: Config,
+    grid: Grid,
+    device: torch.device,
+    sink: GradientSink,
+    *,
+    even_experts: bool = False,
+    **other: Any,
+) -> LayerContext:
+    """Return what the layers of a rank's model may know, by the flags.
+
+    It is the only maker of a run's contexts: what measures, warms up or plans a step builds its
+    model with that of the step. even_experts: of a model whose weights have no values, so that all
+    experts score alike: tokens are spread over them, as in training. other: fields of LayerContext
+    that are not as the flags say.
+    """
+    p, experts = config.parallel, expert_options(config)
+    given: dict[str, Any] = {
+        "loss_in_chunks": linear_cross_entropy if p.fused_linear_cross_entropy else None,
+        "cp_comm_type": p.cp_comm_type,
+        "norm_backend": p.norm_backend,
+        "attention_backend": p.attention_backend,
+        "experts": experts._replace(force_balance=True) if even_experts else experts,
+        "log_max_attention_logit": config.log.log_max_attention_logit,
+        "qk_clip": qk_clip(config),
+        "output_z_loss": config.optimizer.output_z_loss_coeff,
+    }
+    return LayerContext(
+        grid, p.sequence_parallel, config.run.dtype, accumulate_dtype(config), device, sink,
+        **given | other,
+    )  # fmt: skip
 
 
 def recompute_of(

@@ -5,7 +5,8 @@
                   each expert of a layer
     its end       the counts are summed over tp x cp x dp: whole numbers, so exact in any order
                   -> bias_i += rate x sign(mean of the counts - count_i)
-                  -> the f_i of the next step's loss of the global batch
+                  -> the f_i of the next step's loss of the global batch; where a bias or groups
+                     limit the choice it has counts of its own, of each token's k best scores
 
 The bias is added to the scores where experts are chosen, and nowhere else, so it has no gradient
 (Wang et al. 2024, Auxiliary-loss-free load balancing; DeepSeek-V3 technical report, section 2.1.2).
@@ -31,57 +32,79 @@ MORE = 2  # numbers besides the counts: pairs that were dropped, the sum of the 
 class ExpertLoad(nn.Module):
     """The counts of one router, and its bias where there is one.
 
-    before: tokens of each expert in the last step, of the global batch: [E], fp64, whole numbers; 0
-    before the first step. noted: of this step and this rank so far [E + MORE]. of: the router's
+    before: tokens of each expert in the last step, of the global batch, as that loss counts them:
+    [E], fp64, whole numbers; 0 before the first step. noted: of this step and this rank so far
+    [E + MORE], and with counts_best the counts of `best` [E] after that. of: the router's
     weight, by whose name checkpoints have `before`. e_score_correction_bias: the bias [E], in the
-    accumulation dtype; a buffer, which checkpoints have under Hugging Face's name.
+    accumulation dtype; a buffer, which checkpoints have under Hugging Face's name. best: `before`
+    is of counts of its own, which `note` is given.
     """
 
     e_score_correction_bias: Tensor | None
 
     def __init__(
-        self, experts: int, of: nn.Parameter, *, ctx: LayerContext, bias: bool = False
+        self,
+        experts: int,
+        of: nn.Parameter,
+        *,
+        ctx: LayerContext,
+        bias: bool = False,
+        best: bool = False,
     ) -> None:
         super().__init__()
         made = torch.zeros(experts, dtype=ctx.accumulate, device=ctx.device) if bias else None
         self.register_buffer("e_score_correction_bias", made)
         self.of = (of,)  # no parameter of this module
         self.before = torch.zeros(experts, dtype=torch.float64, device=ctx.device)
-        self.noted = torch.zeros(experts + MORE, dtype=torch.float64, device=ctx.device)
+        self.counts_best, size = best, experts * (1 + best) + MORE
+        self.noted = torch.zeros(size, dtype=torch.float64, device=ctx.device)
         if ctx.sink.loads is None:
             ctx.sink.loads = ExpertLoads(ctx)
         assert isinstance(ctx.sink.loads, ExpertLoads)
         ctx.sink.loads.add(self)
 
-    def note(self, y: Tensor, counts: Tensor, losses: Tensor | None) -> Tensor:
-        """Return y; note in its backward the counts [E], or with the dropped pairs [E + 1], and the
-        sum of the losses over this rank's tokens.
+    def note(
+        self, y: Tensor, counts: Tensor, losses: Tensor | None, best: Tensor | None = None
+    ) -> Tensor:
+        """Return y; note in its backward the counts [E], or with the dropped pairs [E + 1], the
+        sum of the losses over this rank's tokens, and with counts_best how many of these have each
+        expert among their k best scores [E].
         """
+        assert (best is not None) == self.counts_best
         losses = None if losses is None else losses.detach()
         if torch.is_grad_enabled() and not y.requires_grad:  # there is no backward: all is frozen
-            self.count(counts, losses)
-        noted: Tensor = _Note.apply(y, self, counts, losses)
+            self.count(counts, losses, best)
+        noted: Tensor = _Note.apply(y, self, counts, losses, best)
         return noted
 
-    def count(self, counts: Tensor, losses: Tensor | None) -> None:
-        """Add to what is noted of this step."""
+    def count(self, counts: Tensor, losses: Tensor | None, best: Tensor | None) -> None:
+        """Add to what is noted of this step, as `note` takes it."""
+        experts = len(self.before)
         self.noted[: len(counts)] += counts
         if losses is not None:
-            self.noted[-1] += losses.double()
+            self.noted[experts + 1] += losses.double()
+        if best is not None:
+            self.noted[experts + MORE :] += best
 
 
 class _Note(torch.autograd.Function):
     @staticmethod
     def forward(
-        saved_ctx: Any, y: Tensor, load: ExpertLoad, counts: Tensor, losses: Tensor | None
+        saved_ctx: Any,
+        y: Tensor,
+        load: ExpertLoad,
+        counts: Tensor,
+        losses: Tensor | None,
+        best: Tensor | None,
     ) -> Tensor:
         saved_ctx.load, saved_ctx.counts, saved_ctx.losses = load, counts, losses
+        saved_ctx.best = best
         return y.view_as(y)
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        saved_ctx.load.count(saved_ctx.counts, saved_ctx.losses)
-        return dy, None, None, None
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        saved_ctx.load.count(saved_ctx.counts, saved_ctx.losses, saved_ctx.best)
+        return dy, None, None, None, None
 
 
 class ExpertLoads:
@@ -121,14 +144,16 @@ class ExpertLoads:
 
         found_inf: 1.0 where the update is skipped, and with it this.
         """
-        total = torch.stack([load.noted for load in self.loads])  # [layers, E + MORE]
+        total = torch.stack([load.noted for load in self.loads])  # [layers, E + MORE or 2 E + MORE]
         for axis in (self.ctx.tp,) * self.ctx.sp + (self.ctx.grid.dp_cp,):
             total = all_reduce_in_order(total, axis, LABEL)
-        counts = self.counts = total[:, :-MORE]
-        self.dropped, self.losses = total[:, -2], total[:, -1]
-        applies = found_inf == 0
         before = [load.before for load in self.loads]
-        updated = torch.where(applies, counts, torch.stack(before))
+        experts = len(before[0])
+        counts = self.counts = total[:, :experts]
+        self.dropped, self.losses = total[:, experts], total[:, experts + 1]
+        best = total[:, experts + MORE :] if self.loads[0].counts_best else counts
+        applies = found_inf == 0
+        updated = torch.where(applies, best, torch.stack(before))
         torch._foreach_copy_(before, list(updated.unbind()))
         found = [(row, load.e_score_correction_bias) for row, load in enumerate(self.loads)]
         moving = [(i, b) for i, b in found if b is not None and self.loads[i].of[0].requires_grad]

@@ -18,7 +18,8 @@ class ExpertTwin(Twin):
 
     moe: as the case's. b: rows of a micro-batch, for the loss of a micro-batch. margin: the least
     difference of a layer's last chosen score from the next. counts: tokens of each expert, by
-    layer, of the last loss; before: of the one before. bias: of each layer's choice. parts: the
+    layer, of the last loss; best: tokens that have it among their k best scores; before: `best` of
+    the loss before. bias: of each layer's choice. parts: the
     positions of a row that each rank has, for the capacity of experts; dropped: pairs of the last
     loss.
     """
@@ -37,6 +38,7 @@ class ExpertTwin(Twin):
         self.moe, self.b = moe, b
         self.margin, self.counts, self.own = float("inf"), {}, 0.0
         self.parts, self.dropped = parts, 0
+        self.best: dict[str, torch.Tensor] = {}
         self.before: dict[str, torch.Tensor] = {}
         self.bias: dict[str, torch.Tensor] = {}
 
@@ -45,12 +47,12 @@ class ExpertTwin(Twin):
         return super().loss(batch)
 
     def end_step(self) -> None:
-        """Move the biases by the counts of the last loss, which become those of the step before."""
-        rate, self.before = self.moe.get("moe_router_bias_update_rate", 1e-3), self.counts
+        """Move the biases by the counts of the last loss; its `best` is that of the step before."""
+        rate, self.before = self.moe.get("moe_router_bias_update_rate", 1e-3), self.best
         for at, counts in self.counts.items():
             few = counts.double().mean() - counts.double()
             self.bias[at] = self.bias.get(at, 0.0) + rate * torch.sign(few)
-        self.counts, self.dropped = {}, 0
+        self.counts, self.best, self.dropped = {}, {}, 0
 
     def mlp(self, x: torch.Tensor, at: str) -> torch.Tensor:
         moe, k = self.moe, self.moe["moe_router_topk"]
@@ -62,11 +64,10 @@ class ExpertTwin(Twin):
         logits = x @ self.w[gate].t()  # [b, s, E]
         sigmoid = moe.get("moe_router_score_function") == "sigmoid"
         scores = logits.sigmoid() if sigmoid else logits
-        unbiased = self.chosen(self.of_groups(scores.detach()), k)
-        chosen = unbiased
-        if moe.get("moe_router_enable_expert_bias"):
-            chosen = self.chosen(self.of_groups(scores.detach() + self.bias.get(at, 0.0)), k)
-        self.counts[at] = chosen.sum((0, 1))
+        best = self.chosen(scores.detach(), k)  # of all experts: DeepSeek-V3, eq. 18
+        bias = self.bias.get(at, 0.0) if moe.get("moe_router_enable_expert_bias") else 0.0
+        chosen = self.chosen(self.of_groups(scores.detach() + bias), k)
+        self.counts[at], self.best[at] = chosen.sum((0, 1)), best.sum((0, 1))
         if sigmoid:
             weights = scores * chosen
             weights = weights / (weights.sum(-1, keepdim=True) if k > 1 else 1.0)
@@ -86,7 +87,7 @@ class ExpertTwin(Twin):
         if moe.get("moe_shared_expert_intermediate_size"):
             shared = (f"{at}mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down"))
             y = y + self.swiglu(x, *shared)
-        self.own = self.losses(logits, scores, unbiased, sigmoid, at)
+        self.own = self.losses(logits, scores, best, sigmoid, at)
         return y
 
     def chosen(self, scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -129,7 +130,7 @@ class ExpertTwin(Twin):
         sums = parts.topk(self.moe["moe_router_topk"] // n, -1).values.sum(-1)
         return torch.where(self.chosen(sums, n)[..., None], parts, parts - 100.0).flatten(-2)
 
-    def losses(self, logits, scores, chosen, sigmoid: bool, at: str = "") -> torch.Tensor:
+    def losses(self, logits, scores, best, sigmoid: bool, at: str = "") -> torch.Tensor:
         """Return the sum over all tokens of the balance loss and of the z-loss."""
         moe, (b, s, e) = self.moe, logits.shape
         p = scores / scores.sum(-1, keepdim=True) if sigmoid else logits.softmax(-1)
@@ -143,7 +144,7 @@ class ExpertTwin(Twin):
             some = 1 if kind == "seq_aux_loss" else self.b
             for first in range(0, b, some):
                 rows = slice(first, first + some)
-                f = chosen[rows].double().sum((0, 1)) / (some * s * moe["moe_router_topk"])
+                f = best[rows].double().sum((0, 1)) / (some * s * moe["moe_router_topk"])
                 balance = e * (f * p[rows].mean((0, 1))).sum()
                 total = total + balance * coefficient * some * s
         z = logits.logsumexp(-1).square().sum()

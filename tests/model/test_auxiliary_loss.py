@@ -80,7 +80,7 @@ ALWAYS = ("1f1b", "interleaved", "zb-v")
     "schedule", [pytest.param(c, marks=[] if c in ALWAYS else pytest.mark.prove) for c in CHUNKS]
 )
 def test_every_schedule_has_the_twins_loss_and_gradients(world, fork, schedule):
-    """Plain, recomputed in two ways, tied; with loss masks, by which both losses are divided."""
+    """Plain, recomputed in two ways, tied; with loss masks, which the blocks' loss ignores."""
     more = dict(file=fork)
     some = [
         case_of(schedule, 2, 4, 1, 1, False, **more),

@@ -161,7 +161,7 @@ def test_the_bias_has_the_same_bits_on_every_layout(world: Any) -> None:
                 assert torch.equal(before, twin.before[at].double()), name
                 assert torch.allclose(bias, twin.bias[at], rtol=0, atol=1e-15), name
                 assert torch.equal(bias, ranks[0].get(name, (bias,))[0]), name
-    assert bias.abs().max() > 0.1
+    assert bias.abs().max() > 0.09  # it moves by 0.05
 
 
 def test_a_skipped_step_and_a_measurement_leave_the_bias() -> None:

@@ -318,7 +318,7 @@ class Twin:
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[name]
 
     def loss(self, batch: dict) -> torch.Tensor:
-        """Return the mean loss over the tokens that count."""
+        """Return the mean loss over the tokens that count, and over all what blocks add to it."""
         w, d = self.w, self.sizes["kv_channels"]
         heads, groups = self.sizes["num_attention_heads"], self.sizes["num_query_groups"]
         h = w["model.embed_tokens.weight"][batch["tokens"]] * self.embedding_mult
@@ -356,7 +356,7 @@ class Twin:
         loss = loss + self.z_loss * logits.flatten(0, 1).logsumexp(-1).square()
         mask = batch["loss_mask"]
         mask = torch.ones(b * s, dtype=torch.float64) if mask is None else mask.flatten().double()
-        return ((loss * mask).sum() + auxiliary) / mask.sum()
+        return (loss * mask).sum() / mask.sum() + auxiliary / (b * s)
 
     def swiglu(self, x: torch.Tensor, gate: str, up: str, down: str) -> torch.Tensor:
         gate, up, down = (self.w[f"{name}.weight"] for name in (gate, up, down))

@@ -27,6 +27,7 @@ from training.checkpoint.huggingface import CONFIG, read_json
 from training.checkpoint.pieces import state_name, whole
 from training.data.tokenizer import tokenizer_of
 from training.run.export import TOKEN_IDS, tokenizer_files
+from training.run.same_run import NUMERICS
 
 # Megatron's arguments that state.json takes over, by the part of the config that has them.
 ARGUMENTS = {
@@ -75,6 +76,7 @@ def import_mcore(
         )
     dtype = str(weights.dtype).removeprefix("torch.")
     about = {
+        "numerics": NUMERICS,
         "iteration": iteration,
         "consumed_samples": consumed,
         "consumed_tokens": consumed * length,

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from estimate.model_profile import meta_context
 from model.llama import Llama
 from model.load import load_model_file
-from mpu.context import LayerContext
+from mpu.grid import Grid
 from mpu.param import Piece, placement_of, unique_parameters
 from pretrain_llama import LlamaRun, model_provider
 from training.config import Config
@@ -32,8 +33,7 @@ Outputs = dict[str, list[float]]
 
 def names_of(config: Config) -> list[tuple[str, str]]:
     """Return (kind, sentence) for parameters that a checkpoint could not hold."""
-    ctx = LayerContext(device=torch.device("meta"), dtype=config.run.dtype)
-    model = model_provider(config, ctx)
+    model = model_provider(config, meta_context(config, Grid()))
     table, found = load_model_file(config.model.model_file).hf_names(model), []
     counts: Counter[str] = Counter()
     for name, param in unique_parameters(model):

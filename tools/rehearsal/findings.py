@@ -87,7 +87,10 @@ MIXES = {
 }
 LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which is in fp32
 # what ranks sum in float64 in any run
-IN_DOUBLE = ("optimizer: norm", "train_step: loss sum", "auxiliary_loss: loss sum")
+IN_DOUBLE = (
+    "optimizer: norm", "train_step: loss sum", "auxiliary_loss: loss sum",
+    "auxiliary_loss: token count",
+)  # fmt: skip
 SUMS = (": grad sum", ": forward", ": backward", ": wgrad")  # the ends of their labels
 HOST_IN_DOUBLE = ("mpu/layers/rope.py",)  # the angles of RoPE
 PROMOTES = ("aten::add_", "aten::cat", "aten::stack")  # what meets a float64 number

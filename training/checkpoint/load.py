@@ -58,7 +58,7 @@ FLAGS = {
 MUP_FIELDS = ("logits_scaling", "attention_multiplier", "embedding_multiplier")
 # types of the state's entries that a resume reads
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
-STATE_TYPES: dict[str, type] = dict.fromkeys(COUNTS, int)
+STATE_TYPES: dict[str, type] = dict.fromkeys(("numerics", *COUNTS), int)
 PASSED_OVER = 10_000  # most iterations that a run may have passed over
 DICTS = ("config", "hf_config", "tp_comm_overlap", "layout", "branched_from")
 STATE_TYPES |= dict.fromkeys(DICTS, dict)

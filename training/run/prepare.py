@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 import mpu
-from estimate.model_profile import accumulate_dtype
 from mpu.accelerators import missing
 from mpu.grid import Grid
 from mpu.layers.attention.backends import FLAG
@@ -20,6 +19,7 @@ from training.data.stage_datasets import Staged
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
 from training.float8_layers import check_device
+from training.layer_options import accumulate_dtype
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
 from training.run.trial import try_calls

@@ -17,6 +17,7 @@ from training.checkpoint import Checkpoint, plain_name
 from training.config import Config
 from training.data.dataset import FULL_DIGEST
 from training.data.tokenizer_files import files_of, same_tokenizer
+from training.expert_options import expert_options
 from training.learning_rate import learning_rate
 from training.stages import ROPE as ROPE_SETTINGS
 from training.stages import record, saved_settings, tokens_at
@@ -33,6 +34,9 @@ SHARED = {
     "mup": ("model.mup_base_hidden_size",),  # a model's hf_config has the multipliers
     "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
 }
+# How losses are computed: a checkpoint's state has the number, 0 where it has none; `losses` says
+# what each one changed.
+NUMERICS = 1
 SCHEDULE = "batch.step_batch_size_schedule"
 ROPE = ("rope_theta", "rope_scaling")  # of a model's hf_config; the word is "rope"
 
@@ -169,6 +173,29 @@ def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Ite
         ).format(config.data.data_stages, *names)
 
 
+def losses(found: Checkpoint, config: Config) -> Iterator[str]:
+    """Yield a line where a run was begun by a version that computed its losses in another way."""
+    if found.state.get("numerics", 0) >= NUMERICS:
+        return
+    changed, moe, options = list[str](), config.moe, expert_options(config)
+    limits = {
+        "--moe-router-num-groups": options.balance and moe.moe_router_num_groups > 1,
+        "--moe-router-enable-expert-bias": moe.moe_router_enable_expert_bias
+        and "lagged_global_aux_loss" in dict(options.balance),
+    }
+    if named := " and ".join(flag for flag, limits_them in limits.items() if limits_them):
+        changed.append(
+            f"balance losses count the best scores of each token, which {named} limited before"
+        )
+    router = options.balance or options.z_coefficient
+    fork = not config.model.model_file.startswith("model/")  # it may have auxiliary losses
+    if config.data.eod_mask_loss and (router or fork):
+        which = "the router's losses" if router else "auxiliary losses, if the model has any"
+        changed.append(f"--eod-mask-loss no longer multiplies {which}")
+    if changed:
+        yield f"{found.directory} is of an older version: from here on {', and '.join(changed)}"
+
+
 def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
     """Yield a line on each change that --allow-change let through, and on what is not known.
 
@@ -178,6 +205,7 @@ def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iter
         there = found.state.get("config", {}).get(key, here)
         if key.startswith("float8.") and there != here:
             yield f"{found.directory} {_difference(key, there, here)}; the weights are the same"
+    yield from losses(found, config)
     yield from edited(found, config, digests)
     for _, line in changes(found, config, digests):
         yield f"{line}; continuing, as --allow-change allows"
@@ -219,6 +247,7 @@ def progress(
     stages = {"stages": _stages(config, digests)} if config.stages else {}
     return {
         **stages,
+        "numerics": NUMERICS,
         "iteration": iteration,
         "consumed_samples": consumed,
         "consumed_tokens": tokens_at(config, consumed) if config.stages else tokens,

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from estimate.model_profile import accumulate_dtype
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
@@ -38,8 +37,8 @@ from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.optim.interface import Parts
 from training.config import Config, UsageError
 from training.float8_layers import recipe_of
+from training.layer_options import context_of, main_grads_dtype
 from training.update_rules import optimizer_groups
-from training.zero_config import zero_config
 
 TOKENS = 256  # of a call: more than a block of any kernel, and a multiple of float8's
 WITHOUT = "without Triton, torch's slower operations are used: pip uninstall triton"
@@ -78,13 +77,9 @@ def try_calls(config: Config, device: torch.device, note: Callable[[str], None])
 
 def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     """Yield the calls of a run, in the order of a step. Nothing is allocated before a call."""
-    p, kind = config.parallel, accumulate_dtype(config)
-    name = str(config.run.dtype).removeprefix("torch.")
-    sums = zero_config(config).main_grads_dtype or kind
-    ctx = LayerContext(
-        Grid(launch=Launch()), dtype=config.run.dtype, accumulate=kind, device=device,
-        sink=GradientSink(sums), norm_backend=p.norm_backend, attention_backend=p.attention_backend,
-    )  # fmt: skip
+    p, name = config.parallel, str(config.run.dtype).removeprefix("torch.")
+    sums = main_grads_dtype(config)
+    ctx = context_of(config, Grid(launch=Launch()), device, GradientSink(sums))
     kernels = device.type == "cuda" and not available.why_not()
     own = WITHOUT if kernels else "no flag avoids it"
     avoid = own if p.norm_backend == "weft" else "use --norm-backend weft"

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from estimate.model_profile import ModelProvider, accumulate_dtype
+from estimate.model_profile import ModelProvider, StagedModel
 from estimate.pipeline_stages import rank_stages
-from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
@@ -30,10 +29,9 @@ from mpu.pipeline.stage_layout import Stage
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
-from training.layer_options import recompute_of
+from training.layer_options import context_of, main_grads_dtype, recompute_of
 from training.run.cuda_graph import Graphs
 from training.run.state import Run, RunSchedule
-from training.zero_config import zero_config
 
 MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them
 
@@ -120,24 +118,27 @@ def run_chunks(
     run: Run, provider: ModelProvider, run_schedule: RunSchedule, overlap: OverlapMap
 ) -> None:
     """Run a forward and a backward of each chunk of this rank, on a model of their shapes."""
-    config, p, ctx = run.config, run.config.parallel, run.model.ctx
-    dtype = zero_config(config).main_grads_dtype or accumulate_dtype(config)
-    ctx = LayerContext(
-        run.grid, p.sequence_parallel, ctx.dtype, ctx.accumulate, run.device, Scratch(dtype),
-        loss_in_chunks=ctx.loss_in_chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
-        attention_backend=p.attention_backend,
-    )  # fmt: skip
-    recompute = recompute_of(config, run.device)
-    stages = rank_stages(config, provider, run.grid.pp.rank)
-    model = provider(config, ctx, recompute, stages)
+    config = run.config
+    model = scratch_model(config, run.grid, run.device, Scratch(main_grads_dtype(config)), provider)
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap)
-    engine = LocalEngine(run.engine, stages)
+    engine = LocalEngine(run.engine, model.stages)
     batches = batches_of_zeros(config, run.grid, run.device)
     nothing = Schedule("warm-up", (), MICRO_BATCHES)
     run_schedule(replace(run, model=model, engine=engine), nothing, batches, 1, "")
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)  # copies end before the host memory that they read
+
+
+def scratch_model(
+    config: Config, grid: Grid, device: torch.device, sink: Scratch, provider: ModelProvider
+) -> StagedModel:
+    """Return this rank's model with the weights of `sink`, which are zeros: of its own shapes,
+    flags and collectives. Tokens are spread over the experts, whose scores are all equal.
+    """
+    ctx = context_of(config, grid, device, sink, even_experts=True)
+    stages = rank_stages(config, provider, grid.pp.rank)
+    return provider(config, ctx, recompute_of(config, device), stages)
 
 
 def batches_of_zeros(config: Config, grid: Grid, device: torch.device) -> list[Batch]:

@@ -23,20 +23,17 @@ from torch import Tensor, nn
 
 from estimate import rank_memory
 from estimate.bucket_size import Cost, Costs, Timeline, candidates, choose, seconds_of
-from estimate.model_profile import ModelProvider, accumulate_dtype
-from estimate.pipeline_stages import rank_stages
+from estimate.model_profile import ModelProvider
 from mpu.comm.collectives import all_gather, barrier, gather_bytes
 from mpu.comm.transport import DONE, Axis, Handle, Label
-from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.layers.linear_cross_entropy import linear_cross_entropy
 from mpu.zero.bucket_layout import BLOCK, automatic_size
 from mpu.zero.reduce import Reduction, sum_over_data
 from training.checkpoint import Checkpoint, CheckpointError, Roots
 from training.checkpoint.save import layout
 from training.config import Config
-from training.layer_options import recompute_of
-from training.run.warm_up import Scratch, batches_of_zeros
+from training.layer_options import accumulate_dtype, main_grads_dtype
+from training.run.warm_up import Scratch, batches_of_zeros, scratch_model
 from training.zero_config import zero_config
 
 RUNS = 4  # of the micro-batch; the fastest counts
@@ -158,18 +155,11 @@ def measured_timeline(
     config: Config, grid: Grid, device: torch.device, provider: ModelProvider
 ) -> Timeline:
     """Run a micro-batch of every chunk of this rank, several times; return the fastest's times."""
-    p, (now, between) = config.parallel, _clock(device)
-    sink = Noting(zero_config(config).main_grads_dtype or accumulate_dtype(config), now)
-    chunks = linear_cross_entropy if p.fused_linear_cross_entropy else None
-    ctx = LayerContext(
-        grid, p.sequence_parallel, config.run.dtype, accumulate_dtype(config), device, sink,
-        loss_in_chunks=chunks, cp_comm_type=p.cp_comm_type, norm_backend=p.norm_backend,
-        attention_backend=p.attention_backend,
-    )  # fmt: skip
-    stages = rank_stages(config, provider, grid.pp.rank)
-    model = provider(config, ctx, recompute_of(config, device), stages)
-    assert isinstance(model, nn.Module)
-    model.requires_grad_(True)  # what is frozen counts as trained here
+    now, between = _clock(device)
+    sink = Noting(main_grads_dtype(config), now)
+    model = scratch_model(config, grid, device, sink, provider)
+    for _, param in model.named_parameters():
+        param.requires_grad_(True)  # what is frozen counts as trained here
     batch = batches_of_zeros(config, grid, device)[0]
     shape = model.hidden_shape(*batch.tokens.shape)
     names = {param: name for name, param in model.named_parameters()}
@@ -178,7 +168,7 @@ def measured_timeline(
         sink.begin_step()
         used, ready, forward = dict[str, float](), dict[str, float](), 0.0
         spans: list[tuple[float, dict[str, float]]] = []  # of backwards, in the order of chunks
-        for chunk, stage in enumerate(stages):
+        for chunk, stage in enumerate(model.stages):
             sink.used, sink.ready = {}, {}
             hidden = None
             if not stage.embedding:
@@ -215,8 +205,8 @@ def measure(config: Config, grid: Grid, device: torch.device, largest: int) -> C
 
     largest: the elements of the largest bucket that is possible.
     """
-    zero, dtype = zero_config(config), accumulate_dtype(config)
-    main, wire = zero.main_grads_dtype or dtype, zero.grad_reduce_dtype
+    dtype, main = accumulate_dtype(config), main_grads_dtype(config)
+    wire = zero_config(config).grad_reduce_dtype
     shard, replicate, stage = grid.dp_cp_shard, grid.dp_cp_replicate, rank_memory.level(config)
     how = Reduction(stage, shard, replicate, dtype, main, wire)
 
