@@ -33,7 +33,7 @@ MORE: dict[str, dict[str, Any]] = {  # what a fork's case has
     "widths": {"sizes": {"ffn_hidden_size": 192}},
     "phi": {"sizes": {"use_rope_scaling": False}, "extra": (("rotary_factor", 0.67),)},
 }
-FORKS = ("qwen2", "arcee", "windows", "widths", "olmo2", "gemma2", "phi", "granite")
+FORKS = ("qwen2", "arcee", "windows", "widths", "olmo2", "gemma2", "phi", "granite", "embeddings")
 ORACLES: dict[str, dict[str, Any]] = {  # what transformers has, and more of its config
     "Qwen2": {},
     "Arcee": {},

@@ -999,7 +999,11 @@ REFUSED = (
         "--phase-transition-iterations",
         "--data-stages has the blend of every stage",
     ),
-    Refused("freezing of layers", "--freeze-all-layers"),
+    Refused(
+        "freezing of layers by a flag",
+        "--freeze-all-layers",
+        "a --model-file freezes parameters (docs/forking.md)",
+    ),
     Refused(
         "a layout from a checkpoint",
         "--use-mp-args-from-checkpoint-args",
