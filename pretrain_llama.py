@@ -236,8 +236,9 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
         state_offload=p.optimizer_state_offload,
     )  # fmt: skip
     engine = Engine(
-        grid, ctx.queue, monitor, config.run.dtype, device, ctx.interleaver, sink.frozen.chunks
-    )
+        grid, ctx.queue, monitor, config.run.dtype, device, ctx.interleaver,
+        frozen=sink.frozen.chunks,
+    )  # fmt: skip
     return LlamaRun(
         config, grid, device, model, engine, sink=sink, optimizer=optimizer, monitor=monitor
     )

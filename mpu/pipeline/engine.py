@@ -101,8 +101,7 @@ class Engine:
         returns [*shape] on every stage but the last, where it returns a scalar loss. during: words
         that follow the action in Monitor.action ("of iteration 7").
         """
-        stages = range(schedule.stages)
-        first = next((s for s in stages if schedule.place(s) not in self.frozen), 0)
+        first = self._first_that_trains(schedule) if self.frozen else 0
         steps = plan(schedule, first)[self.grid.pp.rank]
         self.schedule, clock = schedule, None
         if self.spans is not None:
@@ -110,13 +109,18 @@ class Engine:
         polls = self.device.type == "cuda" and not self.grid.pp.staged
         with SendQueue(polls) if self.grid.pp.size > 1 else nullcontext() as send_queue:
             during = f" {during}" if during else ""
-            running = _Run(self, schedule, forward, shape, send_queue, during, first)
+            running = _Run(self, schedule, forward, shape, send_queue, during=during, first=first)
             for step in steps:
                 running.do(step, clock)
             running.drain()
             self.monitor.action = f"waiting for its last messages to be sent{during}"
         if clock is not None:
             self.spans = clock.spans()
+
+    def _first_that_trains(self, schedule: Schedule) -> int:
+        """Return the first stage in which anything trains."""
+        stages = range(schedule.stages)
+        return next((s for s in stages if schedule.place(s) not in self.frozen), 0)
 
 
 class _Clock:
