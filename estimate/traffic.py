@@ -308,7 +308,7 @@ def _ends(config: Config, grid: Grid, found: RankProfile) -> Iterator[Traffic]:
         yield _row(grid, axis, "all_gather", ("auxiliary_loss", "loss sum"), nbytes)
     if config.data.eod_mask_loss:
         nbytes = 8 * grid.dp_cp.size
-        yield _row(grid, "dp_cp", "all_gather", ("auxiliary_loss", "token count"), nbytes)
+        yield _row(grid, "dp_cp", "all_gather", ("token count", "loss sum"), nbytes)
     for axis in ("dp_cp", "pp"):
         total = 3 * 8 * getattr(grid, axis).size
         yield _row(grid, axis, "all_gather", ("losses", "loss sum"), total)

@@ -26,7 +26,7 @@ from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Axis, Label
 
 LABEL = Label("auxiliary_loss", "loss sum")
-COUNT = Label("auxiliary_loss", "token count")
+COUNT = Label("token count", "loss sum")
 
 
 class AuxiliaryLosses:

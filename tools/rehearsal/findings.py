@@ -89,7 +89,7 @@ LOOKED_UP = {"model/llama.py": ("aten::index",)}  # rows of RoPE's table, which 
 # what ranks sum in float64 in any run
 IN_DOUBLE = (
     "optimizer: norm", "train_step: loss sum", "auxiliary_loss: loss sum",
-    "auxiliary_loss: token count",
+    "token count: loss sum",
 )  # fmt: skip
 SUMS = (": grad sum", ": forward", ": backward", ": wgrad")  # the ends of their labels
 HOST_IN_DOUBLE = ("mpu/layers/rope.py",)  # the angles of RoPE

@@ -19,6 +19,7 @@ from mpu.gradients import use
 from mpu.grid import Grid
 from mpu.layers import cross_entropy, fused
 from mpu.layers.attention import core as attention
+from tests.model.test_auxiliary_loss import FORK
 from training.data.batch import DocumentRules, make_batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
@@ -162,6 +163,20 @@ def test_steps_have_the_bits_of_eager_ones(more, counts, masks, captures, replay
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     assert (cuda.captures, graphs.replays) == (captures, replays)
     assert said == ["--cuda-graph: micro-batches run from CUDA graphs from here on"]
+
+
+def test_a_graph_reads_what_share_of_a_steps_tokens_counts(tmp_path):
+    """Another one in each step: a fork's auxiliary loss is multiplied by it."""
+    (tmp_path / "fork.py").write_text(FORK)
+    more = f"--eod-mask-loss --model-file {tmp_path}/fork.py"
+    run, other = build(more), build(more)
+    graphs, _, _ = graphs_of(run)
+    found, want = (train(each, [3] * 5, True) for each in (run, other))
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    losses = run.model.ctx.auxiliary_losses
+    counts = [sum(batch.token_count for batch in batches(step, 3, True)) for step in range(5)]
+    assert graphs.replays == 12 and len({*counts}) > 1 and losses.share == counts[-1] / 48
+    assert torch.equal(losses.mean, other.model.ctx.auxiliary_losses.mean)
 
 
 def test_the_warm_up_is_eager():
