@@ -4,6 +4,7 @@ who this process is, and where the ranks meet. Set there what CUDA, its librarie
 when they start, unless the user has.
 """
 
+import fnmatch
 import os
 import re
 import stat
@@ -18,6 +19,32 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 REGISTER = "NCCL_GRAPH_REGISTER"
 BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
 CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
+
+# What lets torch or a library compute a product of fp32 in less, and the value by which it does
+# not. Images set the first (NVIDIA's) and the last (AWS's for Graviton).
+TF32 = {
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0",
+    "HIPBLASLT_ALLOW_TF32": "0",
+}  # fmt: skip
+NARROW = {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "DNNL_DEFAULT_FPMATH_MODE": "STRICT"}
+# What else changes the bits of a run, or how it may run, on a GPU and on a CPU; "*" stands for any
+# ending. docs/numerics.md says what each does. A run names those that are set.
+ON_GPU = (
+    "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER,
+    CONNECTIONS, BLOCKING, CUDNN_LAST, *TF32,
+    "TORCH_BLAS_PREFER_*", "DISABLE_ADDMM_CUDA_LT", "CUBLAS_*", "CUBLASLT_*",
+    "TORCH_CUDNN_USE_HEURISTIC_MODE_B", "TORCH_CUDNN_V8_API_DISABLED", "PYTORCH_TUNABLEOP_*",
+    "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_M??_*",
+    "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_TUNER_*", "NCCL_CONF_FILE", "RCCL_MSCCL*",
+    "NVTE_*", "CK_TILE_*", "FLASH_ATTENTION_*", "HIPBLASLT_*", "ROCBLAS_*", "MIOPEN_*", "TORCH_ROCM_*",
+    "HSA_OVERRIDE_GFX_VERSION", "TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TORCH_LINEAR_FLATTEN_3D",
+)  # fmt: skip
+ON_CPU = (
+    *NARROW, "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "DNNL_CPU_ISA_HINTS",
+    "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE",
+    "OPENBLAS_CORETYPE", "TORCH_MKLDNN_MATMUL_*", "KMP_DETERMINISTIC_REDUCTION",
+    "TORCH_LINEAR_FLATTEN_3D",
+)  # fmt: skip
 
 
 class Names(NamedTuple):
@@ -325,7 +352,8 @@ def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -
     (`loads_eagerly`). Expandable segments grow in place, so freed memory of another size is not
     lost to them; torch's symmetric memory does not come from that allocator. NCCL would register a
     CUDA graph's buffers, which in expandable segments ends in an illegal memory access (Megatron-LM
-    asks for 0, too). What the user has set stays.
+    asks for 0, too). What the user has set stays, but what would compute fp32 in less: torch and
+    oneDNN read that when they are loaded, NVIDIA's libraries when CUDA starts.
     """
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
     if loads_eagerly(argv):
@@ -333,7 +361,19 @@ def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -
     if not any(name in environ for name in ALLOCATOR):
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     defaults[REGISTER] = "0"
-    return {name: value for name, value in defaults.items() if name not in environ}
+    defaults = {name: value for name, value in defaults.items() if name not in environ}
+    return defaults | as_fp32(environ, argv)
+
+
+def as_fp32(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, str]:
+    """Return what must be set so that a product of fp32 is computed in fp32.
+
+    argv: the command line, in which --allow-tf32 allows TF32. Names that are not in the environment
+    are left out: without them fp32 is fp32.
+    """
+    allowed = any(word.replace("_", "-") == "--allow-tf32" for word in argv)
+    exact = NARROW if allowed else TF32 | NARROW
+    return {name: value for name, value in exact.items() if environ.get(name, value) != value}
 
 
 def loads_eagerly(argv: Sequence[str]) -> bool:
@@ -381,10 +421,16 @@ def set_deterministic() -> None:
 
 
 def cuda_settings() -> list[str]:
-    """Return the line that tells what of this the environment says now."""
-    names = (
-        "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER,
-        CONNECTIONS, BLOCKING, CUDNN_LAST,
-    )  # fmt: skip
-    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return [f"environment of CUDA: {', '.join(settings)}"] if settings else []
+    """Return the line that tells what of ON_GPU the environment says now."""
+    return _settings("environment of CUDA", ON_GPU)
+
+
+def cpu_settings() -> list[str]:
+    """Return the line that tells what of ON_CPU the environment says now."""
+    return _settings("environment of the CPU's libraries", ON_CPU)
+
+
+def _settings(what: str, names: Sequence[str]) -> list[str]:
+    present = dict.fromkeys(found for name in names for found in fnmatch.filter(os.environ, name))
+    settings = [f"{name}={os.environ[name]}" for name in present]
+    return [f"{what}: {', '.join(settings)}"] if settings else []
