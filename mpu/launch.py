@@ -36,8 +36,9 @@ ON_GPU = (
     "TORCH_CUDNN_USE_HEURISTIC_MODE_B", "TORCH_CUDNN_V8_API_DISABLED", "PYTORCH_TUNABLEOP_*",
     "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_M??_*",
     "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_TUNER_*", "NCCL_CONF_FILE", "RCCL_MSCCL*",
-    "NVTE_*", "CK_TILE_*", "FLASH_ATTENTION_*", "HIPBLASLT_*", "ROCBLAS_*", "MIOPEN_*", "TORCH_ROCM_*",
-    "HSA_OVERRIDE_GFX_VERSION", "TRITON_F32_DEFAULT", "TRITON_INTERPRET", "TORCH_LINEAR_FLATTEN_3D",
+    "NVTE_*", "CK_TILE_*", "FLASH_ATTENTION_*", "HIPBLASLT_*", "ROCBLAS_*", "MIOPEN_*",
+    "TORCH_ROCM_*", "HSA_OVERRIDE_GFX_VERSION", "TRITON_F32_DEFAULT", "TRITON_INTERPRET",
+    "TORCH_LINEAR_FLATTEN_3D",
 )  # fmt: skip
 ON_CPU = (
     *NARROW, "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "DNNL_CPU_ISA_HINTS",
@@ -374,6 +375,11 @@ def as_fp32(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, s
     allowed = any(word.replace("_", "-") == "--allow-tf32" for word in argv)
     exact = NARROW if allowed else TF32 | NARROW
     return {name: value for name, value in exact.items() if environ.get(name, value) != value}
+
+
+def rounding_variables() -> list[str]:
+    """Return the names in the environment that `as_fp32` sets, whoever has set them."""
+    return [name for name in (*TF32, *NARROW) if name in os.environ]
 
 
 def loads_eagerly(argv: Sequence[str]) -> bool:

@@ -11,7 +11,6 @@ import pytest
 
 from mpu.launch import (
     ALLOCATOR,
-    cpu_settings,
     cuda_settings,
     environment_defaults,
     registers_graphs,
@@ -74,6 +73,8 @@ def test_what_would_round_fp32_does_not_stay():
 
 
 def test_what_else_changes_bits_is_told(monkeypatch):
+    from mpu.launch import cpu_settings
+
     gpu = """NVTE_ALLOW_NONDETERMINISTIC_ALGO NCCL_PROTO NCCL_NVLS_ENABLE NCCL_MIN_CTAS
         NCCL_MAX_NCHANNELS PYTORCH_TUNABLEOP_ENABLED TORCH_BLAS_PREFER_HIPBLASLT
         HIPBLASLT_TUNING_FILE ROCBLAS_USE_HIPBLASLT MIOPEN_FIND_MODE TRITON_F32_DEFAULT

@@ -11,14 +11,13 @@ import torch
 from mpu import driver
 from mpu.accelerators import own_gpu
 from mpu.launch import (
-    NARROW,
-    TF32,
     Launch,
     cpu_settings,
     cuda_settings,
     has_one_queue,
     launched_by,
     launches_block,
+    rounding_variables,
     set_deterministic,
 )
 from training.config import Config, UsageError
@@ -126,7 +125,7 @@ def fp32_lines(allow_tf32: bool) -> list[str]:
     if allow_tf32:
         return ["--allow-tf32: products of fp32 round their operands to TF32 on a GPU that has it"]
     mkldnn: Any = torch.backends.mkldnn
-    asked = [name for name in (*TF32, *NARROW) if name in os.environ]
+    asked = rounding_variables()
     set_to = {torch.backends.cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision}
     if set_to & {"tf32", "bf16"}:
         asked.append("torch's fp32_precision")
