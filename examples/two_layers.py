@@ -16,6 +16,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from mpu.comm.collectives import sum_in_order  # noqa: E402
 from mpu.context import LayerContext  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
+from mpu.launch import Launch  # noqa: E402
 from mpu.layers.fused import RMSNorm  # noqa: E402
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from mpu.param import draw_normal  # noqa: E402
@@ -40,7 +41,7 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))).square())
 
 
-world, sink = int(os.environ.get("WORLD_SIZE", 1)), ParamGrad()
+world, sink = Launch.from_env().world, ParamGrad()
 grid = Grid(world, tp_size=world).connect(torch.device("cpu"), None, timedelta(minutes=5))
 ctx = LayerContext(grid, sequence_parallel=True, sink=sink)
 model = nn.Sequential(*(Layer(64, ctx, f"layers.{i}") for i in range(2)))

@@ -114,6 +114,19 @@ class LayerContext:
         place = Placement(shape, axis=self.tp, reduce_axes=self.reduce_axes(region))
         return parameter(place, self.dtype, self.device, self.sink)
 
+    def replicated(self, module: nn.Module, region: Region) -> nn.Module:
+        """Return a module of torch's, after saying of its parameters what `replicated_parameter`
+        says of its own: every tp rank holds them whole and uses them in `region`.
+
+        For ParamGrad (docs/library.md), whose gradients are autograd's own.
+        """
+        for param in module.parameters():
+            if getattr(param, "placement", None) is None:
+                axes = self.reduce_axes(region)
+                place = Placement(tuple(param.shape), axis=self.tp, reduce_axes=axes)
+                param.placement = place  # type: ignore[attr-defined]
+        return module
+
     def auxiliary_loss(
         self, x: Tensor, loss: Tensor, region: Region = Region.SEQUENCE_PARALLEL
     ) -> Tensor:

@@ -13,6 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+# by how much of the norm gradients of ranks that do the same may differ (docs/numerics.md)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
+WIDTH, PART = 64, 1 << 20  # numbers of a sketch; elements sketched at a time, a multiple of WIDTH
+
 
 class Amaxes(Protocol):
     """What changes once a step besides the weights: mpu/layers/float8/delayed.py."""
@@ -198,3 +202,24 @@ def run_deferred(works: "deque[Callable[[], None]]") -> None:
     """
     while works:
         works.popleft()()
+
+
+def sketch(gradient: Tensor) -> Tensor:
+    """Return WIDTH + 1 numbers in fp64 from which the norm of a difference can be estimated.
+
+    Element i is added, with a random sign, to number i mod WIDTH: the sketches of two gradients are
+    as far apart as the gradients, on average. The signs are the same on every rank. The last number
+    is the norm.
+    """
+    flat, device = gradient.flatten(), gradient.device
+    out = torch.zeros(WIDTH + 1, dtype=torch.float64, device=device)
+    generator = torch.Generator(device)
+    for first in range(0, len(flat), PART):
+        part = flat[first : first + PART].double()
+        generator.manual_seed(first)
+        signs = torch.randint(0, 2, part.shape, generator=generator, device=device).mul_(2).sub_(1)
+        out[-1] += part.square().sum()
+        signed = nn.functional.pad(part * signs, (0, -len(part) % WIDTH))
+        out[:-1] += signed.view(-1, WIDTH).sum(0)
+    out[-1].sqrt_()
+    return out

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what the launcher (torchrun, srun, tools/supervise.py) says in the environment: who this
-process is, and where the ranks meet. Set there what CUDA, its libraries and torch read when they
-start, unless the user has.
+"""Read what the launcher (torchrun, srun, mpirun, tools/supervise.py, ...) says in the environment:
+who this process is, and where the ranks meet. Set there what CUDA, its libraries and torch read
+when they start, unless the user has.
 """
 
+import fnmatch
 import os
 import re
 import stat
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 # torch 2.11 to 2.13 read all of these, the first before the last. The last is the newest name;
 # torch 2.9 ignored it on CUDA (pytorch/pytorch#183387).
@@ -17,8 +19,78 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC
 REGISTER = "NCCL_GRAPH_REGISTER"
 BLOCKING, CONNECTIONS = "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"
 CUDNN_LAST = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
-# the first that is set counts
-MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise", "SLURM_STEP_ID": "srun"}
+
+# What lets torch or a library compute a product of fp32 in less, and the value by which it does
+# not. Images set the first (NVIDIA's) and the last (AWS's for Graviton).
+TF32 = {
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0",
+    "HIPBLASLT_ALLOW_TF32": "0",
+}  # fmt: skip
+NARROW = {"ONEDNN_DEFAULT_FPMATH_MODE": "STRICT", "DNNL_DEFAULT_FPMATH_MODE": "STRICT"}
+# What else changes the bits of a run, or how it may run, on a GPU and on a CPU; "*" stands for any
+# ending. docs/numerics.md says what each does. A run names those that are set.
+ON_GPU = (
+    "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER,
+    CONNECTIONS, BLOCKING, CUDNN_LAST, *TF32,
+    "TORCH_BLAS_PREFER_*", "DISABLE_ADDMM_CUDA_LT", "CUBLAS_*", "CUBLASLT_*",
+    "TORCH_CUDNN_USE_HEURISTIC_MODE_B", "TORCH_CUDNN_V8_API_DISABLED", "PYTORCH_TUNABLEOP_*",
+    "NCCL_PROTO", "NCCL_NVLS_ENABLE", "NCCL_COLLNET_ENABLE", "NCCL_MNNVL_ENABLE", "NCCL_M??_*",
+    "NCCL_NTHREADS", "NCCL_BUFFSIZE", "NCCL_TUNER_*", "NCCL_CONF_FILE", "RCCL_MSCCL*",
+    "NVTE_*", "CK_TILE_*", "FLASH_ATTENTION_*", "HIPBLASLT_*", "ROCBLAS_*", "MIOPEN_*",
+    "TORCH_ROCM_*", "HSA_OVERRIDE_GFX_VERSION", "TRITON_F32_DEFAULT", "TRITON_INTERPRET",
+    "TORCH_LINEAR_FLATTEN_3D",
+)  # fmt: skip
+ON_CPU = (
+    *NARROW, "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ONEDNN_CPU_ISA_HINTS", "DNNL_CPU_ISA_HINTS",
+    "ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE",
+    "OPENBLAS_CORETYPE", "TORCH_MKLDNN_MATMUL_*", "KMP_DETERMINISTIC_REDUCTION",
+    "TORCH_LINEAR_FLATTEN_3D",
+)  # fmt: skip
+
+
+class Names(NamedTuple):
+    """The variables in which a launcher tells a process its rank, the world, and its place on the
+    node. mark: the one that says that this launcher started it. local_world: "" where the launcher
+    says it in other words (`_local_world`).
+    """
+
+    launcher: str
+    mark: str
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str = ""
+
+
+def _with(prefix: str, launcher: str) -> Names:
+    names = (f"{prefix}_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return Names(launcher, f"{prefix}_RANK", *names)
+
+
+# The first whose world has several ranks counts. mpirun comes before srun, by which it may start
+# its daemons in a SLURM job: the ranks that SLURM counts are then those of the daemons.
+LAUNCHERS = (
+    _with("OMPI_COMM_WORLD", "mpirun"),  # Open MPI
+    Names("mpirun", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID",
+          "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    _with("MV2_COMM_WORLD", "mpirun"),  # MVAPICH2
+    Names("mpiexec", "PMI_LOCAL_RANK", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    Names("mpiexec", "PALS_RANKID", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID",
+          "PALS_LOCAL_SIZE"),  # Cray PALS, as the line above
+    _with("JSM_NAMESPACE", "jsrun"),
+    Names("flux", "FLUX_TASK_RANK", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
+    Names("srun", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
+)  # fmt: skip
+# {what other launchers set, which do not say all of it: (variable, its value in a run of one rank)}
+PARTLY = {
+    "PMI_RANK": ("PMI_SIZE", "1"), "PMIX_RANK": ("", ""), "ALPS_APP_PE": ("", ""),
+    "PBS_TASKNUM": ("PBS_TASKNUM", "1"), "PBS_NODENUM": ("PBS_NODENUM", "0"),
+}  # fmt: skip
+# {a variable that says who started this process: its name}; the first that is set counts
+MARKS = {
+    "TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise",
+    **{names.mark: names.launcher for names in LAUNCHERS},
+}  # fmt: skip
 SHORTEST, LONGEST = 16, 4096  # bytes of the run's secret
 
 
@@ -55,27 +127,20 @@ class Launch:
     world: int = 1
     local_rank: int = 0
     local_world: int = 1
-    srun: bool = False
+    launcher: str = ""  # of LAUNCHERS, where its variables said so
     attempt: int = 0  # restarts before this start, as this node's launcher counts them
     supervisor: str = ""  # tools/supervise.py's directory in this host's memory
     point: Rendezvous = field(default=Rendezvous(), compare=False)
 
     @classmethod
     def from_env(cls) -> "Launch":
-        """Read the variables of torchrun (RANK, WORLD_SIZE, ...), or else srun's; a plain `python`
-        run is a world of one, also in a SLURM job where no step has begun. Raises ValueError.
+        """Read the variables of torchrun (RANK, WORLD_SIZE, ...), or else those of LAUNCHERS; a
+        plain `python` run is a world of one, also in a SLURM job where no step has begun.
+
+        Raises ValueError, also where another launcher's variables do not say all of it.
         """
         e = os.environ
-        if "SLURM_STEP_ID" in e and "SLURM_PROCID" in e and not {"RANK", "WORLD_SIZE"} & e.keys():
-            per_node = e.get("SLURM_STEP_TASKS_PER_NODE", "")
-            launch = cls(
-                _number("SLURM_PROCID"),
-                _number("SLURM_STEP_NUM_TASKS"),
-                _number("SLURM_LOCALID"),
-                tasks_of_node(per_node, _number("SLURM_NODEID")),
-                srun=True,
-            )
-        else:
+        if {"RANK", "WORLD_SIZE"} & e.keys() or (names := _launcher_of(e)) is None:
             world = _number("WORLD_SIZE", "1")
             launch = cls(
                 _number("RANK", "0"),
@@ -84,6 +149,14 @@ class Launch:
                 _number("LOCAL_WORLD_SIZE", str(world)),
                 attempt=_number("TORCHELASTIC_RESTART_COUNT", "0"),
                 supervisor=e.get("WEFT_SUPERVISOR", ""),
+            )
+        else:
+            launch = cls(
+                _number(names.rank),
+                _number(names.world),
+                _number(names.local_rank),
+                _local_world(names),
+                launcher=names.launcher,
             )
         if launch.rank >= launch.world or launch.local_rank >= launch.local_world:
             raise ValueError(
@@ -94,23 +167,31 @@ class Launch:
 
     def check_rendezvous(self) -> None:
         """Raise ValueError where several ranks have no address to meet at."""
-        needed = (
-            ("MASTER_ADDR", "MASTER_PORT") if self.srun else ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        )
-        missing = [name for name in needed if not os.environ.get(name)]
         if self.world == 1:
             return
-        if not missing and not 0 < _number("MASTER_PORT") < 65536:
-            raise ValueError(f"MASTER_PORT is {self.point.port}: it must be 1 to 65535")
+        needed = ("MASTER_ADDR", "MASTER_PORT")
+        missing = [
+            name
+            for name in (needed if self.launcher else ("RANK", *needed))
+            if not os.environ.get(name)
+        ]
         if not missing:
+            if not 0 < _number("MASTER_PORT") < 65536:
+                raise ValueError(f"MASTER_PORT is {self.point.port}: it must be 1 to 65535")
             return
-        if self.srun:
+        if not self.launcher:
             raise ValueError(
-                f"srun starts {self.world} ranks but {missing[0]} is not set: export it before "
-                "srun, as examples/slurm_ranks.sh does"
+                f"WORLD_SIZE is {self.world} but {missing[0]} is not set: start with torchrun or "
+                "srun"
+            )
+        how = "export it before srun, as examples/slurm_ranks.sh does"
+        if self.launcher != "srun":
+            how = (
+                "give every rank the host of rank 0 in MASTER_ADDR and a free port of it in "
+                "MASTER_PORT (docs/slurm.md)"
             )
         raise ValueError(
-            f"WORLD_SIZE is {self.world} but {missing[0]} is not set: start with torchrun or srun"
+            f"{self.launcher} starts {self.world} ranks but {missing[0]} is not set: {how}"
         )
 
 
@@ -124,6 +205,40 @@ def _number(name: str, default: str | None = None) -> int:
         found = "is not set" if text is None else f"is {text!r}"
         raise ValueError(f"{name} in the environment {found}: it must be a whole number >= 0")
     return int(text)
+
+
+def _launcher_of(environ: Mapping[str, str]) -> Names | None:
+    """Return the names of the launcher that started this process as one of several ranks, or None.
+
+    Raises ValueError where a launcher did that does not say all of LAUNCHERS' variables.
+    """
+    known = [names for names in LAUNCHERS if names.mark in environ]
+    several = next((names for names in known if _number(names.world) > 1), None)
+    for name, (size, one) in PARTLY.items():
+        if not known and name in environ and environ.get(size) != one:
+            raise ValueError(
+                f"{name} is {environ[name]} in the environment, so a launcher started this process "
+                "as one of several, but it does not say which rank of how many, or on which place "
+                "of its node: set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE (0, 1, 0 and 1 "
+                "for a run of one rank), or start with torchrun, srun or mpirun"
+            )
+    return several
+
+
+def _local_world(names: Names) -> int:
+    """Return how many ranks the launcher started on this node. Raises ValueError."""
+    if names.launcher == "srun":
+        per_node = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+        return tasks_of_node(per_node, _number("SLURM_NODEID"))
+    if names.launcher == "flux":
+        world, nodes = _number("FLUX_JOB_SIZE"), _number("FLUX_JOB_NNODES")
+        if not nodes or world % nodes:
+            raise ValueError(
+                f"flux runs {world} tasks on {nodes} nodes, and does not say how many on this one: "
+                "start as many on each (flux run --tasks-per-node)"
+            )
+        return world // nodes
+    return _number(names.local_world)
 
 
 def tasks_of_node(text: str, node: int) -> int:
@@ -238,7 +353,8 @@ def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -
     (`loads_eagerly`). Expandable segments grow in place, so freed memory of another size is not
     lost to them; torch's symmetric memory does not come from that allocator. NCCL would register a
     CUDA graph's buffers, which in expandable segments ends in an illegal memory access (Megatron-LM
-    asks for 0, too). What the user has set stays.
+    asks for 0, too). What the user has set stays, but what would compute fp32 in less: torch and
+    oneDNN read that when they are loaded, NVIDIA's libraries when CUDA starts.
     """
     defaults = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # its warnings are 20 lines of C++ frames
     if loads_eagerly(argv):
@@ -246,7 +362,24 @@ def environment_defaults(environ: Mapping[str, str], argv: Sequence[str] = ()) -
     if not any(name in environ for name in ALLOCATOR):
         defaults["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     defaults[REGISTER] = "0"
-    return {name: value for name, value in defaults.items() if name not in environ}
+    defaults = {name: value for name, value in defaults.items() if name not in environ}
+    return defaults | as_fp32(environ, argv)
+
+
+def as_fp32(environ: Mapping[str, str], argv: Sequence[str] = ()) -> dict[str, str]:
+    """Return what must be set so that a product of fp32 is computed in fp32.
+
+    argv: the command line, in which --allow-tf32 allows TF32. Names that are not in the environment
+    are left out: without them fp32 is fp32.
+    """
+    allowed = any(word.replace("_", "-") == "--allow-tf32" for word in argv)
+    exact = NARROW if allowed else TF32 | NARROW
+    return {name: value for name, value in exact.items() if environ.get(name, value) != value}
+
+
+def rounding_variables() -> list[str]:
+    """Return the names in the environment that `as_fp32` sets, whoever has set them."""
+    return [name for name in (*TF32, *NARROW) if name in os.environ]
 
 
 def loads_eagerly(argv: Sequence[str]) -> bool:
@@ -294,10 +427,16 @@ def set_deterministic() -> None:
 
 
 def cuda_settings() -> list[str]:
-    """Return the line that tells what of this the environment says now."""
-    names = (
-        "CUDA_MODULE_LOADING", *ALLOCATOR, "CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", REGISTER,
-        CONNECTIONS, BLOCKING, CUDNN_LAST,
-    )  # fmt: skip
-    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return [f"environment of CUDA: {', '.join(settings)}"] if settings else []
+    """Return the line that tells what of ON_GPU the environment says now."""
+    return _settings("environment of CUDA", ON_GPU)
+
+
+def cpu_settings() -> list[str]:
+    """Return the line that tells what of ON_CPU the environment says now."""
+    return _settings("environment of the CPU's libraries", ON_CPU)
+
+
+def _settings(what: str, names: Sequence[str]) -> list[str]:
+    present = dict.fromkeys(found for name in names for found in fnmatch.filter(os.environ, name))
+    settings = [f"{name}={os.environ[name]}" for name in present]
+    return [f"{what}: {', '.join(settings)}"] if settings else []

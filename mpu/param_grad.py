@@ -7,23 +7,84 @@
     optimizer.step(); optimizer.zero_grad()
 
 A training run has ParamAndGradBuffer (mpu/zero) in its place: flat buckets, ZeRO, sums under
-backward. docs/library.md has the whole program.
+backward. docs/library.md has the whole program, and what is refused.
 """
+
+import hashlib
+import json
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from mpu.comm.collectives import all_reduce_in_order
-from mpu.gradients import GradientSink
-from mpu.grid import Grid
-from mpu.param import placement_of
+from mpu.comm.collectives import all_gather, all_reduce_in_order, gather_bytes
+from mpu.comm.transport import Axis
+from mpu.gradients import TOLERANCE, GradientSink, sketch
+from mpu.grid import DATA, Grid
+from mpu.param import PlacementError, placement_of
+
+LOOKS = 10  # steps, at most, in which gradients of replicated weights are compared
+UNSUMMED = (
+    "before the gradients were summed over the ranks: call finish_grad_sync(model, grid) after the "
+    "last backward of a step and before optimizer.step()"
+)
+STALE = (
+    "a gradient would be added to the sum of the step before: call optimizer.zero_grad() between "
+    "optimizer.step() and the next backward"
+)
+TWICE = (
+    "finish_grad_sync was called, and no gradient has been added since it was called before: call "
+    "it once a step, after the last backward"
+)
+DRAW = (
+    "draw it alike on all of them (draw_normal of mpu/param.py, or one torch.manual_seed before "
+    "the model is built), or say by a Placement how it is cut (docs/library.md)"
+)
+REMEDY = (
+    "say where it is used, as in ctx.replicated(nn.LayerNorm(h), Region.SEQUENCE_PARALLEL), and it "
+    "is summed (docs/library.md)"
+)
+Named = list[tuple[str, nn.Parameter]]
 
 
 class ParamGrad(GradientSink):
     """A sink whose main gradients are `param.grad`, in the parameters' own dtype.
 
-    A gradient is fresh where `.grad` is None, so that `optimizer.zero_grad()` starts a step.
+    A gradient is fresh where `.grad` is None, so that `optimizer.zero_grad()` starts a step. Raises
+    ValueError, in one sentence, where a step would not compute what one process does
+    (docs/library.md); an optimizer of torch's is refused a step before the sums.
     """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(dtype)
+        self._drawn: set[nn.Parameter] = set()  # weights that had values at their first use
+        self._added: dict[nn.Parameter, int] = {}  # to which gradients were added; their versions
+        self._sums: dict[nn.Parameter, weakref.ref[Tensor]] = {}  # the last step's
+        self._hooked: set[nn.Parameter] = set()
+        self._looks, self._undecided = 0, True
+        hook = register_optimizer_step_pre_hook(partial(_before_step, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor for a new weight: of NaN, by which a use before it is drawn is found."""
+        return torch.full(shape, math.nan, dtype=dtype, device=device)
+
+    def acquire(self, param: nn.Parameter) -> Tensor:
+        """Return the weight. Raises ValueError at its first use, where it has no values yet."""
+        if param not in self._drawn and not param.is_meta:
+            if bool(param.detach().isnan().any()):
+                raise ValueError(
+                    f"a weight of shape {list(param.shape)} is used, and has no values yet: draw "
+                    "it before the first forward (draw_normal of mpu/param.py, or nn.init)"
+                )
+            self._drawn.add(param)
+        return param
 
     def main_grad(self, param: nn.Parameter) -> Tensor:
         """Return param.grad, allocated at first use."""
@@ -33,6 +94,7 @@ class ParamGrad(GradientSink):
 
     def grad_slot(self, param: nn.Parameter) -> tuple[Tensor, bool]:
         """Return (param.grad, fresh), as GradientSink does."""
+        self._add_to(param)
         fresh = param.grad is None
         return self.main_grad(param), fresh
 
@@ -41,9 +103,156 @@ class ParamGrad(GradientSink):
 
         These are the axes of its Placement (norms under sequence parallelism: tp) and the ranks of
         Grid.data (dp x cp). A sum, not a mean: divide the loss by all ranks' tokens. Call it once
-        a step, after the last backward.
+        a step, after the last backward. A parameter without a gradient on any rank stays without
+        one, and so does a frozen one.
+
+        Raises ValueError, on every rank, where a layer has another grid or sink, the call is one
+        too many, or a gradient is sparse; in the first steps PlacementError, where ranks that hold
+        the same parameter have other values of it, or other gradients that no sum makes whole.
         """
-        for param in module.parameters():
+        named = list[tuple[str, nn.Parameter]]()
+        for name, param in module.named_parameters():
+            if param.requires_grad:
+                named.append((name, param))
+            else:  # frozen, perhaps since the last step
+                param.grad = None
+                self._added.pop(param, None)
+        device = next((param.device for _, param in named), torch.device("cpu"))
+        names = hashlib.sha256(repr([name for name, _ in named]).encode()).hexdigest()
+        added = [int(self._was_added_to(param)) for _, param in named]
+        mine = [grid.pp.rank, _mistake(module, self, grid, named), names, added, self._undecided]
+        every = _exchange(mine, grid, device)
+        stage = [each for each in every if each[0] == grid.pp.rank]
+        wrong = [each[1] for each in every if each[1]]
+        if not wrong and any(each[2] != names for each in stage):
+            wrong = ["the ranks gave finish_grad_sync models with other parameters"]
+        if not wrong and not any(1 in each[3] for each in every):
+            wrong = [TWICE]
+        if wrong:
+            raise ValueError(wrong[0])
+        anywhere = [max(each) for each in zip(*(each[3] for each in stage), strict=True)]
+        named = [
+            (name, param)
+            for (name, param), some in zip(named, anywhere, strict=True)
+            if some or placement_of(param).copies
+        ]
+        for _, param in named:
+            self.main_grad(param)
+        if self._looks < LOOKS and any(each[4] for each in every):
+            self._compare(named, grid, device)
+        for _, param in named:
             place, grad = placement_of(param), self.main_grad(param)
             for axis in (*place.reduce_axes, grid.data(place.axis.name).every):
                 all_reduce_in_order(grad, axis)
+            self._added.pop(param, None)
+            self._sums[param] = weakref.ref(grad)
+            if param not in self._hooked:  # autograd adds to it, where no layer of mpu does
+                self._hooked.add(param)
+                param.register_hook(partial(self._before_autograd, param))
+
+    def _was_added_to(self, param: nn.Parameter) -> bool:
+        """Return whether a gradient was added since the sums, by a layer, autograd or by hand."""
+        known = self._sums.get(param)
+        is_sum = known is not None and known() is param.grad
+        return param in self._added or (param.grad is not None and not is_sum)
+
+    def _add_to(self, param: nn.Parameter) -> None:
+        """Note that a gradient is about to be added. Raises ValueError."""
+        if self._added.setdefault(param, param._version) != param._version:
+            raise ValueError(f"a weight was changed {UNSUMMED}")
+        known = self._sums.pop(param, None)
+        if known is not None and param.grad is not None and known() is param.grad:
+            if bool(param.grad.any()):
+                raise ValueError(STALE)
+
+    def _before_autograd(self, param: nn.Parameter, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._add_to(param)
+
+    def _compare(self, named: Named, grid: Grid, device: torch.device) -> None:
+        """Compare what the ranks have of the parameters that each of them holds. Collective.
+
+        Raises PlacementError, on every rank, where values differ, at the first call, or gradients
+        that should be whole (mpu/zero/gradient_check.py has the table).
+        """
+        errors, twice, self._undecided, self._looks = list[str](), "", False, self._looks + 1
+        for cut in DATA:
+            axes = grid.data(cut)
+            held = [each for each in named if placement_of(each[1]).axis.name == cut]
+            whole = [each for each in held if placement_of(each[1]).dim is None]
+            if self._looks == 1:
+                for axis, some in ((axes.cut, whole), (axes.every, held)):
+                    for name, param, far, norm in _apart(some, axis, lambda p: p):
+                        if far > _tolerance(param) * norm:
+                            where = f"differ among the ranks of {axis.name}, which all hold it"
+                            errors.append(f"{name}: its values {where}: {DRAW}")
+            for name, param, far, norm in _apart(whole, axes.cut, self.main_grad):
+                if not 0 < norm < math.inf:
+                    self._undecided = True
+                    continue
+                partial_sum = cut in (axis.name for axis in placement_of(param).reduce_axes)
+                differ = far > _tolerance(param) * norm
+                if differ and not partial_sum:
+                    errors.append(
+                        f"{name}: its gradient differs among the ranks of {cut}, though it should "
+                        f"be the same on each of them: {REMEDY}"
+                    )
+                elif partial_sum and not differ:
+                    twice = twice or name
+        wrong = [found for found in _exchange(errors[:1], grid, device) if found]
+        if wrong:
+            raise PlacementError(wrong[0][0])
+        if twice and self._looks == 1 and grid.rank == 0:
+            warnings.warn(
+                f"{twice}: its gradients are added over ranks that all have the same already; if "
+                "they were added before, this sum is one too many (docs/library.md)",
+                stacklevel=3,
+            )
+
+
+def _before_step(sink: "weakref.ref[ParamGrad]", optimizer: Optimizer, *args: Any) -> None:
+    """Raise ValueError where an optimizer would step by gradients that are not summed yet."""
+    added = {} if (alive := sink()) is None else alive._added
+    if added and any(
+        param in added for group in optimizer.param_groups for param in group["params"]
+    ):
+        raise ValueError(f"the optimizer would step {UNSUMMED}")
+
+
+def _mistake(module: nn.Module, sink: ParamGrad, grid: Grid, named: Named) -> str:
+    """Return what is wrong with a model on this rank, or ""."""
+    for name, part in module.named_modules():
+        ctx, what = getattr(part, "ctx", None), f"{name or type(part).__name__} was built with a"
+        if getattr(ctx, "sink", sink) is not sink:
+            return f"{what}nother sink: make its LayerContext with sink= this ParamGrad"
+        if getattr(ctx, "grid", grid) is not grid:
+            return f"{what}nother grid than finish_grad_sync was given: build all with one"
+    for name, param in named:
+        if param.grad is not None and param.grad.layout != torch.strided:
+            return f"{name} has a sparse gradient, which cannot be summed: omit sparse=True"
+    return ""
+
+
+def _apart(
+    named: Named, axis: Axis, of: Callable[[nn.Parameter], Tensor]
+) -> Iterator[tuple[str, nn.Parameter, float, float]]:
+    """Yield (name, parameter, how far its tensors of the ranks are apart, their largest norm)."""
+    if axis.size == 1 or not named:
+        return
+    own = torch.stack([sketch(of(param).detach()) for _, param in named])
+    every = all_gather(own[None], axis)[0]
+    far = (every[..., :-1] - own[:, :-1]).norm(dim=-1).amax(0)
+    largest = every[..., -1].amax(0)
+    for (name, param), distance, norm in zip(named, far.tolist(), largest.tolist(), strict=True):
+        yield name, param, distance, norm
+
+
+def _tolerance(param: nn.Parameter) -> float:
+    return TOLERANCE.get(param.dtype, TOLERANCE[torch.float32])
+
+
+def _exchange(mine: list[Any], grid: Grid, device: torch.device) -> list[Any]:
+    """Return what every rank has to say."""
+    return [
+        json.loads(text) for text in gather_bytes(json.dumps(mine).encode(), grid.world, device)
+    ]

@@ -54,12 +54,12 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], N
     [
         ({}, Launch()),
         (TORCHRUN, Launch(5, 8, 1, 4)),
-        (TASK, Launch(9, 10, 1, 2, srun=True)),
+        (TASK, Launch(9, 10, 1, 2, "srun")),
         (TASK | TORCHRUN, Launch(5, 8, 1, 4)),  # srun torchrun ...
         (SCRIPT, Launch()),  # a plain `python` among its lines
         (SCRIPT | {"WORLD_SIZE": "128"}, Launch(0, 128, 0, 128)),  # a dry run there
         (TASK | {"WORLD_SIZE": "128"}, Launch(0, 128, 0, 128)),
-        (INTERACTIVE, Launch(0, 1, 0, 1, srun=True)),
+        (INTERACTIVE, Launch()),
     ],
 )
 def test_who_a_process_is(environment, variables, launch):

@@ -25,8 +25,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.launch import Launch, environment_defaults
 from mpu.needs import explain_missing_packages
 
+os.environ.update(environment_defaults(os.environ))
 if __name__ == "__main__":
     explain_missing_packages()
 
@@ -34,7 +36,6 @@ import torch
 
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.grid import Grid
-from mpu.launch import Launch
 from tools.command_line import Parser, add_tokenizer, integer
 from tools.evaluator.harness import check_installed, find_tasks, harness_model
 from tools.evaluator.score import Scorer
@@ -42,6 +43,7 @@ from tools.generate import TIMEOUT, load_model, tokenizer_of
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.find import candidates
 from training.checkpoint.manifest import STEP
+from training.run.device import set_arithmetic
 from training.run.output import open_tensorboard, open_wandb, write_scalars
 from training.run.rendezvous import meet
 from training.run.startup import as_process
@@ -284,6 +286,7 @@ def main(argv: Iterable[str] | None = None) -> int:
         if not Path(args.load).exists():
             raise ValueError(f"--load {args.load}: not found ({nothing_downloaded(args.load)})")
         manager = find_tasks(args.tasks, args.include_path)
+        set_arithmetic(deterministic=False)
         device = own_gpu(launch) if kind == "cuda" else torch.device("cpu")
         grid = Grid(launch.world, tp_size=tp, launch=launch)
         if launch.world > 1:

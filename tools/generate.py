@@ -20,8 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
+from mpu.launch import Launch, environment_defaults
 from mpu.needs import explain_missing_packages
 
+os.environ.update(environment_defaults(os.environ))
 if __name__ == "__main__":
     explain_missing_packages()
 
@@ -33,12 +35,12 @@ from model.load import model_file_of, saved_config
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from mpu.launch import Launch
 from tools.command_line import Parser, add_tokenizer, integer, model_of
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
+from training.run.device import set_arithmetic
 from training.run.rendezvous import meet
 from training.run.sample import gather_logits, pick
 from training.run.startup import as_process
@@ -151,9 +153,7 @@ def load_model(
     at = device if grid.world.size > 1 else None
     newest = find_latest(root, grid, note=lambda line: None, device=at)
     if newest is None:
-        raise ValueError(
-            f"--load {root}: there is no checkpoint ({nothing_downloaded(root)})"
-        )
+        raise ValueError(f"--load {root}: there is no checkpoint ({nothing_downloaded(root)})")
     sizes = newest.state.get("hf_config")
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")
@@ -298,6 +298,7 @@ def main(argv: Iterable[str] | None = None) -> int:
     try:
         if args.device != "cpu" and (why := unusable_gpu()):
             raise ValueError(f"{why}; or generate on the CPU with --device cpu")
+        set_arithmetic(deterministic=False)
         device = own_gpu(launch) if kind == "cuda" else torch.device("cpu")
         if launch.world > 1:
             launch.check_rendezvous()

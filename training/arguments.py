@@ -1344,6 +1344,11 @@ class RunConfig:
     seed: int = setting(1234, "seed of the initial weights and of the sample order", rule=integer())
     dtype: torch.dtype = torch.float32  # of weights and activations: float32, bfloat16 or float64
     deterministic_mode: bool = setting(False, "refuse kernels whose results differ from run to run")
+    allow_tf32: bool = setting(
+        False,
+        "on CUDA, round the operands of fp32 products to TF32, of 10 bits; else fp32 is fp32",
+        ours=True,
+    )
     eval_interval: int | None = setting(
         None, "steps between two evaluations", "steps", integer(), off="left out or 0"
     )

@@ -227,8 +227,12 @@ class Axis:
 
     @property
     def required_transport(self) -> Transport:
-        """Return the transport; the axis must have one."""
-        assert self.transport is not None, f"the axis {self.name} has no transport: a dry run?"
+        """Return the transport. Raises ValueError where the axis has none yet."""
+        if self.transport is None:
+            raise ValueError(
+                f"the {self.size} ranks of {self.name} are not connected: call Grid.connect (or "
+                "Grid.add_groups) before the LayerContext is made, as it keeps the axes of its time"
+            )
         return self.transport
 
     def start(

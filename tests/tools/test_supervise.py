@@ -318,6 +318,22 @@ def test_mistakes_of_the_environment(
         parse(["pretrain_llama.py", "--lr", "1"], None)
 
 
+def test_supervisors_that_mpirun_starts_must_know_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each would start a run of its own node alone."""
+    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"):
+        monkeypatch.setenv(
+            f"OMPI_COMM_WORLD_{name}", {"SIZE": "2", "LOCAL_SIZE": "1"}.get(name, "0")
+        )
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(Mistake, match="mpirun starts 2 of these, and --nnodes is 1: give"):
+        parse(["pretrain_llama.py", "--lr", "1"], None)
+    words = "--nnodes 2 --node-rank 1 --master-addr n1 pretrain_llama.py".split()
+    monkeypatch.setenv("WEFT_SECRET", "x" * 32)
+    assert parse(words, None)[0].nnodes == 2
+
+
 def test_a_number_out_of_range_is_a_mistake_of_one_line(capsys: Any) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(["--nproc-per-node", "0", "pretrain_llama.py"], None)

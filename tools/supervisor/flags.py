@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from mpu.launch import run_secret
+from mpu.launch import Launch, run_secret
 
 PORT = 29400  # where supervisors of several nodes meet, unless a flag or MASTER_PORT says otherwise
 MEET = 600.0  # seconds for all nodes to come at the start
@@ -58,6 +58,11 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
     o = parser.parse_args(words)
     if o.node_rank >= o.nnodes:
         raise Mistake(f"--node-rank {o.node_rank} is not one of --nnodes {o.nnodes}, from 0")
+    if o.nnodes == 1 and not step and (by := _launched()):
+        raise Mistake(
+            f"{by.launcher} starts {by.world} of these, and --nnodes is 1: give --nnodes, and each "
+            "its --node-rank; one supervisor a node starts the node's ranks"
+        )
     if o.nnodes > 1 and not o.master_addr:
         raise Mistake(f"--nnodes {o.nnodes} needs --master-addr, the address of node 0")
     o.master_addr = o.master_addr or "127.0.0.1"
@@ -80,6 +85,17 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
             "them the same WEFT_SECRET or WEFT_SECRET_FILE"
         )
     return o, secret or secrets.token_hex(32).encode()
+
+
+def _launched() -> Launch | None:
+    """Return what a launcher other than srun says of this process as one of several, or None."""
+    if {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return None
+    try:
+        found = Launch.from_env()
+    except ValueError as error:
+        raise Mistake(str(error)) from None
+    return found if found.launcher not in ("", "srun") else None
 
 
 def _count(name: str, default: int) -> int:

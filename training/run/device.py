@@ -4,6 +4,7 @@
 import ctypes
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,10 +12,12 @@ from mpu import driver
 from mpu.accelerators import own_gpu
 from mpu.launch import (
     Launch,
+    cpu_settings,
     cuda_settings,
     has_one_queue,
     launched_by,
     launches_block,
+    rounding_variables,
     set_deterministic,
 )
 from training.config import Config, UsageError
@@ -33,10 +36,11 @@ def choose_device(
 ) -> torch.device:
     """Return this rank's device. share_cores: on a CPU, take only this rank's share of the cores.
 
-    On CUDA, note is called with the device and what the environment sets of it. Raises UsageError
-    where ranks would share a GPU over NCCL.
+    note is called with what the environment sets of the device's arithmetic, and on CUDA with the
+    device. Raises UsageError where ranks would share a GPU over NCCL.
     """
-    set_arithmetic(config.run.deterministic_mode)
+    lines = fp32_lines(config.run.allow_tf32)
+    set_arithmetic(config.run.deterministic_mode, config.run.allow_tf32)
     kind = config.parallel.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         _check_launches(config)
@@ -47,9 +51,11 @@ def choose_device(
             note(line)
         if config.parallel.zero == 3 and config.parallel.overlap_param_gather and has_one_queue():
             note(ONE_QUEUE)
-        for line in cuda_settings():
+        for line in [*lines, *cuda_settings()]:
             note(line)
         return device
+    for line in [*lines, *cpu_settings()]:
+        note(line)
     keep_freed_memory()
     if share_cores:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // launch.local_world))
@@ -110,15 +116,45 @@ def _about(device: torch.device) -> str:
     return f"{device}, {has.name}, {capability}; {runs}torch {torch.__version__} for {built}"
 
 
-def set_arithmetic(deterministic: bool) -> None:
-    """Set what torch's CUDA kernels may round and reorder. Call it before CUDA starts.
+def fp32_lines(allow_tf32: bool) -> list[str]:
+    """Return a line where a product of fp32 is computed in less, or somebody asked for that.
 
-    A matmul of bf16 or fp16 adds its parts in fp32: torch's default lets cuBLAS add the parts of a
-    split product in the narrow dtype. deterministic: no operation whose bits change from run to run
-    (docs/numerics.md, "On a GPU"). With it torch would also fill each new tensor before it is
-    written (torch.utils.deterministic): a pass over its memory, which changes no result.
+    Call it before `set_arithmetic`: it looks at torch's settings, too, as a sitecustomize.py or the
+    model's file may have left them.
     """
-    matmul = torch.backends.cuda.matmul
+    if allow_tf32:
+        return ["--allow-tf32: products of fp32 round their operands to TF32 on a GPU that has it"]
+    mkldnn: Any = torch.backends.mkldnn
+    asked = rounding_variables()
+    set_to = {torch.backends.cuda.matmul.fp32_precision, mkldnn.matmul.fp32_precision}
+    if set_to & {"tf32", "bf16"}:
+        asked.append("torch's fp32_precision")
+    if not asked:
+        return []
+    return [
+        f"{', '.join(asked)}: set so that products of fp32 are computed in fp32 (--allow-tf32 "
+        "allows TF32)"
+    ]
+
+
+def set_arithmetic(deterministic: bool, allow_tf32: bool = False) -> None:
+    """Set what torch's kernels may round and reorder. Call it before CUDA starts.
+
+    A product of fp32 is computed in fp32, whatever the environment or another program set before
+    (`mpu.launch.as_fp32` has done what torch reads when it is imported). allow_tf32: it may round
+    its operands to TF32, of 10 bits, on CUDA. A matmul of bf16 or fp16 adds its parts in fp32:
+    torch's default lets cuBLAS add the parts of a split product in the narrow dtype. deterministic:
+    no operation whose bits change from run to run (docs/numerics.md, "On a GPU"). With it torch
+    would also fill each new tensor before it is written (torch.utils.deterministic): a pass over
+    its memory, which changes no result.
+    """
+    backends: Any = torch.backends
+    matmul, mkldnn = backends.cuda.matmul, backends.mkldnn
+    # the newer names first, as torch asks the older ones whether the two agree (2.11 to 2.13)
+    for each in (backends, backends.cudnn, mkldnn.conv, mkldnn.rnn):
+        each.fp32_precision = "none"
+    torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")
+    backends.cudnn.allow_tf32 = allow_tf32
     matmul.allow_bf16_reduced_precision_reduction = False
     matmul.allow_fp16_reduced_precision_reduction = False
     if deterministic:

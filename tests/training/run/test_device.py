@@ -44,6 +44,38 @@ def test_narrow_matmuls_are_summed_in_fp32(settings):
     assert torch.backends.cuda.cudnn_sdp_enabled() and "NCCL_ALGO" not in os.environ
 
 
+@pytest.mark.parametrize("way, told", [
+    ("pass", False), ("b.fp32_precision = 'tf32'", True),
+    ("b.cudnn.fp32_precision = 'tf32'", True), ("b.cuda.matmul.fp32_precision = 'tf32'", True),
+    ("b.cuda.matmul.allow_tf32 = True", True), ("b.cudnn.conv.fp32_precision = 'tf32'", False),
+    ("b.cudnn.rnn.fp32_precision = 'tf32'", False), ("b.mkldnn.fp32_precision = 'bf16'", True),
+    ("b.mkldnn.matmul.fp32_precision = 'bf16'", True),
+    ("b.mkldnn.conv.fp32_precision = 'bf16'", False),
+    ("torch.set_float32_matmul_precision('medium')", True),
+])  # fmt: skip
+def test_fp32_is_fp32_unless_a_flag_says_otherwise(settings, monkeypatch, way, told):
+    """way: how a sitecustomize.py or a model's file may let torch round it."""
+    monkeypatch.setattr(device_module, "keep_freed_memory", lambda: None)
+    b, said = torch.backends, []
+    parts = (b.cuda.matmul, b.cudnn.conv, b.cudnn.rnn, b.mkldnn.matmul, b.mkldnn.conv, b.mkldnn.rnn)
+    b.cuda.matmul.fp32_precision = b.mkldnn.matmul.fp32_precision = "none"  # as when torch starts
+    try:
+        exec(way, {"b": b, "torch": torch})
+        choose_device(parse(f"{FLAGS} --device cpu".split(), 1), Launch(), False, said.append)
+        assert torch.get_float32_matmul_precision() == "highest"  # raises where names disagree
+        assert not b.cuda.matmul.allow_tf32 and not b.cudnn.allow_tf32
+        assert {part.fp32_precision for part in parts} <= {"ieee", "none"}
+        line = "torch's fp32_precision: set so that products of fp32 are computed in fp32"
+        assert [each.startswith(line) for each in said] == [True] * told
+        config = parse(f"{FLAGS} --device cpu --allow-tf32".split(), 1)
+        choose_device(config, Launch(), False, said.append)
+        assert b.cuda.matmul.allow_tf32 and b.cuda.matmul.fp32_precision == "tf32"
+        assert b.cudnn.allow_tf32 and said[-1].startswith("--allow-tf32: products of fp32 round")
+    finally:
+        set_arithmetic(deterministic=False)
+        b.cudnn.allow_tf32 = True  # torch's default
+
+
 def test_deterministic_mode_takes_kernels_whose_bits_repeat(settings):
     set_arithmetic(deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
@@ -58,6 +90,8 @@ def test_deterministic_mode_takes_kernels_whose_bits_repeat(settings):
 @pytest.mark.parametrize("mode", ["", " --deterministic-mode"])
 def test_a_run_sets_them_before_it_asks_for_a_device(settings, monkeypatch, mode):
     """Asking torch for devices may start CUDA, which reads the environment then."""
+    for name in [name for name in os.environ if "TF32" in name]:
+        monkeypatch.delenv(name)
     asked, said = [], []
     config = parse(f"{FLAGS}{mode}".split(), 1)  # asks whether there is one; no library starts
 
