@@ -12,8 +12,10 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from training.checkpoint.errors import SaveError
@@ -40,6 +42,9 @@ class DirectoryLock:
         self._path = root / NAME
         self._new = not self._path.exists()
         self._fd = os.open(self._path, flags, 0o600)
+        if stat.S_ISREG(os.fstat(self._fd).st_mode) and not _is_lock(os.pread(self._fd, 1000, 0)):
+            self.close()
+            raise SaveError(f"{self._path} is not the lock of a run, and is not written over")
         until, noted = time.monotonic() + patience, False
         while (failed := self._try()) in LOCKED:
             who = f"{root} is being written by another run: {_holder(os.pread(self._fd, 1000, 0))}"
@@ -75,6 +80,14 @@ class DirectoryLock:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _is_lock(data: bytes) -> bool:
+    """Return whether a file is empty, or names the holder of a lock."""
+    with suppress(ValueError):
+        holder = parse_json(data, NAME) if data else {"pid": 0}
+        return isinstance(holder, dict) and "pid" in holder
+    return False
 
 
 def _holder(data: bytes) -> str:

@@ -30,7 +30,6 @@ from training.checkpoint.errors import SaveError
 from training.checkpoint.files import (
     Hook,
     check_size,
-    fsync_directory,
     write_bytes,
     write_json,
     write_safetensors,
@@ -42,13 +41,17 @@ from training.checkpoint.manifest import (
     MANIFEST,
     PLAIN,
     STATE,
+    STEP,
     VERSION,
+    holds_a_save,
     merge_index,
     self_digest,
     step_name,
 )
 from training.checkpoint.pieces import NamedPiece, dtype_name, into_files, share
 from training.checkpoint.retain import clear_rubbish
+from training.owned import check, fsync_directory, rename
+from training.untrusted import read_plain
 
 FILE_BYTES = 4 << 30  # a file's limit: several files can be hashed and read at the same time
 
@@ -94,7 +97,7 @@ def save(
         if failed is None:
             return [o.value for o in outcomes]
         if first and aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)  # this call made it
         raise SaveError(
             f"the checkpoint of step {step} was not saved: {directory}: rank {failed.rank}: "
             f"{failed.error}{rest} (earlier checkpoints are untouched)"
@@ -141,6 +144,7 @@ def layout(grid: Grid) -> dict[str, int]:
 def _begin(root: Path, step: int, need: int) -> str:
     """Clear away what killed saves left, make the directory to write aside in, return its name."""
     _make_root(root)
+    check(root / step_name(step), holds_a_save)
     clear_rubbish(root, set(), lambda line: None)
     _check_room(root, need)
     name = f"{step_name(step)}.tmp-{secrets.token_hex(8)}"
@@ -217,32 +221,28 @@ def _commit(
     fsync_directory(aside)
     hook("manifest")
     final = root / step_name(state["step"])
+    # a resumed run may reach this step again; find.py reads `old` if we die while it has that name
     old = root / f"{final.name}.old-{secrets.token_hex(8)}"
-    replacing = os.path.lexists(final)
-    if replacing:  # a resumed run reached this step again; find.py reads `old` if we die right here
-        os.rename(final, old)
-        hook("aside")
-    try:
-        os.rename(aside, final)
-    except OSError:
-        if replacing:
-            os.rename(old, final)
-        raise
-    fsync_directory(root)
-    hook("renamed")
+    rename(aside, final, old, holds_a_save, hook)
     _hint(root, final.name)
-    if replacing and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _hint(root: Path, name: str) -> None:
     """Write the newest directory's name to `latest`, for people. A failure harms nothing."""
-    try:
+    with suppress(OSError):
+        check(root / "latest", _is_hint)
         aside = root / f".latest-{secrets.token_hex(8)}"
         write_bytes(aside, f"{name}\n".encode())
         os.replace(aside, root / "latest")
-    except OSError:
-        return
+
+
+def _is_hint(path: Path) -> bool:
+    """Return whether a path is what _hint writes, or a link or a pipe, which hold nothing."""
+    if path.is_symlink() or not path.is_file():
+        return not path.is_dir()
+    with suppress(OSError, ValueError):
+        return bool(STEP.fullmatch(read_plain(path, 99).decode().strip()))
+    return False
 
 
 def check_writable(

@@ -152,6 +152,9 @@ class Saver:
         try:
             iteration, consumed = self.load()
             self._together(lambda: self._refuse_later(root, iteration))
+            if self._hf is not None:
+                hf, flag = self._hf, f"--save-hf {c.save_hf}"
+                self._together(lambda: hf.refuse_others(iteration), flag)
         except ValueError:  # a mistake leaves nothing behind
             if self._lock is not None:
                 self._lock.close(undo=True)
@@ -166,21 +169,26 @@ class Saver:
         return iteration, consumed
 
     def _refuse_later(self, root: Path, iteration: int) -> None:
-        later = []
-        if self.ctx.grid.rank == 0:
-            later = checkpoint.later_steps(root, iteration, self._later)
-        if later:
+        if self.ctx.grid.rank:
+            return
+        if foreign := checkpoint.not_saved(root, iteration):
+            raise checkpoint.SaveError(
+                f"it has {', '.join(foreign)}, which no save wrote as it is now, and a save of "
+                "that step would replace it: use another --save, or move it away"
+            )
+        if later := checkpoint.later_steps(root, iteration, self._later):
             raise checkpoint.SaveError(
                 f"it has checkpoints of steps after {iteration}, where this run begins "
                 f"({', '.join(later)}), and a resume would take the newest: use another --save, "
                 "move them away, or resume from them with --load"
             )
 
-    def _together(self, work: Callable[[], None]) -> None:
+    def _together(self, work: Callable[[], None], flag: str = "") -> None:
         world, device = self.ctx.grid.world, self.ctx.device
         failed = checkpoint.first_error(checkpoint.together(work, world, device))
         if failed is not None:
-            raise checkpoint.SaveError(f"--save {self.config.checkpoint.save}: {failed.error}")
+            flag = flag or f"--save {self.config.checkpoint.save}"
+            raise checkpoint.SaveError(f"{flag}: {failed.error}")
 
     def after_step(self, step: Step) -> Decision:
         """Report to the supervisor that the step is done."""
