@@ -288,7 +288,7 @@ def made_again(
     for side in sides:
         assert side.program is not None
         folder = work / f"replay-{side.letter}"
-        if folder.exists():
+        if folder.exists():  # of the replay before, or of a comparison before (main)
             shutil.rmtree(folder)
         program = replace(side.program, argv=tuple(replay_flags(side, start)))
         try:

@@ -49,9 +49,10 @@ def refuse(flag: str, path: str | os.PathLike[str], ours: Ours, what: str) -> No
     For a check before the work. what: the thing that may be replaced, in words.
     """
     if os.path.lexists(path) and not ours(Path(path)):
+        named = f"{flag} {os.fspath(path)}".lstrip()
         raise ValueError(
-            f"{flag} {os.fspath(path)}: it exists and is not {what}, and nothing else is replaced: "
-            "move it away, or give another name"
+            f"{named}: it exists and is not {what}, and nothing else is replaced: move it away, or "
+            "give another name"
         )
 
 

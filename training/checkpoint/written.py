@@ -61,10 +61,11 @@ class Written:
     def add(self, name: str, made: Path, sums: Mapping[str, str] | None = None) -> None:
         """Record that what is at `made` will get the name `name`.
 
-        sums: the XXH3-128 of its files; None: they are read.
+        sums: the XXH3-128 of its files; None: they are read; {}: times alone are compared later.
         """
-        prints = self._names.setdefault(name, [])
-        prints.append(_print(made, dict(sums) if sums is not None else None))
+        found = {"sizes": _sizes(made), "times": _times(made)}
+        found["sums"] = _sums(made, sums) if sums is None or sums else ""
+        self._names.setdefault(name, []).append(found)
         self._write()
 
     def leftovers(self) -> list[str]:
@@ -103,7 +104,8 @@ class Written:
             same = [p for p in prints if p.get("sizes") == _sizes(place)]
             if any(p.get("times") == _times(place) for p in same):
                 return True
-            return bool(same) and any(p.get("sums") == _sums(place, None) for p in same)
+            sums = [p["sums"] for p in same if p.get("sums")]
+            return bool(sums) and _sums(place, None) in sums
         except (OSError, CheckpointError):
             return False
 
@@ -111,10 +113,6 @@ class Written:
         aside = self.path.with_name(f".{self.path.name}-{secrets.token_hex(8)}")
         write_json(aside, {"format": FORMAT, "names": self._names})
         os.replace(aside, self.path)  # it was read as ours, under the lock of its folder
-
-
-def _print(place: Path, sums: dict[str, str] | None) -> dict[str, str]:
-    return {"sizes": _sizes(place), "times": _times(place), "sums": _sums(place, sums)}
 
 
 def _files(place: Path) -> dict[str, os.stat_result]:
@@ -134,7 +132,7 @@ def _times(place: Path) -> str:
     return _hash((name, f.st_size, f.st_ctime_ns) for name, f in _files(place).items())
 
 
-def _sums(place: Path, known: dict[str, str] | None) -> str:
+def _sums(place: Path, known: Mapping[str, str] | None) -> str:
     found = known if known is not None else {name: _sum(place / name) for name in _files(place)}
     return _hash(found.items())
 

@@ -20,9 +20,9 @@ def replacing(path: str, ours: Ours = anybody) -> Iterator[BinaryIO]:
     """
     check(Path(path), ours)
     temporary = f"{path}.{secrets.token_hex(8)}.tmp"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        with os.fdopen(fd, "wb") as file:
+        with os.fdopen(fd, "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
