@@ -187,17 +187,23 @@ def preprocess(
 def _may_write(output_prefix: str, key: str, written: Written) -> bool:
     """Return whether a pair may be replaced: it is not there, or as this command wrote it.
 
-    Before there were records the command left a folder `cache` alone: a pair next to one may be its
-    own, which the digest tells in the end. Raises ValueError for any other.
+    Earlier versions left no record: a sound pair without one is compared in the end with what would
+    replace it. Raises ValueError for anything else.
     """
-    pair = [Path(f"{output_prefix}_{key}_document{end}") for end in (".bin", ".idx")]
+    prefix = f"{output_prefix}_{key}_document"
+    pair = [Path(prefix + end) for end in (".bin", ".idx")]
     if all(written.ours(path) for path in pair if os.path.lexists(path)):
         return True
     recorded = any(path.name in written.names() for path in pair)
-    if recorded or not (pair[0].parent / "cache").is_dir() or not all(p.is_file() for p in pair):
-        for path in pair:
-            refuse("--output-prefix", path, written.ours, "as this command wrote it")
-    return False
+    try:
+        if not recorded and not any(path.is_symlink() for path in pair):
+            IndexedTokens(prefix)
+            return False
+    except ValueError:
+        pass
+    for path in pair:
+        refuse("--output-prefix", path, written.ours, "as this command wrote it")
+    return True
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,13 @@ class Written:
 
     def settle(self, *gone: str, latest: str = "") -> None:
         """Forget names at which there is nothing any more, and what `latest` held before."""
+        before = dict(self._names)
         for name in gone:
             self._names.pop(name, None)
         if latest:
             self._names[latest] = self._names[latest][-1:]
-        self._write()
+        if self._names != before:
+            self._write()
 
     def ours(self, place: Path) -> bool:
         """Return whether what is at `place` is as recorded under its name, or an empty folder."""

@@ -348,12 +348,12 @@ def _checkpoints(c: CheckpointConfig) -> None:
                 f"--save-hf {c.save_hf} is the folder of {flag} {path}, and folders have the same "
                 "names in both: give a folder of its own"
             )
-    root = Path(c.save_hf)
-    refuse_to_save(root, "--save-hf")
+    refuse_to_save(Path(c.save_hf), "--save-hf")
+    root = Path(os.path.realpath(c.save_hf))
     for name in sorted(os.listdir(root)) if root.is_dir() else ():
         if STEP.fullmatch(name) and (root / name / MANIFEST).is_file():
             raise UsageError(
-                f"--save-hf {root} holds checkpoints of a run ({name}): give a folder of its own"
+                f"--save-hf {c.save_hf} holds checkpoints ({name}): give a folder of its own"
             )
 
 

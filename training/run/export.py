@@ -44,6 +44,8 @@ class HuggingFaceSaves:
     def __init__(self, c: CheckpointConfig, grid: Grid, note: Callable[[str], None]) -> None:
         assert c.save_hf is not None
         self.root, self.config, self.grid, self.note = Path(c.save_hf), c, grid, note
+        if not self.root.exists():  # made/../hf is another folder once `made` is made
+            self.root = Path(os.path.realpath(self.root))
         self._extra: Extra | None = None
         self._record: Written | None = None  # on rank 0
         self._told = set[str]()
