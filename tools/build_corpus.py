@@ -43,8 +43,8 @@ from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.files import replacing, write_text
 from training.data.shards import documents
 from training.data.text_files import find_files, split_names, stat_files
-from training.owned import anybody, check, json_with, refuse
-from training.untrusted import open_plain, read_json
+from training.owned import check, json_with, refuse
+from training.untrusted import open_plain, parse_json, read_json
 
 SKIP = "--on-bad-document skip (of make train: ON_BAD_DOCUMENT=skip)"
 PERCENT, OWN_PERCENT = 5.0, 10.0  # of the library's files, of the pieces of a person's text
@@ -291,7 +291,16 @@ def write_source(path: Path, names: list[str] | None, how: list[Any]) -> None:
     text = json.dumps([what, how]) + "\n"
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, text, anybody)
+        write_text(path, text, _is_source)
+
+
+def _is_source(path: Path) -> bool:
+    """Return whether `write_source` wrote a file, perhaps torn: two lists, or no JSON."""
+    try:
+        found = parse_json(data := path.read_bytes(), str(path))
+    except ValueError:
+        return len(data) < 100 or data.startswith(b"[[")
+    return isinstance(found, list) and len(found) == 2 and isinstance(found[0], list)
 
 
 def main() -> None:

@@ -131,10 +131,7 @@ def write(path: Path, table: Table, predictions: Predictions) -> None:
     out.writerow([*table.columns, *COLUMNS])
     for at, line in enumerate(table.lines):
         n, reason = found.get(at), table.reasons.get(at, "")
-        if (
-            n is not None
-            and not np.isfinite([predictions.seconds[n], predictions.gib[n]]).all()
-        ):
+        if n is not None and not np.isfinite([predictions.seconds[n], predictions.gib[n]]).all():
             n, reason = None, "its sizes give no finite time or memory"
         cells = [""] * (len(COLUMNS) - 1)
         if n is not None:

@@ -52,14 +52,11 @@ def main(script: ModuleType, argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     path: str | None = guard.flag(argv, "--rehearse-json")  # the flags may fail to be read
     try:
+        for flag, key in (("--rehearse-json", "findings"), ("--rehearse-trace", "traceEvents")):
+            if file := guard.flag(argv, flag):
+                refuse(flag, file, json_with(key), "a file that this flag wrote")
         config = read(script, argv)
         path = config.rehearse.rehearse_json
-        for flag, file, key in (
-            ("--rehearse-json", path, "findings"),
-            ("--rehearse-trace", config.rehearse.rehearse_trace, "traceEvents"),
-        ):
-            if file:
-                refuse(flag, file, json_with(key), "a file that this flag wrote")
         if config.rehearse.rehearse_all_ranks:
             made, text = all_ranks(partial(run, script), describe, config)
         else:

@@ -106,6 +106,8 @@ def save(
     mine = into_files(share(pieces), file_bytes)
 
     def measure() -> int:
+        if first:
+            check(directory / step_name(step), holds_a_save)
         check_pieces(piece for file in mine for piece in file)
         return sum(piece.nbytes for file in mine for piece in file)
 
@@ -144,7 +146,6 @@ def layout(grid: Grid) -> dict[str, int]:
 def _begin(root: Path, step: int, need: int) -> str:
     """Clear away what killed saves left, make the directory to write aside in, return its name."""
     _make_root(root)
-    check(root / step_name(step), holds_a_save)
     clear_rubbish(root, set(), lambda line: None)
     _check_room(root, need)
     name = f"{step_name(step)}.tmp-{secrets.token_hex(8)}"

@@ -65,7 +65,11 @@ class HuggingFaceSaves:
         """Raise SaveError where a save of a later step would meet a folder of somebody else's."""
         if self._record is None or not self.root.is_dir():
             return
-        for name in sorted(filter(STEP.fullmatch, os.listdir(self.root))):
+        names, known = sorted(filter(STEP.fullmatch, os.listdir(self.root))), self._record.names()
+        others = len(set(names) - set(known))
+        if others and self.config.save_hf_keep_last_k:
+            self.note(f"--save-hf {self.root}: {others} folder(s) that this run did not write stay")
+        for name in names:
             if int(name[5:]) > iteration and not self._record.ours(self.root / name):
                 raise SaveError(
                     f"{name} there was not written by this run as it is now, and a save of that "

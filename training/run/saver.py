@@ -91,9 +91,7 @@ class Saver:
         self._source, self._needs = 0, list[str]()  # of SOURCES; files that this rank would load
         self._progress, self._first = -1, (0, 0.0)  # the supervisor's file; the first iteration
 
-    def pieces(
-        self, with_state: bool = True, to_load: bool = False
-    ) -> list[checkpoint.NamedPiece]:
+    def pieces(self, with_state: bool = True, to_load: bool = False) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state.
 
         to_load: of weights that are gathered after each update only the part that is gathered from

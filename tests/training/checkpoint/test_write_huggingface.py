@@ -148,3 +148,44 @@ def test_what_was_changed_in_place_is_not_ours(tmp_path: Path) -> None:
     folder.rename(tmp_path / "step_00000003")
     folder.symlink_to(tmp_path / "step_00000003")
     assert not record.ours(folder) and not record.ours(tmp_path / "step_00000003")
+
+
+@pytest.mark.parametrize("there", ["notes.txt", "config.json", "link", "file"])
+def test_what_appears_meanwhile_is_not_replaced(
+    saved: Checkpoint, tmp_path: Path, there: str
+) -> None:
+    """After the check at the start of a run another program may have made the folder."""
+    root, target = tmp_path / "hf", tmp_path / "hf" / "step_00000005"
+
+    def appears(phase: str) -> None:
+        if phase == "commit" and there == "link":
+            target.symlink_to(saved.directory)
+        elif phase == "commit" and there == "file":
+            target.write_text("kept")
+        elif phase == "commit":
+            target.mkdir()
+            (target / there).write_text("kept")
+
+    for hook in (appears, lambda phase: None):  # then it is there from the beginning
+        with pytest.raises(SaveError, match="and is not replaced: .*step_00000005"):
+            write(saved, target, hook)
+        assert os.listdir(root) == ["step_00000005"]
+        if there == "link":
+            assert target.readlink() == saved.directory and (target / "manifest.json").is_file()
+        else:
+            assert (target if there == "file" else target / there).read_text() == "kept"
+
+
+def test_a_save_replaces_no_folder_that_appeared(saved: Checkpoint, tmp_path: Path) -> None:
+    root, step = tmp_path / "new", tmp_path / "new" / "step_00000006"
+
+    def appears(phase: str) -> None:
+        if phase == "manifest":
+            step.mkdir()
+            (step / "notes.txt").write_text("kept")
+
+    for hook in (appears, lambda phase: None):
+        with pytest.raises(SaveError, match="and is not replaced: .*step_00000006"):
+            save(root, step=6, pieces=[], state={}, grid=Grid(), hook=hook)
+        assert (step / "notes.txt").read_text() == "kept"
+        assert sorted(os.listdir(root)) == ["step_00000006"]
