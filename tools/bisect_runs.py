@@ -15,6 +15,7 @@ nothing differs, 1 where something does, 2 for a mistake in the command line.
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from tools.bisect.report import page
 from tools.bisect.side import Side
 from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
 from tools.bisect.verdict import Verdict, verdict_of
+from training.owned import begins, json_with, nobody, refuse
 
 
 @dataclass
@@ -87,8 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read(argv)
     with tempfile.TemporaryDirectory(prefix="bisect-") as temporary:
         work = options.out or Path(temporary)
-        work.mkdir(parents=True, exist_ok=True)
         try:
+            if options.out:
+                refuse("--out", work, _is_ours, "an empty folder, or one of an earlier comparison")
+            work.mkdir(parents=True, exist_ok=True)
             trees = [
                 checkout(commit, Path(temporary) / f"tree-{side}") if commit else ROOT
                 for side, commit in zip("ab", (options.commit_a, options.commit_b), strict=True)
@@ -106,6 +110,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             (work / "report.json").write_text(json.dumps(found.json(), indent=1) + "\n")
             (work / "report.md").write_text(page(found.json(), a.text, b.text))
     return int(not found.same)
+
+
+def _is_ours(out: Path) -> bool:
+    """Return whether all in a folder has names and forms of what a comparison writes there."""
+    forms = {
+        "report.json": json_with("sentence", "verdict"),
+        "report.md": begins(b"# Where two runs differ first"),
+        **{f"{what}-{side}": Path.is_dir for what in ("run", "replay") for side in "AB"},
+    }
+    if out.is_symlink() or not out.is_dir():
+        return False
+    replayed = [p for side in "AB" for p in (out / f"replay-{side}").rglob("*") if not p.is_dir()]
+    written = re.compile(r"(out|err)\.\d+|rank-\d+\.(bin|json)|step\.json")
+    return all(forms.get(p.name, nobody)(p) for p in out.iterdir()) and all(
+        written.fullmatch(p.name) and not p.is_symlink() for p in replayed
+    )
 
 
 def bisect(
@@ -288,7 +308,7 @@ def made_again(
     for side in sides:
         assert side.program is not None
         folder = work / f"replay-{side.letter}"
-        if folder.exists():
+        if folder.exists():  # of the replay before, or of a comparison before (main)
             shutil.rmtree(folder)
         program = replace(side.program, argv=tuple(replay_flags(side, start)))
         try:

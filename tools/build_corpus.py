@@ -22,15 +22,14 @@ import hashlib
 import json
 import platform
 import re
-import shutil
 import signal
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
@@ -41,12 +40,18 @@ if __name__ == "__main__":
 
 from tools.command_line import Parser, error_line, progress
 from training.data.bad_documents import POLICIES, BadDocuments
+from training.data.files import replacing, write_text
 from training.data.shards import documents
 from training.data.text_files import find_files, split_names, stat_files
+from training.owned import check, json_with, refuse
+from training.untrusted import open_plain, parse_json, read_json
 
 SKIP = "--on-bad-document skip (of make train: ON_BAD_DOCUMENT=skip)"
 PERCENT, OWN_PERCENT = 5.0, 10.0  # of the library's files, of the pieces of a person's text
 PIECE, LEAST, FEWEST = 16_000, 200, 20  # characters of a piece, at least; pieces to have, if so
+
+PARTS = ("train.jsonl", "heldout.jsonl")
+ABOUT = "corpus.json"
 
 SKIPPED_FOLDERS = {
     "__pycache__",
@@ -147,12 +152,17 @@ def build(
     aside: the number of a text that is held out besides. last: the number from which on they all
     are, and no other. Raises TooFew where one of the two files would be empty.
     """
+    refuse("--output-dir", output, may_build, "a folder without files of these names, or a corpus")
     new = not output.exists()
     output.mkdir(parents=True, exist_ok=True)
     counts, size, lowest = {"train": 0, "heldout": 0}, 0, (1 << 64, 0)
     with ExitStack() as stack:
-        paths = {name: output / f"{name}.jsonl" for name in counts}
-        files = {name: stack.enter_context(open(at, "wb")) for name, at in paths.items()}
+        if new:
+            stack.push(lambda kind, *error: output.rmdir() if kind is TooFew else None)
+        end, *files_of = (
+            stack.enter_context(replacing(str(output / name))) for name in (ABOUT, *PARTS)
+        )
+        files = dict(zip(counts, files_of, strict=True))
         for i, (path, text) in enumerate(texts):
             for_validation = i == aside or held_out(path, percent) if last is None else i >= last
             name = "heldout" if for_validation else "train"
@@ -160,26 +170,42 @@ def build(
             size += len(text.encode())
             files[name].write((json.dumps({"text": text, "path": path}) + "\n").encode())
             lowest = min(lowest, (draw(path), i))
-    if not all(counts.values()):
-        for at in paths.values():
-            at.unlink()
-        if new:
-            output.rmdir()
-        raise TooFew(counts, percent, lowest[1])
-    digest = hashlib.sha256()
-    for at in paths.values():
-        with open(at, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    about = {
-        "sha256": digest.hexdigest(),
-        "texts": sum(counts.values()),
-        "heldout_texts": counts["heldout"],
-        "bytes": size,
-        "python": platform.python_version(),
-    }
-    (output / "corpus.json").write_text(json.dumps(about, indent=1) + "\n")
+        if not all(counts.values()):
+            raise TooFew(counts, percent, lowest[1])
+        about = {
+            "sha256": digest_of(files_of),
+            "texts": sum(counts.values()),
+            "heldout_texts": counts["heldout"],
+            "bytes": size,
+            "python": platform.python_version(),
+        }
+        end.write((json.dumps(about, indent=1) + "\n").encode())
     return about
+
+
+def digest_of(files: Iterable[BinaryIO]) -> str:
+    """Return the SHA-256 of files, one after another, from their beginnings."""
+    digest = hashlib.sha256()
+    for file in files:
+        file.seek(0)
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def may_build(output: Path) -> bool:
+    """Return whether a corpus may be written to a folder: what is in the way is one that this
+    command wrote, by the digest in its corpus.json.
+    """
+    if not any((output / name).is_symlink() or (output / name).exists() for name in PARTS):
+        return json_with("sha256")(output / ABOUT) or not (output / ABOUT).exists()
+    try:
+        about = read_json(output / ABOUT)
+        with ExitStack() as stack:
+            files = [stack.enter_context(open_plain(output / name)) for name in PARTS]
+            return isinstance(about, dict) and about.get("sha256") == digest_of(files)
+    except (OSError, ValueError):
+        return False
 
 
 def take(new: Path, old: Path) -> None:
@@ -187,16 +213,25 @@ def take(new: Path, old: Path) -> None:
 
     Nothing of the run's own is replaced before that is known.
     """
-    found = [json.loads((at / "corpus.json").read_text())["sha256"] for at in (new, old)]
+    found = [json.loads((at / ABOUT).read_text())["sha256"] for at in (new, old)]
     if found[0] != found[1]:
-        shutil.rmtree(new)
+        drop(new)
         raise ValueError(
             f"{old.parent} holds a run of another text: rm -r {old.parent} to start anew, or give "
             "OUT=another/folder"
         )
-    for name in ("train.jsonl", "heldout.jsonl", "corpus.json"):
+    check(old, may_build)
+    for name in (*PARTS, ABOUT):
         (new / name).replace(old / name)
-    shutil.rmtree(new)
+    drop(new)
+
+
+def drop(corpus: Path) -> None:
+    """Remove a corpus that this call has built, and its folder if that has nothing else."""
+    for name in (*PARTS, ABOUT):
+        (corpus / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        corpus.rmdir()
 
 
 class TooFew(ValueError):
@@ -256,7 +291,16 @@ def write_source(path: Path, names: list[str] | None, how: list[Any]) -> None:
     text = json.dumps([what, how]) + "\n"
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_text(path, text, _is_source)
+
+
+def _is_source(path: Path) -> bool:
+    """Return whether `write_source` wrote a file, perhaps torn: two lists, or no JSON."""
+    try:
+        found = parse_json(data := path.read_bytes(), str(path))
+    except ValueError:
+        return len(data) < 100 or data.startswith(b"[[")
+    return isinstance(found, list) and len(found) == 2 and isinstance(found[0], list)
 
 
 def main() -> None:

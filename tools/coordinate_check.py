@@ -41,8 +41,10 @@ from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, axes_at, check_name, page
 from tools.plot_loss import spread
 from training.data.batch import Batch
+from training.data.files import write_text
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
+from training.owned import json_with, refuse
 
 # The embedding is large, so that a few steps do not turn the residual stream: else the logits also
 # change by the output layer's initial weights, as 1 / sqrt(width).
@@ -247,6 +249,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("give two --widths or more, and one step and one seed or more")
     if args.output:
         check_name(args.output)
+    if args.json:
+        refuse("--json", args.json, json_with(*MODES), "a file that this flag wrote")
     flags = with_flags(BASE, words[at + 1 :])
     found = check(flags, args)
     worst = {}
@@ -256,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{mode:8} slopes       " + "  ".join(f"{k} {v:+.3f}" for k, v in own.items()))
     if args.json:
         numbers = {mode: {str(w): k for w, k in each.items()} for mode, each in found.items()}
-        args.json.write_text(json.dumps(numbers, indent=1))
+        write_text(args.json, json.dumps(numbers, indent=1), json_with(*MODES))
     if args.output:
         draw(args.output, args.widths, args.steps, found)
     good = abs(worst["muP"]) <= args.tolerance

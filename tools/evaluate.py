@@ -43,6 +43,8 @@ from tools.generate import TIMEOUT, load_model, tokenizer_of
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.find import candidates
 from training.checkpoint.manifest import STEP
+from training.data.files import write_text
+from training.owned import json_with
 from training.run.device import set_arithmetic
 from training.run.output import open_tensorboard, open_wandb, write_scalars
 from training.run.rendezvous import meet
@@ -140,12 +142,9 @@ class Writer:
         if self.wandb is not None:
             self.wandb.log(numbers, step=step)
         if self.output:
-            aside = self.output / f".{name}.json"
-            aside.write_text(
-                json.dumps({"checkpoint": name, "step": step, **about, "scores": scores}, indent=1)
-                + "\n"
-            )
-            os.replace(aside, self.output / f"{name}.json")
+            found = {"checkpoint": name, "step": step, **about, "scores": scores}
+            text = json.dumps(found, indent=1) + "\n"
+            write_text(self.output / f"{name}.json", text, json_with("checkpoint", "scores"))
 
     def close(self) -> None:
         """Close what is open."""

@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))  # as a script, find tools
 
 from tools import gpu_summary as summary  # noqa: E402
 from tools.gpu_summary import SKIPPED, append  # noqa: E402
+from training.owned import begins, refuse  # noqa: E402
 
 LIMIT = 540.0  # seconds of a part, compiling included
 MOST_PRINTED = 12_000  # characters, of which the summary is sure of its part
@@ -192,6 +193,10 @@ def main(argv: list[str]) -> int:
         return with_torch(argv)
     gpus, machine_text = found()
     options = options._replace(gpus=0 if options.device == "cpu" else gpus, machine=machine_text)
+    try:
+        refuse("--out", options.out / "summary.txt", begins(b"== summary"), "that of gpu-check")
+    except ValueError as error:
+        sys.exit(f"make gpu-check: {error}")
     options.out.mkdir(parents=True, exist_ok=True)
     path, say = options.out / summary.LINES, Printer()
     say(f"gpu-check: Python {sys.version.split()[0]} ({sys.executable}), {machine_text}")

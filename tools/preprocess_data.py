@@ -44,6 +44,7 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of
+from training.checkpoint.written import Written
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
@@ -51,6 +52,7 @@ from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from training.data.shards import Shard, cut_files
 from training.data.text_files import find_files, stat_files
 from training.data.tokenizer import Tokenizer, build_tokenizer
+from training.owned import plain_files, refuse
 
 SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
 QUIET = 10.0  # seconds between progress lines in a log
@@ -127,6 +129,8 @@ def preprocess(
     )
     inputs = find_files(inputs)
     files = stat_files(inputs)
+    written = Written(Path(f"{output_prefix}.written.json"))
+    unknown = {key for key in job.json_keys if not _may_write(output_prefix, key, written)}
     tokenizer = job.tokenizer()
     if append_eod and tokenizer.eod is None:
         raise ValueError("--append-eod: this tokenizer has no end-of-document token")
@@ -145,7 +149,8 @@ def preprocess(
     for key in job.json_keys:
         prefix = f"{output_prefix}_{key}_document"
         bad = BadDocuments(on_bad_document)
-        with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        made = os.path.join(folder, f"whole_{key}") if key in unknown else prefix
+        with IndexedWriter(made, token_dtype(tokenizer.vocab_size)) as writer:
             for task in tasks:
                 writer.add_file(task.output(key))
                 bad.add(task.left_out(key))
@@ -157,13 +162,48 @@ def preprocess(
         if bad.kinds:
             report(f"{prefix}: {bad.line()}")
         cache = IndexCache(os.path.join(os.path.dirname(prefix), "cache"), report)
-        written = IndexedTokens(prefix, cache)
-        report(f"{prefix}: {len(written):,} documents, {written.count:,} tokens, {written.digest}")
-        summaries.append(Summary(prefix, len(written), written.count))
-    shutil.rmtree(folder)
+        tokens_of = IndexedTokens(prefix, cache)
+        if made != prefix:
+            if IndexedTokens(made).digest != tokens_of.digest:
+                raise ValueError(
+                    f"--output-prefix {output_prefix}: {prefix}.bin and .idx hold something else, "
+                    "and no record says that this command wrote them: move them away, and the same "
+                    "command goes on from here"
+                )
+            os.utime(f"{prefix}.idx")  # as if it had been written: make compares times
+        for end in (".bin", ".idx"):
+            written.add(os.path.basename(prefix) + end, Path(prefix + end), {})
+            written.settle(latest=os.path.basename(prefix) + end)
+        about = f"{len(tokens_of):,} documents, {tokens_of.count:,} tokens, {tokens_of.digest}"
+        report(f"{prefix}: {about}")
+        summaries.append(Summary(prefix, len(tokens_of), tokens_of.count))
+    if _is_parts(Path(folder)):
+        shutil.rmtree(folder)
     if missing:
         report(f"{tokens / seconds:,.0f} tokens/s with {workers} worker(s), {seconds:.1f} s")
     return summaries
+
+
+def _may_write(output_prefix: str, key: str, written: Written) -> bool:
+    """Return whether a pair may be replaced: it is not there, or as this command wrote it.
+
+    Earlier versions left no record: a sound pair without one is compared in the end with what would
+    replace it. Raises ValueError for anything else.
+    """
+    prefix = f"{output_prefix}_{key}_document"
+    pair = [Path(prefix + end) for end in (".bin", ".idx")]
+    if all(written.ours(path) for path in pair if os.path.lexists(path)):
+        return True
+    recorded = any(path.name in written.names() for path in pair)
+    try:
+        if not recorded and not any(path.is_symlink() for path in pair):
+            IndexedTokens(prefix)
+            return False
+    except ValueError:
+        pass
+    for path in pair:
+        refuse("--output-prefix", path, written.ours, "as this command wrote it")
+    return True
 
 
 @dataclass(frozen=True)
@@ -261,9 +301,16 @@ def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str,
     if os.path.isdir(parent):
         for other in os.listdir(parent):
             if re.fullmatch(re.escape(base) + r"\.[0-9a-f]{16}\.parts", other):
-                if other != os.path.basename(folder):
+                if other != os.path.basename(folder) and _is_parts(Path(parent, other)):
                     shutil.rmtree(os.path.join(parent, other))
     return folder
+
+
+def _is_parts(folder: Path) -> bool:
+    """Return whether a folder has nothing but shards and what is made of them."""
+    part = re.compile(r"(\d{6}|whole)_.*\.(bin|idx|bad)(\.[0-9a-f]{16}\.tmp)?", re.DOTALL)
+    files = plain_files(folder)
+    return files is not None and all(part.fullmatch(name) for name in files)
 
 
 @functools.cache

@@ -46,7 +46,9 @@ from tools.topology import host
 from tools.topology.levels import levels_of
 from tools.topology.measure import Prober, collectives
 from tools.topology.rings import EXACT, Matrix, all_rings, best_rings, edges, ring_seconds
+from training.data.files import write_text
 from training.flags.parallel_rules import rank_order
+from training.owned import json_with
 from training.run.rendezvous import meet
 
 EVERY = 64  # ranks up to which every pair is measured
@@ -210,9 +212,9 @@ def main(argv: Sequence[str]) -> int:
         launch.check_rendezvous()
         content, report = measured(args, launch)
         if launch.rank == 0:
-            args.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_text(args.out, json.dumps(content, indent=1) + "\n", json_with(*content))
             if args.report is not None:
-                args.report.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+                write_text(args.report, json.dumps(report, indent=1) + "\n", json_with(*report))
             print("\n".join([*lines(content, report), f"written: {args.out}"]))
     except (ValueError, OSError) as error:
         print(error_line("probe_topology.py", error), file=sys.stderr)

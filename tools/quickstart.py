@@ -34,7 +34,9 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from training.data.files import write_text
 from training.data.indexed import IndexedTokens
+from training.owned import json_with
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.relpath(sys.executable, ROOT)
@@ -179,6 +181,8 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> Path:
     """Train until the next multiple of `iterations`, resuming; return the run's folder."""
     folder = out / (f"tp{tp}pp{pp}" if pp > 1 else f"tp{tp}")
     about = folder / "run.json"
+    if about.exists() and not json_with("key")(about):
+        raise SystemExit(f"make train: {about} is no file of make train: give OUT=another/folder")
     text = json.loads((out / "corpus" / "corpus.json").read_text())["sha256"]
     expected = digest(text, MODEL, SWITCHES)
     if about.exists() and json.loads(about.read_text())["key"] != expected:
@@ -187,7 +191,7 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> Path:
             f" rm -r {folder} to start anew, or give OUT=another/folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    about.write_text(json.dumps({"key": expected}))
+    write_text(about, json.dumps({"key": expected}), json_with("key"))
     manifests = (folder / "checkpoints").glob("step_*/manifest.json")
     done = max((int(file.parent.name.removeprefix("step_")) for file in manifests), default=0)
     target = (done // iterations + 1) * iterations

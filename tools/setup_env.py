@@ -21,6 +21,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "weft-setup.json")
+MARK = "weft-made.txt"  # in .venv: make setup may clear it
 TORCH = "2.13.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MINIMUM = (3, 11)
@@ -156,6 +157,23 @@ def pip(*arguments: str) -> None:
         raise SetupError("pip failed (see above); the next make setup continues from here")
 
 
+def clear_venv() -> None:
+    """Make .venv an empty folder with our mark. Raises SetupError where it is not of make setup."""
+    if os.path.lexists(VENV):
+        ours = os.path.isdir(VENV) and (
+            not os.listdir(VENV) or any(map(os.path.isfile, (STAMP, os.path.join(VENV, MARK))))
+        )
+        if not ours:
+            raise SetupError(
+                ".venv does not work for Weft, and make setup did not make it, so it is not "
+                "replaced: move it away, or rm -r .venv to make one for this checkout"
+            )
+        shutil.rmtree(VENV)
+    os.mkdir(VENV)
+    with open(os.path.join(VENV, MARK), "w", encoding="utf-8") as file:
+        file.write("made by make setup of Weft, which may clear this folder\n")
+
+
 def make_venv(torch: "list[Any]") -> None:
     """Make .venv; if the interpreter has a torch that Weft can use, let .venv see it.
 
@@ -168,9 +186,10 @@ def make_venv(torch: "list[Any]") -> None:
             " there, or rm .venv to make one for this checkout"
         )
     inherit = ["--system-site-packages"] if supported(torch[1]) else []
+    clear_venv()
     print(f"making .venv from {sys.executable}", flush=True)
     with at_work("making .venv"):
-        done = subprocess.run([sys.executable, "-m", "venv", "--clear", *inherit, VENV])
+        done = subprocess.run([sys.executable, "-m", "venv", *inherit, VENV])
     if done.returncode:
         raise SetupError(f"{sys.executable} -m venv failed (see above)")
     if inherit and look(PYTHON)[2] != torch[2]:

@@ -33,6 +33,8 @@ from tools.command_line import Parser, error_line, integer, progress
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
+from training.owned import begins, refuse
+from training.untrusted import read_plain
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 NEWLINES = ["\n", *("\n" + SPACE * n for n in (4, 8, 12, 16, 20))]
@@ -82,6 +84,9 @@ def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000)
     than that, the rarest are made of single bytes. Raises ValueError for a document that cannot be
     read, as Texts.on_bad_document says.
     """
+    own = "a tokenizer of this command"
+    refuse("--output-prefix", f"{prefix}.model", is_ours, own)
+    refuse("--output-prefix", f"{prefix}.vocab", begins(b"<unk>\t0\n"), own)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     hashes: set[str] | None = None
     refused: list[ValueError] = []  # SentencePiece wraps what its iterator raises
@@ -123,6 +128,15 @@ def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000)
             if most is None or int(most[1]) >= vocab_size:
                 raise ValueError(f"--input: SentencePiece cannot learn from it ({error})") from None
             vocab_size = int(most[1])
+
+
+def is_ours(model: Path) -> bool:
+    """Return whether a file is a model that `train` wrote: it has all of its own symbols."""
+    try:
+        data = read_plain(model, 1 << 29)
+    except (OSError, ValueError):
+        return False
+    return all(symbol.encode() in data for symbol in NEWLINES + BLANK_LINES)
 
 
 def check(model: Path, texts: Texts, bad: BadDocuments | None = None) -> float:

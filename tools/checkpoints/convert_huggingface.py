@@ -4,7 +4,6 @@
 One tensor is in memory at a time. What is written is complete or absent.
 """
 
-import os
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +13,15 @@ from model.llama import LlamaConfig
 from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from tools.checkpoints.copy import check_empty, from_hf, open_newest, warn
+from tools.checkpoints.copy import from_hf, open_newest, save_new, warn
 from tools.checkpoints.fused_experts import fused_pieces
-from training.checkpoint import Checkpoint, weight_pieces
-from training.checkpoint import save as save_checkpoint
+from training.checkpoint import Checkpoint, refuse_to_save, weight_pieces
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.stream import stream
 from training.checkpoint.write_huggingface import write_huggingface
 from training.data.tokenizer import tokenizer_of
+from training.owned import empty, refuse
 from training.run.export import (
     TOKEN_IDS,
     exported_tokenizer,
@@ -66,7 +65,6 @@ def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
     check_shapes(found, expected)
     found.check_names(expected)
     found.verify(found.manifest["files"])
-    check_empty(root)
     dtype = str(BY_NAME[found.index[EMBEDDING]["dtype"]]).removeprefix("torch.")
     ids = {k: found.config[k] for k in TOKEN_IDS if found.config.get(k) is not None}
     files = tokenizer_files(found.directory)
@@ -76,7 +74,7 @@ def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
         **tokenizer_of(files),
     }
     pieces = stream(found, expected)
-    return save_checkpoint(root, step=0, pieces=pieces, state=state, grid=Grid(), attach=files)
+    return save_new(root, step=0, pieces=pieces, state=state, attach=files)
 
 
 def export_hf(
@@ -92,8 +90,8 @@ def export_hf(
 
     fused: experts as two tensors a layer (tools/checkpoints/fused_experts.py).
     """
-    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"--to-hf {target} exists and is not an empty directory")
+    refuse("--to-hf", target, empty, "an empty directory")
+    refuse_to_save(target, "--to-hf")
     found = open_newest(place, hashed=True)
     if "hf_config" not in found.state:
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")

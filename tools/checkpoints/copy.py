@@ -8,10 +8,11 @@ from typing import Any
 
 from model.load import model_file_of, read_sizes
 from mpu.grid import Grid
-from training.checkpoint import Checkpoint, CheckpointError, find_latest
+from training.checkpoint import Checkpoint, CheckpointError, find_latest, refuse_to_save
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.find import candidates
 from training.checkpoint.huggingface import HuggingFaceDirectory
+from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.stream import attached, stream
 from training.untrusted import nothing_downloaded, printable
 
@@ -48,10 +49,21 @@ def open_newest(place: Path, hashed: bool, note: Say = warn, finite: bool = True
     return found
 
 
-def check_empty(root: Path) -> None:
-    """Raise ValueError where `root` has checkpoints: a resume could not tell whose is whose."""
-    if root.is_dir() and candidates(root, None)[0]:
+def save_new(root: Path, **words: Any) -> Path:
+    """Save a checkpoint in a run's directory that has none, under its lock; return its path.
+
+    words: those of `save`. Raises ValueError where there are some, as a resume could not tell whose
+    is whose, where the directory is of another program, and where a run writes there.
+    """
+    refuse_to_save(root, "--save")
+    if root.is_dir() and candidates(root, None, "--save")[0]:
         raise ValueError(f"--save {root} already holds checkpoints; choose another directory")
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = DirectoryLock(root, warn, patience=0)
+    try:
+        return save_checkpoint(root, grid=Grid(), **words)
+    finally:
+        lock.close(undo=True)
 
 
 def consolidate(place: Path, root: Path, file_bytes: int) -> tuple[Path, Path]:
@@ -62,13 +74,11 @@ def consolidate(place: Path, root: Path, file_bytes: int) -> tuple[Path, Path]:
     found = open_newest(place, hashed=True)
     if isinstance(found, HuggingFaceDirectory):
         raise ValueError(f"{place} is a Hugging Face directory: use convert --from-hf")
-    check_empty(root)
-    made = save_checkpoint(
+    made = save_new(
         root,
         step=found.step,
         pieces=stream(found, found.index),
         state=found.state,
-        grid=Grid(),
         attach=attached(found),
         file_bytes=file_bytes,
     )

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from model.load import model_file_of, read_sizes
-from mpu.grid import Grid
-from tools.checkpoints.copy import check_empty
+from tools.checkpoints.copy import save_new
 from tools.checkpoints.mcore_names import Names
 from tools.checkpoints.mcore_state import MOMENTS, State, Weights, state_of, steps_of
 from tools.checkpoints.torch_dist import McoreCheckpoint
 from training.checkpoint import CheckpointError, NamedPiece
-from training.checkpoint import save as save_checkpoint
 from training.checkpoint.huggingface import CONFIG, read_json
 from training.checkpoint.pieces import state_name, whole
 from training.data.tokenizer import tokenizer_of
@@ -58,7 +56,6 @@ def import_mcore(
     names = Names(file, config)
     found = McoreCheckpoint(source, with_optimizer)
     weights = Weights(found, names)
-    check_empty(root)
     ids = {k: foreign[k] for k in TOKEN_IDS if foreign.get(k) is not None}
     files = tokenizer_files(hf)
     state: State | None = None
@@ -86,10 +83,8 @@ def import_mcore(
     }
     if iteration:
         about["config"] = _settings(found.arguments(), file.__file__)
-    return save_checkpoint(
-        root, step=iteration, pieces=_pieces(weights, state), state=about, grid=Grid(),
-        attach=files,
-    )  # fmt: skip
+    pieces = _pieces(weights, state)
+    return save_new(root, step=iteration, pieces=pieces, state=about, attach=files)
 
 
 def _settings(args: dict[str, Any], model_file: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ and torch's own metadata classes. Nothing is unpickled here.
 
 import json
 import os
+import re
 import secrets
 import shutil
 from argparse import Namespace
@@ -41,11 +42,17 @@ from tools.checkpoints.mcore_names import FC1, FC2, LAYER, PROJ, QKV, Names, The
 from tools.checkpoints.mcore_state import MASTERS, MOMENTS
 from tools.checkpoints.torch_dist import COMMON, FORMAT, LATEST
 from training.checkpoint import Checkpoint, SaveError
-from training.checkpoint.files import fsync_directory, write_bytes
+from training.checkpoint.files import write_bytes
 from training.checkpoint.header import BY_NAME
+from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.pieces import is_state, state_name, whole
+from training.owned import check, fsync_directory, plain_files, refuse
+from training.untrusted import read_plain
 
 FILE_BYTES = 4 << 30
+MARK = "weft_export"  # a key of common.pt, of which Megatron reads those that it knows
+UNFINISHED = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]+")
+WRITES = re.compile(r"__0_\d+\.distcp|\.metadata(\.tmp)?|common\.pt|metadata\.json")
 # modules of a layer whose _extra_state Megatron asks for; None is what one without float8 has
 EXTRA = ("self_attention.core_attention", QKV, FC1, *(n[: -len(".weight")] for n in (PROJ, FC2)))
 
@@ -99,9 +106,32 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
     made = root / f"iter_{iteration:07d}"
     if os.path.lexists(made):
         raise ValueError(f"--to-mcore: {made} exists")
+    refuse("--to-mcore", root / LATEST, _is_ours, "of an export by this command")
     root.mkdir(parents=True, exist_ok=True)
-    for left in root.glob(".iter_*.tmp-*"):  # by a kill
-        shutil.rmtree(left, ignore_errors=True)
+    lock = DirectoryLock(root, note, patience=0)
+    try:
+        _write(root, made, found, names, config, with_state)
+    finally:
+        lock.close(undo=True)
+    if not with_state:
+        frozen = " of frozen parameters" if found.state.get("frozen_parameters") else ""
+        note(f"{found.directory} has no optimizer's state{frozen}: give Megatron --finetune")
+    if config.vocab_size % 128:
+        note(
+            f"Megatron pads the vocabulary of {config.vocab_size} to a multiple of "
+            "--make-vocab-size-divisible-by x tp, and its loss counts the padding"
+        )
+    return found.directory, made
+
+
+def _write(
+    root: Path, made: Path, found: Checkpoint, names: Names, config: LlamaConfig, with_state: bool
+) -> None:
+    """Write the directory aside, give it its name, and name it in LATEST. Raises SaveError."""
+    for left in root.iterdir():  # by a kill
+        files = plain_files(left) if UNFINISHED.fullmatch(left.name) else None
+        if files is not None and all(WRITES.fullmatch(name) for name in files):
+            shutil.rmtree(left, ignore_errors=True)
     aside = root / f".{made.name}.tmp-{secrets.token_hex(8)}"
     aside.mkdir()
     try:
@@ -113,23 +143,24 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
         fsync_directory(aside)
         os.rename(aside, made)
     except BaseException as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # this call made it
         if isinstance(error, (OSError, RuntimeError)):  # RuntimeError: of torch.save
             raise SaveError(f"{made}: it was not written: {error}") from None
         raise
     latest = root / f".latest-{secrets.token_hex(8)}"
-    write_bytes(latest, str(iteration).encode())
+    write_bytes(latest, str(found.state.get("iteration", 0)).encode())
+    check(root / LATEST, _is_ours)
     os.replace(latest, root / LATEST)
     fsync_directory(root)
-    if not with_state:
-        frozen = " of frozen parameters" if found.state.get("frozen_parameters") else ""
-        note(f"{found.directory} has no optimizer's state{frozen}: give Megatron --finetune")
-    if config.vocab_size % 128:
-        note(
-            f"Megatron pads the vocabulary of {config.vocab_size} to a multiple of "
-            "--make-vocab-size-divisible-by x tp, and its loss counts the padding"
-        )
-    return found.directory, made
+
+
+def _is_ours(latest: Path) -> bool:
+    """Return whether LATEST names an iteration that this command wrote: common.pt says so."""
+    try:
+        common = latest.parent / f"iter_{int(read_plain(latest, 20)):07d}" / COMMON
+        return MARK.encode() in read_plain(common, 1 << 26)
+    except (OSError, ValueError):
+        return False
 
 
 def _check_state(found: Checkpoint, names: Names) -> bool:
@@ -258,6 +289,7 @@ def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[st
     common: dict[str, Any] = {
         "args": Namespace(**args),
         "checkpoint_version": 3.0,
+        MARK: 1,
         "iteration": iteration,
         "num_floating_point_operations_so_far": 0,
         "content_metadata": {

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from model import llama, moe, qwen3
 from model.load import load_model_file, model_file_of, saved_config
-from mpu.grid import Grid
 from mpu.param import draw_normal
 from tools.checkpoints.convert_huggingface import check_shapes, expected_tensors
-from tools.checkpoints.copy import check_empty, open_newest
+from tools.checkpoints.copy import open_newest, save_new
 from training.checkpoint import NamedPiece
-from training.checkpoint import save as save_checkpoint
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
 from training.checkpoint.stream import attached, stream
@@ -51,7 +49,6 @@ def upcycle(place: Path, root: Path, experts: int, topk: int, seed: int) -> tupl
         **asdict(dense), num_experts=experts, moe_router_topk=topk, qk_layernorm=normalised
     )
     check_shapes(found, expected_tensors(file, dense))
-    check_empty(root)
     copies, pieces = moe.dense_names(config), list[NamedPiece]()
     for name, shape in expected_tensors(load_model_file(moe.__file__), config).items():
         source = copies.get(name, name)
@@ -74,7 +71,7 @@ def upcycle(place: Path, root: Path, experts: int, topk: int, seed: int) -> tupl
         tokens = ("tokenizer_type", "tokenizer_model")
         state |= {k: found.state[k] for k in tokens if k in found.state}
     state["hf_config"] = {**moe.hf_config(config, dtype), **token_ids}
-    made = save_checkpoint(root, step=0, pieces=pieces, state=state, grid=Grid(), attach=files)
+    made = save_new(root, step=0, pieces=pieces, state=state, attach=files)
     return found.directory, made
 
 

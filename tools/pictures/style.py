@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from training.owned import refuse
+from training.untrusted import open_plain
+
 # of runs, ranks and parts, in this order: distinct under the common colour blindnesses
 PALETTE = (
     "#1d4f91", "#d26a14", "#4a9a78", "#8d3b72", "#c9a227", "#5b8db8", "#a94438", "#6b6b6b",
@@ -48,9 +51,22 @@ STYLE: Any = {
 
 
 def check_name(path: Path) -> None:
-    """Raise ValueError unless a picture's name ends in .png or .svg."""
+    """Raise ValueError unless a picture may get a name: it ends in .png or .svg, and what is there
+    is a picture that matplotlib drew.
+    """
     if path.suffix not in (".png", ".svg"):
         raise ValueError(f"{path}: a picture is a .png or an .svg")
+    refuse("", path, _drawn, "a picture that matplotlib drew")
+
+
+def _drawn(path: Path) -> bool:
+    """Return whether a file begins as matplotlib's do, or is empty."""
+    try:
+        with open_plain(path) as file:
+            head = file.read(4096)
+    except OSError:
+        return False
+    return not head or b"Matplotlib version" in head or b'id="figure_1"' in head
 
 
 @contextmanager

@@ -7,6 +7,7 @@ part of it. Layouts of this repository have --dry-run's memory instead (rank_byt
 """
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,6 +19,8 @@ from tools.planner.pipeline import SCHEDULES
 from tools.planner.published import GIB, Row, Table
 from tools.planner.runs import Array, Runs, stacked
 from tools.planner.step_time import times
+from training.data.files import write_text
+from training.untrusted import open_plain
 
 COLUMNS = (
     "predicted_step_s", "predicted_tok_s_gpu", "predicted_mem_gib", "predicted_fits",
@@ -123,19 +126,27 @@ def write(path: Path, table: Table, predictions: Predictions) -> None:
     A line that is no run, or whose numbers give no finite prediction, has a reason instead.
     """
     found = dict(zip(table.places, range(len(table.rows)), strict=True))
-    with path.open("w", newline="", encoding="utf-8") as file:
-        out = csv.writer(file)
-        out.writerow([*table.columns, *COLUMNS])
-        for at, line in enumerate(table.lines):
-            n, reason = found.get(at), table.reasons.get(at, "")
-            if (
-                n is not None
-                and not np.isfinite([predictions.seconds[n], predictions.gib[n]]).all()
-            ):
-                n, reason = None, "its sizes give no finite time or memory"
-            cells = [""] * (len(COLUMNS) - 1)
-            if n is not None:
-                cells = [f"{predictions.seconds[n]:.6g}", f"{predictions.rate[n]:.6g}",
-                         f"{predictions.gib[n]:.4g}",
-                         "yes" if predictions.fits[n] else "no"]  # fmt: skip
-            out.writerow([*(line[column] for column in table.columns), *cells, reason])
+    text = io.StringIO(newline="")
+    out = csv.writer(text)
+    out.writerow([*table.columns, *COLUMNS])
+    for at, line in enumerate(table.lines):
+        n, reason = found.get(at), table.reasons.get(at, "")
+        if n is not None and not np.isfinite([predictions.seconds[n], predictions.gib[n]]).all():
+            n, reason = None, "its sizes give no finite time or memory"
+        cells = [""] * (len(COLUMNS) - 1)
+        if n is not None:
+            cells = [f"{predictions.seconds[n]:.6g}", f"{predictions.rate[n]:.6g}",
+                     f"{predictions.gib[n]:.4g}",
+                     "yes" if predictions.fits[n] else "no"]  # fmt: skip
+        out.writerow([*(line[column] for column in table.columns), *cells, reason])
+    write_text(path, text.getvalue(), _is_ours)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a table has the columns that `write` adds."""
+    try:
+        with open_plain(path) as file:
+            head = file.readline(1 << 16).decode()
+    except (OSError, ValueError):
+        return False
+    return not head or head.rstrip().endswith(",".join(COLUMNS))

@@ -40,6 +40,8 @@ from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from training.config import Config, UsageError
+from training.data.files import write_text
+from training.owned import json_with, refuse
 from training.pipeline_schedule import schedule_of
 
 GPUS_A_NODE = 8
@@ -50,6 +52,9 @@ def main(script: ModuleType, argv: list[str]) -> int:
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     path: str | None = guard.flag(argv, "--rehearse-json")  # the flags may fail to be read
     try:
+        for flag, key in (("--rehearse-json", "findings"), ("--rehearse-trace", "traceEvents")):
+            if file := guard.flag(argv, flag):
+                refuse(flag, file, json_with(key), "a file that this flag wrote")
         config = read(script, argv)
         path = config.rehearse.rehearse_json
         if config.rehearse.rehearse_all_ranks:
@@ -64,8 +69,7 @@ def main(script: ModuleType, argv: list[str]) -> int:
         traceback.print_exc()
     print(text, *report.findings(made), sep="\n")
     if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(made, file, indent=1)
+        write_text(path, json.dumps(made, indent=1), json_with("findings"))
     return 1 if made["findings"] else 0
 
 
@@ -174,8 +178,7 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         if graph_report is not None:
             graphs = graph_report.lines(device)
         if path := seen.config.rehearse.rehearse_trace:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(chrome_trace(timing), file)
+            write_text(path, json.dumps(chrome_trace(timing)), json_with("traceEvents"))
     heading = f"Rehearsal of rank {seen.grid.rank}: {seen.grid}, {made['device']}"
     return made, report.text(made, heading, times, of_layers, graphs)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mpu.launch import Launch, run_secret
+from training.owned import json_lines, refuse
 
 PORT = 29400  # where supervisors of several nodes meet, unless a flag or MASTER_PORT says otherwise
 MEET = 600.0  # seconds for all nodes to come at the start
@@ -71,6 +72,11 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
         raise Mistake(f"{source} {o.master_port}: a port is 1 to 65535")
     if not Path(o.script).is_file():
         raise Mistake(f"{o.script}: there is no such program")
+    if o.log_json is not None:
+        try:
+            refuse("--log-json", o.log_json, json_lines, "a log of JSON lines")
+        except ValueError as error:
+            raise Mistake(str(error)) from None
     if o.spares >= o.nnodes * o.nproc_per_node:
         raise Mistake(f"--spares {o.spares} leaves no place for a rank")
     if o.elastic_dp and not BATCH & {word.partition("=")[0] for word in o.flags}:

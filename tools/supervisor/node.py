@@ -65,7 +65,8 @@ def memory_directory() -> tuple[Path, int]:
 def _directory_in(base: Path) -> tuple[Path, int]:
     for old in base.glob(f"weft-{os.getuid()}-*"):
         with suppress(OSError):
-            if time.time() - old.lstat().st_mtime > NEW and (fd := _lock(old)) is not None:
+            fresh = time.time() - old.lstat().st_mtime <= NEW
+            if not fresh and _is_ours(old) and (fd := _lock(old)) is not None:
                 shutil.rmtree(old, ignore_errors=True)
                 os.close(fd)
     path = base / f"weft-{os.getuid()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -85,6 +86,12 @@ def _directory_in(base: Path) -> tuple[Path, int]:
     locked = _lock(path)
     assert locked is not None, f"{path} is new, and locked"
     return path, locked
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a supervisor made a directory: by its name, and by what is in it."""
+    named = re.fullmatch(rf"weft-{os.getuid()}-\d+-[0-9a-f]{{8}}", path.name)
+    return bool(named) and {"memory", "errors", "progress"} >= set(os.listdir(path))
 
 
 def _lock(path: Path) -> int | None:

@@ -21,11 +21,19 @@ load         fill local tensors from whatever files hold their rectangles
 huggingface  the same for a Hugging Face directory
 stream       one whole tensor after another, for whoever writes them elsewhere
 write_huggingface  a Hugging Face directory, written by all ranks
+written      which of those a run wrote, so that it replaces no other
 """
 
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError, SaveError
-from training.checkpoint.find import Roots, find_latest, is_hugging_face, later_steps
+from training.checkpoint.find import (
+    Roots,
+    find_latest,
+    is_hugging_face,
+    later_steps,
+    not_saved,
+    refuse_to_save,
+)
 from training.checkpoint.load import Checkpoint, load
 from training.checkpoint.manifest import plain_name
 from training.checkpoint.pieces import (
@@ -55,8 +63,10 @@ __all__ = [
     "amax_pieces",
     "buffer_pieces",
     "load_pieces",
+    "not_saved",
     "parameter_pieces",
     "plain_name",
+    "refuse_to_save",
     "save",
     "state_pieces",
     "together",

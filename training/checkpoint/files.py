@@ -133,15 +133,6 @@ def write_safetensors(
     return out.info()
 
 
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def open_directory(path: Path, holder: object) -> Path:
     """Open a directory that is no link and belongs to this user or root; return a path to read by.
 

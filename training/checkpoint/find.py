@@ -20,7 +20,7 @@ from training.checkpoint.agree import Outcome, first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
 from training.checkpoint.huggingface import CONFIG, HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint
-from training.checkpoint.manifest import MANIFEST, STEP
+from training.checkpoint.manifest import MANIFEST, STEP, holds_a_save
 from training.checkpoint.pieces import NamedPiece
 
 FOREIGN_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt", "modelopt_state")
@@ -282,6 +282,34 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
             raise CheckpointError(f"--ckpt-step {step}: {root} has the steps {have}, not this one")
     newest = found[0][2] if found else ""
     return [path for _, _, path in found], [name for name in leftovers if name > newest]
+
+
+def refuse_to_save(root: Path, flag: str) -> None:
+    """Raise CheckpointError where checkpoints do not belong in `root`, by what is there.
+
+    That is a checkpoint, or a folder in one; Hugging Face's weights, which a resume would load
+    instead; and a Megatron-LM checkpoint.
+    """
+    real = root.resolve()
+    for place in (real, *real.parents):
+        if (place / MANIFEST).is_file() and STEP.fullmatch(place.name):
+            where = "is" if place == real else f"lies in {place}, which is"
+            raise CheckpointError(f"{flag} {root} {where} a checkpoint: give a folder of a run")
+    if not real.is_dir():
+        return
+    refuse_foreign(root, sorted(os.listdir(real)), flag)
+    if (real / CONFIG).is_file():
+        raise CheckpointError(
+            f"{flag} {root} holds a Hugging Face model ({CONFIG}), which a resume would load "
+            "in place of the run's checkpoints: give a folder of its own"
+        )
+
+
+def not_saved(root: Path, step: int) -> list[str]:
+    """Return the names of later steps that no save wrote, though one would get the name."""
+    found = ((STEP.fullmatch(name), name) for name in sorted(os.listdir(root)))
+    later = [name for match, name in found if match and not match[2] and int(match[1]) > step]
+    return [name for name in later if not holds_a_save(root / name)]
 
 
 def refuse_foreign(root: Path, entries: Sequence[str], flag: str) -> None:

@@ -12,8 +12,10 @@ import fcntl
 import json
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from training.checkpoint.errors import SaveError
@@ -40,6 +42,11 @@ class DirectoryLock:
         self._path = root / NAME
         self._new = not self._path.exists()
         self._fd = os.open(self._path, flags, 0o600)
+        plain = stat.S_ISREG(os.fstat(self._fd).st_mode)
+        self._before = os.pread(self._fd, 1000, 0) if plain else b""
+        if not _is_lock(self._before):
+            self.close()
+            raise SaveError(f"{self._path} is not the lock of a run, and is not written over")
         until, noted = time.monotonic() + patience, False
         while (failed := self._try()) in LOCKED:
             who = f"{root} is being written by another run: {_holder(os.pread(self._fd, 1000, 0))}"
@@ -57,8 +64,7 @@ class DirectoryLock:
             note(f"{root}: the file system does not support locks; keep other runs away from it")
             return
         about = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(about).encode(), 0)
+        self._write(json.dumps(about).encode())
 
     def _try(self) -> int | None:
         """Try to take the lock; return None, or the errno of the failure."""
@@ -68,13 +74,27 @@ class DirectoryLock:
             return error.errno
         return None
 
+    def _write(self, data: bytes) -> None:
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, data, 0)
+
     def close(self, undo: bool = False) -> None:
-        """Release the lock; with `undo`, also remove the lock's file if it was not there before."""
-        if undo and self._new and self._fd >= 0:
+        """Release the lock; with `undo`, leave the lock's file as it was, or remove a new one."""
+        if undo and self._fd >= 0 and self._new:
             self._path.unlink(missing_ok=True)
+        elif undo and self._fd >= 0:
+            self._write(self._before)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _is_lock(data: bytes) -> bool:
+    """Return whether a file is empty, or names the holder of a lock."""
+    with suppress(ValueError):
+        holder = parse_json(data, NAME) if data else {"pid": 0}
+        return isinstance(holder, dict) and "pid" in holder
+    return False
 
 
 def _holder(data: bytes) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from training.checkpoint.errors import CheckpointError, MismatchError
 from training.checkpoint.files import SUMS, open_plain, read_checked
 from training.checkpoint.pieces import DTYPES
+from training.owned import plain_files
 from training.untrusted import parse_json
 
 FORMAT = "weft-checkpoint"
@@ -31,6 +32,14 @@ PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 LIMIT = 1 << 28  # most bytes of a JSON file that are read
 # of one tensor; and of all tensors, the corners of their rectangles
 DIMENSIONS, ELEMENTS, CORNERS = 8, 1 << 60, 1 << 26
+
+
+# what a save writes, where no manifest says it: of a save that was killed, or is damaged
+SAVED = re.compile(
+    r"(rank_\d{5}-\d{3}|index|state|manifest|tokenizer(_config)?|special_tokens_map|added_tokens"
+    r"|vocab|chat_template|generation_config)\.(safetensors|json|model)|merges\.txt"
+    r"|chat_template\.jinja"
+)
 
 
 def step_name(step: int) -> str:
@@ -106,6 +115,25 @@ def read_manifest(directory: Path, at: Path) -> dict[str, Any]:
         if not PLAIN.fullmatch(name) or not sound or not sums[0]:
             raise CheckpointError(f"{MANIFEST}: bad entry for the file {name[:200]!r}")
     return manifest
+
+
+def holds_a_save(directory: Path) -> bool:
+    """Return whether all that is in a directory was written by a save, or it is empty.
+
+    Those are the files that its manifest lists; where that is missing or damaged, files with the
+    names that a save gives. A link, a folder or a file that somebody put there is not, nor is a
+    copy of another step.
+    """
+    found, step = plain_files(directory), STEP.fullmatch(directory.name)
+    if found is None:
+        return False
+    names = found.keys() - {MANIFEST}
+    try:
+        manifest = read_manifest(Path(), directory)
+        copied = step is not None and int(step[1]) != manifest["step"]
+        return not copied and names <= manifest["files"].keys()
+    except (CheckpointError, OSError):
+        return all(SAVED.fullmatch(name) for name in names)
 
 
 def read_part(directory: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ moment. A damaged one does not count and, among the newest, is kept for inspecti
 than K complete ones no step is removed, and the only complete one never is. (A directory that was
 set aside is removed where its successor counts.)
 
-A directory is first renamed to step_00000123.trash-<random>, which nobody loads, then removed.
+A directory is first renamed to step_00000123.trash-<random>, which nobody loads, then removed. One
+that holds anything that no save wrote stays as it is (`holds_a_save`).
 One rank does all this, without a message to the others.
 """
 
@@ -20,15 +21,17 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.files import Hook, fsync_directory
+from training.checkpoint.files import Hook
 from training.checkpoint.load import Checkpoint
-from training.checkpoint.manifest import STEP
+from training.checkpoint.manifest import STEP, holds_a_save
+from training.owned import set_aside
 
 Note = Callable[[str], None]
 
 UNFINISHED = re.compile(r"step_\d{8,}\.tmp-[0-9a-f]+")  # a save was killed
 TRASH = re.compile(r"step_\d{8,}\.trash-[0-9a-f]+")  # a removal was killed
-SMALL = re.compile(r"\.(latest|probe)-[0-9a-f]+")  # a small file that was to be renamed or removed
+# a small file that was to be renamed or removed
+SMALL = re.compile(r"\.(latest|probe|save_hf\.json)-[0-9a-f]+")
 
 
 def prune(
@@ -52,7 +55,8 @@ def prune(
     among: names of the directories to look at; None: all.
     """
     try:
-        _clear(root, [name for name in os.listdir(root) if TRASH.fullmatch(name)], note)
+        left = [name for name in os.listdir(root) if TRASH.fullmatch(name)]
+        _clear(root, [name for name in left if holds_a_save(root / name)], note)
         doomed = choose(root, keep_last, retain_interval, good, note, among)
     except OSError as error:
         note(f"no checkpoint was removed: {error.strerror}: {error.filename}")
@@ -62,8 +66,7 @@ def prune(
         hook("pruning")
         trash = f"{name.partition('.')[0]}.trash-{secrets.token_hex(8)}"
         try:
-            os.rename(root / name, root / trash)
-            fsync_directory(root)
+            set_aside(root / name, root / trash, holds_a_save)
         except OSError as error:
             note(f"checkpoint {root / name} was not removed: {error.strerror}")
             continue
@@ -102,7 +105,10 @@ def choose(
                 note(f"checkpoint {root / name} is left in place and not counted: {error}")
         elif not retain_interval or step % retain_interval:
             doomed.append(name)
-    return doomed[::-1]
+    foreign = [name for name in doomed if not holds_a_save(root / name)]
+    for name in foreign:
+        note(f"checkpoint {root / name} is left in place: it holds what no save wrote")
+    return [name for name in doomed[::-1] if name not in foreign]
 
 
 def step_directories(root: Path) -> list[tuple[int, bool, str]]:
@@ -137,6 +143,8 @@ def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
     for entry in os.scandir(root):
         if entry.is_dir(follow_symlinks=False):
             stem, dot, _ = entry.name.partition(".old-")
+            if not holds_a_save(root / entry.name):
+                continue
             if UNFINISHED.fullmatch(entry.name) or TRASH.fullmatch(entry.name):
                 rubbish.append(entry.name)
             elif dot and STEP.fullmatch(entry.name):

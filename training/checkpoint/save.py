@@ -30,7 +30,6 @@ from training.checkpoint.errors import SaveError
 from training.checkpoint.files import (
     Hook,
     check_size,
-    fsync_directory,
     write_bytes,
     write_json,
     write_safetensors,
@@ -42,14 +41,18 @@ from training.checkpoint.manifest import (
     MANIFEST,
     PLAIN,
     STATE,
+    STEP,
     VERSION,
     VERSION_WITH_FROZEN,
+    holds_a_save,
     merge_index,
     self_digest,
     step_name,
 )
 from training.checkpoint.pieces import NamedPiece, dtype_name, into_files, share
 from training.checkpoint.retain import clear_rubbish
+from training.owned import check, fsync_directory, rename
+from training.untrusted import read_plain
 
 FILE_BYTES = 4 << 30  # a file's limit: several files can be hashed and read at the same time
 
@@ -95,7 +98,7 @@ def save(
         if failed is None:
             return [o.value for o in outcomes]
         if first and aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)  # this call made it
         raise SaveError(
             f"the checkpoint of step {step} was not saved: {directory}: rank {failed.rank}: "
             f"{failed.error}{rest} (earlier checkpoints are untouched)"
@@ -104,6 +107,8 @@ def save(
     mine = into_files(share(pieces), file_bytes)
 
     def measure() -> int:
+        if first:
+            check(directory / step_name(step), holds_a_save)
         check_pieces(piece for file in mine for piece in file)
         return sum(piece.nbytes for file in mine for piece in file)
 
@@ -218,32 +223,28 @@ def _commit(
     fsync_directory(aside)
     hook("manifest")
     final = root / step_name(state["step"])
+    # a resumed run may reach this step again; find.py reads `old` if we die while it has that name
     old = root / f"{final.name}.old-{secrets.token_hex(8)}"
-    replacing = os.path.lexists(final)
-    if replacing:  # a resumed run reached this step again; find.py reads `old` if we die right here
-        os.rename(final, old)
-        hook("aside")
-    try:
-        os.rename(aside, final)
-    except OSError:
-        if replacing:
-            os.rename(old, final)
-        raise
-    fsync_directory(root)
-    hook("renamed")
+    rename(aside, final, old, holds_a_save, hook)
     _hint(root, final.name)
-    if replacing and not old.is_symlink():
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _hint(root: Path, name: str) -> None:
     """Write the newest directory's name to `latest`, for people. A failure harms nothing."""
-    try:
+    with suppress(OSError):
+        check(root / "latest", _is_hint)
         aside = root / f".latest-{secrets.token_hex(8)}"
         write_bytes(aside, f"{name}\n".encode())
         os.replace(aside, root / "latest")
-    except OSError:
-        return
+
+
+def _is_hint(path: Path) -> bool:
+    """Return whether a path is what _hint writes, or a link or a pipe, which hold nothing."""
+    if path.is_symlink() or not path.is_file():
+        return not path.is_dir()
+    with suppress(OSError, ValueError):
+        return bool(STEP.fullmatch(read_plain(path, 99).decode().strip()))
+    return False
 
 
 def check_writable(

@@ -26,7 +26,6 @@ from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import SaveError
 from training.checkpoint.files import (
     Hook,
-    fsync_directory,
     write_bytes,
     write_json,
     write_safetensors,
@@ -34,8 +33,10 @@ from training.checkpoint.files import (
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.pieces import NamedPiece, into_files, is_state
 from training.checkpoint.stream import stream
+from training.checkpoint.written import Written
+from training.owned import check, empty, fsync_directory, rename, set_aside
 
-RUBBISH = re.compile(r"\..+\.(tmp|old)-[0-9a-f]{16}")  # what a killed write or removal left
+RUBBISH = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}")  # what a killed write or removal left
 Extra = tuple[Mapping[str, bytes], Mapping[str, Any]]  # small files; more fields of config.json
 
 
@@ -57,15 +58,16 @@ def write_huggingface(
     device: torch.device | None = None,
     hook: Hook = lambda phase: None,
     arrange: Callable[[list[NamedPiece]], list[NamedPiece]] = list,
+    record: Written | None = None,
 ) -> None:
     """Write the tensors `names` of a checkpoint to `target`, collectively.
 
     The files have the names of transformers' save_pretrained. dtype: of the weights; None: as they
     are stored. shard_bytes: a file's limit. extra(): on rank 0, the small files, and what
-    config.json has besides the sizes of `found.state`. world, device: as in save(). What is at
-    `target` is replaced. hook(phase): "start", "piece" before each tensor, "written", "commit",
-    "aside", "renamed". arrange(pieces): what is written, of the tensors as they are. Raises
-    SaveError, on every rank, with the rank, the path and the cause.
+    config.json has besides the sizes of `found.state`. world, device: as in save(). record: on rank
+    0, of what may be replaced at `target`; None: an empty directory. hook(phase): "start", "piece"
+    before each tensor, "written", "commit", "aside", "renamed". arrange(pieces): what is written,
+    of the tensors as they are. Raises SaveError, on every rank, with the rank, path and cause.
     """
     first, aside = grid.rank == 0, Path()
 
@@ -74,18 +76,25 @@ def write_huggingface(
         if (failed := first_error(outcomes)) is None:
             return [outcome.value for outcome in outcomes]
         if first and aside.name:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)  # this call made it
         why = f"rank {failed.rank}: {failed.error}" if grid.world_size > 1 else failed.error
         raise SaveError(f"{target}: no Hugging Face directory was written: {why}")
 
     def begin() -> str | None:
         if not first:
             return None
+        check(target, ours)
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        name = f".{target.name}.tmp-{secrets.token_hex(8)}"
+        name = temporary("tmp")
         (target.parent / name).mkdir(mode=0o700)
         return name
 
+    def temporary(kind: str) -> str:
+        if record is not None:
+            return record.temporary(target.name, kind)
+        return f".{target.name}.{kind}-{secrets.token_hex(8)}"
+
+    ours = empty if record is None else record.ours
     hook("start")
     aside = target.parent / phase(begin)[0]
     pieces = arrange(stream(found, names, dtype))
@@ -97,64 +106,77 @@ def write_huggingface(
     if len(files) == 1:
         weight_map = dict.fromkeys(weight_map, "model.safetensors")
 
-    def write() -> None:
+    def write() -> dict[str, str]:
+        sums = {}
         for group in files[grid.rank :: grid.world_size]:
-            at = aside / weight_map[group[0].name]
-            write_safetensors(at, group, hook, metadata={"format": "pt"})
+            name = weight_map[group[0].name]
+            written = write_safetensors(aside / name, group, hook, metadata={"format": "pt"})
+            sums[name] = written["xxh3_128"]
+        return sums
 
-    phase(write)
+    sums = {name: value for of_rank in phase(write) for name, value in of_rank.items()}
     hook("written")
 
     def commit() -> None:
         if not first:
             return
         more, fields = extra()
+
+        def add(name: str, info: dict[str, Any]) -> None:
+            sums[name] = info["xxh3_128"]
+
         if len(files) > 1:
             total = {"total_size": sum(piece.nbytes for piece in pieces)}
             index = {"metadata": total, "weight_map": weight_map}
-            write_json(aside / "model.safetensors.index.json", index)
+            name = "model.safetensors.index.json"
+            add(name, write_json(aside / name, index))
         dtype_name = str(pieces[0].tensor.dtype).removeprefix("torch.")
         config = {**found.state["hf_config"], "torch_dtype": dtype_name, **fields}
-        write_json(aside / "config.json", config)
+        add("config.json", write_json(aside / "config.json", config))
         for name, data in more.items():
-            write_bytes(aside / name, data)
+            add(name, write_bytes(aside / name, data))
         fsync_directory(aside)
         hook("commit")
-        _rename(aside, target, hook)
+        old = target.with_name(temporary("old"))
+        if record is not None:
+            record.add(target.name, aside, sums)
+        rename(aside, target, old, ours, hook)
+        if record is not None:
+            gone = [name for name in record.leftovers() if not (target.parent / name).exists()]
+            record.settle(*gone, latest=target.name)
 
     phase(commit)
 
 
-def _rename(aside: Path, target: Path, hook: Hook) -> None:
-    """Give the directory its name; an older one of that name is removed."""
-    old = target.with_name(f".{target.name}.old-{secrets.token_hex(8)}")
-    replacing = os.path.lexists(target)
-    if replacing:
-        os.rename(target, old)
-        hook("aside")
-    os.rename(aside, target)
-    fsync_directory(target.parent)
-    hook("renamed")
-    if replacing:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def clear(root: Path) -> None:
-    """Remove what killed writes and removals left under `root`. Nobody else may write there."""
+def clear(root: Path, record: Written) -> None:
+    """Remove what killed writes and removals of the record's purpose left under `root`."""
+    for name in record.leftovers():
+        if record.ours(root / name):
+            shutil.rmtree(root / name, ignore_errors=True)
+    record.settle(*(n for n in record.leftovers() if not os.path.lexists(root / n)))
     for entry in os.scandir(root) if root.is_dir() else ():
-        if RUBBISH.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+        match = RUBBISH.fullmatch(entry.name)
+        if match and record.was(root / entry.name, match[1]):
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def keep_newest(root: Path, count: int | None, name: re.Pattern[str]) -> list[str]:
-    """Remove all but the newest `count` directories under `root` whose names fit; return theirs.
+def keep_newest(
+    root: Path, count: int | None, name: re.Pattern[str], record: Written
+) -> tuple[list[str], list[str]]:
+    """Remove all but the newest `count` of the record's directories whose names fit.
 
-    A directory first takes a name that nobody reads.
+    Return the names of those removed, and of those that would be but are not as they were written:
+    they stay, and do not count.
     """
-    found = sorted(e.name for e in os.scandir(root) if name.fullmatch(e.name) and e.is_dir())
-    removed = found[:-count] if count else []
-    for each in removed:
-        trash = root / f".{each}.old-{secrets.token_hex(8)}"
-        os.rename(root / each, trash)
-        shutil.rmtree(trash, ignore_errors=True)
-    return removed
+    known = [n for n in record.names() if name.fullmatch(n) and os.path.lexists(root / n)]
+    removed, changed = list[str](), list[str]()
+    for each in sorted(known, key=lambda name: (len(name), name))[: -count if count else 0]:
+        if not record.ours(root / each):
+            changed.append(each)
+            continue
+        trash = record.temporary(each, "old")
+        set_aside(root / each, root / trash, record.ours)
+        shutil.rmtree(root / trash, ignore_errors=True)
+        record.settle(each, *([] if (root / trash).exists() else [trash]))
+        removed.append(each)
+    return removed, changed

@@ -9,13 +9,17 @@ import glob
 import os
 import re
 import shlex
+from pathlib import Path
 
 import torch
 
 from training.arguments import CHANGES, CheckpointConfig, DataConfig
+from training.checkpoint import refuse_to_save
+from training.checkpoint.manifest import MANIFEST, STEP
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.split import parse_split
+from training.owned import json_lines, refuse
 from training.untrusted import SETTINGS, nothing_downloaded, read_plain
 
 # flags whose value "rewind" goes back to a checkpoint of --save
@@ -316,6 +320,41 @@ def _directories(config: Config) -> None:
             _writable(flag, path)
     if log.log_json and os.path.isdir(log.log_json):
         raise UsageError(f"--log-json {log.log_json} is a directory: give a file")
+    if config.run.dry_run or config.rehearse.rehearse:  # nothing is written
+        return
+    try:
+        if log.log_json:
+            refuse("--log-json", log.log_json, json_lines, "a log of JSON lines")
+        _checkpoints(config.checkpoint)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _checkpoints(c: CheckpointConfig) -> None:
+    """Raise ValueError where saves, or their Hugging Face folders, would meet something else."""
+    if c.save:
+        refuse_to_save(Path(c.save), "--save")
+    if not c.save_hf:
+        return
+    sources = {
+        "--save": c.save,
+        "--load": c.load,
+        "--pretrained-checkpoint": c.pretrained_checkpoint,
+        "--branch-from": c.branch_from,
+    }
+    for flag, path in sources.items():
+        if path and os.path.realpath(path) == os.path.realpath(c.save_hf):
+            raise UsageError(
+                f"--save-hf {c.save_hf} is the folder of {flag} {path}, and folders have the same "
+                "names in both: give a folder of its own"
+            )
+    refuse_to_save(Path(c.save_hf), "--save-hf")
+    root = Path(os.path.realpath(c.save_hf))
+    for name in sorted(os.listdir(root)) if root.is_dir() else ():
+        if STEP.fullmatch(name) and (root / name / MANIFEST).is_file():
+            raise UsageError(
+                f"--save-hf {c.save_hf} holds checkpoints ({name}): give a folder of its own"
+            )
 
 
 def _writable(flag: str, path: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from training.arguments import CheckpointConfig
-from training.checkpoint import Checkpoint
+from training.checkpoint import Checkpoint, SaveError
 from training.checkpoint.files import open_plain
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.stream import attached
@@ -29,11 +29,13 @@ from training.checkpoint.write_huggingface import (
     weights_of,
     write_huggingface,
 )
+from training.checkpoint.written import Written
 from training.data.auto_tokenizer import auto_tokenizer
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 STEP = re.compile(r"step_\d{8,}")
+RECORD = "save_hf.json"  # in --save
 
 
 class HuggingFaceSaves:
@@ -42,13 +44,37 @@ class HuggingFaceSaves:
     def __init__(self, c: CheckpointConfig, grid: Grid, note: Callable[[str], None]) -> None:
         assert c.save_hf is not None
         self.root, self.config, self.grid, self.note = Path(c.save_hf), c, grid, note
+        if not self.root.exists():  # made/../hf is another folder once `made` is made
+            self.root = Path(os.path.realpath(self.root))
         self._extra: Extra | None = None
+        self._record: Written | None = None  # on rank 0
+        self._told = set[str]()
         self._checked = False
 
     def begin(self) -> None:
-        """Remove what a killed run left. Call it under the lock of --save."""
+        """Remove what a killed run left. Call it under the lock of --save.
+
+        The record of the folders that this run wrote is in --save, so that it is nobody else's.
+        """
         if self.grid.rank == 0:
-            clear(self.root)
+            assert self.config.save is not None
+            self._record = Written(Path(self.config.save) / RECORD)
+            clear(self.root, self._record)
+
+    def refuse_others(self, iteration: int) -> None:
+        """Raise SaveError where a save of a later step would meet a folder of somebody else's."""
+        if self._record is None or not self.root.is_dir():
+            return
+        names, known = sorted(filter(STEP.fullmatch, os.listdir(self.root))), self._record.names()
+        others = len(set(names) - set(known))
+        if others and self.config.save_hf_keep_last_k:
+            self.note(f"--save-hf {self.root}: {others} folder(s) that this run did not write stay")
+        for name in names:
+            if int(name[5:]) > iteration and not self._record.ours(self.root / name):
+                raise SaveError(
+                    f"{name} there was not written by this run as it is now, and a save of that "
+                    "step would replace it: use another --save-hf, or move it away"
+                )
 
     def has(self, step: str) -> bool:
         """Return whether the folder of a step is there; it is whole then."""
@@ -70,9 +96,9 @@ class HuggingFaceSaves:
             self.root / saved.name, found, weights_of(found), extra,
             dtype=getattr(torch, self.config.save_hf_dtype),
             shard_bytes=int(self.config.save_hf_max_shard_size * 1e9),
-            grid=self.grid, world=world,
+            grid=self.grid, world=world, record=self._record,
         )  # fmt: skip
-        if self.grid.rank:
+        if self._record is None:
             return
         self.note(f"wrote {self.root / saved.name} for transformers")
         if not self._checked:
@@ -81,7 +107,11 @@ class HuggingFaceSaves:
             if why := not_for_transformers(found.state["hf_config"], shapes):
                 self.note(f"--save-hf {self.root}: {why}")
         try:
-            keep_newest(self.root, self.config.save_hf_keep_last_k, STEP)
+            count = self.config.save_hf_keep_last_k
+            _, changed = keep_newest(self.root, count, STEP, self._record)
+            for name in set(changed) - self._told:
+                self.note(f"{self.root / name} stays: it is not as this run wrote it")
+            self._told.update(changed)
         except OSError as error:
             self.note(f"no folder of --save-hf was removed: {error.strerror}: {error.filename}")
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from training.owned import json_lines, refuse
 from training.untrusted import owner_only, private
 
 T = TypeVar("T")
@@ -63,7 +64,11 @@ def hushed(make: Callable[[], T]) -> T:
 
 
 def open_json(path: Path, flag: str = "--log-json") -> Any:
-    """Open a file of JSON lines to append, dropping a last line that a killed run left torn."""
+    """Open a file of JSON lines to append, dropping a last line that a killed run left torn.
+
+    Raises ValueError where it cannot be written, or holds something else.
+    """
+    refuse(flag, path, json_lines, "a log of JSON lines")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:

@@ -28,7 +28,7 @@ from training.checkpoint.files import write_json
 from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.lock import PATIENCE, DirectoryLock
 from training.checkpoint.manifest import STATE, STEP, step_name
-from training.checkpoint.retain import prune
+from training.checkpoint.retain import prune, step_directories
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.learning_rate import learning_rate
@@ -75,6 +75,7 @@ class Saver:
         self.failed: checkpoint.SaveError | None = None  # the failure that is to end the run
         self._good: set[str] = set()  # directories known to be whole
         self._later: Sequence[str] = ()  # directories under --load that were passed over
+        self._from: Path | None = None  # the directory of the run that it was loaded from
         self.passed_over: set[int] = set()  # iterations whose samples nothing is trained on
         self._before = (0, 0)  # samples and tokens that earlier runs consumed
         self._branch: dict[str, Any] | None = None  # where --branch-from branched off
@@ -91,9 +92,7 @@ class Saver:
         self._source, self._needs = 0, list[str]()  # of SOURCES; files that this rank would load
         self._progress, self._first = -1, (0, 0.0)  # the supervisor's file; the first iteration
 
-    def pieces(
-        self, with_state: bool = True, to_load: bool = False
-    ) -> list[checkpoint.NamedPiece]:
+    def pieces(self, with_state: bool = True, to_load: bool = False) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the optimizer's state.
 
         to_load: of weights that are gathered after each update only the part that is gathered from
@@ -153,6 +152,10 @@ class Saver:
         try:
             iteration, consumed = self.load()
             self._together(lambda: self._refuse_later(root, iteration))
+            self._together(lambda: self._refuse_to_prune(root))
+            if self._hf is not None:
+                hf, flag = self._hf, f"--save-hf {c.save_hf}"
+                self._together(lambda: hf.refuse_others(iteration), flag)
         except ValueError:  # a mistake leaves nothing behind
             if self._lock is not None:
                 self._lock.close(undo=True)
@@ -167,21 +170,39 @@ class Saver:
         return iteration, consumed
 
     def _refuse_later(self, root: Path, iteration: int) -> None:
-        later = []
-        if self.ctx.grid.rank == 0:
-            later = checkpoint.later_steps(root, iteration, self._later)
-        if later:
+        if self.ctx.grid.rank:
+            return
+        if foreign := checkpoint.not_saved(root, iteration):
+            raise checkpoint.SaveError(
+                f"it has {', '.join(foreign)}, which no save wrote as it is now, and a save of "
+                "that step would replace it: use another --save, or move it away"
+            )
+        if later := checkpoint.later_steps(root, iteration, self._later):
             raise checkpoint.SaveError(
                 f"it has checkpoints of steps after {iteration}, where this run begins "
                 f"({', '.join(later)}), and a resume would take the newest: use another --save, "
                 "move them away, or resume from them with --load"
             )
 
-    def _together(self, work: Callable[[], None]) -> None:
+    def _refuse_to_prune(self, root: Path) -> None:
+        """Raise SaveError where the flags that remove checkpoints would meet another run's."""
+        c = self.config.checkpoint
+        flag = "--keep-last-k" if c.keep_last_k else "--save-retain-interval"
+        if not (c.keep_last_k or c.save_retain_interval) or self.ctx.grid.launch.attempt:
+            return
+        found = [name for _, _, name in step_directories(root)]
+        if found and self._from != root.resolve() and not self.ctx.grid.rank:
+            raise checkpoint.SaveError(
+                f"it has checkpoints ({', '.join(found[:3])}) of another run than the one that is "
+                f"continued, and {flag} would remove them: use another --save, or move them away"
+            )
+
+    def _together(self, work: Callable[[], None], flag: str = "") -> None:
         world, device = self.ctx.grid.world, self.ctx.device
         failed = checkpoint.first_error(checkpoint.together(work, world, device))
         if failed is not None:
-            raise checkpoint.SaveError(f"--save {self.config.checkpoint.save}: {failed.error}")
+            flag = flag or f"--save {self.config.checkpoint.save}"
+            raise checkpoint.SaveError(f"{flag}: {failed.error}")
 
     def after_step(self, step: Step) -> Decision:
         """Report to the supervisor that the step is done."""
@@ -424,6 +445,7 @@ class Saver:
         if here and not weights_only:  # then every file was hashed
             self._good.add(found.directory.name)
         self._later = found.passed_over
+        self._from = found.directory.resolve().parent
         if fresh:
             self.note(f"loaded the weights of {found.directory}; starting at sample 0")
             return 0, 0

@@ -21,6 +21,7 @@ from training.checkpoint.write_huggingface import (
     weights_of,
     write_huggingface,
 )
+from training.checkpoint.written import Written
 
 NAMES = [f"layers.{i}.weight" for i in range(7)]
 MOMENTS = 20
@@ -35,11 +36,16 @@ def saved(tmp_path: Path) -> Checkpoint:
     return Checkpoint(save(tmp_path / "run", step=5, pieces=pieces, state=state, grid=Grid()))
 
 
+def record_of(root: Path) -> Path:
+    return root.with_name(f"{root.name}.record")
+
+
 def write(saved: Checkpoint, target: Path, hook: Any = lambda at: None, extra: Any = None) -> None:
-    """Write the weights in bf16, two to a file."""
+    """Write the weights in bf16, two to a file, and record that in "record" beside the folder."""
     write_huggingface(
         target, saved, weights_of(saved), extra or (lambda: ({"t.json": b"{}"}, {"eos": 3})),
         dtype=torch.bfloat16, shard_bytes=2 * 24, grid=Grid(), hook=hook,
+        record=Written(record_of(target.parent)),
     )  # fmt: skip
 
 
@@ -93,7 +99,7 @@ def test_killed_at_twenty_moments_there_is_no_half_folder(
         if there:
             check_whole(root / "step_00000005")
         outcomes.append(there)
-        clear(root)
+        clear(root, Written(record_of(root)))
         left = [] if not root.is_dir() else sorted(os.listdir(root))
         assert left == ["step_00000005"] * there, "a next start removes what is not whole"
         moment += 1
@@ -110,10 +116,76 @@ def test_a_failure_leaves_nothing_and_names_the_folder(saved: Checkpoint, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
-def test_the_newest_stay(tmp_path: Path) -> None:
-    for name in ("step_00000002", "step_00000010", "step_00000003", "other"):
-        (tmp_path / name).mkdir()
-    steps = re.compile(r"step_\d{8,}")
-    assert keep_newest(tmp_path, None, steps) == []
-    assert keep_newest(tmp_path, 2, steps) == ["step_00000002"]
-    assert sorted(os.listdir(tmp_path)) == ["other", "step_00000003", "step_00000010"]
+def test_the_newest_of_ours_stay(tmp_path: Path) -> None:
+    steps, root, record = re.compile(r"step_\d{8,}"), tmp_path / "hf", Written(tmp_path / "record")
+    for name in ("step_00000002", "step_00000010", "step_00000003", "step_100000000", "other"):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").write_text(name)
+        if name not in ("step_00000003", "other"):
+            record.add(name, root / name)
+    everything = sorted(os.listdir(root))
+    assert keep_newest(root, None, steps, record) == ([], [])
+    (root / "step_00000002" / "notes.txt").write_text("of a person")
+    assert keep_newest(root, 2, steps, record) == ([], ["step_00000002"])
+    assert sorted(os.listdir(root)) == everything
+    (root / "step_00000002" / "notes.txt").unlink()
+    os.chmod(root / "step_00000002" / "config.json", 0o644)  # it is compared by its sum then
+    assert keep_newest(root, 2, steps, Written(record.path)) == (["step_00000002"], [])
+    assert sorted(os.listdir(root)) == [n for n in everything if n != "step_00000002"]
+    assert (root / "step_00000003" / "config.json").read_text() == "step_00000003"
+
+
+def test_what_was_changed_in_place_is_not_ours(tmp_path: Path) -> None:
+    folder, record = tmp_path / "step_00000002", Written(tmp_path / "record")
+    folder.mkdir()
+    (folder / "a").write_bytes(b"12")
+    record.add(folder.name, folder)
+    assert record.ours(folder) and Written(record.path).ours(folder)
+    before = os.stat(folder / "a")
+    (folder / "a").write_bytes(b"21")
+    os.utime(folder / "a", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert not record.ours(folder)
+    folder.rename(tmp_path / "step_00000003")
+    folder.symlink_to(tmp_path / "step_00000003")
+    assert not record.ours(folder) and not record.ours(tmp_path / "step_00000003")
+
+
+@pytest.mark.parametrize("there", ["notes.txt", "config.json", "link", "file"])
+def test_what_appears_meanwhile_is_not_replaced(
+    saved: Checkpoint, tmp_path: Path, there: str
+) -> None:
+    """After the check at the start of a run another program may have made the folder."""
+    root, target = tmp_path / "hf", tmp_path / "hf" / "step_00000005"
+
+    def appears(phase: str) -> None:
+        if phase == "commit" and there == "link":
+            target.symlink_to(saved.directory)
+        elif phase == "commit" and there == "file":
+            target.write_text("kept")
+        elif phase == "commit":
+            target.mkdir()
+            (target / there).write_text("kept")
+
+    for hook in (appears, lambda phase: None):  # then it is there from the beginning
+        with pytest.raises(SaveError, match="and is not replaced: .*step_00000005"):
+            write(saved, target, hook)
+        assert os.listdir(root) == ["step_00000005"]
+        if there == "link":
+            assert target.readlink() == saved.directory and (target / "manifest.json").is_file()
+        else:
+            assert (target if there == "file" else target / there).read_text() == "kept"
+
+
+def test_a_save_replaces_no_folder_that_appeared(saved: Checkpoint, tmp_path: Path) -> None:
+    root, step = tmp_path / "new", tmp_path / "new" / "step_00000006"
+
+    def appears(phase: str) -> None:
+        if phase == "manifest":
+            step.mkdir()
+            (step / "notes.txt").write_text("kept")
+
+    for hook in (appears, lambda phase: None):
+        with pytest.raises(SaveError, match="and is not replaced: .*step_00000006"):
+            save(root, step=6, pieces=[], state={}, grid=Grid(), hook=hook)
+        assert (step / "notes.txt").read_text() == "kept"
+        assert sorted(os.listdir(root)) == ["step_00000006"]

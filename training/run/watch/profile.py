@@ -8,6 +8,7 @@ what CUDA's allocator did, for torch's viewer, https://pytorch.org/memory_viz.
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from mpu.grid import Grid
 from mpu.pipeline.engine import Engine
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
+from training.data.files import write_text
+from training.owned import check, json_with
 from training.run.output import say
 from training.run.step import CONTINUE, Decision, Step
 from training.run.stop import Agreement
+from training.untrusted import open_plain
 
 EVENTS = 100_000  # of the allocator that are kept, as in Megatron: the newest
 VIEWER = "https://pytorch.org/memory_viz"
@@ -36,6 +40,14 @@ def folder_of(config: Config) -> Path:
     if config.checkpoint.save:
         return Path(config.checkpoint.save) / "profile"
     return Path(config.log.log_json or "").parent / "profile"
+
+
+def _is_snapshot(path: Path) -> bool:
+    """Return whether torch wrote a file of the memory's history: a pickle that begins with it."""
+    with suppress(OSError), open_plain(path) as file:
+        head = file.read(256)
+        return not head or b"segments" in head or b"device_traces" in head
+    return False
 
 
 def snapshot_of(config: Config, rank: int) -> Path | None:
@@ -112,6 +124,7 @@ class Profile:
             self._report()
         if self._snapshot is not None:  # also after an error, such as no memory left
             self._snapshot.parent.mkdir(parents=True, exist_ok=True)
+            check(self._snapshot, _is_snapshot)
             torch.cuda.memory._dump_snapshot(str(self._snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
             say(f"memory history: {self._snapshot}; open it at {VIEWER}")
@@ -172,4 +185,4 @@ class Profile:
         }
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"pipeline_rank{self._pp.rank}.json"
-        path.write_text(json.dumps(record) + "\n")
+        write_text(path, json.dumps(record) + "\n", json_with("schedule", "pp_rank"))
