@@ -355,7 +355,9 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
             memory_report.check_host(config, model_provider, grid, device)
             digests["model_digest"] = digest(load_model_file(config.model.model_file))
+            stop_signal.check()
         except (ValueError, OSError) as error:
+            stop_signal.check()
             return refuse(error, launch, 2, report_to, alone=True)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
@@ -372,6 +374,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
+            stop_signal.check()
             if stop_signal.training and not isinstance(error, EXPECTED):
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
