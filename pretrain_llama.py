@@ -37,11 +37,20 @@ from torch import Tensor
 from estimate import matrices
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
-from estimate.model_profile import accumulate_dtype, make_grid
+from estimate.model_profile import accumulate_dtype, make_grid, whole_model
 from estimate.obeyed_flags import check_flags
 from estimate.pipeline_stages import rank_stages
 from model.llama import Llama
-from model.load import config_of, digest, load_model_file, of_checkpoint, with_mup
+from model.load import (
+    blaming_file,
+    config_of,
+    digest,
+    load_model_file,
+    of_checkpoint,
+    own_flags,
+    saved_config,
+    with_mup,
+)
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import CommunicationError, Label
@@ -66,7 +75,7 @@ from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.layer_options import as_configured, recompute_of
-from training.run import memory_report
+from training.run import memory_report, resumable
 from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.layer_values import LayerValues
@@ -208,7 +217,8 @@ def model_provider(
     file = load_model_file(config.model.model_file)
     model = file.Model(widths(config).sizes, ctx, recompute, stages)
     as_configured(config, model, ctx)
-    name_groups(model, file.parameter_group)
+    with blaming_file(file):
+        name_groups(model, file.parameter_group)
     return model
 
 
@@ -346,15 +356,18 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if "--rehearse" in argv:  # another program runs this one, on a device without memory
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
                 return subprocess.call([sys.executable, tool, os.path.abspath(__file__), *argv])
-            own = getattr(load_model_file(model_file(argv)), "extra_args_provider", None)
-            config = parse(argv, launch.world, own, of_checkpoint)
+            config = parse(argv, launch.world, own_flags(model_file(argv)), of_checkpoint)
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 print(printable(report(config, model_provider), lines=True))
                 return 0
             config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
             memory_report.check_host(config, model_provider, grid, device)
-            digests["model_digest"] = digest(load_model_file(config.model.model_file))
+            file = load_model_file(config.model.model_file)
+            whole = whole_model(config, model_provider)
+            with blaming_file(file):
+                resumable.check(config, digests, whole, file, saved_config)
+            digests["model_digest"] = digest(file)
             stop_signal.check()
         except (ValueError, OSError) as error:
             stop_signal.check()

@@ -106,7 +106,7 @@ class Checkpoint:
         self.state: dict[str, Any] = read_part(self._at, self.manifest, STATE)
         if self.state.get("step") != self.step:
             raise CheckpointError(f"{STATE} is not of step {self.step}")
-        _check_state(self.state)
+        check_state(self.state)
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:
@@ -246,7 +246,7 @@ class Checkpoint:
                     raise CheckpointError(f"{self.directory}: {piece.key}: {fault}")
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
+def check_state(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError for an entry of another type than a resume or a tool expects."""
     for name, kind in STATE_TYPES.items():
         value = state.get(name, kind())

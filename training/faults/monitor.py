@@ -54,8 +54,9 @@ def exited_early(error: BaseException | None) -> str:
     A system keeps 8 bits of an exit code: 256 is 0. A parser that has printed its help may end the
     process so.
     """
-    code = error.code or 0 if isinstance(error, SystemExit) else ""
-    if not isinstance(code, int) or code % 256:
+    if not isinstance(error, SystemExit):
+        return ""
+    if error.code is not None and not (isinstance(error.code, int) and error.code % 256 == 0):
         return ""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

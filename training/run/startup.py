@@ -252,12 +252,12 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
     faulthandler.enable()  # a fatal signal, such as SIGBUS, then names the line it came from
     pid, leave = os.getpid(), os._exit
 
-    def exit_early(code: int) -> NoReturn:
-        if code % 256 or os.getpid() != pid:  # a failure; a child, which may end as it likes
-            leave(code)
+    def exit_early(status: int) -> NoReturn:
+        if status % 256 or os.getpid() != pid:  # a failure; a child, which may end as it likes
+            leave(status)
         caller = sys._getframe(1)
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
-        text = f"os._exit({code}) was called at {place} before the run was done"
+        text = f"os._exit({status}) was called at {place} before the run was done"
         if threading.current_thread() is threading.main_thread():
             raise SystemExit(text)
         failed(text)
