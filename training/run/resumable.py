@@ -8,6 +8,7 @@ called on what the run would save, in memory.
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ def spelled(hf_config: Callable[[Any, str], Any], sizes: Any, dtype: str) -> dic
         except CheckpointError as error:
             why = str(error).removeprefix(f"{field}: ").removeprefix(f"{field} is not JSON: ")
             raise UsageError(
-                f"hf_config: {field} is {value!r}, which a checkpoint's JSON cannot hold ({why}): "
+                f"hf_config: {field} is {short(value)}, which a checkpoint's JSON cannot hold ({why}): "
                 "give finite numbers, strings, lists and dicts of Python's own"
             ) from None
     return as_read(found, "hf_config")
@@ -100,7 +101,7 @@ def check_names(model: nn.Module, names: Any) -> None:
         plain = isinstance(theirs, (tuple, list)) and all(type(each) is str for each in theirs)
         if not plain or len(theirs) != sections or not all(theirs):
             many = "a name" if sections == 1 else f"{sections} names, one for each part,"
-            raise UsageError(f"hf_names has {theirs!r} for {name}: it must be a tuple of {many}")
+            raise UsageError(f"hf_names has {short(theirs)} for {name}: it must be a tuple of {many}")
         if tensor.dtype not in DTYPES:
             raise UsageError(
                 f"{name} is of {tensor.dtype}: a checkpoint holds {', '.join(DTYPES.values())}"
@@ -128,8 +129,8 @@ def check_sizes(config: Config, sizes: Any, back: Any, again: dict[str, Any], hf
     for field, value in hf.items():
         if field not in FREE_FIELDS and again.get(field) != value:
             raise UsageError(
-                f"from_hf_config loses {field}: hf_config writes {value!r}, and of what "
-                f"from_hf_config makes of that {again.get(field)!r}"
+                f"from_hf_config loses {field}: hf_config writes {short(value)}, and of what "
+                f"from_hf_config makes of that {short(again.get(field))}"
             )
     own = [f for f in dict(config.extra) if hasattr(sizes, f)]
     flags = ["rope_scaling_factor", "yarn", "tied", "head_size", *SAME, *own]
@@ -139,7 +140,7 @@ def check_sizes(config: Config, sizes: Any, back: Any, again: dict[str, Any], hf
             here = tuple(here)
         if name not in FREE and here != there:
             raise UsageError(
-                f"from_hf_config returns {name} {there!r} where the run has {here!r}: hf_config "
+                f"from_hf_config returns {name} {short(there)} where the run has {short(here)}: hf_config "
                 "must write it, and from_hf_config read it"
             )
 
