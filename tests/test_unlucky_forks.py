@@ -15,9 +15,9 @@ import pytest
 from tests.sampling import sampled
 from tests.unlucky import Case, check, drawn
 
-FLAGS = """pretrain_llama.py --mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers
-    2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --lr 1e-3
-    --device cpu --log-interval 1""".split()
+FLAGS = """pretrain_llama.py --mock-data --tokenizer-type NullTokenizer --vocab-size 200
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1
+    --lr 1e-3 --device cpu --log-interval 1""".split()
 FORK = """from dataclasses import dataclass, replace
 
 import numpy as np
@@ -74,9 +74,7 @@ def field(folder: Path, value: str) -> Case:
 
 
 def numpy_number(rng: random.Random, folder: Path) -> Case:
-    values = (
-        "np.int64(3) np.float32(0.5) np.bool_(True) np.arange(3) [np.int32(1)] {'a':np.int8(1)}"
-    )
+    values = "np.int64(3) np.float32(0.5) np.bool_(True) np.arange(3) [np.int32(1)]"
     return field(folder, rng.choice(values.split()))
 
 

@@ -79,8 +79,8 @@ def spelled(hf_config: Callable[[Any, str], Any], sizes: Any, dtype: str) -> dic
         except CheckpointError as error:
             why = str(error).removeprefix(f"{field}: ").removeprefix(f"{field} is not JSON: ")
             raise UsageError(
-                f"hf_config: {field} is {short(value)}, which a checkpoint's JSON cannot hold ({why}): "
-                "give finite numbers, strings, lists and dicts of Python's own"
+                f"hf_config: {field} is {short(value)}, which a checkpoint's JSON cannot hold "
+                f"({why}): give finite numbers, strings, lists and dicts of Python's own"
             ) from None
     return as_read(found, "hf_config")
 
@@ -101,7 +101,8 @@ def check_names(model: nn.Module, names: Any) -> None:
         plain = isinstance(theirs, (tuple, list)) and all(type(each) is str for each in theirs)
         if not plain or len(theirs) != sections or not all(theirs):
             many = "a name" if sections == 1 else f"{sections} names, one for each part,"
-            raise UsageError(f"hf_names has {short(theirs)} for {name}: it must be a tuple of {many}")
+            here = f"hf_names has {short(theirs)} for {name}"
+            raise UsageError(f"{here}: it must be a tuple of {many}")
         if tensor.dtype not in DTYPES:
             raise UsageError(
                 f"{name} is of {tensor.dtype}: a checkpoint holds {', '.join(DTYPES.values())}"
@@ -140,8 +141,8 @@ def check_sizes(config: Config, sizes: Any, back: Any, again: dict[str, Any], hf
             here = tuple(here)
         if name not in FREE and here != there:
             raise UsageError(
-                f"from_hf_config returns {name} {short(there)} where the run has {short(here)}: hf_config "
-                "must write it, and from_hf_config read it"
+                f"from_hf_config returns {name} {short(there)} where the run has {short(here)}: "
+                "hf_config must write it, and from_hf_config read it"
             )
 
 

@@ -279,8 +279,11 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
         else:
             code = failed(str(end.code))
     except Exception as error:
-        traceback.print_exc()
-        write_error_file(f"{type(error).__name__}: {error}", error_file)
-        code = 1
+        if isinstance(error.__cause__, SystemExit):  # told to the other ranks (FailureMonitor)
+            code = failed(str(error))
+        else:
+            traceback.print_exc()
+            write_error_file(f"{type(error).__name__}: {error}", error_file)
+            code = 1
     output.flush()
     leave(code)
