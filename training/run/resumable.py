@@ -6,6 +6,7 @@ save, or by the first resume, when hours are lost. So the functions that save an
 called on what the run would save, in memory.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from reprlib import repr as short
@@ -19,7 +20,7 @@ from mpu.param import placement_of, saved_buffers, unique_parameters
 from training.checkpoint import Checkpoint, CheckpointError, weight_pieces
 from training.checkpoint.files import json_bytes
 from training.checkpoint.load import FREE_FIELDS, check_state
-from training.checkpoint.manifest import LIMIT, STATE, check_index, merge_index, parse
+from training.checkpoint.manifest import INDEX, LIMIT, STATE, check_index, merge_index, parse
 from training.checkpoint.pieces import DTYPES, dtype_name, is_state
 from training.config import Config, UsageError
 from training.flags.model_sizes import SAME
@@ -46,7 +47,8 @@ class Unwritten(Checkpoint):
             + [list(p.starts), list(p.sizes)]
             for p in pieces
         ]
-        self.index = as_read(merge_index([rows]), "index.json")
+        index = json.dumps(merge_index([rows]), separators=(",", ":"))
+        self.index = parse(index.encode(), INDEX)
         check_index(self.index, self.manifest)
         self.check_tensors(pieces, cast=False)
 
@@ -82,7 +84,8 @@ def spelled(hf_config: Callable[[Any, str], Any], sizes: Any, dtype: str) -> dic
                 f"hf_config: {field} is {short(value)}, which a checkpoint's JSON cannot hold "
                 f"({why}): give finite numbers, strings, lists and dicts of Python's own"
             ) from None
-    return as_read(found, "hf_config")
+    read = as_read(found, "hf_config")
+    return {field: read[field] for field in found}  # in the order in which they are compared
 
 
 def check_names(model: nn.Module, names: Any) -> None:
