@@ -223,17 +223,42 @@ def bad_flag(rng: random.Random, folder: Path) -> Case:
     return fork(folder, f"def extra_args_provider(parser):\n    {body}\n", says)
 
 
+def odd_value_of_a_flag(rng: random.Random, folder: Path) -> Case:
+    body, says = rng.choice(
+        [
+            ("type=float, default=float('nan')", "extra_args_provider: extra.odd is nan"),
+            ("type=float, default=float('inf')", "extra_args_provider: extra.odd is inf"),
+            ("default=pathlib.Path('x')", "extra.odd is PosixPath"),
+            ("default=np.int64(3)", "extra.odd is .*cannot hold"),
+            ("default=b'x'", "extra.odd is b'x'"),
+            ("type=int, default=1 << 70", "does not fit into 64 bits"),
+        ]
+    )
+    more = "flags = extra_args_provider\n\n\ndef extra_args_provider(parser):\n    flags(parser)\n"
+    more = more.replace("flags = ", "import pathlib\nflags = ", 1)
+    return fork(folder, f"{more}    parser.add_argument('--odd', {body})\n", says)
+
+
+def no_text(rng: random.Random, folder: Path) -> Case:
+    """A word of the command line that is not UTF-8, as Python has it."""
+    word = rng.choice(("a\udcff", "\udc80", "b\udce9c"))
+    where = rng.choice(("--save", "--log-json", "--tensorboard-dir"))
+    saved = folder / "saved"
+    argv = [*FLAGS, "--train-iters", "2", "--save", saved, where, f"{folder}/{word}"]
+    return Case(argv, says=r"\\udc.* is not UTF-8, in which a checkpoint", absent=[saved])
+
+
 KINDS = {
     kind.__name__: kind
     for kind in (
         numpy_number, other_type, no_number, odd_text, too_deep, hf_config_fails,
         from_hf_config_fails, lost_field, unwritten_field, changing_config, bad_names, bad_group,
-        bad_flag,
+        bad_flag, odd_value_of_a_flag, no_text,
     )
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 104), 8))
+@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 105), 8))
 def test_what_a_resume_would_fail_at_is_refused_before_a_step(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 
@@ -277,7 +302,7 @@ def losses(launcher, folder, iterations, *flags):
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("name", sampled(sorted(SOUND), 3))
+@pytest.mark.parametrize("name", sampled(sorted(SOUND), 4))
 def test_a_fork_that_is_right_resumes(launcher, tmp_path, name):
     (tmp_path / "mine.py").write_text(FORK.format(more=SOUND[name]))
     file = ("--model-file", tmp_path / "mine.py", "--window-size", "8")
@@ -289,3 +314,17 @@ def test_a_fork_that_is_right_resumes(launcher, tmp_path, name):
     assert losses(launcher, again, 3, *file, *both)[-1] == whole[2]
     taken = losses(launcher, again, 4, *file[:2], *both, "--use-checkpoint-args")
     assert taken[-1] == whole[3]
+
+
+def test_the_rope_of_a_fork_may_change_where_it_is_allowed(launcher, tmp_path):
+    (tmp_path / "mine.py").write_text(FORK.format(more=ROPE))
+    argv = [*FLAGS, "--model-file", tmp_path / "mine.py", "--save", tmp_path / "saved"]
+    argv += ["--load", tmp_path / "saved", "--rotary-base"]
+    assert launcher.python(*argv, 1e4, "--train-iters", 1).returncode == 0
+    done = launcher.python(*argv, 2e4, "--train-iters", 2)
+    assert done.returncode == 2 and "rope_parameters is {" in done.stderr
+    assert "(--rotary-base); --allow-change rope allows it" in done.stderr
+    done = launcher.python(*argv, 2e4, "--train-iters", 2, "--allow-change", "rope")
+    assert done.returncode == 0, done.stderr
+    assert "was trained with rope_parameters {" in done.stdout
+    assert "'rope_theta': 10000.0}" in done.stdout and "'rope_theta': 20000.0}" in done.stdout

@@ -101,10 +101,10 @@ def test_a_folder_of_transformers(launcher, tmp_path, file):
         assert says in said and f"leave {flag} out" in said
 
 
-@pytest.mark.parametrize(
-    "file, flags",
-    [("examples/forks/windows.py", "--window-size 5"), ("examples/forks/widths.py", "")],
-)
+OWN = [("examples/forks/windows.py", "--window-size 5"), ("examples/forks/widths.py", "")]
+
+
+@pytest.mark.parametrize("file, flags", sampled(OWN, 2))
 def test_an_architecture_of_its_own_resumes(launcher, tmp_path, file, flags):
     sizes, saved = [*SIZES, "--model-file", file], tmp_path / "saved"
     both = ("--save", saved, "--load", saved)

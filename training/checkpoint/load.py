@@ -49,6 +49,7 @@ FLAGS = {
     "head_dim": "--kv-channels",
     "rope_theta": "--rotary-base",
     "rope_scaling": "--use-rope-scaling",
+    "rope_parameters": "--rotary-base",
     "rms_norm_eps": "--norm-epsilon",
     "tie_word_embeddings": "--untie-embeddings-and-output-weights",
     "logits_scaling": "--mup-base-hidden-size or --mup-output-mult",

@@ -77,6 +77,9 @@ def parse(
     if made.data.data_stages:
         made = _in_stage(given, world_size, notes, own, stage)
     rules.check(made)
+    for word in argv if made.checkpoint.save else ():
+        if any("\ud800" <= c <= "\udfff" for c in word):  # as Python spells other bytes
+            raise UsageError(f"{word!a} is not UTF-8, in which a checkpoint keeps the command line")
     lines = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     lines += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
     lines += [*expert_rules.notes(made), *size_rules.mup_notes(made)]

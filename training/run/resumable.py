@@ -7,7 +7,7 @@ called on what the run would save, in memory.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, Protocol
@@ -73,19 +73,25 @@ def spelled(hf_config: Callable[[Any, str], Any], sizes: Any, dtype: str) -> dic
     found = hf_config(sizes, dtype)
     if not isinstance(found, dict):
         raise UsageError(f"hf_config returns a {type(found).__name__}: it must return a dict")
-    for field, value in found.items():
+    return dict(each_read(found, "hf_config"))
+
+
+def each_read(values: Mapping[str, Any], by: str) -> Iterator[tuple[str, Any]]:
+    """Yield (field, value) of what `by` gives, as it is read. Raises UsageError naming the field.
+
+    In their order, in which a resume compares them.
+    """
+    for field, value in values.items():
         try:
             if not isinstance(field, str):
                 raise CheckpointError(f"a field's name is a {type(field).__name__}, not a str")
-            as_read({field: value}, field)
+            yield field, as_read({field: value}, field)[field]
         except CheckpointError as error:
             why = str(error).removeprefix(f"{field}: ").removeprefix(f"{field} is not JSON: ")
             raise UsageError(
-                f"hf_config: {field} is {short(value)}, which a checkpoint's JSON cannot hold "
-                f"({why}): give finite numbers, strings, lists and dicts of Python's own"
+                f"{by}: {field} is {short(value)}, which a checkpoint's JSON cannot hold ({why}): "
+                "give finite numbers, strings, lists and dicts of Python's own"
             ) from None
-    read = as_read(found, "hf_config")
-    return {field: read[field] for field in found}  # in the order in which they are compared
 
 
 def check_names(model: nn.Module, names: Any) -> None:
@@ -180,6 +186,8 @@ def check(
     c = config.checkpoint
     if not (c.save or config.fault.peer_checkpoint):
         return
+    own = {k: v for k, v in config.flat().items() if k.startswith("extra.")}
+    dict(each_read(own, "extra_args_provider"))
     dtype = str(config.run.dtype).removeprefix("torch.")
     sizes: Any = model.config
     hf = spelled(file.hf_config, sizes, dtype)
