@@ -37,11 +37,20 @@ from torch import Tensor
 from estimate import matrices
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
-from estimate.model_profile import make_grid
+from estimate.model_profile import make_grid, whole_model
 from estimate.obeyed_flags import check_flags
 from estimate.pipeline_stages import rank_stages
 from model.llama import Llama
-from model.load import config_of, digest, load_model_file, of_checkpoint, with_mup
+from model.load import (
+    blaming_file,
+    config_of,
+    digest,
+    load_model_file,
+    of_checkpoint,
+    own_flags,
+    saved_config,
+    with_mup,
+)
 from mpu import native
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import CommunicationError, Label
@@ -65,7 +74,7 @@ from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.layer_options import accumulate_dtype, as_configured, context_of, recompute_of
-from training.run import memory_report
+from training.run import memory_report, resumable
 from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.layer_values import LayerValues
@@ -210,7 +219,8 @@ def model_provider(
     file = load_model_file(config.model.model_file)
     model = file.Model(widths(config).sizes, ctx, recompute, stages)
     as_configured(config, model, ctx)
-    name_groups(model, file.parameter_group)
+    with blaming_file(file):
+        name_groups(model, file.parameter_group)
     return model
 
 
@@ -343,16 +353,21 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             if "--rehearse" in argv:  # another program runs this one, on a device without memory
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
                 return subprocess.call([sys.executable, tool, os.path.abspath(__file__), *argv])
-            own = getattr(load_model_file(model_file(argv)), "extra_args_provider", None)
-            config = parse(argv, launch.world, own, of_checkpoint)
+            config = parse(argv, launch.world, own_flags(model_file(argv)), of_checkpoint)
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 print(printable(report(config, model_provider), lines=True))
                 return 0
             config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
             memory_report.check_host(config, model_provider, grid, device)
-            digests["model_digest"] = digest(load_model_file(config.model.model_file))
+            file = load_model_file(config.model.model_file)
+            whole = whole_model(config, model_provider)
+            with blaming_file(file):
+                resumable.check(config, digests, whole, file, saved_config)
+            digests["model_digest"] = digest(file)
+            stop_signal.check()
         except (ValueError, OSError) as error:
+            stop_signal.check()
             return refuse(error, launch, 2, report_to, alone=True)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
@@ -369,6 +384,7 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
+            stop_signal.check()
             if stop_signal.training and not isinstance(error, EXPECTED):
                 raise
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)

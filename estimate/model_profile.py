@@ -150,6 +150,12 @@ def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     return _model_profile(one, provider)
 
 
+def whole_model(config: Config, provider: ModelProvider) -> StagedModel:
+    """Return all of the model on one rank, of meta tensors."""
+    ctx = LayerContext(Grid(), dtype=config.run.dtype, device=META)
+    return provider(replace(config, parallel=ParallelConfig(), batch=BatchConfig()), ctx)
+
+
 @lru_cache(maxsize=16)
 def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     count, length = config.model.num_layers, config.model.seq_length

@@ -9,7 +9,8 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -49,6 +50,7 @@ MISSING = {
     "qwen3_next": "linear attention",
     "qwen3_5_moe": "linear attention",
 }
+KNOWN = ("CheckpointError", "MismatchError", "UsageError")  # whose text is a sentence of ours
 NEEDED = ("Model", "ModelConfig", "hf_names", "hf_config", "from_hf_config", "parameter_group")
 
 
@@ -84,16 +86,8 @@ def load_model_file(path: str) -> ModelFile:
     at = next((p for p in (Path(path), HERE.parent / path) if p.is_file()), None)
     if at is None or at.suffix != ".py":
         raise ValueError(f"--model-file {path}: there is no such Python file")
-    try:
+    with blaming(path, at.resolve()):
         module = _import(at.resolve())
-    except (Exception, SystemExit) as error:
-        trace, line = error.__traceback__, 0
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == str(at.resolve()):
-                line = trace.tb_lineno
-            trace = trace.tb_next
-        where = f"line {line}: " if line else ""
-        raise ValueError(f"--model-file {path}: {where}{type(error).__name__}: {error}") from error
     missing = [name for name in NEEDED if not hasattr(module, name)]
     if missing:
         raise ValueError(
@@ -101,6 +95,33 @@ def load_model_file(path: str) -> ModelFile:
             "(docs/forking.md)"
         )
     return module  # type: ignore[return-value]
+
+
+@contextmanager
+def blaming(path: str, at: Path) -> Iterator[None]:
+    """Raise ValueError that names --model-file `path`, the function of it and the line, where the
+    block fails. at: the file itself.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        trace, function, line = error.__traceback__, "", 0
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if code.co_filename == str(at):
+                function, line = function or code.co_name.strip("<>"), trace.tb_lineno
+            trace = trace.tb_next
+        where = "" if function in ("", "module") else f"{function}, "
+        where += f"line {line}: " if line else ""
+        known = "" if type(error).__name__ in KNOWN else f"{type(error).__name__}: "
+        raise ValueError(f"--model-file {path}: {where}{known}{error}") from error
+
+
+def blaming_file(file: ModelFile) -> AbstractContextManager[None]:
+    """Return `blaming` for a file that is imported."""
+    at = Path(file.__file__).resolve()
+    inside = at.is_relative_to(HERE.parent)
+    return blaming(str(at.relative_to(HERE.parent) if inside else at), at)
 
 
 def _import(at: Path) -> ModuleType:
@@ -116,6 +137,23 @@ def _import(at: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
+
+
+def own_flags(path: str) -> Callable[[Any], None] | None:
+    """Return what adds a model file's own flags to a parser, None where it has none.
+
+    Raises what load_model_file does.
+    """
+    file = load_model_file(path)
+    provider: Callable[[Any], None] | None = getattr(file, "extra_args_provider", None)
+    if provider is None:
+        return None
+
+    def add(parser: Any) -> None:
+        with blaming_file(file):
+            provider(parser)
+
+    return add
 
 
 def model_file_of(
@@ -208,7 +246,9 @@ def read_sizes(file: ModelFile, hf: dict[str, Any]) -> LlamaConfig:
     """Return the sizes in a config.json. Raises ValueError, whatever it holds."""
     try:
         return file.from_hf_config(hf)
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+    except ValueError:
+        raise
+    except Exception as error:
         raise ValueError(f"config.json: missing or bad field: {error}") from None
 
 

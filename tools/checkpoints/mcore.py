@@ -18,7 +18,14 @@ from torch import Tensor
 from model.load import model_file_of, read_sizes
 from tools.checkpoints.copy import save_new
 from tools.checkpoints.mcore_names import Names
-from tools.checkpoints.mcore_state import MOMENTS, State, Weights, state_of, steps_of
+from tools.checkpoints.mcore_state import (
+    MOMENTS,
+    WEIGHTS_ALONE,
+    State,
+    Weights,
+    state_of,
+    steps_of,
+)
 from tools.checkpoints.torch_dist import McoreCheckpoint
 from training.checkpoint import CheckpointError, NamedPiece
 from training.checkpoint.huggingface import CONFIG, read_json
@@ -45,7 +52,9 @@ def import_mcore(
     """Write a Megatron checkpoint as one of ours; return its directory.
 
     It is of Megatron's iteration, with the samples that were consumed. Where common.pt does not say
-    these, it is of step 0, without the optimizer's state, and a line (`note`) says so.
+    these, it is of step 0, without the optimizer's state, and a line (`note`) says so. A common.pt
+    that is not there or damaged raises CheckpointError, unless the weights alone are wanted (not
+    `with_optimizer`).
 
     hf: a directory with the model's config.json and, if there are any, its tokenizer's files.
     Raises CheckpointError and ValueError.
@@ -62,6 +71,8 @@ def import_mcore(
     try:
         iteration, consumed, length = found.progress()
     except CheckpointError as error:
+        if with_optimizer and not found.has_common():
+            raise CheckpointError(f"{error}; {WEIGHTS_ALONE}") from None
         iteration = consumed = length = 0
         note(f"{error}: the checkpoint begins at sample 0, and takes the weights alone")
     else:

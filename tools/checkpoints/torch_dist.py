@@ -302,6 +302,14 @@ class McoreCheckpoint:
         """Open common.pt: what ranks share. Raises CheckpointError."""
         return self._open(self.directory / COMMON, 0, None)
 
+    def has_common(self) -> bool:
+        """Return whether common.pt is there and can be read."""
+        try:
+            self.common  # noqa: B018
+        except CheckpointError:
+            return False
+        return True
+
     def object(self, name: str) -> Archive:
         """Open an object; its `top` is a list of one. Raises CheckpointError."""
         part = self.objects[name]

@@ -102,7 +102,12 @@ def write_bytes(path: Path, data: bytes) -> dict[str, Any]:
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
     """Write a new JSON file; return its size and checksums."""
-    return write_bytes(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+    return write_bytes(path, json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return a value as a JSON file has it. Raises TypeError and ValueError."""
+    return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
 def write_safetensors(

@@ -49,6 +49,7 @@ FLAGS = {
     "head_dim": "--kv-channels",
     "rope_theta": "--rotary-base",
     "rope_scaling": "--use-rope-scaling",
+    "rope_parameters": "--rotary-base",
     "rms_norm_eps": "--norm-epsilon",
     "tie_word_embeddings": "--untie-embeddings-and-output-weights",
     "logits_scaling": "--mup-base-hidden-size or --mup-output-mult",
@@ -106,7 +107,7 @@ class Checkpoint:
         self.state: dict[str, Any] = read_part(self._at, self.manifest, STATE)
         if self.state.get("step") != self.step:
             raise CheckpointError(f"{STATE} is not of step {self.step}")
-        _check_state(self.state)
+        check_state(self.state)
         check_index(self.index, self.manifest)
 
     def check_sizes(self) -> None:
@@ -246,7 +247,7 @@ class Checkpoint:
                     raise CheckpointError(f"{self.directory}: {piece.key}: {fault}")
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
+def check_state(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError for an entry of another type than a resume or a tool expects."""
     for name, kind in STATE_TYPES.items():
         value = state.get(name, kind())

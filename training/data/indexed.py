@@ -44,6 +44,7 @@ TOKEN_TYPES = {
 }
 BLOCK = 1 << 20  # sequences checked at a time, a multiple of STRIDE
 MOST = (1 << 31) - 1  # sequences of a file
+WHOLE = 1 << 32  # bytes of a file that is read again to see whether it is the same
 STRIDE, MANY = 8, 1 << 24  # of more sequences than MANY, every 8th start is kept
 
 
@@ -113,8 +114,12 @@ class IndexedTokens:
         return self._tokens(first + offset, count)
 
     def check(self) -> None:
-        """Raise DataError where the tokens were written to, or cut, since they were opened."""
-        self._bin.check()
+        """Raise DataError where the tokens were written to, or cut, since they were opened.
+
+        Where only the file's status is another than it was, its tokens are compared: all of them,
+        of a file above WHOLE those that `sketch` knows. The next start compares all.
+        """
+        self._bin.check(self._same_tokens)
 
     def under_way(self) -> str:
         """Return the file and the byte of the longest read under way, or ""."""
@@ -135,6 +140,9 @@ class IndexedTokens:
     @cached_property
     def sketch(self) -> str:
         """Return a SHA-256 of every length and of 64 blocks of tokens, which knew files before."""
+        return self._sketch()
+
+    def _sketch(self) -> str:
         facts = hashlib.sha256(f"{self.dtype.str} {len(self)} {self.count}".encode())
         for first in range(0, len(self), BLOCK):
             facts.update(self.lengths[first : first + BLOCK].tobytes())
@@ -154,6 +162,12 @@ class IndexedTokens:
                 f"{vocab_size}; was the file made with this tokenizer?",
                 suffix=".bin",
             )
+
+    def _same_tokens(self) -> bool:
+        """Return whether the file holds the tokens that it held when they were first looked at."""
+        if "digest" in self.__dict__ and self._bin.size <= WHOLE:
+            return full_digest(self._bin, self.lengths, self.dtype.str, {}, None) == self.digest
+        return self._sketch() == self.sketch
 
     def _tokens(self, first: int, count: int) -> np.ndarray:
         width = self.dtype.itemsize

@@ -34,7 +34,8 @@ def local_copy(prefix: str, directory: str, report: Callable[[str], None] = prin
         found = {end: os.stat(prefix + end) for end in (".idx", ".bin")}
     except OSError as error:
         raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    facts = [os.path.abspath(prefix), *((s.st_size, s.st_mtime_ns) for s in found.values())]
+    times = ((s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in found.values())
+    facts = [os.path.abspath(prefix), *times]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     folder = os.path.join(directory, name)
     copy = os.path.join(folder, os.path.basename(prefix))
@@ -84,5 +85,9 @@ def _copy(source: str, target: str, report: Callable[[str], None]) -> None:
                     f"{max(0, size - done) / rate:.0f} s left"
                 )
         after = os.fstat(file.fileno())
-        if done != size or (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns):
+        same = all(
+            getattr(before, name) == getattr(after, name)
+            for name in ("st_size", "st_mtime_ns", "st_ctime_ns")
+        )
+        if done != size or not same:
             raise DataError(f"{source} was changed while it was copied: {done} of {size} bytes")

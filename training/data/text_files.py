@@ -94,8 +94,9 @@ def find_files(names: Iterable[str], flag: str = "--input") -> list[str]:
 
 
 def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, int, int]]:
-    """Return (absolute path, bytes, mtime in ns) of each file, once checked.
+    """Return (absolute path, bytes, time of the last change in ns) of each file, once checked.
 
+    The time is that of the status (ctime) where this is later: an mtime can be set back.
     It is checked that each is a plain file which can be read, has the beginning of its kind, and
     that the package which reads it is there. Raises ValueError naming the flag and the file.
     """
@@ -122,7 +123,8 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
                 "'.[]' makes such lines)"
             )
         need_package(path)
-        files.append((os.path.abspath(path), status.st_size, status.st_mtime_ns))
+        changed = max(status.st_mtime_ns, status.st_ctime_ns)
+        files.append((os.path.abspath(path), status.st_size, changed))
     if files and not any(size for _, size, _ in files):
         raise ValueError(f"{flag} {paths[0]}: no document with text in {len(files)} file(s)")
     return files

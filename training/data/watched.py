@@ -6,7 +6,8 @@ A memory map would end the process by SIGBUS, without a word, where the file was
 
 import os
 import time
-from threading import get_ident
+from collections.abc import Callable
+from threading import Lock, get_ident
 
 import numpy as np
 
@@ -25,10 +26,11 @@ class WatchedFile:
         self._file = open_plain(path)
         self._fd = self._file.fileno()
         found = os.fstat(self._fd)
-        self.size, self._mtime = found.st_size, found.st_mtime_ns
+        self.size, self._mtime, self._ctime = found.st_size, found.st_mtime_ns, found.st_ctime_ns
         self.stamp = (found.st_size, found.st_mtime_ns, found.st_ctime_ns)
         self.owner = found.st_uid
         self._reads: dict[int, tuple[float, int]] = {}  # {thread: (since, byte)}
+        self._lock = Lock()
 
     def read(self, offset: int, size: int) -> bytes:
         """Return `size` bytes from byte `offset` on. Raises DataError, naming both, for fewer."""
@@ -65,8 +67,13 @@ class WatchedFile:
                 raise self._short(offset, len(view), done)
             done += got
 
-    def check(self) -> None:
-        """Raise DataError where the file was changed since it was opened."""
+    def check(self, unchanged: Callable[[], bool] = lambda: False) -> None:
+        """Raise DataError where the file was changed since it was opened.
+
+        Its modification time can be set back, as `cp -p` and `rsync --times` do, and that of its
+        status (ctime) cannot. But this is also another where the file was renamed, removed or got
+        other permissions: then unchanged() is asked whether it holds what it did, once.
+        """
         found = os.fstat(self._fd)
         if found.st_size != self.size:
             raise DataError(
@@ -75,6 +82,14 @@ class WatchedFile:
             )
         if found.st_mtime_ns != self._mtime:
             raise DataError(f"{self.path} was changed while it was read: it was written to")
+        if found.st_ctime_ns != self._ctime:
+            with self._lock:
+                if found.st_ctime_ns != self._ctime and not unchanged():
+                    raise DataError(
+                        f"{self.path} was changed while it was read: it was written to, and its "
+                        "modification time was set back"
+                    )
+                self._ctime = found.st_ctime_ns
 
     def close(self) -> None:
         """Close the file; nothing can be read from it then."""

@@ -51,9 +51,12 @@ JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
 def exited_early(error: BaseException | None) -> str:
     """Return a sentence about a sys.exit(0) that ends a run before it is done, else "".
 
-    A parser that has printed its help may end the process so.
+    A system keeps 8 bits of an exit code: 256 is 0. A parser that has printed its help may end the
+    process so.
     """
-    if not isinstance(error, SystemExit) or error.code:
+    if not isinstance(error, SystemExit):
+        return ""
+    if error.code is not None and not (isinstance(error.code, int) and error.code % 256 == 0):
         return ""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -307,6 +310,8 @@ class FailureMonitor:
             why = early
         elif isinstance(error, CommunicationError):
             wait = self._grace
+        elif isinstance(error, SystemExit) and isinstance(error.code, str):
+            why = text
         elif isinstance(error, (SystemExit, KeyboardInterrupt)):
             why, wait = f"ended by a signal (exit code {text})", SIGNAL_WAIT
         why = wire.printable(why)

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads 
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
 MUP = """mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
     mup_attn_scale_power""".split()
+# more fields of a model's own config that flags set, and those that --use-mup does
+OTHERS = "rope_scaling_factor rope_original_length yarn tied make_vocab_size_divisible_by".split()
+MULTIPLIERS = "embedding_mult logits_divisor softmax_scale width_mult".split()
 ROPE = """--rotary-base --use-rope-scaling --rope-scaling-factor --position-embedding-type
     --rotary-scaling-factor --yarn-original-max-position-embeddings --yarn-beta-fast
     --yarn-beta-slow --no-yarn-correction-range-round-to-int --mscale
@@ -55,13 +59,19 @@ def of_model(m: ModelConfig) -> dict[str, Any]:
 
 
 def from_checkpoint(
-    given: Mapping[str, Any], of_checkpoint: OfCheckpoint, notes: list[str]
-) -> dict[str, Any]:
-    """Return `given`, {flag: value}, with what --use-checkpoint-args takes from the checkpoint.
+    given: Mapping[str, Any],
+    of_checkpoint: OfCheckpoint,
+    notes: list[str],
+    own: Mapping[str, Any],
+    typed: Mapping[str, str],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return `given`, {flag: value}, and a fork's `own`, {field: value}, with what
+    --use-checkpoint-args takes from the checkpoint.
 
     The checkpoint is the one that the run will load: from --load, else --pretrained-checkpoint.
     of_checkpoint(sizes, settings, --model-file or None) returns the path of the model's file and
-    the model's config. Raises UsageError where a given flag on which weights depend contradicts the
+    the model's config. typed: {field: flag} of those of `own` that were given, the others have
+    defaults. Raises UsageError where a given flag on which weights depend contradicts the
     checkpoint, or where there is no checkpoint; a dry run then takes the sizes that are given, and
     adds a line to `notes`.
     """
@@ -83,26 +93,37 @@ def from_checkpoint(
         except (TypeError, AttributeError, ValueError) as error:
             raise UsageError(f"{flag} {directory}: {error}") from None
         free = [*FREE, *(ROPE if "rope" in given.get("--allow-change", ()) else ())]
-        for name, value in taken.items():
-            if given.get(name, value) != value and name not in free:
+        there = _own(sizes, own)
+        both = [(name, given.get(name, value), value) for name, value in taken.items()]
+        both += [(flag, own[name], there.get(name, own[name])) for name, flag in typed.items()]
+        for name, here, value in both:
+            if here != value and name not in free:
                 raise UsageError(
-                    f"{name} {given[name]} contradicts --use-checkpoint-args: {directory} has "
+                    f"{name} {here} contradicts --use-checkpoint-args: {directory} has "
                     f"{value}; leave {name} out"
                 )
-        return {**taken, **given}
+        return {**taken, **given}, {**own, **there}
     looked_in = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
     if "--dry-run" in given and where and given.keys() >= SIZES:
         notes.append(
             f"--use-checkpoint-args: no checkpoint is on this machine ({looked_in}); a dry run "
             "takes the sizes from the flags"
         )
-        return dict(given)
+        return dict(given), dict(own)
     if where and not Path(where[-1][1]).exists():
         looked_in += f": {nothing_downloaded(where[-1][1])}"
     raise UsageError(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
         f"--pretrained-checkpoint must hold one ({looked_in})"
     )
+
+
+def _own(sizes: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {field: value} of a fork's config: the fields that flags of its own set, and those
+    that no flag of ours does.
+    """
+    ours = {*SAME, *OTHERS, *MULTIPLIERS, *EXPERT_SIZES} - own.keys()
+    return {f.name: getattr(sizes, f.name) for f in fields(sizes) if f.name not in ours}
 
 
 def checked(name: str, value: Any) -> Any:

@@ -65,10 +65,11 @@ def parse(
     _print_help(argv, extra)
     words = (word.partition("=")[0] for word in argv)
     names = tuple(dict.fromkeys(word for word in words if word.startswith("--")))
-    given, notes, own = _read(argv, extra)
+    given, notes, values, typed = _read(argv, extra)
     if "--use-checkpoint-args" in given:
         assert of_checkpoint is not None
-        given = model_sizes.from_checkpoint(given, of_checkpoint, notes)
+        given, values = model_sizes.from_checkpoint(given, of_checkpoint, notes, values, typed)
+    own = tuple(sorted(values.items()))
     if "--use-checkpoint-opt-param-scheduler" in given:
         given = saved_schedule.from_checkpoint(given)
     rules.check_given(given)
@@ -76,6 +77,9 @@ def parse(
     if made.data.data_stages:
         made = _in_stage(given, world_size, notes, own, stage)
     rules.check(made)
+    for word in argv if made.checkpoint.save else ():
+        if any("\ud800" <= c <= "\udfff" for c in word):  # as Python spells other bytes
+            raise UsageError(f"{word!a} is not UTF-8, in which a checkpoint keeps the command line")
     lines = [*made.notes, *rules.idle(given, made), *parallel_rules.zero_notes(given, made)]
     lines += [*parallel_rules.context_notes(given, made), *compute_rules.attention_notes(made)]
     lines += [*expert_rules.notes(made), *size_rules.mup_notes(made)]
@@ -164,8 +168,10 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
 
 def _read(
     argv: Sequence[str], extra: Extra | None
-) -> tuple[dict[str, Any], list[str], tuple[tuple[str, Any], ...]]:
-    """Return ({live flag: value}, lines to print, a fork's own (name, value) pairs)."""
+) -> tuple[dict[str, Any], list[str], dict[str, Any], dict[str, str]]:
+    """Return ({live flag: value}, lines to print, a fork's own {name: value}, and {name: flag} of
+    those that are in `argv`). Raises UsageError.
+    """
     parser = build_parser(extra) if extra else _plain_parser()
     own_names = parser.own_names
     argv, notes = foreign.translate(argv, own_names)
@@ -183,17 +189,25 @@ def _read(
         raise UsageError(f"{stray[0]}: a value that belongs to no flag{dash}")
     given: dict[str, Any] = {"--ignore-flags": ignored} if ignored else {}
     notes += left_out
-    own: list[tuple[str, Any]] = []
+    own: dict[str, Any] = {}
     for name, text in vars(found).items():
         flag = flag_table.known_flags().get(name)
         if flag is None:
-            own.append((name, text))
+            own[name] = tuple(text) if isinstance(text, list) else text
+            if type(own[name]).__hash__ is None:
+                raise UsageError(
+                    f"a flag of --model-file gives {name} a {type(text).__name__}: it must give a "
+                    "number, a string or a tuple of these"
+                )
         elif flag.kind == flag_table.LIVE_KIND:
             given[name] = flag.read(text)
         else:
             _accept(flag, text, notes)
             given[name] = True
-    return given, notes, tuple(sorted(own))
+    words = [word.partition("=")[0] for word in words]
+    options = parser._option_string_actions
+    typed = {options[word].dest: word for word in words if word in own_names}
+    return given, notes, own, typed
 
 
 def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:

@@ -38,7 +38,8 @@ SHARED = {
 # what each one changed.
 NUMERICS = 1
 SCHEDULE = "batch.step_batch_size_schedule"
-ROPE = ("rope_theta", "rope_scaling")  # of a model's hf_config; the word is "rope"
+# of a model's hf_config, which has some of them; the word is "rope"
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def expected(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,11 +57,10 @@ def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) ->
     if (was := saved.get("model.model_file", file)) != file:
         yield f"{found.directory} was trained with --model-file {was}; this run has {file}"
     there = found.state.get("hf_config", {})
-    before = {field: there.get(field) for field in ROPE}
-    if there and before != {field: hf_config[field] for field in ROPE}:
+    if there and any(there.get(field) != hf_config.get(field) for field in ROPE):
         length = saved.get("model.seq_length")
         yield (
-            f"{found.directory} was trained with {_rope(before, length)}; continuing with "
+            f"{found.directory} was trained with {_rope(there, length)}; continuing with "
             f"{_rope(hf_config, config.model.seq_length)}, as {_requested(config)} allows"
         )
 
@@ -84,11 +84,19 @@ def _requested(config: Config) -> str:
 
 
 def _rope(fields: Mapping[str, Any], length: int | None) -> str:
-    """Return rotary positions as flags, at a sequence length if it is known."""
-    scaling = fields["rope_scaling"] or {}
-    flag = "--rotary-" if scaling.get("rope_type") == "yarn" else "--rope-"
-    text = f"--rotary-base {fields['rope_theta']:g}, "
-    text += f"{flag}scaling-factor {scaling['factor']:g}" if scaling else "no --use-rope-scaling"
+    """Return rotary positions as flags, at a sequence length if it is known.
+
+    What a fork writes in a form of its own is told as it is.
+    """
+    scaling, theta = fields.get("rope_scaling") or {}, fields.get("rope_theta")
+    try:
+        flag = "--rotary-" if scaling.get("rope_type") == "yarn" else "--rope-"
+        text = f"--rotary-base {theta:g}, "
+        factor = f"{flag}scaling-factor {scaling['factor']:g}" if scaling else ""
+        text += factor or "no --use-rope-scaling"
+    except (AttributeError, KeyError, TypeError, ValueError):
+        own = {field: fields[field] for field in ROPE if fields.get(field) is not None}
+        text = ", ".join(f"{field} {value!r}" for field, value in own.items()) or "no rope_theta"
     return text + (f", --seq-length {length}" if length else "")
 
 

@@ -32,7 +32,7 @@ from training.checkpoint.retain import prune, step_directories
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.learning_rate import learning_rate
-from training.run import same_run
+from training.run import resumable, same_run
 from training.run.export import HuggingFaceSaves
 from training.run.step import CONTINUE, Decision, Step
 from training.stages import waits_for
@@ -68,8 +68,8 @@ class Saver:
     ) -> None:
         self.config, self.ctx, self.model, self.optimizer = config, ctx, model, optimizer
         dtype = str(config.run.dtype).removeprefix("torch.")
-        self.names, self.hf_config = names, hf_config(model.config, dtype)
-        self.from_hf = lambda foreign: hf_config(from_hf_config(foreign), dtype)
+        self.names, self.hf_config = names, resumable.spelled(hf_config, model.config, dtype)
+        self.from_hf = lambda foreign: resumable.spelled(hf_config, from_hf_config(foreign), dtype)
         self.digests, self.note = digests, note
         self._frozen = list(optimizer.sink.frozen.names)
         self.failed: checkpoint.SaveError | None = None  # the failure that is to end the run

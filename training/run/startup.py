@@ -12,13 +12,14 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -244,21 +245,45 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
     The interpreter's shutdown is skipped. In it a failed run may wait for ranks that are gone, and
     a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
     that forbids it ("terminate called without an active exception").
+
+    A model's file or a library that calls os._exit(0) meanwhile ends no run well: it is taken as a
+    sys.exit() with a sentence. An exit that native code calls, and os.exec*, are not seen.
     """
     faulthandler.enable()  # a fatal signal, such as SIGBUS, then names the line it came from
+    pid, leave = os.getpid(), os._exit
+
+    def exit_early(status: int) -> NoReturn:
+        if status % 256 or os.getpid() != pid:  # a failure; a child, which may end as it likes
+            leave(status)
+        caller = sys._getframe(1)
+        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        text = f"os._exit({status}) was called at {place} before the run was done"
+        if threading.current_thread() is threading.main_thread():
+            raise SystemExit(text)
+        failed(text)
+        output.flush()
+        leave(1)
+
+    def failed(text: str) -> int:
+        print(f"{PROGRAM}: {printable(text)}", file=sys.stderr)
+        write_error_file(text, error_file)
+        return 1
+
+    os._exit = exit_early
     try:
         code = main()
     except SystemExit as end:  # --help, a signal, or a model's file that calls exit()
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if code and not isinstance(end.code, int):
-            print(f"{PROGRAM}: {end.code}", file=sys.stderr)
-        if not code and (text := exited_early(end)):
-            print(f"{PROGRAM}: {text}", file=sys.stderr)
-            write_error_file(text, error_file)
-            code = 1
+        if isinstance(end.code, int | None):
+            text = exited_early(end)
+            code = failed(text) if text else (end.code or 0) % 256
+        else:
+            code = failed(str(end.code))
     except Exception as error:
-        traceback.print_exc()
-        write_error_file(f"{type(error).__name__}: {error}", error_file)
-        code = 1
+        if isinstance(error.__cause__, SystemExit):  # told to the other ranks (FailureMonitor)
+            code = failed(str(error))
+        else:
+            traceback.print_exc()
+            write_error_file(f"{type(error).__name__}: {error}", error_file)
+            code = 1
     output.flush()
-    os._exit(code)
+    leave(code)

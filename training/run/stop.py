@@ -24,8 +24,11 @@ class StopSignal:
     It does so while it is open as a context manager. The terminal's end (SIGHUP) counts unless the
     run was started to outlive it, by nohup.
 
-    Before begin(), a signal ends the run at once: SystemExit in the main thread, with the
-    shell's exit code for that signal, 128 + its number. While training, the first signal sets
+    Before begin(), a signal ends the run at once: KeyboardInterrupt in the main thread, which no
+    code takes for a mistake of its own, and where this is left SystemExit with the shell's exit
+    code for that signal, 128 + its number. Whatever the interrupted code makes of it (it may be a
+    model's file at its imports), that is the exit code, and training does not begin: the guard ends
+    a run that is still there LEAVING seconds later. While training, the first signal sets
     `received`, and the run saves and ends after the current step. Later signals change nothing:
     srun, slurmstepd and torchrun each send one, and no save may be cut short. The exception is a
     Ctrl-C more than ECHO seconds after the first, which ends the run at once. (Within ECHO it is
@@ -39,7 +42,7 @@ class StopSignal:
     stopped early. code: the exit code of this run.
     """
 
-    ECHO, PATIENCE, FIRST = 1.0, 3.0, 10.0
+    ECHO, PATIENCE, FIRST, LEAVING = 1.0, 3.0, 10.0, 12.0
     NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, launcher: int | None = None, stopped: int = os.EX_TEMPFAIL) -> None:
@@ -48,7 +51,7 @@ class StopSignal:
         self._name = "a signal to another rank"
         self._launcher = launcher
         self._first: float | None = None  # time of the first Ctrl-C, or of an end at once
-        self._ending = threading.Event()
+        self._ending, self._by = threading.Event(), 0  # an end at once, by this signal
 
     def __enter__(self) -> "StopSignal":
         self._sockets = socket.socketpair()
@@ -67,12 +70,22 @@ class StopSignal:
             signal.signal(number, signal.SIG_IGN if self.received else handler)
         signal.set_wakeup_fd(self._wakeup)
         self._sockets[0].close()
+        if self._ending.is_set():
+            raise SystemExit(128 + self._by) from None
+
+    def check(self) -> None:
+        """Raise KeyboardInterrupt again where a signal ended the run and somebody's `except:` took
+        it: what follows from that is no mistake.
+        """
+        if self._ending.is_set():
+            raise KeyboardInterrupt(128 + self._by)
 
     def begin(self, verbose: bool) -> None:
         """Begin training: signals now wait for the step. speak: this rank prints the first one.
 
         The caller sets `stepped` when the first step is done.
         """
+        self.check()
         self.training, self._verbose = True, verbose
 
     def end(self, by_signal: bool, done: str, saved: CheckpointConfig, stage: str = "") -> str:
@@ -107,9 +120,9 @@ class StopSignal:
                 os._exit(128 + number)  # asked once more, on the way out
             return
         if self._at_once(number, first):
-            self._first = now
+            self._first, self._by = now, number
             self._ending.set()
-            raise SystemExit(128 + number)
+            raise KeyboardInterrupt(128 + number)
         if number == signal.SIGINT:
             self._first = first or now
         if not self.received:
@@ -132,6 +145,9 @@ class StopSignal:
                 try:
                     number = end.recv(1)
                 except TimeoutError:
+                    began = self._first if self._ending.is_set() else None
+                    if began is not None and time.monotonic() > began + self.LEAVING:
+                        os._exit(128 + self._by)
                     if not self.stepped and time.monotonic() > end_at:
                         self._say(last, f"the first step took more than {self.FIRST:g} s: stopped")
                         os._exit(128 + last)
