@@ -11,14 +11,28 @@ import numpy as np
 import pytest
 import torch
 
+import pretrain_llama
 from mpu.grid import Grid
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import CHUNKS
 from tests.model.moe_twin import ExpertTwin
+from tests.model.test_moe_overlap import PIPES
+from tests.model.test_moe_overlap import RUN as OVERLAP
+from tests.model.test_moe_overlap import WAYS as OVERLAPS
 from tests.model.test_moe_parity import SAMPLE, size_of
 from tests.model.test_zero_parity import WAYS
-from tests.model.twin import Twin, check, run_cases, run_layout, same_bits
+from tests.model.twin import (
+    Twin,
+    check,
+    config_of,
+    grid_of,
+    micro_batches,
+    run_cases,
+    run_layout,
+    same_bits,
+)
 from tests.sampling import sampled
+from training.faults.monitor import FailureMonitor
 
 FILE = "tests/model/frozen_fork.py"
 SUBSETS = {  # by name: a pattern that finds the frozen parameters
@@ -198,6 +212,58 @@ class _One:
 
     def grid(self, *_: object, **__: object) -> Grid:
         return Grid()
+
+
+@pytest.mark.parametrize("name", sampled(sorted(MOE), 4))
+@pytest.mark.parametrize("size, ways", sampled([(2, OVERLAPS), (4, PIPES)], 2))
+def test_interleaved_micro_batches(world, size, ways, name):
+    """No bit depends on --overlap-moe-expert-parallel-comm."""
+    base = OVERLAP | dict(file="tests/model/frozen_moe.py", extra=(("frozen", MOE[name]),))
+    cases = [base | way | dict(beside=beside) for way in ways for beside in (False, True)]
+    for ranks in world(size).run(run_cases, cases, 2):
+        for plain, beside, way in zip(ranks[::2], ranks[1::2], ways, strict=True):
+            assert beside["losses"] == plain["losses"], way
+            assert beside["norms"] == plain["norms"], way
+            assert same_bits(beside["weights"], plain["weights"]), way
+
+
+class Spy:
+    """Notes what travels over each axis of a grid."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, str]] = []
+
+    def issued(self, verb, axis, tensor, nbytes, async_op, label=None) -> None:
+        self.seen.append((axis.name, verb, label.phase if label else ""))
+
+
+def traffic(comm, case: dict) -> list[tuple[str, str, str]]:
+    """Return (axis, verb, phase) of what a rank sends in a step."""
+    config = config_of(case)
+    grid, spy = grid_of(comm, config), Spy()
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+    grid.traced(spy)
+    try:
+        pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, 0), 1e-3)
+    finally:
+        grid.traced(None)
+    return spy.seen
+
+
+def test_what_is_frozen_sends_nothing(world):
+    """No gradient goes to a frozen first stage, none of a frozen weight is summed."""
+    base = dict(tp=1, sp=False, recompute=None, tied=False, rows=16, layers=4, file=FILE, m=4)
+    pipe = base | dict(pp=2, dp=1, schedule="1f1b")
+    for pattern, expected in (("^$", 4), (SUBSETS["the first stage is frozen"], 0)):
+        first, second = world(2).run(traffic, pipe | dict(extra=(("frozen", pattern),)))
+        for seen in (first, second):  # receives, sends
+            assert sum(axis == "pp_back" for axis, _, _ in seen) == expected
+        assert sum(axis == "pp" and "send" in verb for axis, verb, _ in first) == 4
+    for pattern, sums in (("^$", True), (r"^(?!norm)", False)):
+        case = base | dict(dp=2, bucket=500, zero=1, extra=(("frozen", pattern),))
+        for seen in world(2).run(traffic, case):
+            assert (sum(phase == "grad sum" for _, _, phase in seen) > 1) == sums
+            assert (sum(phase == "update" for _, _, phase in seen) > 1) == sums
 
 
 MUON = dict(optimizer="muon", clip=0.5, lr=1e-2, rows=12, sp=False, recompute=None, held=True)
