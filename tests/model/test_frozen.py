@@ -241,9 +241,10 @@ def traffic(comm, case: dict) -> list[tuple[str, str, str]]:
     """Return (axis, verb, phase) of what a rank sends in a step."""
     config = config_of(case)
     grid, spy = grid_of(comm, config), Spy()
-    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     grid.traced(spy)
     try:
+        run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+        spy.seen.clear()
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, 0), 1e-3)
     finally:
         grid.traced(None)
