@@ -240,8 +240,19 @@ class ParamAndGradBuffer(GradientSink):
             bucket.gathering.wait()
 
     def begin_step(self, micro_batches: int = 1) -> None:
-        """Start a step of so many micro-batches: no gradient is written, no sum started."""
+        """Start a step of so many micro-batches: no gradient is written, no sum started.
+
+        Raises PlacementError where a parameter was frozen, or is no more, since `attach`.
+        """
         super().begin_step()
+        for each in self.weight_buckets:
+            for name, param, _ in each.params:
+                if param.requires_grad == each.layout.frozen:
+                    raise PlacementError(
+                        f"{name}: requires_grad is {param.requires_grad} and was "
+                        f"{not param.requires_grad} when the model was built: set it in the "
+                        "model's __init__, and resume with --no-load-optim to train another subset"
+                    )
         self._next, self._last = 0, None
         for bucket in self.buckets:
             bucket.begin_step(micro_batches, self.each)

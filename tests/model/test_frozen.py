@@ -19,6 +19,7 @@ from tests.model.moe_twin import ExpertTwin
 from tests.model.test_moe_overlap import PIPES
 from tests.model.test_moe_overlap import RUN as OVERLAP
 from tests.model.test_moe_overlap import WAYS as OVERLAPS
+from tests.model.test_moe_parity import KINDS as MOE_KINDS
 from tests.model.test_moe_parity import SAMPLE, size_of
 from tests.model.test_zero_parity import WAYS
 from tests.model.twin import (
@@ -91,6 +92,8 @@ def drawn(seed: int, size: int) -> dict:
         case["gather"] = rng.random() < 0.5
     if case["zero"] >= 2 and rng.random() < 0.3:
         case["each"] = True
+    if case["zero"] and dp == 4 and rng.random() < 0.5:
+        case["instances"] = 2
     return {"name": name, **case}
 
 
@@ -316,3 +319,27 @@ def test_levels_change_no_bit(world, subset):
 def test_nothing_trains():
     with pytest.raises(PlacementError, match="all 21 parameters of the model are frozen"):
         run_layout(_One(), MUON | dict(tp=1, dp=1, m=1, extra=(("frozen", ""),)))
+
+
+def test_a_later_change_is_refused():
+    """Of a model that is built, nothing would follow it."""
+    case = MUON | dict(tp=1, dp=1, m=1, rows=4, extra=(("frozen", "norm"),))
+    for frozen in (True, False):
+        run = pretrain_llama.build(
+            config_of(case), Grid(), torch.device("cpu"), FailureMonitor()
+        )  # fmt: skip
+        name = "head.weight" if frozen else "norm.weight"
+        run.model.get_parameter(name).requires_grad_(not frozen)
+        with pytest.raises(PlacementError, match=f"{name}: requires_grad is {not frozen}"):
+            pretrain_llama.train_step(run, micro_batches(case, 0), 1e-3)
+
+
+@pytest.mark.parametrize("pattern, moves", [("^$", True), (r"\.router\.", False)])
+def test_the_bias_of_a_frozen_router_stays(pattern, moves):
+    moe = MOE_KINDS["sigmoid, shared"] | dict(moe_router_enable_expert_bias=True)
+    case = expert_case(0, "routers are frozen") | dict(dp=1, m=2, zero=0, moe=moe, lr=1e-2)
+    case |= dict(extra=(("frozen", pattern),))
+    run = pretrain_llama.build(config_of(case), Grid(), torch.device("cpu"), FailureMonitor())
+    pretrain_llama.train_step(run, micro_batches(case, 0), 1e-2)
+    biases = [b for n, b in run.model.named_buffers() if n.endswith("e_score_correction_bias")]
+    assert biases and all(bool(bias.any()) == moves for bias in biases)
