@@ -174,9 +174,7 @@ def memories(
     return found + [kinds | released | up | now for now in summed]
 
 
-def at_start(
-    config: Config, provider: ModelProvider, pp_rank: int, kinds: dict[str, int]
-) -> int:
+def at_start(config: Config, provider: ModelProvider, pp_rank: int, kinds: dict[str, int]) -> int:
     """Return the bytes of a pipeline rank on a GPU before the first message; else 0.
 
     They are what persists of `kinds`, and `scratch`.

@@ -28,9 +28,13 @@ SHARED = "--moe-shared-expert-intermediate-size 1024 --moe-router-score-function
 FEW = [  # world, rank, flags
     (4, 0, f"{EP} 4 {TO} alltoall --zero-stage 1 {OVERLAP} --moe-router-topk 2"),
     (8, 5, f"{TP} {EP} 2 {TO} allgather --zero-stage 3 {OVERLAP} --recompute-granularity full"),
-    (8, 6, f"{PP} {TP} {EP} 4 {TO} alltoall --pipeline-schedule zb-h1 {SHARED} --zero-stage 2 "
-     "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3 --output-z-loss-coeff 1e-4 "
-     "--eod-mask-loss"),
+    (
+        8,
+        6,
+        f"{PP} {TP} {EP} 4 {TO} alltoall --pipeline-schedule zb-h1 {SHARED} --zero-stage 2 "
+        "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3 --output-z-loss-coeff 1e-4 "
+        "--eod-mask-loss",
+    ),
 ]
 CHOICES = [  # each flag's values
     ["", "", TP, "--tensor-model-parallel-size 4 --sequence-parallel"],
