@@ -327,4 +327,18 @@ def test_the_rope_of_a_fork_may_change_where_it_is_allowed(launcher, tmp_path):
     done = launcher.python(*argv, 2e4, "--train-iters", 2, "--allow-change", "rope")
     assert done.returncode == 0, done.stderr
     assert "was trained with rope_parameters {" in done.stdout
-    assert "'rope_theta': 10000.0}" in done.stdout and "'rope_theta': 20000.0}" in done.stdout
+    assert "'rope_theta': 10000.0," in done.stdout and "'rope_theta': 20000.0," in done.stdout
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_are_refused_together(launcher, tmp_path, rank):
+    """Every rank ends with 2 where the file of one, as on its machine, has a mistake."""
+    more = "def hf_names(model):\n    return {}\n"
+    here = tmp_path / "mine.py"
+    here.write_text(FORK.format(more=f"import os\nif os.environ['RANK'] == '{rank}':\n    "
+                                     f"{more.replace(chr(10), chr(10) + '    ')}"))  # fmt: skip
+    argv = [*FLAGS[1:], "--train-iters", "2", "--model-file", str(here), "--save"]
+    done = launcher.run(2, [*argv, str(tmp_path / "saved")])
+    assert done.codes == [2, 2], [done.said(0), done.said(1)]
+    assert "mine.py: hf_names has no embedding.weight" in done.said(0) + done.said(1)
+    assert not (tmp_path / "saved").exists()

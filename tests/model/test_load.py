@@ -37,6 +37,8 @@ def test_what_is_no_model(tmp_path, text, sentence):
     [
         ("sys.exit(0)", r"sys.exit\(\) was called at .*/mine.py:\d+ before the run was done"),
         ("raise SystemExit", r"sys.exit\(\) was called at .*/mine.py:\d+"),
+        ("__import__('os')._exit(0)", r"os._exit\(0\) was called at .*/mine.py:\d+ before the run"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("sys.exit('no data')", "pretrain_llama.py: no data"),
     ],
 )

@@ -278,7 +278,7 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
             code = failed(text) if text else (end.code or 0) % 256
         else:
             code = failed(str(end.code))
-    except Exception as error:
+    except BaseException as error:  # where Rust panics it is no Exception
         if isinstance(error.__cause__, SystemExit):  # told to the other ranks (FailureMonitor)
             code = failed(str(error))
         else:

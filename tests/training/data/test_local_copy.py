@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,6 +66,17 @@ def test_ranks_that_ask_at_once_copy_once(prefix, tmp_path, monkeypatch):
     for rank in ranks:
         rank.join()
     assert len(set(found)) == 1 and len(found) == 4 and len(made) == 2
+
+
+def test_an_original_that_was_written_over_is_copied_again(prefix, tmp_path):
+    """Also where its modification time was set back."""
+    first, was = local_copy(prefix, str(tmp_path / "near")), os.stat(prefix + ".bin")
+    data = bytes(was.st_size)
+    with open(prefix + ".bin", "r+b") as file:
+        file.write(data)
+    os.utime(prefix + ".bin", ns=(was.st_atime_ns, was.st_mtime_ns))
+    again = local_copy(prefix, str(tmp_path / "near"))
+    assert again != first and Path(again + ".bin").read_bytes() == data
 
 
 def test_progress_has_rate_and_time_left(prefix, tmp_path, monkeypatch):

@@ -174,6 +174,26 @@ with StopSignal() as stop:
     assert ("the first step took more than 0.1 s: stopped" in done.stderr) == code
 
 
+@pytest.mark.parametrize("number", [TERM, pytest.param(USR1, marks=pytest.mark.prove)])
+def test_who_takes_a_signal_and_stays_is_ended(launcher, number):
+    """A model's file may catch everything while it imports, and go on for long."""
+    program = f"""
+import os
+import time
+from training.run.stop import StopSignal
+StopSignal.LEAVING = 0.1
+with StopSignal() as stop:
+    try:
+        os.kill(os.getpid(), {int(number)})
+        time.sleep(9)
+    except:
+        pass
+    time.sleep(9)  # the guard looks once a second
+"""
+    done = launcher.python("-c", program)
+    assert done.returncode == 128 + number, done.stderr
+
+
 def test_a_run_under_nohup_outlives_its_terminal():
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
