@@ -22,11 +22,6 @@ FOREIGN = "it was written for another purpose, or by somebody else, and is not r
 HEAD = 1 << 16  # bytes of a file that tell its form
 
 
-def nobody(path: Path) -> bool:
-    """Say that nothing may be replaced."""
-    return False
-
-
 def anybody(path: Path) -> bool:
     """Say that whatever is there may be replaced: its folder is this program's alone."""
     return True
