@@ -207,6 +207,26 @@ def test_an_environment_behind_a_link_is_never_cleared(monkeypatch, tmp_path):
         setup_env.make_venv([[3, 11], None, None])
 
 
+def test_an_environment_of_somebody_else_is_never_cleared(monkeypatch, tmp_path):
+    """One without a Python that fits was cleared, whoever had made it."""
+    venv = tmp_path / ".venv"
+    monkeypatch.setattr(setup_env, "VENV", str(venv))
+    monkeypatch.setattr(setup_env, "STAMP", str(venv / "weft-setup.json"))
+    setup_env.clear_venv()
+    (venv / "half").write_text("as a stopped set-up leaves it")
+    setup_env.clear_venv()
+    assert os.listdir(venv) == [setup_env.MARK]
+    (venv / setup_env.MARK).rename(venv / "pyvenv.cfg")
+    for kind in ("folder", "file"):
+        with pytest.raises(setup_env.SetupError, match="make setup did not make it"):
+            setup_env.make_venv([[3, 11], None, None])
+        assert venv.is_file() or os.listdir(venv) == ["pyvenv.cfg"], kind
+        if kind == "folder":
+            (venv / "pyvenv.cfg").unlink()
+            venv.rmdir()
+            venv.write_text("")
+
+
 def test_the_environment_gets_a_launcher_that_leaves_our_words_last(monkeypatch, tmp_path):
     """README says torchrun; an environment that borrows its torch has none of its own."""
     python = tmp_path / "bin dir" / "python"

@@ -266,7 +266,7 @@ def a_log_that_is_none(rng: random.Random, folder: Path) -> Case:
     elif way == 2:
         notes(log, "the first line\nthe second, without an end")
     elif way == 3:
-        notes(log, "[1]\n[2]\n[3")
+        notes(log, rng.choice(["[1]\n[2]\n[3", '{"text": "a document"}\n{"text": "anot']))
     elif way == 4:
         log = place / "own-hf" / "step_00000002" / "model.safetensors"
     else:
@@ -277,7 +277,7 @@ def a_log_that_is_none(rng: random.Random, folder: Path) -> Case:
         (folder / "new").mkdir()
         log = Path(shutil.move(log, folder / "new" / "digests.jsonl"))
     kept = [log, own]
-    return Case(flags(folder / "new", 1, *flag), says="--log-.*not a log of JSON lines", kept=kept)
+    return Case(flags(folder / "new", 1, *flag), says="--log-.*not the log of a run", kept=kept)
 
 
 # tools

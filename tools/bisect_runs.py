@@ -37,7 +37,6 @@ from tools.bisect.report import page
 from tools.bisect.side import Side
 from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
 from tools.bisect.verdict import Verdict, verdict_of
-from training.owned import begins, json_with, nobody, refuse
 
 
 @dataclass
@@ -90,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bisect-") as temporary:
         work = options.out or Path(temporary)
         try:
-            if options.out:
-                refuse("--out", work, _is_ours, "an empty folder, or one of an earlier comparison")
+            if options.out and work.exists() and not _is_ours(work):
+                raise ValueError(f"--out {work}: it exists and is not of an earlier comparison")
             work.mkdir(parents=True, exist_ok=True)
             trees = [
                 checkout(commit, Path(temporary) / f"tree-{side}") if commit else ROOT
@@ -113,19 +112,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_ours(out: Path) -> bool:
-    """Return whether all in a folder has names and forms of what a comparison writes there."""
-    forms = {
-        "report.json": json_with("sentence", "verdict"),
-        "report.md": begins(b"# Where two runs differ first"),
-        **{f"{what}-{side}": Path.is_dir for what in ("run", "replay") for side in "AB"},
-    }
+    """Return whether all in a folder has names and forms of what a comparison writes there.
+
+    As in training/owned.py, which the processes of two checkouts cannot share.
+    """
+    heads = {"report.json": b'{\n "sentence"', "report.md": b"# Where two runs differ first"}
+    folders = [f"{what}-{side}" for what in ("run", "replay") for side in "AB"]
+    replayed = re.compile(r"record|(out|err)\.\d+|rank-\d+\.(bin|json)|step\.json")
     if out.is_symlink() or not out.is_dir():
         return False
-    replayed = [p for side in "AB" for p in (out / f"replay-{side}").rglob("*") if not p.is_dir()]
-    written = re.compile(r"(out|err)\.\d+|rank-\d+\.(bin|json)|step\.json")
-    return all(forms.get(p.name, nobody)(p) for p in out.iterdir()) and all(
-        written.fullmatch(p.name) and not p.is_symlink() for p in replayed
-    )
+    for path in out.iterdir():
+        if path.name in folders and path.is_dir() and not path.is_symlink():
+            names = [] if path.name.startswith("run") else [p.name for p in path.rglob("*")]
+            if not all(map(replayed.fullmatch, names)):
+                return False
+        elif not (path.name in heads and path.is_file()):
+            return False
+        elif not path.read_bytes().startswith(heads[path.name]):
+            return False
+    return True
 
 
 def bisect(

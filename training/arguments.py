@@ -1209,7 +1209,7 @@ class CheckpointConfig:
     )
     save_hf_keep_last_k: int | None = setting(
         None,
-        "delete older folders of --save-hf until k are left",
+        "delete older folders of --save-hf that this run wrote until k are left",
         "folders",
         integer(1),
         off="left out, keep every one",

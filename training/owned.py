@@ -22,11 +22,6 @@ FOREIGN = "it was written for another purpose, or by somebody else, and is not r
 HEAD = 1 << 16  # bytes of a file that tell its form
 
 
-def nobody(path: Path) -> bool:
-    """Say that nothing may be replaced."""
-    return False
-
-
 def anybody(path: Path) -> bool:
     """Say that whatever is there may be replaced: its folder is this program's alone."""
     return True
@@ -104,31 +99,32 @@ def json_with(*keys: str) -> Ours:
     return ours
 
 
-def json_lines(path: Path) -> bool:
-    """Return whether a path is a file of JSON objects, one a line, or holds nothing, as a pipe.
-
-    A last line that a killed run left torn may be anything that begins like one.
+def json_lines(key: str) -> Ours:
+    """Return whether a path is a file of JSON objects with a key, one a line; or holds nothing, as
+    an empty file and a pipe. The last line may be torn, as a killed run leaves it.
     """
-    if path.exists() and not path.is_file():
-        return not path.is_dir()
-    try:
-        with open_plain(path) as file:
-            head = file.read(HEAD)
-            file.seek(max(0, os.fstat(file.fileno()).st_size - HEAD))
-            tail = file.read()
-    except OSError:
-        return False
-    if head and not head.startswith(b"{"):
-        return False
-    whole = head.split(b"\n")[:-1]  # lines that ended
-    if len(head) < HEAD and not whole:  # a first line that was torn
-        return b"\0" not in head
-    with suppress(ValueError):
-        for line in [*whole[:1], *tail.split(b"\n")[1:-1][-1:]]:
-            if not isinstance(parse_json(line, "line", foreign=True), dict):
-                return False
-        return True
-    return False
+
+    def ours(path: Path) -> bool:
+        if path.exists() and not path.is_file():
+            return not path.is_dir()
+        try:
+            with open_plain(path) as file:
+                head = file.read(HEAD)
+                file.seek(max(0, os.fstat(file.fileno()).st_size - HEAD))
+                tail = file.read()
+        except OSError:
+            return False
+        named, whole = f'"{key}"'.encode(), head.split(b"\n")[:-1]
+        if not whole:  # a line that was torn, or is long
+            return not head or (head.startswith(b"{") and (named in head or named[:9] in head[:12]))
+        last = tail.split(b"\n")[1:-1][-1:]
+        try:
+            found = [parse_json(line, "line", foreign=True) for line in (*whole[:1], *last)]
+        except ValueError:
+            return False
+        return all(isinstance(line, dict) and key in line for line in found)
+
+    return ours
 
 
 def begins(*heads: bytes) -> Ours:

@@ -74,7 +74,7 @@ def parse(words: list[str] | None, text: str | None) -> tuple[argparse.Namespace
         raise Mistake(f"{o.script}: there is no such program")
     if o.log_json is not None:
         try:
-            refuse("--log-json", o.log_json, json_lines, "a log of JSON lines")
+            refuse("--log-json", o.log_json, json_lines("event"), "the log of a supervisor")
         except ValueError as error:
             raise Mistake(str(error)) from None
     if o.spares >= o.nnodes * o.nproc_per_node:

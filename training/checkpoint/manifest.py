@@ -121,8 +121,8 @@ def holds_a_save(directory: Path) -> bool:
     """Return whether all that is in a directory was written by a save, or it is empty.
 
     Those are the files that its manifest lists; where that is missing or damaged, files with the
-    names that a save gives. A link, a folder or a file that somebody put there is not, nor is a
-    copy of another step.
+    names that a save gives, tensors among them. A link, a folder or a file that somebody put there
+    is not, nor is a copy of another step.
     """
     found, step = plain_files(directory), STEP.fullmatch(directory.name)
     if found is None:
@@ -133,7 +133,9 @@ def holds_a_save(directory: Path) -> bool:
         copied = step is not None and int(step[1]) != manifest["step"]
         return not copied and names <= manifest["files"].keys()
     except (CheckpointError, OSError):
-        return all(SAVED.fullmatch(name) for name in names)
+        known = all(SAVED.fullmatch(name) for name in names)
+        tensors = any(name.startswith("rank_") for name in names)
+        return known and (tensors or not found or step is None)
 
 
 def read_part(directory: Path, manifest: dict[str, Any], name: str) -> dict[str, Any]:

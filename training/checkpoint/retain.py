@@ -153,7 +153,7 @@ def clear_rubbish(root: Path, good: set[str], note: Note) -> None:
                     rubbish.append(entry.name)
                 except (CheckpointError, OSError):
                     pass
-        elif SMALL.fullmatch(entry.name):
+        elif SMALL.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
             rubbish.append(entry.name)
     _clear(root, rubbish, note)
 

@@ -324,7 +324,7 @@ def _directories(config: Config) -> None:
         return
     try:
         if log.log_json:
-            refuse("--log-json", log.log_json, json_lines, "a log of JSON lines")
+            refuse("--log-json", log.log_json, json_lines("iteration"), "the log of a run")
         _checkpoints(config.checkpoint)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -68,7 +68,7 @@ def open_json(path: Path, flag: str = "--log-json") -> Any:
 
     Raises ValueError where it cannot be written, or holds something else.
     """
-    refuse(flag, path, json_lines, "a log of JSON lines")
+    refuse(flag, path, json_lines("iteration"), "the log of a run")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size:

@@ -127,8 +127,8 @@ def resign(directory: Path, **changes: Any) -> None:
 
 def test_a_newer_format_is_refused_not_skipped(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    resign(write(tmp_path, 2), version=2)
-    with pytest.raises(MismatchError, match="format version 2; this program reads 1"):
+    resign(write(tmp_path, 2), version=3)
+    with pytest.raises(MismatchError, match="format version 3; this program reads versions 1 and 2"):
         find_latest(tmp_path, Grid())
 
 
