@@ -57,10 +57,13 @@ class AuxiliaryLosses:
         self.tokens, self.sums = tokens, {}
 
     def add(self, loss: Tensor, axes: tuple[Axis, ...]) -> None:
-        """Count the value of one loss of one micro-batch."""
+        """Count the value of one loss of one micro-batch, of the tokens that are not masked."""
         value = loss.detach().double()
-        value = value if self.share is None else value * self.share
         self.sums[axes] = self.sums[axes] + value if axes in self.sums else value
+
+    def add_of_all(self, loss: Tensor, axes: tuple[Axis, ...]) -> None:
+        """Count the value of one loss of one micro-batch, of all its tokens."""
+        self.add(loss if self.share is None else loss.detach().double() * self.share, axes)
 
     def take(self) -> Tensor | float:
         """Return the sum of this rank's values since `begin`, whole over its tp ranks; fp64."""
@@ -89,7 +92,7 @@ class AuxiliaryLoss(torch.autograd.Function):
     @staticmethod
     def backward(saved_ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (loss,), losses = saved_ctx.saved_tensors, saved_ctx.losses
-        losses.add(loss, saved_ctx.axes)
+        losses.add_of_all(loss, saved_ctx.axes)
         if losses.share is None:
             return dx, torch.full_like(loss, 1 / losses.tokens), None, None
         return dx, (losses.share / losses.tokens).to(loss.dtype), None, None

@@ -141,6 +141,6 @@ class LayerContext:
         axes = tuple(axis for axis in self.reduce_axes(region) if axis.size > 1)
         loss = loss.to(self.accumulate)
         if torch.is_grad_enabled() and not (x.requires_grad or loss.requires_grad):
-            self.auxiliary_losses.add(loss, axes)  # there is no backward: all is frozen
+            self.auxiliary_losses.add_of_all(loss, axes)  # there is no backward: all is frozen
         y: Tensor = AuxiliaryLoss.apply(x, loss, self.auxiliary_losses, axes)
         return y

@@ -128,7 +128,7 @@ def resign(directory: Path, **changes: Any) -> None:
 def test_a_newer_format_is_refused_not_skipped(tmp_path: Path) -> None:
     write(tmp_path, 1)
     resign(write(tmp_path, 2), version=3)
-    with pytest.raises(MismatchError, match="format version 3; this program reads versions 1 and 2"):
+    with pytest.raises(MismatchError, match="version 3; this program reads versions 1 and 2"):
         find_latest(tmp_path, Grid())
 
 
