@@ -10,6 +10,8 @@ writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, it
 lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it. A
 .json is read as a .jsonl if it is named itself.
 
+An older pair is replaced where this command wrote it, as data/corpus.written.json says.
+
 The input is cut into shards, which the workers tokenize into a folder next to the output. If the
 run is interrupted, the same command continues after the shards that are complete. The two files
 appear only at the end, complete.
