@@ -57,11 +57,12 @@ def test_enough_draws_are_accepted(place: Path, monkeypatch: pytest.MonkeyPatch)
     begun = []
     monkeypatch.setattr(pretrain_llama, "prepare", lambda *args: begun.append(1) or 1 / 0)
     monkeypatch.setattr(pretrain_llama, "report", lambda *args: begun.append(1) or "")
-    for seed in range(SHORT):
+    seeds = 3 * SHORT  # one in six is accepted, so that a new flag's other draws change little
+    for seed in range(seeds):
         words, environment = draw(seed)
         monkeypatch.setenv("WORLD_SIZE", environment["WORLD_SIZE"])
         answer(words)
-    assert SHORT // 20 < len(begun) < SHORT
+    assert seeds // 20 < len(begun) < seeds
 
 
 def test_the_judge_sees_what_is_wrong() -> None:
