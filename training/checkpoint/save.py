@@ -44,6 +44,7 @@ from training.checkpoint.manifest import (
     STATE,
     VERSION,
     merge_index,
+    parse,
     self_digest,
     step_name,
 )
@@ -80,7 +81,7 @@ def save(
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
     Raises SaveError, on every rank, naming the rank, the path and the cause. A value that is not
-    finite is one: nothing is written then.
+    finite is one, and a state that could not be read back: nothing is written then.
     """
     launch = grid.launch
     at = grid.rank - launch.local_rank if local else 0  # the rank that makes this directory
@@ -103,6 +104,8 @@ def save(
     mine = into_files(share(pieces), file_bytes)
 
     def measure() -> int:
+        if first:  # no reader would take it otherwise
+            parse(json.dumps(dict(state)).encode(), STATE)
         check_pieces(piece for file in mine for piece in file)
         return sum(piece.nbytes for file in mine for piece in file)
 
