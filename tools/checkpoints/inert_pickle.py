@@ -34,6 +34,7 @@ TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 OPCODES = {*LITERAL, *CONSTANT, *PUT, *GET, *TUPLES, "TUPLE", "MARK", "MEMOIZE", "GLOBAL"}
 OPCODES |= {"EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS"}
 OPCODES |= {"STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "BINPERSID", "STOP", "PROTO", "FRAME"}
+CODES = {opcode.code: opcode for opcode in pickletools.opcodes}
 BITS = 512  # most of an integer; the count of a run's floating-point operations has about 90
 DEPTH = 64  # most levels of what is in one another
 PER_BYTE = 16  # most parts of the tree for a byte of the pickle
@@ -111,7 +112,7 @@ def _opcodes(data: bytes) -> Iterator[tuple[str, Any]]:
     """
     stream = io.BytesIO(data)
     while code := stream.read(1):
-        opcode = pickletools.code2op.get(code.decode("latin-1"))
+        opcode = CODES.get(code.decode("latin-1"))
         if opcode is None:
             raise ValueError(f"it is not a valid pickle (no opcode is {code!r})")
         if opcode.name not in OPCODES:
