@@ -14,7 +14,7 @@ import random
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class Case:
     says: str = ""
     kept: Sequence[Path] = ()
     memory: int = 0
-    env: Mapping[str, str] = {}  # noqa: RUF012
+    env: Mapping[str, str] = field(default_factory=dict)
     absent: Sequence[Path] = ()
 
 
