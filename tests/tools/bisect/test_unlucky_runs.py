@@ -19,7 +19,7 @@ from tests.sampling import sampled
 from tests.unlucky import Case, check, drawn
 
 FLAGS = (
-    "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32 "
+    "--num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2 --seq-length 8 --vocab-size 32 "
     "--mock-data --train-iters 3 --lr 1e-2 --global-batch-size 2 --micro-batch-size 2 --device cpu"
 ).split()
 NAMES = ["model.norm.weight", "lm_head.weight"]
