@@ -230,7 +230,7 @@ def random_bytes(rng: random.Random, folder: Path) -> Case:
         else:
             data[at:at] = data[at : at + rng.randrange(40)]
     path.write_bytes(bytes(data))
-    return Case(argv, codes=(1, 2), says=r"step \d|bisect_runs.py: ", kept=[folder / "a"])
+    return Case(argv, codes=(0, 1, 2), says=r"step \d|bisect_runs.py: ", kept=[folder / "a"])
 
 
 def huge_numbers(rng: random.Random, folder: Path) -> Case:
@@ -250,7 +250,7 @@ def escape_codes(rng: random.Random, folder: Path) -> Case:
     argv = pair(folder, FLAGS, names=names, torch=f"1{code}", digests={f"x{code}": code})
     rows = [step(1), {**step(2), "weight": ["5", "6"]}]
     written(folder / "a", head(FLAGS, names=names, config={f"model.{code}": code}), rows)
-    return Case(argv, codes=(1, 2), says="step", kept=[folder / "a"])
+    return Case(argv, codes=(1, 2), says="step|bisect_runs.py: ", kept=[folder / "a"])
 
 
 KINDS: dict[str, Callable[[random.Random, Path], Case]] = {
