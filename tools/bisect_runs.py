@@ -107,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for side, commit in zip("ab", (options.commit_a, options.commit_b), strict=True)
             ]
             own = options.model_file_a, options.model_file_b
-            a = named("A", options.a, trees[0], options.ranks_a, work, None, own[0])
-            b = named("B", options.b, trees[1], options.ranks_b, work, a, own[1])
+            a = named("A", options.a, trees[0], options.ranks_a, work, model_file=own[0])
+            b = named("B", options.b, trees[1], options.ranks_b, work, like=a, model_file=own[1])
             found = bisect(a, b, work, options.steps, options.step, options.timeout)
         except (ValueError, OSError, NoCheckout, RunError) as error:
             print(f"tools/bisect_runs.py: {sentence(error)}", file=sys.stderr)
