@@ -33,10 +33,12 @@ from tools.bisect.checkouts import NoCheckout, checkout
 from tools.bisect.compare import OF_THE_LAYOUT, Allowed, allowed
 from tools.bisect.lines import Step, first_step, same_machine
 from tools.bisect.ranks import ROOT, Ran, RunError, run
+from tools.bisect.recorded import RANKS
 from tools.bisect.report import page
 from tools.bisect.side import Side
 from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
 from tools.bisect.verdict import Verdict, verdict_of
+from training.untrusted import printable, private, sentence
 
 
 @dataclass
@@ -63,6 +65,13 @@ class Outcome:
         }  # fmt: skip
 
 
+def count(text: str) -> int:
+    """Parse a count of at least 1, for add_argument."""
+    if not re.fullmatch("[0-9]{1,18}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{printable(text[:40])} is not a whole number from 1 on")
+    return int(text)
+
+
 def read(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(
@@ -75,9 +84,12 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     for side in "ab":
         commit = f"--commit-{side}"
         add(commit, metavar="COMMIT", help=f"the checkout that makes {side.upper()}'s steps")
-        add(f"--ranks-{side}", type=int, metavar="N", help=f"the ranks of {side.upper()}")
-    add("--steps", type=int, metavar="N", help="for a command line: run at most this many steps")
-    add("--step", type=int, metavar="N", help="compare this step only")
+        ranks = f"the processes of {side.upper()}; a folder itself may ask for {RANKS} at most"
+        add(f"--ranks-{side}", type=count, metavar="N", help=ranks)
+        own = f"for a folder: the model's file of {side.upper()}, which is code, if not of model/"
+        add(f"--model-file-{side}", type=Path, metavar="FILE", help=own)
+    add("--steps", type=count, metavar="N", help="for a command line: run at most this many steps")
+    add("--step", type=count, metavar="N", help="compare this step only")
     add("--out", type=Path, metavar="FOLDER", help="where the report and all files go")
     add("--timeout", type=float, default=900.0, metavar="SECONDS", help="for one run (900)")
     return parser.parse_args(argv)
@@ -96,18 +108,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 checkout(commit, Path(temporary) / f"tree-{side}") if commit else ROOT
                 for side, commit in zip("ab", (options.commit_a, options.commit_b), strict=True)
             ]
-            a = named("A", options.a, trees[0], options.ranks_a, work)
-            b = named("B", options.b, trees[1], options.ranks_b, work, like=a)
+            own = options.model_file_a, options.model_file_b
+            a = named("A", options.a, trees[0], options.ranks_a, work, model_file=own[0])
+            b = named("B", options.b, trees[1], options.ranks_b, work, like=a, model_file=own[1])
             found = bisect(a, b, work, options.steps, options.step, options.timeout)
         except (ValueError, OSError, NoCheckout, RunError) as error:
-            print(f"tools/bisect_runs.py: {error}", file=sys.stderr)
+            print(f"tools/bisect_runs.py: {sentence(error)}", file=sys.stderr)
             return 2
         for note in found.notes:
-            print(f"note: {note}")
-        print(found.sentence)
+            print(f"note: {printable(note)}")
+        print(printable(found.sentence))
         if options.out:
-            (work / "report.json").write_text(json.dumps(found.json(), indent=1) + "\n")
-            (work / "report.md").write_text(page(found.json(), a.text, b.text))
+            report = page(found.json(), a.text, b.text)
+            texts = {"report.json": json.dumps(found.json(), indent=1) + "\n"}
+            for name, text in {**texts, "report.md": printable(report, lines=True)}.items():
+                with open(work / name, "w", encoding="utf-8", opener=private) as file:
+                    file.write(text)
     return int(not found.same)
 
 
@@ -357,8 +373,14 @@ def flags(found: Outcome) -> str:
     for name, (one, other) in found.settings.items():
         flag = name if "." not in name else "--" + name.rpartition(".")[2].replace("_", "-")
         known = "_digest" in name or "_sketch" in name
-        lines.append(flag if known else f"{flag} {one!r} and {other!r}")
+        lines.append(flag if known else f"{flag} {short(one)} and {short(other)}")
     return ", ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
+
+
+def short(value: Any) -> str:
+    """Return a setting's value, cut."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import choose, clear_rubbish, prune, step_directories
-from training.untrusted import printable, sentence
+from training.untrusted import owner_only, printable, sentence
 
 Words = dict[str, Any]  # keywords of add_argument
 MUST = ("save", "hf_config", "load", "num_experts")  # where the way that they go with is taken
@@ -355,7 +355,8 @@ def main(argv: Iterable[str] | None = None) -> int:
     args = parser().parse_args(None if argv is None else list(argv))
     try:
         check(args)
-        return args.do(args)
+        with owner_only():
+            return args.do(args)
     except (OSError, ValueError) as error:
         warn(sentence(error))
     return 2

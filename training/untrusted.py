@@ -76,7 +76,7 @@ def read_json(path: str | os.PathLike[str], limit: int = SETTINGS, foreign: bool
     return parse_json(read_plain(path, limit), os.fspath(path), foreign)
 
 
-def parse_json(data: bytes | str, name: str, foreign: bool = False) -> Any:
+def parse_json(data: bytes | str, name: str, foreign: bool = False, infinite: bool = False) -> Any:
     """Return what JSON text holds. Raises ValueError that begins with `name`.
 
     Refused: what is not UTF-8 or has half a surrogate pair, NaN and infinities, floats beyond
@@ -85,6 +85,7 @@ def parse_json(data: bytes | str, name: str, foreign: bool = False) -> Any:
     foreign: another program wrote the file, for readers of its own. Python's json, and with it
     transformers, writes numbers of any length, NaN and Infinity. Such a value, and a key that
     is there twice with different values, is refused when it is read (`ForeignObject`).
+    infinite: NaN, Infinity and -Infinity are read as floats, for a run's record of its numbers.
     """
     parser = _Parser(name if foreign else None)
     try:
@@ -92,7 +93,7 @@ def parse_json(data: bytes | str, name: str, foreign: bool = False) -> Any:
         value = json.loads(
             text,
             object_pairs_hook=parser.object,
-            parse_constant=parser.constant,
+            parse_constant=float if infinite else parser.constant,
             parse_float=parser.number,
             parse_int=parser.integer if _LONG.search(text) else None,
         )

@@ -2,20 +2,24 @@
 """Read what a run has written of its steps, and find the first step at which two runs differ.
 
 Digests (--log-digests) say it of every tensor; without them the log (--log-json) says it of losses
-and gradient norms. Nothing of the product is imported.
+and gradient norms. A folder may be damaged, or anybody's: a line that is cut off is passed over, as
+a killed run leaves one, and a line that holds something else than it should is named.
 """
 
-import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tools.bisect.compare import GROWS, GROWS_ALL, TOLERANCE, Allowed, after_rounding
+from training.untrusted import open_plain, parse_json, read_json
 
 DIGESTS, FORMAT = "digests.jsonl", "weft digests 1"
 CHANCE = 4  # a signed sum is as far as the tensors are, on average: 4 times as far is one in 10^4
+LINE, STATES = 1 << 26, 1 << 28  # most bytes of a line, and of a checkpoint's state.json
+STEP = re.compile(r"step_[0-9]{8,18}")  # a checkpoint's directory
 BLIND = 0.5  # a tolerance, of the norm, at which nothing can be told
 
 
@@ -38,7 +42,7 @@ class Lines:
     def command_line(self) -> list[str] | None:
         """Return the flags of the run, None where nothing says them."""
         found = self.head.get("command_line") or self.state.get("command_line")
-        return None if found is None else [str(word) for word in found]
+        return None if found is None else list(found)
 
 
 @dataclass
@@ -102,39 +106,129 @@ class Limits:
         return CHANCE * (self.base + begin + after_rounding(self.gradient) * moved)
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, or the null of one that is not finite."""
+    return value is None or type(value) in (int, float)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _list_of(is_one: Callable[[Any], bool], count: int | None = None) -> Callable[[Any], bool]:
+    """Return the rule of a list of `count` values."""
+
+    def is_list(value: Any) -> bool:
+        return isinstance(value, list) and count in (None, len(value)) and all(map(is_one, value))
+
+    return is_list
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_sketch(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 3 and all(type(x) in (int, float) for x in value)
+    )
+
+
+Rules = Mapping[str, Callable[[Any], bool]]
+FLAGS: Rules = {"command_line": _list_of(_is_text), "config": _is_mapping}
+HEAD: Rules = {"iteration": _is_count, "names": _list_of(_is_text)}
+HEAD_MAY: Rules = {**FLAGS, "torch": _is_text, "digests": _is_mapping}
+DIGEST: Rules = {
+    "samples": _list_of(_is_count, 2), "batch": _is_text, "loss": _is_number, "norm": _is_number,
+    "lr": _is_number, "gradient": _list_of(_is_text), "weight": _list_of(_is_text),
+    "gradient sketch": _list_of(_is_sketch), "weight sketch": _list_of(_is_sketch),
+}  # fmt: skip
+LOG_MAY: Rules = {"loss": _is_number, "grad_norm": _is_number, "lr": _is_number}
+LISTS = ("gradient", "weight", "gradient sketch", "weight sketch")  # one for each tensor
+# settings that are computed with, and what each must be
+SETTINGS: Rules = {
+    "parallel.world_size": lambda n: _is_count(n) and n > 0,
+    "parallel.pipeline_model_parallel_size": lambda n: _is_count(n) and n > 0,
+}
+
+
+def _check(where: str, row: Mapping[str, Any], must: Rules, may: Rules) -> None:
+    """Raise ValueError where a row lacks a value, or has one of another kind."""
+    for key, is_right in {**must, **may}.items():
+        if key not in row and key in must:
+            raise ValueError(f"{where}: {key} is missing")
+        if (key in must or row.get(key) is not None) and not is_right(row[key]):
+            raise ValueError(f"{where}: {key} is not what a run writes there")
+
+
 def read(folder: Path) -> Lines:
-    """Read the files of a run's folder. Raises ValueError for digests of another format."""
+    """Read the files of a run's folder.
+
+    Raises OSError for what is no plain file, ValueError for digests of another format and for what
+    no run writes.
+    """
     found = Lines()
     for path in sorted(folder.rglob("*.jsonl")):
-        for row in _rows(path):
+        for number, row in _rows(path):
+            where = f"{path}, line {number}"
             if "format" in row:
                 if row["format"] != FORMAT:
-                    raise ValueError(f"{path}: its format is {row['format']!r}, not {FORMAT!r}")
+                    raise ValueError(
+                        f"{path}: its format is {str(row['format'])[:80]!r}, not {FORMAT!r}"
+                    )
+                _check(where, row, HEAD, HEAD_MAY)
                 found.head = row
                 later = [i for i in found.steps if i > row["iteration"]]
                 for i in later:  # the run went on from an earlier step
                     del found.steps[i]
             elif path.name == DIGESTS and "iteration" in row:
+                _check(where, row, {"iteration": _is_count, **DIGEST}, {})
+                names = found.head.get("names", [])
+                if any(len(row[key]) != len(names) for key in LISTS):
+                    raise ValueError(f"{where}: it has not a digest of each of {len(names)} names")
                 found.steps[row["iteration"]] = row
             elif "loss" in row and "iteration" in row:
+                _check(where, row, {"iteration": _is_count}, LOG_MAY)
                 found.log[row["iteration"]] = row
-                for i, loss in row.get("step_losses", []):
-                    found.log.setdefault(i, {"iteration": i, "loss": loss})
+                for pair in row.get("step_losses") or []:
+                    if not isinstance(pair, list) or len(pair) != 2 or not _is_count(pair[0]):
+                        raise ValueError(f"{where}: step_losses is not what a run writes there")
+                    _check(where, {"loss": pair[1]}, {}, LOG_MAY)
+                    found.log.setdefault(pair[0], {"iteration": pair[0], "loss": pair[1]})
+    count = len(found.head.get("names", []))
+    if any(len(row[key]) != count for row in found.steps.values() for key in LISTS):
+        raise ValueError(f"{folder}: its {DIGESTS} has steps of models with other tensors")
     for path in sorted(folder.rglob("step_*/state.json")):
-        state = json.loads(path.read_text())
-        found.saves[int(state["iteration"])] = path.parent
+        if not STEP.fullmatch(path.parent.name):
+            continue
+        state = read_json(path, STATES)
+        if not isinstance(state, dict) or state.get("iteration") != int(path.parent.name[5:]):
+            raise ValueError(f"{path}: it is not the state of {path.parent.name}")
+        _check(str(path), state, {}, FLAGS)
+        found.saves[state["iteration"]] = path.parent
         found.state = state
+    _check(str(folder), found.config, {}, SETTINGS)
     return found
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # a killed run's last line
-        if isinstance(row, dict):
-            yield row
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a file, with the numbers of their lines."""
+    with open_plain(path) as file:
+        number = 0
+        while line := file.readline(LINE + 1):
+            number += 1
+            if len(line) > LINE:
+                raise ValueError(f"{path}, line {number}: it has more than {LINE:,} bytes")
+            try:
+                row = parse_json(line, "", infinite=True)
+            except ValueError:
+                continue  # a killed run's last line
+            if isinstance(row, dict):
+                yield number, row
 
 
 def first_step(
@@ -225,8 +319,8 @@ def different_sketches(
     each, total, size = {}, 0.0, 0.0
     for name, x, y in _pairs(a, b, kind, sides):
         off = [p - q for p, q in zip(x[1:], y[1:], strict=True)]
-        total += (off[0] ** 2 + off[1] ** 2) / 2
-        size += x[0] ** 2
+        total += (off[0] * off[0] + off[1] * off[1]) / 2
+        size += x[0] * x[0]
         each[name] = max(abs(off[0]), abs(off[1])) / x[0] if x[0] else 0.0
     far = math.sqrt(total / size) if size else 0.0
     return (far if math.isfinite(far) else 1.0), each

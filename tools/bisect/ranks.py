@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the program of one side on its ranks, here, on CPUs; a rank is forked from this process.
 
-This process has imported torch and nothing of the product, so a rank may import any checkout. What
+Whatever of the product this process has imported, a rank imports anew, from any checkout. What
 is wanted of a run besides its flags is done in the rank, where `train_step` of pretrain_llama.py is
 called: at a step the rank records every tensor (tools/bisect/record.py), and ends.
 """
@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tools.bisect.recorded import enter
 
 PROGRAM = "pretrain_llama.py"
 HERE = Path(__file__).resolve().parent
@@ -111,7 +113,7 @@ def run(
 
 
 def _own_model(program: Program) -> list[str]:
-    """Return the flag that names the model's file in a checkout other than this one."""
+    """Return the flag that names the model's file in the checkout, and not where this runs."""
     name = "model/llama.py"
     for word, value in zip(program.argv, [*program.argv[1:], ""], strict=False):
         flag, has, text = word.partition("=")
@@ -120,8 +122,8 @@ def _own_model(program: Program) -> list[str]:
     file = program.tree / name
     arguments = program.tree / "training" / "arguments.py"
     known = arguments.is_file() and "model_file" in arguments.read_text()  # an older one has it not
-    other = program.tree != ROOT and not Path(name).is_absolute() and file.is_file() and known
-    return ["--model-file", str(file)] if other else []
+    relative = not Path(name).is_absolute() and file.is_file() and known
+    return ["--model-file", str(file)] if relative else []
 
 
 def _why(folder: Path, codes: dict[int, int]) -> str:
@@ -143,11 +145,7 @@ def _be_rank(
             "LOCAL_WORLD_SIZE": str(program.world), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }  # fmt: skip
-        sys.path = [path for path in sys.path if Path(path or ".").resolve() != ROOT]
-        sys.path.insert(0, str(program.tree))
-        taken = {"mpu", "model", "training", "pretrain_llama"} & sys.modules.keys()
-        assert not taken, f"{taken} of one tree would be run in the other"
-        sys.modules.pop("tools", None)
+        enter(program.tree)
         sys.argv = [str(program.script), *argv]
         module: Any = importlib.import_module("pretrain_llama")
         if record:

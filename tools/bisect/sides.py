@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tools.bisect import recorded
 from tools.bisect.lines import Lines, read
 from tools.bisect.ranks import PROGRAM, ROOT, Program, RunError, run
 
@@ -19,7 +20,10 @@ PLACES = {
     "--save": 1, "--save-interval": 1, "--async-save": 0, "--tensorboard-dir": 1,
     "--wandb-project": 1, "--wandb-exp-name": 1, "--log-json": 1, "--log-digests": 1,
     "--peer-checkpoint": 1, "--exit-interval": 1, "--eval-interval": 1, "--sample-interval": 1,
-    "--log-interval": 1, "--keep-last-k": 1, "--save-retain-interval": 1,
+    "--log-interval": 1, "--keep-last-k": 1, "--save-retain-interval": 1, "--save-hf": 1,
+    "--save-hf-dtype": 1, "--save-hf-max-shard-size": 1, "--save-hf-keep-last-k": 1,
+    "--profile": 0, "--profile-step-start": 1, "--profile-step-end": 1,
+    "--record-memory-history": 0, "--memory-snapshot-path": 1,
 }  # fmt: skip
 BEGINS = {"--load": 1, "--ckpt-step": 1, "--pretrained-checkpoint": 1, "--finetune": 0}
 SIZES = {
@@ -78,11 +82,18 @@ def is_folder(path: Path) -> bool:
 
 
 def named(
-    letter: str, text: str, tree: Path, ranks: int | None, work: Path, like: "Named | None" = None
+    letter: str,
+    text: str,
+    tree: Path,
+    ranks: int | None,
+    work: Path,
+    like: "Named | None" = None,
+    model_file: Path | None = None,
 ) -> Named:
     """Return the side that a text names: a folder, or a command line.
 
-    like: the other side, whose flags are taken where the text is empty. Raises ValueError.
+    like: the other side, whose flags are taken where the text is empty. model_file: what a folder's
+    run may use besides the files of model/. Raises ValueError.
     """
     folder = Path(text)
     if text and is_folder(folder):
@@ -91,10 +102,24 @@ def named(
         argv = lines.command_line
         if argv is None:
             side.why_not = "its command line is not recorded there (no digests and no checkpoint)"
+            return side
+        try:
+            sizes = (lines.head.get("world"), lines.config.get("parallel.world_size", 1))
+            world = ranks or recorded.world_of(next(n for n in sizes if n is not None), letter)
+            flags = recorded.flags_of(argv, tree, letter, model_file)
+        except ValueError as error:
+            side.why_not = str(error)
         else:
-            world = ranks or lines.head.get("world") or lines.config.get("parallel.world_size", 1)
-            side.program = Program(tree, tree / PROGRAM, tuple(argv), int(world))
+            if value_of(flags, "--data-path") is not None:  # not next to the data
+                flags = (*flags, "--data-cache-path", str(work / "cache"))
+            side.program = Program(tree, tree / PROGRAM, flags, world)
         return side
+    if model_file is not None:
+        raise ValueError(
+            f"--model-file-{letter.lower()} goes with the folder of a run: a command line names it"
+        )
+    if not text and like is not None and like.program is None:
+        raise ValueError(f"{letter}: A cannot be run again: {like.why_not}")
     if not text and like is not None and like.program is not None:
         script = like.program.script
         script = tree / PROGRAM if script.name == PROGRAM else script

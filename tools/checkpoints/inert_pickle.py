@@ -3,10 +3,16 @@
 
 Where unpickling would look up a class or a function and call it, this makes a Record of its name
 and arguments. Names of classes that no checkpoint has, and opcodes that none needs, are refused.
+
+A pickle may name a part twice, so that a few hundred bytes stand for a tree that no memory holds.
+What is returned is small as a tree, too: whoever walks, compares or prints it is done soon.
 """
 
+import io
 import pickletools
 import re
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +31,13 @@ LITERAL = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"}
 LITERAL |= {"SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"}
 PUT, GET = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
 TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+OPCODES = {*LITERAL, *CONSTANT, *PUT, *GET, *TUPLES, "TUPLE", "MARK", "MEMOIZE", "GLOBAL"}
+OPCODES |= {"EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "APPEND", "APPENDS", "SETITEM", "SETITEMS"}
+OPCODES |= {"STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "BINPERSID", "STOP", "PROTO", "FRAME"}
+CODES = {opcode.code: opcode for opcode in pickletools.opcodes}
+BITS = 512  # most of an integer; the count of a run's floating-point operations has about 90
+DEPTH = 64  # most levels of what is in one another
+PER_BYTE = 16  # most parts of the tree for a byte of the pickle
 _MARK = object()
 
 
@@ -45,13 +58,72 @@ class Table(list[tuple[Any, Any]]):
         return {key: value for key, value in self if isinstance(key, str)}
 
 
+def shown(value: Any) -> str:
+    """Return a value in a few words, for a message: of most containers the kind and length."""
+    if isinstance(value, Record):
+        return f"a {value.name[:80]}"
+    if isinstance(value, (str, bytes)):
+        return repr(value[:80])
+    if isinstance(value, (tuple, list)):
+        if len(value) <= 8 and all(type(part) is int for part in value):
+            return str(list(value))
+        return f"a {type(value).__name__.lower()} of {len(value)}"
+    return str(value)  # a number, a truth value or None
+
+
 def read_inert(data: bytes, known: re.Pattern[str] = KNOWN) -> Any:
     """Return what a pickle describes. Raises ValueError for what is none, or is not a
-    checkpoint's: it names a class that is not `known`."""
+    checkpoint's: it names a class that is not `known`, has an integer of more than BITS, or is
+    larger or deeper than PER_BYTE and DEPTH allow."""
     try:
-        return _read(data, known)
-    except (IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        found = _read(data, known)
+    except (IndexError, KeyError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise ValueError(f"it is not a valid pickle ({error})") from None
+    _size(found, 1, PER_BYTE * (len(data) + 64), {})
+    return found
+
+
+def _size(value: Any, level: int, most: int, sizes: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Return how many parts and levels a value at a level has, as a tree.
+
+    sizes: of the values that were looked at, by id. Raises ValueError for more than `most` parts or
+    DEPTH levels, of which a value that holds itself has no end.
+    """
+    if id(value) not in sizes and level <= DEPTH:
+        count = levels = 1
+        for part in (value.args, value.state) if isinstance(value, Record) else value:
+            more = 1, 0
+            if isinstance(part, (Record, tuple, list)):
+                more = _size(part, level + 1, most, sizes)
+            count, levels = count + more[0], max(levels, 1 + more[1])
+        if count > most:
+            raise ValueError(f"it stands for more than {most:,} values, as it names parts twice")
+        sizes[id(value)] = count, levels
+    found = sizes.get(id(value))
+    if found is None or level + found[1] - 1 > DEPTH:
+        raise ValueError(f"it has more than {DEPTH} levels")
+    return found
+
+
+def _opcodes(data: bytes) -> Iterator[tuple[str, Any]]:
+    """Yield the opcodes with their arguments, up to the end. Raises ValueError.
+
+    An opcode is known before its argument is looked at.
+    """
+    stream = io.BytesIO(data)
+    while code := stream.read(1):
+        opcode = CODES.get(code.decode("latin-1"))
+        if opcode is None:
+            raise ValueError(f"it is not a valid pickle (no opcode is {code!r})")
+        if opcode.name not in OPCODES:
+            raise ValueError(f"its opcode {opcode.name} is not in a checkpoint's metadata")
+        argument = None if opcode.arg is None else opcode.arg.reader(stream)
+        if isinstance(argument, int) and argument.bit_length() > BITS:
+            raise ValueError(f"it has an integer of {argument.bit_length():,} bits")
+        yield opcode.name, argument
+        if opcode.name == "STOP":
+            return
+    raise ValueError("it is not a valid pickle (no end)")
 
 
 def _read(data: bytes, known: re.Pattern[str]) -> Any:
@@ -69,14 +141,19 @@ def _read(data: bytes, known: re.Pattern[str]) -> Any:
         return found
 
     def named(module: Any, name: Any) -> Record:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError(f"it names a class by {shown(module)} and {shown(name)}")
         full_name = f"{module}.{name}"
         if not known.fullmatch(full_name):
             raise ValueError(f"it names {full_name[:80]}, which is not in a checkpoint's metadata")
         return Record(full_name)
 
-    argument: Any
-    for opcode, argument, _ in pickletools.genops(data):
-        kind = opcode.name
+    def open_list(kind: type[list[Any]]) -> Any:
+        if type(stack[-1]) is not kind:
+            raise ValueError(f"it is not a valid pickle ({shown(stack[-1])} gets members)")
+        return stack[-1]
+
+    for kind, argument in _opcodes(data):
         if kind in LITERAL:
             stack.append(argument)
         elif kind in CONSTANT:
@@ -95,16 +172,18 @@ def _read(data: bytes, known: re.Pattern[str]) -> Any:
             stack.append(tuple(since_mark()))
         elif kind == "APPEND":
             value = stack.pop()
-            stack[-1].append(value)
+            open_list(list).append(value)
         elif kind == "APPENDS":
             values = since_mark()
-            stack[-1].extend(values)
+            open_list(list).extend(values)
         elif kind == "SETITEM":
             value, key = stack.pop(), stack.pop()
-            stack[-1].append((key, value))
+            open_list(Table).append((key, value))
         elif kind == "SETITEMS":
             values = since_mark()
-            stack[-1].extend(zip(values[::2], values[1::2], strict=True))
+            if len(values) % 2:
+                raise ValueError("it is not a valid pickle (a key has no value)")
+            open_list(Table).extend(zip(values[::2], values[1::2], strict=True))
         elif kind == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif kind in PUT:
@@ -124,9 +203,6 @@ def _read(data: bytes, known: re.Pattern[str]) -> Any:
             stack[-1].state = state
         elif kind == "BINPERSID":
             stack.append(Record("persistent", stack.pop()))
-        elif kind == "STOP":
-            (result,) = stack
-            return result
-        elif kind not in ("PROTO", "FRAME"):
-            raise ValueError(f"its opcode {kind} is not in a checkpoint's metadata")
-    raise ValueError("it is not a valid pickle (no end)")
+    if len(stack) != 1 or stack[0] is _MARK:
+        raise ValueError(f"it is not a valid pickle ({len(stack)} values at its end)")
+    return stack[0]

@@ -7,6 +7,7 @@ the samples consumed, the optimizer's step and those arguments are taken that a 
 Not opened: _extra_state, states of random numbers.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.load import model_file_of, read_sizes
+from model.llama import LlamaConfig
+from model.load import ModelFile, model_file_of, read_sizes
 from tools.checkpoints.copy import save_new
+from tools.checkpoints.inert_pickle import shown
 from tools.checkpoints.mcore_names import Names
 from tools.checkpoints.mcore_state import (
     MOMENTS,
@@ -26,13 +29,15 @@ from tools.checkpoints.mcore_state import (
     state_of,
     steps_of,
 )
-from tools.checkpoints.torch_dist import McoreCheckpoint
+from tools.checkpoints.torch_dist import COMMON, McoreCheckpoint, is_count
+from training.arguments import SETTINGS
 from training.checkpoint import CheckpointError, NamedPiece
-from training.checkpoint.huggingface import CONFIG, read_json
+from training.checkpoint.huggingface import CONFIG, read_json, spelt
 from training.checkpoint.pieces import state_name, whole
 from training.data.tokenizer import tokenizer_of
 from training.run.export import TOKEN_IDS, tokenizer_files
 from training.run.same_run import NUMERICS
+from training.setting import SWITCH, Number, Rule
 
 # Megatron's arguments that state.json takes over, by the part of the config that has them.
 ARGUMENTS = {
@@ -60,8 +65,7 @@ def import_mcore(
     Raises CheckpointError and ValueError.
     """
     foreign = read_json(hf / CONFIG)
-    file = model_file_of(foreign)
-    config = read_sizes(file, foreign)
+    file, config = spelt(foreign, str(hf / CONFIG), _model)
     names = Names(file, config)
     found = McoreCheckpoint(source, with_optimizer)
     weights = Weights(found, names)
@@ -93,13 +97,24 @@ def import_mcore(
         **tokenizer_of(files),
     }
     if iteration:
-        about["config"] = _settings(found.arguments(), file.__file__)
+        try:
+            about["config"] = _settings(found.arguments(), file.__file__)
+        except ValueError as error:
+            raise CheckpointError(f"{found.directory / COMMON}: {error}") from None
     pieces = _pieces(weights, state)
     return save_new(root, step=iteration, pieces=pieces, state=about, attach=files)
 
 
+def _model(foreign: dict[str, Any]) -> tuple[ModelFile, LlamaConfig]:
+    file = model_file_of(foreign)
+    return file, read_sizes(file, foreign)
+
+
 def _settings(args: dict[str, Any], model_file: str) -> dict[str, Any]:
-    """Return the settings of Megatron's run that a resume compares or may take over."""
+    """Return the settings of Megatron's run that a resume compares or may take over.
+
+    Raises ValueError for an argument whose value is not one that its flag may have.
+    """
     found: dict[str, Any] = {"model.model_file": f"model/{Path(model_file).name}"}
     for part, keys in ARGUMENTS.items():
         for key in keys.split():
@@ -107,8 +122,20 @@ def _settings(args: dict[str, Any], model_file: str) -> dict[str, Any]:
             # a flag that was left out is None
             known = key in args or part == "optimizer" or key.startswith("train_")
             if known and isinstance(value, (int, float, str, type(None))):
+                if value is not None and not fits(value, SETTINGS[f"{part}.{key}"].rule):
+                    raise ValueError(f"its argument {key} is {shown(value)}, which no run has")
                 found[f"{part}.{key}"] = value
     return found
+
+
+def fits(value: Any, rule: Rule) -> bool:
+    """Return whether a value is of a flag's type, and, if it is a number, one of 64 bits."""
+    if rule is SWITCH:
+        return isinstance(value, bool)
+    if isinstance(rule, Number):
+        counts = is_count(abs(value)) if type(value) is int else not rule.integer
+        return counts and type(value) in (int, float) and math.isfinite(value)
+    return isinstance(value, str) and len(value) <= 80 and value.isprintable()
 
 
 def _pieces(weights: Weights, state: State | None) -> list[NamedPiece]:

@@ -35,19 +35,22 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from model.llama import LlamaConfig
-from model.load import model_file_of, saved_config
+from model.load import ModelFile, model_file_of, saved_config
 from tools.checkpoints.convert_huggingface import check_shapes
 from tools.checkpoints.copy import open_newest
+from tools.checkpoints.mcore import ARGUMENTS, fits
 from tools.checkpoints.mcore_names import FC1, FC2, LAYER, PROJ, QKV, Names, Theirs
 from tools.checkpoints.mcore_state import MASTERS, MOMENTS
 from tools.checkpoints.torch_dist import COMMON, FORMAT, LATEST
+from training.arguments import SETTINGS
 from training.checkpoint import Checkpoint, SaveError
 from training.checkpoint.files import write_bytes
 from training.checkpoint.header import BY_NAME
+from training.checkpoint.huggingface import spelt
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.pieces import is_state, state_name, whole
 from training.owned import check, fsync_directory, plain_files, refuse
-from training.untrusted import read_plain
+from training.untrusted import printable, read_plain
 
 FILE_BYTES = 4 << 30
 MARK = "weft_export"  # a key of common.pt, of which Megatron reads those that it knows
@@ -96,13 +99,18 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
     found = open_newest(place, hashed=True)
     if "hf_config" not in found.state:
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
-    sizes, saved = found.state["hf_config"], found.state.get("config")
-    file = model_file_of(sizes, saved)
-    config = saved_config(file, sizes, saved)
+    saved = found.state.get("config")
+
+    def model(sizes: dict[str, Any]) -> tuple[ModelFile, LlamaConfig]:
+        file = model_file_of(sizes, saved)
+        return file, saved_config(file, sizes, saved)
+
+    file, config = spelt(found.state["hf_config"], f"{found.directory}: state.json", model)
     names = Names(file, config)
     check_shapes(found, names.shapes)
     with_state = _check_state(found, names)
-    iteration = found.state.get("iteration", 0)
+    common = _common(found, config, with_state)
+    iteration = common["iteration"]
     made = root / f"iter_{iteration:07d}"
     if os.path.lexists(made):
         raise ValueError(f"--to-mcore: {made} exists")
@@ -110,7 +118,7 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
     root.mkdir(parents=True, exist_ok=True)
     lock = DirectoryLock(root, note, patience=0)
     try:
-        _write(root, made, found, names, config, with_state)
+        _write(root, made, found, names, common, with_state)
     finally:
         lock.close(undo=True)
     if not with_state:
@@ -125,9 +133,17 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
 
 
 def _write(
-    root: Path, made: Path, found: Checkpoint, names: Names, config: LlamaConfig, with_state: bool
+    root: Path,
+    made: Path,
+    found: Checkpoint,
+    names: Names,
+    common: dict[str, Any],
+    with_state: bool,
 ) -> None:
-    """Write the directory aside, give it its name, and name it in LATEST. Raises SaveError."""
+    """Write the directory aside, give it its name, and name it in LATEST. Raises SaveError.
+
+    common: what common.pt holds.
+    """
     for left in root.iterdir():  # by a kill
         files = plain_files(left) if UNFINISHED.fullmatch(left.name) else None
         if files is not None and all(WRITES.fullmatch(name) for name in files):
@@ -136,7 +152,7 @@ def _write(
     aside.mkdir()
     try:
         _write_tensors(aside, found, names, with_state)
-        torch.save(_common(found, config, with_state), aside / COMMON)
+        torch.save(common, aside / COMMON)
         about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         about |= {"common_backend": "torch", "common_backend_version": 1}
         write_bytes(aside / FORMAT, json.dumps(about).encode())  # Megatron writes it last too
@@ -148,7 +164,7 @@ def _write(
             raise SaveError(f"{made}: it was not written: {error}") from None
         raise
     latest = root / f".latest-{secrets.token_hex(8)}"
-    write_bytes(latest, str(found.state.get("iteration", 0)).encode())
+    write_bytes(latest, str(common["iteration"]).encode())
     check(root / LATEST, _is_ours)
     os.replace(latest, root / LATEST)
     fsync_directory(root)
@@ -239,8 +255,10 @@ def _read(found: Checkpoint, name: str, kind: str) -> Tensor:
 
 def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[str, Any]:
     """Return what common.pt holds."""
-    state, settings = found.state, found.state.get("config", {})
-    iteration, consumed = state.get("iteration", 0), state.get("consumed_samples", 0)
+    state, settings = found.state, {**found.state.get("config", {}), **_taken(found)}
+    iteration, consumed = (
+        _state_of(found, n, default=0) for n in ("iteration", "consumed_samples")
+    )
     qk = any(name.endswith("q_norm.weight") for name in found.index)
     args = {
         "num_layers": config.num_layers,
@@ -302,7 +320,7 @@ def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[st
     if with_state:
         schedule = _schedule(found)
         groups = _groups(found, schedule)
-        step = torch.tensor(float(state["optimizer_steps"]))
+        step = torch.tensor(float(_state_of(found, "optimizer_steps")))
         inner = {"param_groups": groups, "state": {"common_step": step}}
         common["optimizer"] = {
             **inner, "optimizer": inner, "param_state_sharding_type": "fully_reshardable",
@@ -311,23 +329,43 @@ def _common(found: Checkpoint, config: LlamaConfig, with_state: bool) -> dict[st
     return common
 
 
+def _taken(found: Checkpoint) -> dict[str, Any]:
+    """Return the settings of the run that Megatron's arguments have. Raises ValueError."""
+    settings = found.state.get("config", {})
+    names = [f"{part}.{key}" for part, keys in ARGUMENTS.items() for key in keys.split()]
+    taken = {name: settings[name] for name in names if settings.get(name) is not None}
+    for name, value in taken.items():
+        if not fits(value, SETTINGS[name].rule):
+            text = printable(str(value))[:80]
+            raise ValueError(f"{found.directory}: state.json: {name} is {text}, which no run has")
+    return taken
+
+
+def _state_of(found: Checkpoint, name: str, *, default: Any = None) -> Any:
+    """Return a number of a run's state. Raises ValueError where it is not there, or is none."""
+    value = found.state.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{found.directory}: state.json: {name} is not a number")
+    return value
+
+
 def _schedule(found: Checkpoint) -> dict[str, Any]:
     """Return the state of Megatron's OptimizerParamScheduler, which counts in samples."""
+    c = _taken(found)
     try:
-        c = found.state["config"]
-        counted = c.get("batch.train_iters") is not None
+        counted = "batch.train_iters" in c
         size = c["batch.global_batch_size"] if counted else 1
         unit = "iters" if counted else "samples"
-        length = c.get(f"batch.train_{unit}") or 0
+        length = c.get(f"batch.train_{unit}", 0)
         end = c.get(f"optimizer.lr_decay_{unit}") or length
-        warmup = (c.get(f"optimizer.lr_warmup_{unit}") or 0) * size
+        warmup = c.get(f"optimizer.lr_warmup_{unit}", 0) * size
         if (fraction := c.get("optimizer.lr_warmup_fraction")) is not None:
             warmup = int(fraction * end * size)
         decay = c["optimizer.weight_decay"]
         return {
             "max_lr": c["optimizer.lr"],
             "lr_warmup_steps": warmup,
-            "num_steps": found.state["consumed_samples"],
+            "num_steps": _state_of(found, "consumed_samples"),
             "lr_decay_style": c["optimizer.lr_decay_style"],
             "lr_decay_steps": end * size,
             "min_lr": c["optimizer.min_lr"],
@@ -342,13 +380,14 @@ def _schedule(found: Checkpoint) -> dict[str, Any]:
 
 def _groups(found: Checkpoint, schedule: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return Adam's groups as Megatron makes them: with weight decay, and without for vectors."""
-    c = found.state["config"]
+    c = _taken(found)
     try:
         betas = (c["optimizer.adam_beta1"], c["optimizer.adam_beta2"])
         eps = c["optimizer.adam_eps"]
     except KeyError as error:
         raise ValueError(f"{found.directory}: state.json: config lacks {error}") from None
-    lr = found.state.get("lr", schedule["max_lr"])
+    lr = _state_of(found, "lr", default=schedule["max_lr"])
+    steps = _state_of(found, "optimizer_steps")
     return [
         {
             "wd_mult": factor,
@@ -370,7 +409,7 @@ def _groups(found: Checkpoint, schedule: Mapping[str, Any]) -> list[dict[str, An
             "differentiable": False,
             "fused": None,
             "decoupled_weight_decay": True,
-            "step": found.state["optimizer_steps"],
+            "step": steps,
         }
         for factor in (1.0, 0.0)
     ]

@@ -45,13 +45,14 @@ from training.checkpoint.manifest import intersection
 
 STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
 BUCKET = re.compile(
-    r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)\.dtype_\(.*\)\.bucket_idx_(\d+)"
-    r"\.(\w+)"
+    r"optimizer\.distributed\.dp_group_idx_([0-9]{1,9})\.gbuf_idx_([0-9]{1,9})"
+    r"\.dtype_\(.*\)\.bucket_idx_([0-9]{1,9})\.(\w+)"
 )
-GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)/shard_0_1")
+GROUP = re.compile(r"optimizer\.distributed\.dp_group_idx_([0-9]{1,9})\.(\w+)/shard_0_1")
 MASTERS = ("fp32_param", "param")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ALIGNED = 64  # numbers: where a parameter may begin in the flat memory
+BLOCKS = 1 << 16  # most blocks that a parameter's state is cut into
 WEIGHTS_ALONE = "take the weights alone with --no-load-optim"
 
 
@@ -128,11 +129,11 @@ class Weights:
         stored, weight = self.found.index[prefix + key], self.found.index[key]
         if stored.shape == weight.shape:
             return self.found.read(prefix + key, starts, sizes)
-        *grid, length = stored.shape
+        *grid, length = stored.shape or (0,)
         shape = weight.shape
         block = tuple(n // max(g, 1) for n, g in zip(shape, grid, strict=False))
         exact = len(grid) == len(shape) and prod(grid) * length == prod(shape)
-        if not exact or prod(block) != length:
+        if not exact or prod(block) != length or prod(grid) > BLOCKS:
             raise CheckpointError(
                 f"{self.found.directory}: {prefix}{key} has shape {list(stored.shape)}, which is "
                 f"not that of a tensor of {list(shape)} nor of blocks of one; {WEIGHTS_ALONE}"
@@ -239,10 +240,11 @@ class Memory(State):
             raise self._unclear(f"{COMMON} does not say tensor and pipeline parallelism")
         self.tp, self.pp = counts
         chunks = 1 + max(buffer for _, buffer in sizes)
-        expected = set(product(range(self.tp * self.pp), range(chunks)))
-        if set(sizes) != expected:
+        count = self.tp * self.pp * chunks
+        grid_of = range(self.tp * self.pp), range(chunks)
+        if count != len(sizes) or set(sizes) != set(product(*grid_of)):
             raise self._unclear(
-                f"tp {self.tp} x pp {self.pp} x {chunks} chunks have {len(expected)} buffers, and "
+                f"tp {self.tp} x pp {self.pp} x {chunks} chunks have {count} buffers, and "
                 f"{len(sizes)} are there"
             )
         self.sizes, self.stages = sizes, self.pp * chunks
@@ -397,7 +399,13 @@ def _buckets(weights: Weights) -> Memory:
 
         return read
 
-    rows = {at: [row.get(i, 0) for i in range(1 + max(row))] for at, row in sizes.items()}
+    for (group, _), row in sizes.items():
+        if len(row) != 1 + max(row):
+            raise CheckpointError(
+                f"{found.directory}: of {1 + max(row):,} buckets of rank {group} only {len(row)} "
+                f"are there; {WEIGHTS_ALONE}"
+            )
+    rows = {at: [row[i] for i in range(len(row))] for at, row in sizes.items()}
     return Memory(weights, rows, {at: flat(*at) for at in rows})
 
 
@@ -475,11 +483,12 @@ def steps_of(found: McoreCheckpoint) -> int:
                 archive = found.object(key)
                 _collect(archive, archive.top, counts)
                 archive.close()
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(f"{found.directory}: the optimizer's step: {error}") from None
-    if len(counts) != 1 or not next(iter(counts)).is_integer() or min(counts) < 0:
+    whole = all(count.is_integer() and 0 <= count < 1 << 53 for count in counts)
+    if len(counts) != 1 or not whole:
         problem = (
-            "is missing" if not counts else f"is {sorted(counts)}, where one count is expected"
+            f"is {sorted(counts)[:8]}, where one count is expected" if counts else "is missing"
         )
         raise CheckpointError(f"{found.directory}: the optimizer's step {problem}; {WEIGHTS_ALONE}")
     return int(counts.pop())

@@ -13,9 +13,11 @@ tensor: what ranks of megatron-core store besides the tensors that they share.
 import io
 import os
 import re
+import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.checkpoints.inert_pickle import ANY, Record, read_inert
+from tools.checkpoints.inert_pickle import ANY, KNOWN, Record, read_inert, shown
 from training.checkpoint import CheckpointError
 from training.checkpoint.files import open_plain
 from training.checkpoint.huggingface import read_json
@@ -34,8 +36,10 @@ from training.checkpoint.manifest import intersection, tiles
 LATEST, FORMAT, METADATA = "latest_checkpointed_iteration.txt", "metadata.json", ".metadata"
 COMMON = "common.pt"
 LIMIT = 1 << 30  # most bytes of .metadata that are read
-DISTCP = re.compile(r"__\d+_\d+\.distcp")
-ITERATION = re.compile(r"iter_\d{7,}")
+PICKLE = 1 << 26  # most bytes of the pickle in an archive
+BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, LookupError, RuntimeError, EOFError)
+DISTCP = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+ITERATION = re.compile(r"iter_[0-9]{7,}")
 REBUILD = "torch._utils._rebuild_tensor_v"
 OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 DTYPES = {
@@ -71,7 +75,8 @@ Place = tuple[str, int, int]  # file, offset, length
 
 
 def is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    """Return whether a value is a whole number from 0 that fits into 64 bits."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def size_of(record: Any) -> tuple[int, ...]:
@@ -86,7 +91,7 @@ def size_of(record: Any) -> tuple[int, ...]:
 def dtype_of(tensor: str, record: Any) -> torch.dtype:
     name = record.name.removeprefix("torch.") if isinstance(record, Record) else ""
     if name not in DTYPES:
-        raise ValueError(f"{tensor}: its dtype {name} is none of {', '.join(DTYPES)}")
+        raise ValueError(f"{tensor}: its dtype {name[:80]} is none of {', '.join(DTYPES)}")
     return DTYPES[name][1]
 
 
@@ -134,33 +139,61 @@ def _place(name: str, place: dict[str, Any]) -> Place:
     if place.get("transform_descriptors"):
         raise ValueError(f"{name} is compressed or encrypted, which is not read here")
     if not isinstance(file, str) or not DISTCP.fullmatch(file):
-        raise ValueError(f"{name} is listed in {file!r}, which is not a .distcp file next to it")
+        raise ValueError(
+            f"{name} is listed in {shown(file)}, which is not a .distcp file next to it"
+        )
     if not is_count(offset) or not is_count(length):
         raise ValueError(f"offset and length of {name} in {file} are not counts")
     return file, offset, length
 
 
+@contextmanager
+def _sound() -> Iterator[None]:
+    """Raise ValueError for what zipfile raises where an archive is damaged, or made to harm."""
+    try:
+        yield
+    except BROKEN as error:
+        raise ValueError(f"it is not a sound archive of torch.save ({error})") from None
+
+
 class Archive:
     """An archive of torch.save that is read as data: what it describes, numbers, ranges of tensors.
 
-    start, length: the bytes of the file that it takes; length None: all of it.
+    start, length: the bytes of the file that it takes; length None: all of it. known: the classes
+    that it may name. Raises ValueError, as its methods do.
     """
 
-    def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        start: int = 0,
+        length: int | None = None,
+        known: re.Pattern[str] = ANY,
+    ) -> None:
         self._file = Window(path, start, length)
-        try:
+        with _sound():
             self._zip = zipfile.ZipFile(self._file)
-            names = [info.filename for info in self._zip.infolist()]
-            self._members = {name.partition("/")[2]: name for name in names}
-            self.top = read_inert(self._member("data.pkl", LIMIT), ANY)
-        except (zipfile.BadZipFile, LookupError, NotImplementedError, RecursionError) as error:
-            raise ValueError(f"it is not a sound archive of torch.save ({error})") from None
+            self._members = {info.filename.partition("/")[2]: info for info in self._zip.filelist}
+            if "byteorder" in self._members and self._member("byteorder", 16) != b"little":
+                raise ValueError("its bytes are not in little-endian order")
+            self.top = read_inert(self._member("data.pkl", PICKLE), known)
+
+    def _info(self, name: str) -> zipfile.ZipInfo:
+        """Return a member that is there as it is, as torch.save writes all."""
+        info = self._members[name]
+        if info.flag_bits & 1:
+            raise ValueError(f"its {name} is encrypted, as torch.save never does")
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise ValueError(f"its {name} is compressed, as torch.save never does")
+        return info
 
     def _member(self, name: str, most: int) -> bytes:
-        info = self._zip.getinfo(self._members[name])
-        if info.file_size > most or info.file_size != info.compress_size:
-            raise ValueError(f"its {name} is compressed, or larger than {most} bytes")
-        return self._zip.read(info)
+        """Return the bytes of a member, whose checksum is compared."""
+        info = self._info(name)
+        if info.file_size > most:
+            raise ValueError(f"its {name} has {info.file_size:,} bytes of at most {most:,}")
+        with _sound():
+            return self._zip.read(info)
 
     def close(self) -> None:
         self._file.close()
@@ -174,36 +207,68 @@ class Archive:
             raise ValueError(f"a tensor of {list(shape)} is where a number is expected")
         return float(self.values(value, 0, 1).to(dtype))
 
-    def tensor(self, record: Any) -> tuple[tuple[int, ...], torch.dtype, str]:
-        """Return (shape, dtype, key of its bytes) of a contiguous tensor. Raises ValueError."""
+    def _storage(
+        self, record: Any
+    ) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, str]:
+        """Return (first, shape, strides, dtype, key of its bytes) of a tensor."""
         plain = isinstance(record, Record) and record.name.startswith(REBUILD)
         if not plain or not isinstance(record.args, tuple) or len(record.args) < 4:
             raise ValueError("it holds something else where a tensor is expected")
         place, first, shape, strides = record.args[:4]
-        kinds = {kind: dtype for kind, dtype in DTYPES.values()}
-        dtype = kinds.get(place.args[1].name.rpartition(".")[2])
+        where = place.args if isinstance(place, Record) else ()
+        if not isinstance(where, tuple) or len(where) != 5 or not isinstance(where[2], str):
+            raise ValueError("it does not say where its numbers are")
+        kind, sizes = where[1], (shape, strides)
+        dtype = kind.name.rpartition(".")[2] if isinstance(kind, Record) else ""
+        dtypes = {storage: found for storage, found in DTYPES.values()}
+        if dtype not in dtypes:
+            raise ValueError(f"a tensor of {shown(kind)} is not read here")
+        if not all(isinstance(s, tuple) and len(s) <= 8 and all(map(is_count, s)) for s in sizes):
+            raise ValueError(f"{shown(shape)} and {shown(strides)} are no shape and strides")
+        if len(shape) != len(strides) or not is_count(first):
+            raise ValueError(f"{shown(first)} and {shown(strides)} are no place in its storage")
+        return first, shape, strides, dtypes[dtype], f"data/{where[2]}"
+
+    def tensor(self, record: Any) -> tuple[tuple[int, ...], torch.dtype, str]:
+        """Return (shape, dtype, key of its bytes) of a contiguous tensor."""
+        first, shape, strides, dtype, key = self._storage(record)
         dense, count = True, 1
         for size, stride in zip(reversed(shape), reversed(strides), strict=True):
             dense &= size == 1 or stride == count
             count *= size
-        if dtype is None or first != 0 or not dense:
-            raise ValueError(f"a tensor of {place.args[1].name} {shape} is not read here")
-        return shape, dtype, f"data/{place.args[2]}"
+        if first != 0 or not dense:
+            raise ValueError(f"a tensor of {dtype} {list(shape)} with gaps is not read here")
+        return shape, dtype, key
 
     def values(self, record: Any, low: int, high: int) -> Tensor:
-        """Return elements [low, high) of a flattened tensor. Raises ValueError."""
+        """Return elements [low, high) of a flattened tensor."""
         shape, dtype, key = self.tensor(record)
-        info = self._zip.getinfo(self._members.get(key, key))
-        valid = 0 <= low <= high <= prod(shape) and info.file_size == info.compress_size
-        if not valid or info.file_size < high * dtype.itemsize:
-            raise ValueError(f"{key} of {info.file_size} bytes is not {dtype} {shape}")
-        try:
+        with _sound():
+            info = self._info(key)
+            valid = 0 <= low <= high <= prod(shape)
+            if not valid or info.file_size < high * dtype.itemsize:
+                size = info.file_size
+                raise ValueError(f"{key} of {size} bytes is not {dtype} {list(shape)}")
             with self._zip.open(info) as file:
                 file.seek(low * dtype.itemsize)
                 data = file.read((high - low) * dtype.itemsize)
-        except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
-            raise ValueError(f"{key}: {error}") from None
         return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0)
+
+    def whole(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
+        """Return the one tensor that the archive holds, whose dtype and sizes are known."""
+        first, shape, strides, found, key = self._storage(self.top)
+        if found != dtype or shape != sizes:
+            raise ValueError(f"it holds {found} {list(shape)}, not {dtype} {list(sizes)}")
+        data = self._member(key, 2 * prod(sizes) * dtype.itemsize + 4096)
+        count = self.top.args[0].args[4]
+        if type(count) is not int or len(data) != count * dtype.itemsize:
+            raise ValueError(f"its storage has {len(data)} bytes of {shown(count)} numbers")
+        last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        if prod(shape) and last >= count:
+            raise ValueError(f"its numbers end at {last} of {count}")
+        if not prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data), dtype=dtype).as_strided(shape, strides, first)
 
 
 class Window(io.RawIOBase):
@@ -238,28 +303,6 @@ class Window(io.RawIOBase):
         super().close()
 
 
-def read_archive(data: bytes, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
-    """Return the one tensor of an archive of torch.save. Raises ValueError."""
-    storage, _ = next(pair for pair in DTYPES.values() if pair[1] == dtype)
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        names = {name.partition("/")[2]: name for name in archive.namelist()}
-        if any(info.file_size != info.compress_size for info in archive.infolist()):
-            raise ValueError("its archive is compressed, as torch.save never does")
-        if "byteorder" in names and archive.read(names["byteorder"]) != b"little":
-            raise ValueError("its bytes are not in little-endian order")
-        tensor = read_inert(archive.read(names["data.pkl"]))
-        if not tensor.name.startswith(REBUILD):
-            raise ValueError(f"it holds {tensor.name}, not a plain tensor")
-        place, first, shape, strides = tensor.args[:4]
-        _, kind, key, _, count = place.args
-        if kind.name.rpartition(".")[2] != storage or shape != sizes:
-            raise ValueError(f"it holds {kind.name} {shape}, not {dtype} {sizes}")
-        values = torch.frombuffer(bytearray(archive.read(names[f"data/{key}"])), dtype=dtype)
-    if len(values) != count or not all(map(is_count, (first, *strides))):
-        raise ValueError(f"its storage has {len(values)} numbers where {count} are announced")
-    return values.as_strided(shape, strides, first)
-
-
 class McoreCheckpoint:
     """An iteration's directory. Raises CheckpointError naming the file.
 
@@ -277,8 +320,8 @@ class McoreCheckpoint:
             raise self._cut_off(f"{error} ({there[FORMAT]} bytes)") from None
         if found.get("sharded_backend") != "torch_dist":
             raise CheckpointError(
-                f"{self.directory}: {FORMAT} says {found.get('sharded_backend')!r}; only the "
-                "format torch_dist is read here"
+                f"{self.directory}: {FORMAT} says {str(found.get('sharded_backend'))[:80]!r}; only "
+                "the format torch_dist is read here"
             )
         if not there.get(METADATA):
             state = "has 0 bytes" if METADATA in there else "is missing"
@@ -318,7 +361,7 @@ class McoreCheckpoint:
     def _open(self, path: Path, start: int, length: int | None) -> Archive:
         try:
             return Archive(path, start, length)
-        except (ValueError, OSError, TypeError, AttributeError) as error:
+        except (ValueError, OSError) as error:
             raise CheckpointError(f"{path}: {error}") from None
 
     def arguments(self) -> dict[str, Any]:
@@ -340,10 +383,11 @@ class McoreCheckpoint:
             raise CheckpointError(
                 f"{self.directory / COMMON}: it does not say how far the run is ({error})"
             ) from None
-        if not all(map(is_count, found)):
+        counts = all(map(is_count, found))
+        if not counts or not is_count(found[1] * found[2]):
             raise CheckpointError(
-                f"{self.directory / COMMON}: iteration, samples and sequence length {found} are "
-                "not counts"
+                f"{self.directory / COMMON}: iteration, samples and sequence length "
+                f"{', '.join(map(shown, found))} are not counts, or have too many tokens"
             )
         return found
 
@@ -413,22 +457,36 @@ class McoreCheckpoint:
 
     def read(self, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
         """Return a rectangle of a tensor. Raises CheckpointError."""
-        stored = self.index[name]
-        target = torch.empty(sizes, dtype=stored.dtype)
+        stored, target = self.index[name], None
         for part in stored.parts:
             shared = intersection(part.starts, part.sizes, starts, sizes)
             if shared is None:
                 continue
             try:
-                with open_plain(self.directory / part.file) as file:
-                    file.seek(part.offset)
-                    data = file.read(part.length)
-                values = read_archive(data, stored.dtype, part.sizes)
-            except Exception as error:  # zipfile and torch raise many kinds
+                found = Archive(self.directory / part.file, part.offset, part.length, KNOWN)
+                try:
+                    values = found.whole(stored.dtype, part.sizes)
+                finally:
+                    found.close()
+            except (ValueError, OSError) as error:
                 where = f"{self.directory / part.file}: {name} at byte {part.offset}"
                 raise CheckpointError(f"{where}: {error}") from None
+            if target is None:
+                self._check_lengths(name)
+                target = torch.empty(sizes, dtype=stored.dtype)
             target[within(starts, shared)] = values[within(part.starts, shared)]
-        return target
+        return torch.empty(sizes, dtype=stored.dtype) if target is None else target
+
+    def _check_lengths(self, name: str) -> None:
+        """Raise CheckpointError where a tensor's parts are too short for what they should hold."""
+        stored = self.index[name]
+        for part in stored.parts:
+            need = prod(part.sizes) * stored.dtype.itemsize
+            if part.length < need:
+                raise CheckpointError(
+                    f"{self.directory / part.file}: {name} at byte {part.offset} has {part.length} "
+                    f"bytes of at least {need}"
+                )
 
 
 def within(corner: tuple[int, ...], box: tuple[tuple[int, ...], ...]) -> tuple[slice, ...]:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,6 +34,7 @@ OF_FUSED = {  # (fused tensor, whether in a Mixtral): the modules of an expert t
     ("gate_up_proj", True): ("w1", "w3"),
     ("down_proj", True): ("w2",),
 }
+Read = TypeVar("Read")
 ROWS = 1024  # of two embeddings, compared at a time
 
 
@@ -57,7 +58,7 @@ class HuggingFaceDirectory(Checkpoint):
             self.index, self.manifest = {}, {"step": 0, "files": {}}
             self._read_headers()
             self._cut_fused()
-            sizes = _spell(self.config, from_hf)
+            sizes = spelt(self.config, CONFIG, from_hf)
         except CheckpointError as error:
             hint = ""
             if str(error).endswith("is a link"):
@@ -119,6 +120,10 @@ class HuggingFaceDirectory(Checkpoint):
                 )
             del self.index[name]
             file, (experts, rows, columns) = entry["parts"][0][0], entry["shape"]
+            if len(self._fused) + experts * len(own) > NAMES:
+                raise CheckpointError(
+                    f"{name} has {experts:,} experts: {NAMES:,} matrices of experts are read"
+                )
             rows //= len(own)
             for e in range(experts):
                 for i, module in enumerate(own):
@@ -184,15 +189,14 @@ class HuggingFaceDirectory(Checkpoint):
             )
 
 
-def _spell(
-    config: dict[str, Any], from_hf: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+def spelt(config: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Read]) -> Read:
+    """Return read(config). Raises CheckpointError, naming the file, for what it cannot read."""
     try:
-        return from_hf(config)
+        return read(config)
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     except Exception as error:  # a model's file reads it, which may be anybody's
-        raise CheckpointError(f"{CONFIG}: missing or bad field: {error}") from None
+        raise CheckpointError(f"{name}: missing or bad field: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

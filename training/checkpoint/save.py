@@ -46,6 +46,7 @@ from training.checkpoint.manifest import (
     VERSION_WITH_FROZEN,
     holds_a_save,
     merge_index,
+    parse,
     self_digest,
     step_name,
 )
@@ -84,7 +85,7 @@ def save(
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
     Raises SaveError, on every rank, naming the rank, the path and the cause. A value that is not
-    finite is one: nothing is written then.
+    finite is one, and a state that could not be read back: nothing is written then.
     """
     launch = grid.launch
     at = grid.rank - launch.local_rank if local else 0  # the rank that makes this directory
@@ -109,6 +110,7 @@ def save(
     def measure() -> int:
         if first:
             check(directory / step_name(step), holds_a_save)
+            parse(json.dumps(dict(state)).encode(), STATE)  # no reader would take it otherwise
         check_pieces(piece for file in mine for piece in file)
         return sum(piece.nbytes for file in mine for piece in file)
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Take from a run's folder the command line that it records, which anybody may have written.
+
+Such a run is made again with what its flags say of numbers, and with nothing else. A Python file
+that it names is code: only those of this program's model/ are run, and one that the user names.
+Flags that say where to write are left out, in whatever spelling, and so is a flag that starts
+another program. A value must be one that its flag may have.
+"""
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+RANKS = 16  # most processes that a folder may ask for
+WORDS, LONGEST = 10_000, 1 << 16  # most words of a command line; most characters of one
+PRODUCT = {"pretrain_llama", "training", "estimate", "model", "mpu", "tools"}
+READ = {  # flags that name a file or directory which a run reads
+    "--load", "--pretrained-checkpoint", "--branch-from", "--data-args-path", "--data-stages",
+    "--tokenizer-model", "--vocab-file", "--merge-file",
+}  # fmt: skip
+UNLIKE = {"log", "rehearse"}  # groups of flags that change no number
+OTHER = {"--dry-run", "--wandb-project", "--wandb-exp-name"}
+
+
+def enter(tree: Path) -> None:
+    """Let this process, which was forked for that, import the product of a checkout."""
+    here = Path(__file__).resolve().parents[2]
+    sys.path = [path for path in sys.path if Path(path or ".").resolve() != here]
+    sys.path.insert(0, str(tree))
+    for name in [name for name in sys.modules if name.partition(".")[0] in PRODUCT]:
+        del sys.modules[name]
+
+
+def world_of(found: Any, letter: str) -> int:
+    """Return a recorded number of processes. Raises ValueError for one that is not started."""
+    if type(found) is int and 1 <= found <= RANKS:
+        return found
+    text = f"{found:,}" if type(found) is int else "no number"
+    raise ValueError(
+        f"its number of processes, {text}, is none from 1 to {RANKS}: give --ranks-{letter.lower()}"
+    )
+
+
+def flags_of(argv: Sequence[str], tree: Path, letter: str, own: Path | None) -> tuple[str, ...]:
+    """Return the flags of a recorded command line with which its run is made again.
+
+    own: the model's file, where the user names one. Another process reads them, as this one imports
+    no checkout. Raises ValueError, which says what stands against it.
+    """
+    if len(argv) > WORDS or any(len(word) > LONGEST for word in argv):
+        raise ValueError("its command line is longer than one can be")
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+        try:
+            found = process.submit(_flags_of, tuple(argv), tree, letter, own).result()
+        except BrokenProcessPool:
+            raise ValueError("its command line cannot be read") from None
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _flags_of(
+    argv: tuple[str, ...], tree: Path, letter: str, own: Path | None
+) -> tuple[str, ...] | str:
+    """Return the flags, or why there are none."""
+    try:
+        enter(tree)
+        return _kept(argv, tree, letter, own)
+    except (Exception, SystemExit) as error:
+        return f"its command line: {error}"
+
+
+def _kept(argv: tuple[str, ...], tree: Path, letter: str, own: Path | None) -> tuple[str, ...]:
+    from model.load import load_model_file
+    from training.flags import flag_table, foreign
+    from training.flags.parse import build_parser
+
+    own_names: frozenset[str] = frozenset()
+    if own is not None:
+        extra = getattr(load_model_file(str(own)), "extra_args_provider", None)
+        own_names = build_parser(extra).own_names
+    words, _ = foreign.translate(argv, own_names)
+    words, _, _ = foreign.take_out(words, own_names)
+    foreign.refuse_unknown(words, own_names)
+    foreign.refuse_unavailable(words, own_names)
+    known, kept = flag_table.known_flags(), list[str]()
+    for name, values in _groups(words):
+        if name in own_names:
+            kept += [name, *values]
+            continue
+        name, *more = known[name].alias_of or (name,)
+        flag, values = known[name], [*more, *values]
+        if name == "--model-file":
+            kept += [] if own is not None else [name, _shipped(values, tree, letter)]
+        elif flag.group in UNLIKE or name in OTHER:
+            continue
+        elif flag.rule.metavar not in ("FILE", "DIRECTORY") or name in READ:
+            kept += [name, *_checked(name, values, flag, flag.kind == flag_table.LIVE_KIND)]
+    return (*kept, "--model-file", str(own)) if own is not None else tuple(kept)
+
+
+def _groups(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each flag with its values. Raises ValueError."""
+    found = list[tuple[str, list[str]]]()
+    for word in words:
+        name, has, value = word.partition("=")
+        if name.startswith("--"):
+            found.append((name, [value] if has else []))
+        elif not found:
+            raise ValueError(f"{word[:80]}: a value that belongs to no flag")
+        else:
+            found[-1][1].append(word)
+    return found
+
+
+def _checked(name: str, values: list[str], flag: Any, live: bool) -> list[str]:
+    """Return a flag's values. Raises ValueError for one that it may not have, or for a flag among
+    them.
+    """
+    least, most = {None: (1, 1), "?": (0, 1), 0: (0, 0)}.get(flag.rule.nargs, (0, WORDS))
+    if not least <= len(values) <= most:
+        raise ValueError(f"{name} has {len(values)} values")
+    if any(value.startswith("--") for value in values):
+        raise ValueError(f"{name} has a flag for a value")
+    if values and live:
+        flag.read(values if flag.rule.nargs == "*" else values[0])
+    return values
+
+
+def _shipped(values: list[str], tree: Path, letter: str) -> str:
+    """Return model/NAME.py, a model's file of a checkout. Raises ValueError for any other."""
+    at = (tree / values[-1]).resolve() if values else tree
+    if at.parent != (tree / "model").resolve() or at.suffix != ".py" or not at.is_file():
+        name = values[-1] if values else ""
+        raise ValueError(
+            f"--model-file {name} is code, and a folder may be anybody's: if you trust that file, "
+            f"name it by --model-file-{letter.lower()}"
+        )
+    return f"model/{at.name}"
