@@ -76,10 +76,15 @@ def file_differs(one: Path, other: Path) -> str:
                     manifest.pop(key, None)
         if one.name == "state.json":
             here.pop("fp8_auto", None)  # what that flag chose
-            for state in (here, there):
+            files = [state.get("config", {}).get("model.model_file") for state in (here, there)]
+            for state, file in zip((here, there), files, strict=True):
                 state.pop("model_digest", None)  # of the source of the model's file
-                if file := state.get("config", {}).get("model.model_file"):
-                    state["config"]["model.model_file"] = Path(file).name  # each tree has its own
+                if file:  # each tree has its own
+                    state["config"]["model.model_file"] = Path(file).name
+                    words = state.get("command_line", ())
+                    state["command_line"] = [Path(w).name if w == file else w for w in words]
+                if files[0] != files[1]:
+                    state.pop("config_digest", None)
             here["config"] = {k: v for k, v in here.get("config", {}).items() if k not in REMOVED}
         if one.name == "state.json" and here.get("config", {}).keys() != there["config"].keys():
             there["config_digest"] = here.get("config_digest")  # it hashes all settings
