@@ -33,6 +33,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch  # noqa: E402
+
 import pretrain_llama  # noqa: E402
 from mpu.comm import symmetric  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
@@ -123,6 +125,9 @@ def be_python(words: list[str], env: dict[str, str]) -> None:
 def be_rank(job: dict[str, Any], rank: int) -> None:
     """Become one rank of a job; does not return."""
     folder = Path(job["dir"])
+    # torch makes its pool anew after a fork, and threads of a loader that came to it at once would
+    # find none ("Invalid thread pool")
+    torch.set_num_threads(torch.get_num_threads())
     out = job.get("stdout", f"{folder}/out.{{}}").format(rank)
     for number, path in ((1, out), (2, f"{folder}/err.{rank}")):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

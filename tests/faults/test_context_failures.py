@@ -47,7 +47,7 @@ def kill(ranks: Ranks, kind: str, phase: str, call: int, victim: int, more: str 
     count, flags = KINDS[kind]
     fault = fault_during(DOING[phase], "collective", victim, "kill", call) | {"axis": AXES}
     result = ranks.run(count, 1, fault, flags=flags + more, monitor=HEARD)
-    assert result.codes[victim] == -signal.SIGKILL, "the fault was never reached"
+    assert result.codes[victim] == -signal.SIGKILL, result.said(victim)
     check_blame(result, victim, "the process died (killed?)")
     assert max(result.ended) - result.ended[victim] < SOON
 

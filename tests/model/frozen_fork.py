@@ -3,10 +3,11 @@
 
 import argparse
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from model.llama import Llama, LlamaConfig, from_hf_config, hf_config, hf_names, parameter_group
+from model import llama
+from model.llama import Llama, LlamaConfig, hf_config, hf_names, parameter_group
 
 __all__ = ["Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group"]
 
@@ -26,3 +27,8 @@ class Model(Llama):
 
 def extra_args_provider(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frozen", default="^$", help="a pattern of the parameters to freeze")
+
+
+def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
+    read = llama.from_hf_config(hf)
+    return ModelConfig(**{f.name: getattr(read, f.name) for f in fields(read)})

@@ -218,7 +218,7 @@ def test_a_reader_finds_the_gather(world):
     assert "of layers.0.attention_norm (mpu/layers/fused.py:" in lines[at + 1]
     assert "nothing ran meanwhile" in lines[at + 2]
 
-    again = line_of("mpu/layers/linear.py", "else method.start_all_gather_overlapped(x, tp, layer")
+    again = line_of("mpu/layers/linear.py", "again = method.start_all_gather_overlapped(x, tp, l")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
     waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.gathered(), dy_operand)")

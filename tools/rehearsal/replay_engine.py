@@ -48,8 +48,8 @@ def install(recorder: Recorder, full: bool) -> None:
     class Run(RealRun):  # type: ignore[misc, valid-type]
         """The engine's execution of a schedule, which replays what repeats."""
 
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **named: Any) -> None:
+            super().__init__(*args, **named)
             actions = self.schedule.ranks[self.rank]
             count = 1 + max(action.micro_batch for action in actions)
             replay.begin(count, self.training and not full)
