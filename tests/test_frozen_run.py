@@ -125,7 +125,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(sorted(MORE), 4))
+@pytest.mark.parametrize("name", sampled(sorted(MORE), 9))
 @pytest.mark.parametrize("fork", sampled(sorted(FORKS), 3))
 def test_with_other_mechanisms(launcher: Launcher, fork: str, name: str) -> None:
     words = f"{MODEL} {MORE[name]} --frozen {FORKS[fork]}"

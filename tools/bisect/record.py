@@ -167,7 +167,9 @@ class Recorder:
         """Write what this rank owns of weights, masters and the optimizer's state."""
         run = self.run
         run.sink.wait_for_weights()
-        for bucket, master in zip(run.sink.buckets, run.optimizer.masters, strict=True):
+        frozen = getattr(run.sink, "frozen_buckets", [])  # older commits have none
+        masters = [*run.optimizer.masters, *(bucket.param_shard for bucket in frozen)]
+        for bucket, master in zip([*run.sink.buckets, *frozen], masters, strict=True):
             for name, low, high, start in bucket.owned():
                 for kind, flat in (("weight", bucket.param_shard), ("master", master)):
                     if kind == "weight" or master.dtype != bucket.param_shard.dtype:
@@ -179,7 +181,7 @@ class Recorder:
                 self._part((kind, when), buckets[name], name, first, values)
 
     def _part(
-        self, of: tuple[str, str], bucket: ParamAndGradBucket, name: str, first: int, part: Tensor
+        self, of: tuple[str, str], bucket: Any, name: str, first: int, part: Tensor
     ) -> None:
         """Write elements [first, ...) of a flattened local parameter, or of what belongs to it.
 

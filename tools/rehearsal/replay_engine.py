@@ -89,4 +89,4 @@ def install(recorder: Recorder, full: bool) -> None:
                 self.deferred[chunk, i] = deque([partial(replay.copy, "W", chunk, i, None)])
             return out
 
-    engine._Run = Run  # type: ignore[misc, assignment]
+    engine._Run = Run  # type: ignore[misc]
