@@ -136,7 +136,9 @@ class Copies:
                 for node in ranks.keys() & of_nodes.keys():
                     need = {n for n in copy.files if not n.endswith(".safetensors")}
                     if world == copy.world:
-                        need |= {n for rank in ranks[node] for n in copy.needs[str(rank)]}
+                        need |= {
+                            n for rank in ranks[node] for n in copy.needs.get(str(rank), copy.files)
+                        }
                     else:  # another layout: any rank may need any file
                         need |= copy.files
                     need -= of_nodes[node]
