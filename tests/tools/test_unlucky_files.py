@@ -297,16 +297,17 @@ def an_index(rng: random.Random, folder: Path) -> Case:
 
 def a_tokenizer(rng: random.Random, folder: Path) -> Case:
     vocabulary = {"a": 0, "b": 1, "<s>": 2, "</s>": 3}
-    added = [{"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False, "special": True} for i, name in ((2, "<s>"), (3, "</s>"))]  # fmt: skip
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = {"<s>": 2, "</s>": 3}.items()
+    added = [{"id": i, "content": name, **plain, "special": True} for name, i in special]
     model = {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "a"}
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
              "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
              "model": model, "more": [1, 2]}  # fmt: skip
     lines(folder / "tokenizer.json", [whole])
-    special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "more": [1.5]}
+    named = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "more": [1.5]}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        lines(folder / name, [special])
+        lines(folder / name, [named])
     name = rng.choice(["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
     spoil(rng, folder / name)
     (folder / "text.txt").write_text("abab\n\nbaba\n")
