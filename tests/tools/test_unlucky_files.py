@@ -303,7 +303,7 @@ def a_tokenizer(rng: random.Random, folder: Path) -> Case:
     model = {"type": "BPE", "vocab": vocabulary, "merges": [], "unk_token": "a"}
     whole = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
              "normalizer": None, "pre_tokenizer": None, "post_processor": None, "decoder": None,
-             "model": model, "more": [1, 2]}  # fmt: skip
+             "model": model}  # fmt: skip
     lines(folder / "tokenizer.json", [whole])
     named = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "more": [1.5]}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
