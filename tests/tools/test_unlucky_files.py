@@ -38,12 +38,12 @@ TEXTS = [
 
 def changed(rng: random.Random, value: Any) -> Any:
     """Return a value with one part of it replaced or, in an object, lost."""
-    if isinstance(value, dict) and value and rng.random() < 0.7:
+    if isinstance(value, dict) and value and rng.random() < 0.6:
         key = rng.choice(list(value))
         if rng.random() < 0.2:
             return {name: part for name, part in value.items() if name != key}
         return {**value, key: changed(rng, value[key])}
-    if isinstance(value, list) and value and rng.random() < 0.7:
+    if isinstance(value, list) and value and rng.random() < 0.6:
         at = rng.randrange(len(value))
         return [*value[:at], changed(rng, value[at]), *value[at + 1 :]]
     return rng.choice(ODD)
@@ -54,19 +54,19 @@ def spoil(rng: random.Random, path: Path, whole: bool = False) -> None:
 
     whole: not what would still be JSON of the right kind.
     """
-    data, way = path.read_bytes(), rng.randrange(2 * whole, 9)
-    if way < 2:
+    data, way = path.read_bytes(), rng.randrange(5 * whole, 12)
+    if way < 5:
         rows = [json.loads(line) for line in data.splitlines()]
         at = rng.randrange(len(rows))
         rows[at] = changed(rng, rows[at])
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    elif way < 4:
+    elif way < 7:
         lines = [*data.splitlines(keepends=True), rng.choice(TEXTS) + b"\n"]
-        path.write_bytes(lines[-1] if way == 2 or whole else b"".join(lines))
-    elif way == 4:
+        path.write_bytes(lines[-1] if way == 5 or whole else b"".join(lines))
+    elif way == 7:
         number = rng.choice([b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"-" + b"8" * 19])
         path.write_bytes(re.sub(rb"(?<=[:,] )[\d.]+|$", number, data, count=1))
-    elif way == 5:
+    elif way == 8:
         at = rng.randrange(len(data))
         path.write_bytes(
             data[:at] + rng.randbytes(rng.randrange(9)) + data[at + rng.randrange(9) :]
