@@ -27,6 +27,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,12 +45,13 @@ from training.data.files import replacing, write_text
 from training.data.shards import documents
 from training.data.text_files import find_files, split_names, stat_files
 from training.owned import check, json_with, refuse
-from training.untrusted import open_plain, parse_json, read_json
+from training.untrusted import open_plain, parse_json, read_json, read_plain
 
 SKIP = "--on-bad-document skip (of make train: ON_BAD_DOCUMENT=skip)"
 PERCENT, OWN_PERCENT = 5.0, 10.0  # of the library's files, of the pieces of a person's text
 PIECE, LEAST, FEWEST = 16_000, 200, 20  # characters of a piece, at least; pieces to have, if so
 
+LARGEST = 1 << 28  # bytes of a source of the library, and of the file of --source
 PARTS = ("train.jsonl", "heldout.jsonl")
 ABOUT = "corpus.json"
 
@@ -94,8 +96,9 @@ def read(library: Path) -> list[tuple[str, str]]:
     for file in library.rglob("*.py"):
         path = file.relative_to(library).as_posix()
         try:
-            text = file.read_text(encoding="utf-8")  # newlines of any kind become \n
-        except (OSError, UnicodeDecodeError):
+            data = read_plain(file, LARGEST)
+            text = StringIO(data.decode(), newline=None).read()  # newlines of any kind become \n
+        except (OSError, ValueError):
             continue
         if accepted(path, text):
             found.append((path, text))
@@ -200,12 +203,19 @@ def may_build(output: Path) -> bool:
     if not any((output / name).is_symlink() or (output / name).exists() for name in PARTS):
         return json_with("sha256")(output / ABOUT) or not (output / ABOUT).exists()
     try:
-        about = read_json(output / ABOUT)
         with ExitStack() as stack:
             files = [stack.enter_context(open_plain(output / name)) for name in PARTS]
-            return isinstance(about, dict) and about.get("sha256") == digest_of(files)
+            return text_of(output) == digest_of(files)
     except (OSError, ValueError):
         return False
+
+
+def text_of(corpus: Path) -> str:
+    """Return the digest of a corpus's text, which corpus.json has. Raises OSError, ValueError."""
+    about = read_json(corpus / ABOUT)
+    if not isinstance(about, dict) or not isinstance(about.get("sha256"), str):
+        raise ValueError(f"{corpus / ABOUT}: is not what tools/build_corpus.py writes")
+    return str(about["sha256"])
 
 
 def take(new: Path, old: Path) -> None:
@@ -213,8 +223,12 @@ def take(new: Path, old: Path) -> None:
 
     Nothing of the run's own is replaced before that is known.
     """
-    found = [json.loads((at / ABOUT).read_text())["sha256"] for at in (new, old)]
-    if found[0] != found[1]:
+    try:
+        same = text_of(new) == text_of(old)
+    except (OSError, ValueError):
+        drop(new)
+        raise
+    if not same:
         drop(new)
         raise ValueError(
             f"{old.parent} holds a run of another text: rm -r {old.parent} to start anew, or give "
@@ -289,15 +303,22 @@ def write_source(path: Path, names: list[str] | None, how: list[Any]) -> None:
     if names:
         what = [file[1:] for file in stat_files(find_files(names))]
     text = json.dumps([what, how]) + "\n"
-    if not path.exists() or path.read_text() != text:
+    try:
+        same = read_plain(path, LARGEST) == text.encode()
+    except (OSError, ValueError):
+        same = False
+    if not same:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text, _is_source)
 
 
 def _is_source(path: Path) -> bool:
     """Return whether `write_source` wrote a file, perhaps torn: two lists, or no JSON."""
+    data = b""
     try:
-        found = parse_json(data := path.read_bytes(), str(path))
+        found = parse_json(data := read_plain(path, LARGEST), str(path))
+    except OSError:
+        return False
     except ValueError:
         return len(data) < 100 or data.startswith(b"[[")
     return isinstance(found, list) and len(found) == 2 and isinstance(found[0], list)

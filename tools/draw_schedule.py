@@ -94,10 +94,13 @@ def _read(path: Path) -> dict[str, Any]:
             )
             for step in record["steps"]
         }
+        actions = [span.action for spans in record["steps"].values() for span in spans]
+        most = max(map(len, record["steps"].values()))  # no count is above that of the actions
         sizes = [record[key] for key in ("pp_size", "chunks")]
-        sound = all(isinstance(size, int) and size > 0 for size in sizes) and record["steps"]
-        kinds = {span.action.kind for spans in record["steps"].values() for span in spans}
-        known = {"pp_rank", "v_shape", "split"} <= record.keys() and kinds <= {"F", "B", "W", "BW"}
+        sound = all(isinstance(size, int) and size > 0 for size in sizes)
+        sound = sound and record["chunks"] <= most and max(a.micro_batch for a in actions) < most
+        known = {"schedule", "pp_rank", "v_shape", "split"} <= record.keys()
+        known = known and {action.kind for action in actions} <= {"F", "B", "W", "BW"}
         if not (sound and known and all(record["steps"].values())):
             raise KeyError
     except FileNotFoundError:

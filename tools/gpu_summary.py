@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from training.untrusted import parse_json, read_plain
+
+LARGEST = 1 << 28  # bytes of the file
 LINES = "gpu-check.jsonl"
 MOST, WIDTH, ROWS = 5500, 180, 30  # characters of the summary, of a line; lines
 SKIPPED = 3  # the exit code of a row that cannot run here
@@ -44,10 +47,10 @@ def plain(value: Any) -> Any:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file; one that a killed process left unfinished is left out."""
     found = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
+    for text in read_plain(path, LARGEST).splitlines() if path.exists() else ():
         try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
+            line = parse_json(text, str(path))
+        except ValueError:
             continue
         if isinstance(line, dict) and {"row", "what"} <= line.keys():
             found.append(line)

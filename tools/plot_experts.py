@@ -34,7 +34,7 @@ def read_counts(path: Path) -> dict[int, Counts]:
     Raises ValueError where there are none.
     """
     found: dict[int, Counts] = {}
-    for number, line in enumerate(read_plain(path, LARGEST).decode().splitlines(), 1):
+    for number, line in enumerate(read_plain(path, LARGEST).splitlines(), 1):
         try:
             record = parse_json(line, "")
             iteration = int(record["iteration"])

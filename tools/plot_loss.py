@@ -75,7 +75,7 @@ def read_log(path: Path) -> Run:
     """
     legs: list[list[_Line]] = [[]]  # a new one where the run went back
     last = trained = 0  # the iterations of the line before, and of this leg's last with a loss
-    for number, line in enumerate(read_plain(path, LARGEST).decode().splitlines(), 1):
+    for number, line in enumerate(read_plain(path, LARGEST).splitlines(), 1):
         try:
             read = _read(parse_json(line, ""))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):

@@ -34,9 +34,12 @@ if __name__ == "__main__":
 
 import numpy as np
 
+from tools.build_corpus import text_of
+from tools.command_line import error_line
 from training.data.files import write_text
 from training.data.indexed import IndexedTokens
 from training.owned import json_with
+from training.untrusted import open_plain, parse_json, printable, read_json, read_plain
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.relpath(sys.executable, ROOT)
@@ -44,6 +47,9 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 VOCABULARY = 2048
 TOKENS = "weft_text_document"  # what tools/preprocess_data.py makes of the prefix weft
 ITERATIONS = 1000
+LARGEST = 1 << 28  # bytes of a log, and of a line of the corpus
+NUMBERS = ("iteration", "lr", "validation_loss", "validation_bits_per_byte", "tokens_per_second")
+TEXT = ("path", "text")
 FULL_VALIDATION = 65_536  # held-out tokens, up to which every evaluation takes all of them
 TP, PP = range(1, 3), range(1, 7)  # what the model's heads and layers can be cut into
 # fmt: off
@@ -70,7 +76,7 @@ def command_line(flags: dict[str, Any], switches: list[str]) -> list[str]:
 def show(command: list[str], threads: int | None = None) -> None:
     """Print a command as typed in the checkout, a flag a line."""
     words = [f"OMP_NUM_THREADS={threads}"] * bool(threads) + [shlex.quote(word) for word in command]
-    print("\n  $ " + " ".join(words).replace(" --", " \\\n      --") + "\n", flush=True)
+    print("\n  $ " + printable(" ".join(words)).replace(" --", " \\\n      --") + "\n", flush=True)
 
 
 def run(command: list[str], threads: int | None = CORES, stdout: int | None = None) -> str:
@@ -116,8 +122,8 @@ def unigram_entropy(prefix: Path) -> float:
 
     No model that knows only how frequent each token is can have a lower loss on these tokens.
     """
-    counts = np.bincount(np.asarray(IndexedTokens(str(prefix)).tokens, dtype=np.int64))
-    share = counts[counts > 0] / counts.sum()
+    counts = np.unique(IndexedTokens(str(prefix)).tokens, return_counts=True)[1]
+    share = counts / counts.sum()
     return float(-(share * np.log(share)).sum())
 
 
@@ -137,11 +143,25 @@ def parameters() -> int:
 
 
 def records(log: Path) -> list[dict[str, Any]]:
-    """Return the records of a --log-json file, without one that a kill left torn."""
+    """Return the records of a --log-json file, without one that a kill left torn.
+
+    A number that was not finite is left out of its record. Raises OSError, ValueError.
+    """
     if not log.exists():
         return []
-    complete = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line) for line in complete]
+    found = []
+    for number, line in enumerate(read_plain(log, LARGEST).split(b"\n")[:-1], 1):
+        record = parse_json(line, where := f"{log}, line {number}")
+        if isinstance(record, dict):
+            record = {key: value for key, value in record.items() if value is not None}
+        if (
+            not isinstance(record, dict)
+            or "iteration" not in record
+            or any(type(record.get(key, 0)) not in (int, float) for key in NUMBERS)
+        ):
+            raise ValueError(f"{where}: not a line of a --log-json file")
+        found.append(record)
+    return found
 
 
 def launch(flags: dict[str, Any], tp: int, pp: int) -> None:
@@ -183,16 +203,15 @@ def train(out: Path, tp: int, pp: int, iterations: int) -> Path:
     about = folder / "run.json"
     if about.exists() and not json_with("key")(about):
         raise SystemExit(f"make train: {about} is no file of make train: give OUT=another/folder")
-    text = json.loads((out / "corpus" / "corpus.json").read_text())["sha256"]
-    expected = digest(text, MODEL, SWITCHES)
-    if about.exists() and json.loads(about.read_text())["key"] != expected:
+    expected = digest(text_of(out / "corpus"), MODEL, SWITCHES)
+    if about.exists() and read_json(about)["key"] != expected:
         raise SystemExit(
             f"make train: {folder} holds a run of another model or other text;"
             f" rm -r {folder} to start anew, or give OUT=another/folder"
         )
     folder.mkdir(parents=True, exist_ok=True)
     write_text(about, json.dumps({"key": expected}), json_with("key"))
-    manifests = (folder / "checkpoints").glob("step_*/manifest.json")
+    manifests = (folder / "checkpoints").glob("step_" + 8 * "[0-9]" + "/manifest.json")
     done = max((int(file.parent.name.removeprefix("step_")) for file in manifests), default=0)
     target = (done // iterations + 1) * iterations
     start = continues(folder, done, target) if done else "starting"
@@ -253,8 +272,10 @@ def lowest(evaluations: list[dict[str, Any]]) -> str:
 
 def sample(folder: Path, heldout: Path) -> None:
     """Print a text that the run's model goes on with: "def ", or words of a person's own text."""
-    with open(heldout, encoding="utf-8") as file:
-        record = json.loads(file.readline())
+    with open_plain(heldout) as file:
+        record = parse_json(file.readline(LARGEST), f"{heldout}, line 1")
+    if not isinstance(record, dict) or not all(type(record.get(k)) is str for k in TEXT):
+        raise ValueError(f"{heldout}, line 1: is not what tools/build_corpus.py writes")
     prompt = "def " if record["path"].endswith(".py") else " ".join(record["text"].split()[:3])
     command = [PYTHON, "tools/generate.py", "--load", str(folder / "checkpoints")]
     command += ["--prompt", prompt[:60], "--max-new-tokens", "200", "--temperature", "0.6"]
@@ -266,11 +287,13 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
     """Print the results: loss, unigram entropy, bits a byte, speed, a sample; draw the loss."""
     lines = records(folder / "log.jsonl")
     evaluations = [r for r in lines if "validation_loss" in r]
-    if not evaluations:
+    steps = [r for r in lines if "tokens_per_second" in r]
+    if not evaluations or not steps:
         raise SystemExit(
             "make train: stopped before the first evaluation; call it again to continue"
         )
-    loss, steps = evaluations[-1]["validation_loss"], [r for r in lines if "loss" in r]
+    loss = evaluations[-1]["validation_loss"]
+    perplexity = math.exp(loss) if loss < 700 else math.inf
     entropy = unigram_entropy(out / "tokens" / "heldout" / TOKENS)
     picture = folder / "loss.png"
     layout, world = f"TP {tp}" + f" x PP {pp}" * (pp > 1), tp * pp
@@ -282,7 +305,7 @@ def finish(out: Path, folder: Path, tp: int, pp: int) -> None:
     tokens, every = evaluated(out / "tokens" / "heldout" / TOKENS)
     over = f"all {tokens:,}" if every else f"the first {tokens:,}"
     print(
-        f"\nvalidation loss  {loss:.3f} nats a token (perplexity {math.exp(loss):.1f}), over "
+        f"\nvalidation loss  {loss:.3f} nats a token (perplexity {perplexity:.1f}), over "
         f"{over} held-out tokens\n"
         f"unigram entropy  {entropy:.3f} nats a token: the best loss of a model that ignores "
         "context\n"
@@ -319,6 +342,8 @@ def main() -> None:
     except KeyboardInterrupt:
         print("\nstopped; the same command continues from here", flush=True)
         sys.exit(130)
+    except (ValueError, OSError) as error:
+        sys.exit(error_line("make train", error))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from training.untrusted import open_plain, parse_json, read_json
+from training.untrusted import open_plain, parse_json, read_plain
 
 Ours = Callable[[Path], bool]
 FOREIGN = "it was written for another purpose, or by somebody else, and is not replaced"
@@ -92,7 +92,8 @@ def json_with(*keys: str) -> Ours:
         with suppress(OSError, ValueError):
             if path.is_symlink():
                 return False
-            found = read_json(path, 1 << 30) if path.stat().st_size else dict.fromkeys(keys)
+            data = read_plain(path, 1 << 30)
+            found = parse_json(data, str(path)) if data else dict.fromkeys(keys)
             return isinstance(found, dict) and all(key in found for key in keys)
         return False
 

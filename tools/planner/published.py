@@ -6,6 +6,7 @@ row for each run of several sources. Rows may leave out what other columns or a 
 """
 
 import csv
+import io
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +18,9 @@ from mpu.layers.float8.cuda import lacks
 from tools.planner.pipeline import SCHEDULES as ORDER
 from tools.planner.runs import even_cut
 from tools.rehearsal.device_file import read_device
+from training.untrusted import read_plain
 
+LARGEST = 1 << 28  # bytes of a CSV
 PLAYBOOK = {  # layers, hidden, heads, ffn: the table's own FLOPs confirm them to 1 %
     "1B": (16, 2048, 32, 8192), "3B": (28, 3072, 32, 8192),
     "8B": (32, 4096, 32, 14336), "80B": (80, 8192, 64, 28672),
@@ -154,12 +157,13 @@ class Table:
 def read_table(path: Path) -> Table:
     """Return a CSV's runs. Raises RowError where the file or its header cannot be read."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restval="")
-            lines = list(reader)
-            columns = list(reader.fieldnames or [])
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise RowError(f"{path}: cannot be read as a CSV: {error}") from None
+        text = read_plain(path, LARGEST).decode("utf-8-sig")
+        reader = csv.DictReader(io.StringIO(text, newline=""), restval="")
+        lines = list(reader)
+        columns = list(reader.fieldnames or [])
+    except (OSError, ValueError, csv.Error) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RowError(f"{path}: cannot be read as a CSV: {why}") from None
     read = _format(path, columns)
     table = Table(columns, lines, [], [], {})
     for at, values in enumerate(lines):

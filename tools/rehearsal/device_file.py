@@ -142,6 +142,10 @@ def read_device(name: str) -> Device:
     content = read_json(path)
     if not isinstance(content, dict) or content.keys() != {"name", "numbers", "levels"}:
         raise DeviceFileError(f"{path}: must be an object with name, numbers and levels")
+    if not isinstance(content["numbers"], dict):
+        raise DeviceFileError(f"{path}: numbers must be an object")
+    if not isinstance(content["levels"], list):
+        raise DeviceFileError(f"{path}: levels must be a list")
     numbers = {key: _number(path, key, content["numbers"].get(key), unit)
                for key, unit in NUMBERS.items()}  # fmt: skip
     unknown = sorted(content["numbers"].keys() - NUMBERS.keys())
@@ -151,18 +155,26 @@ def read_device(name: str) -> Device:
     if not levels or levels[-1].ranks != 0 or any(level.ranks < 2 for level in levels[:-1]):
         raise DeviceFileError(f"{path}: the last level must have ranks 0, the others at least 2")
     other = {
-        key: _number(path, key, {**entry["other"], "unit": entry["unit"]}, NUMBERS[key])[0]
+        key: _number(path, key, _other(entry), NUMBERS[key])[0]
         for key, entry in content["numbers"].items()
         if "other" in entry
     }
     return Device(str(content["name"]), {k: v for k, (v,) in numbers.items()}, levels, other)
 
 
-def _level(path: Path, level: dict[str, Any]) -> Level:
+def _other(entry: dict[str, Any]) -> Any:
+    """Return an entry's other value, as an entry of its own."""
+    other = entry["other"]
+    return {**other, "unit": entry["unit"]} if isinstance(other, dict) else other
+
+
+def _level(path: Path, level: Any) -> Level:
+    if not isinstance(level, dict) or type(level.get("ranks")) is not int or "name" not in level:
+        raise DeviceFileError(f"{path}: each of levels must have a name, and ranks, a whole number")
     values = {key: _number(path, key, level.get(key), unit) for key, unit in LEVEL.items()}
     return Level(
         str(level["name"]),
-        int(level["ranks"]),
+        level["ranks"],
         values["bandwidth"][0],
         values["step_seconds"],
         values["tree_seconds"],

@@ -43,6 +43,7 @@ from training.config import Config, UsageError
 from training.data.files import write_text
 from training.owned import json_with, refuse
 from training.pipeline_schedule import schedule_of
+from training.untrusted import sentence
 
 GPUS_A_NODE = 8
 
@@ -62,7 +63,7 @@ def main(script: ModuleType, argv: list[str]) -> int:
         else:
             made, text = describe(run(script, config))
     except (UsageError, PlacementError, ValueError, OSError, guard.GuardError) as error:
-        print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
+        print(f"pretrain_llama.py --rehearse: {sentence(error)}", file=sys.stderr)
         return 2
     except Exception as error:  # while the flags were read: the plan runs the model, too
         made, text = {"findings": [failed(error, "")._asdict()]}, ""

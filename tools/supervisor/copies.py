@@ -136,7 +136,8 @@ class Copies:
                 for node in ranks.keys() & of_nodes.keys():
                     need = {n for n in copy.files if not n.endswith(".safetensors")}
                     if world == copy.world:
-                        need |= {n for rank in ranks[node] for n in copy.needs[str(rank)]}
+                        of_ranks = [copy.needs.get(str(r), copy.files) for r in ranks[node]]
+                        need = need.union(*of_ranks)
                     else:  # another layout: any rank may need any file
                         need |= copy.files
                     need -= of_nodes[node]

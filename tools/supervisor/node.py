@@ -30,6 +30,7 @@ from tools.supervisor.channel import Channel, Listener, WireError, call
 from tools.supervisor.report import say
 from training.faults.admission import Seat
 from training.faults.wire import BLOB_LIMIT
+from training.untrusted import printable, read_json, read_plain
 
 SCRIPT = Path(__file__).resolve().parent / "ranks.py"
 MEMORY = Path("/dev/shm")
@@ -39,6 +40,7 @@ POLL = 0.05  # seconds between two looks at the ranks' progress
 # (SIGCONT), and until it is killed; IMPORTING: while it imports torch
 WAKE, SILENT, IMPORTING = 10.0, 20.0, 300.0
 PROGRESS = struct.Struct("=qdqdq")  # as training/run/saver.py writes it
+MANIFEST = 1 << 28  # most bytes of a copy's manifest
 NEEDS = re.compile(r"needs_(\d{8,})\.json")
 FILE = re.compile(r"[\w][\w.-]{0,200}")
 Event = dict[str, Any]
@@ -194,9 +196,9 @@ class Node:
 
     def _cause(self, rank: int) -> str:
         """Return what a rank wrote into its TORCHELASTIC_ERROR_FILE, in one line, or ""."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            text = self._error_file(rank).read_text()
-            return str(json.loads(text)["message"]["message"]).strip().splitlines()[0][:500]
+        with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            text = str(read_json(self._error_file(rank))["message"]["message"])
+            return printable(text.strip().splitlines()[0])[:500]
         return ""
 
     def _error_file(self, rank: int) -> Path:
@@ -225,7 +227,7 @@ class Node:
 
     def _steps(self) -> list[tuple[int, Path]]:
         found = self.memory.glob("step_*")
-        return [(int(p.name[5:]), p) for p in found if p.name[5:].isdigit()]
+        return [(int(p.name[5:]), p) for p in found if p.name[5:].isdecimal()]
 
     def _begin(self, plan: Event) -> None:
         """Start this node's ranks of an attempt."""
@@ -272,8 +274,8 @@ class Node:
                 )
                 quiet = 0.0
                 self._process.kill()
-            with suppress(OSError, struct.error):
-                record = PROGRESS.unpack((self.directory / "progress").read_bytes())
+            with suppress(OSError, ValueError, struct.error):
+                record = PROGRESS.unpack(read_plain(self.directory / "progress", PROGRESS.size))
                 if record != last and any(record):  # zeros: nothing is reported yet
                     self.event({"progress": list(record)})
                     last = record
@@ -282,13 +284,18 @@ class Node:
                 inode = entry.inode()
                 if match and self._copied.get(entry.name) != inode:
                     self._copied[entry.name] = inode
-                    with suppress(OSError, ValueError):
-                        self._report(int(match[1]), json.loads(Path(entry.path).read_text()))
+                    with suppress(OSError, ValueError, KeyError):  # it is no copy, then
+                        self._report(int(match[1]), read_json(entry.path))
             time.sleep(POLL)
 
-    def _report(self, step: int, needs: dict[str, list[str]]) -> None:
+    def _report(self, step: int, needs: Any) -> None:
+        """Report a copy. Raises OSError, ValueError, KeyError for what no run writes."""
         path = self.memory / f"step_{step:08d}"
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = read_json(path / "manifest.json", MANIFEST)
+        lists = list(needs.values()) if isinstance(needs, dict) else [None]
+        sound = all(isinstance(n, list) and all(isinstance(f, str) for f in n) for n in lists)
+        if not sound or not isinstance(manifest, dict) or not isinstance(manifest["files"], dict):
+            raise ValueError(f"{path} is not a copy of the state")
         files = [*manifest["files"], "manifest.json"]
         self.event({"kept": step, "files": files, "needs": needs, "have": self._have(step)})
 

@@ -31,6 +31,7 @@ from training.checkpoint.write_huggingface import (
 )
 from training.checkpoint.written import Written
 from training.data.auto_tokenizer import auto_tokenizer
+from training.data.foreign_code import LARGEST
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
@@ -117,12 +118,14 @@ class HuggingFaceSaves:
 
 
 def tokenizer_files(root: Path) -> dict[str, bytes]:
-    """Return {name: bytes} of the tokenizer's files in a directory."""
+    """Return {name: bytes} of the tokenizer's files in a directory. Raises ValueError."""
     found = {}
     for name in TOKENIZER_FILES:
         if os.path.lexists(root / name):
             with open_plain(root / name) as file:
-                found[name] = file.read()
+                found[name] = file.read(LARGEST + 1)
+            if len(found[name]) > LARGEST:
+                raise ValueError(f"{root / name}: it has more than {LARGEST:,} bytes")
     return found
 
 
