@@ -226,7 +226,8 @@ class Optimizer:
         if self.state_offload:
             self.state_offload.arrive()
         (updaters,) = self.updaters
-        self._idle_steps += 1 - found_inf.double()
+        if not updaters:
+            self._idle_steps += 1 - found_inf.double()
         for updater in updaters:
             updater.start(factor, found_inf)
         for updater in updaters:
