@@ -74,7 +74,8 @@ def run(launcher, folder: Path, iterations: int, *flags, code: int = 0):
     return [row["loss"] for row in rows if "loss" in row], said
 
 
-@pytest.mark.parametrize("file", sampled(list(FORKS), 9))
+@pytest.mark.prove  # the tests below read such a folder too
+@pytest.mark.parametrize("file", list(FORKS))
 def test_a_folder_of_transformers(launcher, tmp_path, file):
     transformers = pytest.importorskip("transformers")
     name, fields, flags, other = FORKS[file]

@@ -217,7 +217,7 @@ class _One:
         return Grid()
 
 
-@pytest.mark.parametrize("name", sampled(sorted(MOE), 4))
+@pytest.mark.parametrize("name", sampled(sorted(MOE), 8))
 @pytest.mark.parametrize("size, ways", sampled([(2, OVERLAPS), (4, PIPES)], 2))
 def test_interleaved_micro_batches(world, size, ways, name):
     """No bit depends on --overlap-moe-expert-parallel-comm."""

@@ -19,7 +19,6 @@ from tools.planner.rank_order import AXES, ledger
 from tools.planner.search import Plans
 from training.flags.parse import parse
 
-SHORT = 2  # the draw that is not a long test
 Report = dict[str, Any]
 Rehearse = Callable[[Plans, int, int], Report]
 PLANS = [  # model, cluster, nodes, sequence, sequences of a step
@@ -112,9 +111,8 @@ def test_the_best_plan_is_rehearsed(
         hold_memory(plans, n, stage, rehearse(plans, n, rank))
 
 
-@pytest.mark.parametrize(
-    "draw", [pytest.param(n, marks=[] if n == SHORT else [pytest.mark.prove]) for n in range(50)]
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("draw", range(50))
 def test_random_layouts_are_the_rehearsals(draw: int, rehearse: Rehearse) -> None:
     """The first rank of every second layout, the last rank of the others."""
     asked: plan.Question = {"seq-length": 2048, "global-batch-size": 32}

@@ -21,7 +21,6 @@ LAYOUTS = {  # name: (ranks, flags, micro-batches)
     "interleaved": (2, f"{PP} --num-layers 8 --num-virtual-stages-per-pipeline-rank 2", 8),
     "ZB-H1": (2, f"{PP} --pipeline-schedule zb-h1", 8),
 }  # fmt: skip
-IN_CI = ("full",)
 # Llama 3 8B's layers on an H100; of --offload-modules what the link can carry under a layer
 REAL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 --num-layers 8 --hidden-size 4096
@@ -41,9 +40,8 @@ def stated(flags, world):
     return sent, sum(memory(config, provider, 0, held).values())
 
 
-@pytest.mark.parametrize(
-    "layout", [x if x in IN_CI else pytest.param(x, marks=pytest.mark.prove) for x in LAYOUTS]
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_are_those_of_the_formula(rehearse, layout):
     world, flags, count = LAYOUTS[layout]
     plain = flags.replace("--offload-modules mlp", "")

@@ -108,6 +108,7 @@ def test_a_layout_has_no_finding_and_the_dry_runs_memory(rehearse, world, rank, 
     assert held(rehearse, world, rank, words)
 
 
+@pytest.mark.prove
 def test_the_fullest_rank_has_the_dry_runs_memory_at_a_skew(rehearse):
     words = f"{EP} 4 {TO} alltoall --micro-batch-size 2 --global-batch-size 16 --zero-stage 1"
     assert held(rehearse, 4, 0, f"{words} --rehearse-expert-skew 2.5")

@@ -16,6 +16,7 @@ REST = (
 )
 
 
+@pytest.mark.prove
 def test_both_clocks_see_the_same_matmuls_and_attention(rehearse) -> None:
     flags = "--tensor-model-parallel-size 4 --sequence-parallel --global-batch-size 16"
     report = rehearse(f"{MODEL} {REST} {flags}", 8, small=False).report
