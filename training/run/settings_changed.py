@@ -159,7 +159,8 @@ def _recorded(key: str, saved: Mapping[str, Any]) -> bool:
 
 
 def _default(key: str) -> Any:
-    return SETTINGS[key].default if key in SETTINGS else None
+    value = SETTINGS[key].default if key in SETTINGS else None
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _value(key: str, flat: Mapping[str, Any]) -> Any:
@@ -172,7 +173,7 @@ def _value(key: str, flat: Mapping[str, Any]) -> Any:
         value = row.older
     if value is None and row.derived in KEYS:
         return _value(KEYS[row.derived], flat)
-    value = row.default if value is None else value
+    value = _default(key) if value is None else value
     return list(value) if isinstance(value, tuple) else value
 
 
