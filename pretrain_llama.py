@@ -39,7 +39,7 @@ from estimate.context_parallel import check_attention
 from estimate.dry_run import report
 from estimate.model_profile import make_grid, whole_model
 from estimate.obeyed_flags import check_flags
-from estimate.pipeline_stages import rank_stages
+from estimate.pipeline_stages import rank_stages, uses_of
 from model.llama import Llama
 from model.load import (
     blaming_file,
@@ -234,8 +234,9 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     check_flags(config, model_provider)
     matrices.check(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
+    uses = uses_of(config, model_provider, grid.pp.rank)
     model = model_provider(config, ctx, recompute, stages)
-    sink.attach(model, model.chunk_of)
+    sink.attach(model, model.chunk_of, uses)
     for names in sink.fill():
         monitor.action = f"drawing {len(names)} initial weights"
         model.initialize(config.run.seed, names)

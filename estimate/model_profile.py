@@ -10,10 +10,13 @@ measures what a rank keeps and sends.
 
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -37,6 +40,8 @@ from training.layer_options import context_of, recompute_of
 from training.nccl import nccl_groups
 from training.update_rules import needs_full_matrices
 
+ROOT = Path(__file__).resolve().parents[1]
+MPU, MODEL, TORCH = f"{ROOT}/mpu/", f"{ROOT}/model/", f"{Path(torch.__file__).parent}/"
 SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # of a module
 
 
@@ -101,7 +106,9 @@ class ModelProfile:
     """The number of parameters, without padding, and the FLOPs of one token's forward, by part.
 
     core: the share of each of `layers` that selective recomputation repeats (core attention).
-    alike: all layers have the same modules, parameters, settings and FLOPs.
+    alike: all layers have the same modules, parameters, settings and FLOPs. uses: of each part, the
+    embedding's first and the head's last, {parameter: the lines of its uses in one forward}; a
+    parameter of several names is there under each.
     """
 
     parameters: int
@@ -110,6 +117,7 @@ class ModelProfile:
     core: tuple[float, ...]
     head: float
     alike: bool
+    uses: tuple[dict[str, tuple[str, ...]], ...] = field(default=(), compare=False)
 
     @property
     def flops(self) -> float:
@@ -163,20 +171,24 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     stages.append(Stage(count, count, loss=True))
     flops = _Flops()
     # rows that pad an expert, or that it drops, do not change the work of a model
-    ctx = meta_context(config, Grid(), experts=ExpertOptions())
+    sink = _Uses()
+    ctx = meta_context(config, Grid(), sink, experts=ExpertOptions())
     with torch.no_grad(), MetaAttention(flops.dot_product_attention), flops:
         built = provider(config, ctx, _CountedRecompute(flops), stages)
         tokens = torch.empty((1, length), dtype=torch.long, device=META)
-        hidden, parts, cores = None, [], []
+        hidden, parts, cores, uses = None, [], [], []
         for chunk in range(count + 2):
             hidden = built(tokens, tokens, hidden=hidden, chunk=chunk)
             part, core = flops.take()
             parts.append(part / length)
             cores.append(core / length)
+            uses.append(sink.take())
     parameters = sum(param.numel() for _, param in built.named_parameters())
     layers, inside = tuple(parts[1:-1]), tuple(cores[1:-1])
     alike = len({*zip(layers, inside, strict=True)}) <= 1 and _same_blocks(built)
-    return ModelProfile(parameters, parts[0], layers, inside, parts[-1], alike)
+    every = list(built.named_parameters(remove_duplicate=False))
+    named = tuple({name: lines[p] for name, p in every if p in lines} for lines in uses)
+    return ModelProfile(parameters, parts[0], layers, inside, parts[-1], alike=alike, uses=named)
 
 
 def _is_setting(value: Any) -> bool:
@@ -289,12 +301,42 @@ def _rank_parameters(
         param.requires_grad_(True)
     return {
         name: ParameterProfile(
-            tuple(param.shape), entry, holders[param],
-            not any(axis.rank for axis in placement_of(param).copies), placement_of(param),
+            tuple(param.shape),
+            entry,
+            holders[param],
+            not any(axis.rank for axis in placement_of(param).copies),
+            placement_of(param),
             name in frozen,
         )
         for (name, param), entry in zip(named, entries_of(named, model.chunk_of), strict=True)
     }
+
+
+class _Uses(GradientSink):
+    """Note where a forward uses each weight: a file and line of a fork, else of Weft's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[nn.Parameter, tuple[str, ...]] = {}
+
+    def acquire(self, param: nn.Parameter) -> Tensor:
+        frame: FrameType | None = sys._getframe(1)
+        at = ""
+        while frame is not None and frame.f_code.co_filename != __file__:
+            file = frame.f_code.co_filename
+            if not file.startswith((MPU, TORCH)):
+                at = at or f"{file}:{frame.f_lineno}"
+                if not file.startswith(MODEL):
+                    at = f"{file}:{frame.f_lineno}"
+                    break
+            frame = frame.f_back
+        self._lines[param] = (*self._lines.get(param, ()), at.removeprefix(f"{ROOT}/"))
+        return param
+
+    def take(self) -> dict[nn.Parameter, tuple[str, ...]]:
+        """Return what was noted since the last call."""
+        lines, self._lines = self._lines, {}
+        return lines
 
 
 class _Flops(MetaOperations):

@@ -39,6 +39,36 @@ def rank_stages(config: Config, provider: ModelProvider, pp_rank: int) -> tuple[
     return tuple(stages[stage] for stage in own_stages(config, pp_rank))
 
 
+def uses_of(config: Config, provider: ModelProvider, pp_rank: int) -> dict[str, tuple[str, ...]]:
+    """Return {parameter: the lines of its uses in a forward of this pipeline rank}.
+
+    Raises ValueError, on every rank, for a weight that stages of several ranks use, but for the
+    embedding's that the head is tied to: each of them would train one of its own.
+    """
+    last, places = config.model.num_layers + 1, dict[int, int]()  # {part: its pipeline rank}
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        for stage in rank_stages(config, provider, rank):
+            here = [layer + 1 for layer in stage.layers]
+            here += [0] * stage.embedding + [last] * stage.loss
+            places |= dict.fromkeys(here, rank)
+    found, parts = dict[str, tuple[str, ...]](), dict[str, list[int]]()
+    for part, uses in enumerate(model_profile(config, provider).uses):
+        for name, lines in uses.items():
+            parts.setdefault(name, []).append(part)
+            if places[part] == pp_rank:
+                found[name] = found.get(name, ()) + lines
+    for name, some in parts.items():
+        if len({places[part] for part in some}) > 1 and some != [0, last]:
+            of = (f"layer {part - 1}" if 0 < part < last else "an end" for part in some)
+            raise ValueError(
+                f"--model-file {config.model.model_file}: {name} is used in {', '.join(of)}, which "
+                "are on several pipeline ranks, and each would train a weight of its own: keep "
+                "them on one (--pipeline-model-parallel-layout), or leave out "
+                "--pipeline-model-parallel-size"
+            )
+    return found
+
+
 def costs(config: Config, provider: ModelProvider) -> Costs:
     """Return the FLOPs a token of every stage: F = B = W, plus what B and W compute again."""
     model, stages = model_profile(config, provider), stages_of(config, provider)

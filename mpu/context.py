@@ -137,7 +137,8 @@ class LayerContext:
         it was computed; it is partial over tensor-parallel ranks where a weight's gradient would
         be.
         """
-        assert loss.dim() == 0, "an auxiliary loss is a scalar"
+        if loss.dim():
+            raise RuntimeError(f"an auxiliary loss is a scalar, not of shape {tuple(loss.shape)}")
         axes = tuple(axis for axis in self.reduce_axes(region) if axis.size > 1)
         loss = loss.to(self.accumulate)
         if torch.is_grad_enabled() and not (x.requires_grad or loss.requires_grad):

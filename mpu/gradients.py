@@ -92,6 +92,10 @@ class GradientSink:
         for begin in self.begins:
             begin()
 
+    def name_of(self, param: nn.Parameter) -> str:
+        """Return a parameter's name and its module's type for a message: here its shape alone."""
+        return f"a weight of shape {list(param.shape)}"
+
     def main_grad(self, param: nn.Parameter) -> Tensor:
         """Return the parameter's main gradient, allocated at first use."""
         if param not in self.main:
@@ -132,7 +136,7 @@ class _Use(torch.autograd.Function):
         full_weight = sink.acquire(param)
         if full_weight.dtype != param.dtype:
             raise ValueError(
-                f"--fp8-param-gather: a weight {tuple(param.shape)} is gathered in float8, and a "
+                f"--fp8-param-gather: {sink.name_of(param)} is gathered in float8, and a "
                 "forward of its own takes it by mpu.gradients.use: omit the flag, or give "
                 "its layer a recipe of its own"
             )

@@ -80,7 +80,7 @@ class ParamGrad(GradientSink):
         if param not in self._drawn and not param.is_meta:
             if bool(param.detach().isnan().any()):
                 raise ValueError(
-                    f"a weight of shape {list(param.shape)} is used, and has no values yet: draw "
+                    f"{self.name_of(param)} is used, and has no values yet: draw "
                     "it before the first forward (draw_normal of mpu/param.py, or nn.init)"
                 )
             self._drawn.add(param)
@@ -159,11 +159,11 @@ class ParamGrad(GradientSink):
     def _add_to(self, param: nn.Parameter) -> None:
         """Note that a gradient is about to be added. Raises ValueError."""
         if self._added.setdefault(param, param._version) != param._version:
-            raise ValueError(f"a weight was changed {UNSUMMED}")
+            raise ValueError(f"{self.name_of(param)} was changed {UNSUMMED}")
         known = self._sums.pop(param, None)
         if known is not None and param.grad is not None and known() is param.grad:
             if bool(param.grad.any()):
-                raise ValueError(STALE)
+                raise ValueError(f"{self.name_of(param)}: {STALE}")
 
     def _before_autograd(self, param: nn.Parameter, grad: Tensor | None) -> None:
         if grad is not None:

@@ -104,10 +104,15 @@ def learning_rate(config: Config, consumed: int) -> float:
     return at(curve_of(config), consumed)
 
 
-def decoupled_learning_rate(config: Config, consumed: int) -> float:
-    """Return the learning rate of embedding and output layer: --decoupled-lr's curve, if given."""
+def decoupled_curve_of(config: Config) -> Curve:
+    """Return the curve of embedding and output layer: --decoupled-lr's, if given."""
     o, curve = config.optimizer, curve_of(config)
-    if o.decoupled_lr is not None:
-        floor = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
-        curve = replace(curve, peak=o.decoupled_lr, floor=floor)
-    return at(curve, consumed)
+    if o.decoupled_lr is None:
+        return curve
+    floor = o.min_lr if o.decoupled_min_lr is None else o.decoupled_min_lr
+    return replace(curve, peak=o.decoupled_lr, floor=floor)
+
+
+def decoupled_learning_rate(config: Config, consumed: int) -> float:
+    """Return the learning rate of embedding and output layer."""
+    return at(decoupled_curve_of(config), consumed)

@@ -71,7 +71,11 @@ class GroupedLinear(nn.Module):
         later: takes the wgrad of backward, for who gets the gradient of x to run.
         """
         each = counts.each
-        assert sum(each) == len(x) and len(each) == self.experts, (each, x.shape)
+        if sum(each) != len(x) or len(each) != self.experts:
+            raise RuntimeError(
+                f"{type(self).__name__} ({self.extra_repr()}) was given {len(x)} rows and counts "
+                f"of {list(each)}: there must be one for each expert, which add up to the rows"
+            )
         y: Tensor = _GroupedMatmul.apply(x, self.weight, self, counts, later)
         return y
 

@@ -42,7 +42,12 @@ class Gatherer:
             self._orders[self._kind] = self._order
         self._kind, self._order, self._known = kind, [], self._orders.get(kind, [])
         for bucket in list(self.unsharded):
-            assert not bucket.users, "a weight is in use at the end of a pass"
+            if bucket.users:
+                names = [name for each in bucket.block for name, _, _ in each.params]
+                raise RuntimeError(
+                    f"a use of {names[0]}, or another weight gathered with it, has not ended: each "
+                    "acquire needs an end_use in the same forward or backward (docs/zero.md)"
+                )
             self.reshard(bucket)
 
     def acquire(self, bucket: ParamBucket) -> None:

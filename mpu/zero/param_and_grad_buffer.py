@@ -12,7 +12,7 @@ parameter p has given its gradient. Frozen parameters are in buckets of their ow
 which have weights alone and which nobody sums.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,7 @@ class ParamAndGradBuffer(GradientSink):
             )
         self.zero_stage = max(shared.zero_stage for shared in self._sharing.values())
         self.each = config.reduce_each_micro_batch and self.zero_stage >= 2
+        self._module, self._lines = nn.Module(), dict[str, Sequence[str]]()  # see attach
         self.buckets: list[ParamAndGradBucket] = []
         self.frozen_buckets: list[ParamBucket] = []
         self.frozen = Frozen()  # what of the whole model
@@ -78,7 +79,9 @@ class ParamAndGradBuffer(GradientSink):
             self.gatherer = Gatherer(config.overlap_param_gather, config.keep_unsharded)
         self.float8: list[Float8Gather] = []  # one for each set of ranks that share buckets
         self._bucket_of: dict[nn.Parameter, ParamBucket] = {}
-        self._uses: dict[nn.Parameter, int] = {}
+        self._uses: dict[nn.Parameter, int] = {}  # in a micro-batch
+        self._given: dict[nn.Parameter, int] = {}  # gradients of this step
+        self._micro_batches = 1
         self._row_sums: dict[nn.Parameter, Tensor] = {}  # see add_rows
         self._early: list[ParamAndGradBucket] = []  # those that may leave during backward
         self._next = 0  # index of the one of them that leaves next
@@ -90,12 +93,18 @@ class ParamAndGradBuffer(GradientSink):
             return super().empty(shape, dtype, device)
         return torch.full((1,), torch.nan, dtype=dtype, device=device).expand(shape)
 
-    def attach(self, module: nn.Module, chunk_of: Callable[[str], int] = lambda name: 0) -> None:
+    def attach(
+        self,
+        module: nn.Module,
+        chunk_of: Callable[[str], int] = lambda name: 0,
+        uses: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         """Build the buckets for a module's parameters.
 
-        A parameter counts one use for each module that registers it (a tied one has two). A module
-        with a weight is therefore called once in a forward. A parameter with requires_grad False is
-        frozen: it has weights in a bucket, and no gradient.
+        A parameter counts one use for each module that registers it (a tied one has two), or as
+        many as `uses` has, {name: the line of each use in a forward}: so often it gives a gradient
+        in a micro-batch. A parameter with requires_grad False is frozen: it has weights in a
+        bucket, and no gradient.
 
         chunk_of(name): the pipeline chunk that a parameter belongs to; chunks share no bucket. A
         plain nn.Parameter is taken as replicated over tp. Raises PlacementError where a module
@@ -110,6 +119,9 @@ class ParamAndGradBuffer(GradientSink):
             )
         for _, param in module.named_parameters(remove_duplicate=False):
             self._uses[param] = self._uses.get(param, 0) + 1
+        self._module, self._lines = module, dict(uses or {})
+        for name, param in module.named_parameters(remove_duplicate=False):
+            self._uses[param] = max(self._uses[param], len(self._lines.get(name, ())))
         params = dict(module.named_parameters())
         for param in params.values():
             if not hasattr(param, "placement"):
@@ -202,7 +214,7 @@ class ParamAndGradBuffer(GradientSink):
 
     def holders(self, param: nn.Parameter) -> Axis:
         """Return the data-parallel ranks that keep the same elements of a parameter's state."""
-        bucket = self._bucket_of[param]
+        bucket = self._holding(param)
         data = self.grid.data(bucket.layout.sharing.cut)
         return data.every if bucket.shard is None else data.replicate
 
@@ -216,7 +228,7 @@ class ParamAndGradBuffer(GradientSink):
 
     def acquire(self, param: nn.Parameter) -> Tensor:
         """Return the whole local weight, or its rows of float8; wait for a gather under way."""
-        bucket = self._bucket_of[param]
+        bucket = self._holding(param)
         if self.gatherer and bucket.sharded:
             self.gatherer.acquire(bucket)
         bucket.gathering.wait()
@@ -226,11 +238,11 @@ class ParamAndGradBuffer(GradientSink):
 
     def is_sharded(self, param: nn.Parameter) -> bool:
         """Return whether the weight is whole only between `acquire` and `end_use`."""
-        return self._bucket_of[param].sharded
+        return self._holding(param).sharded
 
     def end_use(self, param: nn.Parameter) -> None:
         """End a use of the weight; a sharded weight is freed when another bucket is used."""
-        bucket = self._bucket_of[param]
+        bucket = self._holding(param)
         if self.gatherer and bucket.sharded:
             self.gatherer.end_use(bucket)
 
@@ -253,7 +265,8 @@ class ParamAndGradBuffer(GradientSink):
                         f"{not param.requires_grad} when the model was built: set it in the "
                         "model's __init__, and resume with --no-load-optim to train another subset"
                     )
-        self._next, self._last = 0, None
+        self._next, self._last, self._micro_batches = 0, None, micro_batches
+        self._given.clear()
         for bucket in self.buckets:
             bucket.begin_step(micro_batches, self.each)
         for frozen in self.frozen_buckets:
@@ -269,9 +282,30 @@ class ParamAndGradBuffer(GradientSink):
 
     def _of(self, param: nn.Parameter) -> ParamAndGradBucket:
         """Return the bucket that a gradient goes to."""
-        bucket = self._bucket_of[param]
-        assert isinstance(bucket, ParamAndGradBucket), "a frozen parameter gets a gradient"
+        bucket = self._holding(param)
+        if not isinstance(bucket, ParamAndGradBucket):
+            raise RuntimeError(
+                f"{self.name_of(param)} is frozen, and its layer's backward gives it a gradient: "
+                "let it look at needs_input_grad of the weight (docs/zero.md)"
+            )
         return bucket
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """Return a parameter's name and its module's type."""
+        for name, each in self._module.named_parameters():
+            if each is param:
+                owner = self._module.get_submodule(name.rpartition(".")[0])
+                return f"{name} of {type(owner).__name__}"
+        return super().name_of(param)
+
+    def _holding(self, param: nn.Parameter) -> ParamBucket:
+        """Return the bucket of a weight. Raises RuntimeError for one that has none."""
+        if param not in self._bucket_of:
+            raise RuntimeError(
+                f"{self.name_of(param)} is used and was no parameter of the model when its buckets "
+                "were made: make it in __init__, as an attribute of a module"
+            )
+        return self._bucket_of[param]
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
         """Add grad[i] to row rows[i]: rows [n], grad [n, h].
@@ -288,8 +322,14 @@ class ParamAndGradBuffer(GradientSink):
         sums.index_add_(0, rows, grad.to(sums.dtype))
 
     def register_grad_ready(self, param: nn.Parameter) -> None:
-        """Count the use, and start the sums of ready buckets, in one order on every rank."""
-        self._of(param).register_grad_ready()
+        """Count the use, and start the sums of ready buckets, in one order on every rank.
+
+        Raises RuntimeError, with the parameters' names, for more gradients than uses were counted.
+        """
+        bucket, self._given[param] = self._of(param), self._given.get(param, 0) + 1
+        if not bucket.rounds:
+            raise RuntimeError(self._too_many(bucket, param))
+        bucket.register_grad_ready()
         while (self.config.overlap_grad_reduce or self.each) and self._next < len(self._early):
             bucket = self._early[self._next]
             if not bucket.is_ready:
@@ -300,6 +340,24 @@ class ParamAndGradBuffer(GradientSink):
             self._next += 1
             if bucket.rounds and self._next == len(self._early):
                 self._next = 0  # the next micro-batch
+
+    def _too_many(self, bucket: ParamAndGradBucket, late: nn.Parameter) -> str:
+        """Return who gave more gradients than its uses in a forward, and where these are."""
+        expected = {p: self._uses[p] * self._micro_batches for _, p, _ in bucket.params}
+        more = [p for p in expected if self._given.get(p, 0) > expected[p]] or [late]
+        name = next(name for name, p, _ in bucket.params if p is more[0])
+        lines, count = self._lines.get(name, ()), self._uses[more[0]]
+        where = f" ({', '.join(dict.fromkeys(lines))})" if lines else ""
+        others = f" (and {len(more) - 1} more parameters of its bucket)" if more[1:] else ""
+        return (
+            f"{self.name_of(more[0])}{others} gave its gradient "
+            f"{self._given[more[0]]} times in {self._micro_batches} micro-batches, and a forward "
+            f"uses it {count} time{'s' * (count != 1)}{where}: so the sum of its bucket had begun "
+            "before the last gradient came. A forward must use a weight equally often in each "
+            "micro-batch and on meta tensors, where its uses are counted (docs/forking.md); "
+            "without --overlap-grad-reduce and --zero-reduce-each-microbatch sums begin after the "
+            "last micro-batch"
+        )
 
     def note_replay(self, written: Collection[nn.Parameter]) -> None:
         """Count a micro-batch that a CUDA graph runs, with the parameters that it is the first

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say how far a run is, and find what must not change between a checkpoint and its resume.
 
-A change of these would repeat samples or leave some out. Layout, micro-batch, workers,
-learning-rate flags and the length of the run may change.
+A change of these would repeat samples or leave some out. Layout, micro-batch and workers may
+change; so may the learning rate, the optimizer's settings and the length of the run, and a line
+tells each (training/run/settings_changed.py).
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from training.data.dataset import FULL_DIGEST
 from training.data.tokenizer_files import files_of, same_tokenizer
 from training.expert_options import expert_options
 from training.learning_rate import learning_rate
+from training.run import settings_changed
 from training.stages import ROPE as ROPE_SETTINGS
 from training.stages import record, saved_settings, tokens_at
 
@@ -205,15 +207,18 @@ def losses(found: Checkpoint, config: Config) -> Iterator[str]:
 
 
 def lines(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line on each change that --allow-change let through, and on what is not known.
-
-    Float8 may change, as a checkpoint's weights are of high precision.
+    """Yield a line on each change that --allow-change let through, on each other change of how
+    training goes on, and on what is not known.
     """
-    for key, here in config.flat().items():
-        there = found.state.get("config", {}).get(key, here)
-        if key.startswith("float8.") and there != here:
-            yield f"{found.directory} {_difference(key, there, here)}; the weights are the same"
+    compared = {key for keys in SHARED.values() for key in keys}
+    if config.stages or found.state.get("stages"):
+        compared.remove(SCHEDULE)  # its past alone is compared
+    yield from settings_changed.lines(found, config, compared)
     yield from losses(found, config)
+    file, key = config.model.model_file, "model_digest"
+    known = {found.state.get(key), digests.get(key), None}
+    if len(known) > 2 and not file.startswith("model/"):  # Weft's own change with its versions
+        yield f"{found.directory}: --model-file {file} has changed since it was saved"
     yield from edited(found, config, digests)
     for _, line in changes(found, config, digests):
         yield f"{line}; continuing, as --allow-change allows"
@@ -235,8 +240,7 @@ def _difference(key: str, there: Any, here: Any) -> str:
         return "was made with another tokenizer (--tokenizer-type, --tokenizer-model)"
     if key == "corpus_digest":
         return "was made with other data or another blend of them (--data-path, --split)"
-    flag = "--" + key.rpartition(".")[2].replace("_", "-")
-    return f"was made with {flag} {there!r} and this run has {here!r}"
+    return settings_changed.difference(key, there, here)
 
 
 def progress(

@@ -31,7 +31,6 @@ from training.checkpoint.manifest import STATE, STEP, step_name
 from training.checkpoint.retain import prune, step_directories
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
-from training.learning_rate import learning_rate
 from training.run import resumable, same_run
 from training.run.export import HuggingFaceSaves
 from training.run.step import CONTINUE, Decision, Step
@@ -455,16 +454,16 @@ class Saver:
             self.overlap_choices = recorded["choices"]
         for line in same_run.lines(found, self.config, self.digests):
             self.note(line)
-        if line := same_run.other_frozen(found, self._frozen):
-            self.note(f"{line}; --no-load-optim begins the optimizer anew")
+        if no_optim:
+            line = same_run.other_frozen(found, self._frozen)
+            self.note(f"{line or found.directory}: --no-load-optim begins the optimizer anew")
         self.passed_over.update(i for i in found.state.get("passed_over", ()) if type(i) is int)
         iteration, consumed = found.state["iteration"], found.state["consumed_samples"]
         self._before = (consumed, found.state["consumed_tokens"])
         self._branch = found.state.get("branched_from")
         if flag == "--branch-from":
             self._branch = same_run.branch(found)
-            rates = (found.state.get("lr"), learning_rate(self.config, consumed))
-            self.note("branching off, at a learning rate of {1} after {0}".format(*rates))
+            self.note(f"branching off from {found.directory}")
         at = f"at iteration {iteration}, {consumed} samples consumed"
         self.note(f"loaded {found.directory}: {at}")
         return iteration, consumed

@@ -228,3 +228,46 @@ def test_every_collective_of_a_step_says_who_asks(world, stage):
         assert phases.pop("update", []) == kept
         assert set(phases.pop("gather", [])) == ({0} if stage == 3 else set())
         assert not phases
+
+
+class Mistaken(nn.Module):
+    """A layer whose own code forgets what the sink asks of it."""
+
+    def __init__(self, sink: ParamAndGradBuffer) -> None:
+        super().__init__()
+        self.held = nn.Parameter(torch.ones(3))
+        self.inner = nn.Linear(3, 1, bias=False)
+        self.inner.weight.requires_grad_(False)
+        sink.attach(self)
+        list(sink.fill())
+        self.later = nn.Parameter(torch.ones(2))
+
+
+def mistakes(comm) -> list[str]:
+    said = []
+    for level, what in (
+        (0, lambda sink, own: sink.register_grad_ready(own.inner.weight)),
+        (0, lambda sink, own: sink.main_grad(own.inner.weight)),
+        (1, lambda sink, own: use(own.later, sink)),
+        (3, lambda sink, own: (sink.acquire(own.held), sink.finish_grad_sync())),
+        (0, lambda sink, own: [sink.register_grad_ready(own.held) for _ in range(2)]),
+    ):
+        config = ZeroConfig(level, 1, overlap_grad_reduce=True)
+        own = Mistaken(sink := ParamAndGradBuffer(comm.grid(), torch.float32, config))
+        sink.begin_step(1)
+        with pytest.raises(RuntimeError) as error:
+            what(sink, own)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_layer_s_mistake_is_told_by_the_weight_s_name(world):
+    for said in world(2).run(mistakes):
+        for line, says in zip(
+            said,
+            ("inner.weight of Linear is frozen", "inner.weight of Linear is frozen",
+             "later of Mistaken is used and was no parameter", "a use of held,",
+             "held of Mistaken gave its gradient 2 times in 1 micro-batches"),
+            strict=True,
+        ):  # fmt: skip
+            assert line.startswith(says), line

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say which settings differ from those of the run that saved a checkpoint, as it is resumed.
+
+training/run/same_run.py refuses what would repeat samples or leave some out. What is told here may
+change, and changes how training goes on: the settings that their row of training/arguments.py marks
+with `told`, by itself or by its section, and a fork's own. A line has a flag with its value there
+and here; another one has the learning rates before and after, and where both curves end.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import PurePath
+from typing import Any
+
+from training.arguments import SETTINGS
+from training.batch_size import samples_after, schedule, steps_of, total_iterations
+from training.checkpoint import Checkpoint
+from training.config import Config
+from training.expert_options import expert_options
+from training.learning_rate import at, curve_of, decoupled_curve_of
+
+SECTIONS = ("batch", "optimizer", "moe", "float8", "extra")  # told where a row says nothing
+PATHS = ("data.valid_data_path", "data.test_data_path")  # no digest says whether these only moved
+# what a checkpoint of another program, or by another hand, makes of arithmetic
+ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, AssertionError)
+KEYS = {"--" + key.rpartition(".")[2].replace("_", "-"): key for key in SETTINGS}
+
+
+def difference(key: str, there: Any, here: Any) -> str:
+    """Return how a setting of a checkpoint differs from this run's: the rest of a sentence."""
+    flag = _flag(key)
+    if there is None:
+        return f"was made without {flag} and this run has {flag} {here!r}"
+    return (
+        f"was made with {flag} {there!r} and this run has {'none' if here is None else repr(here)}"
+    )
+
+
+def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str]:
+    """Yield a line for each setting that differs, one for what the checkpoint does not record, and
+    one for each learning rate that goes on in another way.
+
+    compared: settings that `same_run.changes` speaks of.
+    """
+    saved, here = found.state.get("config", {}), config.flat()
+    if not saved:
+        yield (
+            f"{found.directory} does not record the flags of its run: whether the learning rate, "
+            "the optimizer, the batch or the losses are computed in another way is not known"
+        )
+        return
+    unknown = []
+    for key in [*SETTINGS, *(key for key in here if key not in SETTINGS)]:
+        if key in compared or not _told(key, config):
+            continue
+        now, known = _value(key, here), _recorded(key, saved)
+        if not known:
+            unknown += [_flag(key)] if now != _default(key) else []
+        elif saved.get(key) is here.get(key) is None and key in saved:
+            continue  # both follow another flag
+        elif (was := _value(key, saved)) != now and (_acts(key, saved) or _acts(key, here)):
+            if key not in PATHS or _names(was) != _names(now):
+                yield f"{found.directory} {difference(key, was, now)}"
+    if unknown:
+        yield f"{found.directory} does not record {', '.join(unknown)}: it may have been another"
+    yield from rates(found, config)
+
+
+def rates(found: Checkpoint, config: Config) -> Iterator[str]:
+    """Yield a line for each curve of the learning rate that is another one than the checkpoint's:
+    its value at the last step that was saved and at the next one, and at the last step of the run.
+    """
+    was, state = before(found, config), found.state
+    if was is None or "iteration" not in state or "consumed_samples" not in state:
+        return
+    done = _Progress(state["iteration"], state["consumed_samples"])
+    curves: dict[str, Callable[[Config], Any]] = {
+        "the learning rate": curve_of,
+        "that of --decoupled-lr": decoupled_curve_of,
+    }
+    for name, curve in curves.items():
+        if name != "the learning rate" and not any(c.optimizer.decoupled_lr for c in (was, config)):
+            continue
+        try:
+            old, new = curve(was), curve(config)
+            if old == new:
+                continue
+            (old_total, old_end), (total, end) = done.last(was), done.last(config)
+            if total <= done.iteration:
+                continue  # no step is left
+            last = f"was {at(old, done.before(was)):.6g} at iteration {done.iteration}, the last "
+            last += f"of {found.directory}, and "
+            then = f"there it was to be {at(old, done.consumed):.6g}, and {at(old, old_end):.6g} "
+            then += f"at iteration {old_total}"
+            if old_total <= done.iteration:
+                then = "where that run ended"
+            yield (
+                f"{name} {last if done.iteration else ''}is {at(new, done.consumed):.6g} at "
+                f"iteration {done.iteration + 1}; it ends at {at(new, end):.6g} at iteration "
+                f"{total} ({then})"
+            )
+        except ODD:
+            return
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """How far a checkpoint is: its iteration, and the samples consumed."""
+
+    iteration: int
+    consumed: int
+
+    def before(self, was: Config) -> int:
+        """Return the samples that were consumed before the last step."""
+        steps = steps_of(schedule(was), self.consumed)
+        return self.consumed - (steps[-1][1] if steps else 0)
+
+    def last(self, config: Config) -> tuple[int, int]:
+        """Return the last iteration of a run that goes on from here with a config, and the samples
+        consumed before it."""
+        total = total_iterations(config, self.iteration, self.consumed)
+        steps = samples_after(config, max(0, total - 1)) - samples_after(config, self.iteration)
+        return total, self.consumed + max(0, steps)
+
+
+def before(found: Checkpoint, config: Config) -> Config | None:
+    """Return this run's config with the batch and the optimizer of the run that saved a checkpoint,
+    None where it does not record them."""
+    saved = found.state.get("config", {})
+    if "optimizer.lr" not in saved:
+        return None
+    parts: dict[str, Any] = {}
+    for name, now in (("batch", config.batch), ("optimizer", config.optimizer)):
+        keys = {field.name: f"{name}.{field.name}" for field in fields(now)}
+        values = {field: _value(key, saved) for field, key in keys.items()}
+        parts[name] = replace(now, **values)
+    return replace(config, **parts)
+
+
+def _flag(key: str) -> str:
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+def _told(key: str, config: Config) -> bool:
+    """Return whether a line says that a setting differs."""
+    if key == "batch.micro_batch_size":  # a fact of the layout, where no loss depends on it
+        experts = expert_options(config)
+        by_micro_batch = "aux_loss" in dict(experts.balance) or experts.capacity_factor
+        return bool(config.moe.experts and by_micro_batch)
+    row = SETTINGS.get(key)
+    if row is None or row.told is None:
+        return key.partition(".")[0] in SECTIONS
+    return row.told
+
+
+def _recorded(key: str, saved: Mapping[str, Any]) -> bool:
+    row = SETTINGS.get(key)
+    return key in saved or (row is not None and row.older is not None)
+
+
+def _default(key: str) -> Any:
+    value = SETTINGS[key].default if key in SETTINGS else None
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _value(key: str, flat: Mapping[str, Any]) -> Any:
+    """Return a setting's value, a missing one as older checkpoints have it, one that follows from
+    another flag as that one has it."""
+    row, value = SETTINGS.get(key), flat.get(key)
+    if row is None:
+        return value
+    if key not in flat and row.older is not None:
+        value = row.older
+    if value is None and row.derived in KEYS:
+        return _value(KEYS[row.derived], flat)
+    value = _default(key) if value is None else value
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _acts(key: str, flat: Mapping[str, Any]) -> bool:
+    """Return whether a setting has an effect: a flag that it needs is given, or has the value."""
+    row = SETTINGS.get(key)
+    needed = [KEYS[flag] for flag in row.needs if flag in KEYS] if row is not None else []
+    if row is None or not needed:
+        return True
+    if row.needs_value:
+        return bool(_value(needed[0], flat) == row.needs_value) and _acts(needed[0], flat)
+    return any(_value(each, flat) and _acts(each, flat) for each in needed)
+
+
+def _names(blend: Any) -> list[str]:
+    """Return the words of a blend without the directories of its files."""
+    return [PurePath(str(word)).name for word in blend]
