@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warm-up of a pipeline of experts: a step's collectives, even rows, the dry run's memory."""
 
+import threading
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +16,9 @@ from estimate import dry_run
 from estimate.storages import tensors_of
 from mpu.comm.transport import Axis
 from mpu.layers import dispatch
+from mpu.layers.experts import Experts
 from mpu.overlap.choices import OverlapMap
+from mpu.pipeline.schedules import forward_only
 from tests.model.test_moe_parity import BASE
 from tests.model.twin import config_of, micro_batches
 from tests.sampling import sampled
@@ -132,6 +135,53 @@ def test_a_warm_up_is_as_a_step(world: Any, router: str) -> None:
             assert len(rows) == 2 * 2 and len({*sum(rows, ())}) == 1 and sum(rows[0]), (case, rows)
 
 
+def threads_of(comm: Any, case: dict[str, Any]) -> list[dict[str, int]]:
+    """Return how many threads run a forward and a backward of a layer in a warm-up, which others
+    do in three steps and an evaluation after it, and how many threads a further step begins.
+    """
+    config, seen = config_of(case), {"F": set[Any](), "B": set[Any]()}
+    grid = comm.grid(case["tp"], case["cp"], case["pp"], ep=config.expert_model_parallel_size)
+    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+
+    def gradient(grad: Any) -> None:
+        seen["B"].add(threading.current_thread())
+
+    def noted(module: Any, args: Any, out: Any) -> None:
+        if isinstance(module, Experts):
+            seen["F"].add(threading.current_thread())
+            if out.requires_grad:
+                out.register_hook(gradient)
+
+    def steps(count: int) -> None:
+        for number in range(count):
+            batches = micro_batches(case, grid.dp.rank, number)
+            pretrain_llama.train_step(run, batches, 0.0)
+
+    with torch.nn.modules.module.register_module_forward_hook(noted):
+        run_chunks(run, *PROGRAM)
+        warm = {kind: set(found) for kind, found in seen.items()}
+        steps(2)
+        batches = micro_batches(case, grid.dp.rank)
+        schedule = forward_only(run.schedule(len(batches)))
+        pretrain_llama.run_schedule(run, schedule, batches, 1, "")
+        before = set(threading.enumerate())
+        steps(1)
+        begun = set(threading.enumerate()) - before
+    return [
+        {kind: len(found) for kind, found in warm.items()},
+        {kind: len(found - warm[kind]) for kind, found in seen.items()} | {"begun": len(begun)},
+    ]
+
+
+def test_a_warm_up_has_the_threads_of_the_steps(world: Any) -> None:
+    """Where a forward overlaps a backward, on 4 ranks: ep 2 x pp 2. What is kept for each thread
+    is made before the first message.
+    """
+    case = CASE | dict(moe=MOE, dispatch="alltoall", m=4, beside=True)
+    for warm, steps in world(4).run(threads_of, case):
+        assert warm == {"F": 1, "B": 2} and steps == {"F": 0, "B": 0, "begun": 0}
+
+
 def peaks(comm: Any, case: dict[str, Any]) -> tuple[int, int, int, int]:
     """Return the peaks of a warm-up and of a step's micro-batch, the bytes of the largest weight
     and its gradient, and what the dry run states for the warm-up.
@@ -158,6 +208,8 @@ def test_a_warm_up_lives_in_what_the_dry_run_states(world: Any) -> None:
     case |= dict(sizes=dict(hidden_size=64, kv_channels=16, vocab_size=512))
     for warm, step, largest, stated in world(4).run(peaks, case):
         assert warm < 1.15 * (step + largest) and 0.85 * stated < warm < 1.15 * stated
+    for warm, _, _, stated in world(4).run(peaks, case | dict(beside=True)):  # two overlap
+        assert 0.85 * stated < warm < 1.15 * stated
 
 
 def test_the_dry_run_states_what_a_start_needs() -> None:
