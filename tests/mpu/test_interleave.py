@@ -2,6 +2,7 @@
 """Two computations that take turns: their threads, what these keep and leave, and their errors."""
 
 import gc
+import os
 import signal
 import threading
 import traceback
@@ -88,6 +89,17 @@ def test_nothing_is_kept_from_pair_to_pair(fails: str) -> None:
         assert len(alive) == 4 and [ref for ref in alive if ref() is not None] == []
     finally:
         gc.enable()
+
+
+def test_a_child_has_a_thread_of_its_own() -> None:
+    """A fork takes no thread along."""
+    interleaver = Interleaver()
+    interleaver.run(lambda: None, lambda: None)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if interleaver.run(lambda: 1, lambda: 2) == (1, 2) else 1)
+    assert os.waitpid(child, 0)[1] == 0 and interleaver.run(lambda: 1, lambda: 2) == (1, 2)
 
 
 def planted_in_the_second() -> None:

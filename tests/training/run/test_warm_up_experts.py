@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The warm-up of a pipeline of experts: a step's collectives, even rows, the dry run's memory."""
 
+import gc
 import threading
 import weakref
 from collections import Counter
@@ -135,9 +136,10 @@ def test_a_warm_up_is_as_a_step(world: Any, router: str) -> None:
             assert len(rows) == 2 * 2 and len({*sum(rows, ())}) == 1 and sum(rows[0]), (case, rows)
 
 
-def threads_of(comm: Any, case: dict[str, Any]) -> list[dict[str, int]]:
-    """Return how many threads run a forward and a backward of a layer in a warm-up, which others
-    do in three steps and an evaluation after it, and how many threads a further step begins.
+def threads_of_a_run(comm: Any, case: dict[str, Any]) -> tuple[list[dict[str, int]], set[Any]]:
+    """Return how many threads run a forward and a backward of experts in a warm-up; how many others
+    do in three steps and an evaluation after it, and how many threads the last step begins; and the
+    threads that there are in the end.
     """
     config, seen = config_of(case), {"F": set[Any](), "B": set[Any]()}
     grid = comm.grid(case["tp"], case["cp"], case["pp"], ep=config.expert_model_parallel_size)
@@ -152,25 +154,30 @@ def threads_of(comm: Any, case: dict[str, Any]) -> list[dict[str, int]]:
             if out.requires_grad:
                 out.register_hook(gradient)
 
-    def steps(count: int) -> None:
-        for number in range(count):
-            batches = micro_batches(case, grid.dp.rank, number)
-            pretrain_llama.train_step(run, batches, 0.0)
-
+    batches = micro_batches(case, grid.dp.rank)
     with torch.nn.modules.module.register_module_forward_hook(noted):
         run_chunks(run, *PROGRAM)
         warm = {kind: set(found) for kind, found in seen.items()}
-        steps(2)
-        batches = micro_batches(case, grid.dp.rank)
+        for _ in range(2):
+            pretrain_llama.train_step(run, batches, 0.0)
         schedule = forward_only(run.schedule(len(batches)))
         pretrain_llama.run_schedule(run, schedule, batches, 1, "")
         before = set(threading.enumerate())
-        steps(1)
-        begun = set(threading.enumerate()) - before
-    return [
-        {kind: len(found) for kind, found in warm.items()},
-        {kind: len(found - warm[kind]) for kind, found in seen.items()} | {"begun": len(begun)},
-    ]
+        pretrain_llama.train_step(run, batches, 0.0)
+    begun = len(set(threading.enumerate()) - before)
+    others = {kind: len(found - warm[kind]) for kind, found in seen.items()}
+    counts = [{kind: len(found) for kind, found in warm.items()}, others | {"begun": begun}]
+    return counts, set(threading.enumerate())
+
+
+def threads_of(comm: Any, case: dict[str, Any]) -> list[Any]:
+    """Return these numbers, and the names of the threads that come with a run and go with it."""
+    before = set(threading.enumerate())
+    counts, threads = threads_of_a_run(comm, case)
+    gc.collect()
+    for thread in threads - before:
+        thread.join(20)
+    return [*counts, {thread.name for thread in threads - before if not thread.is_alive()}]
 
 
 def test_a_warm_up_has_the_threads_of_the_steps(world: Any) -> None:
@@ -178,8 +185,9 @@ def test_a_warm_up_has_the_threads_of_the_steps(world: Any) -> None:
     is made before the first message.
     """
     case = CASE | dict(moe=MOE, dispatch="alltoall", m=4, beside=True)
-    for warm, steps in world(4).run(threads_of, case):
+    for warm, steps, ended in world(4).run(threads_of, case):
         assert warm == {"F": 1, "B": 2} and steps == {"F": 0, "B": 0, "begun": 0}
+        assert ended == {"weft-backward", "send-queue"}
 
 
 def peaks(comm: Any, case: dict[str, Any]) -> tuple[int, int, int, int]:
