@@ -185,13 +185,16 @@ def at_start(config: Config, provider: ModelProvider, pp_rank: int, kinds: dict[
 
 
 def scratch(config: Config, provider: ModelProvider, pp_rank: int) -> int:
-    """Return the bytes with which training/run/warm_up.py runs each chunk of a rank once: a
-    micro-batch of one chunk, and weights and gradients as large as the largest.
+    """Return the bytes with which training/run/warm_up.py runs each chunk of a rank: a micro-batch
+    of one chunk, or two that overlap, and weights and gradients as large as the largest.
     """
     parameters = rank_memory.parameters(config, provider, pp_rank).values()
     each = config.run.dtype.itemsize + main_grads_dtype(config).itemsize
     chunks = activations.profile(config, provider, pp_rank).stages
     micro_batch = max(max(c.in_f, c.in_b, c.for_w + c.in_w) + c.under_way for c in chunks)
+    if config.parallel.overlap_moe_expert_parallel_comm:
+        pairs = zip(chunks, (chunks[-1], *chunks), strict=False)  # a forward, the backward before
+        micro_batch = max(micro_batch, *(activations.in_turns(f, b) for f, b in pairs))
     return each * max(param.entry.numel for param in parameters) + micro_batch
 
 

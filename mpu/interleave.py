@@ -6,9 +6,15 @@
 
 An exchange of rows between experts is started, then `switch` is called, then it is waited for:
 between the two the other micro-batch computes (`--overlap-moe-expert-parallel-comm`). Each has a
-Python stack of its own, so the forward runs in a second thread. The two never run at once: one
-continues when the other switches or ends. So the order of what a rank launches and sends depends on
-the layers alone, and is the same on every rank of a stage.
+Python stack of its own, so the backward runs in a second thread, which is the same one for all
+pairs. The two never run at once: one continues when the other switches or ends. So the order of
+what a rank launches and sends depends on the layers alone, and is the same on every rank of a
+stage.
+
+Every forward of a rank, interleaved or not, runs in the thread that called the engine, and every
+backward on a GPU runs in autograd's thread of that GPU, whichever thread asks for it. So both find
+what torch and its libraries keep for each thread, such as cuDNN's attention plans, as the warm-up
+(training/run/warm_up.py) left it.
 """
 
 import contextlib
@@ -20,20 +26,27 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from mpu.worker import Worker
+
 First = TypeVar("First")
 Second = TypeVar("Second")
 
 
+def _nothing() -> None:
+    pass
+
+
 class Interleaver:
-    """Whose turn it is: that of the first computation, which has a thread of its own, or of the
-    second. Where only one runs, `switch` does nothing.
+    """Whose turn it is: that of the first computation, in the caller's thread, or of the second,
+    in a thread that lives as long as this object. Where only one runs, `switch` does nothing.
     """
 
     def __init__(self) -> None:
+        self._worker = Worker("weft-backward")
         self._may_run: tuple[threading.Semaphore, threading.Semaphore] | None = None
         self._now = 0
         self._failed = False
-        self._resume: Callable[[], None] = lambda: None
+        self._resume: Callable[[], None] = _nothing
 
     @property
     def two(self) -> bool:
@@ -43,15 +56,15 @@ class Interleaver:
     def switch(self) -> None:
         """Let the other computation run until it switches or ends.
 
-        Called by the one that runs, in whichever thread: autograd has threads of its own.
+        Called by the one that runs, in whichever thread: autograd has threads of its own. Raises
+        RuntimeError where the other one has failed.
         """
         both = self._may_run  # the other one clears it at its end
-        if both is None:
-            return
-        mine, self._now = self._now, 1 - self._now
-        both[1 - mine].release()
-        both[mine].acquire()
-        self._resume()
+        if both is not None:
+            mine, self._now = self._now, 1 - self._now
+            both[1 - mine].release()
+            both[mine].acquire()
+            self._resume()
         if self._failed:
             raise RuntimeError("the other micro-batch failed")
 
@@ -59,16 +72,19 @@ class Interleaver:
         self,
         first: Callable[[], First],
         second: Callable[[], Second],
-        resume: Callable[[], None] = lambda: None,
+        resume: Callable[[], None] = _nothing,
     ) -> tuple[First, Second]:
-        """Return what both return. Raises what the one that fails first raises.
+        """Return what both return. Raises what the one that fails first raises, after both ended.
 
-        resume: called in the thread of the one whose turn begins, and at the end in this one.
+        resume: called in the thread of the one whose turn begins, and at the end in this one. A
+        second one that has not begun when the first one fails does not begin.
         """
         assert self._may_run is None, "two run already"
         both = self._may_run = threading.Semaphore(0), threading.Semaphore(0)
+        self._now, self._failed, self._resume = 0, False, resume
         results: list[Any] = [None, None]
         errors: list[BaseException] = []
+        inside, ended = _as_here(), threading.Event()
 
         def work(which: int, run: Callable[[], Any]) -> None:
             try:
@@ -77,43 +93,67 @@ class Interleaver:
             except BaseException as error:
                 errors.append(error)
                 self._failed = True
-            self._may_run = None  # the other is alone
-            self._now = 1 - which
+
+        def end(which: int) -> None:
+            self._may_run, self._now = None, 1 - which  # the other is alone
             both[1 - which].release()
 
-        def as_here() -> First:
+        def as_there() -> Second | None:
+            if self._failed:
+                return None
             with inside:
-                return first()
+                return second()
 
-        def in_thread() -> None:
-            both[0].acquire()
-            work(0, as_here)
+        def behind() -> None:
+            both[1].acquire()
+            work(1, as_there)
+            end(1)
+            ended.set()
 
-        self._resume = resume
-        self._now, self._failed, inside = 0, False, _as_here()
-        thread = threading.Thread(target=in_thread, name="weft-forward", daemon=True)
-        thread.start()
-        both[0].release()
-        both[1].acquire()
-        work(1, second)
-        thread.join()
-        resume()
-        self._may_run, self._failed = None, False
-        if errors:
-            raise errors[0]
+        self._worker.put(behind)
+        try:
+            work(0, first)
+        finally:
+            while not ended.is_set():
+                try:
+                    end(0)
+                    ended.wait()
+                except BaseException as error:  # a signal's: the second ends at its next switch
+                    errors.append(error)
+                    self._failed = True
+            self._may_run, self._failed, self._resume = None, False, _nothing
+            resume()
+        try:
+            if errors:
+                raise errors[0]
+        finally:
+            errors.clear()  # a traceback holds this frame, and that all that both computed
         return results[0], results[1]
 
 
 def _as_here() -> contextlib.AbstractContextManager[Any]:
-    """Return what gives another thread this one's stream, and the modes by which tools watch."""
-    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    """Return what gives another thread what torch keeps for this one: the GPU and its stream, how
+    many threads an operation has, grad mode, autocast, and the modes by which tools watch.
+
+    The GPU comes first. A thread begins at GPU 0, and StreamContext.__exit__ would go back to it
+    from a stream of another GPU, which makes a context there (torch/cuda/__init__.py).
+    """
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    for kind in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(kind):
+            modes.append(torch.autocast(kind, torch.get_autocast_dtype(kind)))
 
     @contextlib.contextmanager
     def inside() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if stream is not None:
+                torch.cuda.set_device(stream.device)
                 stack.enter_context(torch.cuda.stream(stream))
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            stack.enter_context(torch.set_grad_enabled(grad))
             for mode in modes:
                 stack.enter_context(mode)
             yield

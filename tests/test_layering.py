@@ -27,11 +27,12 @@ MAY = {
     "mpu/activation_offload.py": ("mpu.host_memory",),
     "mpu/recompute.py": ("mpu.activation_offload",),
     "mpu/gradients.py": (),
-    "mpu/interleave.py": (),
+    "mpu/worker.py": (),
+    "mpu/interleave.py": ("mpu.worker",),
     "mpu/module_tracker.py": ("mpu.gradients",),
     "mpu/driver.py": (),
     "mpu/accelerators.py": ("mpu.driver", "mpu.kernels", "mpu.launch"),
-    "mpu/comm": ("mpu.comm", "mpu.kernels", "mpu.native", "mpu.interleave"),
+    "mpu/comm": ("mpu.comm", "mpu.kernels", "mpu.native", "mpu.interleave", "mpu.worker"),
     "mpu/param.py": ("mpu.comm.transport", "mpu.gradients"),
     "mpu/grid.py": ("mpu.comm", "mpu.launch"),
     "mpu/connect.py": ("mpu.comm", "mpu.grid", "mpu.kernels"),
@@ -43,7 +44,8 @@ MAY = {
     "mpu/layers": ("mpu.layers", "mpu.comm", "mpu.overlap", "mpu.kernels", "mpu.param",
                    "mpu.gradients", "mpu.context", "mpu.recompute", "mpu.native",
                    "mpu.launch", "mpu.accelerators", "mpu.interleave"),
-    "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid", "mpu.interleave"),
+    "mpu/pipeline": ("mpu.pipeline", "mpu.comm", "mpu.gradients", "mpu.grid", "mpu.interleave",
+                     "mpu.worker"),
     "mpu/zero": ("mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.gradients", "mpu.grid",
                  "mpu.native"),
     "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid",
@@ -90,7 +92,7 @@ MAY = {
 }  # fmt: skip
 # rooms from the ground up: a file imports from floors below its own, and from its own room
 FLOORS = (
-    ("mpu/host_memory.py", "mpu/mup.py"),
+    ("mpu/host_memory.py", "mpu/mup.py", "mpu/worker.py"),
     (
         "mpu/kernels",
         "mpu/native.py",

@@ -7,8 +7,7 @@ Each direction has an axis of its own (`pp`, `pp_back`), so that on NCCL a recei
 its peer never blocks a send in the other direction.
 """
 
-import queue
-import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from mpu.comm.collectives import group_of, to_wire
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Handle, Label
+from mpu.worker import Worker
 
 
 def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
@@ -106,14 +106,13 @@ class SendQueue:
     gloo cannot report whether a send is done, only wait for it: a thread does that, in the order
     of the sends. NCCL can report it (`polls`); its wait would hold up the compute stream. As a
     context manager it waits at the end for all messages; on NCCL only the stream waits. Raises
-    CommunicationError, at the next call, when a send fails.
+    CommunicationError, at the next call, when a send fails. worker: has the thread, which is the
+    same for one queue after another.
     """
 
-    def __init__(self, polls: bool) -> None:
-        self._polls = polls
+    def __init__(self, polls: bool, worker: Worker) -> None:
+        self._polls, self._worker = polls, worker
         self._flying: list[Handle] = []
-        self._queue: queue.SimpleQueue[Handle | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def put(self, handle: Handle) -> None:
@@ -121,11 +120,8 @@ class SendQueue:
         self.check()
         if self._polls:
             self._flying.append(handle)
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, name="send-queue", daemon=True)
-            self._thread.start()
-        self._queue.put(handle)
+        else:
+            self._worker.put(partial(self._wait, handle))
 
     def check(self) -> None:
         """Free the messages that have left; raise the error of a send that failed."""
@@ -133,24 +129,21 @@ class SendQueue:
         if self._error is not None:
             raise self._error
 
-    def _wait(self) -> None:
-        while (handle := self._queue.get()) is not None:
+    def _wait(self, handle: Handle) -> None:
+        if self._error is None:
             try:
                 handle.wait()
             except RuntimeError as error:  # CommunicationError too
                 self._error = error
-                return
 
     def __enter__(self) -> "SendQueue":
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self._queue.put(None)
+            self._worker.leave()  # its thread may wait for a rank that is gone
             return
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+        self._worker.wait()
         for handle in self._flying:
             handle.wait()
         self.check()

@@ -34,6 +34,7 @@ from mpu.grid import Grid
 from mpu.interleave import Interleaver
 from mpu.pipeline.schedules import Schedule
 from mpu.pipeline.steps import Message, Step, plan
+from mpu.worker import Worker
 
 Forward = Callable[[int, int, Tensor | None], Tensor]
 Key = tuple[int, int]  # chunk, micro-batch
@@ -89,6 +90,7 @@ class Engine:
             interleaver or Interleaver(),
         )
         self.dtype, self.device = dtype, device
+        self._sender = Worker("send-queue")
         self.schedule: Schedule | None = None
         self.spans: list[tuple[str, int, int, float, float]] | None = None
 
@@ -107,7 +109,8 @@ class Engine:
         if self.spans is not None:
             clock = _CudaClock() if self.device.type == "cuda" else _Clock()
         polls = self.device.type == "cuda" and not self.grid.pp.staged
-        with SendQueue(polls) if self.grid.pp.size > 1 else nullcontext() as send_queue:
+        queue = SendQueue(polls, self._sender) if self.grid.pp.size > 1 else nullcontext()
+        with queue as send_queue:
             during = f" {during}" if during else ""
             running = _Run(self, schedule, forward, shape, send_queue, during=during, first=first)
             for step in steps:

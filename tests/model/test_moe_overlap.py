@@ -4,8 +4,8 @@
 No bit depends on it, and what two micro-batches send and launch is in turns.
 """
 
-import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,26 +64,19 @@ def test_every_gradient_is_the_twins(world: Any) -> None:
 
 
 class Noted:
-    """A trace that notes who starts and who waits for an exchange, and in which thread."""
+    """A trace that notes who starts and who waits for an exchange: a forward or a backward."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, bool]] = []
 
-    def issued(self, verb: str, axis: Any, *_: Any) -> "Noted | None":
+    def issued(self, verb: str, axis: Any, *rest: Any) -> Any:
         if axis.name != "ep" or verb != "all_to_all":
             return None
-        self.events.append(("start", self.forward))
-        return self
-
-    @property
-    def forward(self) -> bool:
-        return threading.current_thread().name == "weft-forward"
-
-    def waiting(self) -> None:
-        self.events.append(("wait", self.forward))
-
-    def waited(self) -> None:
-        pass
+        forward = rest[-1].phase == "forward"
+        self.events.append(("start", forward))
+        return SimpleNamespace(
+            waiting=lambda: self.events.append(("wait", forward)), waited=lambda: None
+        )
 
 
 def exchanges(comm: Any, case: dict[str, Any]) -> list[tuple[str, bool]]:
@@ -104,9 +97,10 @@ def test_one_computes_while_the_others_rows_are_on_their_way(world: Any) -> None
     found = world(2).run(exchanges, RUN | dict(layers=2, m=2, beside=True))
     assert found[0] == found[1], "the ranks send in one order"
     events = found[0]
-    first = next(n for n, (_, forward) in enumerate(events) if forward)
-    last = max(n for n, (_, forward) in enumerate(events) if forward)
-    pair = events[first : last + 1]
+    each = 2 * 4  # of one micro-batch and direction: F, F with B, B
+    pair = events[each:-each]
+    assert len(events) == 4 * each and all(forward for _, forward in events[:each])
+    assert not any(forward for _, forward in events[-each:])
     assert [what for what, forward in pair if forward] == ["start", "wait"] * 4  # 2 layers
     under_way = 0
     for what, _ in pair:

@@ -7,11 +7,16 @@ message comes. If that message waits for the very kernel, the first step hangs. 
 runs a forward and a backward of its chunks, on a model of the same shapes that shares nothing with
 the run's: no weight, no gradient, no bucket, no random number. It sends no message between stages.
 Its tensor-parallel collectives are those of a step, which all ranks of tp make together.
+
+Some of that is kept for each thread, as cuDNN keeps its plans of attention. So forward and backward
+run in the threads of the run, also where one overlaps the other (mpu/interleave.py).
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,27 +70,41 @@ class Scratch(GradientSink):
 class LocalEngine(Engine):
     """An engine that runs each chunk's forward and backward on inputs of zeros, and sends nothing.
 
-    engine: of the run. stages: of this rank.
+    engine: of the run. stages: of this rank. overlaps: whether a forward overlaps the backward
+    before it, as in the run (Schedule.pairs), in the very threads of the run.
     """
 
-    def __init__(self, engine: Engine, stages: Sequence[Stage]) -> None:
-        super().__init__(engine.grid, engine.queue, engine.monitor, engine.dtype, engine.device)
-        self.stages = stages
+    def __init__(self, engine: Engine, stages: Sequence[Stage], overlaps: bool) -> None:
+        super().__init__(
+            engine.grid, engine.queue, engine.monitor, engine.dtype, engine.device,
+            engine.interleaver,
+        )  # fmt: skip
+        self.stages, self.overlaps = stages, overlaps
 
     def run(
         self, schedule: Schedule, forward: Forward, shape: tuple[int, ...], during: str = ""
     ) -> None:
         """Do, for each micro-batch and chunk, F, B and W; `schedule` has no say."""
+        behind: Callable[[], None] | None = None  # a backward that waits for the next forward
         for i in range(MICRO_BATCHES):
             for chunk, stage in enumerate(self.stages):
                 hidden = None
                 if not stage.embedding:
                     hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
                     hidden.requires_grad_()
-                out = forward(chunk, i, hidden)
+                ahead = partial(forward, chunk, i, hidden)
+                out = ahead() if behind is None else self.interleaver.run(ahead, behind)[0]
+                behind = None
                 if not out.requires_grad:
                     continue  # nothing trains up to here
-                torch.autograd.backward(out, None if stage.loss else torch.zeros_like(out))
+                dy = None if stage.loss else torch.zeros_like(out)
+                backward = partial(torch.autograd.backward, out, dy)
+                if self.overlaps:
+                    behind = backward
+                else:
+                    backward()
+        if behind is not None:
+            behind()
 
 
 def warm_up(
@@ -119,10 +138,14 @@ def run_chunks(
 ) -> None:
     """Run a forward and a backward of each chunk of this rank, on a model of their shapes."""
     config = run.config
-    model = scratch_model(config, run.grid, run.device, Scratch(main_grads_dtype(config)), provider)
+    model = scratch_model(
+        config, run.grid, run.device, Scratch(main_grads_dtype(config)), provider,
+        interleaver=run.engine.interleaver,
+    )  # fmt: skip
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap)
-    engine = LocalEngine(run.engine, model.stages)
+    overlaps = config.parallel.overlap_moe_expert_parallel_comm
+    engine = LocalEngine(run.engine, model.stages, overlaps)
     batches = batches_of_zeros(config, run.grid, run.device)
     nothing = Schedule("warm-up", (), MICRO_BATCHES)
     run_schedule(replace(run, model=model, engine=engine), nothing, batches, 1, "")
@@ -131,12 +154,19 @@ def run_chunks(
 
 
 def scratch_model(
-    config: Config, grid: Grid, device: torch.device, sink: Scratch, provider: ModelProvider
+    config: Config,
+    grid: Grid,
+    device: torch.device,
+    sink: Scratch,
+    provider: ModelProvider,
+    **other: Any,
 ) -> StagedModel:
     """Return this rank's model with the weights of `sink`, which are zeros: of its own shapes,
     flags and collectives. Tokens are spread over the experts, whose scores are all equal.
+
+    other: as context_of says.
     """
-    ctx = context_of(config, grid, device, sink, even_experts=True)
+    ctx = context_of(config, grid, device, sink, even_experts=True, **other)
     stages = rank_stages(config, provider, grid.pp.rank)
     return provider(config, ctx, recompute_of(config, device), stages)
 
