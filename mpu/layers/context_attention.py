@@ -148,8 +148,8 @@ class ContextAttention(CoreAttention):
         q, k, v = heads_for_tokens(q, k, v, axis, order)
         if self.kind == "a2a":
             if noted is not None:
-                heads_of = (x.permute(1, 2, 0, 3) for x in (q, k))
-                note_rows(noted, *heads_of, packed, window)
+                whole = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+                note_rows(noted, *whole, packed, window)
             y = super().attend(q, k, v, packed, None, window).unflatten(2, (q.shape[2], -1))
         else:
             far = tuple(joined([r for each in group for r in each]) for group in near)
