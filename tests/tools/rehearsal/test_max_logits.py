@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton", reason="this platform has no triton")
 
-S, HEADS, D, LAYERS = 4096, 4, 16, 2
+S, HEADS, D, LAYERS = 2048, 4, 16, 1
 LONG = f"--seq-length {S} --max-position-embeddings {S} --num-layers {LAYERS}"
 FLAG, CLIP = "--log-max-attention-logit", "--qk-clip"
 
@@ -30,7 +30,8 @@ def added(rehearse, world, flags, flag):
 CASES = [  # ranks, flags, launches of the kernel a layer and micro-batch
     (1, "--global-batch-size 2", FLAG, 1),
     (1, "--global-batch-size 2 --recompute-granularity full", CLIP, 1),
-    (2, "--global-batch-size 2 --context-parallel-size 2", FLAG, 3),
+    # of the queries of two pieces: a triangle each, and the keys before; then the other rank's
+    (2, "--global-batch-size 2 --context-parallel-size 2", FLAG, 4),
 ]
 
 
@@ -41,12 +42,12 @@ CASES = [  # ranks, flags, launches of the kernel a layer and micro-batch
 def test_a_launch_a_block_of_attention(rehearse, world, flags, flag, launches):
     """And no logits in memory: half the FLOPs of attention's forward, in 16-bit numbers.
 
-    In chunks of a CPU's cache it were 16 for a layer of these sizes, of 8 launches each.
+    In chunks of a CPU's cache it is 4 for a layer of these sizes, of 8 launches each.
     """
     counts, flops = added(rehearse, world, flags, flag)
     kernel = counts.pop("triton::max_logits_kernel")
     assert kernel == launches * 2 * LAYERS
-    assert sum(counts.values()) <= 20, counts  # the maxima of a step, once
+    assert sum(counts.values()) <= 12, counts  # the maxima of a step, once
     pairs = HEADS * S * (S + 1) // 2 if world == 1 else 0
     found = flops["triton::max_logits_kernel"] / (2 * LAYERS)
     if pairs:
@@ -55,7 +56,8 @@ def test_a_launch_a_block_of_attention(rehearse, world, flags, flag, launches):
         assert 0.98 < found / (D * HEADS * S * S / 2) < 1.02
 
 
-def test_documents_and_windows_are_one_launch_too(rehearse):
+@pytest.mark.prove
+def test_documents_are_one_launch_too(rehearse):
     words = "--global-batch-size 2 --reset-attention-mask --reset-position-ids"
     counts, _ = added(rehearse, 1, words, FLAG)
     assert counts.pop("triton::max_logits_kernel") == 2 * LAYERS

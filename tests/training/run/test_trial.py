@@ -95,7 +95,6 @@ def raising(sentence):
         (experts, "grouped_product", f"--bf16 {MOE}",
          ("the grouped products of experts, [n, 256] x [256, 176] in bfloat16",
           "without --bf16 each expert is multiplied by itself")),
-        (Recipe, "accumulate", f"--bf16 {MOE}", ("the matmul in bfloat16 of the weight's",)),
         (experts.RouterLinear, "forward", f"--bf16 {MOE} --moe-router-score-function sigmoid",
          ("the router of --moe-router-score-function sigmoid, in float32",)),
         (torch, "sort", f"--bf16 {MOE}", ("the router of --moe-router-score-function softmax",)),
