@@ -134,6 +134,10 @@ CALLS: dict[str, Requirements] = {
         ROWS + "adamw.py", master="whole", grad="whole", exp_avg="whole", exp_avg_sq="whole",
         weight="whole", scalars="whole",
     ),
+    "triton::max_logits_kernel": _row(
+        ROWS + "max_logits.py", q="half rows", k="rows same", noted="whole float32",
+        ends="whole int32",
+    ),
     "triton::row_scales_kernel": _row(ROWS + "float8.py", out="whole"),
     "triton::encode_kernel": _row(ROWS + "float8.py", out="whole", wide="columns float32"),
     "triton::rows_kernel": _row(ROWS + "float8.py", out="whole", wide="columns float32"),

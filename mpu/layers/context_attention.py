@@ -24,7 +24,6 @@ from mpu.comm.collectives import all_to_all
 from mpu.comm.transport import Axis, Label
 from mpu.context import LayerContext
 from mpu.layers.attention.backends import card_of
-from mpu.layers.attention.blocks import blocks
 from mpu.layers.attention.core import CoreAttention, one_row
 from mpu.layers.attention.kv_exchange import (
     BACKWARD,
@@ -35,7 +34,7 @@ from mpu.layers.attention.kv_exchange import (
     by_rank,
     in_order,
 )
-from mpu.layers.attention.max_logits import HeadMaxima, head_maxima_of, note_maxima
+from mpu.layers.attention.max_logits import HeadMaxima, head_maxima_of, note_rows
 from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows, joined
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
@@ -149,8 +148,8 @@ class ContextAttention(CoreAttention):
         q, k, v = heads_for_tokens(q, k, v, axis, order)
         if self.kind == "a2a":
             if noted is not None:
-                todo = blocks(range(len(q)), documents, window)
-                note_maxima(noted, q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), todo)
+                whole = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+                note_rows(noted, *whole, packed, window)
             y = super().attend(q, k, v, packed, None, window).unflatten(2, (q.shape[2], -1))
         else:
             far = tuple(joined([r for each in group for r in each]) for group in near)

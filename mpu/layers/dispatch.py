@@ -350,12 +350,18 @@ def dispatcher(
 
     An all-gather sends (ep - 1) T h numbers each way, an all-to-all k / ep of that.
     """
-    if ep.size == 1:
-        return Dispatcher(experts, ep, who, interleaver)
+    kind = dispatcher_of(options, topk, ep.size)
+    return kind(experts, ep, who, interleaver, options.skew)
+
+
+def dispatcher_of(options: ExpertOptions, topk: int, ranks: int) -> type[Dispatcher]:
+    """Return the class of the dispatcher over so many ranks of ep: see `dispatcher`."""
+    if ranks == 1:
+        return Dispatcher
     kind = options.dispatcher
     if kind == "auto":
-        kind = "allgather" if ep.size <= topk else "alltoall"
-    return DISPATCHERS[kind](experts, ep, who, interleaver, options.skew)
+        kind = "allgather" if ranks <= topk else "alltoall"
+    return DISPATCHERS[kind]
 
 
 class _Start(torch.autograd.Function):

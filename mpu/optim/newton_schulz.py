@@ -7,7 +7,7 @@
 All singular values go to about 1, so X becomes about U V^T of G = U S V^T. X has no more rows than
 columns; a tall G is transposed first. The reference path is the order of operations of
 torch.optim.Muon. `symmetric` computes A and A A, which are symmetric, by blocks of rows, the upper
-ones alone: other bits, which depend on the shape and on nothing else.
+ones alone: other bits, which depend on the shape and the kind of device alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 EPS = 1e-7  # torch.optim.Muon's
-BLOCK = 512  # rows of a block of the symmetric products
+# rows of a block of the symmetric products: on a CPU, and elsewhere, where each must be worth its
+# launches
+BLOCK, LARGE_BLOCK = 512, 2048
 Coefficients = tuple[tuple[float, float, float], ...]
 
 # Sets of coefficients by Megatron's names (--muon-coefficient-type), with their sources
@@ -119,12 +121,17 @@ def _symmetric(size: int, like: Tensor, product: Callable[[slice, slice], Tensor
     """Return a symmetric matrix [size, size]: product(rows, columns) gives a strip of its upper
     half, from a block on the diagonal to the last column; the lower half is copied.
     """
-    out = like.new_empty((size, size))
-    for low in range(0, size, BLOCK):
-        high = min(low + BLOCK, size)
+    out, block = like.new_empty((size, size)), block_rows(like.device)
+    for low in range(0, size, block):
+        high = min(low + block, size)
         out[low:high, low:] = product(slice(low, high), slice(low, size))
         out[high:, low:high] = out[low:high, high:].T
     return out
+
+
+def block_rows(device: torch.device) -> int:
+    """Return the rows of a block of the symmetric products on a device."""
+    return BLOCK if device.type == "cpu" else LARGE_BLOCK
 
 
 def flops(shapes: Sequence[tuple[int, int]], steps: int) -> int:

@@ -26,7 +26,9 @@ from mpu.param import placement_of
 from mpu.zero.bucket import ParamAndGradBucket
 
 SIGNS = 2  # sums with random signs
-AT_ONCE = 1 << 16  # elements that are widened to 64 bits at a time
+# elements that are widened to 64 bits at a time: on a CPU they stay in its cache, elsewhere
+# launches are few
+AT_ONCE, LARGE = 1 << 16, 1 << 22
 WIDTHS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 LABEL = Label("digests", "digests")
 KINDS = ("gradient", "weight")
@@ -185,8 +187,9 @@ def add(x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tenso
     """
     library, kind = native.load(), (torch.float32, torch.float64)
     if library is None or x.is_cuda or x.dtype not in kind or not hasattr(library, "weft_digest"):
-        for low in range(0, len(x), max(1, AT_ONCE // x.shape[1])):
-            part = slice(low, low + max(1, AT_ONCE // x.shape[1]))
+        step = max(1, (AT_ONCE if x.device.type == "cpu" else LARGE) // x.shape[1])
+        for low in range(0, len(x), step):
+            part = slice(low, low + step)
             _add_by_torch(x[part], by_row[part], by_column, exact, sums)
         return
     columns = [signs(by_column, i, x.dtype) for i in range(SIGNS)]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_llama
 from model import llama
@@ -432,6 +433,22 @@ def test_one_rank_equals_torch(mode, fused):
             param.grad = torch.cat(each)
             muon.step()
         assert torch.equal(param, torch.cat([got[n] for n in names])), names
+
+
+def test_blocks_of_the_symmetric_products_are_of_the_device():
+    """8 strips of 4,096 rows on a CPU; 2 on another device, where launches would cost more."""
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return func(*args, **(kwargs or {}))
+
+    matrix = torch.empty(4096, 4096, device="meta")
+    with Products() as products:
+        orthogonalise(matrix, coefficients_of("simple", 1), symmetric=True)
+    assert products.count == 2 * 2 + 1
 
 
 def test_coefficients():

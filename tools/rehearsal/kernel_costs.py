@@ -95,6 +95,22 @@ def _rope(a: Mapping[str, Any]) -> Cost:
     return Cost(2 * moved + a["cos"].nbytes + a["sin"].nbytes, 0.0, ("out",))
 
 
+def _max_logits(a: Mapping[str, Any]) -> Cost:
+    """Queries and keys are read once, and each pair that looks is multiplied. Documents, whose
+    lengths are on the device, count as equally long.
+    """
+    (b, heads, s, d), (groups, keys) = a["q"].shape, a["k"].shape[1:3]
+    documents = a["documents"]
+    length = s / documents
+    far = min(a["window"], length)  # keys of the last query
+    if a["CAUSAL"]:
+        pairs = documents * far * (length - (far - 1) / 2)
+    else:  # a triangle above the diagonal has a window of 1
+        pairs = s * (s + 1) / 2 if a["window"] == 1 else s * keys
+    moved = b * (heads * s + groups * keys) * d * a["q"].element_size()
+    return Cost(moved, 2.0 * b * heads * d * pairs, ("noted",), ("noted",))
+
+
 def _row_scales(a: Mapping[str, Any]) -> Cost:
     """Numbers are read once."""
     size = a["x"].element_size()
@@ -123,6 +139,7 @@ COSTS: dict[str, Callable[[Mapping[str, Any]], Cost]] = {
     "softmax_stats_kernel": _softmax_stats,
     "softmax_gradient_kernel": _softmax_gradient,
     "adamw_kernel": _adamw,
+    "max_logits_kernel": _max_logits,
     "row_scales_kernel": _row_scales,
     "encode_kernel": _encode,
     "rows_kernel": _rows,

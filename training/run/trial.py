@@ -13,6 +13,7 @@ CUDA graphs, the overlap kernels, host memory that is page-locked.
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,16 +26,26 @@ from mpu.grid import Grid
 from mpu.kernels import available
 from mpu.launch import Launch
 from mpu.layers.attention.backends import Work, card_of
+from mpu.layers.attention.blocks import blocks
 from mpu.layers.attention.core import CoreAttention
 from mpu.layers.attention.kv_exchange import ContextExchange, Ring
+from mpu.layers.attention.max_logits import head_maxima_of, max_logits_of, note_maxima, note_rows
 from mpu.layers.attention.shards import batch_shards
 from mpu.layers.context_attention import core_attention_of
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
+from mpu.layers.dispatch import Capacity, count_of, dispatcher_of
+from mpu.layers.experts import Counts, Experts, RouterLinear
+from mpu.layers.float8.rows import RECIPES
+from mpu.layers.float8.weights import WeightRows
 from mpu.layers.fused import ResidualRMSNorm, swiglu
-from mpu.layers.linear import Recipe
+from mpu.layers.linear import ColumnParallelLinear, Recipe
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.layers.qkv import qkv_linear
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.optim.interface import Parts
+from mpu.optim.muon import Muon
+from mpu.optim.newton_schulz import block_rows, orthogonalise
+from mpu.optim.optimizer import multiply_rows
 from training.config import Config, UsageError
 from training.float8_layers import recipe_of
 from training.layer_options import context_of, main_grads_dtype
@@ -88,20 +99,40 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     if config.float8.fp8_format is not None:
         what = f"of --fp8-recipe {config.float8.fp8_recipe}"
         yield from _matmuls(what, recipe_of(config, ctx), ctx, sums)
+    if config.float8.fp8_param_gather:
+        what, avoid = "the codes of --fp8-param-gather", "omit --fp8-param-gather"
+        yield Trial(what, avoid, lambda: _codes(config, ctx))
     other = "auto" if p.attention_backend != "auto" else "unfused"
+    apart = replace(ctx, log_max_attention_logit=False, qk_clip=None)  # which are tried below
     for work in _works(config):
         yield Trial(
             f"attention of {work} by --attention-backend {p.attention_backend}, heads of "
             f"{config.model.kv_channels} in {name}",
             f"try --attention-backend {other}",
-            partial(_attention, config, ctx, work),
+            partial(_attention, config, apart, work),
         )
+    if ctx.log_max_attention_logit or ctx.qk_clip is not None:
+        flag = "--log-max-attention-logit" if ctx.qk_clip is None else "--qk-clip"
+        avoid = f"omit {flag}" + f"; {WITHOUT}" * kernels
+        what = f"the largest attention logit of {flag}, heads of {config.model.kv_channels} in "
+        yield Trial(what + name, avoid, lambda: _maxima(config, ctx))
     yield Trial("SwiGLU", own, lambda: _backward(swiglu, _numbers(ctx, TOKENS, 1, 2 * TOKENS)))
+    if config.moe.experts:
+        yield from _mixture(config, ctx)
     yield Trial("the cross entropy", own, lambda: _loss(config, ctx))
+    if ctx.loss_in_chunks is not None:
+        avoid = "omit --fused-linear-cross-entropy"
+        yield Trial("the loss of --fused-linear-cross-entropy", avoid, lambda: _loss_in_chunks(ctx))
     if not p.optimizer_cpu_offload:
         avoid = "use --optimizer-backend torch" if p.optimizer_backend != "torch" else own
         what = f"the update of --optimizer-backend {p.optimizer_backend}"
         yield Trial(what, avoid, lambda: _update(config, ctx))
+    rule = optimizer_groups(config)["matrix"].rule
+    if isinstance(rule, Muon):
+        wire = str(rule.wire(ctx.accumulate)).removeprefix("torch.")
+        avoid = "omit --muon-use-syrk" if rule.symmetric else "use --optimizer adam"
+        what = f"the Newton-Schulz iterations of --optimizer muon in {wire}"
+        yield Trial(what, avoid, partial(_newton_schulz, rule, ctx))
 
 
 def _numbers(ctx: LayerContext, *shape: int) -> Tensor:
@@ -187,6 +218,124 @@ def _attention(config: Config, ctx: LayerContext, work: Work) -> None:
         lambda qkv: attend(qkv, cos, sin, heads, groups, documents),
         _numbers(ctx, TOKENS, 1, (heads + 2 * groups) * d),
     )
+
+
+def _maxima(config: Config, ctx: LayerContext) -> None:
+    """The largest logits of this rank's heads in a row, in documents, and in blocks of a row; then
+    the rows that QK-clip multiplies.
+    """
+    m, t = config.model, config.parallel.tensor_model_parallel_size
+    heads, groups, d = m.num_attention_heads // t, max(1, m.num_query_groups // t), m.kv_channels
+    qkv = _numbers(ctx, TOKENS, 1, heads + 2 * groups, d).detach()
+    q, k, _ = (x.permute(1, 2, 0, 3) for x in qkv.split([heads, groups, groups], 2))
+    every, maxima = max_logits_of(ctx), head_maxima_of(ctx)
+    assert every is not None and maxima is not None
+    noted = maxima.of(heads)
+    packed = PackedSeqParams.of((TOKENS // 4, TOKENS - TOKENS // 4)).to(ctx.device)
+    for documents in (None, packed):
+        note_rows(noted, q, k, documents, 0)
+    half = TOKENS // 2
+    note_maxima(noted, q[:, :, half:], k, blocks(range(half, TOKENS), (TOKENS,)), half)
+    if ctx.qk_clip is not None:
+        qkv_linear(TOKENS, (heads * d, groups * d, groups * d), ctx=ctx)
+        every.end_step(torch.zeros((), device=ctx.device))
+        for param, factors in every.rows():
+            multiply_rows(param.detach().view(-1), 0, TOKENS, factors)
+
+
+def _mixture(config: Config, ctx: LayerContext) -> Iterator[Trial]:
+    """Yield what a mixture of experts adds, of hidden sizes that are small and divide by the same
+    powers of two as the run's.
+    """
+    m, p, options = config.moe, config.parallel, ctx.experts
+    e, k = m.experts, m.moe_router_topk
+    h = _small(config.model.hidden_size)
+    f = _small(m.moe_ffn_hidden_size or config.model.ffn_hidden_size)
+    kind = dispatcher_of(options, k, p.expert_model_parallel_size)
+
+    def scores_of(x: Tensor, router: RouterLinear) -> Tensor:
+        logits = router(x)
+        return logits.sigmoid() if m.moe_router_score_function == "sigmoid" else logits.softmax(1)
+
+    def route() -> None:
+        router = RouterLinear(h, e, ctx=ctx)
+        router.weight.detach().fill_(1 / h)
+        scores = scores_of(_numbers(ctx, TOKENS, h), router)
+        choice = torch.sort(scores.detach(), dim=1, descending=True, stable=True).indices[:, :k]
+        scores.gather(1, choice).sum().backward()
+
+    def dispatch() -> None:
+        """The last expert gets no row, where a token need not choose it."""
+        first = torch.arange(TOKENS, device=ctx.device)[:, None]
+        choice = (first + torch.arange(k, device=ctx.device)) % max(k, e - 1)
+        load, capacity = count_of(choice, e), None
+        weights = torch.ones(choice.shape, dtype=ctx.accumulate, device=ctx.device)
+        if options.capacity_factor is not None:
+            best = weights if options.drop_policy == "probs" else None
+            padded = options.pad_to_capacity
+            capacity = Capacity.of(choice, load, options.capacity_factor, best, padded)
+        x, d = _numbers(ctx, TOKENS, h), kind(e, ctx.grid.ep, "trial", ctx.interleaver)
+        plan = d.plan(choice, load, capacity)
+        y = d.combine(d.finish(d.start(x, plan), plan), weights.requires_grad_(), plan)
+        y.backward(torch.ones_like(y))
+
+    def multiply() -> None:
+        """Twice, as the second gradient is added to the first; one of the experts has no row."""
+        rows = (5, 0, TOKENS, 3)[: e // p.expert_model_parallel_size]
+        counts = Counts.of(rows, torch.tensor(rows, device=ctx.device))
+        experts = Experts(len(rows), h, f, ctx=ctx)
+        for linear in (experts.gate_up, experts.down):
+            linear.weight.detach().fill_(1 / h)
+        for _ in range(2):
+            _backward(lambda x: experts(x, counts), _numbers(ctx, sum(rows), h))
+
+    narrow, sums = (str(x).removeprefix("torch.") for x in (ctx.dtype, ctx.accumulate))
+    score = f"--moe-router-score-function {m.moe_router_score_function}"
+    yield Trial(f"the router of {score}, in {sums}", "no flag avoids it", route)
+    several = p.expert_model_parallel_size > 1
+    avoid = "use another --moe-token-dispatcher-type" if several else "no flag avoids it"
+    what = f"the dispatch and combine ({kind.__name__}) of --moe-router-topk {k}"
+    yield Trial(what, avoid, dispatch)
+    what = f"the grouped products of experts, [n, {h}] x [{h}, {f}] in {narrow}"
+    avoid = "no flag avoids it"
+    if ctx.dtype == torch.bfloat16:
+        avoid = "without --bf16 each expert is multiplied by itself"
+        if h % 8 or f % 8:
+            avoid += "; --hidden-size and --moe-ffn-hidden-size in multiples of 8 may avoid it"
+    yield Trial(what, avoid, multiply)
+
+
+def _small(size: int) -> int:
+    """Return a size below 512 of the same remainder by 256."""
+    return size if size < 512 else 256 + size % 256
+
+
+def _codes(config: Config, ctx: LayerContext) -> None:
+    """Scales, codes and rows of a weight of 256 x 256 that travels in float8."""
+    assert config.float8.fp8_recipe is not None, "compute_rules.check_float8"
+    weight = WeightRows((TOKENS, TOKENS), RECIPES[config.float8.fp8_recipe], shared=False)
+    part = _numbers(ctx, TOKENS * TOKENS).detach()
+    scales = weight.scales(part, 0)
+    codes = weight.codes(part, 0, scales)
+    weight.rows(codes, scales, codes.new_empty(weight.nbytes))
+
+
+def _loss_in_chunks(ctx: LayerContext) -> None:
+    """The output layer and the loss of eight tokens, forward and backward, in one chunk."""
+    assert ctx.loss_in_chunks is not None
+    labels = torch.zeros((8, 1), dtype=torch.int64, device=ctx.device)
+    head = ColumnParallelLinear(TOKENS, (TOKENS,), ctx=ctx)
+    head.weight.detach().fill_(1 / TOKENS)
+    loss = ctx.loss_in_chunks
+    _backward(lambda x: loss(head, x, labels, TOKENS), _numbers(ctx, 8, 1, TOKENS))
+
+
+def _newton_schulz(rule: Muon, ctx: LayerContext) -> None:
+    """The iterations of a matrix, which has several blocks if its symmetric products are by them.
+    """
+    rows = TOKENS + block_rows(ctx.device) * rule.symmetric
+    matrix = torch.ones((rows, rows + TOKENS), dtype=rule.wire(ctx.accumulate), device=ctx.device)
+    orthogonalise(matrix, rule.coefficients, rule.symmetric)
 
 
 def _loss(config: Config, ctx: LayerContext) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mpu.layers.attention.backends import Card, Kernel, Work, card_of, kernel_of
 from mpu.layers.attention.block_attention import block_attention
-from mpu.layers.attention.blocks import blocks
-from mpu.layers.attention.max_logits import HeadMaxima, note_maxima
+from mpu.layers.attention.max_logits import HeadMaxima, note_rows
 from mpu.layers.fused import apply_rope, attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
@@ -74,9 +73,7 @@ class CoreAttention:
         if packed is not None:
             q, k = one_row(q), one_row(k)
         q, k = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)  # each [b, n, s, d]
-        documents = (q.shape[2],) if packed is None else packed.lengths
-        todo = blocks(range(q.shape[2]), documents, window)
-        note_maxima(maxima.of(q.shape[1]), q, k, todo)
+        note_rows(maxima.of(q.shape[1]), q, k, packed, window)
 
     def attend(
         self,

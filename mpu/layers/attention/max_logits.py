@@ -11,13 +11,14 @@ A logit is q k^T / sqrt(d), of a query and a key that it looks at: no masked pai
 
 That is Megatron-LM's rule (megatron/core/optimizer/qk_clip.py), of MuonClip (Kimi K2 technical
 report, 2025, section 2.1), in which each head has its own key. The maxima take one more product
-q k^T a layer, some rows at a time, and no kernel of attention changes. A step whose update is
-skipped clips nothing. What an evaluation or a measurement sees is not noted, and a recomputed
-forward is noted once. Nothing waits for the device.
+q k^T a layer, and no kernel of attention changes. On a GPU it is mpu/kernels/max_logits.py, which
+stores no logit; where that does not take the tensors, and on a CPU, torch multiplies some rows at a
+time. A step whose update is skipped clips nothing. What an evaluation or a measurement sees is not
+noted, and a recomputed forward is noted once. Nothing waits for the device.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +26,17 @@ from torch import Tensor, nn
 from mpu.comm.collectives import MAX, all_reduce
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
-from mpu.layers.attention.blocks import Block, Part
+from mpu.kernels import available
+from mpu.layers.attention.backends import HALVES
+from mpu.layers.attention.blocks import Block, Part, blocks
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import placement_of
 
 LABEL = Label("core_attention", "max logits")
-CHUNK = 1 << 22  # logits that exist at once
+# of torch's operations: logits that exist at once on a CPU, which stay in its cache, and bytes of
+# them elsewhere: few launches, little memory
+CHUNK, CHUNK_BYTES = 1 << 22, 1 << 28
+WIDEST = 256  # elements of a head that the kernel takes
 
 
 class HeadMaxima:
@@ -50,24 +57,71 @@ class HeadMaxima:
         return self.noted[first : first + heads]
 
 
+def note_rows(
+    noted: Tensor, q: Tensor, k: Tensor, packed: PackedSeqParams | None, window: int
+) -> None:
+    """Raise `noted` [a] to each head's largest logit in whole rows: q [b, a, s, d], k [b, g, s, d].
+
+    packed: the documents in the row (b is 1 then); None: each row is one. On a GPU it is one launch
+    for all of them.
+    """
+    with torch.no_grad():
+        if by_kernel(noted, q, k):
+            ends = None if packed is None else packed.cu_seqlens
+            launch(q, k, noted, causal=True, window=window, ends=ends)
+            return
+        documents = (q.shape[2],) if packed is None else packed.lengths
+        note_maxima(noted, q, k, blocks(range(q.shape[2]), documents, window))
+
+
 def note_maxima(
     noted: Tensor, q: Tensor, k: Tensor, todo: Sequence[Block], before: int = 0
 ) -> None:
     """Raise `noted` [a] to each head's largest logit in blocks: q [b, a, s, d], k [b, g, S, d].
 
-    before: taken off the places of queries, as in `attend` of block_attention.py.
+    before: taken off the places of queries, as in `attend` of block_attention.py. On a GPU it is
+    one launch a block.
     """
     with torch.no_grad():
+        launches = by_kernel(noted, q, k)
         for block in todo:
             some = q[:, :, block.q.start - before : block.q.stop - before]
-            found = largest(some, k[:, :, block.kv.start : block.kv.stop], block.part, noted.dtype)
-            torch.maximum(noted, found, out=noted)
+            keys, causal = k[:, :, block.kv.start : block.kv.stop], block.part == "tril"
+            if launches:  # a "triu" is a window that ends behind each query
+                window = 1 if block.part == "triu" else 0
+                launch(some, keys, noted, causal=causal, window=window)
+            else:
+                torch.maximum(noted, largest(some, keys, block.part, noted.dtype), out=noted)
+
+
+def by_kernel(noted: Tensor, q: Tensor, k: Tensor) -> bool:
+    """Return whether mpu/kernels/max_logits.py takes these: 16-bit numbers on a GPU, as attention
+    has them, and sums in fp32. In a plan, of meta tensors, a GPU has Triton.
+    """
+    return (
+        q.dtype == k.dtype
+        and q.dtype in HALVES
+        and noted.dtype == torch.float32
+        and q.shape[3] <= WIDEST
+        and q.stride(3) == k.stride(3) == 1
+        and min(q.numel(), k.numel()) > 0
+        and (q.is_meta or (q.is_cuda and not available.why_not()))
+    )
+
+
+def launch(q: Tensor, k: Tensor, noted: Tensor, **how: Any) -> None:
+    """Launch the kernel, which stores nothing, so that a plan has nothing to count."""
+    if not q.is_meta:
+        from mpu.kernels.max_logits import max_logits
+
+        max_logits(q, k, noted, **how)
 
 
 def largest(q: Tensor, k: Tensor, part: Part, kind: torch.dtype) -> Tensor:
     """Return the largest logit of each head in one block, of dtype `kind`: [a]."""
     (b, a, s, d), (g, keys) = q.shape, k.shape[1:3]
-    step = max(1, CHUNK // (b * a * keys))
+    chunk = CHUNK if q.device.type == "cpu" else CHUNK_BYTES // kind.itemsize
+    step = max(1, chunk // max(1, b * a * keys))
     found = torch.full((a,), -torch.inf, dtype=kind, device=q.device)
     for first in range(0, s, step):
         last = min(first + step, s)
@@ -80,13 +134,13 @@ def largest(q: Tensor, k: Tensor, part: Part, kind: torch.dtype) -> Tensor:
             hidden = hidden.triu(first - low + 1) if part == "tril" else hidden.tril(-1)
             scores.masked_fill_(hidden, -torch.inf)
         # NaN and infinity are one: the step is skipped
-        top = scores.amax((0, 2, 3)).nan_to_num_(torch.inf, neginf=-torch.inf)
+        top = scores.amax((0, 2, 3)).nan_to_num_(torch.inf, torch.inf, -torch.inf)
         found = torch.maximum(found, top)
     return found.mul_(d**-0.5)
 
 
 def _products(q: Tensor, k: Tensor, kind: torch.dtype) -> Tensor:
-    """Return q k^T of [n, s, d] and [n, S, d], summed in `kind`. (CUDA: not run on a GPU yet.)"""
+    """Return q k^T of [n, s, d] and [n, S, d], summed in `kind`."""
     if q.is_cuda and q.dtype != kind:
         return torch.bmm(q, k.mT, out_dtype=kind)
     return torch.bmm(q.to(kind), k.to(kind).mT)

@@ -23,6 +23,7 @@ from mpu.kernels import rms_norm, rope, swiglu
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64",
 }  # fmt: skip
+OTHERS = {torch.float16: "*fp16", torch.int32: "*i32"}
 REGISTERS = 65536  # of an SM, for all threads of a program
 
 
@@ -36,19 +37,28 @@ def launches(call, patch):
 
 def resources(kernel, given, major, folder):
     """Compile a launch; return the registers of a thread, and the bytes that ptxas spills."""
+    return compiled(kernel, given, major, folder)[:2]
+
+
+def compiled(kernel, given, major, folder):
+    """Compile a launch; return what `resources` does, and Triton's compiled kernel."""
     constants, signature, attrs = {}, {}, {}
     for i, (name, of) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = given[name]
-        if of.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        known = isinstance(value, int) and not of.do_not_specialize
+        if of.is_constexpr or value is None or (known and value == 1):
             constants[name], signature[name] = value, "constexpr"
             continue
         tensor = isinstance(value, torch.Tensor)
-        signature[name] = POINTERS[value.dtype] if tensor else "i32"
-        if tensor or value % 16 == 0:
+        number = "fp32" if isinstance(value, float) else "i32"
+        signature[name] = (POINTERS | OTHERS)[value.dtype] if tensor else number
+        if tensor or (known and value % 16 == 0):
             attrs[i,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attrs)
     options = {"num_warps": given.get("num_warps", 4)}
-    asm = triton.compile(source, target=GPUTarget("cuda", 10 * major, 32), options=options).asm
+    options |= {"num_stages": given["num_stages"]} if "num_stages" in given else {}
+    made = triton.compile(source, target=GPUTarget("cuda", 10 * major, 32), options=options)
+    asm = made.asm
     ptx, tool = folder / "kernel.ptx", get_ptxas(10 * major).path
     ptx.write_text(asm["ptx"])
     architecture = re.search(r"\.target (\w+)", asm["ptx"])[1]
@@ -59,7 +69,7 @@ def resources(kernel, given, major, folder):
         for words in (r"Used (\d+) reg", r"(\d+) bytes spill st", r"(\d+) bytes spill l")
     )
     assert registers * options["num_warps"] * 32 <= REGISTERS
-    return registers, stores + loads
+    return registers, stores + loads, made
 
 
 def meta(dtype, *shape):

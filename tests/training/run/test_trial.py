@@ -9,6 +9,9 @@ import torch.nn.functional as F
 
 import pretrain_llama
 from mpu.kernels import available
+from mpu.layers import dispatch, experts, linear_cross_entropy
+from mpu.layers.attention import max_logits
+from mpu.layers.float8 import weights
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import Recipe
 from training.config import UsageError
@@ -19,6 +22,10 @@ from training.run.trial import agreed, trials, try_calls
 FLAGS = """--num-layers 2 --hidden-size 256 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --seq-length 512 --lr 1e-3 --train-iters 1 --mock-data --vocab-size 1000
     --global-batch-size 8"""
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 176"
+CAPACITY = "--moe-expert-capacity-factor 1.0"
+EP = "--expert-model-parallel-size 4 --moe-token-dispatcher-type"
+FLOAT8 = "--fp8-format hybrid --fp8-recipe"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -38,6 +45,17 @@ def read(more="", world=1):
         ("--bf16 --fp8-format hybrid --fp8-recipe rowwise", 1, 11),
         ("--bf16 --fp8-format hybrid --fp8-recipe blockwise --fp8-wgrad-bf16", 1, 11),
         ("--bf16 --main-grads-dtype bf16 --zero-stage 1", 1, 8),
+        ("--bf16 --log-max-attention-logit --output-z-loss-coeff 1e-4", 1, 9),
+        ("--bf16 --context-parallel-size 2 --qk-clip --fused-linear-cross-entropy", 2, 10),
+        ("--fp64 --qk-clip --qk-clip-threshold 1e-6 --tensor-model-parallel-size 2", 2, 9),
+        (f"--bf16 {MOE}", 1, 11),
+        (f"--fp64 {MOE} {CAPACITY} --moe-router-score-function sigmoid", 1, 11),
+        (f"--bf16 {MOE} {CAPACITY} --moe-pad-expert-input-to-capacity {EP} alltoall", 4, 11),
+        (f"{MOE} {EP} allgather --moe-token-drop-policy position {CAPACITY}", 4, 11),
+        ("--bf16 --optimizer muon", 1, 9),
+        ("--optimizer muon --muon-use-syrk --muon-fp32-matmul-prec highest", 1, 9),
+        (f"--bf16 --zero-stage 1 {FLOAT8} blockwise --fp8-param-gather", 1, 12),
+        (f"--bf16 --zero-stage 3 {FLOAT8} tensorwise --fp8-param-gather", 1, 12),
     ],
 )
 def test_the_calls_of_a_run(more, world, count):
@@ -74,6 +92,27 @@ def raising(sentence):
         (trial, "vocab_parallel_cross_entropy", "", ("the cross entropy",)),
         (trial, "swiglu", "", ("SwiGLU",)),
         (torch, "_fused_adamw_", "", ("the update of --optimizer-backend torch",)),
+        (experts, "grouped_product", f"--bf16 {MOE}",
+         ("the grouped products of experts, [n, 256] x [256, 176] in bfloat16",
+          "without --bf16 each expert is multiplied by itself")),
+        (experts.RouterLinear, "forward", f"--bf16 {MOE} --moe-router-score-function sigmoid",
+         ("the router of --moe-router-score-function sigmoid, in float32",)),
+        (torch, "sort", f"--bf16 {MOE}", ("the router of --moe-router-score-function softmax",)),
+        (dispatch, "_sum", f"--bf16 {MOE} {EP} alltoall",
+         ("the dispatch and combine (AllToAll) of --moe-router-topk 2",
+          "use another --moe-token-dispatcher-type")),
+        (max_logits, "_products", "--bf16 --log-max-attention-logit",
+         ("the largest attention logit of --log-max-attention-logit, heads of 64 in bfloat16",
+          "omit --log-max-attention-logit")),
+        (trial, "multiply_rows", "--bf16 --qk-clip --context-parallel-size 2",
+         ("the largest attention logit of --qk-clip", "omit --qk-clip")),
+        (linear_cross_entropy, "softmax_stats", "--bf16 --fused-linear-cross-entropy",
+         ("the loss of --fused-linear-cross-entropy", "omit --fused-linear-cross-entropy")),
+        (trial, "orthogonalise", "--bf16 --optimizer muon --muon-use-syrk",
+         ("the Newton-Schulz iterations of --optimizer muon in bfloat16",
+          "omit --muon-use-syrk")),
+        (weights, "finish", f"--bf16 --zero-stage 1 {FLOAT8} rowwise --fp8-param-gather",
+         ("the codes of --fp8-param-gather", "omit --fp8-param-gather")),
     ],
 )  # fmt: skip
 def test_a_failure_is_the_librarys_sentence_and_what_avoids_it(
@@ -83,8 +122,9 @@ def test_a_failure_is_the_librarys_sentence_and_what_avoids_it(
 
     monkeypatch.setattr(core, "takes_native", lambda *qkv: False)
     monkeypatch.setattr(owner, name, raising("Only bf16 high precision output types"))
+    world = 4 if EP in more else 2 if "--context" in more else 1
     with pytest.raises(UsageError) as refused:
-        try_calls(read(more), CPU, print)
+        try_calls(read(more, world), CPU, print)
     said = str(refused.value)
     assert all(word in said for word in words), said
     assert "fails on cpu: RuntimeError: Only bf16 high precision output types; " in said
@@ -94,8 +134,10 @@ def test_a_failure_is_the_librarys_sentence_and_what_avoids_it(
 def test_what_avoids_a_kernel_of_triton(monkeypatch):
     """On CUDA, where Triton runs: without it the same is done by torch. Nothing is called here."""
     monkeypatch.setattr(available, "why_not", lambda: "")
-    told = {t.what: t.avoid for t in trials(read("--bf16"), CUDA)}
+    told = {t.what: t.avoid for t in trials(read("--bf16 --qk-clip"), CUDA)}
     assert "pip uninstall triton" in told["SwiGLU"] and "pip uninstall" in told["the cross entropy"]
+    (avoid,) = (told[what] for what in told if "--qk-clip" in what)
+    assert avoid.startswith("omit --qk-clip; ") and "pip uninstall triton" in avoid
     config = parse(
         f"{FLAGS} --dry-run --bf16 --norm-backend te --optimizer-backend triton".split(), 1
     )

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu.context import LayerContext, QKClip
 from mpu.layers.attention import max_logits
@@ -19,14 +20,21 @@ from mpu.recompute import recompute
 S, A, G, D = 23, 6, 3, 10
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, documents: tuple[int, ...], window: int) -> Any:
-    """Return the largest logit of each head, by a mask: q [b, a, s, d], k [b, g, s, d]."""
+def plain(
+    q: torch.Tensor, k: torch.Tensor, documents: tuple[int, ...], window: int, first: int = 0
+) -> Any:
+    """Return the largest logit of each head, by a mask: q [b, a, s, d], k [b, g, s, d].
+
+    first: of the queries. What is not finite counts as infinity.
+    """
     of = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))
     at = torch.arange(len(of))
     back = at[:, None] - at
     looks = (back >= 0) & (of[:, None] == of) & ((back < window) if window else True)
-    scores = q.double() @ k.double().repeat_interleave(A // G, 1).mT * D**-0.5
-    return scores.masked_fill(~looks, -torch.inf).amax((0, 2, 3))
+    each = q.shape[1] // k.shape[1]
+    scores = q.double() @ k.double().repeat_interleave(each, 1).mT * q.shape[3] ** -0.5
+    scores = scores[:, :, first:].masked_fill(~looks[first:], -torch.inf)
+    return scores.amax((0, 2, 3)).nan_to_num(torch.inf, torch.inf, -torch.inf)
 
 
 @pytest.mark.parametrize("documents", [(S,), (1, 9, 13), (5, 1, 1, 16)])
@@ -40,6 +48,38 @@ def test_the_maximum_is_of_the_pairs_that_are_looked_at(
     noted = torch.full((A,), -torch.inf, dtype=torch.float64)
     note_maxima(noted, q, k, blocks(range(S), documents, window))
     torch.testing.assert_close(noted, plain(q, k, documents, window), rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_infinite(odd: float) -> None:
+    """Where a query looks at it: a masked pair does not count."""
+    q, k = torch.randn(1, A, S, D), torch.randn(1, G, S, D)
+    k[0, 1, 5, 0] = odd
+    noted = torch.full((A,), -torch.inf)
+    note_maxima(noted, q, k, blocks(range(S), (S,)))
+    assert noted.isinf().tolist() == [i // (A // G) == 1 for i in range(A)]
+    noted.fill_(-torch.inf)
+    note_maxima(noted, q[:, :, :5], k[:, :, :5], blocks(range(5), (5,)))
+    assert noted.isfinite().all()
+
+
+def test_chunks_are_of_the_device() -> None:
+    """8,192 tokens of 32 heads: 512 chunks of a CPU's cache; elsewhere few, and with the kernel's
+    dtypes no logit is stored, so that a plan counts none.
+    """
+
+    class Calls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.count += func is torch.ops.aten.bmm.default
+            return func(*args, **(kwargs or {}))
+
+    q, noted = torch.empty(1, 32, 8192, 64, device="meta"), torch.empty(32, device="meta")
+    for some, chunks in ((q, 32), (q.bfloat16(), 0)):
+        with Calls() as calls:
+            note_maxima(noted, some, some[:, :8], blocks(range(8192), (8192,)))
+        assert calls.count == chunks
 
 
 def test_bf16_is_multiplied_in_fp32() -> None:

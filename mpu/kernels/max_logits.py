@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest attention logit of each head, of queries and the keys that they look at.
+
+A program has ROWS queries of one head. It goes over their keys, KEYS at a time, and keeps the
+largest product at each of ROWS x KEYS places in registers: no logit is stored. Its maximum meets
+the others' by an atomic maximum, which is exact and so the same in any order. The query at place i
+looks at keys [low, high), as for attention's forward:
+
+    low     i - window + 1, or the begin of its document, or 0: the largest of these
+    high    i + 1 where it is causal, else all
+
+Where keys of a tile are looked at by some of the queries only, the others' products are masked;
+there are no more than two such runs of tiles, and between them nothing is masked.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpu.kernels.signals import INTERPRETED
+
+DTYPES = (torch.bfloat16, torch.float16)
+WIDEST = 256  # elements of a head: a program has its queries in shared memory
+# queries, keys, warps and stages by the elements of a head, padded to a power of two: in 96 KiB,
+# as a block of shared memory has 99 on some GPUs (tests/mpu/kernels/test_max_logits.py)
+TILES = {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)}
+DOCUMENTS = 64  # whose begins are compared at once
+
+
+def max_logits(
+    q: Tensor,
+    k: Tensor,
+    noted: Tensor,
+    *,
+    causal: bool,
+    window: int = 0,
+    ends: Tensor | None = None,
+) -> None:
+    """Raise `noted` [a] to each head's largest q k^T / sqrt(d): q [b, a, s, d], k [b, g, S, d].
+
+    noted: contiguous, in fp32. q, k: of stride 1 in d, which is at most WIDEST. causal: query i
+    looks at keys up to i. window: it looks at keys from i - window + 1 on; 0: from the first on.
+    ends: int32 [documents + 1], the first query of each document and s: it looks at its own alone.
+    What is not finite counts as infinity.
+    """
+    (b, heads, s, d), (groups, keys) = q.shape, k.shape[1:3]
+    width = max(16, triton.next_power_of_2(d))
+    rows, columns, warps, stages = (16, 16, 4, 1) if INTERPRETED else TILES[max(64, width)]
+    max_logits_kernel[(b * heads, triton.cdiv(s, rows))](
+        q=q, k=k, noted=noted, ends=ends, s=s, keys=keys, window=window or s + keys,
+        documents=1 if ends is None else len(ends) - 1, heads=heads, share=heads // groups,
+        scale=d**-0.5, q_b=q.stride(0), q_n=q.stride(1), q_s=q.stride(2), k_b=k.stride(0),
+        k_n=k.stride(1), k_s=k.stride(2), CAUSAL=causal, PACKED=ends is not None, SIZE=d,
+        WIDTH=width, ROWS=rows, KEYS=columns, BEGINS=DOCUMENTS, DOT_F32=INTERPRETED,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["s", "keys", "window", "documents"])
+def max_logits_kernel(
+    q, k, noted, ends, s, keys, window, documents, heads, share, scale, q_b, q_n, q_s, k_b, k_n,
+    k_s, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BEGINS: tl.constexpr, DOT_F32: tl.constexpr,
+):  # fmt: skip
+    """One head's maximum over ROWS queries. The last ones, which have most keys, come first."""
+    batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
+    # beyond the last query it is read again, and so has its keys
+    row = tl.minimum(first + tl.arange(0, ROWS), s - 1)
+    low = tl.maximum(row - window + 1, 0)
+    if PACKED:
+        for at in range(0, documents, BEGINS):
+            number = at + tl.arange(0, BEGINS)
+            begin = tl.load(ends + number, number < documents, 0)[None, :]
+            low = tl.maximum(low, tl.max(tl.where(begin <= row[:, None], begin, 0), 1))
+    high = tl.minimum(row + 1, keys) if CAUSAL else tl.zeros_like(row) + keys
+    # masked tiles of [start, open), tiles of [open, close) whole, masked ones of [close, stop)
+    stop = (tl.max(high, 0) + KEYS - 1) // KEYS * KEYS
+    start = tl.min(low, 0) // KEYS * KEYS
+    open = tl.minimum((tl.max(low, 0) + KEYS - 1) // KEYS * KEYS, stop)
+    close = tl.maximum(tl.min(high, 0) // KEYS * KEYS, open)
+    q += batch.to(tl.int64) * q_b + head.to(tl.int64) * q_n
+    k += batch.to(tl.int64) * k_b + (head // share).to(tl.int64) * k_n
+    x = load_rows(q, row, q_s, SIZE, WIDTH, DOT_F32)
+    column = tl.arange(0, KEYS)
+    top = tl.full((ROWS, KEYS), -float("inf"), tl.float32)
+    for at in range(open, close, KEYS):
+        y = load_rows(k, at + column, k_s, SIZE, WIDTH, DOT_F32)
+        top = larger(top, tl.dot(x, y.T, input_precision="ieee"))
+    for i in range(start, open + stop - close, KEYS):
+        key = tl.where(i < open, i, i + close - open) + column
+        y = load_rows(k, tl.minimum(key, keys - 1), k_s, SIZE, WIDTH, DOT_F32)
+        seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
+        top = larger(top, tl.where(seen, tl.dot(x, y.T, input_precision="ieee"), -float("inf")))
+    top = tl.where(top == top, top, float("inf"))
+    tl.atomic_max(noted + head, tl.max(tl.max(top, 1), 0) * scale, sem="relaxed")
+
+
+@triton.jit
+def larger(x, y):
+    """Return the larger of each pair; NaN where one of them is."""
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def load_rows(x, row, stride, SIZE: tl.constexpr, WIDTH: tl.constexpr, DOT_F32: tl.constexpr):
+    """Return rows of SIZE numbers, and zeros up to WIDTH. DOT_F32: as in product.py."""
+    lane = tl.arange(0, WIDTH)[None, :]
+    there = x + row.to(tl.int64)[:, None] * stride + lane
+    value = tl.load(there) if SIZE == WIDTH else tl.load(there, lane < SIZE, 0.0)
+    return value.to(tl.float32) if DOT_F32 else value
