@@ -26,7 +26,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mpu.worker import Worker
+from mpu.worker import Worker, to_this_gpu
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -135,9 +135,10 @@ def _as_here() -> contextlib.AbstractContextManager[Any]:
     """Return what gives another thread what torch keeps for this one: the GPU and its stream, how
     many threads an operation has, grad mode, autocast, and the modes by which tools watch.
 
-    The GPU comes first. A thread begins at GPU 0, and StreamContext.__exit__ would go back to it
-    from a stream of another GPU, which makes a context there (torch/cuda/__init__.py).
+    The GPU comes first: StreamContext.__exit__ goes back to the stream before, and to its GPU
+    (torch/cuda/__init__.py).
     """
+    move = to_this_gpu()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
     modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
@@ -148,8 +149,8 @@ def _as_here() -> contextlib.AbstractContextManager[Any]:
     @contextlib.contextmanager
     def inside() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            move()
             if stream is not None:
-                torch.cuda.set_device(stream.device)
                 stack.enter_context(torch.cuda.stream(stream))
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)

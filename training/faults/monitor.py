@@ -30,6 +30,7 @@ from datetime import timedelta
 from typing import Any
 
 from mpu.comm.transport import CommunicationError
+from mpu.worker import to_this_gpu
 from training.faults import messages, wire
 from training.faults.address import listen_as_known, publish_address
 from training.faults.coordinator import DIED, LOST_CONTACT, RETURN, Cause, Coordinator, at
@@ -113,6 +114,7 @@ class FailureMonitor:
         self._report: dict[str, Any] = {}  # of this rank's failure, once it is sent
         self._lock = threading.Lock()
         self._session = wire.nonce()
+        self._to_gpu = to_this_gpu()  # NCCL's flight recorder asks for events of CUDA
         self._connection: wire.Connection | None = None
         self._coordinator: Coordinator | None = None
         if world == 1:
@@ -185,6 +187,7 @@ class FailureMonitor:
 
     def _listen(self, received: list[Message]) -> None:
         """Send beats and read the coordinator's, until this rank leaves or somebody failed."""
+        self._to_gpu()
         looked = sent = last_report = time.monotonic()
         place0, doing = "{}", ""  # where rank 0's process is, and its last action
         links = Links(self._silence)
@@ -238,6 +241,7 @@ class FailureMonitor:
 
     def _alone(self) -> None:
         """Watch a world of one rank until it leaves or hangs for too long."""
+        self._to_gpu()
         hang = watch_alone(
             self.watch, self._detector(), lambda: self.action, self._ended, self._beat
         )

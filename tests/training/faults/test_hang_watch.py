@@ -24,6 +24,7 @@ from mpu.comm.waits import Wait, Waits
 from training.faults import hang_watch
 from training.faults.hang_detector import HangDetector, Status, find, named, silence, watch_alone
 from training.faults.hang_watch import FACTOR, HangWatch, flight_recorder
+from training.faults.monitor import FailureMonitor
 from training.faults.process import Dump, Process, own_line
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -399,6 +400,22 @@ def test_nccls_flight_recorder_is_read_where_there_is_one(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_dump_nccl_trace_json", dump, raising=False)
     assert '"collective_seq_id": 57' in flight_recorder()
     assert flight_recorder() in HangWatch().stacks() + "\n"
+
+
+def test_the_thread_that_reads_it_is_on_the_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks for events of CUDA, and a thread begins at GPU 0."""
+    gpu, moved, seen = torch.device("cuda", 3), threading.Event(), list[Any]()
+
+    def set_device(device: torch.device) -> None:
+        seen.append((threading.current_thread().name, device))
+        moved.set()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(device=gpu))
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    with FailureMonitor(watch=HangWatch(deadline=600.0)):
+        assert moved.wait(20)
+    assert seen == [("failure-monitor", gpu)]
 
 
 def test_names_of_ranks() -> None:
