@@ -40,6 +40,7 @@ SEVERAL = (
     "dp", "zero-1", "zero-3", "tp-none", "tp-ring", "tp-symmetric", "cp-p2p", "cp-all-gather",
     "pp-1f1b", "pp-zb-v", "tp-pp-dp",
 )  # fmt: skip
+CURVES = ("bf16", "fp8-tensorwise", "fp8-blockwise", "bf16-seed")
 # row: the module and the function that measure it
 ROWS = {
     "facts": "calibrate:facts",
@@ -61,9 +62,15 @@ ROWS = {
     "losses": "steps:losses",
     "sync": "steps:waits",
     "collectives": "several:collectives",
+    "moe-kernels": "moe:kernels",
+    "ep-overlap": "moe:overlap",
+    "step-160m": "small:eager",
+    "step-160m-graph": "small:graph",
+    "curves": "curves:curves",
     "predict": "predict:predict",
     **{f"run-{name}": "steps:program" for name in RUNS},
     **{f"peer-{name}": "peer:peer" for name in PEERS},
+    **{f"curve-{name}": "curves:curve" for name in CURVES},
     **{f"several-{name}": "several:layout" for name in SEVERAL},
 }
 
