@@ -124,6 +124,17 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
             pytest("overlap-kernels", 300, "tests/gpu/test_overlap_kernels.py"),
         ),
     ),
+    "small": (
+        "products and moves of experts, their overlap; 160 M parameters: graphs, loss curves",
+        (
+            Row("moe-kernels", 150),
+            Row("ep-overlap", 180),
+            Row("step-160m", 60),
+            Row("step-160m-graph", 60),
+            *(Row(f"curve-{name}", 150) for name in (
+                "bf16", "fp8-tensorwise", "fp8-blockwise", "bf16-seed")),
+        ),
+    ),
     "several": (
         "NCCL, and the program on layouts of 2, 4 or 8 GPUs, the most informative first",
         (
@@ -136,7 +147,8 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
     ),
     "peers": (
         "the same model in torch's own stack on 2, 4 or 8 GPUs: FSDP2, and tensor parallelism",
-        tuple(Row(f"peer-{name}", 240, gpus=2) for name in ("fsdp2", "tp")),
+        (Row("overlap-peers", 150, gpus=2),)
+        + tuple(Row(f"peer-{name}", 240, gpus=2) for name in ("fsdp2", "tp")),
     ),
     "predict": (
         "the rehearsal's seconds and bytes of every step above, before or after they are measured",

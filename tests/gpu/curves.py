@@ -3,13 +3,15 @@
 
     curve-bf16, curve-fp8-tensorwise, curve-fp8-blockwise    1,500 steps of 16,384 bytes each
     curve-bf16-seed                                          bf16 again, from another seed
-    curves                                                   how far apart they end, and a picture
 
 The text is that of the machine: sources of Python's standard library and of torch, 30 MB, files in
 the order of a hash of their paths (tools/build_corpus.py chooses which count as text). A token is a
 byte, so no step sees a byte twice. Other versions have other texts: a line has the text's SHA-256,
-and only runs on the same text are compared. Each run draws the picture anew, of the losses that the
-file of lines has so far, OUT/curves.png.
+and only runs on the same text are compared.
+
+Each run compares its last losses with those of curve-bf16 in the file of lines, and draws the
+picture anew, of all that are there: OUT/curves.png. How far the two seeds of bf16 end apart says
+what a difference is worth.
 """
 
 import hashlib
@@ -66,7 +68,7 @@ def curve(row: Row) -> None:
     losses = [line["loss"] for line in found]
     steady = found[len(found) // 10 :]
     row.say(
-        "losses", loss=losses, sha256=about["sha256"], seed=seed, flags=words,
+        "losses", loss=losses, text=about["sha256"], device=row.device.type, seed=seed, flags=words,
         validation=[[line["iteration"], line["validation_loss"]]
                     for line in lines if "validation_loss" in line],
         seconds=statistics.median(line["step_seconds"] for line in steady),
@@ -74,10 +76,12 @@ def curve(row: Row) -> None:
         peak_bytes=found[-1].get("peak_memory_bytes"), run_seconds=time.perf_counter() - begin,
     )  # fmt: skip
     row.check("steps that are missing", steps - len(losses), 0)
-    first = statistics.mean(losses[: len(losses) // 10])
-    share = statistics.mean(losses[-len(losses) // 10 :]) / first
+    tenth = len(losses) // 10
+    share = statistics.mean(losses[-tenth:]) / statistics.mean(losses[:tenth])
     row.check("the last losses over the first", share, 1.0 if row.tiny else 0.5)
-    row.part("picture", lambda: picture(row.path.parent / PICTURE, recorded(row)))
+    runs = recorded(row)
+    row.part("picture", lambda: picture(row.path.parent / PICTURE, runs))
+    row.part("difference", lambda: compare(row, runs))
 
 
 def run_flags(tiny: bool, steps: int) -> list[str]:
@@ -126,49 +130,48 @@ def write_text(folder: Path, tiny: bool) -> dict[str, Any]:
 
 
 def recorded(row: Row) -> dict[str, dict[str, Any]]:
-    """Return the last losses of each run in the file of lines, by name: those of bf16's text."""
-    found = {}
+    """Return the last losses of each run in the file of lines that can be compared with this one:
+    on the same text and kind of device, and of as many steps. By name.
+    """
+    found, alike = dict[str, dict[str, Any]](), ("text", "device")
     for line in read_lines(row.path):
         name = str(line["row"]).removeprefix("curve-")
         if line["what"] == "losses" and name in CURVES:
             found[name] = line
-    text = found.get(BASE, next(iter(found.values()), {})).get("sha256")
-    return {name: line for name, line in found.items() if line["sha256"] == text}
+    own = found[row.name.removeprefix("curve-")]
+    return {
+        name: line
+        for name, line in found.items()
+        if all(line[key] == own[key] for key in alike) and len(line["loss"]) == len(own["loss"])
+    }
 
 
-def curves(row: Row) -> None:
-    """Write how far each run's final losses are from bf16's, and draw the picture."""
-    found = recorded(row)
-    if BASE not in found:
-        raise Skip(f"{row.path} has no losses of curve-{BASE}: run that row before, into this file")
-    row.part("picture", lambda: picture(row.path.parent / PICTURE, found))
-    base = found[BASE]
-    others = {name: line for name, line in found.items() if name != BASE}
-    if not others:
-        raise Skip(f"{row.path} has losses of curve-{BASE} alone, which nothing is compared with")
-    noise = abs(final(base)[0] - final(found[AGAIN])[0]) if AGAIN in found else None
-    for name, line in others.items():
-        apart = difference(line["loss"], base["loss"])
-        ends = {"final": final(line)[0], "of_bf16": final(base)[0], "seeds_apart": noise}
-        ends |= {"validation": last_validation(line), "validation_of_bf16": last_validation(base)}
-        what = f"{name} less bf16, mean of the last {apart['steps']} losses"
-        ends |= {"speed_of_bf16": base["seconds"] / line["seconds"]}
-        if name == AGAIN:  # no fault where two seeds differ
-            row.say(what, **apart, **ends)
-            continue
-        limit = (1.0 if row.tiny else MOST) * final(base)[0]
-        row.check(what, abs(apart["mean"]), limit, **apart, **ends)
+def compare(row: Row, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write how far the run's last losses are from bf16's. Raises Skip where there are none."""
+    name = row.name.removeprefix("curve-")
+    if name == BASE:
+        return
+    if BASE not in runs:
+        raise Skip(f"{row.path.name} has no such losses of curve-{BASE}")
+    line, base = runs[name], runs[BASE]
+    apart = difference(line["loss"], base["loss"])
+    numbers: dict[str, Any] = {**apart, "final": final(line["loss"]), "bf16": final(base["loss"])}
+    ends = [each["validation"][-1][1] if each["validation"] else None for each in (line, base)]
+    numbers |= {"validation": ends[0], "validation_of_bf16": ends[1]}
+    what = f"less bf16, mean of the last {apart['steps']} losses"
+    if name == AGAIN:  # no fault where two seeds differ
+        return row.say(what, **numbers)
+    row.check(what, abs(apart["mean"]), (1.0 if row.tiny else MOST) * numbers["bf16"], **numbers)
 
 
-def final(line: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the mean of a run's last losses, and of how many."""
-    last = line["loss"][-min(LAST, max(1, len(line["loss"]) // 4)) :]
-    return statistics.mean(last), len(last)
+def final(losses: Sequence[float]) -> float:
+    """Return the mean of a run's last losses."""
+    return statistics.mean(losses[-last(losses) :])
 
 
-def last_validation(line: Mapping[str, Any]) -> float | None:
-    """Return the loss of held-out text at the end."""
-    return float(line["validation"][-1][1]) if line["validation"] else None
+def last(losses: Sequence[float]) -> int:
+    """Return of how many steps the final loss is the mean."""
+    return min(LAST, max(1, len(losses) // 4))
 
 
 def difference(losses: Sequence[float], base: Sequence[float]) -> dict[str, float]:
@@ -177,7 +180,7 @@ def difference(losses: Sequence[float], base: Sequence[float]) -> dict[str, floa
     Step by step: the two see the same bytes, so what a batch does to both goes out. error: the
     standard error of the mean, of groups of GROUP steps, as neighbours are alike.
     """
-    count = min(LAST, max(1, min(len(losses), len(base)) // 4))
+    count = last(base)
     apart = [a - b for a, b in zip(losses[-count:], base[-count:], strict=True)]
     groups = [statistics.mean(apart[i : i + GROUP]) for i in range(0, count, GROUP)]
     error = statistics.stdev(groups) / len(groups) ** 0.5 if len(groups) > 1 else float("nan")
@@ -209,7 +212,7 @@ def picture(path: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
     for i, (name, line) in enumerate(found.items()):
         losses = smooth(line["loss"])
         steps = range(len(line["loss"]) - len(losses) + 1, len(line["loss"]) + 1)
-        label = f"{name}: {final(line)[0]:.4f}"
+        label = f"{name}: {final(line['loss']):.4f}"
         top.plot(steps, losses, color=f"C{i}", linewidth=1, label=label)
         if both and name != BASE:
             base = smooth(found[BASE]["loss"])
@@ -217,13 +220,15 @@ def picture(path: Path, found: Mapping[str, Mapping[str, Any]]) -> None:
             axes[1, 0].plot(steps[: len(apart)], apart, color=f"C{i}", linewidth=1, label=name)
     top.set_ylabel("loss, nats a byte")
     top.set_yscale("log")
+    for axis in (top.yaxis.set_major_formatter, top.yaxis.set_minor_formatter):
+        axis("{x:g}")
     top.legend(title="mean of the last losses")
     top.grid(alpha=0.3)
     if both:
         axes[1, 0].axhline(0.0, color="black", linewidth=0.5)
         axes[1, 0].set_ylabel("less that of bf16")
         axes[1, 0].grid(alpha=0.3)
-        limit = 0.05 * final(found[BASE])[0]
+        limit = 0.05 * final(found[BASE]["loss"])
         axes[1, 0].set_ylim(-limit, limit)
     axes[-1, 0].set_xlabel("step")
     fig.tight_layout()

@@ -21,6 +21,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,16 @@ class Noted:
 
     def __init__(self) -> None:
         self.threads, self.started, self.plans = list[int](), list[int](), list[int]()
-        self.starts, self.caches, self.start = 0, 0, threading.Thread.start
+        self.starts, self.caches = 0, 0
 
-    def starting(self, thread: threading.Thread) -> None:
-        """Count a thread, and start it; take the place of Thread.start."""
-        self.starts += 1
-        self.start(thread)
+    def starting(self, start: Callable[[threading.Thread], None]) -> Callable[..., None]:
+        """Return what takes the place of Thread.start: it counts."""
+
+        def counted(thread: threading.Thread) -> None:
+            self.starts += 1
+            start(thread)
+
+        return counted
 
     def warned(self, message: Warning | str, *about: Any, **more: Any) -> None:
         """Count a cache of plans; take the place of warnings.showwarning."""
@@ -77,7 +82,7 @@ def main(note: Path, words: list[str]) -> int:
 
     noted, train_step = Noted(), pretrain_llama.train_step
     gpus = dict[str, int]()
-    threading.Thread.start = lambda thread: noted.starting(thread)
+    threading.Thread.start = noted.starting(threading.Thread.start)
     warnings.simplefilter("always")
     warnings.showwarning = noted.warned
 

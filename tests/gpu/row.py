@@ -66,7 +66,7 @@ ROWS = {
     "ep-overlap": "moe:overlap",
     "step-160m": "small:eager",
     "step-160m-graph": "small:graph",
-    "curves": "curves:curves",
+    "overlap-peers": "overlap_peers:peers",
     "predict": "predict:predict",
     **{f"run-{name}": "steps:program" for name in RUNS},
     **{f"peer-{name}": "peer:peer" for name in PEERS},
