@@ -144,6 +144,8 @@ def numbers(lines: Sequence[Line]) -> Iterator[str]:
             f"{line['what'][:16]} {line['gb_per_second']:.0f} ({line['times_torch']:.1f})"
             for line in speeds
         )
+    told = [f"{line['row']}: {line['in_short']}" for line in lines if "in_short" in line]
+    yield from packed("", told)
     worst = sorted(
         (
             line

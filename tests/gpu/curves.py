@@ -159,6 +159,8 @@ def compare(row: Row, runs: Mapping[str, Mapping[str, Any]]) -> None:
     ends = [each["validation"][-1][1] if each["validation"] else None for each in (line, base)]
     numbers |= {"validation": ends[0], "validation_of_bf16": ends[1]}
     what = f"less bf16, mean of the last {apart['steps']} losses"
+    short = f"{apart['mean']:+.4f} (error {apart['error_of_mean']:.4f}) of {numbers['bf16']:.4f}"
+    numbers["in_short"] = short
     if name == AGAIN:  # no fault where two seeds differ
         return row.say(what, **numbers)
     row.check(what, abs(apart["mean"]), (1.0 if row.tiny else MOST) * numbers["bf16"], **numbers)

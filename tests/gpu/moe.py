@@ -81,25 +81,34 @@ def drawn(z: Layer, skewed: bool, device: torch.device) -> Tensor:
 
 def _layer(row: Row, z: Layer, skewed: bool, label: str) -> None:
     choice = drawn(z, skewed, row.device)
-    load, dispatcher = count_of(choice, z.experts), Dispatcher(
-        z.experts, Axis("ep"), "moe-kernels", Interleaver()
-    )  # fmt: skip
+    load = count_of(choice, z.experts)
+    dispatcher = Dispatcher(z.experts, Axis("ep"), "moe-kernels", Interleaver())
     plan = dispatcher.plan(choice, load)
     each = plan.counts.each
     row.say(f"{label}: counts", rows=sum(each), most=max(each), least=min(each), **z._asdict())
-    row.part(f"{label}: moves", lambda: moves(row, z, label, dispatcher, plan, load))
+    moved, multiplied = list[float](), list[float]()
+    row.part(
+        f"{label}: moves",
+        lambda: moved.append(moves(row, z, label, dispatcher, plan, load)),
+    )
     for name, (o, i) in {"gate_up": (2 * z.f, z.h), "down": (z.h, z.f)}.items():
         what = f"{label}: {name}"
-        row.part(what, lambda o=o, i=i, what=what: products(row, plan.counts, o, i, what))
+        row.part(
+            what,
+            lambda o=o, i=i, what=what: multiplied.append(products(row, plan.counts, o, i, what)),
+        )
+    short = f"{label}: products {1e3 * sum(multiplied):.2f} ms, moves {1e3 * sum(moved):.2f} ms"
+    row.say(label, products_seconds=sum(multiplied), moves_seconds=sum(moved), in_short=short)
 
 
 # ---- products of experts ----
 
 
-def products(row: Row, counts: Counts, o: int, i: int, label: str) -> None:
+def products(row: Row, counts: Counts, o: int, i: int, label: str) -> float:
     """Check and time forward, dgrad and wgrad of all experts: x [n, i], A [E, o, i], dy [n, o].
 
-    `layer` is what the layer does, which operators say; beside it are the other ways that it has.
+    `layer` is what the layer does, which operators say; beside it are other ways. Returns the
+    seconds of the layer's three.
     """
     n, clock = sum(counts.each), Stopwatch(row, load=LOAD)
     ctx = LayerContext(dtype=torch.bfloat16, device=row.device)
@@ -138,7 +147,7 @@ def products(row: Row, counts: Counts, o: int, i: int, label: str) -> None:
             raise Skip(sentence(why)) from None
         row.say(what, apart=error, **clock(run).numbers(0, flops), loaded=bool(clock.load))
 
-    flops = 2.0 * n * o * i
+    flops, total = 2.0 * n * o * i, 0.0
     for product, found in ways.items():
         limit = LIMITS[product] if row.cuda else LIMITS["forward"]  # a CPU rounds each to bf16
         for way, run in found.items():
@@ -152,7 +161,10 @@ def products(row: Row, counts: Counts, o: int, i: int, label: str) -> None:
             if product == "wgrad":  # a second micro-batch adds
                 error = worst(product, run() / 2, x, a, dy, counts)
                 row.check(f"{what}, twice", error, limit)
-            row.say(what, **clock(run).numbers(0, flops), loaded=bool(clock.load))
+            took = clock(run)
+            total += took.seconds
+            row.say(what, **took.numbers(0, flops), loaded=bool(clock.load))
+    return total
 
 
 def loop(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
@@ -188,10 +200,13 @@ def worst(product: str, got: Tensor, x: Tensor, a: Tensor, dy: Tensor, counts: C
 # ---- dispatch and combine ----
 
 
-def moves(row: Row, z: Layer, label: str, dispatcher: Dispatcher, plan: Plan, load: Tensor) -> None:
+def moves(
+    row: Row, z: Layer, label: str, dispatcher: Dispatcher, plan: Plan, load: Tensor
+) -> float:
     """Check and time a token's way to its experts and back, forward and backward.
 
-    GB/s are of what must be moved: each input is read once and each output written once.
+    GB/s are of what must be moved: each input is read once and each output written once. Returns
+    the seconds of all.
     """
     n, clock = sum(plan.counts.each), Stopwatch(row)
     x, dy = (torch.randn(z.tokens, z.h, device=row.device).bfloat16() for _ in range(2))
@@ -214,6 +229,7 @@ def moves(row: Row, z: Layer, label: str, dispatcher: Dispatcher, plan: Plan, lo
             "weights": weights, "dy": dy,
             **dict(zip(("dout", "dweights"), combine_backward(), strict=True)),
         })  # fmt: skip
+    total = 0.0
     small, large = 2.0 * z.tokens * z.h, 2.0 * n * z.h  # bytes in bf16
     for what, run, nbytes in (
         ("plan", lambda: dispatcher.plan(plan.choice, load), 0.0),
@@ -222,7 +238,10 @@ def moves(row: Row, z: Layer, label: str, dispatcher: Dispatcher, plan: Plan, lo
         ("combine", lambda: dispatcher.combine(out, weights, plan), small + large),
         ("combine, backward", combine_backward, small + 2 * large),
     ):
-        row.say(f"{label}: {what}", **clock(run).numbers(nbytes), bytes=nbytes)
+        took = clock(run)
+        total += took.seconds
+        row.say(f"{label}: {what}", **took.numbers(nbytes), bytes=nbytes)
+    return total
 
 
 def _check_moves(row: Row, z: Layer, label: str, plan: Plan, given: dict[str, Tensor]) -> None:
@@ -288,7 +307,7 @@ def overlap(row: Row) -> None:
     shared = not row.cuda or torch.cuda.device_count() < 2
     words = overlap_flags(row.tiny)
     words += ["--distributed-backend", "gloo"] if row.cuda and shared else []
-    losses = dict[str, list[float]]()
+    losses, told = dict[str, list[float]](), dict[str, str]()
     for name, more in {"without": [], "with": [OVERLAP]}.items():
         with tempfile.TemporaryDirectory() as folder:
             note = Path(folder) / "note"
@@ -301,9 +320,12 @@ def overlap(row: Row) -> None:
             f"{name} the overlap", seconds=statistics.median(s["step_seconds"] for s in steady),
             seconds_of_each=[line["step_seconds"] for line in steps], one_gpu=shared, ranks=notes,
         )  # fmt: skip
+        told[name] = f"{1e3 * statistics.median(s['step_seconds'] for s in steady):.1f} ms"
         for key, what in COUNTS.items():
             if found := [most(note[key]) for note in notes if note[key]]:
                 row.say(f"{name} the overlap: {what} of a rank", of_ranks=found)
+                told[name] += f", {what} {found[0]['last']} (+{found[0]['a_step']:g} a step)"
+    row.say("both", in_short=", ".join(f"{name} {text}" for name, text in told.items()))
     apart = max(abs(a - b) for a, b in zip(*losses.values(), strict=True))
     row.check("losses with and without differ by", apart, 0.0 if not row.cuda else 2e-2)
 

@@ -211,6 +211,8 @@ def main(path: Path, row: str, kind: str, tiny: bool) -> int:
             shape.name, mnk=[shape.rows * n, shape.o, shape.k], of_each=seconds,
             tflops={name: flops / each / 1e12 for name, each in seconds.items()},
             auto=chosen[key], auto_measured=times[key], ranks=n,
+            in_short=f"{shape.name}, us: "
+            + ", ".join(f"{name} {each * 1e6:.0f}" for name, each in seconds.items()),
         )  # fmt: skip
     return int(failed)
 

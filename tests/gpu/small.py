@@ -106,6 +106,7 @@ def graph(row: Row) -> None:
     seconds = in_turns(row, runs)
     for name, run in runs.items():
         say(row, f"a step, {name}", run, seconds[name])
-    row.say("eager over graphs", ratio=seconds["eager"] / seconds["graphs"])
+    ratio = seconds["eager"] / seconds["graphs"]
+    row.say("eager over graphs", ratio=ratio, in_short=f"eager / graphs {ratio:.3f}")
     losses = [float(step(run, drawn(run, MICRO_BATCHES))) for run in runs.values()]
     row.check("losses of the two, relative", abs(1 - losses[0] / losses[1]), 0.1)
