@@ -216,6 +216,28 @@ def test_shapes_are_those_of_tensor_parallel_8():
 
 # ---- the rows as they are typed ----
 
+
+def test_the_flags_of_every_row_are_taken_at_full_size():
+    from estimate.model_profile import model_profile
+    from model.load import of_checkpoint
+    from pretrain_llama import model_provider
+    from tests.gpu import small
+    from training.flags.parse import parse
+
+    plan = ["--device", "cuda", "--dry-run"]  # no GPU is here
+    step = [*small.small_flags(False), *small.batch_flags(4, 4), "--cuda-graph"]
+    data = ["--train-data-path", "x", "--valid-data-path", "y", "--seed", "1"]
+    runs = {name: [*curves.run_flags(False, 1500), *words.split(), *data]
+            for name, (words, _) in curves.CURVES.items()}  # fmt: skip
+    for name, words in {"step": step, **runs}.items():
+        config = parse([*words, *plan], 1, None, of_checkpoint)
+        counts = model_profile(config.with_vocab(257), model_provider)
+        assert 1.58e8 < counts.parameters < 1.61e8, name
+        assert config.batch.global_batch_size * config.model.seq_length == 16384
+    words = [*moe.overlap_flags(False), moe.OVERLAP, "--distributed-backend", "gloo", *plan]
+    assert parse(words, 2, None, of_checkpoint).parallel.expert_model_parallel_size == 2
+
+
 NEW = ["curve-fp8-blockwise", "step-160m", "step-160m-graph", "overlap-peers", "ep-overlap"]
 
 
