@@ -171,9 +171,9 @@ static int give(void *device, int right, unsigned value, unsigned *out) {
   *out = value;
   return device == (void *)0x123456789abc && right ? CODE : 2;
 }
-int nvmlDeviceGetClockInfo(void *d, int kind, unsigned *mhz) { return give(d, kind == 1, 1410, mhz); }
-int nvmlDeviceGetTemperature(void *d, int sensor, unsigned *c) { return give(d, sensor == 0, 83, c); }
-int nvmlDeviceGetPowerUsage(void *d, unsigned *mw) { return give(d, 1, 690000, mw); }
+int nvmlDeviceGetClockInfo(void *d, int kind, unsigned *x) { return give(d, kind == 1, 1410, x); }
+int nvmlDeviceGetTemperature(void *d, int sensor, unsigned *x) { return give(d, sensor == 0, 83, x); }
+int nvmlDeviceGetPowerUsage(void *d, unsigned *x) { return give(d, 1, 690000, x); }
 """
 
 
