@@ -113,7 +113,7 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         (
             Row("step-2-qwen3-30b-a3b", 120),
             Row("step-2-mixtral", 120),
-            pytest("test-offload", 90, "tests/gpu/test_offload.py", small="state or bfloat16"),
+            pytest("test-offload", 90, "tests/gpu/test_offload.py", small="state or dtype1"),
             *(Row(f"kernel-{name}", 60, needs=("triton",)) for name in ("norm", "float8")),
             Row("calibrate", 150),
         ),
@@ -152,14 +152,14 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
     "trainer": (
         "the program's own tests: one nccl communicator, two gloo ranks on a GPU, offload, graphs",
         (
-            pytest("test-nccl", 60, "tests/gpu/test_nccl.py", small="float32"),
+            pytest("test-nccl", 60, "tests/gpu/test_nccl.py", small="collective"),
             pytest("test-activations", 150, "tests/gpu/test_activations.py"),
             pytest("test-trainer", 300, "-k", "not fp64", "tests/gpu/test_trainer.py",
-                   small="(fp32 and zero) or come_out"),
+                   small="3-fp32 or come_out"),
             pytest("test-attention", 90, "tests/gpu/test_attention.py",
-                   small="(cpu and True and 20) or backend"),
+                   small="512-20 or backend"),
             pytest("test-trainer-fp64", 200, "-k", "fp64", "tests/gpu/test_trainer.py",
-                   small="fp64 and sp"),
+                   small="sp-fp64"),
         ),
     ),
     "several": (
