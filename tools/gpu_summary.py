@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,8 @@ def compared(lines: Sequence[Line]) -> Iterator[str]:
             else:
                 parts.setdefault("", []).append(f"{row} {rate:,.0f}" + mfu(line))
         if parts:
-            yield f"tokens/s of call {number}: {call.get('machine', '-')}"
+            began = time.strftime(", %Y-%m-%d %H:%M", time.localtime(call.get("begins")))
+            yield f"tokens/s of call {number}{began}: {call.get('machine', '-')}"
         for base, each in sorted(parts.items()):
             yield from packed(f"  (of {base}): " if base else "  ", each)
         yield from a_layer(mine)

@@ -64,12 +64,16 @@ def count(row: Row) -> int:
 
 def words_of(row: Row, name: str, n: int) -> list[str]:
     """Return the flags of a layout on n GPUs, with 16 sequences a step."""
-    from tests.gpu.steps import MODELS, flags  # the program, which `collectives` does without
+    from tests.gpu.steps import (
+        MODELS,
+        flags,
+        words_here,
+    )  # of the program, which `collectives` does without
 
     _, words, model, layers = LAYOUTS[name]
     batches = 4 if row.tiny else 16
     of = MODELS[model].words(row, layers, batches) if model else flags(row.sizes, layers, batches)
-    return [*of, *words.format(n=n).split()]
+    return [*of, *words_here(row, words.format(n=n))]
 
 
 def layout(row: Row) -> None:

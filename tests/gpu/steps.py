@@ -86,6 +86,8 @@ MODELS = {
     ),
 }  # fmt: skip
 GPU_ONLY = ("cuda-graph", "optimizer-triton")  # flags that a CPU refuses
+# what a CPU adds to Muon's flags: it multiplies bf16 slowly
+MUON_ON_A_CPU = "--muon-num-ns-steps 1 --muon-fp32-matmul-prec highest"
 # the most that a loss may differ from the CPU's: at any step, and in the mean of the last 50
 TOLERANCE = {"fp32": (4e-3, 1e-3), "bf16": (1e-1, 3e-2)}
 
@@ -135,7 +137,12 @@ def words_of(row: Row, name: str) -> list[str]:
     layers, name = (6, rest[0]) if kind == "run" else (int(rest[0]), "".join(rest[1:]))
     if name in MODELS:
         return MODELS[name].words(row, layers, MICRO_BATCHES)
-    return [*flags(row.sizes, layers), *(VARIANTS[name].split() if name else ())]
+    return [*flags(row.sizes, layers), *words_here(row, VARIANTS[name] if name else "")]
+
+
+def words_here(row: Row, words: str) -> list[str]:
+    """Return the words of flags, with those that a CPU adds."""
+    return f"{words} {MUON_ON_A_CPU}".split() if row.tiny and "muon" in words else words.split()
 
 
 def steps(row: Row) -> None:
