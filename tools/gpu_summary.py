@@ -125,10 +125,10 @@ def failures(outcomes: Mapping[str, str]) -> Iterator[str]:
         yield f"FAILED {name}: {outcomes[name].removeprefix('failed: ')}"
     if by["failed"][8:]:
         yield f"FAILED too: {', '.join(by['failed'][8:])}"
-    if by["skipped"]:
-        yield "skipped: " + "; ".join(
-            f"{n} ({outcomes[n].removeprefix('skipped: ')[:40]})" for n in by["skipped"]
-        )
+    why: dict[str, list[str]] = {}
+    for name in by["skipped"]:
+        why.setdefault(outcomes[name].removeprefix("skipped: ")[:60], []).append(name)
+    yield from packed("skipped: ", [f"{', '.join(names)} ({each})" for each, names in why.items()])
 
 
 def numbers(lines: Sequence[Line]) -> Iterator[str]:

@@ -143,8 +143,7 @@ def test_a_call_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path)
         == ["skipped: the call's 4 s were over while it ran"]
         + ["skipped: the call's 4 s were over"] * 3
     )
-    code, lines, _ = play(rows[:1], "--seconds", "3.5")  # and that is no result
-    assert gpu_summary.finished(lines) == set()
+    assert gpu_summary.finished(lines) == set()  # so the next call begins with them
 
 
 def test_a_part_of_a_row_that_runs_out_of_memory_loses_no_other_part(tmp_path):
@@ -182,10 +181,13 @@ def test_results_go_where_they_are_asked_for(monkeypatch, tmp_path):
 def test_what_is_printed_is_bounded_and_the_summary_comes_last(play, tmp_path, monkeypatch):
     path = tmp_path / "out" / LINES
     names = [f"row-{i:03}-{'n' * 40}" for i in range(120)]
-    monkeypatch.setattr(gpu_check, "execute", lambda words, limit, file: 1)
-    path.parent.mkdir()
-    for name in names:
-        append(path, {"row": name, "what": "error", "failed": "reason " * 100})
+    left = iter(names)
+
+    def execute(words, limit, file):
+        append(path, {"row": next(left), "what": "error", "failed": "reason " * 100})
+        return 1
+
+    monkeypatch.setattr(gpu_check, "execute", execute)
     _, _, said = play([Row(name, 5.0, ("-c", ""), 0) for name in names])
     summary = said[said.index("== summary") :]
     assert len(said) < gpu_check.MOST_PRINTED and len(summary) > 1000
