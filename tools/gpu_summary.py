@@ -165,8 +165,12 @@ def numbers(lines: Sequence[Line]) -> Iterator[str]:
             f"{line['what'][:16]} {line['gb_per_second']:.0f} ({line['times_torch']:.1f})"
             for line in speeds
         )
-    told = [f"{line['row']}: {line['in_short']}" for line in lines if "in_short" in line]
-    yield from packed("", told)
+    told: dict[str, list[str]] = {}
+    for line in lines:
+        if "in_short" in line:
+            told.setdefault(line["row"], []).append(line["in_short"])
+    for row, each in told.items():
+        yield from packed(f"{row}: ", each)
     worst = sorted(
         (
             line

@@ -20,7 +20,7 @@ from mpu.layers.experts import RECIPE, GroupedLinear, grouped_product, runs
 from tests.gpu import curves, moe, moe_rank, overlap_peers
 from tests.gpu.row import Row, Skip
 from tests.gpu.row import main as row_main
-from tools.gpu_summary import LINES, append, read
+from tools.gpu_summary import LINES, append, read, text
 
 
 def checked(row: Row) -> dict[str, bool]:
@@ -129,8 +129,8 @@ def test_a_rank_notes_its_threads_and_the_plans_that_cudnn_built(monkeypatch):
 # ---- loss curves ----
 
 
-def recorded(path: Path, name: str, losses: list[float], text: str = "a text") -> None:
-    more = {"text": text, "device": "cpu", "validation": [[len(losses), losses[-1]]]}
+def recorded(path: Path, name: str, losses: list[float], of: str = "a text") -> None:
+    more = {"text": of, "device": "cpu", "validation": [[len(losses), losses[-1]]]}
     append(path, {"row": f"curve-{name}", "what": "losses", "loss": losses, **more})
 
 
@@ -156,6 +156,8 @@ def test_a_curve_is_compared_with_bf16s_on_the_same_text_and_drawn(tmp_path):
         assert line["steps"] == 100 and line["validation_of_bf16"] == pytest.approx(
             shared[-1].item(), rel=1e-5
         )
+    short = text(read(path), {})
+    assert "curve-fp8-tensorwise: +0.01" in short and "curve-fp8-blockwise: +0.05" in short
     curves.picture(tmp_path / "curves.png", curves.recorded(row))
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
