@@ -22,7 +22,7 @@ takes.bench-pipeline := CASES
 takes.bench-zero   := CASES LEVELS DEEPSPEED
 takes.same-bits    := BASE RUNS
 takes.bench-commit := BASE CASES PAIRS
-takes.gpu-check    := PART OUT ARGS
+takes.gpu-check    := PART ROWS OUT ARGS
 COMMANDS := help setup check-data train test prove chaos rehearse explain fork-check lint bench bench-overlap bench-context bench-pipeline bench-zero same-bits bench-commit gpu-check slurm-check
 GOALS    := $(or $(MAKECMDGOALS),help)
 TAKEN    := PYTHON $(if $(filter-out $(COMMANDS),$(GOALS)),$(takes.train)) $(foreach goal,$(GOALS),$(takes.$(goal)))
@@ -135,8 +135,8 @@ same-bits: setup ## compare losses, norms, checkpoints and resumes with another 
 bench-commit: setup ## compare the speed with another commit's in interleaved pairs, about 17 minutes (BASE=commit CASES="tiny-fp32-1 ..." PAIRS=9)
 	$(RUN) benchmarks/compare_speed.py $(or $(call given,BASE),HEAD) $(call flag,CASES,--cases) $(call flag,PAIRS,--pairs)
 
-gpu-check: ## check and measure the GPU path with PYTHON and its own torch, in parts of 9 minutes; results in OUT, $$OUT or runs/gpu-check (PART="first peer" ARGS="--tiny --device cpu")
-	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call flag,OUT,--out) $(call given,ARGS)
+gpu-check: ## check and measure the GPU path with PYTHON and its own torch, in calls of 9 minutes; results in OUT, $$OUT or runs/gpu-check (PART="steps experts" ROWS="step-6 run-bf16" ARGS="--tiny --device cpu")
+	@$(PYTHON) tools/gpu_check.py $(call given,PART) $(call given,ROWS) $(call flag,OUT,--out) $(call given,ARGS)
 
 slurm-check: setup ## check a job on a real SLURM (Debian's, started here as root): pre-empted, out of time, cancelled, a node dead, 8 minutes
 	$(RUN) tests/slurm/check.py

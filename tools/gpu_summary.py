@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,33 @@ def read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def calls(lines: Sequence[Line]) -> list[tuple[Line, list[Line]]]:
+    """Return each call of gpu-check: its own line, {} before the first, and those that follow."""
+    found: list[tuple[Line, list[Line]]] = [({}, [])]
+    for line in lines:
+        if line["what"] == "call":
+            found.append((line, []))
+        else:
+            found[-1][1].append(line)
+    return found
+
+
+def of_kind(lines: Sequence[Line], kind: tuple[str, bool]) -> list[Line]:
+    """Return the lines of the calls of a kind, (device, tiny), and those of no call."""
+    return [
+        line
+        for call, others in calls(lines)
+        if not call or (call["device"], call["tiny"]) == kind
+        for line in ((call, *others) if call else others)
+    ]
+
+
+def finished(lines: Sequence[Line]) -> set[str]:
+    """Return the rows that ended by themselves or in vain, and were not skipped."""
+    ends = [line for line in lines if line["what"] == "outcome"]
+    return {line["row"] for line in ends if not line["outcome"].startswith("skipped")}
+
+
 def last(lines: Sequence[Line], row: str, what: str) -> Line:
     """Return the last line of a row that says something, or {}."""
     mine = [line for line in lines if line["row"] == row and line["what"] == what]
@@ -97,31 +125,24 @@ def failures(outcomes: Mapping[str, str]) -> Iterator[str]:
         yield f"FAILED {name}: {outcomes[name].removeprefix('failed: ')}"
     if by["failed"][8:]:
         yield f"FAILED too: {', '.join(by['failed'][8:])}"
-    if by["skipped"]:
-        yield "skipped: " + "; ".join(
-            f"{n} ({outcomes[n].removeprefix('skipped: ')[:40]})" for n in by["skipped"]
-        )
+    why: dict[str, list[str]] = {}
+    for name in by["skipped"]:
+        why.setdefault(outcomes[name].removeprefix("skipped: ")[:60], []).append(name)
+    yield from packed("skipped: ", [f"{', '.join(names)} ({each})" for each, names in why.items()])
 
 
 def numbers(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the numbers of steps, kernels, variants, the peer and the predictions."""
-    two, six = (last(lines, f"step-{n}", f"steps of {n} layers") for n in (2, 6))
-    for n, columns in ((2, two), (6, six)):
-        if columns:
-            memory = last(lines, f"step-{n}", "memory").get("peak_bytes", 0)
-            yield (
-                f"{n} layers: {1e3 * columns['seconds']:.1f} ms a step, "
-                f"{columns['tokens_per_second']:,.0f} tokens/s, MFU {columns['mfu']:.1%}, "
-                f"{memory / 1e9:.1f} GB"
-            )
-    if two and six:
-        layer = (six["micro_batch"] - two["micro_batch"]) / 4
-        one = last(lines, "step-6", "a step of 1 micro-batches").get("seconds", 0.0)
-        yield (
-            f"a layer {1e3 * layer:.2f} ms, embedding and head "
-            f"{1e3 * (two['micro_batch'] - 2 * layer):.2f} ms of a micro-batch; the update of 6 "
-            f"layers {1e3 * (one - six['micro_batch']):.2f} ms"
+    yield from compared(lines)
+    lines = list({(line["row"], line["what"]): line for line in lines}.values())  # each the last
+    watts = [line for line in lines if line["what"] == "power and clocks" and "watts" in line]
+    yield from packed("W, MHz of a step (least, mean, most): ", [
+        f"{line['row']} " + ", ".join(
+            " ".join(f"{line[of][end]:.0f}" for end in ("min", "mean", "max"))
+            for of in ("watts", "mhz")
         )
+        for line in watts
+    ])  # fmt: skip
     fitted = [line for line in lines if line["what"].startswith("fitted ")]
     if fitted:
         yield "device file: " + ", ".join(
@@ -144,6 +165,12 @@ def numbers(lines: Sequence[Line]) -> Iterator[str]:
             f"{line['what'][:16]} {line['gb_per_second']:.0f} ({line['times_torch']:.1f})"
             for line in speeds
         )
+    told: dict[str, list[str]] = {}
+    for line in lines:
+        if "in_short" in line:
+            told.setdefault(line["row"], []).append(line["in_short"])
+    for row, each in told.items():
+        yield from packed(f"{row}: ", each)
     worst = sorted(
         (
             line
@@ -157,23 +184,52 @@ def numbers(lines: Sequence[Line]) -> Iterator[str]:
             f"{line['row']} {line['what'][:24]} {line['error'] / line['limit']:.2f}"
             for line in worst[:4]
         )
-    yield from runs(lines)
     yield from predictions(lines)
 
 
-def runs(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the program's and the peers' tokens a second, as ratios."""
-    found = {
-        line["row"]: line for line in lines if line["what"] in ("a run of the program", "the peer")
-    }
-    base = found.get("run-bf16", {}).get("tokens_per_second")
-    parts = []
-    for row, line in found.items():
-        ratio = (
-            f" ({line['tokens_per_second'] / base:.3f})" if base and line.get("ranks") == 1 else ""
+def compared(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield, call by call, steps and the tokens a second of rows, as ratios of the same call."""
+    for number, (call, mine) in enumerate(calls(lines)):
+        found = {line["row"]: line for line in mine if "tokens_per_second" in line}
+        parts: dict[str, list[str]] = {}
+        for row, line in found.items():
+            base, rate = call.get("bases", {}).get(row, ""), line["tokens_per_second"]
+            if base in found:
+                ratio = rate / found[base]["tokens_per_second"]
+                parts.setdefault(base, []).append(f"{short(row, base)} {rate:,.0f} ({ratio:.3f})")
+            else:
+                parts.setdefault("", []).append(f"{row} {rate:,.0f}" + mfu(line))
+        if parts:
+            began = time.strftime(", %Y-%m-%d %H:%M", time.localtime(call.get("begins")))
+            yield f"tokens/s of call {number}{began}: {call.get('machine', '-')}"
+        for base, each in sorted(parts.items()):
+            yield from packed(f"  (of {base}): " if base else "  ", each)
+        yield from a_layer(mine)
+
+
+def short(row: str, base: str) -> str:
+    """Return a row's name without the words before the last "-" that its base begins with, too."""
+    common = os.path.commonprefix([row, f"{base}-"])
+    return row[common.rfind("-") + 1 :]
+
+
+def mfu(line: Line) -> str:
+    """Return the MFU that a line has, and the peak of its memory, as the end of a part."""
+    said = f" MFU {line['mfu']:.1%}" if line.get("mfu") else ""
+    return said + (f" {line['peak_bytes'] / 1e9:.1f} GB" if line.get("peak_bytes") else "")
+
+
+def a_layer(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield what steps of 2 and of 6 layers of one call tell of a layer, the head, the update."""
+    two, six = (last(lines, f"step-{n}", "steps") for n in (2, 6))
+    if two and six:
+        layer = (six["micro_batch"] - two["micro_batch"]) / 4
+        one = last(lines, "step-6", "a step of 1 micro-batches").get("seconds", 0.0)
+        yield (
+            f"a layer {1e3 * layer:.2f} ms, embedding and head "
+            f"{1e3 * (two['micro_batch'] - 2 * layer):.2f} ms of a micro-batch; the update of 6 "
+            f"layers {1e3 * (one - six['micro_batch']):.2f} ms"
         )
-        parts.append(f"{row.removeprefix('run-')} {line['tokens_per_second']:,.0f}{ratio}")
-    yield from packed("tokens/s (of bf16): ", parts)
 
 
 def packed(label: str, parts: Sequence[str]) -> Iterator[str]:
@@ -190,12 +246,8 @@ def packed(label: str, parts: Sequence[str]) -> Iterator[str]:
 
 
 def measured(lines: Sequence[Line], row: str) -> Line:
-    """Return what a row measured of a step: seconds and, on a GPU, peak_bytes."""
-    if row.startswith("step-"):
-        layers = row.removeprefix("step-")
-        memory = last(lines, row, "memory")
-        return {**last(lines, row, f"steps of {layers} layers"), **memory}
-    return last(lines, row, "a run of the program")
+    """Return what a row measured of a step, by the last call that has it."""
+    return last(lines, row, "steps") or last(lines, row, "a run of the program")
 
 
 def predictions(lines: Sequence[Line]) -> Iterator[str]:

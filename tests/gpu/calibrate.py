@@ -27,9 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.gpu.row import Row, Skip, Stopwatch, Time, sentence, synchronize
+from tests.gpu.row import Row, Skip, Stopwatch, Time, Watch, sentence, synchronize
 from tools.rehearsal import device_file, roofline
 from tools.rehearsal.device_file import NUMBERS, Device, read_device
+from training.run.gpu_health import uuid_of
 
 LIBRARIES = {"cublasLt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}
 QUERY = "name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,pstate"
@@ -66,7 +67,7 @@ def facts(row: Row) -> None:
         capability=f"{p.major}.{p.minor}", sms=p.multi_processor_count,
         nccl=".".join(map(str, torch.cuda.nccl.version())),
     )  # fmt: skip
-    row.say("nvidia-smi", **clocks())
+    row.say("nvidia-smi", **clocks(row.device))
     row.part("libraries", lambda: row.say("libraries", **_libraries()))
     row.part("a Triton kernel", lambda: _trial(row))
     q, k, v = _heads(row, row.sizes.seq)
@@ -87,11 +88,11 @@ def _version(package: str) -> str | None:
         return "there"
 
 
-def clocks() -> dict[str, str]:
-    """Return what nvidia-smi says now of the first GPU's clocks, power and temperature."""
+def clocks(device: torch.device) -> dict[str, str]:
+    """Return what nvidia-smi says now of a GPU's driver, clocks, power and temperature."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return {"nvidia-smi": "not found"}
-    words = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader", "--id=0"]
+    words = [tool, f"--query-gpu={QUERY}", "--format=csv,noheader", f"--id={uuid_of(device)}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=20)
     values = [value.strip() for value in done.stdout.strip().split(",")]
     return dict(zip(QUERY.split(","), values, strict=False))
@@ -133,14 +134,15 @@ def calibrate(row: Row) -> None:
     torch.manual_seed(1)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # as the trainer
     file = Calibrated(row)
-    for name, measure in (
-        ("copy", _copies), ("launches", _launches), ("matmuls", _matmuls),
-        ("attention", _attention),
-        ("float8", _float8),
-    ):  # fmt: skip
-        row.part(name, lambda measure=measure: measure(row, file))
-        file.write()
-    row.say("clocks after", **(clocks() if row.cuda else {}))
+    with Watch(row) as watch:
+        for name, measure in (
+            ("copy", _copies), ("launches", _launches), ("matmuls", _matmuls),
+            ("attention", _attention),
+            ("float8", _float8),
+        ):  # fmt: skip
+            row.part(name, lambda measure=measure: measure(row, file))
+            file.write()
+    row.say("power and clocks", **watch.numbers())
 
 
 class Calibrated:

@@ -14,9 +14,10 @@ import argparse
 import importlib
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -33,13 +34,19 @@ UNUSED = ("xxhash", "safetensors")  # imported by checkpoints and data, which no
 RUNS = (
     "bf16", "fp8-rowwise", "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fp8-blockwise",
     "cuda-graph", "optimizer-triton", "fused-linear-loss", "documents",
-    "attention-flash", "attention-fused", "attention-unfused",
+    "attention-flash", "attention-fused", "attention-unfused", "muon", "max-logits",
+)  # fmt: skip
+STEPS = (
+    "2", "6", "6-fp8-tensorwise", "6-fp8-blockwise", "6-fp8-rowwise", "6-optimizer-triton",
+    "6-muon", "2-qwen3-30b-a3b", "2-mixtral",
 )  # fmt: skip
 PEERS = ("eager", "compiled", "fsdp2", "tp")
 SEVERAL = (
-    "dp", "zero-1", "zero-3", "tp-none", "tp-ring", "tp-symmetric", "cp-p2p", "cp-all-gather",
-    "pp-1f1b", "pp-zb-v", "tp-pp-dp",
+    "dp", "zero-1", "zero-2", "zero-3", "tp-none", "tp-ring", "tp-symmetric", "cp-p2p", "cp-a2a",
+    "cp-all-gather", "pp-1f1b", "pp-zb-v", "pp-interleaved", "tp-pp-dp", "fp8-tp", "fp8-zero-3",
+    "muon", "ep", "ep-overlap",
 )  # fmt: skip
+CURVES = ("bf16", "fp8-tensorwise", "fp8-blockwise", "bf16-seed")
 # row: the module and the function that measure it
 ROWS = {
     "facts": "calibrate:facts",
@@ -54,16 +61,19 @@ ROWS = {
     "attention": "attention:paths",
     "context": "attention:context",
     "float8": "products:products",
-    "step-2": "steps:two_layers",
-    "step-6": "steps:six_layers",
-    "step-6-fp8-rowwise": "steps:six_layers",
-    "step-6-fp8-blockwise": "steps:six_layers",
     "losses": "steps:losses",
     "sync": "steps:waits",
     "collectives": "several:collectives",
+    "moe-kernels": "moe:kernels",
+    "ep-overlap": "moe:overlap",
+    "step-160m": "small:eager",
+    "step-160m-graph": "small:graph",
+    "overlap-peers": "overlap_peers:peers",
     "predict": "predict:predict",
+    **{f"step-{name}": "steps:steps" for name in STEPS},
     **{f"run-{name}": "steps:program" for name in RUNS},
     **{f"peer-{name}": "peer:peer" for name in PEERS},
+    **{f"curve-{name}": "curves:curve" for name in CURVES},
     **{f"several-{name}": "several:layout" for name in SEVERAL},
 }
 
@@ -272,6 +282,64 @@ class Stopwatch:
             marks[-1][1].record()
         torch.cuda.synchronize(self.row.device)
         return spread_of([begin.elapsed_time(end) / 1e3 for begin, end in marks])
+
+
+class Watch:
+    """Sample numbers in a thread while a block runs: power, clock and temperature of the GPU.
+
+    read returns numbers by name; on a CPU it is the machine's load. `numbers` gives the least, the
+    mean and the most of each.
+    """
+
+    def __init__(
+        self, row: Row, every: float = 0.05, read: Callable[[], Mapping[str, float]] | None = None
+    ) -> None:
+        self.read, self.every = read or (_of_gpu(row) if row.cuda else _load), every
+        self.samples, self.failed = list[Mapping[str, float]](), ""
+        self._stop, self._thread = threading.Event(), threading.Thread(target=self._sample)
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        try:
+            self.samples.append(self.read())
+            while not self._stop.wait(self.every):
+                self.samples.append(self.read())
+        except Exception as error:  # the block goes on
+            self.failed = sentence(error)
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what a line says of them."""
+        said: dict[str, Any] = {"samples": len(self.samples)}
+        if self.failed:
+            said["unread"] = self.failed
+        for name in self.samples[0] if self.samples else ():
+            values = [sample[name] for sample in self.samples]
+            mean = sum(values) / len(values)
+            said[name] = {"min": min(values), "mean": mean, "max": max(values)}
+        return said
+
+
+def _of_gpu(row: Row) -> Callable[[], Mapping[str, float]]:
+    from training.run.gpu_health import read_health
+
+    def read() -> Mapping[str, float]:
+        mhz, celsius, watts = read_health(row.device)
+        if watts != watts:  # unknown
+            raise OSError("the driver's NVML does not answer")
+        return {"watts": watts, "mhz": mhz, "celsius": celsius}
+
+    return read
+
+
+def _load() -> Mapping[str, float]:
+    return {"load": os.getloadavg()[0]}
 
 
 def spread_of(spent: list[float]) -> Time:

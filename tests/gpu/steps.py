@@ -2,7 +2,7 @@
 """Steps of a Llama: seconds, MFU, memory, what a layer, the head and the update cost, losses.
 
     step-2, step-6   the program's own step of 2 and 6 layers, in this process, and one profiled
-    step-6-NAME      the same with the flags of VARIANTS
+    step-6-NAME      the same with the flags of VARIANTS, step-2-NAME of a model of MODELS
     run-NAME         pretrain_llama.py as a user starts it, with the flags of VARIANTS
     losses           300 steps beside the same steps on the CPU, from the same weights
     sync             a step in which torch raises where the host waits for the device
@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,9 +29,8 @@ import pretrain_llama
 from estimate.model_profile import make_grid, model_profile
 from model.load import of_checkpoint
 from mpu.launch import Launch
-from tests.gpu.calibrate import clocks
 from tests.gpu.launched import KERNELS
-from tests.gpu.row import ROOT, Row, Sizes, Skip, synchronize
+from tests.gpu.row import ROOT, Row, Sizes, Skip, Watch, synchronize
 from training.data.batch import DocumentRules, make_batch
 from training.data.tokenizer import tokenizer_for
 from training.faults.monitor import FailureMonitor
@@ -55,8 +54,40 @@ VARIANTS = {
     "attention-flash": "--attention-backend flash",
     "attention-fused": "--attention-backend fused",
     "attention-unfused": "--attention-backend unfused",
+    "muon": "--optimizer muon",
+    "max-logits": "--log-max-attention-logit",
 }
+
+
+class Model(NamedTuple):
+    """A model with experts: its sizes and further flags, and those that a CPU computes."""
+
+    sizes: Sizes
+    flags: str
+    tiny: str
+
+    def words(self, row: Row, layers: int, micro_batches: int) -> list[str]:
+        """Return the trainer's flags."""
+        z, more = (row.sizes, self.tiny) if row.tiny else (self.sizes, self.flags)
+        return [*flags(z, layers, micro_batches), *more.split()]
+
+
+MODELS = {
+    "qwen3-30b-a3b": Model(
+        Sizes(2048, 6144, 32, 4, 8192, 151936),
+        "--kv-channels 128 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
+        "--moe-ffn-hidden-size 768",
+        "--kv-channels 32 --qk-layernorm --num-experts 8 --moe-router-topk 2 "
+        "--moe-ffn-hidden-size 64",
+    ),
+    "mixtral": Model(
+        Sizes(4096, 14336, 32, 8, 8192, 32000),
+        "--num-experts 8 --moe-router-topk 2", "--num-experts 4 --moe-router-topk 2",
+    ),
+}  # fmt: skip
 GPU_ONLY = ("cuda-graph", "optimizer-triton")  # flags that a CPU refuses
+# what a CPU adds to Muon's flags: it multiplies bf16 slowly
+MUON_ON_A_CPU = "--muon-num-ns-steps 1 --muon-fp32-matmul-prec highest"
 # the most that a loss may differ from the CPU's: at any step, and in the mean of the last 50
 TOLERANCE = {"fp32": (4e-3, 1e-3), "bf16": (1e-1, 3e-2)}
 
@@ -100,55 +131,70 @@ def step(run: Any, batches: list[Any], lr: float = 1e-4) -> torch.Tensor:
 # ---- steps in this process ----
 
 
-def two_layers(row: Row) -> None:
-    """Steps of 2 layers."""
-    _steps(row, 2)
+def words_of(row: Row, name: str) -> list[str]:
+    """Return the flags of a row step-LAYERS, step-LAYERS-NAME or run-NAME."""
+    kind, *rest = name.split("-", 1 if name.startswith("run-") else 2)
+    layers, name = (6, rest[0]) if kind == "run" else (int(rest[0]), "".join(rest[1:]))
+    if name in MODELS:
+        return MODELS[name].words(row, layers, MICRO_BATCHES)
+    return [*flags(row.sizes, layers), *words_here(row, VARIANTS[name] if name else "")]
 
 
-def six_layers(row: Row) -> None:
-    """Steps of 6 layers, and the kernels of one."""
-    run = _steps(row, 6)
+def words_here(row: Row, words: str) -> list[str]:
+    """Return the words of flags, with those that a CPU adds."""
+    return f"{words} {MUON_ON_A_CPU}".split() if row.tiny and "muon" in words else words.split()
+
+
+def steps(row: Row) -> None:
+    """Steps, and the kernels of one."""
+    run = _steps(row)
     row.part("profile", lambda: profile(row, run))
 
 
-def _steps(row: Row, layers: int) -> Any:
+def _steps(row: Row) -> Any:
     begin = time.perf_counter()
-    more = VARIANTS.get(row.name.removeprefix("step-6-"), "").split()
-    run = build([*flags(row.sizes, layers), *more], row.device.type)
+    words = words_of(row, row.name)
+    refuse_on_a_cpu(row, words)
+    run = build(words, row.device.type)
     batches = drawn(run, MICRO_BATCHES)
-    row.say("built", seconds=time.perf_counter() - begin)
+    row.say("built", seconds=time.perf_counter() - begin, flags=" ".join(words))
     begin = time.perf_counter()
     for _ in range(1 if row.tiny else 3):  # makes buffers, loads kernels
         first = float(step(run, batches))
     row.say("first steps", seconds=time.perf_counter() - begin, loss=first)
     if row.cuda:
         torch.cuda.reset_peak_memory_stats()
-    row.say("clocks before", **(clocks() if row.cuda else {}))
     seconds = dict[int, float]()
     for count in (1, MICRO_BATCHES):
-        seconds[count] = _in_a_row(row, run, batches[:count], 2 if row.tiny else 10)
-        row.say(f"a step of {count} micro-batches", seconds=seconds[count], layers=layers)
+        with Watch(row) as watch:
+            seconds[count] = _in_a_row(row, run, batches[:count], 2 if row.tiny else 10)
+        row.say(f"a step of {count} micro-batches", seconds=seconds[count])
+    row.say("power and clocks", **watch.numbers())  # of the steps of all micro-batches
     alone = []
     for _ in range(1 if row.tiny else 5):
         alone.append(_in_a_row(row, run, batches, 1))
     peak, source = peak_flops(row.device, torch.bfloat16)
-    tokens = MICRO_BATCHES * row.sizes.seq
+    tokens = MICRO_BATCHES * run.config.model.seq_length
     flops = model_profile(run.config, pretrain_llama.model_provider).flops * tokens
     row.say(
-        f"steps of {layers} layers", seconds=seconds[MICRO_BATCHES],
+        "steps", seconds=seconds[MICRO_BATCHES], layers=run.config.model.num_layers,
         seconds_apart=statistics.median(alone), tokens_per_second=tokens / seconds[MICRO_BATCHES],
         mfu=flops / seconds[MICRO_BATCHES] / peak, peak_flops=source,
         micro_batch=(seconds[MICRO_BATCHES] - seconds[1]) / (MICRO_BATCHES - 1),
+        peak_bytes=torch.cuda.max_memory_allocated() if row.cuda else None,
+        reserved_bytes=torch.cuda.max_memory_reserved() if row.cuda else None,
     )  # fmt: skip
-    if row.cuda:
-        row.say(
-            "memory", peak_bytes=torch.cuda.max_memory_allocated(),
-            reserved_bytes=torch.cuda.max_memory_reserved(),
-        )  # fmt: skip
-        row.say("clocks after", **clocks())
     last = float(step(run, batches))
     row.check("the loss of repeated batches, last over first", last / first, 1.0)
     return run
+
+
+def refuse_on_a_cpu(row: Row, words: list[str]) -> None:
+    """Raise Skip where a row is on a CPU and flags are of those that a CPU refuses."""
+    given = " ".join(words)
+    for name in GPU_ONLY:
+        if not row.cuda and VARIANTS[name] in given:
+            raise Skip(f"{VARIANTS[name]}: a CPU does not take it")
 
 
 def _in_a_row(row: Row, run: Any, batches: list[Any], count: int) -> float:
@@ -172,8 +218,8 @@ def profile(row: Row, run: Any) -> None:
     count, spent = by_kernel(seen.events(), row.cuda)
     rows = sorted(spent, key=lambda name: -spent[name])
     table = [f"{spent[name] / 1e3:>10.3f} ms {count[name]:>6,} x {name}" for name in rows]
-    name = row.name.replace("step-6", "profile") + ".txt"
-    (row.path.parent / name).write_text("\n".join(table) + "\n")
+    with (row.path.parent / "profiles.txt").open("a") as file:
+        file.write("\n".join([f"==== {row.name}, {time.ctime()}", *table]) + "\n\n")
     row.say("kernels of a step", ms=sum(spent.values()) / 1e3, launches=sum(count.values()))
     for name in rows[:20]:
         row.say(f"kernel {name[:80]}", ms=spent[name] / 1e3, count=count[name])
@@ -221,10 +267,9 @@ def launches(events: Any, cuda: bool) -> Counter[str]:
 
 def program(row: Row) -> None:
     """Run pretrain_llama.py with the flags of a variant; write the seconds of its steps."""
-    name = row.name.removeprefix("run-")
-    if not row.cuda and name in GPU_ONLY:
-        raise Skip(f"{VARIANTS[name]}: a CPU does not take it")
-    started(row, [*flags(row.sizes, 6), *VARIANTS[name].split()])
+    words = words_of(row, row.name)
+    refuse_on_a_cpu(row, words)
+    started(row, words)
 
 
 def started(row: Row, words: list[str], ranks: int = 1) -> None:

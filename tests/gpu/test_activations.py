@@ -5,15 +5,11 @@
 """
 
 import pytest
-import torch
 
 from tests.gpu import test_trainer
 from tests.gpu.test_trainer import train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 SAME = "--deterministic-mode"
 OFFLOAD = ["--cpu-offload-activations", "--min-offloaded-tensor-size", "1"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The overlap kernels between 2, 4 and 8 processes on one GPU; `make gpu-check PART=kernels` runs
+"""The overlap kernels between 2, 4 and 8 processes on one GPU; `make gpu-check PART=overlap` runs
 it, after it has compiled the kernels of these cases.
 
 The processes take turns on the GPU, so this tests results, not speed. torch's symmetric memory is
@@ -22,10 +22,7 @@ from tests.gpu.overlap_cases import (
 )
 from tests.mpu.kernels.cases import Turns, check, run_cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", params=SIZES)

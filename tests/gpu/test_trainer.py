@@ -17,10 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = """
@@ -63,8 +60,8 @@ def train(folder: Path, device: str, dtype: str, ranks: int, *more: str) -> tupl
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", ["tp", "sp", "dp", "pp", "zero 1", "zero 3"])
-def test_two_gloo_ranks_on_one_gpu_follow_one(tmp_path, dtype, layout):
-    want, want_validation = of_one(tmp_path, "cuda", dtype)
+def test_two_gloo_ranks_on_one_gpu_follow_one(tmp_path, dtype, layout, device):
+    want, want_validation = of_one(tmp_path, device, dtype)
     more = {"tp": ["--tensor-model-parallel-size", "2"], "dp": []}
     more["pp"] = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "zb-v"]
     more["sp"] = [*more["tp"], "--sequence-parallel"]
@@ -72,7 +69,7 @@ def test_two_gloo_ranks_on_one_gpu_follow_one(tmp_path, dtype, layout):
         overlap = ["--overlap-grad-reduce", "--overlap-param-gather"]
         more[f"zero {level}"] = ["--zero-stage", level, *overlap]
     gloo = ["--distributed-backend", "gloo"]
-    losses, validation = train(tmp_path, "cuda", dtype, 2, *more[layout], *gloo)
+    losses, validation = train(tmp_path, device, dtype, 2, *more[layout], *gloo)
     assert losses == pytest.approx(want, rel=TOLERANCE[dtype])
     assert validation == pytest.approx(want_validation, rel=TOLERANCE[dtype])
 
@@ -89,42 +86,42 @@ def test_overlap_by_symmetric_memory_on_one_gpu_follows_one_rank(tmp_path, monke
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
-def test_recomputation_on_a_gpu(tmp_path, granularity):
-    want, _ = of_one(tmp_path, "cuda", "fp32")
+def test_recomputation_on_a_gpu(tmp_path, granularity, device):
+    want, _ = of_one(tmp_path, device, "fp32")
     more = ["--recompute-granularity", granularity]
     if granularity == "full":
         more += ["--recompute-method", "uniform", "--recompute-num-layers", "2"]
-    losses, _ = train(tmp_path, "cuda", "fp32", 1, *more)
+    losses, _ = train(tmp_path, device, "fp32", 1, *more)
     assert losses == pytest.approx(want, rel=1e-6)
 
 
-def test_weight_gradients_come_out_in_fp32():
+def test_weight_gradients_come_out_in_fp32(device):
     """bf16 operands, fp32 product and sum: no worse than fp32 accumulation of exact products."""
     from mpu.gradients import GradientSink
     from mpu.layers.linear import Recipe
 
-    sink, weight = GradientSink(), torch.nn.Parameter(torch.zeros(64, 32, device="cuda").bfloat16())
-    x, dy = (torch.randn(512, n, device="cuda").bfloat16() for n in (32, 64))
+    sink, weight = GradientSink(), torch.nn.Parameter(torch.zeros(64, 32, device=device).bfloat16())
+    x, dy = (torch.randn(512, n, device=device).bfloat16() for n in (32, 64))
     for _ in range(3):
         Recipe().accumulate(*sink.grad_slot(weight), x, dy)
     want = 3 * (dy.double().t() @ x.double())
     assert (sink.main_grad(weight).double() - want).norm() < 1e-5 * want.norm()
 
 
-def test_a_save_behind_the_training_holds_the_step_it_was_asked_for(tmp_path):
+def test_a_save_behind_the_training_holds_the_step_it_was_asked_for(tmp_path, device):
     """Its copies go through page-locked memory; a resume from it gives the same bits."""
     same = "--deterministic-mode"
     saving = [same, "--async-save", "--save-interval", "3", "--save", str(tmp_path / "saved")]
-    want, _ = train(tmp_path, "cuda", "bf16", 1, same)
-    losses, _ = train(tmp_path, "cuda", "bf16", 1, *saving)
+    want, _ = train(tmp_path, device, "bf16", 1, same)
+    losses, _ = train(tmp_path, device, "bf16", 1, *saving)
     assert losses == want
     resumed = [same, "--load", str(tmp_path / "saved"), "--ckpt-step", "3"]
-    losses, _ = train(tmp_path, "cuda", "bf16", 1, *resumed)
+    losses, _ = train(tmp_path, device, "bf16", 1, *resumed)
     assert losses == want[3:]
 
 
-def test_deterministic_mode_repeats_its_bits(tmp_path):
+def test_deterministic_mode_repeats_its_bits(tmp_path, device):
     """Without it index_add_ and an attention's backward may add in another order each time."""
-    first, _ = train(tmp_path, "cuda", "bf16", 1, "--deterministic-mode")
-    again, _ = train(tmp_path, "cuda", "bf16", 1, "--deterministic-mode", "--manual-gc")
+    first, _ = train(tmp_path, device, "bf16", 1, "--deterministic-mode")
+    again, _ = train(tmp_path, device, "bf16", 1, "--deterministic-mode", "--manual-gc")
     assert first == again

@@ -6,11 +6,13 @@ form of the last test.
 """
 
 import ast
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,12 +23,15 @@ import torch
 
 from tests.gpu import launched
 from tests.gpu.row import ROWS
+from tests.sampling import sampled
 from tools import gpu_check, gpu_summary
 from tools.gpu_check import PARTS, Options, Row
 from tools.gpu_summary import LINES, append, read
 
 ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "gpu-results.md"
 EVERY = [row for _, rows in PARTS.values() for row in rows]
+SMALL = ["--tiny", "--device", "cpu"]
 
 
 # ---- rows that fail ----
@@ -68,15 +73,15 @@ def row_of(path, name, code, limit=20.0):
 
 @pytest.fixture
 def play(monkeypatch, tmp_path, capsys):
-    """play(rows) -> (exit code, lines of the file, what was printed) of a part of these rows."""
+    """play(rows, words...) -> (exit code, lines of the file, what was printed) of a part of these
+    rows. words: of the command line.
+    """
 
-    def run(rows, out=tmp_path / "out", **more):
+    def run(rows, *words, out=tmp_path / "out"):
         out.mkdir(exist_ok=True)
         monkeypatch.setattr(gpu_check, "PARTS", {"played": ("rows of a test", tuple(rows))})
         monkeypatch.setattr(gpu_check, "found", lambda: (0, "no GPU in this test"))
-        for name, value in more.items():
-            monkeypatch.setattr(gpu_check, name, value)
-        code = gpu_check.main(["--out", str(out), "--device", "cpu"])
+        code = gpu_check.main([*words, "--out", str(out), "--device", "cpu"])
         return code, read(out / LINES), capsys.readouterr().out
 
     return run
@@ -126,15 +131,19 @@ Path({str(note)!r}).write_text(str(child.pid))
             os.kill(pid, 0)
 
 
-def test_a_part_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path):
+def test_a_call_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path):
     path = tmp_path / "out" / LINES
     rows = [row_of(path, f"row-{i}", "import time; time.sleep(60)", 30.0) for i in range(4)]
     began = time.monotonic()
-    code, lines, _ = play(rows, LIMIT=3.5)
-    assert code == 1 and time.monotonic() - began < 20
+    code, lines, _ = play(rows, "--seconds", "3.5")
+    assert code == 0 and time.monotonic() - began < 20
     outcomes = [line["outcome"] for line in lines if line["what"] == "outcome"]
-    assert outcomes[0].startswith("failed: out of time")
-    assert outcomes[1:] == ["skipped: the part's 4 s were over"] * 3
+    assert (
+        outcomes
+        == ["skipped: the call's 4 s were over while it ran"]
+        + ["skipped: the call's 4 s were over"] * 3
+    )
+    assert gpu_summary.finished(lines) == set()  # so the next call begins with them
 
 
 def test_a_part_of_a_row_that_runs_out_of_memory_loses_no_other_part(tmp_path):
@@ -172,10 +181,13 @@ def test_results_go_where_they_are_asked_for(monkeypatch, tmp_path):
 def test_what_is_printed_is_bounded_and_the_summary_comes_last(play, tmp_path, monkeypatch):
     path = tmp_path / "out" / LINES
     names = [f"row-{i:03}-{'n' * 40}" for i in range(120)]
-    monkeypatch.setattr(gpu_check, "execute", lambda words, limit, file: 1)
-    path.parent.mkdir()
-    for name in names:
-        append(path, {"row": name, "what": "error", "failed": "reason " * 100})
+    left = iter(names)
+
+    def execute(words, limit, file):
+        append(path, {"row": next(left), "what": "error", "failed": "reason " * 100})
+        return 1
+
+    monkeypatch.setattr(gpu_check, "execute", execute)
     _, _, said = play([Row(name, 5.0, ("-c", ""), 0) for name in names])
     summary = said[said.index("== summary") :]
     assert len(said) < gpu_check.MOST_PRINTED and len(summary) > 1000
@@ -184,45 +196,124 @@ def test_what_is_printed_is_bounded_and_the_summary_comes_last(play, tmp_path, m
     assert (tmp_path / "out" / "summary.txt").read_text() == summary
 
 
+def told(*about):
+    """Return lines of a file: (row, what, numbers) each."""
+    return [{"row": row, "what": what, **numbers} for row, what, numbers in about]
+
+
+def call(number, **bases):
+    bases = {row.replace("_", "-"): base for row, base in bases.items()}
+    about = {"machine": f"card {number}", "device": "cuda", "tiny": False, "bases": bases}
+    return "call", "call", about
+
+
+def run_of(row, rate):
+    return row, "a run of the program", {"tokens_per_second": rate, "seconds": 32768 / rate}
+
+
 def test_the_summary_subtracts_and_divides():
-    lines = []
-
-    def say(row, what, **numbers):
-        lines.append({"row": row, "what": what, **numbers})
-
+    lines = told(call(1, peer_compiled="run-bf16"))
     for layers, seconds, micro in ((2, 0.3, 0.07), (6, 0.7, 0.15)):
         row = f"step-{layers}"
-        say(row, "a step of 1 micro-batches", seconds=micro + 0.03)
-        say(row, f"steps of {layers} layers", seconds=seconds, tokens_per_second=32768 / seconds,
-            mfu=0.5, micro_batch=micro)  # fmt: skip
-        say(row, "memory", peak_bytes=40e9)
-    say("run-bf16", "a run of the program", tokens_per_second=40000.0, ranks=1, seconds=0.82)
-    say("peer-compiled", "the peer", tokens_per_second=32000.0, ranks=1, seconds=1.0)
-    say("step-6", "prediction", device="h200", seconds=0.35, mfu=0.9)
-    say("run-bf16", "prediction", device="/x/device.json", seconds=0.82, mfu=0.5)
+        said = dict(seconds=seconds, tokens_per_second=32768 / seconds, mfu=0.5, micro_batch=micro)
+        watts = {"watts": dict(min=600, mean=650.4, max=690), "mhz": dict(min=1, mean=2, max=3)}
+        lines += told(
+            (row, "a step of 1 micro-batches", dict(seconds=micro + 0.03)),
+            (row, "power and clocks", watts), (row, "steps", said | dict(peak_bytes=40e9)),
+        )  # fmt: skip
+    lines += told(
+        run_of("run-bf16", 40000.0),
+        ("peer-compiled", "the peer", dict(tokens_per_second=32000.0)),
+        ("step-6", "prediction", dict(device="h200", seconds=0.35)),
+        ("run-bf16", "prediction", dict(device="/x/device.json", seconds=32768 / 40000)),
+    )
     text = gpu_summary.text(lines, {"step-2": "passed", "x": "skipped: no GPU"})
-    assert "6 layers: 700.0 ms a step, 46,811 tokens/s, MFU 50.0%, 40.0 GB" in text
+    assert "step-6 46,811 MFU 50.0% 40.0 GB" in text and "step-6 600 650 690, 1 2 3" in text
     assert "a layer 20.00 ms, embedding and head 30.00 ms of a micro-batch" in text
     assert "the update of 6 layers 30.00 ms" in text
-    assert "bf16 40,000 (1.000), peer-compiled 32,000 (0.800)" in text
+    assert re.search(r"tokens/s of call 1, [-\d]+ [\d:]+: card 1", text)
+    assert "(of run-bf16): peer-compiled 32,000 (0.800)" in text
     assert "predicted, h200 (measured / predicted): step-6 350 ms (2.00)" in text
-    assert "predicted, device (measured / predicted): run-bf16 820 ms (1.00)" in text
+    assert "predicted, device (measured / predicted): run-bf16 819 ms (1.00)" in text
     assert "rows: 1 passed, 0 failed, 1 skipped" in text and "x (no GPU)" in text
+
+
+def test_ratios_and_differences_are_of_one_call():
+    """A base that another card ran gives none; the same row in a later call has that call's."""
+    six = ("step-6", "steps", dict(tokens_per_second=1.0, seconds=1.0, micro_batch=0.2))
+    two = ("step-2", "steps", dict(tokens_per_second=2.0, seconds=1.0, micro_batch=0.1))
+    first = told(call(1), run_of("run-bf16", 40000.0), two)
+    alone = told(call(2, run_documents="run-bf16"), run_of("run-documents", 30000.0), six)
+    text = gpu_summary.text([*first, *alone], {})
+    assert "tokens/s of call 2" in text and "run-documents 30,000" in text
+    assert "(0." not in text and "(of " not in text and "a layer" not in text
+    lines = [*first, *alone, *told(call(3, run_documents="run-bf16"), run_of("run-bf16", 20000.0),
+                                   run_of("run-documents", 30000.0))]  # fmt: skip
+    after = gpu_summary.text(lines, {}).split("card 3")[1]
+    assert "(of run-bf16): documents 30,000 (1.500)" in after
 
 
 def test_the_summary_cuts_no_prediction_and_no_run_short():
     from tests.gpu.row import RUNS
 
-    lines = list[dict[str, object]]()
-    for name in RUNS:
-        what = {"what": "a run of the program", "tokens_per_second": 123456.0, "ranks": 1}
-        lines.append({"row": f"run-{name}", "seconds": 1.5, **what})
-        ends = {"seconds": 1.111, "ends": [1.001, 1.111]}
-        lines.append({"row": f"run-{name}", "what": "prediction", "device": "h200", **ends})
+    names = [f"run-{name}" for name in RUNS]
+    lines = told(("call", "call", {"bases": {n: "run-bf16" for n in names if n != "run-bf16"}}))
+    for name in names:
+        ends = {"device": "h200", "seconds": 1.111, "ends": [1.001, 1.111]}
+        lines += told(run_of(name, 123456.0), (name, "prediction", ends))
     text = gpu_summary.text(lines, {})
-    assert all(f"run-{name} 1001 to 1111 ms (1.35)" in text for name in RUNS)
-    assert all(f"{name} 123,456 (1.000)" in text for name in RUNS)
+    assert all(f"{name} 1001 to 1111 ms (0.24)" in text for name in names)
+    assert all(
+        f"{n.removeprefix('run-')} 123,456 (1.000)" in text for n in names if n != "run-bf16"
+    )
     assert max(map(len, text.splitlines())) <= gpu_summary.WIDTH
+
+
+# ---- power and clocks ----
+
+
+def test_power_and_clocks_are_sampled_while_a_block_runs(tmp_path):
+    from tests.gpu.row import Row as Measured
+    from tests.gpu.row import Watch
+
+    row = Measured("step-6", tmp_path / LINES, "cpu", True)
+    values, enough = iter([500.0, 700.0, 600.0, *[600.0] * 10_000]), threading.Event()
+
+    def sample():
+        watts = next(values)
+        if watts == 600.0:
+            enough.set()
+        return {"watts": watts, "mhz": 2 * watts}
+
+    with Watch(row, 0.001, sample) as watch:
+        assert enough.wait(20)  # of another thread: this one only waits
+    said = watch.numbers()
+    assert said["watts"]["min"] == 500.0 and said["watts"]["max"] == 700.0 and said["samples"] >= 3
+    assert said["mhz"]["mean"] == pytest.approx(2 * said["watts"]["mean"])
+    assert not watch._thread.is_alive()
+
+    def breaks():
+        raise OSError("the driver's NVML does not answer")
+
+    with Watch(row, 0.001, breaks) as watch:
+        pass
+    assert watch.numbers() == {
+        "samples": 0, "unread": "OSError: the driver's NVML does not answer"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sampled(["2-qwen3-30b-a3b", "2-mixtral", "6-muon"], 3))
+def test_a_step_in_process_is_sampled_and_profiled(tmp_path, name):
+    from tests.gpu import steps
+    from tests.gpu.row import Row as Measured
+
+    row = Measured(f"step-{name}", tmp_path / LINES, "cpu", True)
+    steps.steps(row)
+    lines = {line["what"]: line for line in read(tmp_path / LINES)}
+    watched = lines["power and clocks"]
+    assert watched["samples"] > 0 and watched["load"].keys() == {"min", "mean", "max"}
+    assert lines["steps"]["tokens_per_second"] > 0 and lines["kernels of a step"]["launches"] > 0
+    assert row.failed == 0 and f"==== step-{name}, " in (tmp_path / "profiles.txt").read_text()
 
 
 # ---- what is covered ----
@@ -279,24 +370,31 @@ def test_every_row_is_in_one_part_and_every_file_exists():
 def test_rows_of_runs_are_those_of_the_variants_layouts_and_peers():
     from tests.gpu import peer, row, several, steps
 
-    assert steps.VARIANTS.keys() == set(row.RUNS) and set(steps.GPU_ONLY) <= set(row.RUNS)
+    of_steps = {name.partition("-")[2] for name in row.STEPS} - {""}
+    assert steps.VARIANTS.keys() == set(row.RUNS) | (of_steps - steps.MODELS.keys())
+    assert steps.MODELS.keys() <= of_steps and set(steps.GPU_ONLY) <= set(row.RUNS)
     assert several.LAYOUTS.keys() == set(row.SEVERAL) and peer.PEERS.keys() == set(row.PEERS)
 
 
 def test_the_flags_of_every_run_are_taken():
     from model.load import of_checkpoint
     from tests.gpu import several, steps
-    from tests.gpu.row import LLAMA
+    from tests.gpu.row import RUNS, STEPS
+    from tests.gpu.row import Row as Measured
     from training.flags.parse import parse
 
-    plan = ["--device", "cuda", "--dry-run"]  # no GPU is here
-    for name, words in steps.VARIANTS.items():
-        config = parse([*steps.flags(LLAMA, 6), *words.split(), *plan], 1, None, of_checkpoint)
-        assert config.model.num_layers == 6, name
-    for name, (least, words) in several.LAYOUTS.items():
-        words = words.format(n=least, tp=several.TENSOR.format(n=least)).split()
-        given = [*steps.flags(LLAMA, 8, 16), *words, *plan]
-        assert parse(given, least, None, of_checkpoint).model.num_layers == 8, name
+    row, plan = Measured("x", Path("unused"), "cpu", False), ["--device", "cuda", "--dry-run"]
+    for name in [*(f"step-{name}" for name in STEPS), *(f"run-{name}" for name in RUNS)]:
+        config = parse([*steps.words_of(row, name), *plan], 1, None, of_checkpoint)
+        layers = int(name[5]) if name.startswith("step-") else 6
+        assert config.model.num_layers == layers, name
+        experts = {"qwen3": 128, "mixtral": 8}.get(name.removeprefix("step-2-").split("-")[0], 1)
+        assert (config.model.experts or 1) == experts, name
+    for name, layout in several.LAYOUTS.items():
+        for n in (2, 4, 8):
+            if n >= layout.least:
+                given = [*several.words_of(row, name, n), *plan]
+                assert parse(given, n, None, of_checkpoint).model.num_layers == layout.layers, name
 
 
 def test_what_was_frozen_is_what_the_rows_run():
@@ -392,11 +490,11 @@ def test_packages_that_no_row_uses_may_be_missing():
 
 def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeypatch, tmp_path):
     asked = Options([], tmp_path, "cuda", False, 0, "")
-    assert gpu_check.order(asked) == ["predict", "compile", "interpret"]
-    on_one = ["first", "peer", "variants", "trainer", "overlap"]
-    assert gpu_check.order(asked._replace(gpus=1)) == on_one
-    assert gpu_check.order(asked._replace(gpus=8)) == [*on_one, "several", "peers"]
-    assert gpu_check.order(asked._replace(parts=["several"])) == ["several"]
+    assert gpu_check.default(asked) == ["predict", "compile", "interpret"]
+    on_one = ["steps", "experts", "overlap", "variants", "kernels", "trainer", "small"]
+    assert gpu_check.default(asked._replace(gpus=1)) == on_one
+    assert gpu_check.default(asked._replace(gpus=8)) == [*on_one, "several", "peers"]
+    assert gpu_check.default(asked._replace(device="cpu", tiny=True)) == [*PARTS]
     assert "the row needs 2 GPUs" in gpu_check.cannot(Row("x", 1, gpus=2), asked._replace(gpus=1))
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: None)
     why = gpu_check.cannot(Row("x", 1, needs=("triton", "pytest")), asked._replace(gpus=1))
@@ -404,6 +502,88 @@ def test_without_a_gpu_it_runs_what_needs_none_and_with_one_what_one_can(monkeyp
     monkeypatch.setattr(gpu_check.shutil, "which", lambda path: None)
     sanitized = next(row for row in EVERY if row.name == "memcheck")._replace(needs=())
     assert "no compute-sanitizer" in gpu_check.cannot(sanitized, asked._replace(gpus=1))
+
+
+def names(options, finished=()):
+    return [row.name for row in gpu_check.chosen(options, set(finished))]
+
+
+def test_rows_are_named_one_by_one_in_any_order_and_parts_begin_with_what_has_not_run(tmp_path):
+    one = Options([], tmp_path, "cuda", False, 1, "")
+    some = ["sync", "run-bf16", "facts", "peer-compiled"]  # of three parts
+    assert names(one._replace(names=some)) == some
+    assert names(one._replace(names=some), some) == some  # as asked, though they have results
+    several = [row.name for row in PARTS["several"][1]]
+    eight = Options(["several"], tmp_path, "cuda", False, 8, "")
+    assert names(eight) == several
+    done = {"collectives", "several-ep", "several-pp-1f1b"}
+    late = [name for name in several if name in done]
+    begins = [name for name in names(eight, done) if name not in ("several-ep", "several-pp-1f1b")]
+    assert begins == [*(name for name in several if name not in done), "collectives"]
+    assert sorted(names(eight, done)) == sorted(several) and late[0] == "collectives"
+    every = names(one, names(one)[:20])
+    assert every[0] == names(one)[20] and sorted(every) == sorted(names(one))
+
+
+def test_a_row_brings_its_base_into_the_call(tmp_path):
+    one = Options(["run-documents", "peer-eager"], tmp_path, "cuda", False, 1, "")
+    assert names(one) == ["run-bf16", "run-documents", "peer-eager"]
+    assert names(one, ["run-bf16"])[0] == "run-bf16"  # a result of another call is none of this
+    assert names(one._replace(names=["run-muon", "run-bf16"])) == ["run-muon", "run-bf16"]
+    assert names(one._replace(names=["variants"]))[0] == "run-bf16"
+    assert names(one._replace(gpus=0, names=["run-muon"])) == ["run-muon"]  # it will be skipped
+    assert names(one._replace(gpus=2, names=["several-fp8-tp", "peer-fsdp2"])) == [
+        "several-tp-none", "several-fp8-tp", "several-zero-3", "peer-fsdp2"]  # fmt: skip
+    bases = {row.base for row in EVERY if row.base}
+    assert bases <= {row.name for row in EVERY} and all(not gpu_check.every()[b].base or
+        b in ("several-zero-3", "several-tp-ring") for b in bases)  # fmt: skip
+    ratios = ("run-", "step-6-", "peer-", "several-zero", "several-fp8")
+    assert all(row.base for row in EVERY if row.name.startswith(ratios) and row.name != "run-bf16")
+
+
+def test_results_of_another_size_or_device_are_no_results(play, tmp_path):
+    """Rows of small sizes do not count as run, and are not in the summary of the others."""
+    path, code = tmp_path / "out" / LINES, "append(path, {'row': 'a', 'what': 'the peer', " \
+        "'tokens_per_second': 7.0})"  # fmt: skip
+    rows = [row_of(path, "a", code), row_of(path, "b", "")]
+    play(rows, "a")
+    order = [line["row"] for line in play(rows)[1] if line["what"] == "outcome"]
+    assert order == ["a", "b", "a"]  # b had not run
+    lines = play(rows, "--tiny")[1]
+    assert [line["row"] for line in lines if line["what"] == "outcome"][3:] == ["a", "b"]
+    small, large = (gpu_summary.of_kind(lines, ("cpu", tiny)) for tiny in (True, False))
+    assert gpu_summary.text(small, {}).count("a 7") == 1
+    assert gpu_summary.text(large, {}).count("a 7") == 2
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["step6"], "no part and no row 'step6'; did you mean step-6"),
+        (["run-bf61", "facts"], "no part and no row 'run-bf61'; did you mean run-bf16"),
+        (["experst"], "did you mean experts?"),
+        (["zzz"], "no part and no row 'zzz'; parts: steps, experts"),
+        (["--seconds", "0"], "--seconds 0.0 is not a number of seconds above 0"),
+        (["--seconds", "nan"], "--seconds nan is not a number of seconds above 0"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_named(words, why):
+    with pytest.raises(SystemExit, match=re.escape(why)):
+        gpu_check.read(words)
+
+
+@pytest.mark.parametrize(
+    "said, code, outcome",
+    [
+        ("2 passed, 1 skipped in 3.00s", 0, "passed"),
+        ("SKIPPED [3] tests/gpu/conftest.py:19: no GPU\n3 skipped in 3.00s", 0, "skipped: no GPU"),
+        ("SKIPPED [1] tests/x.py:11: no triton\n1 skipped in 1.0s", 5, "skipped: no triton"),
+        ("4 deselected in 1.0s", 5, "skipped: pytest found no test to run"),
+        ("1 failed, 2 passed in 3.00s", 1, "failed: exit code 1"),
+    ],
+)
+def test_a_row_of_tests_that_were_all_skipped_has_not_passed(said, code, outcome):
+    assert gpu_check.outcome_of(code, gpu_check.every()["test-nccl"], [], said) == outcome
 
 
 def test_rows_that_need_no_gpu_ask_torch_for_none(tmp_path):
@@ -441,8 +621,8 @@ def test_an_interpreter_without_torch_hands_over_or_says_what_to_do(monkeypatch,
     own.parent.mkdir(parents=True)
     own.touch()
     monkeypatch.setattr(gpu_check.os, "execv", lambda path, words: started.append(words))
-    gpu_check.main(["first", "--out", str(tmp_path)])
-    assert started[0][0] == str(own) and started[0][2] == "first"
+    gpu_check.main(["steps", "--out", str(tmp_path)])
+    assert started[0][0] == str(own) and started[0][2] == "steps"
 
 
 def test_launches_are_counted_by_the_kernel_where_it_is_ours():
@@ -524,6 +704,72 @@ def test_two_workers_compile_each_kernel_once(monkeypatch, tmp_path):
 
 # ---- the whole check, small ----
 
+# in a Python of a row whose command a file names: it dies, hangs, or lacks a package
+FAULTS = """
+import json, os, sys, time
+fault = json.load(open(os.environ["FAULTS"])).get(json.dumps(sys.orig_argv[1:]), "")
+if fault == "kill":
+    os.kill(os.getpid(), 9)
+if fault == "hang":
+    time.sleep(600)
+if fault:
+    class Lacks:
+        def find_spec(self, name, *rest):
+            if name == fault:
+                raise ModuleNotFoundError(f"No module named {name!r}")
+    sys.meta_path.insert(0, Lacks())
+"""
+# rows that only a GPU runs, and that say so
+GPU_ALONE = {"sync", "run-cuda-graph", "run-optimizer-triton", "step-6-optimizer-triton",
+             "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck", "racecheck",
+             "overlap-kernels", "test-activations", "step-160m-graph"}  # fmt: skip
+OWN = [row.name for row in EVERY if not row.words or row.small]  # the others need a GPU
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang", "lack"])
+@pytest.mark.parametrize(
+    "some", [OWN[5::16], pytest.param(OWN, marks=pytest.mark.prove)], ids=["some", "all"]
+)
+def test_a_row_that_dies_hangs_or_lacks_a_package_is_named_and_the_others_run(
+    play, tmp_path, monkeypatch, fault, some
+):
+    (tmp_path / "sitecustomize.py").write_text(FAULTS)
+    options = Options([], tmp_path / "out", "cpu", True, 0, "")
+    rows, faults, limit = list[Row](), {}, 1.5 if fault == "hang" else 60.0
+    for name in some:
+        row = gpu_check.every()[name]._replace(limit=limit, base="", needs=())
+        lacks = "pytest" if row.small[:2] == ("-m", "pytest") else "torch"
+        faults[json.dumps(gpu_check.command(row, options)[1:])] = (
+            lacks if fault == "lack" else fault
+        )
+        rows += [row, Row(f"after-{name}", 20.0, ("-c", ""), 0)]
+    (tmp_path / "faults.json").write_text(json.dumps(faults))
+    monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, lines, _ = play(rows, "--tiny", "--seconds", "3000")
+    assert code == 1
+    ends = {line["row"]: line for line in lines if line["what"] == "outcome"}
+    for name in some:
+        said = ends[name]["outcome"] + ends[name]["said"]
+        assert ends[name]["outcome"].startswith("failed: "), name
+        why = {"kill": "killed by SIGKILL", "hang": "out of time (2 s)", "lack": "No module named"}
+        assert why[fault] in said, (name, said)
+        assert ends[f"after-{name}"]["outcome"] == "passed", name
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", [row.name for row in EVERY])
+def test_each_row_by_itself_at_small_sizes(tmp_path, name, capsys):
+    """It passes, or says that it needs a GPU; with its base, which it is compared with."""
+    code = gpu_check.main([name, *SMALL, "--out", str(tmp_path), "--seconds", "900"])
+    lines = read(tmp_path / LINES)
+    outcomes = {line["row"]: line["outcome"] for line in lines if line["what"] == "outcome"}
+    assert code == 0 and outcomes.keys() >= {name}, outcomes
+    assert outcomes[name].startswith("skipped" if name in GPU_ALONE else "passed"), outcomes
+    base = gpu_check.every()[name].base
+    assert not base or name in GPU_ALONE or f"(of {base})" in capsys.readouterr().out
+
+
 # in every Python of the check: packages that are not there, and faults of rows by their names
 STOCK = """
 import atexit, os, sys, time
@@ -555,8 +801,6 @@ FAILS = {
     "attention": "MemoryError", "kernel-rope": "SIGKILL", "kernel-sum": "out of time",
     "run-documents": "SIGSEGV",
 }  # fmt: skip
-GPU_ALONE = {"sync", "run-cuda-graph", "run-optimizer-triton", "several-tp-symmetric",
-             "several-tp-pp-dp"}  # fmt: skip
 
 
 def stock_tree(folder):
@@ -571,24 +815,41 @@ def stock_tree(folder):
     return {**os.environ, "PYTHONPATH": str(folder / "site"), "OUT": str(folder / "out")}
 
 
+TYPED = re.findall(r"^    make gpu-check (.*?)(?:   .*)?$", GUIDE.read_text(), re.M)
+
+
+def test_the_calls_of_the_guide_are_of_parts_and_rows_that_exist():
+    """Each line that one types. Those for one GPU take at most 26 minutes."""
+    assert len(TYPED) >= 6 and [re.search(r"PART=(\w+)", words)[1] for words in TYPED[:3]] == [
+        name for name in PARTS][:3]  # fmt: skip
+    for words in TYPED:
+        given = dict(re.findall(r"(\w+)=(\"[^\"]*\"|\S+)", words))
+        for named in (given.get("PART", ""), given.get("ROWS", "")):
+            assert set(named.strip('"').split()) <= {*PARTS, *gpu_check.every()}, words
+        arguments = given.get("ARGS", "").strip('"').replace("FOLDER", "x").split()
+        gpu_check.read(arguments)
+
+
 @pytest.mark.prove
-@pytest.mark.parametrize("part", [name for name in PARTS if name not in gpu_check.UNPLAYED])
+@pytest.mark.parametrize("part", PARTS)
 def test_the_whole_check_at_small_sizes_in_a_stock_python(tmp_path, part):
-    """A tree without .venv and native library, a Python without our packages, rows that die."""
-    env, began = stock_tree(tmp_path), time.monotonic()
-    words = [sys.executable, "tools/gpu_check.py", part, "--tiny"]
-    if PARTS[part][1][0].gpus:  # the others need no GPU
-        words += ["--device", "cpu"]
+    """As it is typed, in a tree without .venv and native library, by a Python without our packages,
+    with rows that die. There pytest is one that is missing, and its rows are skipped.
+    """
+    env = stock_tree(tmp_path)
+    small = [] if part in ("predict", "compile", "interpret") else ["--device", "cpu"]
+    words = ["make", "gpu-check", f"PART={part}", f"PYTHON={sys.executable}"]
+    words += ["ARGS=" + " ".join(["--tiny", "--seconds", "1500", *small])]
     done = subprocess.run(words, cwd=tmp_path / "tree", env=env, capture_output=True, text=True)
-    assert time.monotonic() - began < gpu_check.LIMIT + 60
     lines, said = read(tmp_path / "out" / LINES), done.stdout
     outcomes = {line["row"]: line["outcome"] for line in lines if line["what"] == "outcome"}
-    wanted = [row.name for row in PARTS[part][1]]
-    assert list(outcomes) == wanted, done.stderr[-2000:]
+    options = Options([part], tmp_path, "cpu", True, 0, "")
+    assert list(outcomes) == names(options), done.stderr[-2000:]
     for name, outcome in outcomes.items():
-        kind = "failed" if name in FAILS else "skipped" if name in GPU_ALONE else "passed"
+        alone = name in GPU_ALONE or "pytest" in gpu_check.every()[name].needs
+        kind = "failed" if name in FAILS else "skipped" if alone else "passed"
         assert outcome.startswith(kind) and FAILS.get(name, "") in outcome, (name, outcome)
-    assert done.returncode == int(any(name in FAILS for name in outcomes))
+    assert bool(done.returncode) == any(name in FAILS for name in outcomes)
     assert len(said) < gpu_check.MOST_PRINTED and "== summary" in said
     out = tmp_path / "out"
     files = [path for path in out.rglob("*")]

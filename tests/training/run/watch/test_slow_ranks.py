@@ -5,8 +5,10 @@ tests/faults/test_slow_ranks.py.
 
 import math
 import random
-import sys
+import shutil
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -157,51 +159,48 @@ def test_a_gpu_with_a_lower_clock_is_named() -> None:
     assert str(slow).endswith("; its GPU runs at 1,095 MHz, 87 C, 310 W")
 
 
-class FakeNvml:
-    """What is used of pynvml, and a device without sensors."""
-
-    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, sensors: bool) -> None:
-        self.sensors = sensors
-
-    def nvmlInit(self) -> None: ...
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> bytes:
-        return uuid
-
-    def nvmlDeviceGetClockInfo(self, handle: bytes, kind: int) -> int:
-        if not self.sensors:
-            raise self.NVMLError
-        assert handle == b"GPU-12-34" and kind == 1
-        return 1410
-
-    def nvmlDeviceGetTemperature(self, handle: bytes, kind: int) -> int:
-        return 83
-
-    def nvmlDeviceGetPowerUsage(self, handle: bytes) -> int:
-        return 690_000
+# what is used of NVML; a device without sensors answers NVML_ERROR_NOT_SUPPORTED
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) {
+  *device = (void *)0x123456789abc;
+  return strcmp(uuid, "GPU-12-34") ? 6 : 0;
+}
+static int give(void *device, int right, unsigned value, unsigned *out) {
+  *out = value;
+  return device == (void *)0x123456789abc && right ? CODE : 2;
+}
+int nvmlDeviceGetClockInfo(void *d, int kind, unsigned *x) { return give(d, kind == 1, 1410, x); }
+int nvmlDeviceGetTemperature(void *d, int sensor, unsigned *x) { return give(d, sensor == 0, 83, x); }
+int nvmlDeviceGetPowerUsage(void *d, unsigned *x) { return give(d, 1, 690000, x); }
+"""
 
 
-@pytest.mark.parametrize("sensors", [True, False])
-def test_a_gpu_is_read_where_pynvml_is_installed(
-    monkeypatch: pytest.MonkeyPatch, sensors: bool
+@pytest.mark.parametrize(
+    "uuid, code, known", [("12-34", 0, True), ("12-34", 3, False), ("5", 0, False)]
+)
+def test_a_gpu_is_read_by_the_drivers_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, uuid: str, code: int, known: bool
 ) -> None:
-    properties: Any = lambda device: SimpleNamespace(uuid="12-34")  # noqa: E731
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("no C compiler is here")
+    (tmp_path / "nvml.c").write_text(NVML)
+    made = str(tmp_path / "nvml.so")
+    words = [compiler, "-shared", "-fPIC", f"-DCODE={code}", "-o", made, str(tmp_path / "nvml.c")]
+    subprocess.run(words, check=True)
+    properties: Any = lambda device: SimpleNamespace(uuid=uuid)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(sensors))
+    monkeypatch.setattr(gpu_health, "LIBRARY", made)
     gpu_health._open.cache_clear()
     health = read_health(torch.device("cuda", 0))
     gpu_health._open.cache_clear()
-    assert (health == Health(1410.0, 83.0, 690.0)) is sensors
-    assert math.isnan(health.clock) is not sensors
+    assert (health == Health(1410.0, 83.0, 690.0)) is known
+    assert math.isnan(health.clock) is not known
 
 
-def test_without_pynvml_and_on_a_cpu_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)
+def test_without_nvml_and_on_a_cpu_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_health, "LIBRARY", "libabsent.so.1")
     gpu_health._open.cache_clear()
     assert read_health(torch.device("cuda", 0)).words() == ""
     assert read_health(torch.device("cpu")).words() == ""
