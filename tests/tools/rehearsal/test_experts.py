@@ -113,6 +113,14 @@ def test_the_fullest_rank_has_the_dry_runs_memory_at_a_skew(rehearse):
     assert held(rehearse, 4, 0, f"{words} --rehearse-expert-skew 2.5")
 
 
+def test_counts_of_many_experts_that_the_host_alone_reads_are_no_finding(rehearse):
+    """128 experts in 4 layers: the numbers that the log reads are more than 4 KiB."""
+    words = " ".join(MODEL).replace("--num-experts 8", "--num-experts 128 --moe-ffn-hidden-size 64")
+    small = words.replace("--hidden-size 2048", "--hidden-size 256") + " --moe-router-topk 2"
+    code, report, _ = rehearse(f"{small} --micro-batch-size 1 --global-batch-size 1", 1, False)
+    assert (code, report["findings"]) == (0, []) and report["time"]["step_seconds"] > 0
+
+
 TURNS = f"{TO} alltoall --overlap-moe-expert-parallel-comm --micro-batch-size 2"
 VIRTUAL = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 BESIDE = [  # world, rank, flags: a forward beside a backward
