@@ -735,7 +735,7 @@ def test_a_row_that_dies_hangs_or_lacks_a_package_is_named_and_the_others_run(
 ):
     (tmp_path / "sitecustomize.py").write_text(FAULTS)
     options = Options([], tmp_path / "out", "cpu", True, 0, "")
-    rows, faults, limit = list[Row](), {}, 1.5 if fault == "hang" else 60.0
+    rows, faults, limit = list[Row](), {}, 0.7 if fault == "hang" else 60.0
     for name in some:
         row = gpu_check.every()[name]._replace(limit=limit, base="", needs=())
         lacks = "pytest" if row.small[:2] == ("-m", "pytest") else "torch"
@@ -752,7 +752,7 @@ def test_a_row_that_dies_hangs_or_lacks_a_package_is_named_and_the_others_run(
     for name in some:
         said = ends[name]["outcome"] + ends[name]["said"]
         assert ends[name]["outcome"].startswith("failed: "), name
-        why = {"kill": "killed by SIGKILL", "hang": "out of time (2 s)", "lack": "No module named"}
+        why = {"kill": "killed by SIGKILL", "hang": "out of time (1 s)", "lack": "No module named"}
         assert why[fault] in said, (name, said)
         assert ends[f"after-{name}"]["outcome"] == "passed", name
 
