@@ -355,7 +355,8 @@ def test_every_way_of_attention_is_taken_by_a_row_of_a_part():
 def test_every_row_is_in_one_part_and_every_file_exists():
     names = [row.name for row in EVERY]
     assert len(names) == len(set(names))
-    assert gpu_check.LIMIT <= 540 < 600 and all(row.limit <= gpu_check.LIMIT for row in EVERY)
+    assert gpu_check.LIMIT <= 540 < 600
+    assert all(row.limit <= gpu_check.LIMIT for row in EVERY if row.gpus)
     assert {row.name for row in EVERY if not row.words} == ROWS.keys()
     files = {word for row in EVERY for word in row.words if word.endswith(".py")}
     assert all((ROOT / file).is_file() for file in files)
