@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from mpu.torch_private import active_modes
 
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -106,7 +106,7 @@ class Interleaver:
 
 def _as_here() -> contextlib.AbstractContextManager[Any]:
     """Return what gives another thread this one's stream, and the modes by which tools watch."""
-    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    modes = active_modes()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     @contextlib.contextmanager

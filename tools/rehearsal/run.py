@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import Parameter
 
@@ -26,6 +25,7 @@ from mpu.launch import Launch
 from mpu.layers.dispatch import Capacity, Dispatcher
 from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
+from mpu.torch_private import fake_tensors, function_of
 from tools.explainer.trace import Actions
 from tools.rehearsal.cut_rules import Cuts
 from tools.rehearsal.device import Reads
@@ -100,7 +100,7 @@ class Rehearsed:
         for kind, tensors in self.run.optimizer.tensors_by_kind().items():
             for tensor in tensors:
                 if tensor is not None:
-                    number = self.recorder.live.get(tensor.untyped_storage()._cdata)
+                    number = self.recorder.live.get(id(tensor.untyped_storage()))
                     if number is not None:
                         found.setdefault(number[0], kind)
         return found
@@ -184,7 +184,7 @@ def watch_functions(recorder: Recorder, patches: Patches) -> None:
 
         def entered(self: Any, /, *args: Any, apply: Any = apply, name: str = name, **named: Any
         ) -> Any:  # fmt: skip
-            made = self if isinstance(self, type) else type(self)._forward_cls
+            made = self if isinstance(self, type) else function_of(self)
             recorder.enters(name.format(made.__name__), made)
             try:
                 out = apply(self, *args, **named)
@@ -272,10 +272,11 @@ def rehearse(
         else:
             patches.everywhere(draw_normal, _draw_one_block)
             patches.replace(Dispatcher, "on_host", _assumed)
-            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            fake = fake_tensors()
+            modes.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
             modes.enter_context(Watch(recorder, fake=True))
             modes.enter_context(reads := Reads(recorder))
-            patches.replace(FakeTensor, "tolist", lambda x: reads.tolist(x))
+            patches.replace(fake.FakeTensor, "tolist", lambda x: reads.tolist(x))
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
                 if device.type == "cuda":
