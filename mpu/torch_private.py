@@ -445,9 +445,12 @@ def fake_tensors() -> Any:
     return find(FAKE)
 
 
+COMPILER = "torch._dynamo"
+
+
 def preload_compiler() -> None:
     """Import torch's compiler, which its optimizers import when they are made: it takes seconds."""
-    find("torch._dynamo")
+    find(COMPILER)
 
 
 # groups, memory and files

@@ -50,7 +50,8 @@ def block_attention(
             f"the packed documents have {sum(documents)} tokens, the batch {keys}"
             f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
         )
-    if kernel in ("cudnn", "flash") and packed is None and not window and s == keys:
+    rows = packed is None and not window and s == keys
+    if kernel in ("cudnn", "flash") and rows and torch_private.has_attention(kernel):
         return _attention_of_rows(q, k, v, kernel)
     if kernel == "flash" and torch_private.operator(torch_private.VARLEN) is not None:
         return _flash_attention(q, k, v, packed, window)

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_llama
 from estimate import dry_run
-from estimate.storages import tensors_of
 from mpu.comm.transport import Axis
 from mpu.layers import dispatch
+from mpu.module_tracker import tensors_of
 from mpu.overlap.choices import OverlapMap
 from tests.model.test_moe_parity import BASE
 from tests.model.twin import config_of, micro_batches
