@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from mpu import torch_private
 from mpu.gradients import GradientSink, WeightGradientQueue
-from mpu.torch_private import running_node
 
 # kinds of events, in the order in which a micro-batch comes to them
 INPUT, OUTPUT, OUTPUT_GRAD, MAIN_GRAD = "input", "output", "output gradient", "main gradient"
@@ -79,7 +79,7 @@ class ModuleTracker:
         sink: GradientSink,
         readers: Mapping[str, Callable[[Event], None]] | None = None,
     ) -> None:
-        self._node = running_node()
+        self._node = torch_private.running_node()
         self._queue, self._sink, self._readers = queue, sink, dict(readers or {})
         self.names = {id(module): name for name, module in model.named_modules()}
         self._params = {id(param): name for name, param in model.named_parameters()}
@@ -205,6 +205,7 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("mpu", "model", "estimate", "training", "pretrain_llama.py")
+NOT_OURS = (__file__, torch_private.__file__)
 # what carries or multiplies is not who asks
 CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")
 # what they do, they do for a layer
@@ -215,10 +216,10 @@ SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/optim/", "mpu/gradients.py")
 def path_of(file: str, fork: str = "") -> str:
     """Return a file's path in the repository, or "" for one that is not the trainer's.
 
-    This file, which only watches, is not. fork: the model's file where it is not Weft's own; its
-    path is returned as it is.
+    This file, which only watches, is not, nor is that of torch's names. fork: the model's file
+    where it is not Weft's own; its path is returned as it is.
     """
-    if file == __file__:
+    if file in NOT_OURS:
         return ""
     try:
         path = Path(file).resolve().relative_to(ROOT)

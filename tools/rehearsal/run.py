@@ -178,23 +178,22 @@ def watch_functions(recorder: Recorder, patches: Patches) -> None:
     """Let the recorder see each forward and backward of a torch.autograd.Function."""
     cuts = Cuts(recorder, patches)
     for owner, name in ((Function, "{}"), (BackwardCFunction, "{}.backward")):
-        own = vars(owner)["apply"]
-        is_class_method = isinstance(own, classmethod)
-        apply = own.__func__ if is_class_method else own
+        own = vars(owner)["apply"]  # of a class, in Python or, from torch 2.15 on, in C
 
-        def entered(self: Any, /, *args: Any, apply: Any = apply, name: str = name, **named: Any
+        def entered(self: Any, /, *args: Any, own: Any = own, name: str = name, **named: Any
         ) -> Any:  # fmt: skip
-            made = self if isinstance(self, type) else function_of(self)
+            of_class = isinstance(self, type)
+            made = self if of_class else function_of(self)
             recorder.enters(name.format(made.__name__), made)
             try:
-                out = apply(self, *args, **named)
-                if isinstance(self, type):
+                out = own.__get__(*((None, self) if of_class else (self,)))(*args, **named)
+                if of_class:
                     cuts.note(made, args, out)
                 return out
             finally:
                 recorder.leaves()
 
-        patches.replace(owner, "apply", classmethod(entered) if is_class_method else entered)
+        patches.replace(owner, "apply", classmethod(entered) if owner is Function else entered)
 
 
 def watch_storages(recorder: Recorder, patches: Patches) -> None:
