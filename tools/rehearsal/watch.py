@@ -263,13 +263,15 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
     if short == "_grouped_mm":  # [n, k] x [e, k, m], each row by one of the e
         return 2.0 * args[0].shape[0] * args[1].shape[-2] * args[1].shape[-1]
-    same = getattr(torch.ops.aten, short.rstrip("_"), None)  # an operation in place has no formula
-    count = flop_registry.get(func.overloadpacket) or flop_registry.get(same)
-    if count is None:
-        return 0.0
-    if short in FLASH:  # torch's formula takes [b, n, s, d], the operation whole rows [b, s, n, d]
+    packet, same = func.overloadpacket, short.rstrip("_")  # an operation in place has no formula
+    if short in FLASH and args[0].dim() == 4:
+        # whole rows [b, s, n, d], which torch's formula takes since 2.14: by that of [b, n, s, d]
         args = [rows_last(a) for a in args]
         kwargs = {name: rows_last(a) for name, a in kwargs.items()}
+        packet, same = None, "_scaled_dot_product" + short.removesuffix("_forward")
+    count = flop_registry.get(packet) or flop_registry.get(getattr(torch.ops.aten, same, None))
+    if count is None:
+        return 0.0
     if "attention" in short:
         args = as_many_heads(args)
     operands = [a for a in args if not isinstance(a, torch.dtype)]  # which it takes for a shape
