@@ -44,7 +44,7 @@ endif
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
-setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used if 2.11 to 2.13) and the native library
+setup: ## make .venv (PYTHON=... chooses the interpreter; its own torch is used if 2.11 or newer) and the native library
 	@command -v $(PYTHON) >/dev/null 2>&1 || { echo "make setup: there is no $(PYTHON); install Python 3.11 or newer, or name one: make setup PYTHON=/path/to/python3"; exit 1; }
 	@$(PYTHON) tools/setup_env.py $(if $(filter file default,$(origin PYTHON)),,--chosen)
 

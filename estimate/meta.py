@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu.activation_offload import Event, HostCopies, Offload, Stored
 from mpu.gradients import GradientSink
@@ -31,6 +30,7 @@ from mpu.layers.float8 import cuda as float8_cuda
 from mpu.layers.float8 import rows as float8_rows
 from mpu.overlap import ring
 from mpu.recompute import Blocks, Recompute
+from mpu.torch_private import FORWARD, DispatchMode, schema
 
 META = torch.device("meta")
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "signbit"}
@@ -42,7 +42,6 @@ PRODUCTS = {  # [..., n, k] x [..., k, m]: the place of the first of the two arg
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
-BLOCK = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # mpu/layers
 _REDUCE = {"sum", "mean", "amax", "amin", "linalg_vector_norm"}
 
 
@@ -66,17 +65,18 @@ def meta_hint(error: BaseException) -> str:
     return ": the model makes a tensor without device=ctx.device"
 
 
-class MetaOperations(TorchDispatchMode):
+class MetaOperations(DispatchMode):
     """Answer common operations on meta tensors from their shapes, the others as torch does."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = _answer(func, args, kwargs)
         return func(*args, **kwargs) if found is None else found
+
+
+def is_block(func: Any) -> bool:
+    """Return whether an operation is torch's attention of a block on a CPU."""
+    return func.overloadpacket.__name__ == FORWARD["cpu"]
 
 
 @lru_cache(maxsize=1024)
@@ -91,7 +91,7 @@ def _kind(func: Any) -> str:
         return "elementwise"
     if name in _REDUCE:
         return "reduction"
-    if func is BLOCK:
+    if is_block(func):
         return "block"
     if name in ("empty_like", "zeros_like", "ones_like", "full_like", "flip"):
         return "like"
@@ -175,7 +175,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
 
 def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return the result of a sum, mean, norm or extreme over some dimensions."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     x, dims = given["self"], given.get("dim")
     dims = [dims] if isinstance(dims, int) else dims or range(x.dim())

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from estimate.meta import BLOCK, META, PRODUCTS, MetaAttention, MetaOperations
+from estimate.meta import META, PRODUCTS, MetaAttention, MetaOperations, is_block
 from mpu.comm.meta import MetaTransport
 from mpu.context import ExpertOptions, LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
@@ -351,7 +351,7 @@ class _Flops(MetaOperations):
         if func in PRODUCTS:
             at = PRODUCTS[func]
             self.add(2 * prod(args[at].shape) * args[at + 1].shape[-1])
-        if func is BLOCK:
+        if is_block(func):
             q, k, v, *options = args  # dropout, causal
             self.dot_product_attention(q, k, v, is_causal=options[1:] == [True])
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -34,7 +34,7 @@ class _Ledger(Offload):
 
     def chooses(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        self.storages.setdefault(storage._cdata, (self.running.name, storage.nbytes()))
+        self.storages.setdefault(id(storage), (self.running.name, storage.nbytes()))
         return True
 
 

@@ -6,15 +6,16 @@ gradient stores for a while.
 """
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpu.module_tracker import tensors_of
+from mpu.torch_private import DispatchMode
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(DispatchMode):
     """Count every storage that an operation makes, until its last reference is gone.
 
     now: bytes that live. peak: the most since `begin`. recent, part: since `most_since` and
@@ -25,10 +26,6 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = self.recent = self.part = 0
         self._references: dict[int, Any] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler
 
     def begin(self) -> int:
         """Forget the peak; return the bytes that live."""
@@ -48,14 +45,14 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
         made = (out,) if isinstance(out, Tensor) else tensors_of((out,))
-        new = [t for t in made if t.is_meta and t.untyped_storage()._cdata not in self._references]
+        new = [t for t in made if t.is_meta and id(t.untyped_storage()) not in self._references]
         if new:
             given = tensors_of((*args, *(kwargs or {}).values()))  # out= is one of these
-            before = {t.untyped_storage()._cdata for t in given}
+            before = {id(t.untyped_storage()) for t in given}
             for tensor in new:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in before and storage._cdata not in self._references:
-                    self._add(storage._cdata, storage)
+                if id(storage) not in before and id(storage) not in self._references:
+                    self._add(id(storage), storage)
         return out
 
     def _add(self, key: int, storage: Any) -> None:
@@ -68,17 +65,6 @@ class LiveStorages(TorchDispatchMode):
     def _freed(self, key: int, nbytes: int) -> None:
         del self._references[key]
         self.now -= nbytes
-
-
-def tensors_of(values: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors among values, and in lists and tuples of them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += tensors_of(value)
-    return found
 
 
 class Saved:
@@ -118,7 +104,7 @@ class _SavedTensor:
     def __init__(self, saved: Saved, tensor: Tensor) -> None:
         self.tensor, self.saved, self.key = tensor, saved, -1
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = id(storage)
         counts = tensor.is_floating_point() or tensor.dtype == torch.uint8  # rows of float8
         if counts and key not in saved.others:
             self.key = key

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from mpu.host_memory import HostMemory
+from mpu.torch_private import version_of
 
 Event = torch.cuda.Event | None  # None on a CPU
 
@@ -40,7 +41,7 @@ class Stored:
         self.flat: Tensor | None = flat
         self.host: Tensor | None = None
         self.size, self.dtype, self.nbytes = flat.numel(), flat.dtype, flat.nbytes
-        self.version = flat._version  # when it went down
+        self.version = version_of(flat)  # when it went down
 
 
 class _View(NamedTuple):
@@ -210,7 +211,7 @@ class _Unit:
         if h.is_leaf and h.requires_grad:  # a message, which the engine keeps for its gradient
             given.append(h)
         # a storage that lives no more leaves its key to another one, so these stay referenced
-        self.on_device = {x.untyped_storage()._cdata: x.untyped_storage() for x in given}
+        self.on_device = {id(x.untyped_storage()): x.untyped_storage() for x in given}
         self.stored: dict[int, Stored] = {}
         self.offloaded: list[Stored] = []
         self.sent: Event = None
@@ -219,8 +220,8 @@ class _Unit:
     def pack(self, tensor: Tensor) -> Any:
         """Take a tensor that autograd saves."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if any(p.untyped_storage()._cdata == key for p in self.parameters):  # as it lies now
+        key = id(storage)
+        if any(id(p.untyped_storage()) == key for p in self.parameters):  # as it lies now
             return self.offload.pack(tensor)
         if key in self.on_device or not self.offload.chooses(tensor):
             self.on_device[key] = storage  # so it would not help to copy it for another module
@@ -231,7 +232,7 @@ class _Unit:
             stored = self.stored[key] = Stored(tensor.detach().as_strided((size,), (1,), 0))
         shape, stride = tensor.shape, tensor.stride()
         at = int(tensor.storage_offset())
-        return _View(stored, tensor.dtype, shape, stride, at, tensor._version)
+        return _View(stored, tensor.dtype, shape, stride, at, version_of(tensor))
 
     def unpack(self, packed: Any) -> Tensor:
         """Give a tensor back to autograd."""
@@ -244,7 +245,7 @@ class _Unit:
         ]
         for stored in self.offloaded:
             assert stored.flat is not None
-            stored.version = stored.flat._version
+            stored.version = version_of(stored.flat)
         self.stored, self.on_device, self.parameters = {}, {}, []
         self.sent = self.copies.down(self.offloaded)
 

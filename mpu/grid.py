@@ -44,6 +44,7 @@ from mpu.comm.collectives import ProcessGroupTransport, barrier, group_of
 from mpu.comm.transport import Axis, Trace, Transport
 from mpu.comm.waits import Waits
 from mpu.launch import ASK, Launch, bind_loopback
+from mpu.torch_private import set_timeout
 
 ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
 DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that hold the same part}
@@ -85,7 +86,7 @@ def group_options(timeout: timedelta, urgent: bool, settings: Mapping[str, Any])
     settings = dict(settings)
     high = settings.pop("is_high_priority_stream", urgent)
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high)
-    options._timeout = timeout  # new_group warns of one that is not its own
+    set_timeout(options, timeout)
     for name, value in settings.items():
         setattr(options.config, name, value)
     return options

@@ -23,9 +23,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from mpu.torch_private import active_modes
 from mpu.worker import Worker, to_this_gpu
 
 First = TypeVar("First")
@@ -141,7 +140,7 @@ def _as_here() -> contextlib.AbstractContextManager[Any]:
     move = to_this_gpu()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
-    modes: list[Any] = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    modes = active_modes()
     for kind in ("cpu", "cuda"):
         if torch.is_autocast_enabled(kind):
             modes.append(torch.autocast(kind, torch.get_autocast_dtype(kind)))

@@ -16,7 +16,7 @@ Collectives are events of their axis: mpu.comm.transport.Trace receives them.
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
+from mpu import torch_private
 from mpu.gradients import GradientSink, WeightGradientQueue
 
 # kinds of events, in the order in which a micro-batch comes to them
@@ -69,7 +69,7 @@ class ModuleTracker:
 
     readers: for each kind of event, the function that is called with it. Of a kind without a reader
     no event is made. A reader runs within the step, so it must not change a tensor.
-    Raises RuntimeError where torch does not say which autograd node runs.
+    Raises TorchLacks where torch does not say which autograd node runs.
     """
 
     def __init__(
@@ -79,13 +79,7 @@ class ModuleTracker:
         sink: GradientSink,
         readers: Mapping[str, Callable[[Event], None]] | None = None,
     ) -> None:
-        current = getattr(torch._C, "_current_autograd_node", None)
-        if current is None:
-            raise RuntimeError(
-                f"torch {torch.__version__} does not say which autograd node runs "
-                "(torch._C._current_autograd_node): mpu/module_tracker.py needs torch 2.11 to 2.13"
-            )
-        self._node: Callable[[], Any] = current
+        self._node = torch_private.running_node()
         self._queue, self._sink, self._readers = queue, sink, dict(readers or {})
         self.names = {id(module): name for name, module in model.named_modules()}
         self._params = {id(param): name for name, param in model.named_parameters()}
@@ -147,7 +141,7 @@ class ModuleTracker:
         return self._node() is not None
 
     def _event(self, kind: str, name: str, of: nn.Module | nn.Parameter, values: Any) -> None:
-        tensors = tuple(x for x in tree_leaves(values) if isinstance(x, Tensor))
+        tensors = tuple(tensors_of((values,)))
         self._readers[kind](Event(kind, name, of, self.phase, tensors))
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -159,12 +153,12 @@ class ModuleTracker:
         if OUTPUT in self._readers:
             self._event(OUTPUT, name, module, out)
         if OUTPUT_GRAD in self._readers:
-            for x in tree_leaves(out):
-                if isinstance(x, Tensor) and x.requires_grad:
+            for x in tensors_of((out,)):
+                if x.requires_grad:
                     x.register_hook(partial(self._event, OUTPUT_GRAD, name, module))
         self._here.modules.pop()
-        done = {_node_of(x) for x in tree_leaves((args, kwargs))} | {None}
-        nodes: list[Any] = [_node_of(x) for x in tree_leaves(out)]
+        done = {x.grad_fn for x in tensors_of((args, kwargs))} | {None}
+        nodes: list[Any] = [x.grad_fn for x in tensors_of((out,))]
         while nodes:
             if (node := nodes.pop()) not in done:
                 done.add(node)
@@ -196,12 +190,22 @@ def _marks(node: Node) -> dict[str, str]:
     return cast(dict[str, str], node.metadata)
 
 
-def _node_of(x: Any) -> Node | None:
-    return x.grad_fn if isinstance(x, Tensor) else None
+def tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among values, and in lists, tuples and dicts of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
+        elif isinstance(value, dict):
+            found += tensors_of(value.values())
+    return found
 
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("mpu", "model", "estimate", "training", "pretrain_llama.py")
+NOT_OURS = (__file__, torch_private.__file__)
 # what carries or multiplies is not who asks
 CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")
 # what they do, they do for a layer
@@ -212,10 +216,10 @@ SERVANTS = (*CARRIERS, "mpu/zero/", "mpu/optim/", "mpu/gradients.py")
 def path_of(file: str, fork: str = "") -> str:
     """Return a file's path in the repository, or "" for one that is not the trainer's.
 
-    This file, which only watches, is not. fork: the model's file where it is not Weft's own; its
-    path is returned as it is.
+    This file, which only watches, is not, nor is that of torch's names. fork: the model's file
+    where it is not Weft's own; its path is returned as it is.
     """
-    if file == __file__:
+    if file in NOT_OURS:
         return ""
     try:
         path = Path(file).resolve().relative_to(ROOT)

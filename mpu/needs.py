@@ -1,17 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say in one sentence which packages this Python lacks, in place of a traceback.
+"""Say in one sentence which packages this Python lacks, in place of a traceback, and whether its
+torch is one that Weft runs with.
 
 It needs the standard library alone. A script calls `explain_missing_packages` before its imports.
 """
 
 import os
+import re
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from types import TracebackType
 
 ROOT = Path(__file__).resolve().parent.parent
 MISTAKE = 2  # the exit code
+OLDEST, NEWEST = "2.11", "2.13"  # versions of torch: the least, and what `make test` runs with
+
+
+def release(torch: str) -> tuple[int, int]:
+    """Return the first two numbers of a version of torch; (0, 0) where it does not begin so."""
+    found = re.match(r"(\d+)\.(\d+)", torch)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def too_old(torch: str) -> str:
+    """Return why a version of torch cannot run Weft, or ""."""
+    if release(torch) >= release(OLDEST):
+        return ""
+    return f"torch {torch} is older than {OLDEST}, the oldest that Weft runs with"
+
+
+def untested(torch: str) -> str:
+    """Return a line that warns of a version of torch which is newer than all tested ones, or ""."""
+    if release(torch) <= release(NEWEST):
+        return ""
+    return f"torch {torch} is newer than the versions tested, {OLDEST} to {NEWEST}"
 
 
 def lacking() -> list[str]:
@@ -42,16 +65,28 @@ def sentence(module: str) -> str:
 
 
 def explain_missing_packages() -> None:
-    """Let a missing package end this script with one sentence and exit code 2."""
+    """Let a missing package, or a torch that is too old, end this script with one sentence and
+    exit code 2.
+    """
     before = sys.excepthook
+    try:
+        why = too_old(version("torch"))
+    except PackageNotFoundError:
+        why = ""  # what is missing is said when it is imported
+    if why:
+        sys.exit(_ended(f"{why}: {sys.executable}; `make setup` makes .venv with another"))
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         name = (getattr(error, "name", None) or "").partition(".")[0]
         if not isinstance(error, ModuleNotFoundError) or not name or (ROOT / name).exists():
             before(kind, error, trace)
             return
-        script = os.path.basename(sys.argv[0])
-        print(f"{script}: {sentence(name)}", file=sys.stderr, flush=True)
-        os._exit(MISTAKE)
+        os._exit(_ended(sentence(name)))
 
     sys.excepthook = hook
+
+
+def _ended(why: str) -> int:
+    """Print why this script ends; return its exit code."""
+    print(f"{os.path.basename(sys.argv[0])}: {why}", file=sys.stderr, flush=True)
+    return MISTAKE

@@ -209,12 +209,8 @@ def saved_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, buffer) of what torch's state_dict has of buffers: what training sets, but no
     optimizer. Every rank of a stage holds the same.
     """
-    passing = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, each in module.named_modules()
-        for name in each._non_persistent_buffers_set
-    }
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name not in passing)
+    saved = module.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
 
 
 @torch.no_grad()

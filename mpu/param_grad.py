@@ -28,6 +28,7 @@ from mpu.comm.transport import Axis
 from mpu.gradients import TOLERANCE, GradientSink, sketch
 from mpu.grid import DATA, Grid
 from mpu.param import PlacementError, placement_of
+from mpu.torch_private import version_of
 
 LOOKS = 10  # steps, at most, in which gradients of replicated weights are compared
 UNSUMMED = (
@@ -158,7 +159,8 @@ class ParamGrad(GradientSink):
 
     def _add_to(self, param: nn.Parameter) -> None:
         """Note that a gradient is about to be added. Raises ValueError."""
-        if self._added.setdefault(param, param._version) != param._version:
+        version = version_of(param)
+        if self._added.setdefault(param, version) != version:
             raise ValueError(f"{self.name_of(param)} was changed {UNSUMMED}")
         known = self._sums.pop(param, None)
         if known is not None and param.grad is not None and known() is param.grad:

@@ -189,7 +189,9 @@ class OneLoop(dist.ProcessGroupGloo):
 
     device: ClassVar[Any] = None
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, **since_2_15: Any
+    ) -> None:
         if OneLoop.device is None:
             OneLoop.device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         options = dist.ProcessGroupGloo._Options()

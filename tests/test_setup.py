@@ -131,13 +131,64 @@ def test_an_editable_install_is_imported_and_run_from_elsewhere(tmp_path):
         ("2.13.1+cpu", True),
         ("2.12.0a0+6bf3f2e", True),
         ("2.10.0", False),
-        ("2.14.0", False),
-        ("3.11.0", False),
+        ("2.9.1", False),
+        ("1.13.0", False),
+        ("2.14.0", True),
+        ("2.15.0+cu132", True),
+        ("3.0.0", True),
+        ("none", False),
         (None, False),
     ],
 )
 def test_torch_versions_that_are_kept(version, good):
+    """A newer one than all tested ones may be of an image: it is kept, and a line says so."""
     assert setup_env.supported(version) is good
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [("2.11.0", False), ("2.13.9+cpu", False), ("2.14.0a0+6bf", True), ("2.15.0+cu132", True)],
+)
+def test_a_newer_torch_is_named_with_the_tested_ones(monkeypatch, capsys, version, warns):
+    """By make setup and at the start of a run, which go on."""
+    import torch
+
+    from mpu.grid import Grid
+    from training.flags.parse import parse
+    from training.run import prepare
+
+    line = f"torch {version} is newer than the versions tested, 2.11 to 2.13"
+    setup_env.say_untested(version)
+    assert capsys.readouterr().out == f"{line}\n" * warns
+    monkeypatch.setattr(torch, "__version__", version)
+    flags = """--mock-data --vocab-size 32 --num-layers 1 --hidden-size 32 --num-attention-heads 2
+        --seq-length 8 --lr 1e-3 --train-iters 1 --micro-batch-size 1 --device cpu
+        --num-workers 0""".split()
+    said: list[str] = []
+    prepare.prepare(parse(flags, 1), Grid(), False, said.append)
+    assert [text for text in said if "tested" in text] == [line] * warns
+
+
+def test_the_tested_versions_are_those_of_the_pages():
+    """The file that knows them, what make setup installs, and what pip may take."""
+    import tomllib
+
+    from mpu import needs
+
+    assert setup_env.TORCH.startswith(f"{needs.NEWEST}.")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"torch>={needs.OLDEST}.0a0" in project["dependencies"]
+    for page in ("README.md", "docs/compatibility.md"):
+        assert f"torch {needs.OLDEST} to {needs.NEWEST}" in (ROOT / page).read_text(), page
+
+
+@pytest.mark.parametrize("found", ["3.9.0", ""])
+def test_triton_is_the_one_that_torch_brought_or_a_tested_one(monkeypatch, tmp_path, found):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n[ -n '{found}' ] && echo {found}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(setup_env, "PYTHON", str(python))
+    assert setup_env.triton() == (f"triton=={found}" if found else setup_env.TRITON)
 
 
 def test_probe_tells_python_and_torch_without_importing_it():
@@ -145,7 +196,7 @@ def test_probe_tells_python_and_torch_without_importing_it():
 
     version, found, place = setup_env.probe(sys.executable)
     assert tuple(version) == sys.version_info[:2]
-    assert (found, place) == (torch.__version__, torch.__file__)
+    assert torch.__version__.startswith(found) and place == torch.__file__  # PyPI has no +cu132
     assert setup_env.probe("/nonexistent/python") is None
     assert setup_env.probe("/bin/false") is None
 

@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
+from mpu.torch_private import running_node
 from tools.bisect.checkouts import NoCheckout, checkout
 from tools.bisect.compare import OF_THE_LAYOUT, Allowed, allowed
 from tools.bisect.lines import Step, first_step, same_machine
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="bisect-") as temporary:
         work = options.out or Path(temporary)
         try:
+            running_node()
             if options.out and work.exists() and not _is_ours(work):
                 raise ValueError(f"--out {work}: it exists and is not of an earlier comparison")
             work.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,7 @@ from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
+from mpu.torch_private import running_node
 from pretrain_llama import build, model_provider, train_step
 from tools.command_line import Parser, error_line
 from tools.explainer.ops import Operations
@@ -297,6 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print what a step sends; return 0 if traffic.py agrees, 1 if not, 2 for wrong flags."""
     try:
         config = read_arguments(argv)
+        running_node()
     except ValueError as error:
         print(error_line("tools/explain.py", error), file=sys.stderr)
         return 2

@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from model.load import load_model_file
 from mpu.launch import bind_loopback
+from mpu.torch_private import COMPILER, running_node
 from tools.bisect.compare import Allowed
 from tools.bisect.side import Side
 from tools.bisect.sides import value_of
@@ -48,7 +49,7 @@ from tools.forks.rank import work
 from tools.forks.results_table import Row, head, row_of, table
 
 # Imported once for all ranks: optimizers import the second, a comparison the third, if it is there.
-PRELOADED = ["tools.forks.rank", "torch._dynamo", "transformers.modeling_utils"]
+PRELOADED = ["tools.forks.rank", COMPILER, "transformers.modeling_utils"]
 GRACE = 3.0  # seconds for the other ranks to answer when one has failed
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 
@@ -234,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = str(Path(options.model).resolve())
         desk = Desk(model, folder, (), tuple(own), options.own_loss)
         try:
+            running_node()
             experts = experts_of(model, own)
             desk.sizes = sizes(options.full, experts)
             some = chosen(options.full, options.only, experts > 0)

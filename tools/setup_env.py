@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make .venv, with the interpreter's own torch if that is 2.11 to 2.13, else with torch 2.13.0.
+"""Make .venv, with the interpreter's own torch if that is 2.11 or newer, else with torch 2.13.0.
 
 `make setup` runs this with the interpreter that the environment is made from. It needs only the
 standard library, and any Python 3 can read it well enough to print that it is too old. A stamp in
@@ -8,6 +8,7 @@ nothing is installed again.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "weft-setup.json")
 MARK = "weft-made.txt"  # in .venv: make setup may clear it
 TORCH = "2.13.0"
+TRITON = "triton<3.8"  # tested with this torch
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 MINIMUM = (3, 11)
 # Prints facts about a Python as JSON, on the last line; torch is not imported, which takes seconds.
@@ -40,8 +42,8 @@ class SetupError(Exception):
 
 
 def supported(version: "str | None") -> bool:
-    """Return whether a torch version string is one that Weft is tested with: 2.11 to 2.13."""
-    return version is not None and version.split(".")[:2] in (["2", "11"], ["2", "12"], ["2", "13"])
+    """Return whether Weft runs with a version of torch: 2.11, or a newer one (mpu/needs.py)."""
+    return version is not None and not module("needs").too_old(version)
 
 
 def check_interpreter() -> None:
@@ -104,18 +106,16 @@ def read_stamp() -> "dict[str, str]":
         return {}
 
 
-def driver_module() -> Any:
-    """Return mpu/driver.py, which needs no package. Not on an older Python: check_interpreter."""
+def module(name: str) -> Any:
+    """Return a file of mpu/ that needs no package. Not on an older Python: check_interpreter."""
     if ROOT not in sys.path:
         sys.path.insert(0, ROOT)
-    from mpu import driver
-
-    return driver
+    return importlib.import_module("mpu." + name)
 
 
 def has_nvidia_gpu() -> bool:
     """Return whether an NVIDIA driver, or a GPU's device file, is on this machine."""
-    return bool(driver_module().found())
+    return bool(module("driver").found())
 
 
 def reachable(url: str) -> bool:
@@ -208,7 +208,7 @@ def torch_for(driver: str) -> "tuple[str, str]":
     driver: the version of the machine's NVIDIA driver, "" where there is none or it is unknown. An
     empty index: the build that pip is set up to find, PyPI's for CUDA 13.
     """
-    known = driver_module()
+    known = module("driver")
     if not known.found():
         return CPU_INDEX, f"no NVIDIA GPU here: taking the CPU build of torch {TORCH}"
     least = known.LEAST
@@ -226,7 +226,7 @@ def torch_for(driver: str) -> "tuple[str, str]":
 
 def install_torch() -> None:
     """Install torch alone, in the build that this machine can run, if its index answers."""
-    index, line = torch_for(driver_module().version()) if sys.platform == "linux" else ("", "")
+    index, line = torch_for(module("driver").version()) if sys.platform == "linux" else ("", "")
     if index and not reachable(index + "/torch/"):
         why = f"{line}, but {index} does not answer"
         if index != CPU_INDEX or has_nvidia_gpu():
@@ -238,6 +238,20 @@ def install_torch() -> None:
     if line:
         print(line, flush=True)
     pip("install", *(["--extra-index-url", index] if index else []), "torch==" + TORCH)
+
+
+def triton() -> str:
+    """Return the constraint on Triton: the one that is there, which torch brought, or TRITON."""
+    ask = "import importlib.metadata; print(importlib.metadata.version('triton'))"
+    found = subprocess.run([PYTHON, "-c", ask], capture_output=True).stdout.decode().strip()
+    return "triton==" + found if found else TRITON
+
+
+def say_untested(version: str) -> None:
+    """Print a line where a torch is newer than all tested ones: it is kept."""
+    line = module("needs").untested(version)
+    if line:
+        print(line, flush=True)
 
 
 def build_native() -> None:
@@ -284,12 +298,13 @@ def prepare(chosen: bool) -> None:
         if supported(present[1]):
             version = ".".join(map(str, present[0]))
             print(f"reusing .venv: Python {version}, torch {present[1]}", flush=True)
+            say_untested(present[1])
             build_native()
             add_torchrun()
             return
     if present and present[1] is not None and not supported(present[1]):
         raise SetupError(
-            f".venv holds torch {present[1]}, Weft needs 2.11 to 2.13: rm -r .venv to make it again"
+            f".venv: {module('needs').too_old(present[1])}: rm -r .venv to make it again"
         )
     if present:
         print("reusing .venv, completing what is in it", flush=True)
@@ -303,9 +318,10 @@ def prepare(chosen: bool) -> None:
     if not supported(present[1]):
         raise SetupError(f"pip installed torch {present[1]} where {TORCH} was asked for")
     print(f"torch {present[1]}: {os.path.dirname(present[2])}; installing the rest", flush=True)
+    say_untested(present[1])
     constraint = os.path.join(VENV, "weft-constraint.txt")
     with open(constraint, "w", encoding="utf-8") as file:
-        file.write(f"torch=={present[1]}\n")
+        file.write(f"torch=={present[1]}\n{triton()}\n")
     pip("install", "-c", constraint, "setuptools>=77.0.3")
     build_native()
     pip("install", "-c", constraint, "--no-build-isolation", "--editable", ROOT + "[dev]")

@@ -26,7 +26,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from mpu.comm.collectives import ProcessGroupTransport, gather_bytes, group_of
@@ -35,6 +34,7 @@ from mpu.comm.transport import Axis, CommunicationError
 from mpu.comm.workspace import SLOTS
 from mpu.kernels.signals import Exchange, raise_flags, wait_flags
 from mpu.kernels.tickets import TICKETS
+from mpu.torch_private import TorchLacks, symmetric_memory
 
 LINE = 64  # bytes of a flag
 CHUNKS = 64  # flags that each rank has for each rank
@@ -122,9 +122,12 @@ class _Memory:
         self.control = control = SLOTS * per_slot  # bytes of flags
         nbytes, offset, why = control + SLOTS * slot_bytes, 0, ""
         try:
-            self.own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-            handle = symmetric_memory.rendezvous(self.own, group_of(axis))
+            memory = symmetric_memory()
+            self.own = memory.empty(nbytes, dtype=torch.uint8, device=device)
+            handle = memory.rendezvous(self.own, group_of(axis))
             offset = self.own.data_ptr() - handle.buffer_ptrs[me]
+        except TorchLacks as error:
+            why = str(error)
         except RuntimeError as error:
             why = f"the GPUs do not see each other's memory: {error}"
         every = gather_bytes(json.dumps([offset, why]).encode(), axis, device)

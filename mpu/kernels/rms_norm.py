@@ -140,7 +140,7 @@ def norm_backward_long_kernel(
                 out += tl.load(dh + at, inside, 0.0).to(WIDE)
             tl.store(dx + at, out.to(dx.dtype.element_ty), inside)
             place = parts + tl.program_id(0).to(tl.int64) * width + column
-            before = tl.load(place, (column < width) & (begin > first), 0.0)
+            before = tl.load(place, column < tl.where(begin > first, width, 0), 0.0)
             tl.store(place, before + tl.sum(grad * value * r, 0), column < width)
 
 

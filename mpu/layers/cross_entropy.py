@@ -29,6 +29,7 @@ from mpu.context import LayerContext
 from mpu.layers import softmax_rows
 from mpu.layers.fused import call, fits
 from mpu.layers.linear import AllGatherMatmul
+from mpu.torch_private import is_result_of
 
 LABEL = Label("cross_entropy", "forward")
 Columns = tuple[int, int]  # number of a first column; size of the vocabulary, padding comes after
@@ -44,7 +45,7 @@ def vocab_parallel_cross_entropy(
     copied. Raises ValueError where labels are not int64, one a token.
     """
     check_labels(labels, tuple(logits.shape[:2]))
-    own = isinstance(logits.grad_fn, AllGatherMatmul._backward_cls) and logits.is_contiguous()
+    own = is_result_of(logits, AllGatherMatmul) and logits.is_contiguous()
     return _CrossEntropy.apply(logits, labels, vocab_size, ctx, own)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mpu.comm.collectives import all_reduce_in_order
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
+from mpu.torch_private import each
 
 LABEL = Label("experts", "counts")
 MORE = 2  # numbers besides the counts: pairs that were dropped, the sum of the router's losses
@@ -136,7 +137,7 @@ class ExpertLoads:
 
     def begin_step(self) -> None:
         """Forget what was noted since the last step."""
-        torch._foreach_zero_([load.noted for load in self.loads])
+        each("zero_", [load.noted for load in self.loads])
 
     @torch.no_grad()
     def end_step(self, found_inf: Tensor) -> None:
@@ -154,7 +155,7 @@ class ExpertLoads:
         best = total[:, experts + MORE :] if self.loads[0].counts_best else counts
         applies = found_inf == 0
         updated = torch.where(applies, best, torch.stack(before))
-        torch._foreach_copy_(before, list(updated.unbind()))
+        each("copy_", before, updated.unbind())
         found = [(row, load.e_score_correction_bias) for row, load in enumerate(self.loads)]
         moving = [(i, b) for i, b in found if b is not None and self.loads[i].of[0].requires_grad]
         if moving:
@@ -162,4 +163,4 @@ class ExpertLoads:
             behind = counts.sum(1, keepdim=True) - counts * counts.shape[1]  # exact
             move = torch.sign(behind).to(biases[0].dtype) * self.rate
             moves = torch.where(applies, move, 0.0).unbind()
-            torch._foreach_add_(list(biases), [moves[i] for i in rows])
+            each("add_", list(biases), [moves[i] for i in rows])

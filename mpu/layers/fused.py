@@ -22,6 +22,7 @@ from mpu.layers import fused_gpu
 from mpu.layers.linear import AllGatherMatmul
 from mpu.layers.norm_backends import norm_backend
 from mpu.param import Region
+from mpu.torch_private import is_result_of
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in csrc/fused.cpp
 C_TYPES: dict[type, Any] = {int: c_int64, float: c_double, type(None): c_void_p}
@@ -200,7 +201,7 @@ def apply_rope(
         )
     if 2 * half < d:
         return _partly_rotated(qkv, cos, sin, heads, groups)
-    own = torch.is_grad_enabled() and isinstance(qkv.grad_fn, AllGatherMatmul._backward_cls)
+    own = torch.is_grad_enabled() and is_result_of(qkv, AllGatherMatmul)
     return _Rope.apply(qkv, cos, sin, (heads, groups, groups), own)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mpu import native
 from mpu.gradients import GradientSink
 from mpu.kernels import available
+from mpu.torch_private import silu_backward_
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)  # that Triton's kernels take
 
@@ -161,5 +162,5 @@ def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
     d_gate, d_up = grad.chunk(2, -1)
     torch.mul(dy, F.silu(gate), out=d_up)
     torch.mul(dy, up, out=d_gate)
-    torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+    silu_backward_(d_gate, gate)
     return grad

@@ -41,6 +41,7 @@ from mpu.gradients import use
 from mpu.overlap.choices import OverlapMap
 from mpu.overlap.method import OverlapMethod
 from mpu.param import Placement, Region, divide, parameter, placement_of
+from mpu.torch_private import linear_pointwise
 
 
 def onednn_linear(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
@@ -51,7 +52,7 @@ def onednn_linear(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     """
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return None
-    onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    onednn = linear_pointwise()
     return onednn and partial(onednn, B=None, attr="none", scalars=[], algorithm="")
 
 

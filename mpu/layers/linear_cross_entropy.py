@@ -44,7 +44,6 @@ CHUNK_BYTES = 1 << 28  # of a chunk's logits
 ALIGNED = 128  # rows of a chunk are a multiple of this
 # what a call of ColumnParallelLinear runs, and the loss in chunks does not
 USED = ("__call__", "forward", "operand", "operand_of_weight", "end_use", "wgrad")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def linear_cross_entropy(
@@ -81,7 +80,8 @@ def _own(head: nn.Module) -> str:
             return f"the output layer has a {name}"
     if head.bias is not None:
         return "the output layer has a bias"
-    return "the output layer has hooks" if any(getattr(head, name) for name in HOOKS) else ""
+    hooks = (name for name in vars(head) if name.endswith("hooks") and "state_dict" not in name)
+    return "the output layer has hooks" if any(getattr(head, name) for name in hooks) else ""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

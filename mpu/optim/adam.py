@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mpu import torch_private
 from mpu.accelerators import needs_fp32
 from mpu.optim import adam_backends
 from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule, divided
@@ -72,14 +73,13 @@ class TorchAdam(Updater):
             steps, first, second = (
                 [state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq")
             )
-            torch._foreach_add_(steps, 1)
-            torch._fused_adamw_(
-                params, [segment.grad for segment in params], first, second, [], steps,
+            torch_private.each("add_", steps, 1)
+            torch_private.adamw_(
+                params, [segment.grad for segment in params], first, second, steps,
                 lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],
-                eps=divided(self._rule.eps, group), amsgrad=False, maximize=False,
-                grad_scale=grad_scale, found_inf=found_inf,
+                eps=divided(self._rule.eps, group), grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
-            torch._foreach_sub_(steps, [found_inf] * len(steps))
+            torch_private.each("sub_", steps, [found_inf] * len(steps))
 
     def _state(self, segment: Tensor) -> dict[str, Tensor]:
         if segment not in self._states:

@@ -129,14 +129,14 @@ class StateOffload:
     """
 
     def __init__(self, states: Sequence[Sequence[Tensor]], on_device: Collection[Tensor]) -> None:
-        found = {x.untyped_storage()._cdata for x in on_device}
+        found = {id(x.untyped_storage()) for x in on_device}
         flats: list[list[Tensor]] = []
         for tensors in states:
             flats.append([])
             for x in tensors:
                 storage = x.untyped_storage()
-                if storage._cdata not in found and storage.nbytes():
-                    found.add(storage._cdata)
+                if id(storage) not in found and storage.nbytes():
+                    found.add(id(storage))
                     size = storage.nbytes() // x.element_size()
                     flats[-1].append(x.detach().as_strided((size,), (1,), 0))
         every = [flat for some in flats for flat in some]
@@ -148,7 +148,7 @@ class StateOffload:
         for bucket, following in pairwise(self.buckets):
             bucket.following = following
         self._home = {  # by storage, which keeps its identity without memory
-            flat.untyped_storage()._cdata: home
+            id(flat.untyped_storage()): home
             for bucket in self.buckets
             for flat, home in zip(bucket.flats, bucket.home, strict=True)
         }
@@ -183,7 +183,7 @@ class StateOffload:
 
     def home(self, x: Tensor) -> Tensor:
         """Return a tensor's values in host memory, as a view; `x` itself where it does not move."""
-        flat = self._home.get(x.untyped_storage()._cdata)
+        flat = self._home.get(id(x.untyped_storage()))
         if flat is None:
             return x
         return flat.as_strided(x.shape, x.stride(), x.storage_offset())

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from estimate.meta import (
-    BLOCK,
     KERNELS,
     META,
     MetaAttention,
@@ -19,6 +18,7 @@ from estimate.meta import (
     flash_attention,
     nothing,
 )
+from mpu.torch_private import cpu_attention
 
 
 def tensor(*shape, dtype=torch.float32):
@@ -64,8 +64,8 @@ OPERATIONS = {
     "silu": lambda: F.silu(Y),
     "softmax": lambda: X.softmax(-1),
     "turned round": lambda: TURNED.flip(1),
-    "a block of attention": lambda: BLOCK(*QKV, 0.0, True)[0],
-    "its log-sum-exp": lambda: BLOCK(*QKV)[1],
+    "a block of attention": lambda: cpu_attention(*QKV, True)[0],
+    "its log-sum-exp": lambda: cpu_attention(*QKV, False)[1],
 }
 
 

@@ -40,7 +40,7 @@ def as_rank(rank: int, size: int, device: torch.device) -> Iterator[Any]:
     lone = SimpleNamespace(empty=empty, rendezvous=rendezvous)
     axis = Axis("tp", rank, size, tuple(range(size)), ProcessGroupTransport(None))
     with (
-        mock.patch.object(symmetric_cuda, "symmetric_memory", lone),
+        mock.patch.object(symmetric_cuda, "symmetric_memory", lambda: lone),
         mock.patch.object(symmetric_cuda, "gather_bytes", lambda data, *about: [data] * size),
         mock.patch.object(torch.cuda, "synchronize", _synchronize(device)),
         mock.patch.object(torch.cuda, "Stream", _stream(device)),

@@ -39,6 +39,18 @@ def test_a_missing_package_is_one_sentence(tmp_path: Path, script: str) -> None:
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("script", SCRIPTS[:2])
+def test_a_torch_that_is_too_old_is_one_sentence(tmp_path: Path, script: str) -> None:
+    """Before anything of it is imported."""
+    about = tmp_path / "torch-2.10.1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1\n")
+    done = run(script, "torch", tmp_path)
+    said = f"torch 2.10.1 is older than 2.11, the oldest that Weft runs with: {sys.executable}"
+    assert done.returncode == 2 and done.stderr.startswith(f"{Path(script).name}: {said}")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_module_of_ours_that_is_missing_is_a_bug(tmp_path: Path) -> None:
     done = run("tools/plan.py", "estimate", tmp_path)
     assert done.returncode == 1 and "Traceback" in done.stderr

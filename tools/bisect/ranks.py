@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from mpu.torch_private import preload_compiler
 from tools.bisect.recorded import enter
 
 PROGRAM = "pretrain_llama.py"
@@ -68,7 +69,7 @@ def run(
     The ranks' output, and records, come to `folder`. Raises RunError where a rank fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    importlib.import_module("torch._dynamo")  # optimizers import it, which takes seconds
+    preload_compiler()  # which optimizers import, in seconds
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -36,6 +36,7 @@ from mpu.module_tracker import (
     site,
 )
 from mpu.param import Piece, Region, placement_of, unique_parameters
+from mpu.torch_private import version_of
 from mpu.zero.bucket import ParamAndGradBucket
 from training.data.batch import Batch
 from training.run.state import Run
@@ -128,7 +129,7 @@ class Recorder:
         """Write one tensor; one that was written last, and is as it was, is only named again."""
         x = tensor.detach()
         known = next((w for w in self._near if w.tensor is tensor), None)
-        if known is not None and known.version == tensor._version:
+        if known is not None and known.version == version_of(tensor):
             self._near = [*(w for w in self._near if w is not known), known]
             self.entries.append({**known.entry, "group": group, "name": name, **more})
             return
@@ -140,7 +141,7 @@ class Recorder:
         entry = {"shape": list(x.shape), "dtype": dtype, "at": at, "bytes": flat.numel()}
         self.entries.append({**entry, "group": group, "name": name, **more})
         if group == "activation":
-            self._near = [*self._near[-NEAR + 1 :], _Written(tensor, tensor._version, entry)]
+            self._near = [*self._near[-NEAR + 1 :], _Written(tensor, version_of(tensor), entry)]
 
     def _batch(self) -> None:
         for i, batch in enumerate(self.batches):

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from model.llama import LlamaConfig
 from model.load import ModelFile, model_file_of, saved_config
+from mpu.torch_private import storage_info
 from tools.checkpoints.convert_huggingface import check_shapes
 from tools.checkpoints.copy import open_newest
 from tools.checkpoints.mcore import ARGUMENTS, fits
@@ -66,6 +66,7 @@ class Parts:
     def __init__(self, directory: Path) -> None:
         self.directory, self.files = directory, 0
         self.results: list[WriteResult] = []
+        self._place = storage_info()
         self._open()
 
     def _open(self) -> None:
@@ -81,7 +82,7 @@ class Parts:
         start = self._file.tell()
         torch.save(value, self._file)
         length = self._file.tell() - start
-        place = _StorageInfo(self.name, start, length)
+        place = self._place(self.name, start, length)
         self.results += [WriteResult(name, length, place) for name in names]
 
     def close(self) -> None:
@@ -96,6 +97,7 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
     What is written is complete or absent. Raises CheckpointError, SaveError, and ValueError for
     what Megatron's dense Llama or its Adam cannot hold.
     """
+    storage_info()  # before anything is read or written
     found = open_newest(place, hashed=True)
     if "hf_config" not in found.state:
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from mpu.module_tracker import BACKWARD, WGRAD, Site, path_of
+from mpu.module_tracker import BACKWARD, WGRAD, Site, path_of, tensors_of
+from mpu.torch_private import DispatchMode, schema
 from pretrain_llama import train_step
 from training.run.stop import Agreement
 
@@ -46,7 +45,7 @@ class Operation(NamedTuple):
     written: list[int]
 
 
-class Operations(TorchDispatchMode):
+class Operations(DispatchMode):
     """Call `ran` with every operation that is not a view."""
 
     def __init__(self, ran: Callable[[Operation], None]) -> None:
@@ -57,20 +56,20 @@ class Operations(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation, and report it unless it is a view."""
-        kwargs, schema = kwargs or {}, func._schema
+        kwargs, takes = kwargs or {}, schema(func)
         out = func(*args, **kwargs)
         if not func.is_view:
-            names = (argument.name for argument in schema.arguments)
+            names = (argument.name for argument in takes.arguments)
             given = dict(zip(names, args, strict=False)) | kwargs
-            changed = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+            changed = [a.name for a in takes.arguments if a.alias_info and a.alias_info.is_write]
             written = _memory([out, *(given.get(name) for name in changed)])
-            name = schema.name.removeprefix("aten::")
+            name = takes.name.removeprefix("aten::")
             self.ran(Operation(name, _memory([args, kwargs]), written))
         return out
 
 
 def _memory(values: Any) -> list[int]:
-    return [memory(x) for x in tree_leaves(values) if isinstance(x, Tensor)]
+    return [memory(x) for x in tensors_of((values,))]
 
 
 def memory(tensor: Tensor) -> int:

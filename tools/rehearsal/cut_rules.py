@@ -64,7 +64,7 @@ class Cuts:
                     self.outputs.append(Output(node, *one))
 
     def _storage(self, x: Tensor) -> int:
-        return self.recorder.live.get(x.untyped_storage()._cdata, (-1,))[0]
+        return self.recorder.live.get(id(x.untyped_storage()), (-1,))[0]
 
     def check(self, roots: Any) -> None:
         """Find the outputs that backward from some roots does not come to."""

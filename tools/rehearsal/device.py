@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from mpu.layers.attention.backends import card_of, kernel_of
+from mpu.torch_private import cudnn_attention, fake_tensors, flash_attention
 from tools.rehearsal.events import Alloc
 from tools.rehearsal.memory import step
 from tools.rehearsal.record import Recorder
@@ -173,7 +172,7 @@ def install(recorder: Recorder, properties: dict[str, Any], deterministic: bool 
     for name, fake in fakes.items():
         setattr(cuda, name, fake)
     # up to torch 2.12 a fake tensor's device is opened by a real allocation
-    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
+    fake_tensors().init_gpu_context = lambda device: None
     torch.Generator = Generator  # type: ignore[misc]
     torch.backends.cudnn.version = lambda: CUDNN
     torch.are_deterministic_algorithms_enabled = lambda: deterministic
@@ -216,7 +215,7 @@ class Reads(TorchFunctionMode):
 
     def tolist(self, x: Tensor) -> Any:
         """Note one wait, and give zeros."""
-        if not isinstance(x, FakeTensor):
+        if not isinstance(x, fake_tensors().FakeTensor):
             return x.tolist()
         self._reads(x, "tolist")
         zero: Any = 0.0 if x.dtype.is_floating_point else 0
@@ -227,18 +226,18 @@ class Reads(TorchFunctionMode):
         return zeros(tuple(x.shape))
 
     def _numpy(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, FakeTensor):
+        if not isinstance(x, fake_tensors().FakeTensor):
             return x.numpy(*args, **kwargs)
         self._reads(x, "numpy")
         return torch.zeros(x.shape, dtype=x.dtype, device="meta").numpy()
 
     def _address(self, x: Tensor) -> int:
-        if not isinstance(x, FakeTensor):
+        if not isinstance(x, fake_tensors().FakeTensor):
             return x.data_ptr()
         if (address := getattr(x, "weft_address", None)) is not None:  # another rank's memory
             return int(address)
         number = self.recorder.number(x)
-        start = number << 36 if number >= 0 else x.untyped_storage()._cdata
+        start = number << 36 if number >= 0 else id(x.untyped_storage())
         return int(start + x.storage_offset() * x.element_size())
 
     def _printed(self, x: Tensor, *args: Any) -> str:
@@ -265,13 +264,11 @@ class Reads(TorchFunctionMode):
         if q.device.type == "cuda" and attn_mask is None:
             kernel = kernel_of("auto", card_of(q.device), q.dtype, q.shape[-1])
         if kernel == "flash":
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
-            return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+            return flash_attention(q, k, v, is_causal, dropout_p=dropout_p, scale=scale)[0]
         if kernel == "cudnn":
             learns = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
-            named = dict(attn_bias=None, compute_log_sumexp=learns, dropout_p=dropout_p)
-            return cudnn(q, k, v, **named, is_causal=is_causal, scale=scale)[0]
+            more = dict(dropout_p=dropout_p, scale=scale)
+            return cudnn_attention(q, k, v, is_causal, learns, **more)[0]
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -161,7 +161,7 @@ class FakeBuffer:
 
 def address(x: Tensor) -> int:
     """Take the place of Tensor.data_ptr: two tensors at one address have one storage."""
-    return (x.untyped_storage()._cdata << 40) + x.storage_offset() * x.element_size()
+    return (id(x.untyped_storage()) << 40) + int(x.storage_offset()) * x.element_size()
 
 
 def put(send_queue: p2p.SendQueue, handle: Handle) -> None:

@@ -308,7 +308,7 @@ def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
     for bucket in seen.run.sink.buckets:
         for x in (bucket.weights, bucket.param_shard, bucket.grad, bucket.grad_shard):
             if x is not None:
-                persistent.add(seen.recorder.live.get(x.untyped_storage()._cdata, (-1,))[0])
+                persistent.add(seen.recorder.live.get(id(x.untyped_storage()), (-1,))[0])
     made: dict[int, int] = {}  # storage: who wrote it last
     for index, event in numbered(seen):
         if isinstance(event, (Launch, Transfer, HostUse)):

@@ -17,6 +17,7 @@ from estimate.pipeline_stages import costs
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
+from mpu.torch_private import require_rehearsal
 from tools.rehearsal import (
     activation_costs,
     graph,
@@ -56,6 +57,7 @@ def main(script: ModuleType, argv: list[str]) -> int:
         for flag, key in (("--rehearse-json", "findings"), ("--rehearse-trace", "traceEvents")):
             if file := guard.flag(argv, flag):
                 refuse(flag, file, json_with(key), "a file that this flag wrote")
+        require_rehearsal()
         config = read(script, argv)
         path = config.rehearse.rehearse_json
         if config.rehearse.rehearse_all_ranks:

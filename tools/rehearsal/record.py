@@ -63,7 +63,7 @@ class Recorder:
         self.action = ""
         self._here = Inside()
         self.functions: dict[str, type] = {}  # the autograd functions that ran, by name
-        self.live: dict[int, tuple[int, Any]] = {}  # address of a StorageImpl -> number, reference
+        self.live: dict[int, tuple[int, Any]] = {}  # a storage's id -> number, reference
         self.sizes: dict[int, int] = {}  # number -> bytes
         self._storages = self._events = self._transfers = 0
         self.counts: dict[int, int] = {}  # of transfers on each communicator's stream
@@ -133,7 +133,7 @@ class Recorder:
         ours = tensor.device.type == self.device or kind
         if not (ours or getattr(storage, "_weft_pinned", False)):
             return -1
-        key = storage._cdata
+        key = id(storage)
         found = self.live.get(key)
         if found is not None:
             return found[0]
@@ -184,12 +184,12 @@ class Recorder:
 
     def resized(self, storage: Any, where: Where) -> None:
         """Note that a storage has another size now: it ends, and another begins."""
-        found = self.live.get(storage._cdata)
+        found = self.live.get(id(storage))
         if found is None or self.sizes[found[0]] == storage.nbytes():
             return
         number = found[0]
         self.events.append(Free(number, where.place))
-        new, key = self.new_storage(storage.nbytes()), storage._cdata
+        new, key = self.new_storage(storage.nbytes()), id(storage)
         self.live[key] = new, weakref.ref(storage, lambda _: self._freed(key, new))
         self.homes[new] = self.stream
         self.born[new] = where.place
@@ -258,7 +258,7 @@ class Recorder:
     def birthplace(self, x: Tensor) -> str:
         """Return the line of the product at which a tensor's storage was made, if it is known."""
         storage = x.untyped_storage()
-        number = self.live.get(storage._cdata, (-1,))[0]
+        number = self.live.get(id(storage), (-1,))[0]
         return getattr(storage, "_weft_born", "") or self.born.get(number, "")
 
     # what the fake device and the fake communicators tell

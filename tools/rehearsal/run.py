@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import Parameter
 
@@ -26,6 +25,7 @@ from mpu.launch import Launch
 from mpu.layers.dispatch import Capacity, Dispatcher
 from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
+from mpu.torch_private import fake_tensors, function_of
 from tools.explainer.trace import Actions
 from tools.rehearsal.cut_rules import Cuts
 from tools.rehearsal.device import Reads
@@ -100,7 +100,7 @@ class Rehearsed:
         for kind, tensors in self.run.optimizer.tensors_by_kind().items():
             for tensor in tensors:
                 if tensor is not None:
-                    number = self.recorder.live.get(tensor.untyped_storage()._cdata)
+                    number = self.recorder.live.get(id(tensor.untyped_storage()))
                     if number is not None:
                         found.setdefault(number[0], kind)
         return found
@@ -178,23 +178,22 @@ def watch_functions(recorder: Recorder, patches: Patches) -> None:
     """Let the recorder see each forward and backward of a torch.autograd.Function."""
     cuts = Cuts(recorder, patches)
     for owner, name in ((Function, "{}"), (BackwardCFunction, "{}.backward")):
-        own = vars(owner)["apply"]
-        is_class_method = isinstance(own, classmethod)
-        apply = own.__func__ if is_class_method else own
+        own = vars(owner)["apply"]  # of a class, in Python or, from torch 2.15 on, in C
 
-        def entered(self: Any, /, *args: Any, apply: Any = apply, name: str = name, **named: Any
+        def entered(self: Any, /, *args: Any, own: Any = own, name: str = name, **named: Any
         ) -> Any:  # fmt: skip
-            made = self if isinstance(self, type) else type(self)._forward_cls
+            of_class = isinstance(self, type)
+            made = self if of_class else function_of(self)
             recorder.enters(name.format(made.__name__), made)
             try:
-                out = apply(self, *args, **named)
-                if isinstance(self, type):
+                out = own.__get__(*((None, self) if of_class else (self,)))(*args, **named)
+                if of_class:
                     cuts.note(made, args, out)
                 return out
             finally:
                 recorder.leaves()
 
-        patches.replace(owner, "apply", classmethod(entered) if is_class_method else entered)
+        patches.replace(owner, "apply", classmethod(entered) if owner is Function else entered)
 
 
 def watch_storages(recorder: Recorder, patches: Patches) -> None:
@@ -272,10 +271,11 @@ def rehearse(
         else:
             patches.everywhere(draw_normal, _draw_one_block)
             patches.replace(Dispatcher, "on_host", _assumed)
-            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            fake = fake_tensors()
+            modes.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
             modes.enter_context(Watch(recorder, fake=True))
             modes.enter_context(reads := Reads(recorder))
-            patches.replace(FakeTensor, "tolist", lambda x: reads.tolist(x))
+            patches.replace(fake.FakeTensor, "tolist", lambda x: reads.tolist(x))
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
                 if device.type == "cuda":

@@ -6,13 +6,14 @@ rank's own: it has no values, and takes no room here.
 """
 
 import importlib.util
+from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
 from mpu.kernels import available
+from mpu.torch_private import TorchLacks, symmetric_memory
 from tools.rehearsal.events import Launch
 from tools.rehearsal.kernel_costs import cost_of
 from tools.rehearsal.order import Finding
@@ -46,8 +47,9 @@ def install(recorder: Recorder, rank: int) -> None:
     def rendezvous(own: Tensor, group: Any) -> Shared:
         return Shared(own, group.ranks.index(rank), len(group.ranks))
 
-    memory: Any = symmetric_memory
-    memory.empty, memory.rendezvous = torch.empty, rendezvous
+    with suppress(TorchLacks):
+        memory = symmetric_memory()
+        memory.empty, memory.rendezvous = torch.empty, rendezvous
     if importlib.util.find_spec("triton") is None:
         return
     from triton.runtime.jit import JITFunction

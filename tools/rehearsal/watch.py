@@ -6,11 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from estimate.storages import tensors_of
 from mpu.kernels import by_address
+from mpu.module_tracker import tensors_of
+from mpu.torch_private import (
+    CASTS,
+    PINS,
+    READS_A_NUMBER,
+    DispatchMode,
+    function_of,
+    no_modes,
+    running_node,
+    schema,
+)
 from tools.rehearsal.events import HostWait, Launch, Where
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import end_of
@@ -30,16 +39,12 @@ FLASH = ("_flash_attention_forward", "_flash_attention_backward")
 UNKNOWN_SIZE = (torch.ops.aten.nonzero.default, torch.ops.aten.masked_select.default)
 
 
-class Watch(TorchDispatchMode):
+class Watch(DispatchMode):
     """See every operation of torch. `fake`: values are not there, so reads on the host give 0."""
 
     def __init__(self, recorder: Recorder, fake: bool) -> None:
         super().__init__()
         self.recorder, self.fake = recorder, fake
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -48,23 +53,24 @@ class Watch(TorchDispatchMode):
         kwargs, recorder = kwargs or {}, self.recorder
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default:
+        name = name_of(func)
+        if name == READS_A_NUMBER:
             return self._read(args[0]) if self.fake else func(*args, **kwargs)
         if self.fake and func in UNKNOWN_SIZE and args[0].device.type == recorder.device:
-            recorder.host_wait(stream=recorder.stream, reads=name_of(func), of=args[0])
+            recorder.host_wait(stream=recorder.stream, reads=name, of=args[0])
             columns = (args[0].dim(),) if func is UNKNOWN_SIZE[0] else ()
             kind = torch.long if columns else args[0].dtype
             return args[0].new_empty((0, *columns), dtype=kind)
         if self.fake and func is torch.ops.aten.is_pinned.default:
             return bool(getattr(args[0].untyped_storage(), "_weft_pinned", False))
-        if self.fake and func is torch.ops.aten._pin_memory.default:
+        if self.fake and name == PINS:
             recorder.pin(copy := torch.empty_like(args[0]))
             return copy
         if recorder.paused:
             return func(*args, **kwargs)
         inputs = tensors_of(args) + tensors_of(kwargs.values())
-        before = [t.untyped_storage()._cdata for t in inputs]
-        if self.fake and func._schema.name == "aten::_fused_adamw_":
+        before = [id(t.untyped_storage()) for t in inputs]
+        if self.fake and name == "aten::_fused_adamw_":
             scalars_are_single(kwargs)
         try:  # torch before 2.13 has no rule for the shape of a sum in another dtype
             adds = self.fake and func is torch.ops.aten.addmm.dtype_out
@@ -82,22 +88,22 @@ class Watch(TorchDispatchMode):
             # made from numbers; a fake one is another storage
             recorder.numbers(outputs, recorder.where())
             return out
-        if func.is_view and all(t.untyped_storage()._cdata in before for t in outputs):
+        if func.is_view and all(id(t.untyped_storage()) in before for t in outputs):
             return out
         device = recorder.device
         if all(t.device.type != device for t in (*outputs, *inputs)):
-            if func._schema.name.rpartition("::")[2] not in NO_KERNEL:
+            if name.rpartition("::")[2] not in NO_KERNEL:
                 recorder.host_use(inputs, outputs + self._changed(func, args, kwargs))
             if not inputs and any(x.device.type == "cpu" for x in outputs):  # or an estimate's
                 recorder.made_on_host()
-            if func is not torch.ops.aten._to_copy.default:
+            if name != CASTS:
                 recorder.host_floats(outputs)
             for x in outputs:
                 storage = x.untyped_storage()
                 if x.device.type == "cpu" and not hasattr(storage, "_weft_born"):
                     storage._weft_born = recorder.place()  # type: ignore[attr-defined]
             return out
-        where, name = recorder.where(), func._schema.name
+        where = recorder.where()
         if where.part == "glue" and "attention" in name:  # from autograd's engine: no line calls it
             where = where._replace(part="attention")
         short = name.rpartition("::")[2]
@@ -108,9 +114,9 @@ class Watch(TorchDispatchMode):
             recorder.resized(inputs[0].untyped_storage(), where)
         if short in NO_KERNEL or name.startswith("c10d"):
             return out
-        overload = ".dtype" if "dtype" in func._overloadname else ""
+        overload = ".dtype" if "dtype" in schema(func).overload_name else ""
         if name + overload in by_address.CALLS and device != "cpu":
-            names = (argument.name for argument in func._schema.arguments)
+            names = (argument.name for argument in schema(func).arguments)
             given = dict(zip(names, args, strict=False)) | kwargs
             recorder.check_layout(name + overload, given, where)
         changed = outputs + self._changed(func, args, kwargs)
@@ -149,7 +155,7 @@ class Watch(TorchDispatchMode):
     def _changed(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
         """Return the arguments that an operation writes."""
         changed: list[Tensor] = []
-        for i, argument in enumerate(func._schema.arguments):
+        for i, argument in enumerate(schema(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 changed += tensors_of((value,))
@@ -199,7 +205,7 @@ class Watch(TorchDispatchMode):
 
 def results_of(func: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments for an operation's results alone, which it does not read."""
-    names = [a.name for a in func._schema.arguments if a.is_out]
+    names = [a.name for a in schema(func).arguments if a.is_out]
     return tensors_of([kwargs.get(name) for name in names])
 
 
@@ -221,11 +227,14 @@ def cast_by_autograd(place: str) -> list[Finding]:
 
     Autograd casts a gradient to its input's dtype where a backward returned another.
     """
-    node: Any = torch._C._current_autograd_node()
+    node = running_node()()
     called = place.partition(":")[0] in RUN_BACKWARD
     if not called or not isinstance(node, torch.autograd.function.BackwardCFunction):
         return []
-    place = end_of(type(node)._forward_cls.backward)  # type: ignore[attr-defined]
+    made = function_of(node)
+    if made is None:
+        return []
+    place = end_of(made.backward)
     what = "autograd casts a gradient that this backward returns in another dtype than its input's"
     return [Finding("dtype", place, what)]
 
@@ -237,7 +246,7 @@ def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
     """
     if out.dim() < 2 or any(i is not None and i.dtype != torch.long for i in places):
         return out
-    with _disable_current_modes():
+    with no_modes():
         table = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
         at = [
             None if i is None else torch.empty_strided(i.shape, i.stride(), dtype=i.dtype).zero_()
@@ -249,23 +258,25 @@ def as_indexed(out: Tensor, x: Tensor, places: Any) -> Tensor:
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     """Return the FLOPs of an operation's matmuls, by torch's own counter; causal attention half."""
-    if func._overloadpacket is torch.ops.aten._scaled_mm_v2:  # torch's table has the first alone
+    short = name_of(func).rpartition("::")[2]
+    if short == "_scaled_mm_v2":  # torch's table has the first alone
         return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
-    short = func._schema.name.rpartition("::")[2]
     if short == "_grouped_mm":  # [n, k] x [e, k, m], each row by one of the e
         return 2.0 * args[0].shape[0] * args[1].shape[-2] * args[1].shape[-1]
-    same = getattr(torch.ops.aten, short.rstrip("_"), None)  # an operation in place has no formula
-    count = flop_registry.get(func._overloadpacket) or flop_registry.get(same)
-    if count is None:
-        return 0.0
-    if short in FLASH:  # torch's formula takes [b, n, s, d], the operation whole rows [b, s, n, d]
+    packet, same = func.overloadpacket, short.rstrip("_")  # an operation in place has no formula
+    if short in FLASH and args[0].dim() == 4:
+        # whole rows [b, s, n, d], which torch's formula takes since 2.14: by that of [b, n, s, d]
         args = [rows_last(a) for a in args]
         kwargs = {name: rows_last(a) for name, a in kwargs.items()}
+        packet, same = None, "_scaled_dot_product" + short.removesuffix("_forward")
+    count = flop_registry.get(packet) or flop_registry.get(getattr(torch.ops.aten, same, None))
+    if count is None:
+        return 0.0
     if "attention" in short:
         args = as_many_heads(args)
     operands = [a for a in args if not isinstance(a, torch.dtype)]  # which it takes for a shape
     flops = float(count(*operands, **kwargs, out_val=out))
-    if "attention" in func._schema.name and _causal(func, args, kwargs):
+    if "attention" in short and _causal(func, args, kwargs):
         flops /= 2
     return flops
 
@@ -285,14 +296,14 @@ def as_many_heads(args: Any) -> list[Any]:
     def repeated(a: Any) -> Any:
         if not isinstance(a, Tensor) or a.dim() < 3 or a.shape[1] == most:
             return a
-        with _disable_current_modes():
+        with no_modes():
             return torch.empty(a.shape[0], most, *a.shape[2:], dtype=a.dtype, device="meta")
 
     return [repeated(a) for a in args]
 
 
 def _causal(func: Any, args: Any, kwargs: Any) -> bool:
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema(func).arguments):
         if argument.name == "is_causal":
             return bool(args[i]) if i < len(args) else bool(kwargs.get("is_causal"))
     return False
@@ -300,7 +311,7 @@ def _causal(func: Any, args: Any, kwargs: Any) -> bool:
 
 def name_of(func: Any) -> str:
     """Return an operation's name."""
-    return str(func._schema.name)
+    return str(schema(func).name)
 
 
 def moved(op: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
@@ -311,7 +322,7 @@ def moved(op: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
     """
 
     def sizes(tensors: Sequence[Tensor]) -> dict[tuple[int, int], int]:
-        places = ((x.untyped_storage()._cdata, int(x.storage_offset())) for x in tensors)
+        places = ((id(x.untyped_storage()), int(x.storage_offset())) for x in tensors)
         return {place: x.numel() * x.element_size()
                 for place, x in zip(places, tensors, strict=True)}  # fmt: skip
 

@@ -95,7 +95,7 @@ class Writes:
 
     def number(self, x: Tensor) -> int:
         """Return the number of a tensor's storage, or -1."""
-        return self.recorder.live.get(x.untyped_storage()._cdata, (-1,))[0]
+        return self.recorder.live.get(id(x.untyped_storage()), (-1,))[0]
 
     def to(self, number: int, at: Span) -> list[Write]:
         """Return who writes into bytes of a storage."""

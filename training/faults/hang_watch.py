@@ -24,9 +24,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-import torch
-
 from mpu.comm.waits import Waits
+from mpu.torch_private import nccl_record
 from training.faults.process import Dump, own_line
 
 FACTOR = 10.0
@@ -208,8 +207,7 @@ def _bytes_moved() -> int:
 
 def flight_recorder() -> str:
     """Return NCCL's record of collectives that began and are not over, "" where there is none."""
-    module = getattr(torch._C, "_distributed_c10d", None)
-    dump = getattr(module, "_dump_nccl_trace_json", None)
+    dump = nccl_record()
     if dump is None:
         return ""
     try:

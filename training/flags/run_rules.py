@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from mpu.torch_private import TorchLacks, memory_history
 from training.arguments import CHANGES, CheckpointConfig, DataConfig
 from training.checkpoint import refuse_to_save
 from training.checkpoint.manifest import MANIFEST, STEP
@@ -126,6 +127,11 @@ def check_run(config: Config) -> None:
             "of a CPU has no such record; --dry-run counts a rank's memory by kind, and --rehearse "
             "predicts a GPU's peak"
         )
+    if log.record_memory_history:
+        try:
+            memory_history()
+        except TorchLacks as error:
+            raise UsageError(f"{error}: omit the flag") from None
 
 
 def _branch(c: CheckpointConfig) -> None:

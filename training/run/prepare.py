@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import mpu
+from mpu import needs
 from mpu.accelerators import missing
 from mpu.grid import Grid
 from mpu.layers.attention.backends import FLAG
@@ -42,6 +43,8 @@ def prepare(
         raise UsageError(
             f"`import mpu` found {mpu.__path__[0]}, which is not Weft's: run from a checkout"
         )
+    if line := needs.untested(torch.__version__):
+        note(line)
     grid.launch.check_rendezvous()
     if (steps := config.fault.peer_checkpoint) and not grid.launch.supervisor:
         raise UsageError(

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from mpu.launch import deprioritizes_cudnn
+from mpu.torch_private import VARLEN, WAYS, attention_lacks
 
 BACKENDS = ("auto", "flash", "fused", "unfused", "local", "te")
 # What attends: whole rows of one document; blocks of such rows, merged by log-sum-exp (context
@@ -39,7 +40,7 @@ CUDNN_WIDE = 92200  # a newer one has heads of 256 on Hopper and Blackwell
 class Card(NamedTuple):
     """What the choice depends on. cudnn: as torch.backends.cudnn.version() says, 0 if there is
     none. flash: the version of FlashAttention that is active in torch. cuda: the major version of
-    CUDA that torch was built for.
+    CUDA that torch was built for. lacks: operators that this torch does not have.
     """
 
     kind: str = "cpu"
@@ -50,6 +51,7 @@ class Card(NamedTuple):
     deterministic: bool = False
     cuda: int = 13
     cudnn_last: bool = False
+    lacks: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.kind != "cuda":
@@ -74,6 +76,7 @@ def card_of(device: torch.device | str) -> Card:
         deterministic=torch.are_deterministic_algorithms_enabled(),
         cuda=int((torch.version.cuda or "13").partition(".")[0]),
         cudnn_last=deprioritizes_cudnn(),
+        lacks=attention_lacks(),
     )
 
 
@@ -92,16 +95,19 @@ def kernel_of(
         return "math"
     if card.kind != "cuda":
         return "cpu"
-    no_flash = why_no_flash(card, dtype, head_size)
+    # whole rows are torch's own business, unless a flag names the kernel
+    lacks = () if requested == "auto" and work == "rows" else card.lacks
+    no_flash = why_no_flash(card, dtype, head_size) or why_no_operator(lacks, "flash", work)
     if requested == "flash":
         if no_flash:
             raise ValueError(f"{FLAG} flash: {no_flash}")
         return "flash"
+    no_cudnn = why_no_cudnn(card, dtype, head_size, work) or why_no_operator(lacks, "cudnn", work)
     if requested == "fused" and work != "cache":
-        if why := why_no_cudnn(card, dtype, head_size, work):
+        if why := no_cudnn:
             raise ValueError(f"{FLAG} fused: {why}")
         return "cudnn"
-    if prefers_cudnn(card) and not why_no_cudnn(card, dtype, head_size, work):
+    if prefers_cudnn(card) and not no_cudnn:
         return "cudnn"
     if not no_flash:
         return "flash"
@@ -186,6 +192,22 @@ def why_no_flash(card: Card, dtype: torch.dtype, head_size: int) -> str:
             f"channels on {card}; use auto"
         )
     return ""
+
+
+def why_no_operator(lacks: Collection[str], kernel: Kernel, work: Work) -> str:
+    """Return why torch's operators of a kernel cannot be called, or "". lacks: see `Card`.
+
+    flash computes documents by one operator, and where that is not there, by those of blocks.
+    """
+    missing = [name for name in WAYS[kernel] if name in lacks]
+    if kernel == "flash" and work in ("documents", "cache") and VARLEN not in lacks:
+        return ""
+    if not missing:
+        return ""
+    return (
+        f"torch {torch.__version__} has no aten::{missing[0]} as Weft calls it "
+        "(mpu/torch_private.py); use auto"
+    )
 
 
 def describe(

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpu import torch_private
 from mpu.layers.attention.backends import Kernel, card_of, kernel_of
 from mpu.layers.attention.blocks import Block, Part, blocks
 from mpu.layers.attention.max_logits import note_maxima
 from mpu.layers.fused import attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
-
-aten = torch.ops.aten
 
 
 def block_attention(
@@ -51,9 +50,10 @@ def block_attention(
             f"the packed documents have {sum(documents)} tokens, the batch {keys}"
             f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
         )
-    if kernel in ("cudnn", "flash") and packed is None and not window and s == keys:
+    rows = packed is None and not window and s == keys
+    if kernel in ("cudnn", "flash") and rows and torch_private.has_attention(kernel):
         return _attention_of_rows(q, k, v, kernel)
-    if kernel == "flash":
+    if kernel == "flash" and torch_private.operator(torch_private.VARLEN) is not None:
         return _flash_attention(q, k, v, packed, window)
     todo = blocks(range(keys - s, keys), documents, window)
     return _BlockAttention.apply(q, k, v, todo, kernel)
@@ -62,28 +62,21 @@ def block_attention(
 def _flash_attention(
     q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqParams | None, window: int
 ) -> Tensor:
-    # torch.nn.attention.varlen calls this operator too; its arguments differ in 2.11, 2.12 and 2.13
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d]
     ends, longest = None, (q.shape[1], k.shape[1])
     if packed is not None:
         q, k, v = q[0], k[0], v[0]  # [s, n, d]
         ends, longest = packed.cu_seqlens, (packed.max_seqlen, packed.max_seqlen)
-    sides = (window - 1, 0) if window else (None, None)
-    out = aten._flash_attention_forward(
-        q, k, v, cum_seq_q=ends, cum_seq_k=ends, max_q=longest[0], max_k=longest[1], dropout_p=0.0,
-        is_causal=not window, return_debug_mask=False, window_size_left=sides[0],
-        window_size_right=sides[1],
-    )[0]  # fmt: skip
+    out = torch_private.flash_attention_of_lengths(q, k, v, ends, longest, window)
     return (out if packed is None else out[None]).transpose(1, 2)
 
 
 def _attention_of_rows(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tensor:
     """Attend causally to whole rows; out has the layout of q. Backward is torch's own formula."""
     if kernel == "flash":
-        return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+        return torch_private.flash_attention(q, k, v, True)[0]
     learns = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    given = dict(attn_bias=None, compute_log_sumexp=learns, is_causal=True)
-    return aten._scaled_dot_product_cudnn_attention(q, k, v, **given)[0]
+    return torch_private.cudnn_attention(q, k, v, True, learns)[0]
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -214,17 +207,21 @@ def _forward(kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tup
         out, lse = _forward(kernel, "tril", q.flip(2), k.flip(2), v.flip(2))
         return out.flip(2), lse.flip(2)
     causal = part == "tril"
-    if kernel == "cudnn" and k.shape[2] > 1:  # it takes no single key
-        given = dict(attn_bias=None, compute_log_sumexp=True, is_causal=causal)
-        found = aten._scaled_dot_product_cudnn_attention(q, k, v, **given)
-        return found[0], found[1].squeeze(3)
-    if kernel in ("cudnn", "flash"):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    if kernel == "cpu":
-        if _native_takes(q, k, v):
-            return _native_forward(q, k, v, causal)
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    way = _way(kernel, k)
+    if way == "cpu" and _native_takes(q, k, v):
+        return _native_forward(q, k, v, causal)
+    if torch_private.has_attention(way):
+        if way == "cudnn":
+            out, lse = torch_private.cudnn_attention(q, k, v, causal)
+            return out, lse.squeeze(3)
+        attend = torch_private.flash_attention if way == "flash" else torch_private.cpu_attention
+        return attend(q, k, v, causal)
     return products_forward(q, k, v, causal)
+
+
+def _way(kernel: Kernel, k: Tensor) -> Kernel:
+    """Return which kernel computes a block: cuDNN's takes no single key."""
+    return "flash" if kernel == "cudnn" and k.shape[2] == 1 else kernel
 
 
 def _backward(
@@ -243,26 +240,11 @@ def _backward(
         dq, dk, dv = _backward(kernel, "tril", *flipped)
         return dq.flip(2), dk.flip(2), dv.flip(2)
     causal = part == "tril"
-    if kernel in ("cudnn", "flash"):
-        # the kernels read the log-sum-exp by address, as [b, a, s], whatever its strides are; the
-        # state is of the dropout, which is none
-        lse, state = lse.contiguous(), torch.empty(2, dtype=torch.int64, device=q.device)
-        given: dict[str, Any] = dict(cum_seq_q=None, cum_seq_k=None, dropout_p=0.0)
-        given |= dict(max_q=q.shape[2], max_k=k.shape[2], is_causal=causal)
-        if kernel == "cudnn" and k.shape[2] > 1:
-            return aten._scaled_dot_product_cudnn_attention_backward(
-                dy, q, k, v, out, lse[..., None], philox_seed=state[0], philox_offset=state[1],
-                attn_bias=None, **given,
-            )  # fmt: skip
-        return aten._scaled_dot_product_flash_attention_backward(
-            dy, q, k, v, out, lse, philox_seed=state, philox_offset=state, **given
-        )
-    if kernel == "cpu":
-        if _native_takes(q, k, v):
-            return _native_backward(dy, q, k, v, out, lse, causal=causal)
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
-        )
+    way = _way(kernel, k)
+    if way == "cpu" and _native_takes(q, k, v):
+        return _native_backward(dy, q, k, v, out, lse, causal=causal)
+    if torch_private.has_attention(way):
+        return torch_private.attention_backward(way, dy, (q, k, v, out, lse), causal)
     return products_backward(dy, q, k, v, out, lse, causal=causal)
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import json, os, sys
 import torch
+from triton.runtime import build
 from mpu.kernels import available
 from mpu.kernels.sum_of_parts import sum_of_parts
 
@@ -31,6 +32,8 @@ for cc, path in json.loads(sys.argv[1]):
     os.environ.pop("CC", None)
     os.environ.update({"CC": cc} if cc else {}, PATH=path)
     available.why_not.cache_clear()
+    for each in vars(build).values():  # Triton 3.9 keeps the compiler that it has found
+        getattr(each, "cache_clear", int)()
     said.append(available.why_not())
 print(json.dumps(said))
 """

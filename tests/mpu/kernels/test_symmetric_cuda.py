@@ -61,7 +61,8 @@ def gpu_workspace(comm, patch):
 
     give_way()
     axis = comm.grid(tp=comm.size).tp
-    patch.setattr(symmetric_cuda, "symmetric_memory", SharedByAll(axis))
+    shared = SharedByAll(axis)
+    patch.setattr(symmetric_cuda, "symmetric_memory", lambda: shared)
     patch.setattr(torch.cuda, "synchronize", lambda device: None)
     patch.setattr(torch.cuda, "Stream", NoStream)
     patch.setattr(torch.cuda, "current_stream", NoStream)

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_llama
 from estimate import dry_run
-from estimate.storages import tensors_of
 from mpu.comm.transport import Axis
 from mpu.layers import dispatch
 from mpu.layers.experts import Experts
+from mpu.module_tracker import tensors_of
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.schedules import forward_only
 from tests.model.test_moe_parity import BASE

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import gather_bytes
 from mpu.module_tracker import INPUT, MAIN_GRAD, OUTPUT, OUTPUT_GRAD, Event, ModuleTracker
+from mpu.torch_private import TorchLacks, running_node
 from training.checkpoint.finite import fault_of
 from training.data.batch import Batch
 from training.data.dataset import Dataset
@@ -44,6 +45,10 @@ def find_first(
 
     rerun: run_schedule of pretrain_llama.py. The same sentences on every rank.
     """
+    try:
+        running_node()
+    except TorchLacks as error:
+        return [f"which module it is in is not known: {error}"]
     watch = _Watch(run, dataset, batches)
     watch.look_at_weights()
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size

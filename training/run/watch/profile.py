@@ -17,6 +17,7 @@ import torch
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.pipeline.engine import Engine
+from mpu.torch_private import memory_history
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
 from training.data.files import write_text
@@ -108,7 +109,7 @@ class Profile:
 
     def __enter__(self) -> "Profile":
         if self._snapshot is not None:
-            torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+            memory_history()[0](max_entries=EVENTS)
         self._measure()
         if self._trace is not None:
             self._trace.__enter__()
@@ -125,8 +126,9 @@ class Profile:
         if self._snapshot is not None:  # also after an error, such as no memory left
             self._snapshot.parent.mkdir(parents=True, exist_ok=True)
             check(self._snapshot, _is_snapshot)
-            torch.cuda.memory._dump_snapshot(str(self._snapshot))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record, write = memory_history()
+            write(str(self._snapshot))
+            record(enabled=None)
             say(f"memory history: {self._snapshot}; open it at {VIEWER}")
 
     def after_step(self, step: Step) -> Decision:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpu import torch_private
 from mpu.layers.attention import block_attention as module
 from mpu.layers.attention.block_attention import (
     block_attention,
@@ -164,7 +165,7 @@ def flash_stand_in(
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("rows, new", [(None, 13), (None, 4), (DOCUMENTS["many"], 26)])
 def test_the_call_on_cuda_means_the_same(monkeypatch, rows, new, window):
-    monkeypatch.setattr(module.aten, "_flash_attention_forward", flash_stand_in)
+    monkeypatch.setattr(torch_private.aten, "_flash_attention_forward", flash_stand_in)
     packed, shape = (pack(rows), (1, 8, 26, 4)) if rows else (None, (2, 8, 13, 4))
     q, k, v = torch.randn(shape, dtype=torch.float64).split([4, 2, 2], 1)
     q = q[:, :, -new:]
@@ -211,7 +212,7 @@ class ReadsByAddress:
 
     @staticmethod
     def _scaled_dot_product_flash_attention(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool
+        q: Tensor, k: Tensor, v: Tensor, is_causal: bool
     ) -> tuple[Tensor, ...]:
         return (*products_forward(q, k, v, is_causal), None)
 
@@ -252,7 +253,7 @@ class ReadsByAddress:
 @pytest.mark.parametrize("window", [0, 4])
 def test_kernels_are_given_what_they_read_by_address(monkeypatch, window, kernel):
     """Blocks by CUDA's operators have the gradients of a dense mask (fp64)."""
-    monkeypatch.setattr(module, "aten", ReadsByAddress())
+    monkeypatch.setattr(torch_private, "aten", ReadsByAddress())
     torch.manual_seed(2)
     q, k, v = (torch.randn(2, n, 13, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
     dy, look = torch.randn_like(q), looks([[13]] * 2, window)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpu import torch_private
 from mpu.layers.attention import block_attention as module
 from mpu.layers.attention import core
 from mpu.layers.attention.backends import Card
@@ -54,7 +55,7 @@ class Noted:
 @pytest.fixture
 def noted(monkeypatch):
     found = Noted()
-    monkeypatch.setattr(module, "aten", found)
+    monkeypatch.setattr(torch_private, "aten", found)
     products, chosen = module.products_forward, F.scaled_dot_product_attention
 
     def math(*args: Any) -> Any:

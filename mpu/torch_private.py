@@ -1,0 +1,494 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Torch's private names: each that Weft uses, in one file, with what is done where torch lacks it.
+
+A name that begins with an underscore may be renamed, dropped, or take other arguments in any
+version of torch. NAMES lists those that Weft uses, and `lacking` says which of them a torch does
+not have: `python -m mpu.torch_private` prints that, and tests/mpu/test_torch_private.py shows what
+is done without each. A name is looked up where it is used, so a run that does not need it never
+misses it. Where nothing takes its place, the feature that was asked for raises TorchLacks.
+
+A storage is known by `id(x.untyped_storage())`, which needs no private name: torch keeps one Python
+object for a storage as long as it lives, whoever holds it. Tables that recognise operators in what
+has run (mpu/kernels/by_address.py, tools/rehearsal) call none of them, and a name that torch does
+not have is never met there.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+aten: Any = torch.ops.aten
+
+
+class TorchLacks(ValueError):
+    """A feature was asked for that needs a private name which this torch does not have."""
+
+
+class Name(NamedTuple):
+    """A private name. without: what is done where torch lacks it. takes: the arguments that Weft
+    gives an operator. nccl: only a build of torch with NCCL has it.
+    """
+
+    path: str
+    without: str
+    takes: tuple[str, ...] = ()
+    nccl: bool = False
+
+
+QKV = ("query", "key", "value")
+BLOCK = ("is_causal",)
+GRADS = ("grad_out", *QKV, "out", "logsumexp", "dropout_p", *BLOCK)
+DEVICE_GRADS = (*GRADS, "cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+LOOP = "a loop over the tensors"
+FLASH = (
+    "auto computes blocks by matrix products; --attention-backend flash is refused, but for "
+    "documents and windows"
+)
+CUDNN = "auto computes blocks by flash; --attention-backend fused is refused"
+PRODUCTS = "blocks that csrc/attention.h does not take are matrix products"
+TRACKER = (
+    "--rehearse, tools/explain.py, tools/fork_check.py and tools/bisect_runs.py are refused; where "
+    "a loss is not finite the first such module is not named"
+)
+REHEARSAL = "--rehearse is refused"
+MISSED = "a rehearsal does not recognise it"
+
+NAMES = (
+    Name(
+        "torch.ops.aten._flash_attention_forward",
+        "flash computes documents and windows block after block",
+        (*QKV, "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+         "return_debug_mask", "window_size_left", "window_size_right"),
+    ),
+    Name("torch.ops.aten._scaled_dot_product_flash_attention", FLASH, (*QKV, *BLOCK)),
+    Name("torch.ops.aten._scaled_dot_product_flash_attention_backward", FLASH, DEVICE_GRADS),
+    Name(
+        "torch.ops.aten._scaled_dot_product_cudnn_attention", CUDNN,
+        (*QKV, *BLOCK, "attn_bias", "compute_log_sumexp"),
+    ),
+    Name(
+        "torch.ops.aten._scaled_dot_product_cudnn_attention_backward", CUDNN,
+        (*DEVICE_GRADS, "attn_bias"),
+    ),
+    Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", PRODUCTS, (*QKV, *BLOCK)),
+    Name("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", PRODUCTS, GRADS),
+    Name(
+        "torch.ops.mkldnn._linear_pointwise", "F.linear, whose fp32 matmuls are slower on a CPU",
+        ("X", "W", "B", "attr", "scalars", "algorithm"),
+    ),
+    Name("torch.ops.aten.silu_backward.grad_input", "the derivative, written out",
+         ("grad_output", "self", "grad_input")),
+    Name("torch._fused_adamw_", "AdamW tensor by tensor, with memory for four of them"),
+    Name("torch._foreach_add_", LOOP),
+    Name("torch._foreach_sub_", LOOP),
+    Name("torch._foreach_zero_", LOOP),
+    Name("torch._foreach_copy_", LOOP),
+    Name("torch.Tensor._version", "a change in place that breaks a rule is not noticed"),
+    Name("torch.autograd.Function._backward_cls",
+         "RoPE and the loss copy what they would overwrite"),
+    Name("torch.autograd.Function._backward_cls._forward_cls",
+         "a rehearsal names no backward of a Function"),
+    Name("torch._C._current_autograd_node", TRACKER),
+    Name("torch.overrides._get_current_function_mode_stack",
+         "tools do not see the forward that --overlap-moe-expert-parallel-comm runs in a thread"),
+    Name("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "the same"),
+    Name("torch.utils._python_dispatch.TorchDispatchMode",
+         "no run starts: its plan counts what a model computes"),
+    Name("torch.utils._python_dispatch._disable_current_modes", REHEARSAL),
+    Name("torch.ops.aten.add.Tensor._schema", "the same"),
+    Name("torch._subclasses.fake_tensor.FakeTensor", REHEARSAL),
+    Name("torch._subclasses.fake_tensor.FakeTensorMode", REHEARSAL),
+    Name("torch.ops.aten._local_scalar_dense", MISSED),
+    Name("torch.ops.aten._pin_memory", MISSED),
+    Name("torch.ops.aten._to_copy", MISSED),
+    Name("torch.ops.aten._scaled_mm_v2", MISSED),
+    Name("torch.ops.aten._grouped_mm", MISSED),
+    Name("torch.distributed._symmetric_memory.empty",
+         "--tp-comm-overlap symmetric is ring on GPUs, as the log says"),
+    Name("torch.distributed._symmetric_memory.rendezvous", "the same"),
+    Name("torch.distributed.ProcessGroupNCCL.Options._timeout",
+         "torch warns that a group's options have another time limit than the group", nccl=True),
+    Name("torch._C._distributed_c10d._dump_nccl_trace_json",
+         "a report of a hang is without NCCL's flight recorder", nccl=True),
+    Name("torch.cuda.memory._record_memory_history", "--record-memory-history is refused"),
+    Name("torch.cuda.memory._dump_snapshot", "--record-memory-history is refused"),
+    Name("torch._dynamo", "a process that optimizers make import it does so later"),
+    Name("torch.distributed.checkpoint.filesystem._StorageInfo",
+         "tools/checkpoint.py convert --to-mcore is refused"),
+)  # fmt: skip
+GIVEN: Mapping[str, tuple[str, ...]] = {name.path: name.takes for name in NAMES}
+READS_A_NUMBER, PINS, CASTS = "aten::_local_scalar_dense", "aten::_pin_memory", "aten::_to_copy"
+
+
+# looking them up
+
+
+def find(path: str) -> Any:
+    """Return what stands at a dotted path from torch on, None where this torch does not have it."""
+    found, names = torch, path.split(".")[1:]
+    for n, name in enumerate(names, 1):
+        try:
+            found = getattr(found, name)
+        except (AttributeError, ImportError):  # torch imports some of its modules when asked
+            try:
+                found = importlib.import_module(".".join(("torch", *names[:n])))
+            except ImportError:
+                return None
+    return found
+
+
+def lacking() -> list[str]:
+    """Return a line for each of NAMES that this torch does not have, or calls otherwise."""
+    lines = []
+    for name in NAMES:
+        if name.nccl and not dist.is_nccl_available():
+            continue
+        found = find(name.path)
+        more = not_taken(found, name.takes)
+        if found is None or more:
+            what = f"{name.path} does not take {', '.join(more)}" if more else f"no {name.path}"
+            lines.append(f"{what}: {name.without}")
+    return lines
+
+
+@lru_cache(maxsize=64)
+def not_taken(operator: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of some arguments that an operator does not take; () where it does not say."""
+    known = getattr(getattr(operator, "default", operator), "_schema", None)
+    taken = {argument.name for argument in known.arguments} if known is not None else {*names}
+    return tuple(name for name in names if name not in taken)
+
+
+def require(feature: str, *paths: str) -> None:
+    """Raise TorchLacks where this torch lacks a name that a feature needs."""
+    missing = [path for path in paths if find(path) is None]
+    if missing:
+        raise TorchLacks(
+            f"{feature} is not available: torch {torch.__version__} has no {', '.join(missing)} "
+            "(mpu/torch_private.py)"
+        )
+
+
+# attention
+
+
+def operator(name: str) -> Any:
+    """Return an operator of aten, None where this torch has none that takes what Weft gives it."""
+    found = getattr(aten, name, None)
+    given = GIVEN[f"torch.ops.aten.{name}"]
+    return None if found is None or not_taken(found, given) else found
+
+
+VARLEN = "_flash_attention_forward"
+FORWARD = {  # each has a backward of its name
+    "flash": "_scaled_dot_product_flash_attention",
+    "cudnn": "_scaled_dot_product_cudnn_attention",
+    "cpu": "_scaled_dot_product_flash_attention_for_cpu",
+}
+WAYS = {way: (name, f"{name}_backward") for way, name in FORWARD.items()}
+
+
+def has_attention(way: str) -> bool:
+    """Return whether this torch has the operators of attention in blocks; False for no WAYS."""
+    return way in WAYS and all(operator(name) is not None for name in WAYS[way])
+
+
+def attention_lacks() -> tuple[str, ...]:
+    """Return the operators of attention on a GPU that this torch does not have."""
+    names = (VARLEN, *WAYS["flash"], *WAYS["cudnn"])
+    return tuple(name for name in names if operator(name) is None)
+
+
+def flash_attention_of_lengths(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends: Tensor | None,
+    longest: tuple[int, int],
+    window: int,
+) -> Tensor:
+    """Attend within documents [s, n, d] that end at `ends`, or in rows [b, s, n, d].
+
+    longest: of the queries and of the keys. window: tokens that a query looks at, 0: all before it.
+    """
+    # torch.nn.attention.varlen calls this operator too; its own arguments differ in 2.11 to 2.13
+    sides = (window - 1, 0) if window else (None, None)
+    return aten._flash_attention_forward(
+        q, k, v, cum_seq_q=ends, cum_seq_k=ends, max_q=longest[0], max_k=longest[1], dropout_p=0.0,
+        is_causal=not window, return_debug_mask=False, window_size_left=sides[0],
+        window_size_right=sides[1],
+    )[0]  # fmt: skip
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Return out and the log-sum-exp of q [b, a, s, d], k and v [b, g, S, d]. more: arguments."""
+    return aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal, **more)[:2]
+
+
+def cudnn_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, learns: bool = True, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Do as `flash_attention`; the log-sum-exp is [b, a, s, 1], where `learns` asks for it."""
+    given = dict(attn_bias=None, compute_log_sumexp=learns, is_causal=causal) | more
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, **given)[:2]
+
+
+def attention_backward(
+    way: str, dy: Tensor, saved: Sequence[Tensor], causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk and dv. way: one of WAYS. saved: q, k, v, out and the log-sum-exp [b, a, s]."""
+    q, k, v, out, lse = saved
+    if way == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy, q, k, v, out, lse, dropout_p=0.0, is_causal=causal
+        )
+    # the kernels read the log-sum-exp by address, as [b, a, s], whatever its strides are; the
+    # state is of the dropout, which is none
+    lse, state = lse.contiguous(), torch.empty(2, dtype=torch.int64, device=q.device)
+    given: dict[str, Any] = dict(cum_seq_q=None, cum_seq_k=None, dropout_p=0.0)
+    given |= dict(max_q=q.shape[2], max_k=k.shape[2], is_causal=causal)
+    if way == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            dy, q, k, v, out, lse[..., None], philox_seed=state[0], philox_offset=state[1],
+            attn_bias=None, **given,
+        )  # fmt: skip
+    return aten._scaled_dot_product_flash_attention_backward(
+        dy, q, k, v, out, lse, philox_seed=state, philox_offset=state, **given
+    )
+
+
+def cpu_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Do as `flash_attention` on a CPU."""
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+
+
+# other kernels
+
+
+def linear_pointwise() -> Callable[..., Tensor] | None:
+    """Return oneDNN's operator of a linear with what comes after it, None where there is none."""
+    found = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    given = GIVEN["torch.ops.mkldnn._linear_pointwise"]
+    return None if found is None or not_taken(found, given) else found
+
+
+def silu_backward_(dy: Tensor, x: Tensor) -> Tensor:
+    """Multiply dy by silu'(x) = sig(x) (1 + x (1 - sig(x))), in place."""
+    derive = getattr(getattr(aten, "silu_backward", None), "grad_input", None)
+    if derive is not None:
+        return derive(dy, x, grad_input=dy)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    sigmoid = wide.sigmoid()
+    return dy.copy_(dy * (sigmoid * (1 + wide * (1 - sigmoid))))
+
+
+def each(operation: str, tensors: Sequence[Tensor], *others: Sequence[Tensor] | float) -> None:
+    """Do an operation in place on each tensor, such as add_: in one call, where torch has it."""
+    together = getattr(torch, f"_foreach_{operation}", None)
+    if together is not None:
+        together(tensors, *others)
+        return
+    for n, x in enumerate(tensors):
+        getattr(x, operation)(*(o[n] if isinstance(o, Sequence) else o for o in others))
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    first: Sequence[Tensor],
+    second: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor,
+) -> None:
+    """Update parameters and their moments by AdamW, as torch.optim.AdamW(fused=True) does.
+
+    steps: of each parameter, this one counted. grad_scale: what the gradients are divided by, which
+    changes them. found_inf: 1.0 where nothing else may change; the host does not read it.
+    """
+    fused = getattr(torch, "_fused_adamw_", None)
+    if fused is not None:
+        fused(
+            params, grads, first, second, [], steps, lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip
+        return
+    skips = found_inf > 0
+    for param, grad, m, v, step in zip(params, grads, first, second, steps, strict=True):
+        if grad_scale is not None:
+            grad.div_(torch.where(skips, 1.0, grad_scale))
+        kind = torch.promote_types(param.dtype, torch.float32)
+        g, t = grad.to(kind), step.double()
+        new_m, new_v = m.to(kind).lerp(g, 1 - beta1), v.to(kind).mul(beta2)
+        new_v.addcmul_(g, g, value=1 - beta2)
+        below = (new_v.sqrt() / (1 - beta2**t).sqrt().to(kind)).add_(eps)
+        move = new_m / below
+        new = param.to(kind) * (1 - lr * weight_decay) - (lr / (1 - beta1**t)).to(kind) * move
+        for old, value in ((param, new), (m, new_m), (v, new_v)):
+            old.copy_(torch.where(skips, old, value.to(old.dtype)))
+
+
+# autograd, hooks and modes
+
+
+def version_of(x: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 where torch does not say."""
+    return getattr(x, "_version", 0)
+
+
+def is_result_of(x: Tensor, function: type[torch.autograd.Function]) -> bool:
+    """Return whether autograd says that a Function has made x; False where it does not say."""
+    backward = getattr(function, "_backward_cls", None)
+    return backward is not None and isinstance(x.grad_fn, backward)
+
+
+def function_of(node: Any) -> Any:
+    """Return the Function whose backward a node of autograd is, None where torch does not say."""
+    return getattr(type(node), "_forward_cls", None)
+
+
+def running_node() -> Callable[[], Any]:
+    """Return what returns the node of autograd that runs in this thread, or None.
+
+    Raises TorchLacks.
+    """
+    path = "torch._C._current_autograd_node"
+    require("following a model through its backward", path)
+    return find(path)
+
+
+def active_modes() -> list[Any]:
+    """Return the modes by which tools watch this thread, outermost first."""
+    stacks = (
+        "torch.overrides._get_current_function_mode_stack",
+        "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    )
+    return [mode for path in stacks if (stack := find(path)) is not None for mode in stack()]
+
+
+class NoMode:
+    """Take the place of a dispatch mode, so that classes can derive from it; it cannot be entered.
+
+    Entering raises TorchLacks.
+    """
+
+    def __enter__(self) -> Any:
+        require("seeing what torch computes", DISPATCH_MODE)
+
+    def __exit__(self, *error: object) -> None:
+        """Leave."""
+
+
+DISPATCH_MODE = "torch.utils._python_dispatch.TorchDispatchMode"
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as Mode
+else:
+    Mode = find(DISPATCH_MODE) or NoMode
+
+
+class DispatchMode(Mode):
+    """See every operation of torch, as TorchDispatchMode, without torch's compiler."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler
+
+
+NO_MODES = "torch.utils._python_dispatch._disable_current_modes"
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """Return a context without dispatch modes."""
+    return find(NO_MODES)()
+
+
+def schema(operation: Any) -> Any:
+    """Return the schema of an operation that a dispatch mode sees. Raises TorchLacks."""
+    try:
+        return operation._schema
+    except AttributeError:
+        raise TorchLacks(
+            f"torch {torch.__version__} does not say what {operation} takes (its _schema), which "
+            "--dry-run, --rehearse and tools/explain.py read"
+        ) from None
+
+
+FAKE = "torch._subclasses.fake_tensor"
+
+
+def require_rehearsal() -> None:
+    """Raise TorchLacks where this torch lacks what a rehearsal cannot do without."""
+    own = ("torch._C._current_autograd_node", "torch.ops.aten.add.Tensor._schema")
+    require(
+        "--rehearse", f"{FAKE}.FakeTensor", f"{FAKE}.FakeTensorMode", DISPATCH_MODE, NO_MODES, *own
+    )
+
+
+def fake_tensors() -> Any:
+    """Return the module of torch's fake tensors, with FakeTensor and FakeTensorMode."""
+    return find(FAKE)
+
+
+COMPILER = "torch._dynamo"
+
+
+def preload_compiler() -> None:
+    """Import torch's compiler, which its optimizers import when they are made: it takes seconds."""
+    find(COMPILER)
+
+
+# groups, memory and files
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Give a group's options the time limit that new_group is given, or it warns of another."""
+    with contextlib.suppress(AttributeError):
+        options._timeout = timeout
+
+
+def symmetric_memory() -> Any:
+    """Return the module whose `empty` and `rendezvous` share memory of GPUs. Raises TorchLacks."""
+    path = "torch.distributed._symmetric_memory"
+    require("memory that GPUs share", f"{path}.empty", f"{path}.rendezvous")
+    return find(path)
+
+
+def nccl_record() -> Callable[..., Any] | None:
+    """Return what dumps NCCL's record of collectives, None where there is none."""
+    return find("torch._C._distributed_c10d._dump_nccl_trace_json")
+
+
+def memory_history() -> tuple[Callable[..., None], Callable[[str], None]]:
+    """Return what records a GPU's allocations, and what writes them. Raises TorchLacks."""
+    paths = ("torch.cuda.memory._record_memory_history", "torch.cuda.memory._dump_snapshot")
+    require("--record-memory-history", *paths)
+    return find(paths[0]), find(paths[1])
+
+
+def storage_info() -> Callable[[str, int, int], Any]:
+    """Return what says where a tensor is in a file of torch's distributed checkpoints: the file,
+    the first byte and the length. Raises TorchLacks.
+    """
+    path = "torch.distributed.checkpoint.filesystem._StorageInfo"
+    require("--to-mcore", path)
+    return find(path)
+
+
+if __name__ == "__main__":
+    print(*lacking() or [f"torch {torch.__version__} has all {len(NAMES)} names"], sep="\n")
