@@ -131,9 +131,12 @@ def main() -> None:
     if warm == "warm":
         sys.path.insert(0, str(ROOT))
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whoever asks for CUDA does not open it
-        import torch._dynamo  # torch.optim imports it when the first optimizer is made
+        from training.activity import Activity
 
-        import pretrain_llama  # noqa: F401
+        with Activity().doing("supervise: importing torch and the program"):
+            import torch._dynamo  # torch.optim imports it when the first optimizer is made
+
+            import pretrain_llama  # noqa: F401
 
         gc.collect()
         gc.freeze()  # so that collections in a rank do not copy these pages
