@@ -44,7 +44,7 @@ def say(text: str) -> None:
 
 class Stage:
     """One thing that is done. what: in words. since: time.monotonic() at its begin. due: the
-    seconds after which its next line comes. told: it has had a line.
+    seconds after which its next line comes. told: it has had a line. outer: what it is a part of.
 
     now: the words of its line, "" for no line yet; None: `what`, and where the code is. limit:
     seconds after which it ends in an error, 0 where that is not known. aloud: whether another rank
@@ -52,10 +52,14 @@ class Stage:
     on_line: called once, after the first line.
     """
 
-    __slots__ = ("aloud", "due", "limit", "now", "on_line", "over", "since", "told", "what")
+    __slots__ = (
+        *("aloud", "due", "ended", "limit", "now", "on_line"),
+        *("outer", "over", "since", "told", "what"),
+    )
 
-    def __init__(self, what: str, due: float) -> None:
+    def __init__(self, what: str, due: float, outer: "Stage | None" = None) -> None:
         self.what, self.since, self.due, self.told = what, time.monotonic(), due, False
+        self.outer, self.ended = outer, False
         self.now: Callable[[], str] | None = None
         self.over: Callable[[], str] | None = None
         self.aloud: Callable[[], bool] | None = None
@@ -104,8 +108,14 @@ class Activity:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[Stage]:
-        """Do this in the block, as a part of what is done."""
-        stage, outer = self._begun(what), self._stage
+        """Do this in the block, as a part of what is done.
+
+        What another thread than the main one does counts only as long as a start is watched.
+        """
+        stage = self._begun(what, self._stage)
+        if self._done.is_set() and threading.get_ident() != self._main:
+            yield stage
+            return
         alone = not self._thread.is_alive() and not self._done.is_set()
         if alone:
             self.__enter__()
@@ -115,8 +125,11 @@ class Activity:
             if stage.told:
                 self._end(stage)
         finally:
-            outer.due = time.monotonic() - outer.since + FIRST
-            self._stage = outer
+            stage.ended, top = True, self._stage
+            while top.ended and top.outer is not None:  # threads may end in another order
+                top = top.outer
+                top.due = time.monotonic() - top.since + FIRST
+            self._stage = top
             if alone:
                 self._finish()
                 self._done.clear()
@@ -157,8 +170,8 @@ class Activity:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * LOOK)  # it may be in a store that does not answer
 
-    def _begun(self, what: str) -> Stage:
-        return Stage(what, FIRST if self.launch.rank == 0 else LATER * FIRST)
+    def _begun(self, what: str, outer: Stage | None = None) -> Stage:
+        return Stage(what, FIRST if self.launch.rank == 0 else LATER * FIRST, outer)
 
     def _watch(self) -> None:
         while not self._done.wait(min(LOOK, FIRST / 4)):
@@ -186,10 +199,8 @@ class Activity:
     def _line(self, stage: Stage) -> str:
         if stage.now is not None:
             return stage.now()
-        if others := self.others():
-            return f"{stage.what}; {others}"
-        own = own_lines(sys._current_frames().get(self._main))
-        return f"{stage.what}, at {own[0]}" if own else stage.what
+        own, others = own_lines(sys._current_frames().get(self._main)), self.others()
+        return stage.what + (f", at {own[0]}" if own else "") + (f"; {others}" if others else "")
 
     def _name(self) -> str:
         launch = self.launch

@@ -26,11 +26,6 @@ POINT = r"MASTER_ADDR:MASTER_PORT \(127\.0\.0\.1:\d+\)"
 SECONDS = r": waited \d+ s of \d+ s$"
 # place: (rank held there, what a rank that waits for it says, what is said when it is over)
 HELD = {
-    "index": (
-        0,
-        r"\[rank 0\] making an? .* for .*corpus.*cache, at .*: \d+ s so far$",
-        "making .* done",
-    ),
     "before the meeting": (
         1,
         rf"\[rank 0\] waiting for rank 1 \(on .*\), to connect to {POINT}{SECONDS}",
@@ -44,9 +39,15 @@ HELD = {
     "connect": (1, r"\[rank 0\] connecting .*; rank 1 is at: connecting .*: \d+ s so far$", "done"),
     "loading": (
         1,
-        r"\[rank 0\] reading .*step_00000001; waiting for others: rank 1 is at: reading .*"
+        r"\[rank 0\] reading .*step_00000001, at .*; waiting for others: rank 1 is at: reading .*"
         r"step_00000001.*: \d+ s so far$",
         r"\[rank 0\] reading .*step_00000001: done, after \d+ s",
+    ),
+    "index": (  # in the process that comes first, for which the other one waits
+        -1,
+        r"\[rank 0\] (making the sample order of .*/corpus in .*corpus-cache, at .*s so far"
+        r"|waiting for the sample order of .*, which another process makes \(.*lock\): waited .*)$",
+        "making .* done|the sample order of .* is there, after",
     ),
 }
 
@@ -57,7 +58,7 @@ def saved(launcher: Launcher) -> Any:
     folder = launcher.folder / f"slow{launcher.jobs}"
     folder.mkdir()
     with IndexedWriter(str(folder / "corpus"), np.dtype(np.uint16)) as out:
-        for _ in range(40):
+        for _ in range(500):  # the order of a smaller corpus is not cached
             out.add(np.arange(50))
     argv = [*MODEL, "--data-path", f"{folder}/corpus", "--split", "1,0,0"]
     launcher.start(2, [*argv, "--train-iters", "1"], folder)

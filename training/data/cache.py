@@ -72,7 +72,7 @@ class IndexCache:
                     return found
                 os.makedirs(self.directory, exist_ok=True)
                 with self._locked(path + ".lock", what, max(patience, self._patience)):
-                    with self.activity.doing(f"making {what} for {self.directory}"):
+                    with self.activity.doing(f"making {what} in {self.directory}"):
                         return self._build(path, text, size, build)
             except OSError as error:
                 self._usable = False

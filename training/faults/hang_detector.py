@@ -187,7 +187,7 @@ def find(ranks: Sequence[Status]) -> Hang | None:
 
 def elsewhere(ranks: Sequence[Status]) -> str:
     """Return "rank 3 is at: saving (training/checkpoint/save.py:99 (save))" of the ranks that rank
-    0 waits for in a collective; where it is in none, of those that do something else.
+    0 waits for in a collective; where it is in none, of those that are somewhere else.
     """
     here = {s.rank: s for s in ranks}
     mine = here.get(0)
@@ -197,7 +197,7 @@ def elsewhere(ranks: Sequence[Status]) -> str:
     if mine.wait is not None:
         late = [s for s in missing(mine, here) if s.wait is None] or loose
     else:
-        late = [s for s in loose if s.action != mine.action]
+        late = [s for s in loose if s.action != mine.action or s.line and mine.line != s.line]
     groups: dict[tuple[str, str], list[int]] = {}
     for s in late:
         groups.setdefault((s.action, s.line), []).append(s.rank)

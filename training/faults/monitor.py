@@ -163,9 +163,9 @@ class FailureMonitor:
 
     def _from(self, store: Any, rank: int, key: str) -> str:
         """Return what another rank writes into the store for the failure channel."""
-        why = f"rank {rank} connected and then ended, or does not go on"
+        late = TimeoutError(f"rank {rank} connected and then ended, or does not go on")
         return await_key(
-            store, key, time.monotonic() + JOIN_TIMEOUT, lambda: why, activity=self.activity,
+            store, key, time.monotonic() + JOIN_TIMEOUT, lambda: late, activity=self.activity,
             wait="monitor", what=f"rank {rank}, to join the failure channel", by=rank,
         )  # fmt: skip
 

@@ -91,14 +91,14 @@ def await_key(
     store: Any,
     key: str,
     deadline: float,
-    late: Callable[[], str],
+    late: Callable[[], Exception],
     *,
     activity: Activity,
     wait: str,
     what: str,
     by: int = 0,
 ) -> str:
-    """Return the value of a key once it is set. Raises TimeoutError(late()) after the deadline.
+    """Return the value of a key once it is set. Raises late() after the deadline.
 
     activity: tells that this takes long: rank 0 at once; another rank where rank 0 does not, whose
     mark for it is late/`wait`. what: is waited for, in words. by: the rank that sets the key.
@@ -121,7 +121,7 @@ def await_key(
     ):
         value = poll(store, key, deadline, look)
         if value is None:
-            raise TimeoutError(late())
+            raise late()
     return value
 
 

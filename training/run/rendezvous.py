@@ -65,8 +65,6 @@ def meet(
             state[0] = f"rank 0's store at {_where(launch)} no longer answers"
             join = _rank_0 if launch.rank == 0 else _other_rank
             name = join(store, launch, deadline, refused, activity)
-        except TimeoutError as error:
-            raise RendezvousError(str(error)) from None
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
             text = printable(str(error).splitlines()[0])
             raise RendezvousError(f"{state[0]}: {text}") from None
@@ -226,8 +224,10 @@ def _other_rank(
     nonce, until = secrets.token_hex(8), deadline + MARGIN
     where = _where(launch)
 
-    def gone() -> str:
-        return f"rank 0 did not connect to {where}, or ended, before all ranks were there"
+    def gone() -> RendezvousError:
+        return RendezvousError(
+            f"rank 0 did not connect to {where}, or ended, before all ranks were there"
+        )
 
     store.set(f"weft/hello/{launch.rank}", f"{nonce} {launch.attempt} {refused}")
     store.add("weft/calls", 1)

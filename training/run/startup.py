@@ -86,8 +86,6 @@ def compare(
     mine = json.dumps(settings, sort_keys=True)
     try:
         _exchange(mine, launch, store, activity or Activity(launch))
-    except TimeoutError as error:
-        raise RendezvousError(str(error)) from None
     except RuntimeError as error:
         why = printable(str(error).splitlines()[0])
         raise RendezvousError(
@@ -113,7 +111,7 @@ def _exchange(mine: str, launch: Launch, store: dist.Store, activity: Activity) 
         if odd and not odd.startswith(ABSENT):
             settings = await_key(
                 store, f"start/whole/{odd}", deadline + MARGIN,
-                lambda: f"rank {odd} connected and then ended", activity=activity,
+                lambda: RendezvousError(f"rank {odd} connected and then ended"), activity=activity,
                 wait="start", what=f"rank {odd}, to send its settings", by=int(odd),
             )  # fmt: skip
             verdict = _difference(mine, settings, int(odd))
@@ -122,7 +120,7 @@ def _exchange(mine: str, launch: Launch, store: dist.Store, activity: Activity) 
 
         def from_rank_0(key: str, until: float) -> str:
             return await_key(
-                store, key, until, lambda: "rank 0 connected and then ended",
+                store, key, until, lambda: RendezvousError("rank 0 connected and then ended"),
                 activity=activity, wait="start", what="rank 0, to compare the ranks' settings",
             )  # fmt: skip
 
