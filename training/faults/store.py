@@ -101,13 +101,14 @@ def await_key(
     """Return the value of a key once it is set. Raises late() after the deadline.
 
     activity: tells that this takes long: rank 0 at once; another rank where rank 0 does not, whose
-    mark for it is late/`wait`. what: is waited for, in words. by: the rank that sets the key.
+    mark for it is late/`wait`, or at once where rank 0 cannot have told (""). what: is waited for,
+    in words. by: the rank that sets the key.
     """
     began, told, first = time.monotonic(), False, activity.launch.rank == 0
 
     def look() -> None:
         nonlocal told
-        if not first and not told and time.monotonic() - began > activity.first:
+        if wait and not first and not told and time.monotonic() - began > activity.first:
             told = store.check([f"late/{wait}"])
 
     with activity.waiting(
@@ -117,7 +118,7 @@ def await_key(
         over=lambda: f"rank {by} has come",
         aloud=lambda: not told,
         on_line=lambda: store.set(f"late/{wait}", "") if first else None,
-        after=1.0 if first else LATER,
+        after=LATER if wait and not first else 1.0,
     ):
         value = poll(store, key, deadline, look)
         if value is None:

@@ -234,7 +234,7 @@ def _other_rank(
     answers = f"rank 0, to connect to {where}"
     name = await_key(
         store, f"weft/answer/{nonce}", until, gone,
-        activity=activity, wait=f"answer/{nonce}", what=answers,
+        activity=activity, wait="", what=answers,
     )  # fmt: skip
     names = dist.PrefixStore(f"weft/{name}", store)
     names.set(f"here/{launch.rank}", place_of(launch))
