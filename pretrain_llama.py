@@ -23,10 +23,13 @@ from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
 from mpu.needs import explain_missing_packages
+from training.activity import Activity
 
 os.environ.update(environment_defaults(os.environ, sys.argv))
 if __name__ == "__main__":
     explain_missing_packages()
+    ACTIVITY = Activity.of_process()  # now, as imports from a slow file system take minutes
+    ACTIVITY.what = "importing torch and the program"
     # Ctrl-C while torch is imported: exit without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
@@ -335,32 +338,42 @@ def train(
                 return
 
 
-def main(argv: list[str] | None = None, parent: int | None = None) -> int:
-    """Run; return the exit code. parent: the process that started this one.
+def main(
+    argv: list[str] | None = None, parent: int | None = None, activity: Activity | None = None
+) -> int:
+    """Run; return the exit code. parent: the process that started this one. activity: of it.
 
     0: all that the flags asked for is done. 75: a signal stopped it early, saved; the same command
     resumes (0 under torchrun, for which other codes are crashes). 1: the run failed. 2: a mistake
     in flags or data. A signal before the first step, or a second Ctrl-C, raises SystemExit(128+n),
     and ends a first step that takes longer than 10 s with that code.
     """
-    launch, monitor = Launch(), FailureMonitor()
+    launch, activity = Launch(), activity or Activity()
+    monitor = FailureMonitor(activity=activity)
     report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
     by = launched_by()
     launcher = (parent or os.getppid()) if by else None
-    with StopSignal(launcher, 0 if by == "torchrun" else os.EX_TEMPFAIL) as stop_signal:
+    with StopSignal(launcher, 0 if by == "torchrun" else os.EX_TEMPFAIL) as stop_signal, activity:
         try:
-            launch = Launch.from_env()
+            launch = activity.launch = Launch.from_env()
+            activity.what = "reading the flags"
             argv = name_fork(sys.argv[1:] if argv is None else argv)
             if "--rehearse" in argv:  # another program runs this one, on a device without memory
+                activity.started()  # that one tells
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
                 return subprocess.call([sys.executable, tool, os.path.abspath(__file__), *argv])
             config = parse(argv, launch.world, own_flags(model_file(argv)), of_checkpoint)
             grid = make_grid(config, launch)
             if config.run.dry_run:
+                activity.what = "the dry run"
                 print(printable(report(config, model_provider), lines=True))
                 return 0
-            config, device, loaders, digests = prepare(config, grid, shares_cores(), note_of(grid))
+            config, device, loaders, digests = prepare(
+                config, grid, shares_cores(), note_of(grid), activity
+            )
+            activity.what = "comparing the memory of this host with what the run needs"
             memory_report.check_host(config, model_provider, grid, device)
+            activity.what = "checking whether the run can be resumed"
             file = load_model_file(config.model.model_file)
             whole = whole_model(config, model_provider)
             with blaming_file(file):
@@ -372,16 +385,19 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
             return refuse(error, launch, 2, report_to, alone=True)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
-            store = meet(timeout, launch) if launch.world > 1 else None
+            activity.what = "meeting the other ranks"
+            store = meet(timeout, launch, activity=activity) if launch.world > 1 else None
             if store is not None:
-                compare(config, digests | agreed(device), launch, store)
-            monitor = new_monitor(config, grid, launch, store, report_to)
+                compare(config, digests | agreed(device), launch, store, activity)
+            monitor = new_monitor(config, grid, launch, store, report_to, activity)
             with monitor, memory_report.enough():
+                monitor.action = "connecting the process groups"
                 connect(config, grid, device, store, timeout, note_of(grid))
                 monitor.action = "measuring what size gradient buckets should have"
                 config = gradient_buckets.choose_size(
                     config, grid, device, model_provider, note_of(grid)
                 )
+                monitor.action = "building the model"
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()
         except (ValueError, FloatingPointError) as error:
@@ -400,15 +416,19 @@ def main(argv: list[str] | None = None, parent: int | None = None) -> int:
 def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:
     """Load a checkpoint if there is one, train, test, and close the saver and the log."""
     config, model, note = run.config, run.model, note_of(run.grid)
+    run.monitor.action = "describing the run"
     describe(run, model_provider, note)
     file = load_model_file(config.model.model_file)
     saver = Saver(
         config, model.ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
+        activity=run.monitor.activity,
     )  # fmt: skip
+    run.monitor.action = "beginning, or loading a checkpoint"
     run.iteration, run.consumed = saver.begin()
     overlap = measure_and_warm_up(run, saver, model_provider, run_schedule, note)
     total = total_iterations(config, run.iteration, run.consumed)
+    run.monitor.action = "opening the log"
     log = log_of(run, model_provider, total)
     with log, saver:
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
@@ -419,4 +439,5 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
 
 
 if __name__ == "__main__":
-    as_process(lambda: main(parent=PARENT), os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    run_main = partial(main, parent=PARENT, activity=ACTIVITY)
+    as_process(run_main, os.environ.get("TORCHELASTIC_ERROR_FILE"))

@@ -57,7 +57,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from importlib import import_module
 agree, load = (import_module(f"training.checkpoint.{name}") for name in ("agree", "load"))
-meeting, startup = (import_module(f"training.run.{name}") for name in ("meeting", "startup"))
+names = ("rendezvous", "startup")
+meeting, startup = (import_module(f"training.run.{name}") for name in names)
 times, counts = {"imports": time.process_time()}, {}
 world = int(os.environ["WORLD_SIZE"])
 
@@ -114,17 +115,14 @@ class Names:
         return many if name in ("check", "wait") else one
 meeting.dist.PrefixStore = Names
 exchange = startup._exchange
-def compared(mine, rank, size, names):
-    text = mine
-    if hasattr(startup, "digest_of"):
-        text = startup.digest_of(mine)
-    store.mine = text.encode()
-    exchange(mine, rank, size, names)
+def compared(mine, *rest):
+    store.mine = startup.digest_of(mine).encode()
+    exchange(mine, *rest)
 startup._exchange = compared
 monitor = pretrain_llama.new_monitor
 def alone(config, grid, launch, *rest):
     times["meeting"] = time.process_time()
-    return monitor(config, grid, launch, None, rest[-1])
+    return monitor(config, grid, launch, None, *rest[1:])
 pretrain_llama.new_monitor = alone
 prepare = pretrain_llama.prepare
 def prepared(*args):

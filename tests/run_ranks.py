@@ -39,6 +39,7 @@ import pretrain_llama  # noqa: E402
 from mpu.comm import symmetric  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
 from tests.faults.fault_injection import inject  # noqa: E402
+from training import activity  # noqa: E402
 from training.faults import process  # noqa: E402
 from training.faults.hang_watch import HangWatch  # noqa: E402
 from training.run.peak_flops import measured_peak  # noqa: E402
@@ -167,7 +168,10 @@ def be_rank(job: dict[str, Any], rank: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (job["descriptors"], hard))
     if "meeting" in job:  # seconds that ranks wait for each other there
         meet = pretrain_llama.meet
-        pretrain_llama.meet = lambda _, launch: meet(timedelta(seconds=job["meeting"]), launch)
+        limit = timedelta(seconds=job["meeting"])
+        pretrain_llama.meet = lambda _, *where, **more: meet(limit, *where, **more)
+    if "first" in job:  # seconds after which a slow start is told
+        activity.FIRST, activity.LOOK = job["first"], job["first"] / 4
     if job.get("late") == rank:  # by this rank's clock alone the time is up
         pretrain_llama.time_is_up = lambda settings, started: True
     if job.get("sample"):

@@ -23,7 +23,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
@@ -46,6 +48,7 @@ from tools.supervisor.report import (
     say,
     verdict,
 )
+from training.activity import Activity
 from training.faults.admission import Seat
 
 PATIENCE = {"fault": 2.0, "mistake": 12.0, "end": 150.0}  # seconds for the other ranks to end
@@ -166,30 +169,59 @@ class Leader:
         o, first = self.options, self.attempt < 0
         deadline = time.monotonic() + (MEET if first else o.node_wait)
         needed = o.nnodes * o.nproc_per_node - o.spares
+        where = f"{o.master_addr}:{o.master_port}"
+        with Activity(tell=say).waiting(
+            "waiting for nodes",
+            lambda: f"waiting for {self.absent() or 'places'}, to connect to {where}",
+            limit=deadline - time.monotonic(),
+            over=lambda: "" if self.signalled or self.absent() else "all nodes have connected",
+        ):
+            free, enough = self._free(first, deadline, needed)
+        if self.signalled:
+            raise Stop(128 + self.signalled, "")
+        self.places = free[: needed if enough else self.smaller(len(free), needed)]
+
+    def absent(self) -> str:
+        """Return "node 2" or "nodes 1, 2": those that have not connected, or are lost; or ""."""
+        late = [str(n) for n in range(self.options.nnodes) if n not in self.members]
+        return f"node{'s' if len(late) > 1 else ''} {', '.join(late)}" if late else ""
+
+    def _free(
+        self, first: bool, deadline: float, needed: int
+    ) -> tuple[list[tuple[int, int]], bool]:
+        """Return the slots that may get ranks, and whether they are enough before the deadline."""
+        o = self.options
         bad = {slot for slot in self.failed if self.failed.count(slot) >= max(2, o.crash_loop - 1)}
+        free = list[tuple[int, int]]()
         while not self.signalled:
             every = [(n, i) for n in sorted(self.members) for i in range(self.members[n].slots)]
             free = [slot for slot in every if slot not in bad or not (o.spares or o.elastic_dp)]
             if len(free) >= needed and (not first or len(self.members) == o.nnodes):
-                self.places = free[:needed]
-                return
+                return free, True
             if time.monotonic() > deadline or len(every) >= needed > len(free):
-                self.places = free[: self.smaller(len(free), needed)]
-                return
+                break
             self.pump()
-        raise Stop(128 + self.signalled, "")
+        return free, False
+
+    def _until(self, done: Callable[[], bool], what: str) -> None:
+        """Pump events until this is done, a signal comes or COPY seconds are over."""
+        deadline = time.monotonic() + COPY
+        with Activity(tell=say).waiting(
+            what, lambda: f"waiting for {what}", limit=COPY, over=lambda: f"{what}: over"
+        ):
+            while not done() and time.monotonic() < deadline and not self.signalled:
+                self.pump()
 
     def smaller(self, free: int, needed: int) -> int:
         """Return the largest world that the program accepts. Raises Stop."""
         left = f"{free} of the {needed} places for ranks are left"
         if not self.options.elastic_dp or self.attempt < 0:
-            raise Stop(1, f"{left}; with --elastic-dp the run would continue")
+            late = f" ({absent} is missing)" if (absent := self.absent()) else ""
+            raise Stop(1, f"{left}; with --elastic-dp the run would continue{late}")
         for world in range(min(free, needed), self.options.min_nproc - 1, -1):
             if world not in self.tried:
                 self.node.do({"try": world})
-            deadline = time.monotonic() + COPY
-            while world not in self.tried and time.monotonic() < deadline and not self.signalled:
-                self.pump()
+            self._until(partial(self.tried.__contains__, world), f"a dry run of {world} ranks")
             if self.tried.get(world) == 0:
                 say(f"{left}: continuing with {world} ranks")
                 return world
@@ -199,9 +231,7 @@ class Leader:
     def restore(self) -> int | None:
         """Bring the newest copy in memory to the nodes that load it; return its step, or None."""
         while (step := self.copies.choose(self.nodes(), len(self.places))) is not None:
-            deadline = time.monotonic() + COPY
-            while self.copies.waiting and time.monotonic() < deadline and not self.signalled:
-                self.pump()
+            self._until(lambda: not self.copies.waiting, f"nodes that copy step {step} in memory")
             if self.copies.only(step):
                 return step
             self.copies.drop(step)

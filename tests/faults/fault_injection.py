@@ -14,14 +14,14 @@ checkpoints after it, as training/checkpoint names them to its hook. More keys n
 
 `how` is one of the signals of SIGNALS, over a second apart; "kill all", every rank of the job;
 "raise"; "exit 0"; "stall", where the thread never goes on while the process's others do, and
-"hold", where they do not either; "wait" for a file `go` in the job's folder; "slow", by "seconds"
-before the call (by 0.2 to 1 of them where "vary" is a seed), and "slow inside", for a wait;
-"clock", where time.time() is ahead by "seconds" from then on; "nan" and "inf", written at
-"backward" into the gradient that is done; "flip", at "update" one bit of an fp32 weight; an error
-of a disk, raised there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may grow over 20
-kB during that call. What is done to the directory "path": "remove", "fill" its disk and "empty" it
-again, "close" it to new names, root's too, and "open" it. "spoil" writes a wrong number:
-tests/faults/bad_numbers.py says which.
+"hold", where they do not either; "wait" for a file `go` in the job's folder, or another "file";
+"slow", by "seconds" before the call (by 0.2 to 1 of them where "vary" is a seed), and "slow
+inside", for a wait; "clock", where time.time() is ahead by "seconds" from then on; "nan" and "inf",
+written at "backward" into the gradient that is done; "flip", at "update" one bit of an fp32 weight;
+an error of a disk, raised there: "ENOSPC", "EIO", "EROFS" and so on; "short", where no file may
+grow over 20 kB during that call. What is done to the directory "path": "remove", "fill" its disk
+and "empty" it again, "close" it to new names, root's too, and "open" it. "spoil" writes a wrong
+number: tests/faults/bad_numbers.py says which.
 
 As it strikes it writes struck.R in the job's folder: when, by time.monotonic(), and what it hit.
 """
@@ -57,16 +57,20 @@ from mpu.optim import adam
 from mpu.pipeline import engine
 from mpu.zero import bucket, gather, norm, param_and_grad_buffer
 from tests.faults import bad_numbers
-from training.checkpoint import retain, stage
+from training.checkpoint import Checkpoint, retain, stage
+from training.data.cache import IndexCache
 from training.data.loader import Loader
 
 saving = sys.modules["training.checkpoint.save"]
 POINTS = {
     "before the meeting": (pretrain_llama, "meet"),
+    "comparing": (pretrain_llama, "compare"),
     "connect": (Grid, "connect"),
     "build": (pretrain_llama, "build"),
     "data": (Loader, "next_global_batch"),
+    "index": (IndexCache, "_build"),
     "reading": (Loader, "_make"),
+    "loading": (Checkpoint, "read"),
     "pread": (os, "pread"),
     "step": (pretrain_llama, "train_step"),
     "forward": (pretrain_llama.Llama, "forward"),
@@ -153,7 +157,7 @@ class Injected:
             time.sleep(60)
         while how == "hold":
             ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock
-        while how == "wait" and not (self.folder / "go").exists():
+        while how == "wait" and not (self.folder / self.fault.get("file", "go")).exists():
             time.sleep(0.002)
         if how == "slow":
             time.sleep(seconds * self.draw.uniform(self.least, 1.0))

@@ -76,7 +76,7 @@ def test_under_torchrun_the_cause_is_said_before_the_launcher_ends_the_others(
     how: str,
 ) -> None:
     # at once, rank 0 would die before the others have joined the failure channel that it keeps
-    later = {"during": "start-up"} if point == "connect" else {}
+    later = {"during": "connecting the process groups"} if point == "connect" else {}
     script = [str(SCRIPT), json.dumps(fault(point, rank, how) | later)]
     more = ["--pipeline-model-parallel-size", "2"] if point in MESSAGES else []
     code, _, said = Torchrun(tmp_path, world, free_port(), script, more).wait()

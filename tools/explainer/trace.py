@@ -97,6 +97,7 @@ class Actions(FailureMonitor):
     def __init__(self, begins: Callable[[str], None]) -> None:
         self._begins = begins
         super().__init__()
+        self.action = "start-up"
 
     @property
     def action(self) -> str:

@@ -12,10 +12,10 @@ from tools.supervisor.channel import Channel, WireError, call
 from tools.supervisor.flags import MEET, SIGNALS, ignore_signals
 from tools.supervisor.node import Event, Node
 from tools.supervisor.report import MISTAKE, say
+from training.activity import Activity
 from training.faults.wire import nonce
 
 AGAIN = 0.3  # seconds between two calls of a node 0 that does not answer
-PATIENT = 3.0  # seconds after which a line says that node 0 does not answer
 
 
 class Follower:
@@ -43,15 +43,13 @@ class Follower:
 
     def run(self) -> int:
         """Follow until the leader ends the run, or is gone for --node-wait seconds."""
-        o, node, deadline = self.options, None, time.monotonic() + MEET
-        session, report_at = nonce(), time.monotonic() + PATIENT
+        o, node, limit, session = self.options, None, MEET, nonce()
         try:
             while not self.signalled or self.channel:
                 try:
-                    channel = call(
-                        o.master_addr, o.master_port, self.secret, o.peer_timeout,
-                        kind="node", number=o.node_rank, session=session,
-                    )  # fmt: skip
+                    channel = self._call(session, limit)
+                    if channel is None:
+                        break
                     if node is None:
                         node = Node(
                             self.argv, o, self.secret, host=channel.here, port=0, event=self.send
@@ -65,20 +63,38 @@ class Follower:
                     if self.channel is not None and node is not None:
                         say(f"node 0 is lost, so the ranks here are ended: {error}")
                         node.do({"signal": int(signal.SIGKILL)})
-                        self.channel, deadline = None, time.monotonic() + o.node_wait
-                        report_at = time.monotonic() + PATIENT
+                        self.channel, limit = None, o.node_wait
+                        continue
                     if error.final:
                         say(f"node 0 refuses --node-rank {o.node_rank}: {error}")
                         return MISTAKE
-                    if time.monotonic() > deadline:
-                        say(f"node 0 cannot be reached: {error}")
-                        return 1
-                    if time.monotonic() > report_at:
-                        say(f"waiting for node 0: {error}")
-                        report_at = deadline  # once
-                    time.sleep(AGAIN)
+                    say(f"node 0 cannot be reached in {limit:.0f} s: {error}")
+                    return 1
             return 128 + self.signalled
         finally:
             ignore_signals()
             if node is not None:
                 node.close()
+
+    def _call(self, session: bytes, limit: float) -> Channel | None:
+        """Connect to node 0, or return None after a signal. Raises WireError: after `limit` seconds
+        the last one, at once where to try again would not help.
+        """
+        o, deadline, why = self.options, time.monotonic() + limit, "no answer"
+        with Activity(tell=say).waiting(
+            "waiting for node 0",
+            lambda: f"waiting for node 0 at {o.master_addr}:{o.master_port}: {why}",
+            limit=limit, over=lambda: "" if self.signalled else "node 0 has answered",
+        ):  # fmt: skip
+            while not self.signalled:
+                try:
+                    return call(
+                        o.master_addr, o.master_port, self.secret, o.peer_timeout,
+                        kind="node", number=o.node_rank, session=session,
+                    )  # fmt: skip
+                except WireError as error:
+                    why = str(error)
+                    if error.final or time.monotonic() > deadline:
+                        raise
+                time.sleep(AGAIN)
+        return None

@@ -131,12 +131,15 @@ def main() -> None:
     if warm == "warm":
         sys.path.insert(0, str(ROOT))
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whoever asks for CUDA does not open it
-        import torch
+        from training.activity import Activity
 
-        import pretrain_llama  # noqa: F401
-        from mpu.torch_private import preload_compiler
+        with Activity().doing("supervise: importing torch and the program"):
+            import torch
 
-        preload_compiler()  # which torch.optim imports when the first optimizer is made
+            import pretrain_llama  # noqa: F401
+            from mpu.torch_private import preload_compiler
+
+            preload_compiler()  # which torch.optim imports when the first optimizer is made
 
         gc.collect()
         gc.freeze()  # so that collections in a rank do not copy these pages

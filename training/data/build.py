@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from mpu import native
+from training.activity import Activity
 from training.data.batch import DocumentRules
 from training.data.blend import Blend, parse_blend
 from training.data.bytes_per_token import bytes_per_token
@@ -69,16 +70,19 @@ def build_loaders(
     dp_size: int,
     report: Callable[[str], None] = print,
     context: tuple[int, int] = (0, 1),
+    *,
+    activity: Activity | None = None,
 ) -> Loaders:
     """Open the data that the flags name and return the loader of each split; context: see Loader.
 
+    activity: tells what takes long, in place of a thread of each cache.
     Raises ValueError, naming flag or file, for data that cannot be trained on.
     """
     data = config.data
     rules = DocumentRules(
         tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
-    datasets = build_datasets(config, tokenizer, report)
+    datasets = build_datasets(config, tokenizer, report, activity)
     samples = config.run.eval_iters * config.batch.global_batch_size  # of an evaluation
 
     def load(dataset: Dataset | None) -> Loader | None:
@@ -125,7 +129,10 @@ def build_loaders(
 
 
 def build_datasets(
-    config: "Config", tokenizer: "Tokenizer", report: Callable[[str], None] = print
+    config: "Config",
+    tokenizer: "Tokenizer",
+    report: Callable[[str], None] = print,
+    activity: Activity | None = None,
 ) -> dict[str, Dataset | None]:
     """Return {split: dataset}, None for an empty split.
 
@@ -144,8 +151,9 @@ def build_datasets(
             "--valid-data-path and --test-data-path, or ask for --mock-data"
         )
     opener = _Opener(
-        data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report, data.data_local_copy
-    )
+        data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report,
+        local=data.data_local_copy, activity=activity,
+    )  # fmt: skip
     needed = dict.fromkeys(SPLITS, (0, 0))
     if data.data_order == "megatron":
         needed = samples_needed(config)
@@ -218,8 +226,10 @@ class _Opener:
         vocab_size: int,
         report: Callable[[str], None],
         local: str | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self._cache_path, self._local = cache_path, local
+        self._activity = activity or Activity(tell=report)
         self._seq_length = seq_length
         self._seed = seed
         self._vocab_size = vocab_size
@@ -333,7 +343,9 @@ class _Opener:
     ) -> tuple[IndexedTokens, range]:
         """Return a file, opened once, and the documents of a split in it."""
         if prefix not in self._files:
-            at = local_copy(prefix, self._local, self._report) if self._local else prefix
+            at = prefix
+            if self._local:
+                at = local_copy(prefix, self._local, self._report, self._activity)
             self._files[prefix] = IndexedTokens(at, self._cache(at))
             self._files[prefix].check_vocabulary(self._vocab_size)
         file = self._files[prefix]
@@ -352,5 +364,7 @@ class _Opener:
         directory = self._cache_path or os.path.join(os.path.dirname(prefix), "cache")
         owner = os.stat(prefix + ".bin").st_uid if os.path.exists(prefix + ".bin") else 0
         if (directory, owner) not in self._caches:
-            self._caches[directory, owner] = IndexCache(directory, self._report, owner=owner)
+            self._caches[directory, owner] = IndexCache(
+                directory, self._report, owner=owner, activity=self._activity
+            )
         return self._caches[directory, owner]

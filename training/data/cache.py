@@ -21,12 +21,12 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from training.activity import Activity
 from training.data.files import replacing
 from training.untrusted import open_plain
 
 WORDS = 8  # of int32 in a SHA-256
 READ_LIMIT = 256 << 20  # bytes; a larger entry is mapped instead of read
-NOTICE = 5.0  # seconds of waiting before it is reported
 
 
 class IndexCache:
@@ -34,7 +34,7 @@ class IndexCache:
 
     A directory that cannot be used is reported once by `report`; arrays are then built in memory.
     `patience`: for how many seconds another process may hold the lock of an entry. `owner`: a user
-    whose entries are believed besides this one's and root's.
+    whose entries are believed besides this one's and root's. `activity`: tells what takes long.
     """
 
     def __init__(
@@ -43,9 +43,10 @@ class IndexCache:
         report: Callable[[str], None] = print,
         patience: float = 600.0,
         owner: int = 0,
+        activity: Activity | None = None,
     ) -> None:
         self.directory = directory
-        self.report = report
+        self.report, self.activity = report, activity or Activity(tell=report)
         self._patience = patience
         self._trusted = {0, os.geteuid(), owner}
         self._usable = True
@@ -71,7 +72,8 @@ class IndexCache:
                     return found
                 os.makedirs(self.directory, exist_ok=True)
                 with self._locked(path + ".lock", what, max(patience, self._patience)):
-                    return self._build(path, text, size, build)
+                    with self.activity.doing(f"making {what} in {self.directory}"):
+                        return self._build(path, text, size, build)
             except OSError as error:
                 self._usable = False
                 self.report(
@@ -125,26 +127,36 @@ class IndexCache:
     @contextmanager
     def _locked(self, path: str, what: str, patience: float) -> Iterator[None]:
         """Hold an exclusive lock that the kernel drops when its holder dies."""
-        began, reported = time.monotonic(), False
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise OSError(errno.EINVAL, f"{path} is not a plain file", path)
-            while True:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    waited = time.monotonic() - began
-                    if waited > patience:
-                        raise TimeoutError(0, f"{path} is locked for {patience:.0f} s") from error
-                    if waited > NOTICE and not reported:
-                        reported = True
-                        self.report(f"waiting for {what}, which another process computes")
-                    time.sleep(0.02 if waited < 1 else 0.2)
+            if not _lock(fd):
+                with self.activity.waiting(
+                    "waiting for another process",
+                    lambda: f"waiting for {what}, which another process makes ({path})",
+                    limit=patience,
+                    over=lambda: f"{what} is there",
+                    aloud=None,
+                ):
+                    began = time.monotonic()
+                    while not _lock(fd):
+                        waited = time.monotonic() - began
+                        if waited > patience:
+                            raise TimeoutError(0, f"{path} is locked for {patience:.0f} s")
+                        time.sleep(0.02 if waited < 1 else 0.2)
             yield
         finally:
             os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Lock an open file, if nobody else has."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
 
 
 def _seal(text: bytes, array: np.ndarray) -> np.ndarray:

@@ -176,7 +176,8 @@ class GPTDataset:
             stored = self._build(epoch, n)
         else:
             facts = {**self._facts, "epoch": epoch}
-            stored = self._cache.get(facts, size, lambda: self._build(epoch, n))
+            what = f"the sample order of {self.name}"
+            stored = self._cache.get(facts, size, lambda: self._build(epoch, n), what)
         return Epoch(stored[:d], stored[d : d + 2 * n].reshape(n, 2), stored[d + 2 * n :])
 
     def _build(self, epoch: int, n: int) -> np.ndarray:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from training.activity import Activity
 from training.data.dataset import DataError
 from training.data.files import replacing
 from training.untrusted import open_plain
@@ -24,9 +25,15 @@ QUIET = 5.0  # seconds before progress is reported, and between two lines of it
 FLAG = "--data-local-copy"
 
 
-def local_copy(prefix: str, directory: str, report: Callable[[str], None] = print) -> str:
+def local_copy(
+    prefix: str,
+    directory: str,
+    report: Callable[[str], None] = print,
+    activity: Activity | None = None,
+) -> str:
     """Return the prefix of this host's copy of a .bin/.idx pair, once it is there.
 
+    activity: tells that another process takes long to make it.
     Raises ValueError naming the flag where it cannot be made, DataError where the original changes
     meanwhile.
     """
@@ -43,7 +50,14 @@ def local_copy(prefix: str, directory: str, report: Callable[[str], None] = prin
         os.makedirs(folder, exist_ok=True)
         lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it where its holder dies
+            with (activity or Activity(tell=report)).waiting(
+                "waiting for another process",
+                lambda: f"waiting for a copy of {prefix}, which another process makes in {folder}",
+                limit=0.0,
+                over=lambda: f"the copy of {prefix} is there",
+                aloud=None,
+            ):
+                fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it where its holder dies
             missing = [end for end, s in found.items() if not _there(copy + end, s.st_size)]
             room, needed = shutil.disk_usage(folder).free, sum(found[e].st_size for e in missing)
             if needed > room:

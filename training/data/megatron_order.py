@@ -82,7 +82,8 @@ class MegatronDataset(GPTDataset):
         if size < CACHE_FROM:
             stored = self._draw()
         else:
-            stored = self._cache.get(self._facts, size, self._draw)
+            what = f"the sample order of {self.name}"
+            stored = self._cache.get(self._facts, size, self._draw, what)
         return Epoch(stored[:d], stored[d : d + 2 * n].reshape(n, 2), stored[d + 2 * n :])
 
     def _draw(self) -> np.ndarray:
@@ -128,7 +129,10 @@ class MegatronBlend(Blend):
         self._room = lengths if self._exhaustive else [-1] * len(lengths)
         facts = {"format": 1, "order": "megatron", "weights": shares, "room": self._room}
         self._order = cache.get(
-            {**facts, "samples": self.samples}, 2 * self.samples, lambda: self._draw(library)
+            {**facts, "samples": self.samples},
+            2 * self.samples,
+            lambda: self._draw(library),
+            f"the order of a blend of {len(lengths)} data sets",
         ).reshape(2, -1)
         taken = np.bincount(self._order[0], minlength=len(lengths))
         for dataset, most, requested in zip(datasets, lengths, taken.tolist(), strict=True):

@@ -4,7 +4,7 @@
 import errno
 import ipaddress
 import socket
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 
@@ -50,17 +50,15 @@ def publish_address(store: Any, host: str) -> None:
         store.set("monitor/address", resolve(host))
 
 
-def listen_as_known(
-    store: Any, host: str, world: int, limit: timedelta
-) -> tuple[str, socket.socket]:
+def listen_as_known(host: str, world: int, get: Callable[[str], str]) -> tuple[str, socket.socket]:
     """Listen, on rank 0, on a port where the other ranks reach it; return the address, too.
 
     A host may know itself by another address (127.0.1.1) than the others know it by, so the last
     rank, which seldom shares it, says which address it uses. "": each takes what it knows.
+    get: returns what another rank writes into the store under a key.
     """
     address = host
     if not is_loopback(host):
-        store.wait(["monitor/address"], limit)
-        address = store.get("monitor/address").decode()
+        address = get("monitor/address")
     listener, at_address = listen(address, 0, max(world, 128))
     return at_address, listener

@@ -12,10 +12,11 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from training.activity import say
 from training.faults import messages
 from training.faults.admission import Admission, Caller, Seat
 from training.faults.hang_detector import HangDetector, named
-from training.faults.hang_watch import say
+from training.faults.store import spans
 from training.faults.wire import Connection
 
 DIED = "the process died (killed?)"
@@ -127,6 +128,13 @@ class Coordinator(threading.Thread):
             for member in self.members.values():
                 if member.connection is not None and member.connection.flush() and beats:
                     messages.send(member.connection, "alive", action=self._action_of_rank_0())
+
+    def elsewhere(self) -> str:
+        """Return which ranks rank 0 waits for, or where else than rank 0 they are, or ""."""
+        members = list(self.members.values())
+        if absent := sorted(set(range(self.world)) - {m.rank for m in members}):
+            return f"waiting for {spans(absent)}, to join the failure channel"
+        return self.detector.elsewhere(_reports(members, time.monotonic()))
 
     def _action_of_rank_0(self) -> str:
         """Return what rank 0 last reported."""

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpu.comm.waits import Wait
-from training.faults.hang_watch import HangWatch, say
+from training.activity import say
+from training.faults.hang_watch import HangWatch
 from training.faults.process import Process
+from training.faults.store import spans
 
 TURNS = 4  # looks a second
+MOST = 3  # places that one line names
 TOGETHER = 1.0  # seconds: ranks stuck in one action within this hang together
 MOVING = 2.0  # seconds: a rank with progress within them does not hang
 WHERE = {
@@ -124,6 +127,10 @@ class HangDetector:
         """Return the ranks that hang now, if any, whatever their limits."""
         return find(self._statuses(reports))
 
+    def elsewhere(self, reports: list[tuple[int, str, float]]) -> str:
+        """Return which ranks rank 0 waits for, or where else than rank 0 they are, or ""."""
+        return elsewhere(self._statuses(reports))
+
     def why_silent(self, rank: int, otherwise: str) -> tuple[str, str]:
         """Return why a rank says nothing, as far as this host tells, and its process's place."""
         place = self._places.get(rank, "")
@@ -176,6 +183,31 @@ def find(ranks: Sequence[Status]) -> Hang | None:
     return Hang(
         tuple(s.rank for s in group), group[0].action, _sentence(group, ranks), group[0].stuck
     )
+
+
+def elsewhere(ranks: Sequence[Status]) -> str:
+    """Return "rank 3 is at: saving (training/checkpoint/save.py:99 (save))" of the ranks that rank
+    0 waits for in a collective; where it is in none, of those that are somewhere else.
+    """
+    here = {s.rank: s for s in ranks}
+    mine = here.get(0)
+    if mine is None:
+        return ""
+    loose = [s for s in ranks if s.rank and s.wait is None]
+    if mine.wait is not None:
+        late = [s for s in missing(mine, here) if s.wait is None] or loose
+    else:
+        late = [s for s in loose if s.action != mine.action or s.line and mine.line != s.line]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for s in late:
+        groups.setdefault((s.action, s.line), []).append(s.rank)
+    texts = []
+    for (action, line), group in list(groups.items())[:MOST]:
+        verb = "is" if len(group) == 1 else "are"
+        texts.append(f"{spans(group)} {verb} at: {action}" + (f" ({line})" if line else ""))
+    more = len(late) - sum(map(len, list(groups.values())[:MOST]))
+    text = ", ".join(texts) + (f", {more} more elsewhere" if more else "")
+    return f"waiting for others: {text}" if late and mine.wait is not None else text
 
 
 def missing(waiter: Status, ranks: dict[int, Status]) -> list[Status]:

@@ -20,13 +20,13 @@ import threading
 import time
 import traceback
 from collections import deque
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from mpu.comm.waits import Waits
 from mpu.torch_private import nccl_record
-from training.faults.process import Dump, own_line
+from training.activity import own_lines, say
+from training.faults.process import Dump
 
 FACTOR = 10.0
 WINDOW = 20  # times of a phase that are remembered
@@ -185,16 +185,6 @@ def place_of(frames: dict[int, FrameType], thread: int, phase: str) -> tuple[str
     return kind, own[0] if own else "code that is not Python", own[:FRAMES]
 
 
-def own_lines(frame: FrameType | None) -> list[str]:
-    """Return "file:line (function)" of each frame of our or the user's code, innermost first."""
-    lines = []
-    while frame is not None:
-        code = frame.f_code
-        lines.append(own_line(code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back
-    return [line for line in lines if line]
-
-
 def _bytes_moved() -> int:
     """Return the bytes that this process has read and written, 0 where the system does not say."""
     try:
@@ -216,10 +206,3 @@ def flight_recorder() -> str:
         return f"NCCL's flight recorder cannot be read: {error}\n"
     text = text.decode() if isinstance(text, bytes) else text
     return f"NCCL's flight recorder, what is not over: {text}\n"
-
-
-def say(text: str) -> None:
-    """Write a line to stderr at once: ranks that share a terminal do not mix lines."""
-    with suppress(OSError):  # the terminal is gone
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()

@@ -26,19 +26,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from mpu.comm.transport import CommunicationError
+from mpu.launch import Launch
 from mpu.worker import to_this_gpu
+from training.activity import Activity, say
 from training.faults import messages, wire
 from training.faults.address import listen_as_known, publish_address
 from training.faults.coordinator import DIED, LOST_CONTACT, RETURN, Cause, Coordinator, at
 from training.faults.hang_detector import HangDetector, silence, watch_alone
-from training.faults.hang_watch import HangWatch, say
+from training.faults.hang_watch import HangWatch
 from training.faults.links import Links
 from training.faults.messages import Message
 from training.faults.process import Process
+from training.faults.store import await_key
 
 # source lines and advice in gloo's messages
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
@@ -83,7 +85,8 @@ class FailureMonitor:
     collective failed" waits for a better cause. silence: seconds without a beat after which a rank
     counts as lost. beat: seconds between beats; None: 1, or more in a world of more than 512 ranks.
     watch: what finds out whether this rank hangs. tell: called with the first cause where it is
-    printed. Raises CommunicationError where rank 0 is not reached.
+    printed. activity: what this rank does; on rank 0 it tells where the others are, too. Raises
+    CommunicationError where rank 0 is not reached.
     """
 
     def __init__(
@@ -100,9 +103,10 @@ class FailureMonitor:
         unwind: float = 5.0,
         watch: HangWatch | None = None,
         tell: Callable[[str], None] = lambda cause: None,
+        activity: Activity | None = None,
     ) -> None:
-        self.watch = watch or HangWatch()
-        self.rank, self.world, self.action = rank, world, "start-up"
+        self.watch, self.activity = watch or HangWatch(), activity or Activity(Launch(rank, world))
+        self.rank, self.world = rank, world
         self.first: Cause | None = None
         soon = min(silence, self.watch.hang_timeout or silence)
         self._beat = beat or min(soon / 4, max(1.0, world / 512))
@@ -125,14 +129,17 @@ class FailureMonitor:
                 self._coordinator = self._coordinate(store, host, secret)
             elif rank == world - 1:
                 publish_address(store, host)
-            store.wait(["monitor"], timedelta(seconds=JOIN_TIMEOUT))
-            address, port, salt = store.get("monitor").decode().split(",")
+            address, port, salt = self._from(store, 0, "monitor").split(",")
             self._address = (address or host, int(port))
             self._secret = wire.proof(secret, "run", salt.encode())
             self._connection, received = self._join(JOINING)
         except (OSError, RuntimeError, ValueError) as error:
             text = str(error).splitlines()[0]
             raise CommunicationError(f"rank 0 cannot be reached at {host}: {text}") from error
+        if self._coordinator is None:
+            self.activity.started()  # rank 0 tells the rest
+        else:
+            self.activity.others = self._coordinator.elsewhere
         close = weakref.WeakMethod(self._close)
         os.register_at_fork(after_in_child=lambda: (of := close()) and of())
         threading.Thread(
@@ -144,8 +151,9 @@ class FailureMonitor:
 
         `salt` makes the key of this one start; without a secret of the run it is the key.
         """
+        last = self.world - 1
         address, listener = listen_as_known(
-            store, host, self.world, timedelta(seconds=JOIN_TIMEOUT)
+            host, self.world, lambda key: self._from(store, last, key)
         )
         salt = secrets.token_hex(16)
         key = wire.proof(secret, "run", salt.encode())
@@ -155,6 +163,23 @@ class FailureMonitor:
         store.set("monitor", f"{address},{coordinator.port},{salt}")
         return coordinator
 
+    def _from(self, store: Any, rank: int, key: str) -> str:
+        """Return what another rank writes into the store for the failure channel."""
+        late = TimeoutError(f"rank {rank} connected and then ended, or does not go on")
+        return await_key(
+            store, key, time.monotonic() + JOIN_TIMEOUT, lambda: late, activity=self.activity,
+            wait="monitor", what=f"rank {rank}, to join the failure channel", by=rank,
+        )  # fmt: skip
+
+    @property
+    def action(self) -> str:
+        """What the rank is doing, in words."""
+        return self.activity.what
+
+    @action.setter
+    def action(self, words: str) -> None:
+        self.activity.what = words
+
     def _detector(self) -> HangDetector:
         place = json.dumps(self.watch.dump.address())
         return HangDetector(self.watch.deadline, self.watch.hang_timeout, place)
@@ -162,6 +187,8 @@ class FailureMonitor:
     def enter(self, phase: str, action: str) -> None:
         """Begin a phase ("data", "step", "evaluation", "save", "load") with an action."""
         first = self.watch.phase == "set-up"
+        if self.watch.phase == "step":
+            self.activity.started()
         self.watch.enter(phase)
         self.action = action
         if first and self._connection is not None:  # at once: rank 0 is less patient from now on

@@ -10,16 +10,12 @@ import faulthandler
 import os
 import re
 import signal
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 from mpu.comm.symmetric import host
+from training.activity import own_line
 
-ROOT = Path(__file__).resolve().parents[2]
-_PATHS = sysconfig.get_paths()
-# code that is not the product's, nor the user's; a test that injects a fault is neither
-_FOREIGN = ("<", *(_PATHS[key] for key in ("stdlib", "purelib", "platlib")), f"{ROOT}/tests/")
 LIMIT = 1 << 16  # bytes of a dump that are read
 NAME = "weft-stacks"  # of a dump's memory, as /proc shows it
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
@@ -118,13 +114,6 @@ class Process:
                 os.kill(self._pid, signal.SIGKILL)
             except OSError:
                 pass  # it is gone, or another user's
-
-
-def own_line(file: str, number: int, function: str) -> str:
-    """Return "file:line (function)", or "" where the file is a library's."""
-    if file.startswith(_FOREIGN) or "site-packages" in file:
-        return ""
-    return f"{file.removeprefix(f'{ROOT}/')}:{number} ({function})"
 
 
 def _stat(pid: int) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from mpu import needs
 from mpu.accelerators import missing
 from mpu.grid import Grid
 from mpu.layers.attention.backends import FLAG
+from training.activity import Activity
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
@@ -30,13 +31,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def prepare(
-    config: Config, grid: Grid, share_cores: bool, note: Callable[[str], None]
+    config: Config,
+    grid: Grid,
+    share_cores: bool,
+    note: Callable[[str], None],
+    activity: Activity | None = None,
 ) -> tuple[Config, torch.device, Loaders, dict[str, str]]:
     """Do all that needs no other rank: choose the device, build the tokenizer and the loaders.
 
     What is quick to check comes first; reading a whole corpus, if it must be, comes last.
 
-    share_cores: on a CPU, take only this rank's share of the node's cores. Returns the config with
+    share_cores: on a CPU, take only this rank's share of the node's cores. activity: tells what
+    takes long. Returns the config with
     its vocabulary, the device, the loaders, and hashes that all ranks must share.
     """
     if Path(mpu.__path__[0]).resolve().parent != ROOT:
@@ -50,8 +56,11 @@ def prepare(
         raise UsageError(
             f"--peer-checkpoint {steps} needs tools/supervise.py, which stores the copies"
         )
+    activity = activity or Activity(grid.launch)
+    activity.what = "starting the device"
     device = choose_device(config, grid.launch, share_cores, note)
     p, dtype = config.parallel, config.run.dtype
+    activity.what = "choosing kernels, and compiling the first one"
     te = "te" if p.attention_backend == "te" else ""
     if why := (
         missing("--optimizer-backend", p.optimizer_backend, device.type, accumulate_dtype(config))
@@ -62,13 +71,19 @@ def prepare(
     prepare_attention(config, device, note)
     check_device(config, device)
     if grid.rank == 0:
+        activity.what = "looking for checkpoints"
         check_early(config)
+    activity.what = "loading the tokenizer"
     tokenizer = tokenizer_for(config)
     config = config.with_vocab(tokenizer.vocab_size)
     if device.type == "cuda":
+        activity.what = "compiling and calling each kind of kernel"
         try_calls(config, device, note)
     part = (grid.cp.rank, grid.cp.size)
-    loaders = build_loaders(config, tokenizer, grid.dp.rank, grid.dp.size, note, part)
+    activity.what = "opening the data"
+    loaders = build_loaders(
+        config, tokenizer, grid.dp.rank, grid.dp.size, note, part, activity=activity
+    )
     digests = {**digests_of(tokenizer), "data_digest": loaders.digest}
     digests["corpus_digest"] = loaders.train.dataset.corpus
     digests["corpus_sketch"] = loaders.train.dataset.sketch  # compared with older checkpoints

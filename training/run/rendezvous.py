@@ -7,10 +7,11 @@ Rank 0 therefore draws a name for this start, and the others show that they are 
 
     rank r   hello/r = nonce, restarts, "" or why this rank refuses to start
     rank 0   answer/nonce = name
-    rank r   name/here/r
+    rank r   name/here/r = where it is
     rank 0   name/roll = "", or why nothing starts, once all are here or the time is up
 
-What the ranks tell each other later is kept under that name.
+`calls` counts what ranks have written, so that rank 0 asks for one number while nobody comes. What
+the ranks tell each other later is kept under that name.
 """
 
 import secrets
@@ -24,9 +25,10 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mpu.launch import Launch
+from training.activity import Activity
 from training.config import UsageError
 from training.faults.address import is_loopback, listen, resolve
-from training.faults.hang_detector import named
+from training.faults.store import await_key, late_ranks, place_of, spans
 from training.faults.wire import printable
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
@@ -34,6 +36,7 @@ ACKNOWLEDGED = 5.0  # seconds, at most, that rank 0 waits for all others to read
 ATTEMPT = 5.0  # seconds, at most, of the first attempt to connect to rank 0's store
 MARGIN = 2.0  # seconds that the others give rank 0 to tell them who is missing
 ABSENT = "absent: "  # begins a verdict that is no mistake
+LOOK = 5.0  # seconds after which rank 0 looks for each rank, even if nobody has counted
 T = TypeVar("T")
 
 
@@ -45,20 +48,23 @@ class RendezvousError(UsageError):
         self.reported = reported
 
 
-def meet(timeout: timedelta, launch: Launch, refused: str = "") -> dist.Store:
+def meet(
+    timeout: timedelta, launch: Launch, refused: str = "", activity: Activity | None = None
+) -> dist.Store:
     """Return a store that the ranks of this start share, once all are here.
 
-    refused: why this rank does not start. Raises RendezvousError where ranks stay away for
-    `timeout`, UsageError with the reason where one refuses.
+    refused: why this rank does not start. activity: tells who is late. Raises RendezvousError where
+    ranks stay away for `timeout`, UsageError with the reason where one refuses.
     """
     deadline = time.monotonic() + timeout.total_seconds()
+    activity = activity or Activity(launch)
 
     def run(state: list[str]) -> dist.Store:
         try:
-            store = _open(launch, deadline, timeout, state)
+            store = _open(launch, deadline, timeout, state, activity)
             state[0] = f"rank 0's store at {_where(launch)} no longer answers"
-            name = _rank_0(store, launch, deadline, refused) if launch.rank == 0 else ""
-            name = name or _other_rank(store, launch, deadline, refused)
+            join = _rank_0 if launch.rank == 0 else _other_rank
+            name = join(store, launch, deadline, refused, activity)
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
             text = printable(str(error).splitlines()[0])
             raise RendezvousError(f"{state[0]}: {text}") from None
@@ -94,7 +100,9 @@ def _within(seconds: float, run: Callable[[list[str]], T]) -> T:
     return result[0]
 
 
-def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str]) -> dist.Store:
+def _open(
+    launch: Launch, deadline: float, timeout: timedelta, state: list[str], activity: Activity
+) -> dist.Store:
     """Open the store: as its keeper on rank 0, unless torchrun's agent is that."""
     host, port, world = launch.point.host, launch.point.port, launch.world
     if launch.rank == 0 and not launch.point.agent:
@@ -107,83 +115,135 @@ def _open(launch: Launch, deadline: float, timeout: timedelta, state: list[str])
             raise RendezvousError(f"rank 0 cannot listen at {_where(launch)}: {error}") from None
         fd = listener.detach()
         return dist.TCPStore(host, port, world, True, timeout, False, master_listen_fd=fd)
-    why, attempt = "", ATTEMPT
+    who, why = "torchrun's agent" if launch.point.agent else "rank 0", ["no answer"]
+    with activity.waiting(
+        f"waiting for {who}",
+        lambda: f"waiting for {who}, to connect to {_where(launch)}: {printable(why[0])}",
+        limit=timeout.total_seconds(),
+        over=lambda: f"{who} has come to {_where(launch)}",
+    ):
+        store = _connected(launch, deadline, state, why)
+    if store is None:
+        raise RendezvousError(
+            f"{who} did not connect to {_where(launch)} in {timeout.total_seconds():.0f} s: "
+            f"{printable(why[0])}"
+        )
+    store.set_timeout(timeout)
+    return store
+
+
+def _connected(
+    launch: Launch, deadline: float, state: list[str], why: list[str]
+) -> dist.Store | None:
+    """Return rank 0's store, or None after the deadline. why[0]: gets what keeps this rank out."""
+    host, port, world, attempt = launch.point.host, launch.point.port, launch.world, ATTEMPT
     while True:
         try:
             # torch would print its frames about each vain attempt
             socket.create_connection((host, port), timeout=2.0).close()
             if (left := deadline - time.monotonic()) <= 0:
-                break
+                return None
             state[0] = f"what listens at {_where(launch)} is not rank 0's store"
             # not all of the time that is left: what listened may have ended by now, as a rank 0
             # that refuses to start does, and torch would go on connecting to nobody
             short = timedelta(seconds=min(attempt, left / 3))
-            store = dist.TCPStore(host, port, world, False, short, False)
-            store.set_timeout(timeout)
-            return store
+            return dist.TCPStore(host, port, world, False, short, False)
         except OSError as error:
-            why = str(error)
+            why[0] = str(error)
             if time.monotonic() >= deadline:
-                break
+                return None
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
-            why = f"what listens there is not rank 0's store: {str(error).splitlines()[0]}"
+            why[0] = f"what listens there is not rank 0's store: {str(error).splitlines()[0]}"
             attempt *= 2  # and a look, even if the time is over: it may have ended
         time.sleep(0.1)
-    who = "torchrun's agent" if launch.point.agent else "rank 0"
-    raise RendezvousError(
-        f"{who} did not connect to {_where(launch)} in {timeout.total_seconds():.0f} s: "
-        f"{printable(why)}"
-    )
 
 
-def _rank_0(store: dist.Store, launch: Launch, deadline: float, refused: str) -> str:
+def _rank_0(
+    store: dist.Store, launch: Launch, deadline: float, refused: str, activity: Activity
+) -> str:
     """Call the roll; return the name of this start. Raises UsageError, RendezvousError."""
     name, begun = secrets.token_hex(8), time.monotonic()
-    absent, hellos = set(range(1, launch.world)), dict[int, bytes]()
+    absent, told = set(range(1, launch.world)), list[int]()
     verdict, reported = f"rank 0: {refused}" if refused else "", False
-    pause = 0.005
-    while absent and time.monotonic() < deadline:
-        for rank in sorted(absent):
-            if store.check([f"weft/hello/{rank}"]):
-                hello = store.get(f"weft/hello/{rank}")
-                if hellos.get(rank) != hello:
-                    hellos[rank] = hello
-                    nonce, attempt, why = hello.decode().split(" ", 2)
-                    store.set(f"weft/answer/{nonce}", name)
-                    if why and attempt == str(launch.attempt):  # not of an earlier start
-                        verdict = verdict or f"rank {rank}: {printable(why)}"
-                if store.check([f"weft/{name}/here/{rank}"]):
-                    absent.remove(rank)
-        if verdict and not reported:
-            store.set(f"weft/{name}/roll", verdict)
-            reported, deadline = True, min(deadline, time.monotonic() + ACKNOWLEDGED)
-        if absent:
-            time.sleep(pause)
-            pause = min(0.1, 1.5 * pause)
+    names = dist.PrefixStore(f"weft/{name}", store)
+    names.set("here/0", place_of(launch))
+
+    def missing() -> str:
+        told[:] = told or sorted(absent)
+        who = late_ranks(sorted(absent), names, launch)
+        return f"waiting for {who}, to connect to {_where(launch)}" if absent else ""
+
+    with activity.waiting(
+        "waiting for the other ranks",
+        missing,
+        limit=deadline - begun,
+        over=lambda: "" if absent else f"{late_ranks(told, names, launch)} connected",
+        on_line=lambda: names.set("late/roll", ""),
+    ):
+        hellos, calls, looked, pause = dict[int, bytes](), -1, 0.0, 0.005
+        while absent and time.monotonic() < deadline:
+            now, before, calls = time.monotonic(), calls, store.add("weft/calls", 0)
+            looks = calls != before or now > looked + LOOK
+            looked = now if looks else looked
+            for rank in sorted(absent) if looks else ():
+                if store.check([f"weft/hello/{rank}"]):
+                    hello = store.get(f"weft/hello/{rank}")
+                    if hellos.get(rank) != hello:
+                        hellos[rank] = hello
+                        nonce, attempt, why = hello.decode().split(" ", 2)
+                        store.set(f"weft/answer/{nonce}", name)
+                        if why and attempt == str(launch.attempt):  # not of an earlier start
+                            verdict = verdict or f"rank {rank}: {printable(why)}"
+                    if names.check([f"here/{rank}"]):
+                        absent.remove(rank)
+            if verdict and not reported:
+                names.set("roll", verdict)
+                reported, deadline = True, min(deadline, time.monotonic() + ACKNOWLEDGED)
+            if absent:
+                time.sleep(pause)
+                pause = min(0.1, 1.5 * pause)
     if absent and not verdict:
-        seconds, who = time.monotonic() - begun, named(sorted(absent))
-        verdict = f"{ABSENT}{who} did not connect to {_where(launch)} in {seconds:.0f} s"
+        seconds, late = time.monotonic() - begun, sorted(absent)
+        verdict = f"{ABSENT}{spans(late)} did not connect to {_where(launch)} in {seconds:.0f} s"
+        if launch.local_world < launch.world:
+            verdict += f": {late_ranks(late, names, launch)}"
     if not reported:
-        store.set(f"weft/{name}/roll", verdict)
+        names.set("roll", verdict)
     if not verdict:
         return name
     here, deadline = launch.world - 1 - len(absent), time.monotonic() + ACKNOWLEDGED
-    while store.add(f"weft/{name}/heard", 0) < here and time.monotonic() < deadline:
+    while names.add("heard", 0) < here and time.monotonic() < deadline:
         time.sleep(0.02)  # rank 0 may be the store itself
     raise _error(verdict)
 
 
-def _other_rank(store: dist.Store, launch: Launch, deadline: float, refused: str) -> str:
+def _other_rank(
+    store: dist.Store, launch: Launch, deadline: float, refused: str, activity: Activity
+) -> str:
     """Say hello to rank 0; return the name of this start. Raises UsageError, RendezvousError."""
-    nonce, late = secrets.token_hex(8), deadline + MARGIN
-    gone = f"rank 0 did not connect to {_where(launch)}, or ended, before all ranks were there"
+    nonce, until = secrets.token_hex(8), deadline + MARGIN
+    where = _where(launch)
+
+    def gone() -> RendezvousError:
+        return RendezvousError(
+            f"rank 0 did not connect to {where}, or ended, before all ranks were there"
+        )
+
     store.set(f"weft/hello/{launch.rank}", f"{nonce} {launch.attempt} {refused}")
-    name = await_key(store, f"weft/answer/{nonce}", late, gone)
-    store.set(f"weft/{name}/here/{launch.rank}", "")
-    verdict = await_key(store, f"weft/{name}/roll", late, gone)
+    store.add("weft/calls", 1)
+    answers = f"rank 0, to connect to {where}"
+    name = await_key(
+        store, f"weft/answer/{nonce}", until, gone,
+        activity=activity, wait="", what=answers,
+    )  # fmt: skip
+    names = dist.PrefixStore(f"weft/{name}", store)
+    names.set(f"here/{launch.rank}", place_of(launch))
+    store.add("weft/calls", 1)
+    calls = f"rank 0, which has connected to {where}, to see all ranks there"
+    verdict = await_key(names, "roll", until, gone, activity=activity, wait="roll", what=calls)
     if not verdict:
         return name
-    store.add(f"weft/{name}/heard", 1)
+    names.add("heard", 1)
     raise _error(verdict)
 
 
@@ -191,17 +251,3 @@ def _error(verdict: str) -> UsageError:
     if verdict.startswith(ABSENT):
         return RendezvousError(printable(verdict.removeprefix(ABSENT)), reported=True)
     return UsageError(printable(verdict))
-
-
-def await_key(store: dist.Store, key: str, deadline: float, late: str) -> str:
-    """Return the value of a key once it is set. Raises RendezvousError(late) after the deadline.
-
-    It asks again and again: a wait inside of torch's store would let no signal through.
-    """
-    pause = 0.005
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise RendezvousError(late)
-        time.sleep(pause)
-        pause = min(0.1, 1.5 * pause)
-    return store.get(key).decode()

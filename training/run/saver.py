@@ -24,6 +24,7 @@ from mpu.context import LayerContext
 from mpu.optim.optimizer import Optimizer
 from mpu.param import unique_parameters
 from training import checkpoint
+from training.activity import Activity
 from training.checkpoint.files import write_json
 from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.lock import PATIENCE, DirectoryLock
@@ -49,7 +50,8 @@ class Saver:
 
     names: the model's table of canonical names. hf_config(model.config, dtype): its sizes in
     Hugging Face's terms; from_hf_config: the inverse. digests: hashes of the tokenizer and of the
-    data, kept with the state. As a context manager it waits for the save under way, except after
+    data, kept with the state. activity: tells what takes long at a start. As a context manager it
+    waits for the save under way, except after
     an error that other ranks may not share.
     """
 
@@ -64,7 +66,9 @@ class Saver:
         from_hf_config: Callable[[dict[str, Any]], Any],
         digests: Mapping[str, str],
         note: Callable[[str], None],
+        activity: Activity | None = None,
     ) -> None:
+        self.activity = activity or Activity(ctx.grid.launch, note)
         self.config, self.ctx, self.model, self.optimizer = config, ctx, model, optimizer
         dtype = str(config.run.dtype).removeprefix("torch.")
         self.names, self.hf_config = names, resumable.spelled(hf_config, model.config, dtype)
@@ -138,12 +142,19 @@ class Saver:
         """Load under the lock of --save: another run that had it may have been saving."""
         c, world, device = self.config.checkpoint, self.ctx.grid.world, self.ctx.device
         pieces = self.pieces()
-        made = checkpoint.check_writable(root, self.ctx.grid, pieces, device)
+        with self.activity.doing(f"checking whether --save {root} can be written"):
+            made = checkpoint.check_writable(root, self.ctx.grid, pieces, device)
         patience = min(PATIENCE, 30.0 * self.config.parallel.distributed_timeout_minutes)
 
         def claim() -> None:
             if world.rank == 0:
-                self._lock = DirectoryLock(root, self.note, patience)
+                with self.activity.waiting(
+                    "the lock of --save",
+                    lambda: f"waiting for the lock of --save {root}, which another run holds",
+                    limit=patience,
+                    over=lambda: f"the other run that held the lock of --save {root} has ended",
+                ):
+                    self._lock = DirectoryLock(root, self.note, patience)
                 if self._hf is not None:
                     self._hf.begin()
 
@@ -411,19 +422,21 @@ class Saver:
             )
         weights_only = fresh or no_optim
         pieces = self.pieces(with_state=not weights_only, to_load=True)
-        found = checkpoint.find_latest(
-            root,
-            grid,
-            flag=flag,
-            pieces=pieces,
-            expect=same_run.expected(self.config, self.hf_config),
-            suits=(lambda found: None) if fresh else self._check_resume,
-            from_hf=self.from_hf,
-            step=c.ckpt_step if flag == ("--branch-from" if c.branch_from else "--load") else None,
-            cast=fresh,
-            note=self.note,
-            device=device,
-        )
+        resumes = "--branch-from" if c.branch_from else "--load"
+        with self.activity.doing(f"checking the checkpoints of {flag} {root}"):
+            found = checkpoint.find_latest(
+                root,
+                grid,
+                flag=flag,
+                pieces=pieces,
+                expect=same_run.expected(self.config, self.hf_config),
+                suits=(lambda found: None) if fresh else self._check_resume,
+                from_hf=self.from_hf,
+                step=c.ckpt_step if flag == resumes else None,
+                cast=fresh,
+                note=self.note,
+                device=device,
+            )
         if found is None:
             return None
         if self.optimizer.sink.amaxes is not None:  # what the checkpoint lacks begins anew
@@ -431,7 +444,8 @@ class Saver:
         if self.optimizer.sink.loads is not None:
             for _, counts in self.optimizer.sink.loads.state():
                 counts.zero_()
-        checkpoint.load(found, pieces, grid, device)
+        with self.activity.doing(f"reading {found.directory}"):
+            checkpoint.load(found, pieces, grid, device)
         self.optimizer.sink.gather_weights(requantise=False)  # loaded() does, with its scales
         self.optimizer.sink.wait_for_weights()
         for line in same_run.of_model(found, self.config, self.hf_config):

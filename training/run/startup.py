@@ -29,13 +29,15 @@ from mpu.comm.transport import CommunicationError
 from mpu.connect import share, share_gpus
 from mpu.grid import Grid
 from mpu.launch import Launch
+from training.activity import Activity
 from training.config import Config, UsageError
 from training.faults.hang_watch import HangWatch
 from training.faults.monitor import FailureMonitor, exited_early
+from training.faults.store import await_key, late_ranks, poll
 from training.faults.wire import printable
 from training.flags.flag_table import known_flags
 from training.run import output
-from training.run.rendezvous import ACKNOWLEDGED, MARGIN, SHORT, RendezvousError, await_key, meet
+from training.run.rendezvous import ABSENT, ACKNOWLEDGED, MARGIN, SHORT, RendezvousError, meet
 from training.untrusted import sentence
 
 PROGRAM = "pretrain_llama.py"
@@ -67,17 +69,23 @@ def sources(root: Path = ROOT) -> dict[str, str]:
     return found | {f"the version of {name}": text for name, text in versions.items()}
 
 
-def compare(config: Config, digests: dict[str, str], launch: Launch, store: dist.Store) -> None:
+def compare(
+    config: Config,
+    digests: dict[str, str],
+    launch: Launch,
+    store: dist.Store,
+    activity: Activity | None = None,
+) -> None:
     """Raise UsageError, on every rank, where flags or data differ between ranks.
 
     It needs no collective. digests: {name in messages: hash} of whatever else must be the same.
-    Raises RendezvousError where a rank has left since it met the others.
+    Raises RendezvousError where a rank has left since it met the others, or does not go on.
     """
     settings = json.loads(config.canonical_json()) | digests | sources()
     settings["whether WEFT_SECRET is set"] = bool(launch.point.secret)
     mine = json.dumps(settings, sort_keys=True)
     try:
-        _exchange(mine, launch.rank, launch.world, store)
+        _exchange(mine, launch, store, activity or Activity(launch))
     except RuntimeError as error:
         why = printable(str(error).splitlines()[0])
         raise RendezvousError(
@@ -90,28 +98,40 @@ def digest_of(settings: str) -> str:
     return hashlib.sha256(settings.encode()).hexdigest()
 
 
-def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
+def _exchange(mine: str, launch: Launch, store: dist.Store, activity: Activity) -> None:
     """Send a digest of every rank's settings to rank 0, which asks the first that differs for all
     of them; raise UsageError, on every rank, if they differ.
+
+    Raises RendezvousError, on every rank, where some send none in time.
     """
-    deadline, ended = time.monotonic() + COMPARING, "rank {} connected and then ended"
+    rank, world, deadline = launch.rank, launch.world, time.monotonic() + COMPARING
     if rank == 0:
-        odd, verdict = "", ""
-        for other in range(1, world):
-            theirs = await_key(store, f"start/{other}", deadline, ended.format(other))
-            odd = odd or (str(other) if theirs != digest_of(mine) else "")
+        odd, verdict = _collected(mine, launch, store, activity), ""
         store.set("start/ask", odd)
-        if odd:
-            settings = await_key(store, f"start/whole/{odd}", deadline + MARGIN, ended.format(odd))
+        if odd and not odd.startswith(ABSENT):
+            settings = await_key(
+                store, f"start/whole/{odd}", deadline + MARGIN,
+                lambda: RendezvousError(f"rank {odd} connected and then ended"), activity=activity,
+                wait="start", what=f"rank {odd}, to send its settings", by=int(odd),
+            )  # fmt: skip
             verdict = _difference(mine, settings, int(odd))
             store.set("start/verdict", verdict)
     else:
+
+        def from_rank_0(key: str, until: float) -> str:
+            return await_key(
+                store, key, until, lambda: RendezvousError("rank 0 connected and then ended"),
+                activity=activity, wait="start", what="rank 0, to compare the ranks' settings",
+            )  # fmt: skip
+
         store.set(f"start/{rank}", digest_of(mine))
-        odd, verdict = await_key(store, "start/ask", deadline + MARGIN, ended.format(0)), ""
+        odd, verdict = from_rank_0("start/ask", deadline + MARGIN), ""
         if odd == str(rank):
             store.set(f"start/whole/{rank}", mine)
-        if odd:
-            verdict = await_key(store, "start/verdict", deadline + 3 * MARGIN, ended.format(0))
+        if odd and not odd.startswith(ABSENT):
+            verdict = from_rank_0("start/verdict", deadline + 3 * MARGIN)
+    if odd.startswith(ABSENT):
+        raise RendezvousError(printable(odd.removeprefix(ABSENT)), reported=True)
     if not verdict:
         return
     acknowledged, deadline = store.add("start/heard", 1), time.monotonic() + ACKNOWLEDGED
@@ -119,6 +139,38 @@ def _exchange(mine: str, rank: int, world: int, store: dist.Store) -> None:
         time.sleep(0.05)  # rank 0 may be the store itself
         acknowledged = store.add("start/heard", 0)
     raise UsageError(printable(verdict))
+
+
+def _collected(mine: str, launch: Launch, store: dist.Store, activity: Activity) -> str:
+    """Return the first rank whose settings differ from rank 0's, "" if none, or ABSENT and which
+    ranks sent none in time.
+    """
+    others, told, odd = range(1, launch.world), list[int](), ""
+
+    def missing() -> list[int]:
+        return [rank for rank in others if not store.check([f"start/{rank}"])]
+
+    def now() -> str:
+        late = missing()
+        told[:] = told or late
+        who = late_ranks(late, store, launch)
+        return f"waiting for {who}, to send the settings of the run" if late else ""
+
+    with activity.waiting(
+        "waiting for the settings of all ranks",
+        now,
+        limit=COMPARING,
+        over=lambda: f"{late_ranks(told, store, launch)} sent settings",
+        on_line=lambda: store.set("late/start", ""),
+    ):
+        deadline = time.monotonic() + COMPARING
+        for other in others:
+            theirs = poll(store, f"start/{other}", deadline)
+            if theirs is None:
+                who = late_ranks(missing() or [other], store, launch)
+                return f"{ABSENT}{who} connected and then sent no settings in {COMPARING:.0f} s"
+            odd = odd or (str(other) if theirs != digest_of(mine) else "")
+    return odd
 
 
 def _difference(mine: str, theirs: str, other: int) -> str:
@@ -144,16 +196,22 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]
 
 
 def new_monitor(
-    config: Config, grid: Grid, launch: Launch, store: Any, error_file: str | None
+    config: Config,
+    grid: Grid,
+    launch: Launch,
+    store: Any,
+    error_file: str | None,
+    activity: Activity | None = None,
 ) -> FailureMonitor:
     """Return this rank's end of the failure channel. store: where the ranks met, None for one rank.
 
-    error_file: where torchrun looks for the cause. Raises RendezvousError where it is not joined.
+    activity: what this rank does, which it tells the others. error_file: where torchrun looks for
+    the cause. Raises RendezvousError where it is not joined.
     """
     deadline = 60.0 * config.parallel.distributed_timeout_minutes
     watch = HangWatch(grid.waits, deadline, config.fault.hang_timeout)
     if store is None:
-        return FailureMonitor(watch=watch)
+        return FailureMonitor(watch=watch, activity=activity)
     point = launch.point
 
     def on_failure(cause: str) -> None:
@@ -162,7 +220,7 @@ def new_monitor(
     try:
         return FailureMonitor(
             launch.rank, launch.world, store, point.host, point.secret,
-            silence=config.fault.peer_timeout, watch=watch, tell=on_failure,
+            silence=config.fault.peer_timeout, watch=watch, tell=on_failure, activity=activity,
         )  # fmt: skip
     except CommunicationError as error:
         raise RendezvousError(f"rank {launch.rank}: {error}") from None

@@ -4,6 +4,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from mpu.launch import Launch, Rendezvous
+from training import activity as slow_start
+from training.activity import Activity
 from training.config import UsageError
-from training.run import rendezvous
+from training.faults.store import late_ranks, spans
+from training.run import rendezvous, startup
 from training.run.rendezvous import RendezvousError, meet
 from training.run.startup import _exchange
 
@@ -111,6 +115,97 @@ def test_who_did_not_come_is_named_to_all_who_did(start):
         )
 
 
+def slow(point: Rendezvous, told: list[str], rank: int) -> Activity:
+    return Activity(Launch(rank, 4, rank, 4, point=point), told.append)
+
+
+def test_who_is_late_is_told_before_the_time_is_over(start, free_port, monkeypatch):
+    """Rank 1 looks for rank 0 at another port; ranks 2 and 3 do not come."""
+    monkeypatch.setattr(slow_start, "FIRST", 0.2)
+    four, told, astray = start(4), list[str](), list[str]()
+    wrong = Rendezvous("127.0.0.1", free_port())
+    limit = timedelta(seconds=1.8)
+
+    def rank_1(launch: Launch) -> dist.Store:
+        launch = replace(launch, point=wrong)
+        return meet(limit, launch, activity=slow(wrong, astray, 1))
+
+    rank_0 = lambda launch: meet(limit, launch, activity=slow(four.point, told, 0))  # noqa: E731
+    results = four.run({0: rank_0, 1: rank_1})
+    where = f"MASTER_ADDR:MASTER_PORT (127.0.0.1:{four.point.port})"
+    assert told[0].startswith("[rank 0] waiting for ranks 1 to 3 (on ")
+    assert told[0].endswith(f"), to connect to {where}: waited 0 s of 2 s") and len(told) < 5
+    assert str(results[0]).startswith(f"ranks 1 to 3 did not connect to {where} in ")
+    where = f"MASTER_ADDR:MASTER_PORT (127.0.0.1:{wrong.port})"
+    assert astray[0].startswith(f"[rank 1] waiting for rank 0, to connect to {where}: ")
+    assert str(results[1]).startswith(f"rank 0 did not connect to {where}")
+
+
+def test_who_sends_no_settings_is_named_to_all(start, monkeypatch):
+    """Rank 2 meets the others and hangs; rank 1 says nothing of rank 0, which tells it."""
+    monkeypatch.setattr(slow_start, "FIRST", 0.2)
+    monkeypatch.setattr(startup, "COMPARING", 1.0)
+    three, told = start(3), {rank: list[str]() for rank in range(3)}
+
+    def compared(launch: Launch) -> None:
+        activity = Activity(launch, told[launch.rank].append)
+        _exchange("{}", launch, meet(LONG, launch), activity)
+
+    results = three.run({0: compared, 1: compared, 2: coming})
+    for rank in (0, 1):
+        assert isinstance(results[rank], RendezvousError) and results[rank].reported
+        assert str(results[rank]).startswith("rank 2 (process ")
+        assert str(results[rank]).endswith(" connected and then sent no settings in 1 s")
+    assert told[0][0].startswith("[rank 0] waiting for rank 2 (process ") and not told[1]
+
+
+def test_a_rank_0_that_hangs_after_the_meeting_is_told_by_one_rank(start, monkeypatch):
+    monkeypatch.setattr(slow_start, "FIRST", 0.2)
+    monkeypatch.setattr(startup, "COMPARING", 1.0)
+    monkeypatch.setattr(startup, "MARGIN", 0.3)
+    three, told = start(3), {rank: list[str]() for rank in range(3)}
+
+    def compared(launch: Launch) -> None:
+        _exchange("{}", launch, meet(LONG, launch), Activity(launch, told[launch.rank].append))
+
+    results = three.run({0: coming, 1: compared, 2: compared})
+    assert {str(results[rank]) for rank in (1, 2)} == {"rank 0 connected and then ended"}
+    (lines,) = [lines for lines in told.values() if lines]
+    assert "waiting for rank 0, to compare the ranks' settings: waited" in lines[0]
+
+
+class Kept(dict):
+    """A store of 64 ranks, 8 on a node: what late_ranks asks for, and how often."""
+
+    asked = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        return keys[0] in self
+
+
+def test_late_ranks_are_named_with_their_nodes_where_these_are_known():
+    launch = Launch(0, 64, 0, 8)
+    store = Kept({f"here/{r}": f'["n{r // 8}", {70 + r}, {r % 8}, 8]'.encode() for r in range(20)})
+    assert late_ranks([3], store, launch) == "rank 3 (process 73 on n0)"
+    assert late_ranks([20, 22, 23], store, launch) == "ranks 20, 22 and 23 (on n2)"
+    assert late_ranks([17, *range(24, 32)], store, launch) == (
+        "rank 17 (process 87 on n2), ranks 24 to 31 (node 3, counted from 0)"
+    )
+    asked, store.asked = store.asked, 0
+    assert late_ranks(range(1, 64), store, launch).endswith(" and 32 more")
+    assert store.asked <= 32 and asked
+    cyclic = Kept({"here/16": b'["n0", 70, 2, 8]', "here/18": b'["n2", 71, 2, 8]'})
+    assert late_ranks([17, 19], cyclic, launch) == "ranks 17 and 19"
+    assert late_ranks([9], Kept({"here/8": b""}), launch) == "rank 9 (node 1, counted from 0)"
+
+
+def test_ranks_are_counted_in_spans():
+    assert [spans(r) for r in ([3], [1, 3], [0, 1], [2, 3, 4], [0, 2, 4, 6, 8, 9])] == [
+        "rank 3", "ranks 1 and 3", "ranks 0 and 1", "ranks 2 to 4", "ranks 0, 2, 4 and 3 more",
+    ]  # fmt: skip
+
+
 def test_a_rank_0_that_never_came_is_named(start):
     error = start(2).run({1: impatient})[1]
     assert isinstance(error, RendezvousError) and not error.reported
@@ -203,11 +298,11 @@ def test_a_later_start_knows_nothing_of_an_earlier_one(agent):
     assert isinstance(three.run({1: refusing})[1], RendezvousError)  # nobody heard it
 
     def of_the_second(launch: Launch) -> None:
-        _exchange('{"lr": 1}', launch.rank, launch.world, meet(LONG, launch))
+        _exchange('{"lr": 1}', launch, meet(LONG, launch), Activity(launch))
 
     def of_the_third(launch: Launch) -> None:
         settings = '{"lr": 2}' if launch.rank == 2 else '{"lr": 1}'
-        _exchange(settings, launch.rank, launch.world, meet(LONG, launch))
+        _exchange(settings, launch, meet(LONG, launch), Activity(launch))
 
     second = three.run(dict.fromkeys(range(3), of_the_second), dict.fromkeys(range(3), 1))
     assert set(second.values()) == {None}

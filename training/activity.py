@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Know what this process does, in words; until its first step is done, tell what takes long.
+
+A start waits: for imports from a slow file system, for another process that builds an index, for a
+checkpoint's files, for ranks that do not come. What takes longer than FIRST seconds gets a line on
+stderr, and further lines at growing intervals: what it is, for how long, and of how long where
+there is a limit. A thread of its own tells it, so a wait in C++ is told, too. It costs nothing
+where all is quick.
+
+Not all ranks tell: rank 0 does. Another one tells what rank 0 cannot, since it is the one that does
+not come, or waits for this one; of such ranks only one on a host does.
+"""
+
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from mpu.launch import Launch
+
+FIRST, LONGEST = 10.0, 300.0  # seconds until the first line, and at most between two lines
+LATER = 1.5  # times FIRST: when another rank tells what it does itself, unless rank 0 has told that
+LOOK = 0.5  # seconds between two looks at what is done
+IN_TURN = 0.02  # seconds by which a rank of a host is slower to speak than the one before it
+
+ROOT = Path(__file__).resolve().parents[1]
+_PATHS = sysconfig.get_paths()
+# code that is not the product's, nor the user's; a test that injects a fault is neither
+_FOREIGN = ("<", *(_PATHS[key] for key in ("stdlib", "purelib", "platlib")), f"{ROOT}/tests/")
+
+
+def say(text: str) -> None:
+    """Write a line to stderr at once: ranks that share a terminal do not mix lines."""
+    with suppress(OSError):  # the terminal is gone
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+
+
+class Stage:
+    """One thing that is done. what: in words. since: time.monotonic() at its begin. due: the
+    seconds after which its next line comes. told: it has had a line. outer: what it is a part of.
+
+    now: the words of its line, "" for no line yet; None: `what`, and where the code is. limit:
+    seconds after which it ends in an error, 0 where that is not known. aloud: whether another rank
+    than 0 may tell it; None: where rank 0 waits for this rank. over: the words after its end.
+    on_line: called once, after the first line.
+    """
+
+    __slots__ = (
+        *("aloud", "due", "ended", "limit", "now", "on_line"),
+        *("outer", "over", "since", "told", "what"),
+    )
+
+    def __init__(self, what: str, due: float, outer: "Stage | None" = None) -> None:
+        self.what, self.since, self.due, self.told = what, time.monotonic(), due, False
+        self.outer, self.ended = outer, False
+        self.now: Callable[[], str] | None = None
+        self.over: Callable[[], str] | None = None
+        self.aloud: Callable[[], bool] | None = None
+        self.on_line: Callable[[], None] | None = None
+        self.limit = 0.0
+
+
+class Activity:
+    """What the main thread of this process does. launch: which rank it is. tell: gets each line.
+
+    others: returns where the other ranks are, if that is known and of interest, else "". As a
+    context manager it watches the block, or a shorter time where `started` is called in it.
+    """
+
+    def __init__(self, launch: Launch | None = None, tell: Callable[[str], None] = say) -> None:
+        self.launch = launch or Launch()
+        self.others: Callable[[], str] = str
+        self._tell, self._main = tell, threading.get_ident()
+        self._stage = self._begun("start-up")
+        self._done, self._thread = threading.Event(), threading.Thread()
+        self._voice: socket.socket | None = None
+
+    @classmethod
+    def of_process(cls) -> "Activity":
+        """Return the watched activity of this process, as its environment says which rank it is."""
+        launch = None
+        with suppress(ValueError, OSError):  # the program tells it, with what is wrong there
+            launch = Launch.from_env()
+        return cls(launch).__enter__()
+
+    @property
+    def first(self) -> float:
+        """Seconds after which rank 0 tells what takes long."""
+        return FIRST
+
+    @property
+    def what(self) -> str:
+        """What is done now, in words; to set it begins something else."""
+        return self._stage.what
+
+    @what.setter
+    def what(self, words: str) -> None:
+        before, self._stage = self._stage, self._begun(words)
+        if before.told:
+            self._end(before)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[Stage]:
+        """Do this in the block, as a part of what is done.
+
+        What another thread than the main one does counts only as long as a start is watched.
+        """
+        stage = self._begun(what, self._stage)
+        if self._done.is_set() and threading.get_ident() != self._main:
+            yield stage
+            return
+        alone = not self._thread.is_alive() and not self._done.is_set()
+        if alone:
+            self.__enter__()
+        self._stage = stage
+        try:
+            yield stage
+            if stage.told:
+                self._end(stage)
+        finally:
+            stage.ended, top = True, self._stage
+            while top.ended and top.outer is not None:  # threads may end in another order
+                top = top.outer
+                top.due = time.monotonic() - top.since + FIRST
+            self._stage = top
+            if alone:
+                self._finish()
+                self._done.clear()
+
+    @contextmanager
+    def waiting(
+        self,
+        what: str,
+        now: Callable[[], str],
+        *,
+        limit: float,
+        over: Callable[[], str],
+        aloud: Callable[[], bool] | None = lambda: True,
+        on_line: Callable[[], None] = lambda: None,
+        after: float = 1.0,
+    ) -> Iterator[None]:
+        """Wait in the block for something that `now` names; see Stage. after: times FIRST."""
+        with self.doing(what) as stage:
+            stage.now, stage.limit, stage.over = now, limit, over
+            stage.aloud, stage.on_line, stage.due = aloud, on_line, after * FIRST
+            yield
+
+    def started(self) -> None:
+        """Tell no more: the first step is done, or rank 0 tells all."""
+        self._done.set()
+
+    def __enter__(self) -> "Activity":
+        if not self._thread.is_alive() and not self._done.is_set():
+            self._thread = threading.Thread(target=self._watch, name="slow start", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(2 * LOOK)  # it may be in a store that does not answer
+
+    def _begun(self, what: str, outer: Stage | None = None) -> Stage:
+        return Stage(what, FIRST if self.launch.rank == 0 else LATER * FIRST, outer)
+
+    def _watch(self) -> None:
+        while not self._done.wait(min(LOOK, FIRST / 4)):
+            stage = self._stage
+            seconds = time.monotonic() - stage.since
+            if seconds < stage.due:
+                continue
+            stage.due = seconds + FIRST
+            line = self._line(stage) if self.launch.rank == 0 or self._aloud(stage) else ""
+            own = stage.aloud is None  # of what this rank does, one on a host tells, rank 0 first
+            alone = bool(line) and ((self.launch.rank == 0 and not own) or self._alone_on_host())
+            if not line or not (alone or self.launch.rank == 0):
+                continue
+            if stage is not self._stage or self._done.is_set():
+                continue  # it has ended meanwhile
+            stage.due = seconds + min(seconds, LONGEST)
+            before, stage.told = stage.told, True
+            limit = f" of {stage.limit:.0f} s" if stage.limit else ""
+            length = f"{seconds:.0f} s so far" if own else f"waited {seconds:.0f} s{limit}"
+            self._tell(f"{self._name()}{line}: {length}")
+            if stage.on_line is not None and not before:
+                stage.on_line()
+        self._hush()
+
+    def _line(self, stage: Stage) -> str:
+        if stage.now is not None:
+            return stage.now()
+        own, others = own_lines(sys._current_frames().get(self._main)), self.others()
+        return stage.what + (f", at {own[0]}" if own else "") + (f"; {others}" if others else "")
+
+    def _name(self) -> str:
+        launch = self.launch
+        if launch.world == 1:
+            return ""
+        where = f" on {socket.gethostname()}" if launch.local_world < launch.world else ""
+        return f"[rank {launch.rank}{where}] "
+
+    def _end(self, stage: Stage) -> None:
+        """Tell the end of what has had a line."""
+        seconds = time.monotonic() - stage.since
+        words = stage.over() if stage.over is not None else f"{stage.what}: done"
+        self._hush()
+        if words and not self._done.is_set():
+            self._tell(f"{self._name()}{words}, after {seconds:.0f} s")
+
+    def _aloud(self, stage: Stage) -> bool:
+        return self._awaited() if stage.aloud is None else stage.aloud()
+
+    def _awaited(self) -> bool:
+        """Return whether somebody listens where the ranks meet: rank 0 is there, and waits."""
+        point = self.launch.point
+        try:
+            socket.create_connection((point.host, point.port), timeout=2.0).close()
+            return True
+        except (OSError, UnicodeError, OverflowError):
+            return False
+
+    def _alone_on_host(self) -> bool:
+        """Return whether no other rank of this host speaks: a name that the kernel frees where its
+        holder dies. Where there are no such names (not Linux), each rank speaks.
+        """
+        if self._voice is not None or sys.platform != "linux":
+            return True
+        if self._done.wait(IN_TURN * self.launch.local_rank):  # mostly the lowest of them
+            return False
+        point = self.launch.point
+        voice = socket.socket(socket.AF_UNIX)
+        try:
+            voice.bind(f"\0weft/{os.getuid()}/{point.port}/{point.host[:64]}")
+        except OSError:
+            voice.close()
+            return False
+        self._voice = voice
+        return True
+
+    def _hush(self) -> None:
+        voice, self._voice = self._voice, None
+        if voice is not None:
+            voice.close()
+
+
+def own_line(file: str, number: int, function: str) -> str:
+    """Return "file:line (function)", or "" where the file is a library's."""
+    if file.startswith(_FOREIGN) or "site-packages" in file:
+        return ""
+    return f"{file.removeprefix(f'{ROOT}/')}:{number} ({function})"
+
+
+def own_lines(frame: FrameType | None) -> list[str]:
+    """Return "file:line (function)" of each frame of our or the user's code, innermost first."""
+    lines = []
+    while frame is not None:
+        code = frame.f_code
+        lines.append(own_line(code.co_filename, frame.f_lineno, code.co_name))
+        frame = frame.f_back
+    return [line for line in lines if line]

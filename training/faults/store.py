@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wait for what other ranks write into the store at which all meet, and tell who is late.
+
+    rank r   here/r = its host, process, and place on its node
+    rank 0   late/WAIT = "", once it has told that ranks are late in this wait
+
+Rank 0 names the ranks that it waits for, with their hosts. The others wait for rank 0, and tell it
+where rank 0 tells nothing. A wait asks for one key, or one count; single ranks are looked for only
+where some are late.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mpu.launch import Launch
+from training.activity import LATER, Activity
+from training.faults.wire import printable
+
+MOST = 4  # nodes that one line names
+
+
+def place_of(launch: Launch) -> str:
+    """Return this rank's host, process, and place on its node, for here/RANK."""
+    about = [socket.gethostname(), os.getpid(), launch.local_rank, launch.local_world]
+    return json.dumps(about)
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 1 and 3", "ranks 0, 2, 8 to 15 and 3 more", of ascending ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts, left = list[str](), len(ranks)
+    for low, high in runs[: 3 if len(runs) > 4 else 4]:
+        texts += [f"{low} to {high}"] if high > low + 1 else map(str, range(low, high + 1))
+        left -= high - low + 1
+    if left:
+        texts.append(f"{left} more")
+    last = texts.pop()
+    text = f"{', '.join(texts)} and {last}" if texts else last
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def late_ranks(ranks: Sequence[int], store: Any, launch: Launch) -> str:
+    """Return "rank 3 (process 71 on node0), ranks 8 to 15 (node 1, counted from 0)".
+
+    The host is what a rank has told, or another one of its node; ranks of a node are next to each
+    other, as most launchers number them, or their node is not told. store: of this start.
+    """
+    size, world = launch.local_world, launch.world
+    nodes: dict[int, list[int]] = {}
+    for rank in ranks:
+        nodes.setdefault(rank // size, []).append(rank)
+    texts, left = list[str](), len(ranks)
+    for node, late in list(nodes.items())[:MOST]:
+        hosts, where = set[str](), ""
+        for rank in range(node * size, min((node + 1) * size, world)):
+            host, process, local_rank = _place(store, rank)
+            if host and [rank] == late:
+                where = f"process {process} on {host}"
+            if host:
+                hosts.add(host if size == world or local_rank == rank % size else "")
+        if len(hosts) == 1 and "" not in hosts:
+            where = where or f"on {hosts.pop()}"
+        elif not hosts and size < world:
+            where = f"node {node}, counted from 0"
+        texts.append(spans(late) + (f" ({where})" if where else ""))
+        left -= len(late)
+    return ", ".join(texts) + (f" and {left} more" if left else "")
+
+
+def _place(store: Any, rank: int) -> tuple[str, int, int]:
+    """Return a rank's host, process and place on its node, ("", 0, 0) where it has told none."""
+    try:
+        if store.check([f"here/{rank}"]):
+            host, process, local_rank, _ = json.loads(store.get(f"here/{rank}").decode())
+            return printable(str(host)), int(process), int(local_rank)
+    except (RuntimeError, ValueError, TypeError):  # of another version of the program
+        pass
+    return "", 0, 0
+
+
+def await_key(
+    store: Any,
+    key: str,
+    deadline: float,
+    late: Callable[[], Exception],
+    *,
+    activity: Activity,
+    wait: str,
+    what: str,
+    by: int = 0,
+) -> str:
+    """Return the value of a key once it is set. Raises late() after the deadline.
+
+    activity: tells that this takes long: rank 0 at once; another rank where rank 0 does not, whose
+    mark for it is late/`wait`, or at once where rank 0 cannot have told (""). what: is waited for,
+    in words. by: the rank that sets the key.
+    """
+    began, told, first = time.monotonic(), False, activity.launch.rank == 0
+
+    def look() -> None:
+        nonlocal told
+        if wait and not first and not told and time.monotonic() - began > activity.first:
+            told = store.check([f"late/{wait}"])
+
+    with activity.waiting(
+        f"waiting for rank {by}",
+        lambda: f"waiting for {what}",
+        limit=deadline - began,
+        over=lambda: f"rank {by} has come",
+        aloud=lambda: not told,
+        on_line=lambda: store.set(f"late/{wait}", "") if first else None,
+        after=LATER if wait and not first else 1.0,
+    ):
+        value = poll(store, key, deadline, look)
+        if value is None:
+            raise late()
+    return value
+
+
+def poll(
+    store: Any, key: str, deadline: float, look: Callable[[], None] = lambda: None
+) -> str | None:
+    """Return the value of a key once it is set, None after the deadline; look() meanwhile.
+
+    It asks again and again: a wait inside of torch's store would let no signal through.
+    """
+    pause = 0.005
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return None
+        look()
+        time.sleep(pause)
+        pause = min(0.1, 1.5 * pause)
+    return str(store.get(key).decode())
