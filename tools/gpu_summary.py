@@ -255,11 +255,13 @@ def predictions(lines: Sequence[Line]) -> Iterator[str]:
     predicted = {
         (line["device"], line["row"]): line for line in lines if line["what"] == "prediction"
     }
+    # of all rows only where none was measured yet
+    some = {row for _, row in predicted if measured(lines, row)} or {row for _, row in predicted}
     for device in dict.fromkeys(name for name, _ in predicted):
         parts = []
         for (name, row), line in predicted.items():
             real = measured(lines, row)
-            if name == device:
+            if name == device and row in some:
                 ratio = f"{real['seconds'] / line['seconds']:.2f}" if real.get("seconds") and \
                     line.get("seconds") else "-"  # fmt: skip
                 ends = line.get("ends") or [line.get("seconds", 0)]

@@ -355,7 +355,8 @@ def test_every_way_of_attention_is_taken_by_a_row_of_a_part():
 def test_every_row_is_in_one_part_and_every_file_exists():
     names = [row.name for row in EVERY]
     assert len(names) == len(set(names))
-    assert gpu_check.LIMIT <= 540 < 600 and all(row.limit <= gpu_check.LIMIT for row in EVERY)
+    assert gpu_check.LIMIT <= 540 < 600
+    assert all(row.limit <= gpu_check.LIMIT for row in EVERY if row.gpus)
     assert {row.name for row in EVERY if not row.words} == ROWS.keys()
     files = {word for row in EVERY for word in row.words if word.endswith(".py")}
     assert all((ROOT / file).is_file() for file in files)
@@ -389,7 +390,7 @@ def test_the_flags_of_every_run_are_taken():
         layers = int(name[5]) if name.startswith("step-") else 6
         assert config.model.num_layers == layers, name
         experts = {"qwen3": 128, "mixtral": 8}.get(name.removeprefix("step-2-").split("-")[0], 1)
-        assert (config.model.experts or 1) == experts, name
+        assert (config.moe.experts or 1) == experts, name
     for name, layout in several.LAYOUTS.items():
         for n in (2, 4, 8):
             if n >= layout.least:
@@ -561,7 +562,7 @@ def test_results_of_another_size_or_device_are_no_results(play, tmp_path):
     [
         (["step6"], "no part and no row 'step6'; did you mean step-6"),
         (["run-bf61", "facts"], "no part and no row 'run-bf61'; did you mean run-bf16"),
-        (["experst"], "did you mean experts?"),
+        (["experst"], "did you mean experts"),
         (["zzz"], "no part and no row 'zzz'; parts: steps, experts"),
         (["--seconds", "0"], "--seconds 0.0 is not a number of seconds above 0"),
         (["--seconds", "nan"], "--seconds nan is not a number of seconds above 0"),
@@ -728,14 +729,14 @@ OWN = [row.name for row in EVERY if not row.words or row.small]  # the others ne
 
 @pytest.mark.parametrize("fault", ["kill", "hang", "lack"])
 @pytest.mark.parametrize(
-    "some", [OWN[5::16], pytest.param(OWN, marks=pytest.mark.prove)], ids=["some", "all"]
+    "some", [OWN[7::21], pytest.param(OWN, marks=pytest.mark.prove)], ids=["some", "all"]
 )
 def test_a_row_that_dies_hangs_or_lacks_a_package_is_named_and_the_others_run(
     play, tmp_path, monkeypatch, fault, some
 ):
     (tmp_path / "sitecustomize.py").write_text(FAULTS)
     options = Options([], tmp_path / "out", "cpu", True, 0, "")
-    rows, faults, limit = list[Row](), {}, 1.5 if fault == "hang" else 60.0
+    rows, faults, limit = list[Row](), {}, 0.7 if fault == "hang" else 60.0
     for name in some:
         row = gpu_check.every()[name]._replace(limit=limit, base="", needs=())
         lacks = "pytest" if row.small[:2] == ("-m", "pytest") else "torch"
@@ -752,7 +753,7 @@ def test_a_row_that_dies_hangs_or_lacks_a_package_is_named_and_the_others_run(
     for name in some:
         said = ends[name]["outcome"] + ends[name]["said"]
         assert ends[name]["outcome"].startswith("failed: "), name
-        why = {"kill": "killed by SIGKILL", "hang": "out of time (2 s)", "lack": "No module named"}
+        why = {"kill": "killed by SIGKILL", "hang": "out of time (1 s)", "lack": "No module named"}
         assert why[fault] in said, (name, said)
         assert ends[f"after-{name}"]["outcome"] == "passed", name
 

@@ -212,7 +212,7 @@ class Reads(TorchFunctionMode):
 
     def _reads(self, x: Tensor, name: str) -> None:
         if x.device.type != "cpu":
-            self.recorder.host_wait(stream=self.recorder.stream, reads=name)
+            self.recorder.host_wait(stream=self.recorder.stream, reads=name, of=x)
 
     def tolist(self, x: Tensor) -> Any:
         """Note one wait, and give zeros."""

@@ -111,8 +111,8 @@ class Wait(NamedTuple):
 class HostWait(NamedTuple):
     """The host waits: for an event, or for all of a stream (event -1), or of the device (both -1).
 
-    reads: "" or what it reads then, such as "aten::item". made: the line that made the host's side
-    of a copy.
+    reads: "" or what it reads then, such as "aten::item"; storage: of what. made: the line that
+    made the host's side of a copy.
     """
 
     event: int
@@ -120,6 +120,7 @@ class HostWait(NamedTuple):
     reads: str
     where: Where
     made: str = ""
+    storage: int = -1
 
 
 class Polled(NamedTuple):

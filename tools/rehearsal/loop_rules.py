@@ -17,6 +17,7 @@ from tools.rehearsal.events import (
     Event,
     Free,
     HostUse,
+    HostWait,
     Launch,
     Transfer,
 )
@@ -313,6 +314,8 @@ def for_nothing(seen: "Rehearsed") -> Iterator[Finding]:
         if isinstance(event, (Launch, Transfer, HostUse)):
             for number in event.read:
                 made.pop(number, None)
+        elif type(event) is HostWait:
+            made.pop(event.storage, None)
         if type(event) is Launch and event.op.rpartition("::")[2] not in SETS:
             size = max((seen.recorder.sizes.get(n, 0) for n in event.written), default=0)
             # a recomputed region makes what backward alone reads in both of its runs

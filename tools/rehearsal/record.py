@@ -285,10 +285,13 @@ class Recorder:
         self.chain()
         self.events.append(Wait(event, stream, self.place(), transfer))
 
-    def host_wait(self, event: int = -1, stream: int = -1, reads: str = "") -> None:
-        """Note that the host waits."""
+    def host_wait(
+        self, event: int = -1, stream: int = -1, reads: str = "", of: Tensor | None = None
+    ) -> None:
+        """Note that the host waits. of: what it reads."""
         self.chain()
-        self.events.append(HostWait(event, stream, reads, self.where()))
+        storage = -1 if of is None else self.number(of)
+        self.events.append(HostWait(event, stream, reads, self.where(), storage=storage))
 
     def polled(self, event: int = -1, transfer: int = -1) -> None:
         """Note that the host has seen that something is over."""

@@ -232,7 +232,9 @@ class Replay:
                     event=now(EVENT, event.event), transfer=now(TRANSFER, event.transfer)
                 )
             elif kind is HostWait:
-                event = event._replace(event=now(EVENT, event.event))
+                event = event._replace(
+                    event=now(EVENT, event.event), storage=now(STORAGE, event.storage)
+                )
             elif kind is RecordStream:
                 event = event._replace(storage=now(STORAGE, event.storage))
             elif kind is Action:

@@ -51,7 +51,7 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read(args[0]) if self.fake else func(*args, **kwargs)
         if self.fake and func in UNKNOWN_SIZE and args[0].device.type == recorder.device:
-            recorder.host_wait(stream=recorder.stream, reads=name_of(func))
+            recorder.host_wait(stream=recorder.stream, reads=name_of(func), of=args[0])
             columns = (args[0].dim(),) if func is UNKNOWN_SIZE[0] else ()
             kind = torch.long if columns else args[0].dtype
             return args[0].new_empty((0, *columns), dtype=kind)
@@ -192,7 +192,7 @@ class Watch(TorchDispatchMode):
         """Note that the host reads a number, and give it one."""
         self.recorder.host_use([tensor], [])
         if tensor.device.type == self.recorder.device and tensor.device.type != "cpu":
-            self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item")
+            self.recorder.host_wait(stream=self.recorder.stream, reads="aten::item", of=tensor)
         kind = tensor.dtype
         return False if kind == torch.bool else 0.0 if kind.is_floating_point else 0
 

@@ -113,6 +113,15 @@ def test_the_fullest_rank_has_the_dry_runs_memory_at_a_skew(rehearse):
     assert held(rehearse, 4, 0, f"{words} --rehearse-expert-skew 2.5")
 
 
+def test_counts_of_many_experts_that_the_host_alone_reads_are_no_finding(rehearse):
+    """128 experts and 4 layers: the numbers that the log reads are more than 4 KiB."""
+    small = " ".join(MODEL).replace("--num-experts 8", "--num-experts 128")
+    small = small.replace("2048", "128").replace("32000", "512").replace("3584", "64")
+    words = f"{small} --moe-layer-freq [0,0,0,1] --moe-router-topk 2 --num-attention-heads 4"
+    code, report, _ = rehearse(f"{words} --micro-batch-size 1 --global-batch-size 1", 1, False)
+    assert (code, report["findings"]) == (0, []) and report["time"]["step_seconds"] > 0
+
+
 TURNS = f"{TO} alltoall --overlap-moe-expert-parallel-comm --micro-batch-size 2"
 VIRTUAL = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 BESIDE = [  # world, rank, flags: a forward beside a backward

@@ -172,7 +172,7 @@ static int give(void *device, int right, unsigned value, unsigned *out) {
   return device == (void *)0x123456789abc && right ? CODE : 2;
 }
 int nvmlDeviceGetClockInfo(void *d, int kind, unsigned *x) { return give(d, kind == 1, 1410, x); }
-int nvmlDeviceGetTemperature(void *d, int sensor, unsigned *x) { return give(d, sensor == 0, 83, x); }
+int nvmlDeviceGetTemperature(void *d, int of, unsigned *x) { return give(d, of == 0, 83, x); }
 int nvmlDeviceGetPowerUsage(void *d, unsigned *x) { return give(d, 1, 690000, x); }
 """
 
