@@ -114,6 +114,7 @@ def test_the_fullest_rank_has_the_dry_runs_memory_at_a_skew(rehearse):
     assert held(rehearse, 4, 0, f"{words} --rehearse-expert-skew 2.5")
 
 
+@pytest.mark.prove
 def test_counts_of_many_experts_that_the_host_alone_reads_are_no_finding(rehearse):
     """128 experts and 4 layers: the numbers that the log reads are more than 4 KiB."""
     small = " ".join(MODEL).replace("--num-experts 8", "--num-experts 128")
