@@ -13,17 +13,14 @@ Where keys of a tile are looked at by some of the queries only, the others' prod
 there are no more than two such runs of tiles, and between them nothing is masked.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.signals import INTERPRETED
 
-DTYPES = (torch.bfloat16, torch.float16)
-WIDEST = 256  # elements of a head: a program has its queries in shared memory
-# queries, keys, warps and stages by the elements of a head, padded to a power of two: in 96 KiB,
-# as a block of shared memory has 99 on some GPUs (tests/mpu/kernels/test_max_logits.py)
+# queries, keys, warps and stages by the elements of a head, padded to a power of two: within the
+# 99 KiB of shared memory that a block has on some GPUs (tests/mpu/kernels/test_max_logits.py)
 TILES = {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)}
 BITS = 24  # of the number of documents, at most
 
@@ -39,7 +36,7 @@ def max_logits(
 ) -> None:
     """Raise `noted` [a] to each head's largest q k^T / sqrt(d): q [b, a, s, d], k [b, g, S, d].
 
-    noted: contiguous, in fp32. q, k: of stride 1 in d, which is at most WIDEST. causal: query i
+    noted: contiguous, in fp32. q, k: of 16 bits, and of stride 1 in d, at most 256. causal: query i
     looks at keys up to i. window: it looks at keys from i - window + 1 on; 0: from the first on.
     ends: int32 [documents + 1], the first query of each document and s: it looks at its own alone.
     What is not finite counts as infinity.
