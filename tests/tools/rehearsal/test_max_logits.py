@@ -65,7 +65,7 @@ def test_documents_are_one_launch_too(rehearse):
 
 @pytest.mark.prove
 def test_its_products_are_timed_in_16_bits(rehearse):
-    """Its results are in fp32. An H100 reaches between 400 and 1,000 TFLOP/s in bf16, 60 in fp32."""
+    """Its results are in fp32. An H100 reaches 400 to 1,000 TFLOP/s in bf16, and 60 in fp32."""
     words = "--seq-length 8192 --max-position-embeddings 8192 --num-layers 1 --kv-channels 256"
     words += " --global-batch-size 1 --rehearse-device h100"
     (_, plain, _), (_, found, _) = rehearse(words), rehearse(f"{words} {FLAG}")
