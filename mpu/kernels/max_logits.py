@@ -13,19 +13,16 @@ Where keys of a tile are looked at by some of the queries only, the others' prod
 there are no more than two such runs of tiles, and between them nothing is masked.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.signals import INTERPRETED
 
-DTYPES = (torch.bfloat16, torch.float16)
-WIDEST = 256  # elements of a head: a program has its queries in shared memory
-# queries, keys, warps and stages by the elements of a head, padded to a power of two: in 96 KiB,
-# as a block of shared memory has 99 on some GPUs (tests/mpu/kernels/test_max_logits.py)
+# queries, keys, warps and stages by the elements of a head, padded to a power of two: within the
+# 99 KiB of shared memory that a block has on some GPUs (tests/mpu/kernels/test_max_logits.py)
 TILES = {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 64, 4, 2)}
-DOCUMENTS = 64  # whose begins are compared at once
+BITS = 24  # of the number of documents, at most
 
 
 def max_logits(
@@ -39,7 +36,7 @@ def max_logits(
 ) -> None:
     """Raise `noted` [a] to each head's largest q k^T / sqrt(d): q [b, a, s, d], k [b, g, S, d].
 
-    noted: contiguous, in fp32. q, k: of stride 1 in d, which is at most WIDEST. causal: query i
+    noted: contiguous, in fp32. q, k: of 16 bits, and of stride 1 in d, at most 256. causal: query i
     looks at keys up to i. window: it looks at keys from i - window + 1 on; 0: from the first on.
     ends: int32 [documents + 1], the first query of each document and s: it looks at its own alone.
     What is not finite counts as infinity.
@@ -52,7 +49,7 @@ def max_logits(
         documents=1 if ends is None else len(ends) - 1, heads=heads, share=heads // groups,
         scale=d**-0.5, q_b=q.stride(0), q_n=q.stride(1), q_s=q.stride(2), k_b=k.stride(0),
         k_n=k.stride(1), k_s=k.stride(2), CAUSAL=causal, PACKED=ends is not None, SIZE=d,
-        WIDTH=width, ROWS=rows, KEYS=columns, BEGINS=DOCUMENTS, DOT_F32=INTERPRETED,
+        WIDTH=width, ROWS=rows, KEYS=columns, BITS=BITS, DOT_F32=INTERPRETED,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
@@ -61,7 +58,7 @@ def max_logits(
 def max_logits_kernel(
     q, k, noted, ends, s, keys, window, documents, heads, share, scale, q_b, q_n, q_s, k_b, k_n,
     k_s, CAUSAL: tl.constexpr, PACKED: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BEGINS: tl.constexpr, DOT_F32: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BITS: tl.constexpr, DOT_F32: tl.constexpr,
 ):  # fmt: skip
     """One head's maximum over ROWS queries. The last ones, which have most keys, come first."""
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -70,10 +67,13 @@ def max_logits_kernel(
     row = tl.minimum(first + tl.arange(0, ROWS), s - 1)
     low = tl.maximum(row - window + 1, 0)
     if PACKED:
-        for at in range(0, documents, BEGINS):
-            number = at + tl.arange(0, BEGINS)
-            begin = tl.load(ends + number, number < documents, 0)[None, :]
-            low = tl.maximum(low, tl.max(tl.where(begin <= row[:, None], begin, 0), 1))
+        # by bisection, unrolled: behind a loop Triton would not load keys ahead
+        number = tl.zeros_like(row)
+        for bit in tl.static_range(BITS):
+            further = number + (1 << (BITS - 1 - bit))
+            begin = tl.load(ends + further, further < documents, s)
+            number = tl.where(begin <= row, further, number)
+        low = tl.maximum(low, tl.load(ends + number))
     high = tl.minimum(row + 1, keys) if CAUSAL else tl.zeros_like(row) + keys
     # masked tiles of [start, open), tiles of [open, close) whole, masked ones of [close, stop)
     stop = (tl.max(high, 0) + KEYS - 1) // KEYS * KEYS

@@ -145,11 +145,9 @@ def matmul_dtype(launch: Launch) -> str:
     """Return the dtype of a matmul's operands; the record has that of its result.
 
     _scaled_mm multiplies float8. Where a result is fp32 and its kernel moves fewer bytes than fp32
-    operands have, the operands are bfloat16. Weft's own kernels have their operands first.
+    operands have, the operands are bfloat16.
     """
     op = short_name(launch)
-    if launch.dtype == "float32" and launch.op.startswith("triton::"):
-        return launch.dtypes[0]
     if op.startswith("_scaled_mm"):
         return "float8"
     if launch.dtype == "float32" and op in MATMULS:

@@ -67,7 +67,8 @@ def install(recorder: Recorder, rank: int) -> None:
                 born, lines = recorder.birthplace(x), recorder.lines()
                 what = f"{name} is given {key} in host memory"
                 recorder.found.append(Finding("device", where.place, what, born, (born, *lines)))
-        named = written or list(tensors.values())
+        # products are timed by the dtype of their operands, which come first
+        named = written if written and not cost.flops else list(tensors.values())
         uses = recorder.uses(read, written, where, recorder.stream)
         recorder.chain()
         recorder.events.append(

@@ -115,6 +115,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 @pytest.mark.parametrize(
     "major, d, dtype, packed",
     [
+        (9, 64, BF16, True),
         (9, 128, BF16, False),
         *(
             pytest.param(major, d, dtype, d == 64, marks=pytest.mark.prove)
@@ -138,4 +139,4 @@ def test_compiles_and_spills_nothing(major, d, dtype, packed, monkeypatch, tmp_p
         assert not spilled and made.metadata.shared <= SHARED
         matmul = {8: "mma.sync", 9: "wgmma.mma_async", 10: "tcgen05.mma"}[major]
         assert matmul in made.asm["ptx"] and "max.NaN.f32" in made.asm["ptx"]
-        assert "ld.global.b16" not in made.asm["ptx"], "rows are read two bytes at a time"
+        assert "cp.async.cg" in made.asm["ptx"], "keys are not read ahead, 16 bytes at a time"

@@ -61,3 +61,15 @@ def test_documents_are_one_launch_too(rehearse):
     words = "--global-batch-size 2 --reset-attention-mask --reset-position-ids"
     counts, _ = added(rehearse, 1, words, FLAG)
     assert counts.pop("triton::max_logits_kernel") == 2 * LAYERS
+
+
+@pytest.mark.prove
+def test_its_products_are_timed_in_16_bits(rehearse):
+    """Its results are in fp32. An H100 reaches 400 to 1,000 TFLOP/s in bf16, and 60 in fp32."""
+    words = "--seq-length 8192 --max-position-embeddings 8192 --num-layers 1 --kv-channels 256"
+    words += " --global-batch-size 1 --rehearse-device h100"
+    (_, plain, _), (_, found, _) = rehearse(words), rehearse(f"{words} {FLAG}")
+    flops = sum(row["flops"] for row in found["launches"] if "max_logits" in row["op"])
+    seconds = [each["time"]["busy_seconds"]["matmul"] for each in (plain, found)]
+    assert flops == HEADS * 8192 * 8193 * 256
+    assert flops / 1e15 < seconds[1] - seconds[0] < flops / 4e14
