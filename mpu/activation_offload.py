@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from mpu.host_memory import HostMemory
+from mpu.host_memory import HostMemory, power_of_two
 from mpu.torch_private import version_of
 
 Event = torch.cuda.Event | None  # None on a CPU
@@ -34,7 +34,8 @@ Event = torch.cuda.Event | None  # None on a CPU
 class Stored:
     """One storage that a unit's tensors lie in: on the device, in host memory, or for a while both.
 
-    flat: all of it as a tensor [n], None while it is in host memory alone.
+    flat: all of it as a tensor [n], None while it is in host memory alone. host: the bytes that
+    hold it there, of which it may need fewer.
     """
 
     def __init__(self, flat: Tensor) -> None:
@@ -42,6 +43,12 @@ class Stored:
         self.host: Tensor | None = None
         self.size, self.dtype, self.nbytes = flat.numel(), flat.dtype, flat.nbytes
         self.version = version_of(flat)  # when it went down
+
+    @property
+    def on_host(self) -> Tensor:
+        """Return the tensor in host memory [n]."""
+        assert self.host is not None
+        return self.host[: self.nbytes].view(self.dtype)
 
 
 class _View(NamedTuple):
@@ -68,12 +75,13 @@ class _View(NamedTuple):
 class HostCopies:
     """Copy storages between the device and page-locked host memory, on two streams of its own.
 
-    Host memory is pooled and used again: buffers of one size and dtype, the oldest first.
+    Host memory is pooled and used again: buffers of one size, the oldest first. Sizes that change
+    from step to step, such as of the rows of experts, share buffers (`buffer_bytes`).
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pool: dict[tuple[int, torch.dtype], deque[tuple[Tensor, Event]]] = {}
+        self._pool: dict[int, deque[tuple[Tensor, Event]]] = {}  # by bytes
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
         if device.type == "cuda":
@@ -91,7 +99,7 @@ class HostCopies:
                 if last_use:
                     last_use.wait(self._down)
                 assert each.flat is not None
-                each.host.copy_(each.flat, non_blocking=True)
+                each.on_host.copy_(each.flat, non_blocking=True)
         return self._down.record_event() if self._down else None
 
     def up(self, stored: Sequence[Stored]) -> Event:
@@ -102,12 +110,12 @@ class HostCopies:
             self._up.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._up):
             for each in stored:
-                assert each.flat is not None and each.host is not None
-                each.flat.copy_(each.host, non_blocking=True)
+                assert each.flat is not None
+                each.flat.copy_(each.on_host, non_blocking=True)
         event = self._up.record_event() if self._up else None
         for each in stored:
             assert each.host is not None
-            self._pool[each.size, each.dtype].append((each.host, event))
+            self._pool[len(each.host)].append((each.host, event))
             each.host = None
         return event
 
@@ -117,11 +125,18 @@ class HostCopies:
             event.wait(torch.cuda.current_stream(self.device))
 
     def _buffer(self, stored: Stored) -> tuple[Tensor, Event]:
-        free = self._pool.setdefault((stored.size, stored.dtype), deque())
+        size = buffer_bytes(stored.nbytes)
+        free = self._pool.setdefault(size, deque())
         if free:
             return free.popleft()
-        self.host_bytes += stored.nbytes
-        return self._host.empty((stored.size,), stored.dtype), None
+        self.host_bytes += size
+        return self._host.empty((size,), torch.uint8), None
+
+
+def buffer_bytes(nbytes: int) -> int:
+    """Return the size of a buffer: there are 16 sizes from one power of two to the next."""
+    step = max(power_of_two(nbytes) // 32, 1)
+    return -(-nbytes // step) * step
 
 
 class Offload:

@@ -71,10 +71,19 @@ def save_first(run: Any, loaders: Any, saver: Any, *rest: Any, **named: Any) -> 
     train(run, loaders, saver, *rest, **named)
 
 
+class Allocated(ctypes.Structure):
+    """What mallinfo2 of the C library returns: bytes in use are uordblks and hblkhd."""
+
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+
 def sampled(every: int, file: Path) -> None:
     """Let this rank write what it holds after every so many steps, a line each."""
     after_step = Intervals.after_step
     page = os.sysconf("SC_PAGE_SIZE")
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Allocated
 
     def sampling(intervals: Intervals, step: Step) -> Decision:
         iteration = step.iteration
@@ -84,8 +93,11 @@ def sampled(every: int, file: Path) -> None:
             spans = [line.split()[0].split("-") for line in maps if "/memfd:" in line]
             shared = sum(int(high, 16) - int(low, 16) for low, high in spans)
             counts = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
+            gc.collect()  # frees also what Python keeps for later: a few thousand tuples
+            found = libc.mallinfo2()
+            alive = [sys.getallocatedblocks(), found.uordblks + found.hblkhd]
             with open(file, "a") as out:
-                out.write(json.dumps([iteration, resident, *counts, shared]) + "\n")
+                out.write(json.dumps([iteration, resident, *counts, shared, *alive]) + "\n")
         return after_step(intervals, step)
 
     Intervals.after_step = sampling

@@ -79,7 +79,7 @@ def test_what_offloads_and_saves_takes_memory_by_slabs(locked):
     activations = [Stored(torch.empty(35 * MB, dtype=torch.bfloat16, device="meta"))] * 40
     for each in activations:
         carrier._buffer(each)
-    assert carrier.host_bytes == 40 * 70 * MB
+    assert carrier.host_bytes == 40 * 72 * MB  # the next size
     assert sum(locked) < 1.1 * carrier.host_bytes + (1 << 30)
     assert stage.HostMemory is HostMemory
 
