@@ -723,7 +723,7 @@ if fault:
 # rows that only a GPU runs, and that say so
 GPU_ALONE = {"sync", "run-cuda-graph", "run-optimizer-triton", "step-6-optimizer-triton",
              "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck", "racecheck",
-             "overlap-kernels", "test-activations"}  # fmt: skip
+             "overlap-kernels", "test-activations", "test-nccl"}  # fmt: skip
 OWN = [row.name for row in EVERY if not row.words or row.small]  # the others need a GPU
 
 
