@@ -154,10 +154,10 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
     "trainer": (
         "the program's own tests: one nccl communicator, two gloo ranks on a GPU, offload, graphs",
         (
-            pytest("test-nccl", 60, "tests/gpu/test_nccl.py", small="collective"),
+            pytest("test-nccl", 60, "tests/gpu/test_nccl.py"),
             pytest("test-activations", 150, "tests/gpu/test_activations.py"),
             pytest("test-trainer", 300, "-k", "not fp64", "tests/gpu/test_trainer.py",
-                   small="3-fp32 or come_out"),
+                   small="3-fp32"),
             pytest("test-attention", 90, "tests/gpu/test_attention.py",
                    small="512-20 or backend"),
             pytest("test-trainer-fp64", 200, "-k", "fp64", "tests/gpu/test_trainer.py",

@@ -723,7 +723,7 @@ if fault:
 # rows that only a GPU runs, and that say so
 GPU_ALONE = {"sync", "run-cuda-graph", "run-optimizer-triton", "step-6-optimizer-triton",
              "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck", "racecheck",
-             "overlap-kernels", "test-activations", "step-160m-graph"}  # fmt: skip
+             "overlap-kernels", "test-activations", "test-nccl", "step-160m-graph"}  # fmt: skip
 OWN = [row.name for row in EVERY if not row.words or row.small]  # the others need a GPU
 
 
@@ -838,9 +838,8 @@ def test_the_whole_check_at_small_sizes_in_a_stock_python(tmp_path, part):
     with rows that die. There pytest is one that is missing, and its rows are skipped.
     """
     env = stock_tree(tmp_path)
-    small = [] if part in ("predict", "compile", "interpret") else ["--device", "cpu"]
     words = ["make", "gpu-check", f"PART={part}", f"PYTHON={sys.executable}"]
-    words += ["ARGS=" + " ".join(["--tiny", "--seconds", "1500", *small])]
+    words += ["ARGS=" + " ".join([*SMALL, "--seconds", "1500"])]
     done = subprocess.run(words, cwd=tmp_path / "tree", env=env, capture_output=True, text=True)
     lines, said = read(tmp_path / "out" / LINES), done.stdout
     outcomes = {line["row"]: line["outcome"] for line in lines if line["what"] == "outcome"}
