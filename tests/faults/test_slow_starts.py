@@ -46,7 +46,7 @@ HELD = {
     "index": (  # in the process that comes first, for which the other one waits
         -1,
         r"\[rank 0\] (making the sample order of .*/corpus in .*corpus-cache, at .*s so far"
-        r"|waiting for the sample order of .*, which another process makes \(.*lock\).*: waited .*)$",
+        r"|waiting for the sample order of .*, which another process makes \(.*: waited .*)$",
         "making .* done|the sample order of .* is there, after",
     ),
 }
