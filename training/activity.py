@@ -190,17 +190,21 @@ class Activity:
             stage.due = seconds + min(seconds, LONGEST)
             before, stage.told = stage.told, True
             limit = f" of {stage.limit:.0f} s" if stage.limit else ""
-            length = f"{seconds:.0f} s so far" if own else f"waited {seconds:.0f} s{limit}"
+            waits = f"waited {seconds:.0f} s{limit}"
+            length = f"{seconds:.0f} s so far" if stage.now is None else waits
             self._tell(f"{self._name()}{line}: {length}")
             if stage.on_line is not None and not before:
                 stage.on_line()
         self._hush()
 
     def _line(self, stage: Stage) -> str:
-        if stage.now is not None:
-            return stage.now()
-        own, others = own_lines(sys._current_frames().get(self._main)), self.others()
-        return stage.what + (f", at {own[0]}" if own else "") + (f"; {others}" if others else "")
+        others = self.others() if stage.aloud is None else ""
+        if stage.now is None:
+            own = own_lines(sys._current_frames().get(self._main))
+            line = f"{stage.what}, at {own[0]}" if own else stage.what
+        else:
+            line = stage.now()
+        return f"{line}; {others}" if line and others else line
 
     def _name(self) -> str:
         launch = self.launch
