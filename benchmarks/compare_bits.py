@@ -87,6 +87,11 @@ EARLY = "--overlap-grad-reduce --overlap-param-gather "
 CP = "--context-parallel-size 2 --cp-comm-type "
 WIDE = "--hidden-size 256 --ffn-hidden-size 256 --num-query-groups 4 --seq-length 128 "  # float8's
 FLOAT8 = TP + WIDE + "--fp8-format "
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
+    "--moe-token-dispatcher-type alltoall "
+)
 RUNS = {
     "tp2-sp": Run(2, SP),
     "tp2": Run(2, TP),
@@ -111,6 +116,8 @@ RUNS = {
     "offload-optimizer": Run(2, "--zero-stage 1 --optimizer-cpu-offload"),
     "packed-documents": Run(2, SP + "--reset-position-ids --reset-attention-mask --eod-mask-loss"),
     "pp2-v-half": Run(2, PP + "--pipeline-schedule v-half"),
+    "experts": Run(2, EXPERTS + "--bf16"),
+    "experts-overlap": Run(4, EXPERTS + PP + VIRTUAL + "--overlap-moe-expert-parallel-comm"),
     "zero3-tp2-pp2": Run(8, EARLY + SP + PP + "--zero-stage 3"),
 }
 FORK = {  # pattern: replacement in a copy of model/llama.py, where each matches once
