@@ -433,7 +433,7 @@ def test_torchs_compiler_need_not_be_there(monkeypatch):
 
 # a whole run
 
-HIDING = '''
+HIDING = """
 def missing(x):
     raise AttributeError("hidden")
 
@@ -451,7 +451,7 @@ kind.__getattr__ = lambda self, name: missing(name) if name in GONE else found(s
 for space in (torch.ops.aten, torch.ops.mkldnn):
     for name in GONE:
         vars(space).pop(name, None)
-'''
+"""
 
 
 def test_a_run_goes_on_without_them(launcher: Launcher, tmp_path):
