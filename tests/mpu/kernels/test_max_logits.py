@@ -100,7 +100,7 @@ def on_kernel(comm, seeds):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 200), marks=pytest.mark.prove)], ids=["few", "many"]
+    "seeds", [range(7), pytest.param(range(7, 200), marks=pytest.mark.prove)], ids=["few", "many"]
 )
 def test_equals_float64(interpreted, seeds):
     """Any sizes, groups, strides, documents and windows; parts of a row; numbers not finite."""
@@ -115,8 +115,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 @pytest.mark.parametrize(
     "major, d, dtype, packed",
     [
-        (9, 64, BF16, True),
-        (9, 128, BF16, False),
+        (9, 128, BF16, True),
         *(
             pytest.param(major, d, dtype, d == 64, marks=pytest.mark.prove)
             for major in (8, 9, 10)
