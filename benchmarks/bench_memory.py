@@ -7,8 +7,8 @@
     python benchmarks/bench_memory.py libraries              what torch's libraries and Python keep
 
 experts, dense   tiny models, with experts (ep 2, all-to-all) and without. Every 25 steps a rank
-                 reads its own numbers. A row has bytes a step but for a first quarter, by least squares:
-                 the mean of the ranks, and the rank that grows most
+                 reads its own numbers. A row has bytes a step after the first quarter, by least
+                 squares: the mean of the ranks, and the rank that grows most
     resident     memory of the process (/proc/self/statm)
     heap         bytes in use of what C and C++ allocate (mallinfo2), libraries' caches included
     free tuples  kept by Python for new ones, at most 2,000 of each length up to 20; part of the
