@@ -7,8 +7,8 @@
     python benchmarks/bench_memory.py libraries              what torch's libraries and Python keep
 
 experts, dense   tiny models, with experts (ep 2, all-to-all) and without. Every 25 steps a rank
-                 reads its own numbers. A row has bytes a step from step 500 on, by least squares:
-                 the mean of the ranks, and the rank that grows most
+                 reads its own numbers. A row has bytes a step after the first quarter, by least
+                 squares: the mean of the ranks, and the rank that grows most
     resident     memory of the process (/proc/self/statm)
     heap         bytes in use of what C and C++ allocate (mallinfo2), libraries' caches included
     free tuples  kept by Python for new ones, at most 2,000 of each length up to 20; part of the
@@ -30,7 +30,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RANKS, EVERY, FIRST = 4, 25, 500
+RANKS, EVERY = 4, 25
 MODEL = """
     --mock-data --vocab-size 64 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 2
     --seq-length 16 --lr 1e-3 --num-layers 2 --num-workers 0 --micro-batch-size 2 --device cpu
@@ -175,8 +175,8 @@ def main() -> None:
 
 
 def slope(points: list[tuple[int, int]]) -> float:
-    """Return the rise a step, by least squares, of (step, number)."""
-    late = [point for point in points if point[0] >= FIRST]
+    """Return the rise a step, by least squares, of (step, number), after the first quarter."""
+    late = points[len(points) // 4 :]
     x, y = (statistics.mean(column) for column in zip(*late, strict=True))
     return sum((a - x) * (b - y) for a, b in late) / sum((a - x) ** 2 for a, _ in late)
 
@@ -215,7 +215,11 @@ def start(code: str, argv: list[list[str]], more: list[dict[str, str]], tree: Pa
         command = [sys.executable, "-c", code, *words]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, cwd=tree, env=path, stdout=pipe, text=True))
-    said = [process.communicate()[0] for process in processes]
+    try:
+        said = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
     if any(process.returncode for process in processes):
         sys.exit(f"a rank failed: {said[0]}")
     return said
