@@ -279,7 +279,7 @@ def main(argv: list[str]) -> int:
     path, say = options.out / summary.LINES, Printer()
     say(f"gpu-check: Python {sys.version.split()[0]} ({sys.executable}), {machine_text}")
     rows = chosen(options, summary.finished(summary.of_kind(summary.read(path), options.kind)))
-    line = {"row": "call", "what": "call", "begins": time.time(), "machine": options.machine}
+    line = {"row": "call", "what": "call", "begins": int(time.time()), "machine": options.machine}
     bases = {row.name: row.base for row in rows if row.base}
     append(path, {**line, "device": options.device, "tiny": options.tiny, "bases": bases})
     adopt_orphans(True)

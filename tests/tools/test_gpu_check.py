@@ -547,7 +547,9 @@ def test_results_of_another_size_or_device_are_no_results(play, tmp_path):
     path, code = tmp_path / "out" / LINES, "append(path, {'row': 'a', 'what': 'the peer', " \
         "'tokens_per_second': 7.0})"  # fmt: skip
     rows = [row_of(path, "a", code), row_of(path, "b", "")]
-    play(rows, "a")
+    began = time.time()
+    lines = play(rows, "a")[1]
+    assert began - 1 < lines[0]["begins"] <= time.time()  # whole seconds: floats keep six digits
     order = [line["row"] for line in play(rows)[1] if line["what"] == "outcome"]
     assert order == ["a", "b", "a"]  # b had not run
     lines = play(rows, "--tiny")[1]
