@@ -177,7 +177,7 @@ class Activity:
         while not self._done.wait(min(LOOK, FIRST / 4)):
             stage = self._stage
             seconds = time.monotonic() - stage.since
-            if seconds < stage.due:
+            if seconds < stage.due or 0 < stage.limit < seconds + FIRST / 2:  # its error comes soon
                 continue
             stage.due = seconds + FIRST
             line = self._line(stage) if self.launch.rank == 0 or self._aloud(stage) else ""
