@@ -144,6 +144,8 @@ for turn in range(turns):
         call(n)
     found.append([heap() - before[0], resident() - before[1]])
 print(json.dumps(found))
+if world > 1:
+    dist.destroy_process_group()
 """
 )
 

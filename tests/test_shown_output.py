@@ -122,6 +122,7 @@ ELSEWHERE = [
     ("README.md", "12  backward  head", "tests/test_readme.py", "test_the_lines_of_explain_are"),
     ("README.md", "tp 2: the loss of", "tests/test_readme.py", "test_the_catch_of_a_wrong_model"),
     ("docs/reliability.md", "[rank 0] rank 1 hangs", "tests/faults/test_hangs.py", "hangs"),
+    ("docs/reliability.md", "[rank 0 on node0] waiting", "tests/faults", "connected, after"),
     ("docs/reliability.md", "run again, the first", "tests/training", "the first value that is"),
     ("docs/overlap.md", "overlap: ", "tests/training/run", "less time expected"),
 ]

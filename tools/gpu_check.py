@@ -116,8 +116,19 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
             Row("moe-kernels", 150),
             Row("ep-overlap", 180),
             pytest("test-offload", 90, "tests/gpu/test_offload.py", small="state or dtype1"),
-            *(Row(f"kernel-{name}", 60, needs=("triton",)) for name in ("norm", "float8")),
+            *(Row(f"kernel-{name}", 60, needs=("triton",)) for name in (
+                "norm", "max-logits", "float8")),
             Row("calibrate", 150),
+        ),
+    ),
+    "small": (
+        "160 M parameters: CUDA graphs; losses of bf16 and of float8 on one text",
+        (
+            Row("step-160m", 60),
+            Row("step-160m-graph", 60, base="step-160m"),
+            Row("curve-bf16", 150),
+            *(Row(f"curve-{name}", 150, base="curve-bf16") for name in (
+                "fp8-tensorwise", "fp8-blockwise", "bf16-seed")),
         ),
     ),
     "overlap": (
@@ -162,16 +173,6 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
                    small="512-20 or backend"),
             pytest("test-trainer-fp64", 200, "-k", "fp64", "tests/gpu/test_trainer.py",
                    small="sp-fp64"),
-        ),
-    ),
-    "small": (
-        "160 M parameters: CUDA graphs; losses of bf16 and of float8 on one text",
-        (
-            Row("step-160m", 60),
-            Row("step-160m-graph", 60, base="step-160m"),
-            Row("curve-bf16", 150),
-            *(Row(f"curve-{name}", 150, base="curve-bf16") for name in (
-                "fp8-tensorwise", "fp8-blockwise", "bf16-seed")),
         ),
     ),
     "several": (

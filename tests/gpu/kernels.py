@@ -340,3 +340,36 @@ def parts(row: Row) -> None:
         row, "sum of 8 parts", lambda: sum_of_parts(x, out),
         lambda: torch.sum(x, 0, dtype=torch.float32).to(x.dtype),
     )  # fmt: skip
+
+
+@covered
+def maxima(row: Row) -> None:
+    """The largest attention logit of each head, causal, in a window and in documents."""
+    from mpu.kernels.max_logits import max_logits
+    from mpu.layers.attention.max_logits import largest
+
+    for d in (64, 80, 128):
+        worst = 0.0
+        for s, window, documents in ((37, 0, ()), (70, 16, ()), (50, 0, (1, 17, 32))):
+            b = 1 if documents else 2
+            q, k = torch.randn(b, 4, s, d).bfloat16(), torch.randn(b, 2, s, d).bfloat16()
+            ends = torch.tensor((0, *documents)).cumsum(0).int() if documents else None
+            got = torch.full((4,), -torch.inf)
+            max_logits(q, k, got, causal=True, window=window, ends=ends)
+            back = torch.arange(s)[:, None] - torch.arange(s)
+            looks = (back >= 0) & (back < (window or s))
+            if documents:
+                of = torch.arange(3).repeat_interleave(torch.tensor(documents))
+                looks &= of[:, None] == of
+            scores = q.double() @ k.double().repeat_interleave(2, 1).mT * d**-0.5
+            want = scores.masked_fill(~looks, -torch.inf).amax((0, 2, 3))
+            worst = max(worst, float(((got - want) / want).abs().max()))
+        row.check(f"largest logits, heads of {d}: relative error", worst, 64 * EPS)
+    s = 64 if row.tiny else 8192
+    q, k = torch.randn(1, 32, s, 128).bfloat16(), torch.randn(1, 8, s, 128).bfloat16()
+    noted = torch.full((32,), -torch.inf)
+    speed(
+        row, f"largest logits of 32 heads, {s} tokens",
+        lambda: max_logits(q, k, noted, causal=True),
+        lambda: largest(q, k, "tril", torch.float32),
+    )  # fmt: skip

@@ -58,6 +58,7 @@ ROWS = {
     "kernel-adamw": "kernels:adamw",
     "kernel-float8": "kernels:float8_rows",
     "kernel-sum": "kernels:parts",
+    "kernel-max-logits": "kernels:maxima",
     "attention": "attention:paths",
     "context": "attention:context",
     "float8": "products:products",
