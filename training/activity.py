@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know what this process does, in words; until its first step is done, tell what takes long.
+"""Know what this process does, in words; until its first step is done, print what takes long.
 
 A start waits: for imports from a slow file system, for another process that builds an index, for a
 checkpoint's files, for ranks that do not come. What takes longer than FIRST seconds gets a line on
 stderr, and further lines at growing intervals: what it is, for how long, and of how long where
-there is a limit. A thread of its own tells it, so a wait in C++ is told, too. It costs nothing
-where all is quick.
+there is a limit. A thread of its own prints it, also during a wait in C++. It costs nothing where
+all is quick.
 
-Not all ranks tell: rank 0 does. Another one tells what rank 0 cannot, since it is the one that does
-not come, or waits for this one; of such ranks only one on a host does.
+Not all ranks print: rank 0 does. Another one prints what rank 0 cannot, since rank 0 is the one
+that does not come, or waits for this one; of such ranks only one on a host does.
 """
 
 import os
@@ -25,7 +25,7 @@ from types import FrameType
 from mpu.launch import Launch
 
 FIRST, LONGEST = 10.0, 300.0  # seconds until the first line, and at most between two lines
-LATER = 1.5  # times FIRST: when another rank tells what it does itself, unless rank 0 has told that
+LATER = 1.5  # times FIRST: when another rank prints what it does, unless rank 0 has done so
 LOOK = 0.5  # seconds between two looks at what is done
 IN_TURN = 0.02  # seconds by which a rank of a host is slower to speak than the one before it
 
@@ -48,7 +48,7 @@ class Stage:
 
     now: the words of its line, "" for no line yet; None: `what`, and where the code is. limit:
     seconds after which it ends in an error, 0 where that is not known. aloud: whether another rank
-    than 0 may tell it; None: where rank 0 waits for this rank. over: the words after its end.
+    than 0 may print it; None: where rank 0 waits for this rank. over: the words after its end.
     on_line: called once, after the first line.
     """
 
@@ -86,13 +86,13 @@ class Activity:
     def of_process(cls) -> "Activity":
         """Return the watched activity of this process, as its environment says which rank it is."""
         launch = None
-        with suppress(ValueError, OSError):  # the program tells it, with what is wrong there
+        with suppress(ValueError, OSError):  # the program says what is wrong there
             launch = Launch.from_env()
         return cls(launch).__enter__()
 
     @property
     def first(self) -> float:
-        """Seconds after which rank 0 tells what takes long."""
+        """Seconds after which rank 0 prints what takes long."""
         return FIRST
 
     @property
@@ -153,7 +153,7 @@ class Activity:
             yield
 
     def started(self) -> None:
-        """Tell no more: the first step is done, or rank 0 tells all."""
+        """Print no more: the first step is done, or rank 0 prints all."""
         self._done.set()
 
     def __enter__(self) -> "Activity":
@@ -181,7 +181,7 @@ class Activity:
                 continue
             stage.due = seconds + FIRST
             line = self._line(stage) if self.launch.rank == 0 or self._aloud(stage) else ""
-            own = stage.aloud is None  # of what this rank does, one on a host tells, rank 0 first
+            own = stage.aloud is None  # of what this rank does, one on a host prints, rank 0 first
             alone = bool(line) and ((self.launch.rank == 0 and not own) or self._alone_on_host())
             if not line or not (alone or self.launch.rank == 0):
                 continue

@@ -386,7 +386,7 @@ class MoEConfig:
         "fill every expert up to its capacity with zeros, so that sizes are known without a wait",
         needs="--moe-expert-capacity-factor",
         older=False,
-        told=False,
+        reported=False,
     )
     moe_per_layer_logging: bool = setting(
         False,
@@ -394,7 +394,7 @@ class MoEConfig:
         needs=EXPERTS,
         older=False,
         changes_numbers=False,
-        told=False,
+        reported=False,
     )
     qk_layernorm: bool = setting(
         False,
@@ -592,20 +592,20 @@ class Zero:
         "other rounding, at --zero-stage 2 and 3 without a pipeline",
         off="left out, once a step",
         ours=True,
-        told=True,
+        reported=True,
     )
     grad_reduce_in_bf16: bool = setting(
         False,
         "send gradients in bfloat16; their owner adds them up in fp32, in rank order",
         off="left out, in fp32",
-        told=True,
+        reported=True,
     )
     main_grads_dtype: str = setting(
         "fp32",
         "dtype of a rank's own gradients until they are sent; sums over ranks stay fp32",
         rule=one_of("fp32", "bf16"),
         off="fp32",
-        told=True,
+        reported=True,
     )
     optimizer_cpu_offload: bool = setting(
         False,
@@ -1035,23 +1035,23 @@ class DataConfig:
         changes_numbers=False,
     )
     valid_data_path: tuple[str, ...] = setting(
-        (), "data sets to mix for validation", "as --data-path", TEXTS, told=True
+        (), "data sets to mix for validation", "as --data-path", TEXTS, reported=True
     )
     test_data_path: tuple[str, ...] = setting(
-        (), "data sets to mix for testing", "as --data-path", TEXTS, told=True
+        (), "data sets to mix for testing", "as --data-path", TEXTS, reported=True
     )
     split: str | None = setting(
         None,
         "training, validation, test shares of --data-path",
         "shares",
         derived="969,30,1",
-        told=True,
+        reported=True,
     )
     multiple_validation_sets: bool = setting(
         False,
         "evaluate each prefix of --valid-data-path by itself, with a loss of its own",
         changes_numbers=False,
-        told=True,
+        reported=True,
     )
     validation_set_names: tuple[str, ...] = setting(
         (),
@@ -1066,7 +1066,7 @@ class DataConfig:
         False,
         "evaluate on each token of validation once, not on --eval-iters batches",
         changes_numbers=False,
-        told=True,
+        reported=True,
     )
     data_order: str = setting(
         "weft",
@@ -1359,13 +1359,13 @@ class RunConfig:
         False,
         "on CUDA, round the operands of fp32 products to TF32, of 10 bits; else fp32 is fp32",
         ours=True,
-        told=True,
+        reported=True,
     )
     eval_interval: int | None = setting(
         None, "steps between two evaluations", "steps", integer(), off="left out or 0"
     )
     eval_iters: int = setting(
-        100, "global batches in one evaluation", "steps", integer(-1), off="0 or -1", told=True
+        100, "global batches in one evaluation", "steps", integer(-1), off="0 or -1", reported=True
     )
     exit_interval: int | None = setting(
         None,
@@ -1392,7 +1392,7 @@ class RunConfig:
         "run, continue, or go back to the last valid checkpoint and skip those samples",
         rule=one_of("stop", "skip", "rewind"),
         ours=True,
-        told=True,
+        reported=True,
     )
     dry_run: bool = setting(
         False,
@@ -1583,7 +1583,7 @@ class FaultConfig:
         "end the run, or go back and skip its samples",
         rule=one_of("report", "stop", "rewind"),
         ours=True,
-        told=True,
+        reported=True,
     )
     spike_z_score: float = setting(
         10.0,
@@ -1598,7 +1598,7 @@ class FaultConfig:
         "count these iterations and their samples, and do not train on them",
         "iterations, counted from 1",
         WHOLES,
-        told=True,
+        reported=True,
     )
     rerun_mode: str = setting(
         "validate_results",

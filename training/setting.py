@@ -211,7 +211,7 @@ class Setting:
     older: Any = None  # the value of older checkpoints, which lack it: a digest leaves it out
     local: bool = False  # may differ between the ranks of a run: a place on a node
     changes_numbers: bool = True  # in a section that defines the numbers of the run
-    told: bool | None = None  # a resume says where it differs; None: as its section does
+    reported: bool | None = None  # a resume says where it differs; None: as its section does
 
 
 def setting(

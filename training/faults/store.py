@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait for what other ranks write into the store at which all meet, and tell who is late.
+"""Wait for what other ranks write into the store at which all meet, and print who is late.
 
     rank r   here/r = its host, process, and place on its node
-    rank 0   late/WAIT = "", once it has told that ranks are late in this wait
+    rank 0   late/WAIT = "", once it has printed that ranks are late in this wait
 
-Rank 0 names the ranks that it waits for, with their hosts. The others wait for rank 0, and tell it
-where rank 0 tells nothing. A wait asks for one key, or one count; single ranks are looked for only
+Rank 0 names the ranks that it waits for, with their hosts. The others wait for rank 0, and print so
+where rank 0 prints nothing. A wait asks for one key, or one count; single ranks are looked for only
 where some are late.
 """
 
@@ -51,8 +51,8 @@ def spans(ranks: Sequence[int]) -> str:
 def late_ranks(ranks: Sequence[int], store: Any, launch: Launch) -> str:
     """Return "rank 3 (process 71 on node0), ranks 8 to 15 (node 1, counted from 0)".
 
-    The host is what a rank has told, or another one of its node; ranks of a node are next to each
-    other, as most launchers number them, or their node is not told. store: of this start.
+    The host is what a rank has written, or another one of its node; ranks of a node are next to
+    each other, as most launchers number them, or their node is not named. store: of this start.
     """
     size, world = launch.local_world, launch.world
     nodes: dict[int, list[int]] = {}
@@ -77,7 +77,7 @@ def late_ranks(ranks: Sequence[int], store: Any, launch: Launch) -> str:
 
 
 def _place(store: Any, rank: int) -> tuple[str, int, int]:
-    """Return a rank's host, process and place on its node, ("", 0, 0) where it has told none."""
+    """Return a rank's host, process and place on its node, ("", 0, 0) where it has written none."""
     try:
         if store.check([f"here/{rank}"]):
             host, process, local_rank, _ = json.loads(store.get(f"here/{rank}").decode())
@@ -100,9 +100,9 @@ def await_key(
 ) -> str:
     """Return the value of a key once it is set. Raises late() after the deadline.
 
-    activity: tells that this takes long: rank 0 at once; another rank where rank 0 does not, whose
-    mark for it is late/`wait`, or at once where rank 0 cannot have told (""). what: is waited for,
-    in words. by: the rank that sets the key.
+    activity: prints that this takes long: rank 0 at once; another rank where rank 0 does not, whose
+    mark for it is late/`wait`, or at once where rank 0 cannot have printed it (""). what: is waited
+    for, in words. by: the rank that sets the key.
     """
     began, told, first = time.monotonic(), False, activity.launch.rank == 0
 

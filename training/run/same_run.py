@@ -3,7 +3,7 @@
 
 A change of these would repeat samples or leave some out. Layout, micro-batch and workers may
 change; so may the learning rate, the optimizer's settings and the length of the run, and a line
-tells each (training/run/settings_changed.py).
+names each (training/run/settings_changed.py).
 """
 
 import hashlib

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say which settings differ from those of the run that saved a checkpoint, as it is resumed.
 
-training/run/same_run.py refuses what would repeat samples or leave some out. What is told here may
-change, and changes how training goes on: the settings that their row of training/arguments.py marks
-with `told`, by itself or by its section, and a fork's own. A line has a flag with its value there
-and here; another one has the learning rates before and after, and where both curves end.
+training/run/same_run.py refuses what would repeat samples or leave some out. What is reported here
+may change, and changes how training goes on: the settings that their row of training/arguments.py
+marks with `reported`, by itself or by its section, and a fork's own. A line has a flag with its
+value there and here; another one has the learning rates before and after, and where both curves
+end.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from training.config import Config
 from training.expert_options import expert_options
 from training.learning_rate import at, curve_of, decoupled_curve_of
 
-SECTIONS = ("batch", "optimizer", "moe", "float8", "extra")  # told where a row says nothing
+SECTIONS = ("batch", "optimizer", "moe", "float8", "extra")  # reported where a row says nothing
 PATHS = ("data.valid_data_path", "data.test_data_path")  # no digest says whether these only moved
 # what a checkpoint of another program, or by another hand, makes of arithmetic
 ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, AssertionError)
@@ -51,7 +52,7 @@ def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str
         return
     unknown = []
     for key in [*SETTINGS, *(key for key in here if key not in SETTINGS)]:
-        if key in compared or not _told(key, config):
+        if key in compared or not _reported(key, config):
             continue
         now, known = _value(key, here), _recorded(key, saved)
         if not known:
@@ -141,16 +142,16 @@ def _flag(key: str) -> str:
     return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
-def _told(key: str, config: Config) -> bool:
+def _reported(key: str, config: Config) -> bool:
     """Return whether a line says that a setting differs."""
     if key == "batch.micro_batch_size":  # a fact of the layout, where no loss depends on it
         experts = expert_options(config)
         by_micro_batch = "aux_loss" in dict(experts.balance) or experts.capacity_factor
         return bool(config.moe.experts and by_micro_batch)
     row = SETTINGS.get(key)
-    if row is None or row.told is None:
+    if row is None or row.reported is None:
         return key.partition(".")[0] in SECTIONS
-    return row.told
+    return row.reported
 
 
 def _recorded(key: str, saved: Mapping[str, Any]) -> bool:
