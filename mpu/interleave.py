@@ -29,6 +29,8 @@ from mpu.worker import Worker, to_this_gpu
 
 First = TypeVar("First")
 Second = TypeVar("Second")
+# seconds after which a wait lets Python see a signal that came just before it, which woke nothing
+SIGNALS = 0.5
 
 
 def _nothing() -> None:
@@ -62,7 +64,8 @@ class Interleaver:
         if both is not None:
             mine, self._now = self._now, 1 - self._now
             both[1 - mine].release()
-            both[mine].acquire()
+            while not both[mine].acquire(timeout=SIGNALS):
+                pass
             self._resume()
         if self._failed:
             raise RuntimeError("the other micro-batch failed")
@@ -116,7 +119,7 @@ class Interleaver:
             while not ended.is_set():
                 try:
                     end(0)
-                    ended.wait()
+                    ended.wait(SIGNALS)
                 except BaseException as error:  # a signal's: the second ends at its next switch
                     errors.append(error)
                     self._failed = True
