@@ -100,7 +100,7 @@ def test_every_setting_that_changes_the_numbers_is_told_with_both_values():
     checked = 0
     for key, row in SETTINGS.items():
         section = key.partition(".")[0]
-        named = row.told or (row.told is None and section in settings_changed.SECTIONS)
+        named = row.reported or (row.reported is None and section in settings_changed.SECTIONS)
         if not named or key in compared or key == "batch.micro_batch_size":
             continue
         now = here.flat().get(key, row.older if row.older is not None else row.default)
