@@ -73,6 +73,7 @@ def test_nine_tenths_of_what_the_link_can_carry_are_hidden(rehearse, more):
     assert carried["can_hide"] > 0 and carried["hidden"] >= 0.9
 
 
+@pytest.mark.prove
 def test_the_table_has_a_row_for_each_module(rehearse):
     made = rehearse(f"--global-batch-size 2 {ON} --offload-modules mlp attention.qkv").report
     rows = {row["module"]: row for row in made["activations"]["modules"]}

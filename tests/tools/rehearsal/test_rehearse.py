@@ -23,6 +23,7 @@ from training.flags.parse import parse
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.prove
 def test_flops_of_a_step(rehearse):
     """Forward, dgrad and wgrad of a matmul: 6 x weights; causal attention: half of 4 s s d."""
     report = rehearse("--global-batch-size 2").report
@@ -181,6 +182,7 @@ def test_the_host_pays_for_autograd_functions_and_for_each_argument_of_triton(re
     assert seconds["triton_argument_seconds"] > 5 * triton
 
 
+@pytest.mark.prove
 def test_the_workspaces_of_operators_are_counted_or_named(rehearse):
     """FlashAttention's backward has dq in fp32 and dk, dv of each head; cuDNN's is not known."""
     wide = "--num-attention-heads 4 --kv-channels 64 --seq-length 128"

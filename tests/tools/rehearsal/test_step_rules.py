@@ -144,6 +144,7 @@ def test_fused_adamw_takes_its_scalars_in_fp32():
         scalars_are_single({"grad_scale": one, "found_inf": one.double()})
 
 
+@pytest.mark.prove
 def test_the_batches_of_micro_batches_that_are_copied_are_not_unread(rehearse):
     """Of eight micro-batches four run, and the copies of the third name its own batch."""
     found = rehearse("--global-batch-size 8")
