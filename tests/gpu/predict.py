@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 
 from tests.gpu.calibrate import base_of
+from tests.gpu.logged import PROGRAM
 from tests.gpu.row import ROOT, ROWS, RUNS, SEVERAL, STEPS, Row
 from tests.gpu.several import LAYOUTS
 from tests.gpu.several import words_of as words_of_layout
-from tests.gpu.steps import PROGRAM, words_of
+from tests.gpu.steps import words_of
 from tools.gpu_summary import read
 
 RANKS = ("RANK", "WORLD_SIZE")
@@ -77,7 +78,7 @@ def one(row: Row, device: str, name: str, each: Step) -> None:
     """Rehearse one step of rank 0. Raises RuntimeError with the rehearsal's own last line."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rehearsal.json"
-        words = [sys.executable, str(PROGRAM)]
+        words = [sys.executable, *PROGRAM]
         words += [*each.flags, "--rehearse-device", device, "--rehearse-json", str(out)]
         env = {k: v for k, v in os.environ.items() if k not in (*RANKS, "TRITON_INTERPRET")}
         env |= {"WORLD_SIZE": str(each.world)} if each.world > 1 else {}

@@ -8,7 +8,6 @@ Its vocabulary is bytes (tests/gpu/curves.py).
 """
 
 import statistics
-import time
 from collections import Counter
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 import pretrain_llama
 from tests.gpu.row import Row, Sizes, Skip, synchronize
-from tests.gpu.steps import build, by_kernel, drawn, flags, step
+from tests.gpu.steps import build, by_kernel, drawn, flags, in_a_row, profiled, step
 from training.run.cuda_graph import Graphs
 
 LAYERS, MICRO_BATCHES, SEQUENCES = 12, 4, 4  # sequences of a micro-batch
@@ -58,25 +57,15 @@ def in_turns(row: Row, runs: dict[str, Any]) -> dict[str, float]:
     count = 1 if row.tiny else 5
     for turn in range(1 if row.tiny else 10):
         for name in list(runs)[:: -1 if turn % 2 else 1]:
-            synchronize(row)
-            begin = time.perf_counter()
-            for _ in range(count):
-                step(runs[name], batches[name])
-            synchronize(row)
-            spent[name].append((time.perf_counter() - begin) / count)
+            spent[name].append(in_a_row(row, runs[name], batches[name], count))
     return {name: statistics.median(found) for name, found in spent.items()}
 
 
 def launched(row: Row, run: Any) -> dict[str, Any]:
     """Return what a step launches: kernels and their time, and the calls of the host."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    kinds += [torch.profiler.ProfilerActivity.CUDA] if row.cuda else []
-    batches = drawn(run, MICRO_BATCHES)
-    with torch.profiler.profile(activities=kinds) as seen:
-        step(run, batches)
-        synchronize(row)
-    count, spent = by_kernel(seen.events(), row.cuda)
-    calls = Counter(event.name for event in seen.events() if event.name.startswith(LAUNCH))
+    events = profiled(row, run, drawn(run, MICRO_BATCHES))
+    count, spent = by_kernel(events, row.cuda)
+    calls = Counter(event.name for event in events if event.name.startswith(LAUNCH))
     return {
         "kernels": sum(count.values()), "kernel_seconds": sum(spent.values()) / 1e6,
         "host_calls": sum(calls.values()), "by_call": dict(calls),

@@ -12,14 +12,9 @@ are those of a micro-batch. A layer takes (c(6) - c(2)) / 4, embedding and head 
 update of L layers t(L, 1) - c(L). tools/gpu_check.py subtracts, since each is a process of its own.
 """
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +25,8 @@ from estimate.model_profile import make_grid, model_profile
 from model.load import of_checkpoint
 from mpu.launch import Launch
 from tests.gpu.launched import KERNELS
-from tests.gpu.row import ROOT, Row, Sizes, Skip, Watch, synchronize
+from tests.gpu.logged import logged
+from tests.gpu.row import Row, Sizes, Skip, Watch, synchronize
 from training.data.batch import DocumentRules, make_batch
 from training.data.tokenizer import tokenizer_for
 from training.faults.monitor import FailureMonitor
@@ -38,7 +34,6 @@ from training.flags.parse import parse
 from training.run.device import choose_device
 from training.run.peak_flops import peak_flops
 
-PROGRAM = Path(__file__).with_name("program.py")
 MICRO_BATCHES = 4  # of a step
 # flags beside those of `flags`, of six layers
 VARIANTS = {
@@ -167,12 +162,12 @@ def _steps(row: Row) -> Any:
     seconds = dict[int, float]()
     for count in (1, MICRO_BATCHES):
         with Watch(row) as watch:
-            seconds[count] = _in_a_row(row, run, batches[:count], 2 if row.tiny else 10)
+            seconds[count] = in_a_row(row, run, batches[:count], 2 if row.tiny else 10)
         row.say(f"a step of {count} micro-batches", seconds=seconds[count])
     row.say("power and clocks", **watch.numbers())  # of the steps of all micro-batches
     alone = []
     for _ in range(1 if row.tiny else 5):
-        alone.append(_in_a_row(row, run, batches, 1))
+        alone.append(in_a_row(row, run, batches, 1))
     peak, source = peak_flops(row.device, torch.bfloat16)
     tokens = MICRO_BATCHES * run.config.model.seq_length
     flops = model_profile(run.config, pretrain_llama.model_provider).flops * tokens
@@ -197,7 +192,7 @@ def refuse_on_a_cpu(row: Row, words: list[str]) -> None:
             raise Skip(f"{VARIANTS[name]}: a CPU does not take it")
 
 
-def _in_a_row(row: Row, run: Any, batches: list[Any], count: int) -> float:
+def in_a_row(row: Row, run: Any, batches: list[Any], count: int) -> float:
     """Return the seconds of a step, of some that the host does not wait between."""
     synchronize(row)
     begin = time.perf_counter()
@@ -207,15 +202,20 @@ def _in_a_row(row: Row, run: Any, batches: list[Any], count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def profile(row: Row, run: Any) -> None:
-    """Write the launches and the device time of a step of one micro-batch, by kernel."""
+def profiled(row: Row, run: Any, batches: list[Any]) -> Any:
+    """Return the profiler's events of a step."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     kinds += [torch.profiler.ProfilerActivity.CUDA] if row.cuda else []
-    batches = drawn(run, MICRO_BATCHES)
     with torch.profiler.profile(activities=kinds) as seen:
         step(run, batches)
         synchronize(row)
-    count, spent = by_kernel(seen.events(), row.cuda)
+    return seen.events()
+
+
+def profile(row: Row, run: Any) -> None:
+    """Write the launches and the device time of a step of one micro-batch, by kernel."""
+    events = profiled(row, run, drawn(run, MICRO_BATCHES))
+    count, spent = by_kernel(events, row.cuda)
     rows = sorted(spent, key=lambda name: -spent[name])
     table = [f"{spent[name] / 1e3:>10.3f} ms {count[name]:>6,} x {name}" for name in rows]
     with (row.path.parent / "profiles.txt").open("a") as file:
@@ -223,7 +223,7 @@ def profile(row: Row, run: Any) -> None:
     row.say("kernels of a step", ms=sum(spent.values()) / 1e3, launches=sum(count.values()))
     for name in rows[:20]:
         row.say(f"kernel {name[:80]}", ms=spent[name] / 1e3, count=count[name])
-    row.say("launches", by_operation=dict(launches(seen.events(), row.cuda)))
+    row.say("launches", by_operation=dict(launches(events, row.cuda)))
 
 
 CUDA = torch.autograd.DeviceType.CUDA
@@ -274,19 +274,10 @@ def program(row: Row) -> None:
 
 def started(row: Row, words: list[str], ranks: int = 1) -> None:
     """Run the program with some flags, on some ranks; write what its log says of the steps."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.json"
-        command = [sys.executable]
-        if ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += [str(PROGRAM), *words, "--device", row.device.type]
-        command += ["--log-interval", "1", "--log-json", str(log)]
-        command += ["--train-iters", "4"] if row.tiny else []
-        done = subprocess.run(command, cwd=ROOT, check=False)
-        lines = log.read_text().splitlines() if log.exists() else []
-        found = [each for each in map(json.loads, lines) if "step_seconds" in each]
-    if done.returncode or not found:
-        raise RuntimeError(f"the program ended with {done.returncode} after {len(found)} steps")
+    more = ["--log-interval", "1", *(["--train-iters", "4"] if row.tiny else [])]
+    found = [each for each in logged(row, [*words, *more], ranks) if "step_seconds" in each]
+    if not found:
+        raise RuntimeError("the program's log has no step")
     steady = found[1 if row.tiny else 5 :]
     seconds = statistics.median(each["step_seconds"] for each in steady)
     rate = statistics.median(each["tokens_per_second"] for each in steady)
