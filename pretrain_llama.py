@@ -359,7 +359,7 @@ def main(
             activity.what = "reading the flags"
             argv = name_fork(sys.argv[1:] if argv is None else argv)
             if "--rehearse" in argv:  # another program runs this one, on a device without memory
-                activity.started()  # that one tells
+                activity.started()  # that one prints
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
                 return subprocess.call([sys.executable, tool, os.path.abspath(__file__), *argv])
             config = parse(argv, launch.world, own_flags(model_file(argv)), of_checkpoint)

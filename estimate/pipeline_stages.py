@@ -46,8 +46,9 @@ def uses_of(config: Config, provider: ModelProvider, pp_rank: int) -> dict[str, 
     embedding's that the head is tied to: each of them would train one of its own.
     """
     last, places = config.model.num_layers + 1, dict[int, int]()  # {part: its pipeline rank}
+    stages = stages_of(config, provider)
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        for stage in rank_stages(config, provider, rank):
+        for stage in (stages[number] for number in own_stages(config, rank)):
             here = [layer + 1 for layer in stage.layers]
             here += [0] * stage.embedding + [last] * stage.loss
             places |= dict.fromkeys(here, rank)

@@ -180,10 +180,13 @@ class Activity:
             if seconds < stage.due or 0 < stage.limit < seconds + FIRST / 2:  # its error comes soon
                 continue
             stage.due = seconds + FIRST
-            line = self._line(stage) if self.launch.rank == 0 or self._aloud(stage) else ""
+            first = self.launch.rank == 0
+            line = self._line(stage) if first or self._aloud(stage) else ""
+            if not line:
+                continue
             own = stage.aloud is None  # of what this rank does, one on a host prints, rank 0 first
-            alone = bool(line) and ((self.launch.rank == 0 and not own) or self._alone_on_host())
-            if not line or not (alone or self.launch.rank == 0):
+            alone = (first and not own) or self._alone_on_host()
+            if not (first or alone):
                 continue
             if stage is not self._stage or self._done.is_set():
                 continue  # it has ended meanwhile

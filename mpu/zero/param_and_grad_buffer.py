@@ -300,12 +300,13 @@ class ParamAndGradBuffer(GradientSink):
 
     def _holding(self, param: nn.Parameter) -> ParamBucket:
         """Return the bucket of a weight. Raises RuntimeError for one that has none."""
-        if param not in self._bucket_of:
+        bucket = self._bucket_of.get(param)
+        if bucket is None:
             raise RuntimeError(
                 f"{self.name_of(param)} is used and was no parameter of the model when its buckets "
                 "were made: make it in __init__, as an attribute of a module"
             )
-        return self._bucket_of[param]
+        return bucket
 
     def add_rows(self, param: nn.Parameter, rows: Tensor, grad: Tensor) -> None:
         """Add grad[i] to row rows[i]: rows [n], grad [n, h].

@@ -75,8 +75,8 @@ def build_loaders(
 ) -> Loaders:
     """Open the data that the flags name and return the loader of each split; context: see Loader.
 
-    activity: tells what takes long, in place of a thread of each cache.
-    Raises ValueError, naming flag or file, for data that cannot be trained on.
+    activity: prints what takes long, in place of a thread of each cache. Raises ValueError, naming
+    flag or file, for data that cannot be trained on.
     """
     data = config.data
     rules = DocumentRules(

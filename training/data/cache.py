@@ -34,7 +34,7 @@ class IndexCache:
 
     A directory that cannot be used is reported once by `report`; arrays are then built in memory.
     `patience`: for how many seconds another process may hold the lock of an entry. `owner`: a user
-    whose entries are believed besides this one's and root's. `activity`: tells what takes long.
+    whose entries are believed besides this one's and root's. `activity`: prints what takes long.
     """
 
     def __init__(

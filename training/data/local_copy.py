@@ -33,9 +33,8 @@ def local_copy(
 ) -> str:
     """Return the prefix of this host's copy of a .bin/.idx pair, once it is there.
 
-    activity: tells that another process takes long to make it.
-    Raises ValueError naming the flag where it cannot be made, DataError where the original changes
-    meanwhile.
+    activity: prints that another process takes long to make it. Raises ValueError
+    naming the flag where it cannot be made, DataError where the original changes meanwhile.
     """
     try:
         found = {end: os.stat(prefix + end) for end in (".idx", ".bin")}

@@ -41,9 +41,9 @@ def prepare(
 
     What is quick to check comes first; reading a whole corpus, if it must be, comes last.
 
-    share_cores: on a CPU, take only this rank's share of the node's cores. activity: tells what
-    takes long. Returns the config with
-    its vocabulary, the device, the loaders, and hashes that all ranks must share.
+    share_cores: on a CPU, take only this rank's share of the node's cores. activity: prints what
+    takes long. Returns the config with its vocabulary, the device, the loaders, and hashes that all
+    ranks must share.
     """
     if Path(mpu.__path__[0]).resolve().parent != ROOT:
         raise UsageError(

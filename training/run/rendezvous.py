@@ -53,8 +53,8 @@ def meet(
 ) -> dist.Store:
     """Return a store that the ranks of this start share, once all are here.
 
-    refused: why this rank does not start. activity: tells who is late. Raises RendezvousError where
-    ranks stay away for `timeout`, UsageError with the reason where one refuses.
+    refused: why this rank does not start. activity: prints who is late. Raises RendezvousError
+    where ranks stay away for `timeout`, UsageError with the reason where one refuses.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     activity = activity or Activity(launch)

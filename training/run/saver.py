@@ -50,9 +50,8 @@ class Saver:
 
     names: the model's table of canonical names. hf_config(model.config, dtype): its sizes in
     Hugging Face's terms; from_hf_config: the inverse. digests: hashes of the tokenizer and of the
-    data, kept with the state. activity: tells what takes long at a start. As a context manager it
-    waits for the save under way, except after
-    an error that other ranks may not share.
+    data, kept with the state. activity: prints what takes long at a start. As a context
+    manager it waits for the save under way, except after an error that other ranks may not share.
     """
 
     def __init__(
