@@ -210,14 +210,20 @@ def peaks(comm: Any, case: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def test_a_warm_up_lives_in_what_the_dry_run_states(world: Any) -> None:
-    """A step's micro-batch, which chooses experts unevenly, and a weight with its gradient."""
+    """A step's micro-batch, which chooses experts unevenly, and a weight with its gradient.
+
+    Gloo's thread keeps what a finished exchange sent and received until Python lets it run: a
+    rank may hold that much more.
+    """
     moe = dict(num_experts=8, moe_router_topk=4, moe_ffn_hidden_size=128)
     case = CASE | dict(moe=moe, dispatch="alltoall", rows=8, m=2, s=64)
     case |= dict(sizes=dict(hidden_size=64, kv_channels=16, vocab_size=512))
+    kept = 2 * 4 * 256 * 4 * 64  # two ways, fp32: tokens * experts a token * hidden_size
     for warm, step, largest, stated in world(4).run(peaks, case):
-        assert warm < 1.15 * (step + largest) and 0.85 * stated < warm < 1.15 * stated
+        assert warm < 1.15 * (step + largest) + kept
+        assert 0.85 * stated < warm < 1.15 * stated + kept
     for warm, _, _, stated in world(4).run(peaks, case | dict(beside=True)):  # two overlap
-        assert 0.85 * stated < warm < 1.15 * stated
+        assert 0.85 * stated < warm < 1.15 * stated + kept
 
 
 def test_the_dry_run_states_what_a_start_needs() -> None:
