@@ -62,7 +62,7 @@ def check_rows(here: list[dict[str, Any]], there: list[dict[str, Any]], rel: flo
 
 
 @pytest.mark.parametrize("layout", sampled(["ZeRO 3", "pp 2", "tp 2"], 3))
-@pytest.mark.parametrize("fork", sampled(sorted(FORKS), 2))
+@pytest.mark.parametrize("fork", sampled(sorted(FORKS), 3))
 def test_a_fork_trains_its_part_and_resumes(runs: Runs, fork: str, layout: str) -> None:
     """As on one rank; a resume on the same layout has the same bits."""
     one, here = runs.run(fork, "one"), runs.run(fork, layout)

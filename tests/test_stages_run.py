@@ -145,6 +145,7 @@ def test_killed_in_each_stage_in_one_layout(launcher, folder, whole):
     hold(killed_in_each(launcher, folder, ("one rank",) * 4, ("update",) * 3), whole, 0)
 
 
+@pytest.mark.prove
 def test_killed_in_each_stage_and_resumed_in_two_layouts(launcher, folder, whole):
     ways = ("tp 2", "one rank", "tp 2", "pp 2")
     hold(killed_in_each(launcher, folder, ways, ("update",) * 3), whole, 1e-10)

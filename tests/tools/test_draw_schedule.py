@@ -20,6 +20,7 @@ def boxes_of(svg):
     return re.findall(r'<g id="(rank\S+)">\s*<path d="([^"]+)" style="([^"]+)"', svg.read_text())
 
 
+@pytest.mark.prove
 def test_the_pictures_in_docs_are_the_schedules(tmp_path, capsys):
     """Drawn again, every picture has the same boxes, and the numbers are those of the page."""
     assert main(["--all", str(tmp_path)]) == 0

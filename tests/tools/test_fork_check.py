@@ -332,13 +332,8 @@ def test_mistakes_in_the_command_line(tmp_path, capsys):
     assert "--no-such-flag" in capsys.readouterr().err
 
 
-ALSO = ("a death by signal",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in ALSO else pytest.mark.prove) for n in fork_mistakes.MISTAKES],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("name", fork_mistakes.MISTAKES)
 def test_a_planted_mistake_ends_in_a_sentence_with_its_cause(name, tmp_path):
     """Those that nothing here can see have no sentence, and the page on forks lists them."""
     mistake = fork_mistakes.MISTAKES[name]
@@ -373,6 +368,7 @@ def test_restarted_ranks_are_not_sent_tensors(tmp_path):
     assert sent.oracles == {} and desk.oracles and sent.model == desk.model
 
 
+@pytest.mark.prove
 def test_a_crash_of_the_check_itself_is_a_sentence(monkeypatch, capfd):
     def crash(*_):
         raise KeyError("no such row")

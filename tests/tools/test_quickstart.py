@@ -42,6 +42,7 @@ def make(out, data, *words, code=0):
 TOKENS = [f"tokens/{part}/{quickstart.TOKENS}.idx" for part in ("train", "heldout")]
 
 
+@pytest.mark.prove
 @needs_make
 def test_a_file_is_made_again_where_its_source_or_its_program_changed(tmp_path):
     data, out = tmp_path / "my own text.txt", tmp_path / "out"

@@ -73,6 +73,7 @@ def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, pp_ra
     assert abs(stated - counted) <= 0.02 * counted, (stated / 1e9, counted / 1e9)
 
 
+@pytest.mark.prove
 def test_a_step_has_no_memory_of_the_model_that_warms_up(rehearse):
     """A record keeps nothing alive: the model that loads kernels before a pipeline's first message
     is gone when steps run, with its largest weight and gradient.

@@ -99,10 +99,8 @@ def held(rehearse, world, rank, flags, within=0.02):
     return True
 
 
-@pytest.mark.parametrize(
-    "world, rank, flags",
-    [pytest.param(*one, marks=[] if one is FEW[2] else pytest.mark.prove) for one in FEW],
-)
+@pytest.mark.prove
+@pytest.mark.parametrize("world, rank, flags", FEW)
 def test_a_layout_has_no_finding_and_the_dry_runs_memory(rehearse, world, rank, flags):
     words = f"{flags} --micro-batch-size 1 --global-batch-size 8"
     assert held(rehearse, world, rank, words)

@@ -11,15 +11,14 @@ from tools.rehearsal.graph import prove
 UNTIED = "--cuda-graph --untie-embeddings-and-output-weights"
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("world,flags,graphs,compared", [
     (1, f"{UNTIED} --global-batch-size 4 --rehearse-steps 3", 4, 3),
-    pytest.param(2, f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel "
-                    "--global-batch-size 4 --recompute-granularity full", 4, 2,
-                 marks=pytest.mark.prove),
-    pytest.param(2, f"{UNTIED} --zero-stage 1 --overlap-grad-reduce --overlap-param-gather "
-                    "--global-batch-size 10", 3, 2, marks=pytest.mark.prove),
-    pytest.param(1, f"{UNTIED} --global-batch-size 4 --fp8-format hybrid --fp8-recipe tensorwise",
-                 4, 2, marks=pytest.mark.prove),
+    (2, f"{UNTIED} --tensor-model-parallel-size 2 --sequence-parallel "
+        "--global-batch-size 4 --recompute-granularity full", 4, 2),
+    (2, f"{UNTIED} --zero-stage 1 --overlap-grad-reduce --overlap-param-gather "
+        "--global-batch-size 10", 3, 2),
+    (1, f"{UNTIED} --global-batch-size 4 --fp8-format hybrid --fp8-recipe tensorwise", 4, 2),
 ])  # fmt: skip
 def test_steps_that_repeat_pass(rehearse, world, flags, graphs, compared):
     found = rehearse(flags, world)

@@ -117,7 +117,8 @@ def explained(comm, more):
     return found.equal, found.counted, found.text
 
 
-@pytest.mark.parametrize("axis", ["tp", pytest.param("ep", marks=pytest.mark.prove)])
+@pytest.mark.prove
+@pytest.mark.parametrize("axis", ["tp", "ep"])
 def test_a_new_collective_enters_every_reader(axis, world, rehearse, tmp_path):
     more = ["--model-file", fork(tmp_path)] if axis == "tp" else EXPERTS
     key = axis, "all_to_all"

@@ -48,6 +48,7 @@ def test_kernels_that_overlap_multiply_as_much(rehearse):
     assert "triton::all_gather_matmul_kernel" in {row["op"] for row in found.report["launches"]}
 
 
+@pytest.mark.prove
 def test_memory_of_what_is_kept(rehearse):
     kinds = rehearse("--global-batch-size 2").report["memory"]["by_kind"]
     parameters = 2 * 64 * 1024 + 4 * (64 * 128 + 64 * 64 + 3 * 64 * 176 + 2 * 64) + 64
@@ -154,6 +155,7 @@ def test_attention_is_the_kernel_that_torch_chooses_on_the_device(rehearse, more
     assert ops == both
 
 
+@pytest.mark.prove
 def test_a_card_that_nobody_measured_is_predicted_as_a_range(rehearse):
     _, report, text = rehearse("--rehearse-device h200")
     low, high = report["time"]["range"]

@@ -51,6 +51,7 @@ def check(rehearse, world: int, flags: str, within: float) -> int:
     return int(counted)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("world, flags", LAYOUTS[1:2])
 def test_its_peak_and_copies_are_those_of_the_dry_run(rehearse, world, flags):
     assert check(rehearse, world, FLAG + flags, 0.02) < check(rehearse, world, flags, 0.02)

@@ -93,6 +93,7 @@ def test_garbage_is_sent_away(two: Two, noise: bytes) -> None:
     two.check()
 
 
+@pytest.mark.prove
 def test_two_thousand_connections_at_a_limit_of_1024(two: Two) -> None:
     """The callers hold them in a process of their own, since this one holds the limit."""
     code = f"""
