@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from mpu import native
 from training.activity import Activity
-from training.data import not_tokens
 from training.data.batch import DocumentRules
 from training.data.blend import Blend, parse_blend
 from training.data.bytes_per_token import bytes_per_token
@@ -169,9 +168,7 @@ def build_datasets(
         )
     opener = _Opener(
         data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report,
-        local=data.data_local_copy, activity=activity, tokenizer=not_tokens.tokenizer_flags(
-            data.tokenizer_type, data.tokenizer_model, data.merge_file
-        ),
+        local=data.data_local_copy, activity=activity,
     )  # fmt: skip
     needed = dict.fromkeys(SPLITS, (0, 0))
     if data.data_order == "megatron":
@@ -280,9 +277,8 @@ class _Opener:
         report: Callable[[str], None],
         local: str | None = None,
         activity: Activity | None = None,
-        tokenizer: str = "",
     ) -> None:
-        self._cache_path, self._local, self._tokenizer = cache_path, local, tokenizer
+        self._cache_path, self._local = cache_path, local
         self._activity = activity or Activity(tell=report)
         self._seq_length = seq_length
         self._seed = seed
@@ -310,7 +306,7 @@ class _Opener:
         found: list[GPTDataset] = []
         weights_left: list[float] = []
         for i, prefix in enumerate(prefixes):
-            file, cut = self._cut(flag, prefix, split, shares)
+            file, cut = self._cut(prefix, split, shares)
             if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):
                 found.append(part := self._dataset(file, split, cut))
                 self.parts.append(Part(name, flag, prefix, file, cut, weights is not None))
@@ -334,7 +330,7 @@ class _Opener:
             prefixes, weights = parse_blend(stage.train_data_path, flag)
             found = []
             for prefix in prefixes:
-                file, cut = self._cut(flag, prefix, "train", None)
+                file, cut = self._cut(prefix, "train", None)
                 if not file.lengths[cut.start : cut.stop].any():
                     raise ValueError(f"{flag}: {prefix} has no tokens")
                 found.append(self._dataset(file, "train", cut, stage.length))
@@ -361,7 +357,7 @@ class _Opener:
         """
         prefixes, weights = parse_blend(paths, flag)
         split = name.partition("-")[0]
-        cuts = [self._cut(flag, prefix, split, shares) for prefix in prefixes]
+        cuts = [self._cut(prefix, split, shares) for prefix in prefixes]
         if not samples or not any(len(cut) for _, cut in cuts):
             return None
         for prefix, (file, cut) in zip(prefixes, cuts, strict=True):
@@ -402,11 +398,10 @@ class _Opener:
         )
 
     def _cut(
-        self, flag: str, prefix: str, split: str, shares: tuple[float, float, float] | None
+        self, prefix: str, split: str, shares: tuple[float, float, float] | None
     ) -> tuple[IndexedTokens, range]:
         """Return a file, opened once, and the documents of a split in it."""
         if prefix not in self._files:
-            not_tokens.refuse(flag, prefix, self._tokenizer)
             at = prefix
             if self._local:
                 at = local_copy(prefix, self._local, self._report, self._activity)

@@ -9,63 +9,45 @@ from collections.abc import Iterable
 from training.data.text_files import kind_of
 
 COMMAND = "python tools/preprocess_data.py"
-SHOWN = 3  # names of pairs
+SHOWN = 3  # pairs
 
 
-def tokenizer_flags(kind: str | None, model: str | None, merges: str | None) -> str:
-    """Return a run's tokenizer as the flags of COMMAND; one that reads text where it has none."""
-    if kind in (None, "NullTokenizer"):
-        return "--tokenizer-type TYPE --tokenizer-model FILE"
-    file = "--vocab-file" if kind == "GPT2BPETokenizer" else "--tokenizer-model"
-    words = ["--tokenizer-type", str(kind), file, model or "FILE"]
-    return shlex.join([*words, *(["--merge-file", merges] if merges else [])])
+def instead(prefix: str, kind: str | None, model: str | None, merges: str | None) -> str:
+    """Return what is there in place of a pair, and what to name or to run.
 
-
-def refuse(flag: str, prefix: str, tokenizer: str) -> None:
-    """Raise ValueError, naming the flag, where a prefix has no .idx, or is text, or a folder.
-
-    tokenizer: the run's flags that name its tokenizer, for the command that makes tokens of text.
+    kind, model, merges: the run's tokenizer, for the command that makes tokens of text.
     """
-    if os.path.exists(f"{prefix}.idx") or prefix.endswith((".bin", ".idx")) and _pairs([prefix]):
-        return
-    named = f"{flag}: {prefix}"
-    folder = os.path.isdir(prefix)
-    if folder and (pairs := _pairs(glob.iglob(os.path.join(glob.escape(prefix), "*.idx")))):
-        raise ValueError(f"{named} is a folder: name the pairs in it, {pairs}")
-    if text := _text(prefix):
-        what = (
-            f"{named} is text" if text == prefix else f"{named} has no tokens, and {text} is text"
-        )
-        raise ValueError(f"{what}, of which {_command(text, tokenizer)}")
-    other = prefix if os.path.exists(prefix) else f"{prefix}.bin"
-    if os.path.exists(other):
-        why = " without the .idx that says where its documents begin" * other.endswith(".bin")
-        raise ValueError(
-            f"{named} is no .bin/.idx pair: {other} is a {'folder' if folder else 'file'}{why}, "
-            f"and tokens in other formats are not read; of text {_command('TEXT', tokenizer)}"
-        )
-    begins = _pairs(glob.iglob(glob.escape(prefix) + "*.idx"))
-    near = os.path.join(glob.escape(os.path.dirname(prefix)), "*.idx")
-    pattern = glob.has_magic(prefix) and _pairs(glob.iglob(prefix))
-    if pairs := pattern or begins or _pairs(glob.iglob(near)):
-        raise ValueError(
-            f"{named}.idx: cannot be read: No such file or directory; "
-            + ("a pattern is not read: name each pair, " if pattern else "the pairs there are ")
-            + pairs
-        )
+    for stem in (prefix, _output(prefix)):
+        if made := _pairs(glob.iglob(f"{glob.escape(stem)}_*_document.bin")):  # of a key
+            return f"did you mean {made[0]}?"
+    folder, alone = os.path.isdir(prefix), f"{prefix}.bin"
+    inside = glob.escape(prefix if folder else os.path.dirname(prefix))
+    pairs = _pairs(glob.iglob(os.path.join(inside, "*.bin")))
+    named = ", ".join(pairs[:SHOWN]) + f" and {len(pairs) - SHOWN} more" * (len(pairs) > SHOWN)
+    if folder and pairs:
+        return f"it is a folder; the pairs in it are {named}"
+    command = _command(text := _text(prefix), kind, model, merges)
+    if text:
+        return f"{'it' if text == prefix else text} is text, of which {command}"
+    if os.path.exists(prefix):
+        what = "it is a folder without pairs and text" if folder else "its format is not read"
+        return f"{what}; of text {command}"
+    if os.path.exists(alone):
+        return f"{alone} alone does not say where a document begins; of text {command}"
+    if pairs:
+        return f"the pairs there are {named}"
+    return "tools/preprocess_data.py makes a .bin/.idx pair"
 
 
-def _pairs(names: Iterable[str]) -> str:
-    """Return the prefixes of the pairs among files, the first few of them."""
-    stems = sorted({os.path.splitext(name)[0] for name in names if name[-4:] in (".bin", ".idx")})
-    found = [each for each in stems if all(os.path.exists(each + s) for s in (".bin", ".idx"))]
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(found[:SHOWN]) + more
+def _pairs(names: Iterable[str]) -> list[str]:
+    """Return the prefixes of those .bin files that have an .idx."""
+    stems = sorted(name.removesuffix(".bin") for name in names)
+    return [each for each in stems if os.path.exists(f"{each}.idx")]
 
 
 def _text(prefix: str) -> str:
-    """Return what is text: the name itself, a file of text or a folder or pattern of some, or the
-    name with the ending of one; else "".
+    """Return the file, folder or pattern of text that a prefix is, or the file of text that has its
+    name and an ending; else "".
     """
     if os.path.isdir(prefix):
         names = (file for _, _, files in os.walk(prefix) for file in files)
@@ -74,8 +56,7 @@ def _text(prefix: str) -> str:
         return prefix if _is_text(prefix) else ""
     if glob.has_magic(prefix) and any(map(_is_text, glob.iglob(prefix, recursive=True))):
         return prefix
-    ended = sorted(filter(_is_text, glob.iglob(glob.escape(prefix) + ".*")))
-    return ended[0] if ended else ""
+    return min(filter(_is_text, glob.iglob(f"{glob.escape(prefix)}.*")), default="")
 
 
 def _is_text(name: str) -> bool:
@@ -85,14 +66,20 @@ def _is_text(name: str) -> bool:
         return False
 
 
-def _command(text: str, tokenizer: str) -> str:
-    """Return "COMMAND makes a pair, and --data-path PREFIX reads it"."""
-    output = text.rstrip("/")
-    if os.path.isdir(text) or not glob.has_magic(text):
-        folder, _, name = output.rpartition("/")
-        output = os.path.join(folder, name if os.path.isdir(text) else name.partition(".")[0])
-    else:
-        output = "data/mine"
-    words = shlex.join(["--input", text, "--output-prefix", output, "--append-eod"])
+def _output(text: str) -> str:
+    """Return the --output-prefix for a file or folder of text."""
+    folder, name = os.path.split(text.rstrip("/"))
+    return os.path.join(folder, name if os.path.isdir(text) else name.partition(".")[0])
+
+
+def _command(text: str, kind: str | None, model: str | None, merges: str | None) -> str:
+    """Return the command that makes a pair, with the name that the pair has then."""
+    output = _output(text) if os.path.exists(text) else "data/mine"
+    words = ["--input", text or "TEXT", "--output-prefix", output, "--append-eod"]
+    if kind in (None, "NullTokenizer"):
+        kind, model = "TYPE", "FILE"  # those of a run that reads text
+    file = "--vocab-file" if kind == "GPT2BPETokenizer" else "--tokenizer-model"
+    words += ["--tokenizer-type", str(kind), file, model or "FILE"]
+    words += ["--merge-file", merges] if merges else []
     pair = shlex.quote(f"{output}_text_document")
-    return f"`{COMMAND} {words} {tokenizer}` makes a pair, which is then named {pair}"
+    return f"`{COMMAND} {shlex.join(words)}` makes a pair, which is then named {pair}"
