@@ -195,7 +195,7 @@ def build_datasets(
             else:
                 ask = partial(opener.open_as_megatron, each, flag, name, shares)
                 found[name] = ask(*needed[split]) if each else None
-    for same in twice(opener.parts, cut=shares is not None):
+    for same in dict.fromkeys(twice(opener.parts, cut=shares is not None)):
         train = found["train"]
         if train is None or not begun(same.split, train):
             raise ValueError(f"{same.what}: {same.instead}")

@@ -45,9 +45,9 @@ def local_copy(
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     folder = os.path.join(directory, name)
     copy = os.path.join(folder, os.path.basename(prefix))
-    if all(_there(copy + end, s.st_size) for end, s in found.items()):
-        return copy
     try:
+        if all(_there(copy + end, s.st_size) for end, s in found.items()):
+            return copy
         os.makedirs(folder, exist_ok=True)
         lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:

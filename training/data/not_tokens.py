@@ -18,8 +18,8 @@ def instead(prefix: str, kind: str | None, model: str | None, merges: str | None
     kind, model, merges: the run's tokenizer, for the command that makes tokens of text.
     """
     for stem in (prefix, _output(prefix)):
-        if made := _pairs(glob.iglob(f"{glob.escape(stem)}_*_document.bin")):  # of a key
-            return f"did you mean {made[0]}?"
+        if made := glob.glob(f"{glob.escape(stem)}_*_document.bin"):  # of a key
+            return f"did you mean {min(made).removesuffix('.bin')}?"
     folder, alone = os.path.isdir(prefix), f"{prefix}.bin"
     inside = glob.escape(prefix if folder else os.path.dirname(prefix))
     pairs = _pairs(glob.iglob(os.path.join(inside, "*.bin")))

@@ -10,7 +10,6 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 from training.data.indexed import IndexedTokens
 
@@ -40,7 +39,7 @@ class Twice:
 
 
 def twice(parts: Sequence[Part], cut: bool) -> Iterator[Twice]:
-    """Yield what is read twice. cut: --split gives each split documents of its own.
+    """Yield what is read twice. cut: --split gives each split other documents of the same pairs.
 
     Several stages may read one data set, which goes on in the later ones, and a copy, which begins
     again.
@@ -49,10 +48,21 @@ def twice(parts: Sequence[Part], cut: bool) -> Iterator[Twice]:
     for part in parts:
         alike[part.file.sketch].append(part)
     for group in alike.values():
-        for one, other in combinations(group, 2):
-            found = _compare(one, other, cut)
-            if found and (_one_file(one, other) or one.file.digest == other.file.digest):
-                yield found
+        seen: list[Part] = []  # one of each blend
+        for part in group:
+            again = False
+            for one in seen:
+                found = _compare(one, part, cut)
+                if found and _same(one, part):
+                    yield found
+                    again |= (one.split, one.flag) == (part.split, part.flag)
+            if not again:
+                seen.append(part)
+
+
+def _same(one: Part, other: Part) -> bool:
+    """Return whether two parts with the same sketch hold the same tokens."""
+    return _one_file(one, other) or one.file.digest == other.file.digest
 
 
 def _one_file(one: Part, other: Part) -> bool:
@@ -73,9 +83,8 @@ def _compare(one: Part, other: Part, cut: bool) -> Twice | None:
     if cut:
         return None
     if one.split == other.split == "train":
-        if os.path.realpath(f"{a}.bin") == os.path.realpath(f"{b}.bin") or not _one_file(
-            one, other
-        ):
+        names = {os.path.realpath(f"{prefix}.bin") for prefix in (a, b)}
+        if len(names) == 1 or not _one_file(one, other):
             return None
         return Twice(
             "train",
