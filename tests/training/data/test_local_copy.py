@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.training.small_llama import SMALL, read
+from training import untrusted
 from training.config import UsageError
 from training.data import local_copy as module
 from training.data.dataset import DataError
@@ -47,6 +48,16 @@ def test_another_original_is_another_copy_and_a_torn_copy_is_made_anew(prefix, t
     assert open(copy + ".bin", "rb").read() == open(prefix + ".bin", "rb").read()
     os.utime(prefix + ".bin", ns=(1, 1))
     assert local_copy(prefix, near) != copy
+
+
+def test_a_copy_of_a_trusted_user_is_read_and_not_made_again(prefix, tmp_path, monkeypatch):
+    near = str(tmp_path / "near")
+    copy, owner = local_copy(prefix, near), os.geteuid()
+    monkeypatch.setattr(module, "_copy", lambda *given: pytest.fail("copied again"))
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 12345)
+    monkeypatch.setattr(untrusted, "_trusted", {owner})
+    os.remove(os.path.join(os.path.dirname(copy), "lock"))  # which the other user alone may open
+    assert local_copy(prefix, near) == copy and not os.path.exists(os.path.dirname(copy) + "/lock")
 
 
 def test_ranks_that_ask_at_once_copy_once(prefix, tmp_path, monkeypatch):
