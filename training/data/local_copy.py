@@ -49,6 +49,12 @@ def local_copy(
         if all(_there(copy + end, s.st_size) for end, s in found.items()):
             return copy
         os.makedirs(folder, exist_ok=True)
+        if (owner := os.stat(folder).st_uid) not in trusted_owners():
+            raise ValueError(
+                f"{FLAG} {directory}: the copy of {prefix} there belongs to the user with number "
+                f"{owner}: --trust-owner {owner} reads it once it is complete, or name another "
+                "directory"
+            )
         lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             with (activity or Activity(tell=report)).waiting(
