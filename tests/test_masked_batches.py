@@ -2,11 +2,13 @@
 """A global batch in which no token counts has loss 0 and gradients 0, and the update still runs.
 
 That is Megatron's rule: the count that divides is at least 1 (finalize_model_grads). A run of two
-ordinary steps goes on with documents that hold nothing but their end, under --eod-mask-loss.
+ordinary steps goes on where documents hold nothing but their end, under --eod-mask-loss, and a line
+says so. Data that have no other token at all are refused before the first step.
 """
 
 from math import sqrt
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ import torch
 
 from tests.launcher import Launcher
 from tests.saved import tensors
+from training.data.build import build_datasets
 from training.data.indexed import IndexedWriter
+from training.flags.parse import parse
 
 LATER = pytest.mark.prove
 LR, DECAY, BETAS, EPS = 1e-2, 0.1, (0.9, 0.95), 1e-8
@@ -28,15 +32,34 @@ FLAGS = f"""
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 
 
+READ = {"train": range(8, 16), "valid": range(4), "test": range(4)}  # samples after two steps
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two corpora: one of documents as they are, one of ends of documents (199) only."""
+    """Two corpora: one of documents as they are, and one of ends of documents (199) but for a token
+    of each split that no sample of READ holds.
+    """
     folder = tmp_path_factory.mktemp("data")
     numbers = np.random.default_rng(0).integers(0, 199, (64, 20))
-    for name, rows in (("plain", numbers), ("masked", np.full_like(numbers, 199))):
+    places = np.arange(numbers.size).reshape(numbers.shape)  # the order depends on lengths alone
+
+    def write(name: str, rows: np.ndarray) -> str:
         with IndexedWriter(str(folder / name), np.dtype(np.uint16)) as out:
             for row in rows:
                 out.add(row.astype(np.uint16))
+        return str(folder / name)
+
+    write("plain", numbers)
+    words = f"{FLAGS} --train-iters 4 --data-path {write('places', places)}"
+    tokenizer = SimpleNamespace(vocab_size=2000, eod=1999)
+    splits = build_datasets(parse(words.replace("{dir}", str(folder)).split(), 1), tokenizer)
+    masked = np.full_like(numbers, 199)
+    for name, samples in READ.items():
+        seen = {int(token) for i in samples for token in splits[name].sample(i)}
+        all_of = {int(token) for i in range(100) for token in splits[name].sample(i)}
+        masked.flat[min(all_of - seen)] = 0
+    write("masked", masked)
     return folder
 
 
@@ -66,6 +89,9 @@ def test_no_token_counts(launcher: Launcher, data: Path, ranks: int, more: str) 
 
     plain = train("plain", 2)
     masked = train("masked", 4, "--load {dir}/saved --allow-change data", plain.folder)
+    said = masked.said(0, "out")
+    for samples in ("8 to 11", "12 to 15", "0 to 3"):
+        assert f"--eod-mask-loss leaves no token of samples {samples} in the loss" in said
     rows = masked.rows()
     steps = {row["iteration"]: row for row in rows if "grad_norm" in row}
     assert steps[1]["grad_norm"] > 0 and steps[2]["loss"] > 1

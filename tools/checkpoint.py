@@ -220,6 +220,8 @@ def parser() -> Parser:
             allow_abbrev=False,
         )
         made.set_defaults(do=globals()[f"do_{name}"])
+        if name != "prune":  # it removes what it reads
+            made.add_trust_owner()
         return made
 
     place: Words = {"type": Path, "metavar": "PLACE", "help": "a run's directory or a step's"}

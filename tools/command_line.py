@@ -8,10 +8,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from training.data.tokenizer import OTHER_TYPE, TOKENIZER_TYPES
-from training.untrusted import printable, sentence
+from training.untrusted import printable, sentence, trust_owners
 
 MOST = (1 << 63) - 1
 
@@ -21,6 +21,29 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
+
+    def add_trust_owner(self) -> None:
+        """Add the flag that names users whose checkpoints are read, besides this one and root."""
+        what = "read what this user owns, too: a name or a number; may be repeated"
+        self.add_argument("--trust-owner", action=_Trust, default=[], metavar="USER", help=what)
+
+
+class _Trust(argparse.Action):
+    """Trust each user that is named."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        users = [*namespace.trust_owner, values]
+        namespace.trust_owner = users
+        try:
+            trust_owners(users)
+        except ValueError as error:
+            parser.error(str(error))
 
 
 def error_line(program: str, error: BaseException) -> str:

@@ -92,6 +92,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add("--wandb-project", metavar="NAME", help="log them to Weights & Biases")
     add("--wandb-exp-name", metavar="NAME", help="the name of that run")
     add_tokenizer(parser, "the checkpoint's")
+    parser.add_trust_owner()
     add(
         "--model-file",
         metavar="PATH",

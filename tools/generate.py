@@ -221,6 +221,7 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, help="draw among those that sum to p (1.0: all)")
     add("--seed", type=integer(0), default=1234, help="of the draws (1234)")
     add_tokenizer(parser, "the checkpoint's")
+    parser.add_trust_owner()
     add("--model-file", metavar="PATH", help="for a fork; default: Weft's own")
     add("--dtype", choices=("float32", "bfloat16", "float64"), help="default: as stored")
     add(

@@ -33,6 +33,7 @@ from training.batch_size import global_batch_size, samples_after
 from training.checkpoint import find_latest
 from training.config import Config
 from training.data.build import build_loaders
+from training.data.dataset import Dataset
 from training.data.loader import Loader
 from training.data.tokenizer import Tokenizer, tokenizer_for
 from training.flags.parse import parse
@@ -73,7 +74,7 @@ def ledger(
 
     def loaders_of(config: Config) -> list[Loader]:
         return [
-            build_loaders(config, tokenizer, rank, size, report=lambda line: None).train
+            build_loaders(config, tokenizer, rank, size, lambda line: None, begun=any_run).train
             for rank in range(size)
         ]
 
@@ -100,6 +101,11 @@ def ledger(
         yield Entry(step, consumed, rows, step in passed, name_at(config, consumed))
     for loader in loaders:
         loader.close()
+
+
+def any_run(split: str, train: Dataset) -> bool:
+    """Say that the run was begun with data that is read twice: its order is what is asked for."""
+    return True
 
 
 def passed_over(config: Config) -> set[int]:

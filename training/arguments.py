@@ -1266,6 +1266,14 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = setting(
         False, "stop when --load holds no checkpoint", off="left out, start fresh", needs="--load"
     )
+    trust_owner: tuple[str, ...] = setting(
+        (),
+        "read checkpoints, data caches and local copies of these users too, where they are, not "
+        "this user's and root's alone",
+        "names or numbers of users",
+        TEXTS,
+        ours=True,
+    )
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,19 @@
 
 Only plain files are opened: a pipe or a device would hang a run or never end. JSON is read with
 limits on its size, its depth and its numbers; of another program's file only what is read counts.
+Checkpoints, caches and copies count only if they belong to this user, to root, or to a user whom
+--trust-owner names.
 """
 
 import errno
 import json
 import math
 import os
+import pwd
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -22,6 +25,7 @@ SETTINGS = 1 << 24  # most bytes of a JSON file of settings
 DEPTH = 64  # most levels of JSON
 OURS = ("runs", "data", "checkpoints", "models", "out", "tmp")  # folders, and nobody's name there
 LONGEST = 1000  # characters of a message
+_trusted: set[int] = set()  # users of --trust-owner
 _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -39,6 +43,29 @@ def nothing_downloaded(path: str | os.PathLike[str]) -> str:
         f"nothing is downloaded; if that is a model on Hugging Face, `hf download {path} "
         f"--local-dir {folder}`, and give {folder}"
     )
+
+
+def trust_owners(users: Iterable[str]) -> None:
+    """Trust these users and nobody named before: names, or numbers of users without a name here.
+
+    Raises ValueError for a user who is not known.
+    """
+    found = set()
+    for user in users:
+        try:
+            found.add(int(user) if user.isascii() and user.isdigit() else pwd.getpwnam(user).pw_uid)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"--trust-owner {user}: no user has this name here; a number is taken too, as "
+                "`ls -ln` prints it"
+            ) from None
+    _trusted.clear()
+    _trusted.update(found)
+
+
+def trusted_owners() -> set[int]:
+    """Return the numbers of the users whose files count: this one, root, and --trust-owner's."""
+    return {0, os.geteuid(), *_trusted}
 
 
 def open_plain(path: str | os.PathLike[str], flags: int = 0) -> BufferedReader:

@@ -4,12 +4,16 @@ private."""
 
 import math
 import os
+import pwd
 import stat
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tools.command_line import Parser
+from training.config import UsageError
+from training.flags.parse import parse
 from training.run.log import Log
 from training.untrusted import (
     DEPTH,
@@ -19,8 +23,12 @@ from training.untrusted import (
     printable,
     read_json,
     read_plain,
+    trust_owners,
+    trusted_owners,
 )
 
+FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --lr 1e-3
+    --train-iters 1 --mock-data --vocab-size 64"""
 BAD_JSON = [
     (b"[" * 100_000, "levels"),
     (b"[" * (DEPTH + 1) + b"]" * (DEPTH + 1), "levels"),
@@ -136,3 +144,24 @@ def test_a_name_on_hugging_face_gets_the_command_that_downloads_it(tmp_path, mon
     assert said.startswith("nothing is downloaded; if that is a model on Hugging Face, `hf downl")
     for path in ("runs/mine", "own/model", "/a/b", "../a", "a/b/c", "name", "a b/c", "", "a/$(x)"):
         assert nothing_downloaded(path) == "nothing is downloaded"
+
+
+def test_whose_files_count():
+    """--trust-owner takes names and numbers, also of users who have no name on this host."""
+    own = {0, os.geteuid()}
+    name = pwd.getpwuid(1).pw_name
+    try:
+        parse(f"{FLAGS} --trust-owner {name} 70123".split(), 1)
+        assert trusted_owners() == own | {1, 70123}
+        with pytest.raises(UsageError, match="--trust-owner nobody-here: no user has this name"):
+            parse(f"{FLAGS} --trust-owner nobody-here".split(), 1)
+        parser = Parser()
+        parser.add_trust_owner()
+        assert parser.parse_args(["--trust-owner", name, "--trust-owner=8"]).trust_owner
+        assert trusted_owners() == own | {1, 8}
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--trust-owner", "-1"])
+        parse(FLAGS.split(), 1)
+        assert trusted_owners() == own
+    finally:
+        trust_owners([])

@@ -28,6 +28,7 @@ import xxhash
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.pieces import NamedPiece, dtype_name
+from training.untrusted import trusted_owners
 
 Hook = Callable[[str], None]
 SUMS: dict[str, tuple[Any, str]] = {  # by their keys in a manifest
@@ -139,7 +140,7 @@ def write_safetensors(
 
 
 def open_directory(path: Path, holder: object) -> Path:
-    """Open a directory that is no link and belongs to this user or root; return a path to read by.
+    """Open a directory that is no link and has a trusted owner; return a path to read by.
 
     Raises CheckpointError. On Linux, while `holder` lives, the path leads to this very directory,
     even if another one takes its name. The mode is not checked: some file systems show everything
@@ -159,15 +160,15 @@ def open_directory(path: Path, holder: object) -> Path:
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid not in (os.geteuid(), 0):
+    if found.st_uid not in trusted_owners():
         raise CheckpointError(
             f"{path.name} belongs to the user with number {found.st_uid}, neither to this one nor "
-            "to root: copy it if you trust it"
+            f"to root: if you trust that user, --trust-owner {found.st_uid} reads it where it is"
         )
 
 
 def open_plain(path: Path) -> BufferedReader:
-    """Open a plain file to read, which must be no link and belong to this user or to root.
+    """Open a plain file to read, which must be no link and have a trusted owner.
 
     Raises CheckpointError naming the file. It never blocks, as opening a pipe would.
     """

@@ -3,7 +3,7 @@
 
 It is a Checkpoint whose index is made from the headers of its safetensors files, so that any layout
 reads only the slices it needs. There are no hashes to verify. Instead it is checked that the files
-are plain, belong to this user or root, have the sizes that their headers ask for, and hold what the
+are plain, have a trusted owner, have the sizes that their headers ask for, and hold what the
 index lists and the model needs. Pickles are not read.
 """
 

@@ -4,7 +4,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from training.data.megatron_order import (
 )
 from training.data.mock import MockDataset
 from training.data.one_pass import OnePass
+from training.data.same_data import Part, twice
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
 from training.data.stage_datasets import Staged, StageData
 from training.stages import stage_of
@@ -35,6 +36,16 @@ from training.stages import stage_of
 if TYPE_CHECKING:
     from training.config import Config
     from training.data.tokenizer import Tokenizer
+
+
+# Asked about data that is read twice: (split, training data) -> whether the run resumes one that
+# was begun with it, and so goes on in its order.
+Begun = Callable[[str, Dataset], bool]
+
+
+def new_run(split: str, train: Dataset) -> bool:
+    """Say that the run begins here."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -72,17 +83,18 @@ def build_loaders(
     context: tuple[int, int] = (0, 1),
     *,
     activity: Activity | None = None,
+    begun: Begun = new_run,
 ) -> Loaders:
     """Open the data that the flags name and return the loader of each split; context: see Loader.
 
-    activity: prints what takes long, in place of a thread of each cache. Raises ValueError, naming
-    flag or file, for data that cannot be trained on.
+    activity: prints what takes long, in place of a thread of each cache. begun: see
+    build_datasets(). Raises ValueError, naming flag or file, for data that cannot be trained on.
     """
     data = config.data
     rules = DocumentRules(
         tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
-    datasets = build_datasets(config, tokenizer, report, activity)
+    datasets = build_datasets(config, tokenizer, report, activity, begun=begun)
     samples = config.run.eval_iters * config.batch.global_batch_size  # of an evaluation
 
     def load(dataset: Dataset | None) -> Loader | None:
@@ -112,10 +124,10 @@ def build_loaders(
     }
     valid = {name: loader for name, loader in held_out.items() if loader is not None}
     for name in held_out.keys() - valid.keys() if data.multiple_validation_sets else ():
-        raise ValueError(f"--multiple-validation-sets: the set {name} has no tokens")
+        raise ValueError(f"--multiple-validation-sets: the set {name} has no tokens that count")
     evaluates = config.run.eval_iters > 0 or data.full_validation
     if not valid and config.run.eval_interval and evaluates:
-        why = "--valid-data-path has no tokens"
+        why = "--valid-data-path has no tokens that count"
         if data.data_path:
             why = (
                 f"--split {data.split or DEFAULT_SPLIT} assigns whole documents, and none to "
@@ -133,10 +145,14 @@ def build_datasets(
     tokenizer: "Tokenizer",
     report: Callable[[str], None] = print,
     activity: Activity | None = None,
+    *,
+    begun: Begun = new_run,
 ) -> dict[str, Dataset | None]:
-    """Return {split: dataset}, None for an empty split.
+    """Return {split: dataset}, None for a split without tokens that count in the loss.
 
-    With --multiple-validation-sets each set has a key of its own, "valid-" and its name.
+    With --multiple-validation-sets each set has a key of its own, "valid-" and its name. begun:
+    see `Begun`. Raises ValueError, naming flag and file, for data that is not there, is read twice
+    or trains on nothing.
     """
     data, seq_length, seed = config.data, config.model.seq_length, config.run.seed
     if data.mock_data:
@@ -175,11 +191,45 @@ def build_datasets(
             }
         for name, each in sets.items():
             if each and (data.data_order == "weft" or full_validation):
-                found[name] = opener.open(each, flag, split, shares, full_validation)
+                found[name] = opener.open(each, flag, name, shares, full_validation)
             else:
-                ask = partial(opener.open_as_megatron, each, flag, split, shares)
+                ask = partial(opener.open_as_megatron, each, flag, name, shares)
                 found[name] = ask(*needed[split]) if each else None
+    for same in dict.fromkeys(twice(opener.parts, cut=shares is not None)):
+        train = found["train"]
+        if train is None or not begun(same.split, train):
+            raise ValueError(f"{same.what}: {same.instead}")
+        report(f"{same.what}; the run was begun so, and goes on in its order")
+    if data.eod_mask_loss:
+        for empty in _without_loss(opener.parts, tokenizer.eod, report):
+            found[empty] = None
     return found
+
+
+def _without_loss(
+    parts: Sequence[Part], eod: int | None, report: Callable[[str], None]
+) -> Iterator[str]:
+    """Yield each split to evaluate on in which --eod-mask-loss leaves no token in the loss.
+
+    Raises ValueError where that is so of what is trained on, or of a stage of it.
+    """
+    blends: dict[tuple[str, str], list[Part]] = {}
+    for part in parts:
+        blends.setdefault((part.split, part.flag), []).append(part)
+    for (split, flag), blend in blends.items():
+        masked = [part for part in blend if part.file.holds_only(eod, part.documents)]
+        of = f"{flag}: the {split} documents of" if split in SPLITS else f"{flag}:"
+        lines = [
+            f"{of} {part.prefix} hold the end-of-document token {eod} alone, which --eod-mask-loss "
+            "leaves out of the loss"
+            for part in masked
+        ]
+        if len(masked) == len(blend) and split == "train":
+            raise ValueError(f"{lines[0]}, so no token would be trained on")
+        for line in lines:
+            report(line)
+        if len(masked) == len(blend):
+            yield split
 
 
 def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
@@ -234,6 +284,7 @@ class _Opener:
         self._seed = seed
         self._vocab_size = vocab_size
         self._report = report
+        self.parts: list[Part] = []  # that are read
         self._files: dict[str, IndexedTokens] = {}
         self._caches: dict[tuple[str, int], IndexCache] = {}
 
@@ -241,21 +292,24 @@ class _Opener:
         self,
         paths: Sequence[str],
         flag: str,
-        split: str,
+        name: str,
         shares: tuple[float, float, float] | None,
         whole: bool = False,
     ) -> Dataset | None:
         """Return the dataset of a split, None if empty; `shares` cut each file, None takes all.
 
-        whole: each token once; else the samples have no end.
+        name: the split, or "valid-" and the name of a set. whole: each token once; else the samples
+        have no end.
         """
         prefixes, weights = parse_blend(paths, flag)
+        split = name.partition("-")[0]
         found: list[GPTDataset] = []
         weights_left: list[float] = []
         for i, prefix in enumerate(prefixes):
             file, cut = self._cut(prefix, split, shares)
             if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):
                 found.append(part := self._dataset(file, split, cut))
+                self.parts.append(Part(name, flag, prefix, file, cut, weights is not None))
                 weights_left.append(float(part.tokens) if weights is None else weights[i])
             elif weights and weights[i] > 0 and split == "train":
                 raise ValueError(
@@ -280,6 +334,7 @@ class _Opener:
                 if not file.lengths[cut.start : cut.stop].any():
                     raise ValueError(f"{flag}: {prefix} has no tokens")
                 found.append(self._dataset(file, "train", cut, stage.length))
+                self.parts.append(Part("train", flag, prefix, file, cut, weights is not None))
             shares = weights or [float(part.tokens) for part in found]
             keys = [os.path.realpath(prefix + ".bin") for prefix in prefixes]
             parts.append(StageData(found, shares, keys))
@@ -290,7 +345,7 @@ class _Opener:
         self,
         paths: Sequence[str],
         flag: str,
-        split: str,
+        name: str,
         shares: tuple[float, float, float] | None,
         samples: int,
         read: int,
@@ -301,9 +356,13 @@ class _Opener:
         weights give one epoch each, and a blend takes no weight of 0.
         """
         prefixes, weights = parse_blend(paths, flag)
+        split = name.partition("-")[0]
         cuts = [self._cut(prefix, split, shares) for prefix in prefixes]
         if not samples or not any(len(cut) for _, cut in cuts):
             return None
+        for prefix, (file, cut) in zip(prefixes, cuts, strict=True):
+            if file.lengths[cut.start : cut.stop].any():
+                self.parts.append(Part(name, flag, prefix, file, cut, weights is not None))
         if len(prefixes) == 1 and (weights is None or shares is None):
             return self._in_order(*cuts[0], split, samples)
         if weights is None:

@@ -6,7 +6,8 @@ process group. An entry is one .npy of int32 whose last eight words are the SHA-
 of the facts it was built from; an entry that does not match its SHA-256 is built again.
 
 Others may write to the directory. So no link is followed, nothing that is there is cut, and an
-entry is believed only if it belongs to this user, to root, or to the owner of the data.
+entry is believed only if it belongs to this user, to root, to the owner of the data, or to a user
+of --trust-owner.
 """
 
 import errno
@@ -23,7 +24,7 @@ import numpy as np
 
 from training.activity import Activity
 from training.data.files import replacing
-from training.untrusted import open_plain
+from training.untrusted import open_plain, trusted_owners
 
 WORDS = 8  # of int32 in a SHA-256
 READ_LIMIT = 256 << 20  # bytes; a larger entry is mapped instead of read
@@ -34,7 +35,7 @@ class IndexCache:
 
     A directory that cannot be used is reported once by `report`; arrays are then built in memory.
     `patience`: for how many seconds another process may hold the lock of an entry. `owner`: a user
-    whose entries are believed besides this one's and root's. `activity`: prints what takes long.
+    whose entries are believed besides the trusted ones'. `activity`: prints what takes long.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class IndexCache:
         self.directory = directory
         self.report, self.activity = report, activity or Activity(tell=report)
         self._patience = patience
-        self._trusted = {0, os.geteuid(), owner}
+        self._trusted = {owner, *trusted_owners()}
         self._usable = True
 
     def get(

@@ -108,10 +108,21 @@ class IndexedTokens:
         written to meanwhile.
         """
         assert 0 <= offset and offset + count <= self.lengths[sequence]
-        first = int(self._starts[sequence // self._stride])
-        if rest := sequence % self._stride:
-            first += sum(self.lengths[sequence - rest : sequence].tolist())
-        return self._tokens(first + offset, count)
+        return self._tokens(self._first(sequence) + offset, count)
+
+    def holds_only(self, token: int | None, sequences: range) -> bool:
+        """Return whether consecutive sequences have this token alone; read up to the first other.
+
+        Sequences without a token have.
+        """
+        at = self._first(sequences.start) if sequences else 0
+        end = at + int(self.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
+        size = 2048
+        while at < end:
+            if (self._tokens(at, min(size, end - at)) != token).any():
+                return False
+            at, size = at + size, min(2 * size, BLOCK)
+        return True
 
     def check(self) -> None:
         """Raise DataError where the tokens were written to, or cut, since they were opened.
@@ -168,6 +179,13 @@ class IndexedTokens:
         if "digest" in self.__dict__ and self._bin.size <= WHOLE:
             return full_digest(self._bin, self.lengths, self.dtype.str, {}, None) == self.digest
         return self._sketch() == self.sketch
+
+    def _first(self, sequence: int) -> int:
+        """Return the place of a sequence's first token among all."""
+        first = int(self._starts[sequence // self._stride])
+        if rest := sequence % self._stride:
+            first += sum(self.lengths[sequence - rest : sequence].tolist())
+        return first
 
     def _tokens(self, first: int, count: int) -> np.ndarray:
         width = self.dtype.itemsize

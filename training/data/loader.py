@@ -62,6 +62,7 @@ class Loader:
         self._report = report
         self.bytes_per_token = cache(bytes_per_token)
         self._returned = 0.0  # when the last batch was handed out
+        self._masked = 0  # global batches without a token that counts
         self._pool: Workers[Batch] | None = None
         self._ahead: deque[Future[Batch]] = deque()
         self._next = 0  # global sample at which the batch at the head of the queue begins
@@ -77,6 +78,13 @@ class Loader:
                 f"times data-parallel ranks, {self._rows} x {self._stride // self._rows}"
             )
         starts = range(consumed, consumed + global_batch_size, self._stride)
+        batches = self._next_batches(consumed, starts)
+        if self._rules.eod_mask_loss and not any(batch.token_count for batch in batches):
+            self._tell_masked(consumed, global_batch_size)
+        return batches
+
+    def _next_batches(self, consumed: int, starts: range) -> list[Batch]:
+        """Return this rank's micro-batches that start at these samples."""
         if self._workers == 0 and not self._timeout:
             return [self._make(start) for start in starts]
         if consumed != self._next:
@@ -90,9 +98,26 @@ class Loader:
         except BaseException:
             self.close()
             raise
-        self._next += global_batch_size
+        self._next += len(starts) * self._stride
         self._returned = time.perf_counter()
         return batches
+
+    def _tell_masked(self, consumed: int, size: int) -> None:
+        """Report a global batch without a token that counts: the 1st, 2nd, 4th, 8th, ... one.
+
+        This rank's part has none; the other ranks' are read, too.
+        """
+        for i in range(consumed, consumed + size):
+            if make_batch(self.dataset.sample(i)[None], self._rules, i).token_count:
+                return
+        self._masked += 1
+        if self._masked & (self._masked - 1) == 0:
+            more = f"; it is the {self._masked}th such batch" if self._masked > 2 else ""
+            self._report(
+                f"data: --eod-mask-loss leaves no token of samples {consumed} to "
+                f"{consumed + size - 1} in the loss, so the loss of this batch is 0 and so are its "
+                f"gradients; the first is {self.dataset.describe(consumed)}{more}"
+            )
 
     def _wait(self, ahead: Future[Batch]) -> Batch:
         """Return a batch. Raises DataError, with the file and the byte, where it does not come."""

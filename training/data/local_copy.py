@@ -18,7 +18,7 @@ from contextlib import suppress
 from training.activity import Activity
 from training.data.dataset import DataError
 from training.data.files import replacing
-from training.untrusted import open_plain
+from training.untrusted import open_plain, trusted_owners
 
 BLOCK = 16 << 20  # bytes of one read
 QUIET = 5.0  # seconds before progress is reported, and between two lines of it
@@ -46,7 +46,15 @@ def local_copy(
     folder = os.path.join(directory, name)
     copy = os.path.join(folder, os.path.basename(prefix))
     try:
+        if all(_there(copy + end, s.st_size) for end, s in found.items()):
+            return copy
         os.makedirs(folder, exist_ok=True)
+        if (owner := os.stat(folder).st_uid) not in trusted_owners():
+            raise ValueError(
+                f"{FLAG} {directory}: the copy of {prefix} there belongs to the user with number "
+                f"{owner}: --trust-owner {owner} reads it once it is complete, or name another "
+                "directory"
+            )
         lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             with (activity or Activity(tell=report)).waiting(
@@ -74,10 +82,10 @@ def local_copy(
 
 
 def _there(path: str, size: int) -> bool:
-    """Return whether a complete copy of this user's, or root's, is there."""
+    """Return whether a complete copy of a trusted user's is there."""
     with suppress(FileNotFoundError):
         found = os.lstat(path)
-        return found.st_size == size and found.st_uid in (0, os.geteuid())
+        return found.st_size == size and found.st_uid in trusted_owners()
     return False
 
 

@@ -9,15 +9,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from training import batch_size
 from training.arguments import SETTINGS
-from training.checkpoint.load import Checkpoint
 from training.config import Config, Stage, UsageError
 from training.data.blend import parse_blend
-from training.flags.model_sizes import checked, newest
+from training.flags.model_sizes import checked, consumed_by, resumed
 from training.stages import LENGTH, ROPE, plan, stage_at
 from training.untrusted import read_json
 
@@ -91,8 +89,6 @@ def _stage(path: str, number: int, found: Any, given: Mapping[str, Any]) -> Stag
     if weights is not None and min(weights) == 0:
         unused = prefixes[weights.index(0)]
         raise _wrong(path, f"{where}: {unused} has weight 0: must be above 0, or be left out")
-    if twice := next((prefix for prefix in prefixes if prefixes.count(prefix) > 1), None):
-        raise _wrong(path, f"{where} has {twice} twice: add its weights up")
     settings = []
     for field in (LENGTH, *ROPE):
         value = found.get(field, given.get(_flag(field), SETTINGS[f"model.{field}"].default))
@@ -136,15 +132,11 @@ def _tokens(path: str, where: str, value: Any) -> int:
 
 def position(given: Mapping[str, Any]) -> int:
     """Return the samples that the run has consumed where it starts, by the newest checkpoint."""
-    found: list[Checkpoint] = []
-    chosen = "--branch-from" if "--branch-from" in given else "--load"  # by --ckpt-step
-    for flag in ("--load", "--branch-from"):
-        if flag in given and not found and not given.get("--finetune"):
-            step = given.get("--ckpt-step") if flag == chosen else None
-            there = newest(flag, Path(given[flag]), step)
-            found += [there] if there is not None else []
-    consumed = found[0].state.get("consumed_samples", 0) if found else 0
-    return consumed if type(consumed) is int and consumed >= 0 else 0
+    found = resumed(
+        given.get("--load"), given.get("--branch-from"), given.get("--ckpt-step"),
+        given.get("--finetune", False),
+    )  # fmt: skip
+    return consumed_by(found)
 
 
 def choose(stages: Sequence[Stage], samples: int, which: int | None, longest: bool) -> int:

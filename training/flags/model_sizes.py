@@ -141,6 +141,27 @@ def newest(flag: str, root: Path, step: int | None) -> Checkpoint | None:
     return None
 
 
+def resumed(
+    load: str | None, branch_from: str | None, step: int | None, finetune: bool
+) -> Checkpoint | None:
+    """Return the checkpoint in whose order of samples a run goes on, by its flags; None: it begins.
+
+    step: --ckpt-step.
+    """
+    if finetune:
+        return None
+    found = newest("--load", Path(load), None if branch_from else step) if load else None
+    if found is None and branch_from:
+        found = newest("--branch-from", Path(branch_from), step)
+    return found
+
+
+def consumed_by(found: Checkpoint | None) -> int:
+    """Return the samples that a checkpoint's run has consumed, 0 where it does not say."""
+    consumed = found.state.get("consumed_samples", 0) if found else 0
+    return consumed if type(consumed) is int and consumed >= 0 else 0
+
+
 def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:
     """Return {flag: value} for a model's config and the checkpoint's tokenizer and length."""
     out = {"--" + name.replace("_", "-"): getattr(sizes, name) for name in SAME}

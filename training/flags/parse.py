@@ -35,6 +35,7 @@ from training.flags.flag_table import Flag
 from training.flags.help import START, Page, effect, page_of
 from training.flags.run_rules import has_validation, shard_list
 from training.pipeline_schedule import virtual_stages
+from training.untrusted import trust_owners
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
@@ -66,6 +67,10 @@ def parse(
     words = (word.partition("=")[0] for word in argv)
     names = tuple(dict.fromkeys(word for word in words if word.startswith("--")))
     given, notes, values, typed = _read(argv, extra)
+    try:
+        trust_owners(given.get("--trust-owner", ()))  # before a checkpoint is read
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     if "--use-checkpoint-args" in given:
         assert of_checkpoint is not None
         given, values = model_sizes.from_checkpoint(given, of_checkpoint, notes, values, typed)

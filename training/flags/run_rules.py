@@ -5,7 +5,6 @@ The check of files opens, makes and writes nothing. A dry run may name files of 
 only the form of the flags is checked.
 """
 
-import glob
 import os
 import re
 import shlex
@@ -19,6 +18,7 @@ from training.checkpoint import refuse_to_save
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
+from training.data.not_tokens import instead
 from training.data.split import parse_split
 from training.owned import json_lines, refuse
 from training.untrusted import SETTINGS, nothing_downloaded, read_plain
@@ -177,12 +177,14 @@ def _data(config: Config) -> None:
             "one blend and a fixed number of samples"
         )
     for stage in config.stages:
-        _blend(f"--data-stages {d.data_stages}: stage {stage.name!r}:", stage.train_data_path, dry)
+        _blend(
+            f"--data-stages {d.data_stages}: stage {stage.name!r}:", stage.train_data_path, d, dry
+        )
     if config.stages:
         _lengths(config)
     for name, paths in blends.items():
         if paths:
-            _blend("--" + name.replace("_", "-"), paths, dry)
+            _blend("--" + name.replace("_", "-"), paths, d, dry)
     if d.split is not None:
         _split(d.split)
     _validation(d)
@@ -284,7 +286,7 @@ def shard_list(path: str, dry: bool) -> tuple[str, ...]:
     return words
 
 
-def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
+def _blend(flag: str, paths: tuple[str, ...], d: DataConfig, dry: bool) -> None:
     """Refuse a blend that cannot be parsed, or a prefix without its two files."""
     try:
         prefixes, _ = parse_blend(paths, flag)
@@ -295,17 +297,8 @@ def _blend(flag: str, paths: tuple[str, ...], dry: bool) -> None:
             if prefix.endswith(ending):
                 raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
             if not dry and not os.path.isfile(prefix + ending):
-                raise UsageError(
-                    f"{flag} {prefix}: there is no file {prefix}{ending} ({_instead(prefix)})"
-                )
-
-
-def _instead(prefix: str) -> str:
-    """Return what to do without a pair: the longer prefix that is there, or how one is made."""
-    made = glob.glob(f"{glob.escape(prefix)}_*_document.bin")  # --output-prefix, key
-    if made:
-        return f"did you mean {min(made).removesuffix('.bin')}?"
-    return "tools/preprocess_data.py makes a .bin/.idx pair"
+                there = instead(prefix, d.tokenizer_type, d.tokenizer_model, d.merge_file)
+                raise UsageError(f"{flag} {prefix}: there is no file {prefix}{ending} ({there})")
 
 
 def _directories(config: Config) -> None:

@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,11 +18,14 @@ from training.activity import Activity
 from training.checkpoint.find import candidates
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
+from training.data.dataset import Dataset
 from training.data.stage_datasets import Staged
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
+from training.flags.model_sizes import consumed_by, resumed
 from training.float8_layers import check_device
 from training.layer_options import accumulate_dtype
+from training.run import same_run
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
 from training.run.trial import try_calls
@@ -82,14 +86,33 @@ def prepare(
     part = (grid.cp.rank, grid.cp.size)
     activity.what = "opening the data"
     loaders = build_loaders(
-        config, tokenizer, grid.dp.rank, grid.dp.size, note, part, activity=activity
-    )
+        config, tokenizer, grid.dp.rank, grid.dp.size, note, part,
+        activity=activity, begun=partial(begun, config),
+    )  # fmt: skip
     digests = {**digests_of(tokenizer), "data_digest": loaders.digest}
-    digests["corpus_digest"] = loaders.train.dataset.corpus
-    digests["corpus_sketch"] = loaders.train.dataset.sketch  # compared with older checkpoints
-    if isinstance(data := loaders.train.dataset, Staged):
+    return config, device, loaders, {**digests, **corpus_digests(loaders.train.dataset)}
+
+
+def corpus_digests(data: Dataset) -> dict[str, str]:
+    """Return the hashes of what is trained on that a checkpoint keeps."""
+    digests = {"corpus_digest": data.corpus}
+    digests["corpus_sketch"] = data.sketch  # compared with older checkpoints
+    if isinstance(data, Staged):
         digests["stage_corpora"] = json.dumps(data.corpora)
-    return config, device, loaders, digests
+    return digests
+
+
+def begun(config: Config, split: str, train: Dataset) -> bool:
+    """Return whether the run resumes one that read the same data in the same order.
+
+    split: "train", or what is evaluated on.
+    """
+    c = config.checkpoint
+    found = resumed(c.load, c.branch_from, c.ckpt_step, c.finetune)
+    if not consumed_by(found):
+        return False
+    assert found is not None
+    return same_run.same_data(found, config, corpus_digests(train), held_out=split != "train")
 
 
 def check_early(config: Config) -> None:

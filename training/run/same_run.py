@@ -36,6 +36,7 @@ SHARED = {
     "mup": ("model.mup_base_hidden_size",),  # a model's hf_config has the multipliers
     "batch": ("batch.global_batch_size", "batch.step_batch_size_schedule"),
 }
+HELD_OUT = ("data.valid_data_path", "data.test_data_path")
 # How losses are computed: a checkpoint's state has the number, 0 where it has none; `losses` says
 # what each one changed.
 NUMERICS = 1
@@ -181,6 +182,20 @@ def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Ite
             "--data-stages {}: the stages to come were {} and are now {}, or have other data or "
             "numbers"
         ).format(config.data.data_stages, *names)
+
+
+def same_data(
+    found: Checkpoint, config: Config, digests: Mapping[str, str], held_out: bool
+) -> bool:
+    """Return whether a checkpoint's run trains on the same data in the same order, in the stages to
+    come too; held_out: whether it also evaluates on the same paths.
+    """
+    saved, here = found.state.get("config", {}), config.flat()
+    return (
+        all(what != "data" for what, _ in changes(found, config, digests))
+        and not any(edited(found, config, digests))
+        and not (held_out and any(saved.get(key) != here[key] for key in HELD_OUT))
+    )
 
 
 def losses(found: Checkpoint, config: Config) -> Iterator[str]:

@@ -20,6 +20,7 @@ from training.checkpoint.header import read_header
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
 from training.data.foreign_code import read_model
+from training.untrusted import trust_owners
 
 SIZES = hf_config(LlamaConfig(250, 64, 96, 2, 8, 4))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -202,8 +203,15 @@ def test_somebody_elses_files(tmp_path: Path, name: str, monkeypatch: pytest.Mon
         os.chown(tmp_path / name, 12345, -1)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(CheckpointError, match="belongs to the user with number"):
+    with pytest.raises(CheckpointError, match="belongs to the user with number") as error:
         HuggingFaceDirectory(tmp_path)
+    owner = str(os.stat(tmp_path / name).st_uid)
+    assert f"if you trust that user, --trust-owner {owner} reads it where it is" in str(error.value)
+    try:
+        trust_owners([owner])
+        assert HuggingFaceDirectory(tmp_path).index
+    finally:
+        trust_owners([])
 
 
 def test_what_is_no_plain_file(tmp_path: Path) -> None:

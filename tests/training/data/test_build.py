@@ -184,3 +184,42 @@ def test_only_reads_of_files_have_a_thread_without_workers(prefixes, monkeypatch
         train.next_global_batch(0, 2)
         train.close()
     assert names == ["MainThread", "weft-loader"]
+
+
+@pytest.fixture
+def ends(tmp_path):
+    """Write documents that are nothing but ends of documents; in "ends" one of 50 has a token."""
+    for name in ("ends", "cut"):
+        with IndexedWriter(str(tmp_path / name), token_dtype(1000)) as writer:
+            for document in range(50):
+                writer.add([999, 7, 999] if document == 47 and name == "ends" else [999] * 99)
+    return str(tmp_path / "ends"), str(tmp_path / "cut")
+
+
+def test_data_in_which_no_token_counts(prefixes, ends):
+    """They are found before the first step: Megatron trains on with a loss of 0."""
+    a, said, (ends, cut) = prefixes[0], [], ends
+
+    def built(**data):
+        said.clear()
+        return build_loaders(
+            config(eod_mask_loss=True, **data), TOKENIZER, 0, 1, report=said.append
+        )
+
+    nothing = "ends hold the end-of-document token 999 alone, which --eod-mask-loss leaves out of"
+    with pytest.raises(ValueError, match=f"--data-path: the train documents of .*{nothing}"):
+        built(data_path=(ends,), split="8,1,1")
+    assert built(data_path=(ends,), split="1").test is None and not said  # the token 7 counts
+    found = built(data_path=("1", a, "9", ends), split="8,1,1")
+    assert len(said) == 2 and all(nothing in line for line in said)  # training and validation
+    assert found.valid and found.test
+    assert built(data_path=("1", a, "0", ends), split="8,1,1") and not said
+    with pytest.raises(ValueError, match="--valid-data-path has no tokens that count"):
+        built(train_data_path=(a,), valid_data_path=(cut,), eval_interval=5)
+    with pytest.raises(ValueError, match="--multiple-validation-sets: the set cut has no tokens"):
+        paths = (prefixes[1], cut)
+        built(train_data_path=(a,), valid_data_path=paths, multiple_validation_sets=True)
+    found = built(train_data_path=(a,), test_data_path=(cut,))
+    assert found.test is None and nothing.replace("ends", "cut") in said[0]
+    plain = config(data_path=(ends,), split="8,1,1")
+    assert build_loaders(plain, TOKENIZER, 0, 1).train.next_global_batch(0, 2)[0].token_count == 20

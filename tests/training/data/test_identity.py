@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from training import untrusted
 from training.data import identity
 from training.data.cache import IndexCache
 from training.data.indexed import IndexedTokens, IndexedWriter
@@ -105,9 +106,13 @@ def test_an_entry_of_somebody_else_is_not_believed(prefix, cached, monkeypatch):
     cached(prefix).digest  # noqa: B018
     data = cached(prefix)
     data._cache._trusted = {os.geteuid() + 12345}
+    monkeypatch.setattr(untrusted, "_trusted", {os.geteuid()})  # --trust-owner
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    trusting = cached(prefix)
     forbid_reading(monkeypatch)
     with pytest.raises(AssertionError, match="hashed again"):
         data.digest  # noqa: B018
+    assert trusting.digest
 
 
 def test_a_long_hash_tells_how_far_it_is(prefix, tmp_path, monkeypatch):

@@ -106,6 +106,33 @@ def test_a_failing_worker_raises_where_its_batch_was_due(serial, workers):
     each.close()
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_global_batch_in_which_no_token_counts_is_told(size, workers):
+    """A sample without one is nothing to tell, nor a rank's whole part."""
+
+    class Masked(MockDataset):
+        def sample(self, i):
+            masked = i in (4, *range(8, 16), 20, 22, *range(24, 64))
+            return np.full(13, 49) if masked else super().sample(i)
+
+    said = [[] for _ in range(size)]
+    for rank, lines in enumerate(said):
+        each = Loader(
+            Masked("train", 12, 3, 50, 49), 1, rank, size, vocab_size=50, workers=workers,
+            rules=DocumentRules(49, eod_mask_loss=True), report=lines.append,
+        )  # fmt: skip
+        for first in range(0, 64, 4):
+            counts = [batch.token_count for batch in each.next_global_batch(first, 4)]
+            counted = first in (0, 4, 16) or first == 20 and (rank, size) != (0, 2)
+            assert bool(sum(counts)) == counted
+        each.close()
+    firsts = [8, 12, 28, 44]  # the 1st, 2nd, 4th and 8th of 12
+    for lines in said:
+        assert [int(line.split("samples ")[1].split()[0]) for line in lines] == firsts
+        assert "--eod-mask-loss leaves no token of samples 8 to 11 in the loss" in lines[0]
+
+
 def test_closing_stops_the_workers():
     each = loader(0, 1, workers=2)
     each.next_global_batch(0, 4)

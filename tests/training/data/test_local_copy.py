@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.training.small_llama import SMALL, read
+from training import untrusted
 from training.config import UsageError
 from training.data import local_copy as module
 from training.data.dataset import DataError
@@ -49,6 +50,20 @@ def test_another_original_is_another_copy_and_a_torn_copy_is_made_anew(prefix, t
     assert local_copy(prefix, near) != copy
 
 
+def test_a_copy_of_a_trusted_user_is_read_and_not_made_again(prefix, tmp_path, monkeypatch):
+    near = str(tmp_path / "near")
+    copy, owner = local_copy(prefix, near), os.geteuid()
+    monkeypatch.setattr(module, "_copy", lambda *given: pytest.fail("copied again"))
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 12345)
+    with pytest.raises(ValueError, match=f"--data-local-copy .* number {owner}: --trust-owner"):
+        monkeypatch.setattr(module, "trusted_owners", lambda: {owner + 12345})
+        local_copy(prefix, near)
+    monkeypatch.setattr(module, "trusted_owners", untrusted.trusted_owners)
+    monkeypatch.setattr(untrusted, "_trusted", {owner})
+    os.remove(os.path.join(os.path.dirname(copy), "lock"))  # which the other user alone may open
+    assert local_copy(prefix, near) == copy and not os.path.exists(os.path.dirname(copy) + "/lock")
+
+
 def test_ranks_that_ask_at_once_copy_once(prefix, tmp_path, monkeypatch):
     made, gate, copy = [], threading.Event(), module._copy
 
@@ -74,6 +89,8 @@ def test_an_original_that_was_written_over_is_copied_again(prefix, tmp_path):
     data = bytes(was.st_size)
     with open(prefix + ".bin", "r+b") as file:
         file.write(data)
+    while os.stat(prefix + ".bin").st_ctime_ns == was.st_ctime_ns:  # within a tick of the clock
+        os.utime(prefix + ".bin", ns=(was.st_atime_ns, was.st_mtime_ns))
     os.utime(prefix + ".bin", ns=(was.st_atime_ns, was.st_mtime_ns))
     again = local_copy(prefix, str(tmp_path / "near"))
     assert again != first and Path(again + ".bin").read_bytes() == data

@@ -62,7 +62,6 @@ BAD: list[tuple[Any, str]] = [
     (two(train_data_path=["0.5", "web", "code"]), "give either prefixes alone or pairs"),
     (two(train_data_path=["-1", "web", "2", "code"]), "must be finite, >= 0 and not all 0"),
     (two(train_data_path=["0", "web", "2", "code"]), "web has weight 0: must be above 0"),
-    (two(train_data_path=["web", "web"]), "stage 'later' has web twice: add its weights up"),
     (two(train_data_path=["gone"]), "stage 'later': gone: there is no file gone.bin"),
     (two(train_data_path=["web.bin"]), "stage 'later': web.bin: give the prefix, without .bin"),
     (two(seq_length=0), "stage 'later': --seq-length 0: must be a whole number >= 1"),

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what a --data-path names where it names no .bin/.idx pair, and which command makes one."""
+
+import glob
+import os
+import shlex
+from collections.abc import Iterable
+
+from training.data.text_files import kind_of
+
+COMMAND = "python tools/preprocess_data.py"
+SHOWN = 3  # pairs
+
+
+def instead(prefix: str, kind: str | None, model: str | None, merges: str | None) -> str:
+    """Return what is there in place of a pair, and what to name or to run.
+
+    kind, model, merges: the run's tokenizer, for the command that makes tokens of text.
+    """
+    for stem in (prefix, _output(prefix)):
+        if made := glob.glob(f"{glob.escape(stem)}_*_document.bin"):  # of a key
+            return f"did you mean {min(made).removesuffix('.bin')}?"
+    folder, alone = os.path.isdir(prefix), f"{prefix}.bin"
+    inside = glob.escape(prefix if folder else os.path.dirname(prefix))
+    pairs = _pairs(glob.iglob(os.path.join(inside, "*.bin")))
+    named = ", ".join(pairs[:SHOWN]) + f" and {len(pairs) - SHOWN} more" * (len(pairs) > SHOWN)
+    if folder and pairs:
+        return f"it is a folder; the pairs in it are {named}"
+    command = _command(text := _text(prefix), kind, model, merges)
+    if text:
+        return f"{'it' if text == prefix else text} is text, of which {command}"
+    if os.path.exists(prefix):
+        what = "it is a folder without pairs and text" if folder else "its format is not read"
+        return f"{what}; of text {command}"
+    if os.path.exists(alone):
+        return f"{alone} alone does not say where a document begins; of text {command}"
+    if pairs:
+        return f"the pairs there are {named}"
+    return "tools/preprocess_data.py makes a .bin/.idx pair"
+
+
+def _pairs(names: Iterable[str]) -> list[str]:
+    """Return the prefixes of those .bin files that have an .idx."""
+    stems = sorted(name.removesuffix(".bin") for name in names)
+    return [each for each in stems if os.path.exists(f"{each}.idx")]
+
+
+def _text(prefix: str) -> str:
+    """Return the file, folder or pattern of text that a prefix is, or the file of text that has its
+    name and an ending; else "".
+    """
+    if os.path.isdir(prefix):
+        names = (file for _, _, files in os.walk(prefix) for file in files)
+        return prefix if any(map(_is_text, names)) else ""
+    if os.path.exists(prefix):
+        return prefix if _is_text(prefix) else ""
+    if glob.has_magic(prefix) and any(map(_is_text, glob.iglob(prefix, recursive=True))):
+        return prefix
+    return min(filter(_is_text, glob.iglob(f"{glob.escape(prefix)}.*")), default="")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        return bool(kind_of(name))
+    except ValueError:
+        return False
+
+
+def _output(text: str) -> str:
+    """Return the --output-prefix for a file or folder of text."""
+    folder, name = os.path.split(text.rstrip("/"))
+    return os.path.join(folder, name if os.path.isdir(text) else name.partition(".")[0])
+
+
+def _command(text: str, kind: str | None, model: str | None, merges: str | None) -> str:
+    """Return the command that makes a pair, with the name that the pair has then."""
+    output = _output(text) if os.path.exists(text) else "data/mine"
+    words = ["--input", text or "TEXT", "--output-prefix", output, "--append-eod"]
+    if kind in (None, "NullTokenizer"):
+        kind, model = "TYPE", "FILE"  # those of a run that reads text
+    file = "--vocab-file" if kind == "GPT2BPETokenizer" else "--tokenizer-model"
+    words += ["--tokenizer-type", str(kind), file, model or "FILE"]
+    words += ["--merge-file", merges] if merges else []
+    pair = shlex.quote(f"{output}_text_document")
+    return f"`{COMMAND} {shlex.join(words)}` makes a pair, which is then named {pair}"

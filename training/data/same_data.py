@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find data that a run would read twice, or validate on although it trains on it.
+
+Pairs are compared by what they hold, not by their names: links, other spellings of a path and
+copies are the same data. Equal lengths and 64 equal blocks, which a start knows of every file, are
+followed by a comparison of the digests of all tokens.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from training.data.indexed import IndexedTokens
+
+
+@dataclass(frozen=True)
+class Part:
+    """A data set that a split reads, as a part of the blend that `flag` names.
+
+    prefix: as it was typed. documents: those that are read. weighted: the blend has weights.
+    """
+
+    split: str
+    flag: str
+    prefix: str
+    file: IndexedTokens
+    documents: range
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class Twice:
+    """The same data in two parts. split: "train" where it is about what is trained on."""
+
+    split: str
+    what: str
+    instead: str
+
+
+def twice(parts: Sequence[Part], cut: bool) -> Iterator[Twice]:
+    """Yield what is read twice. cut: --split gives each split other documents of the same pairs.
+
+    Several stages may read one data set, which goes on in the later ones, and a copy, which begins
+    again.
+    """
+    alike = defaultdict[str, list[Part]](list)
+    for part in parts:
+        alike[part.file.sketch].append(part)
+    for group in alike.values():
+        seen: list[Part] = []  # one of each blend
+        for part in group:
+            again = False
+            for one in seen:
+                found = _compare(one, part, cut)
+                if found and _same(one, part):
+                    yield found
+                    again |= (one.split, one.flag) == (part.split, part.flag)
+            if not again:
+                seen.append(part)
+
+
+def _same(one: Part, other: Part) -> bool:
+    """Return whether two parts with the same sketch hold the same tokens."""
+    return _one_file(one, other) or one.file.digest == other.file.digest
+
+
+def _one_file(one: Part, other: Part) -> bool:
+    """Return whether both are one file of tokens, under whatever names."""
+    return os.path.samefile(f"{one.prefix}.bin", f"{other.prefix}.bin")
+
+
+def _compare(one: Part, other: Part, cut: bool) -> Twice | None:
+    """Return what is wrong with two parts if they hold the same data, None where nothing is."""
+    a, b, flag = one.prefix, other.prefix, other.flag
+    again = f"{b} is there twice" if a == b else f"{b} holds the same data as {a}"
+    if one.split == other.split and one.flag == flag:
+        return Twice(
+            "train" if cut else one.split,
+            f"{flag}: {again}, so each of its samples is read twice",
+            "name it once" + ", with the sum of its weights" * one.weighted,
+        )
+    if cut:
+        return None
+    if one.split == other.split == "train":
+        names = {os.path.realpath(f"{prefix}.bin") for prefix in (a, b)}
+        if len(names) == 1 or not _one_file(one, other):
+            return None
+        return Twice(
+            "train",
+            f"{flag}: {b} is a hard link to {a}, of {one.flag}, and begins again",
+            f"name {a} to go on in it, or a copy to begin again",
+        )
+    if one.split == "train":
+        trained = f"{b} is trained on" if a == b else f"{again}, which is trained on"
+        return Twice(
+            other.split,
+            f"{flag}: {trained} ({one.flag})",
+            "hold out other documents, as --split does with --data-path",
+        )
+    if one.split.startswith("valid") and other.split.startswith("valid"):
+        return Twice(other.split, f"--multiple-validation-sets: {again}", "leave one out")
+    return None
