@@ -508,9 +508,11 @@ def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
         "norm_topk_prob": lambda v: v is True or k == 1,  # one score is not divided by itself
         "n_shared_experts": lambda v: type(v) is int and v > 0,
         "scoring_func": lambda v: v in ("sigmoid", "noaux_tc"),
+        "routed_scaling_factor": lambda v: v is None or v > 0,
     }
     hf = {"norm_topk_prob": False, "n_shared_experts": None, **hf}
     groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
+    groups = 1 if best == groups else groups  # a choice of all of them is none
     if groups > 1:  # a group counts as its two best experts there, its k / topk_group best here
         rules["topk_group"] = lambda v: 2 * v == k
     own = {

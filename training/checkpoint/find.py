@@ -267,7 +267,7 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
         return [str(root.resolve())], []
     entries = sorted(entry.name for entry in os.scandir(root))
     refuse_foreign(root, entries, flag)
-    if is_model(entries):  # Hugging Face's
+    if CONFIG in entries:  # Hugging Face's
         return [str(root.resolve())], []
     found: list[tuple[int, bool, str]] = []
     leftovers = []
@@ -280,6 +280,8 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
         elif STEP.fullmatch(name.partition(".tmp-")[0]):
             leftovers.append(str(root / name))
     found.sort(reverse=True)
+    if not found and step is None and is_model(entries):  # to be refused by what it has
+        return [str(root.resolve())], []
     if step is not None:
         have = sorted({n for n, _, _ in found})
         found = [f for f in found if f[0] == step]

@@ -72,7 +72,8 @@ class HuggingFaceDirectory(Checkpoint):
         try:
             self._at = open_directory(self.directory, self)
             there = sorted(os.listdir(self.directory))
-            if CONFIG not in there and (other := instead(there)):
+            own = any(name in there for name in (CONFIG, SINGLE, SHARDS))
+            if not own and (other := instead(there)):
                 raise CheckpointError(f"there is no {CONFIG}, but {other}")
             self.config = read_json(self.directory / CONFIG)
             self.index, self.manifest = {}, {"step": 0, "files": {}}
@@ -87,11 +88,10 @@ class HuggingFaceDirectory(Checkpoint):
         self.state = {"iteration": 0, "consumed_samples": 0, "hf_config": sizes}
         self.index = {n: e for n, e in self.index.items() if not DERIVED.fullmatch(n)}
         self.known_as((EMBEDDING, HEAD))
-        self._copy = None
-        if self.config.get("tie_word_embeddings") and HEAD in self.index:
-            self._copy = self.index.pop(HEAD)
-            if self.index.setdefault(EMBEDDING, self._copy) is self._copy:
-                self._copy = None  # either name may have the one tensor
+        head = self.index.pop(HEAD, None) if self.config.get("tie_word_embeddings") else None
+        self._copy = head if EMBEDDING in self.index else None
+        if head is not None:  # either name may have the one tensor
+            self.index.setdefault(EMBEDDING, head)
 
     def _read_headers(self, files: Iterable[str]) -> None:
         for file in files:
@@ -159,8 +159,8 @@ class HuggingFaceDirectory(Checkpoint):
 
     def instead_of(self, name: str) -> str:
         """Do what Checkpoint's does; of either end of the model, name the other one."""
-        other = {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name)
-        if other in self.index:
+        other, module = {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name), name.split(".")[-2:][0]
+        if other in self.index and not any(module in there for there in self.index):
             return f"; there is {other}, which {CONFIG} does not tie to it (tie_word_embeddings)"
         return super().instead_of(name)
 
@@ -210,9 +210,9 @@ class HuggingFaceDirectory(Checkpoint):
             )
 
 
-def is_model(there: Iterable[str]) -> bool:
+def is_model(there: Collection[str]) -> bool:
     """Return whether a folder with these files is meant as one model, read here or not."""
-    return not {CONFIG, SINGLE, SHARDS}.isdisjoint(there) or bool(instead(there))
+    return bool(CONFIG in there or SINGLE in there or SHARDS in there or instead(there))
 
 
 def instead(there: Iterable[str]) -> str:
