@@ -87,7 +87,10 @@ WRONG = {
         lambda hf: change_map(hf, NORM, "model-9.safetensors"),
         "lists model-9.safetensors, which is not there",
     ),
-    "a missing tensor": (lambda hf: change_shard(hf, NORM, None), f"the tensor {NORM} is missing; most like it: model.embed"),
+    "a missing tensor": (
+        lambda hf: change_shard(hf, NORM, None),
+        f"the tensor {NORM} is missing; most like it: model.embed_tokens.weight, model.layers.",
+    ),
     "a tensor too many": (
         lambda hf: change_shard(hf, "model.layers.3.mlp.down_proj.weight", torch.zeros(2)),
         "model.layers.3.mlp.down_proj.weight is not a tensor of the Llama in config.json",

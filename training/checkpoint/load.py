@@ -75,6 +75,16 @@ def first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
+def instead_of(name: str, there: Collection[str]) -> str:
+    """Return which names are there that may stand for a missing one, to end a message."""
+    if wrapped := [n for n in there if n.endswith(f".{name}")]:
+        wrapper = wrapped[0].removesuffix(name)
+        return f"; there is {wrapped[0]}: save the model without its wrapper ({wrapper!r})"
+    some = list(islice(there, LOOKED_AT))
+    near = get_close_matches(name, some, SHOWN)
+    return f"; most like it: {', '.join(near)}" if near else f"; it has {first_of(some) or 'none'}"
+
+
 class OneOfFused:
     """The matrix of one expert in a tensor of all of them: rows of stored[expert], as a slice."""
 
@@ -173,12 +183,7 @@ class Checkpoint:
 
     def instead_of(self, name: str) -> str:
         """Return which tensors are there that may be a missing one, to end a message."""
-        if wrapped := [n for n in self.index if n.endswith(f".{name}")]:
-            wrapper = wrapped[0].removesuffix(name)
-            return f"; there is {wrapped[0]}: save the model without its wrapper ({wrapper!r})"
-        some = list(islice(self.index, LOOKED_AT))
-        near = get_close_matches(name, some, SHOWN)
-        return f"; most like it: {', '.join(near)}" if near else f"; it has {first_of(some)}"
+        return instead_of(name, self.index)
 
     def _there(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
         """Yield the pieces, an optional one as far as it is there."""
