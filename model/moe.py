@@ -540,7 +540,7 @@ def _read(
         also = "" if kind == "mixtral" else f", norm_topk_prob {hf['norm_topk_prob']}"
         raise ValueError(
             f"config.json: num_experts_per_tok is 1{also}: normalised, the weight of a token's one "
-            "expert is 1 whatever the router says, so it would not be trained"
+            "expert is 1 whatever the router says, which would not be trained"
         )
     made: MoEConfig = read_hf_config(hf, kind, MoEConfig, rules, **own)
     same = made.moe_ffn_hidden_size == made.ffn_hidden_size

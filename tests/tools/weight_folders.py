@@ -28,6 +28,7 @@ from mpu.grid import Grid
 from tools.checkpoints.convert_huggingface import import_hf
 from tools.generate import load_model
 
+INDEX = "model.safetensors.index.json"
 HEAD, EMBEDDING, NORM = "lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"
 TINY = dict(
     vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
@@ -45,6 +46,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "model": tuple(MODELS),
     "tied": ("no", "yes"),
     "files": ("single", "shards", "single over older shards", "shards over older single", "named",
+              "named index",
               "older .bin next to it", "variant next to it", "only a variant", "only .bin",
               "only shards, no index", "only consolidated", "only an adapter"),
     "names": ("plain", "base", "twice", "mixed", "_orig_mod.", "module.", "inner _orig_mod"),
@@ -184,6 +186,11 @@ def write(form: Form, at: Path) -> None:
         config = config | {"transformers_weights": "weights-a.safetensors"}
         single(at / "weights-a.safetensors", tensors, form)
         single(at / "model.safetensors", older, form)
+    elif files == "named index":
+        config = config | {"transformers_weights": "other.safetensors.index.json"}
+        shards(at, tensors, form)
+        (at / INDEX).rename(at / "other.safetensors.index.json")
+        single(at / "model.safetensors", older, form)
     elif files == "shards":
         shards(at, tensors, form)
     elif files == "single over older shards":
@@ -196,7 +203,7 @@ def write(form: Form, at: Path) -> None:
         torch.save(tensors, at / "pytorch_model.bin")
     elif files == "only shards, no index":
         shards(at, tensors, form)
-        (at / "model.safetensors.index.json").unlink()
+        (at / INDEX).unlink()
     elif files.startswith("only"):
         of = {"only a variant": "model.fp16", "only consolidated": "consolidated.00"}
         single(at / f"{of.get(files, 'adapter_model')}.safetensors", tensors, form)
@@ -240,7 +247,7 @@ def shards(at: Path, tensors: dict[str, Tensor], form: Form) -> None:
         (at / file(2)).rename(at / "sub" / file(2))
         where = {n: f"sub/{f}" if f == file(2) else f for n, f in where.items()}
     index = {"weight_map": where, "metadata": {"total_size": 1}}
-    (at / "model.safetensors.index.json").write_text(json.dumps(index))
+    (at / INDEX).write_text(json.dumps(index))
 
 
 def theirs(at: Path, tokens: Tensor) -> Tensor | None:
@@ -266,7 +273,7 @@ def play(form: Form, at: Path) -> tuple[str, str]:
     tokens, found = torch.arange(48).view(2, 24) % 61, list[Tensor]()
     with torch.no_grad():
         wanted = theirs(at, tokens)
-        index = at / "model.safetensors.index.json"
+        index = at / INDEX
         if form["index"] == "no metadata" and index.exists():  # a KeyError in transformers
             index.write_text(
                 json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]})

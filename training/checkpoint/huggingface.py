@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.files import check_size, open_directory, open_plain
-from training.checkpoint.header import HEADER_LIMIT, NAMES, read_header
+from training.checkpoint.header import BY_NAME, HEADER_LIMIT, NAMES, read_header
 from training.checkpoint.load import Checkpoint, OneOfFused, first_of
 from training.checkpoint.manifest import parse
 
@@ -191,6 +191,7 @@ class HuggingFaceDirectory(Checkpoint):
     def _compare(self, entry: dict[str, Any], copy: dict[str, Any]) -> None:
         """Raise CheckpointError unless two tensors have equal values. Read ROWS rows at a time."""
         same = entry["shape"] == copy["shape"]
+        dtype = torch.promote_types(*(BY_NAME[e["dtype"]] for e in (entry, copy)))
         (file, name, *_), (other_file, other_name, *_) = (e["parts"][0] for e in (entry, copy))
         try:
             with (
@@ -199,8 +200,8 @@ class HuggingFaceDirectory(Checkpoint):
             ):
                 a, b = one.get_slice(name), other.get_slice(other_name)
                 for row in range(0, entry["shape"][0] if same else 0, ROWS):
-                    pair = (side[row : row + ROWS].double() for side in (a, b))
-                    same = same and torch.equal(*pair)
+                    some = (side[row : row + ROWS].to(dtype) for side in (a, b))
+                    same = same and torch.equal(*some)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.directory}: {HEAD}: {error}") from None
         if not same:
