@@ -244,16 +244,7 @@ def weight_files(directory: Path, config: dict[str, Any], there: Sequence[str]) 
         )
     if other := [name for name in there if re.fullmatch(BESIDE, name)]:
         raise CheckpointError(f"next to {chosen} there is {instead(other)}")
-    if not chosen.endswith(".json"):
-        return [chosen]
-    files = sorted(set(read_weight_map(directory / chosen).values()))
-    if lost := [name for name in files if name not in there]:
-        here = first_of([name for name in files if name in there]) or "none"
-        raise CheckpointError(
-            f"{chosen} lists {first_of(lost)}, which {'is' if len(lost) == 1 else 'are'} not "
-            f"there; of its {len(files)} files there are {here}"
-        )
-    return files
+    return shards_of(directory / chosen, there) if chosen.endswith(".json") else [chosen]
 
 
 def spelt(config: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Read]) -> Read:
@@ -276,8 +267,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse(data, path.name, foreign=True)
 
 
-def read_weight_map(path: Path) -> dict[str, str]:
-    """Return {tensor: file} of an index. Raises CheckpointError for a file elsewhere."""
+def shards_of(path: Path, there: Sequence[str]) -> list[str]:
+    """Return the files that an index lists. Raises CheckpointError for one that is not `there`."""
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map")
@@ -289,4 +280,11 @@ def read_weight_map(path: Path) -> dict[str, str]:
                 f"{path.name}: {name} is listed in {file!r}, which is not the plain name of a "
                 ".safetensors file next to the index"
             )
-    return listed
+    files = sorted(set(listed.values()))
+    if lost := [name for name in files if name not in there]:
+        here = first_of([name for name in files if name in there]) or "none"
+        raise CheckpointError(
+            f"{path.name} lists {first_of(lost)}, which {'is' if len(lost) == 1 else 'are'} not "
+            f"there; of its {len(files)} files there are {here}"
+        )
+    return files
