@@ -399,7 +399,7 @@ def _is_dots1(c: MoEConfig) -> bool:
     two = c.moe_router_num_groups <= 1 or c.moe_router_topk == 2 * c.moe_router_group_topk
     shared = c.moe_shared_expert_intermediate_size
     return (
-        c.moe_router_enable_expert_bias and c.qk_layernorm and c.moe_router_topk > 1 and two
+        c.moe_router_enable_expert_bias and c.qk_layernorm and two
         and shared > 0 and shared % c.expert_ffn == 0 and sparse == sorted(sparse)
     )  # fmt: skip
 
@@ -427,7 +427,7 @@ def hf_config(config: MoEConfig, dtype: str = "float32") -> dict[str, Any]:
             "first_k_dense_replace": sum(not config.sparse(i) for i in range(config.num_layers)),
             "n_group": config.moe_router_num_groups or 1,
             "topk_group": config.moe_router_group_topk or 1,
-            "norm_topk_prob": True,
+            "norm_topk_prob": k > 1,
             "routed_scaling_factor": config.moe_router_topk_scaling_factor,
             "scoring_func": "sigmoid",
             "sliding_window": None,
@@ -465,7 +465,7 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
         rope = {} if hf.get("rope_parameters") else {"rope_theta": 1e6}
         hf = {**MIXTRAL, **rope, **hf}
         own = {"num_experts": hf["num_local_experts"], "moe_router_topk": hf["num_experts_per_tok"]}
-        return _read(hf, kind, NO_WINDOW, own)
+        return _read(hf, kind, NO_WINDOW, own, normalised=True)
     if kind == "qwen3_moe":
         hf = {**QWEN3, **hf}
         layers, step = range(hf["num_hidden_layers"]), hf["decoder_sparse_step"]
@@ -478,7 +478,7 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
             "moe_router_pre_softmax": not hf["norm_topk_prob"],
             "moe_layer_freq": 1 if all(freq) else freq,
         }  # fmt: skip
-        return _read(hf, kind, {}, own)
+        return _read(hf, kind, {}, own, normalised=bool(hf["norm_topk_prob"]))
     if kind == "dots1":
         return _read_dots1(hf)
     if kind == "moe":
@@ -502,19 +502,21 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
 def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
     layers, first = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
     far = (hf.get("max_window_layers") or 62) >= layers or hf.get("layer_types") is not None
+    k = hf["num_experts_per_tok"]
     rules = {
         "sliding_window": lambda v: v is None or far,
-        "norm_topk_prob": lambda v: v is True,
+        "norm_topk_prob": lambda v: v is True or k == 1,  # one score is not divided by itself
         "n_shared_experts": lambda v: type(v) is int and v > 0,
         "scoring_func": lambda v: v in ("sigmoid", "noaux_tc"),
+        "routed_scaling_factor": lambda v: v is None or v > 0,
     }
     hf = {"norm_topk_prob": False, "n_shared_experts": None, **hf}
     groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
-    two = hf["num_experts_per_tok"] // 2
+    groups = 1 if best == groups else groups  # a choice of all of them is none
     if groups > 1:  # a group counts as its two best experts there, its k / topk_group best here
-        rules["topk_group"] = lambda v: v == two
+        rules["topk_group"] = lambda v: 2 * v == k
     own = {
-        "num_experts": hf["n_routed_experts"], "moe_router_topk": hf["num_experts_per_tok"],
+        "num_experts": hf["n_routed_experts"], "moe_router_topk": k,
         "moe_ffn_hidden_size": hf["moe_intermediate_size"], "qk_layernorm": True,
         "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
         "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
@@ -524,12 +526,22 @@ def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
     }  # fmt: skip
     if type(shared := hf["n_shared_experts"]) is int:  # else `rules` refuses it
         own["moe_shared_expert_intermediate_size"] = hf["moe_intermediate_size"] * shared
-    return _read(hf, "dots1", rules, own)
+    return _read(hf, "dots1", rules, own, normalised=hf["norm_topk_prob"])
 
 
 def _read(
-    hf: dict[str, Any], kind: str, rules: Mapping[str, Callable[[Any], bool]], own: dict[str, Any]
-) -> MoEConfig:
+    hf: dict[str, Any], kind: str, rules: Mapping[str, Callable[[Any], bool]], own: dict[str, Any],
+    normalised: bool = False,
+) -> MoEConfig:  # fmt: skip
+    """Read the rest. normalised: weights are divided by their sum, which no router of one expert a
+    token does here, as in Megatron-LM.
+    """
+    if normalised and own["moe_router_topk"] == 1:
+        also = "" if kind == "mixtral" else f", norm_topk_prob {hf['norm_topk_prob']}"
+        raise ValueError(
+            f"config.json: num_experts_per_tok is 1{also}: normalised, the weight of a token's one "
+            "expert is 1 whatever the router says, which would not be trained"
+        )
     made: MoEConfig = read_hf_config(hf, kind, MoEConfig, rules, **own)
     same = made.moe_ffn_hidden_size == made.ffn_hidden_size
     return replace(made, moe_ffn_hidden_size=0) if same else made

@@ -157,7 +157,8 @@ def load_model(
     sizes = newest.state.get("hf_config")
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")
-    stored = BY_NAME[newest.index["model.embed_tokens.weight"]["dtype"]]
+    embedding = newest.index.get("model.embed_tokens.weight", {"dtype": "F32"})
+    stored = BY_NAME[embedding["dtype"]]  # a tensor that is missing is named below
     saved = newest.state.get("config")
     file = model_file_of(sizes, saved, own)
     config = saved_config(file, sizes, saved)

@@ -11,10 +11,14 @@ from safetensors.torch import load_file
 
 from model import moe
 from model.load import model_file_of
+from mpu.context import LayerContext
 from mpu.grid import Grid
+from mpu.recompute import Decisions
 from tests.sampling import sampled
 from tools.checkpoint import main as convert
 from tools.generate import generate, load_model
+from training.checkpoint import MismatchError, find_latest, save
+from training.checkpoint.pieces import whole
 
 CPU = torch.device("cpu")
 # the published config.json of mistralai/Mixtral-8x7B-v0.1 and Qwen/Qwen3-30B-A3B
@@ -77,8 +81,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         QWEN_TINY | dict(norm_topk_prob=False, mlp_only_layers=[0], decoder_sparse_step=1),
     ),
+    "dots1, one expert a token": (
+        "Dots1", DOTS | dict(num_experts_per_tok=1, norm_topk_prob=False, n_group=1),
+    ),
     "dots1, a bias, groups, a shared expert": ("Dots1", DOTS),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("hf", [MIXTRAL, QWEN3, DOTS1], ids=["mixtral", "qwen3", "dots1"])
@@ -102,11 +109,78 @@ def test_published_configs(hf: dict[str, Any]) -> None:
         (MIXTRAL, "model_type", "llama"),
         (DOTS1, "norm_topk_prob", False),
         (DOTS1, "scoring_func", "softmax"),
+        (DOTS1, "routed_scaling_factor", 0.0),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(hf, field, value):
     with pytest.raises(ValueError, match=f"config.json: {field} is "):
         moe.from_hf_config(hf | {field: value})
+
+
+ONE_LAYER = dict(num_hidden_layers=1, first_k_dense_replace=0)
+
+
+def routers():
+    """Yield the model, and what its config.json says of the router, in every small form."""
+    for k in (1, 2, 3, 4):
+        yield "Mixtral", dict(num_local_experts=8, num_experts_per_tok=k)
+        for norm in (True, False):
+            yield "Qwen3Moe", QWEN_TINY | dict(num_experts_per_tok=k, norm_topk_prob=norm)
+            for groups, best in ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)):
+                own = dict(n_group=groups, topk_group=best, num_experts_per_tok=k)
+                yield "Dots1", DOTS | own | dict(norm_topk_prob=norm)
+
+
+@torch.no_grad()
+def test_every_router_weighs_as_that_of_transformers_or_is_refused_by_its_field():
+    import transformers
+
+    torch.manual_seed(1)
+    x, played, refused = torch.randn(40, 32), 0, list[str]()
+    for kind, says in routers():
+        played += 1
+        config = getattr(transformers, f"{kind}Config")(**TINY | says | ONE_LAYER)
+        try:
+            read = moe.from_hf_config(config.to_dict() | {"model_type": config.model_type})
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        theirs = getattr(transformers, f"{kind}ForCausalLM")(config).model.layers[-1].mlp.gate
+        ours = moe.SparseMLP(read, LayerContext(), Decisions())
+        ours.router.weight.copy_(theirs.weight)
+        if read.moe_router_enable_expert_bias:
+            theirs.e_score_correction_bias.normal_(0.0, 0.1)
+            ours.load.e_score_correction_bias.copy_(theirs.e_score_correction_bias)
+        _, weights, indices = theirs(x)
+        logits = ours.router(x)
+        scores = logits.sigmoid() if read.moe_router_score_function == "sigmoid" else logits
+        choice = ours.decide(scores, 1).plan.choice
+        mine = torch.zeros(40, 8).scatter_(1, choice, ours.weights(scores, choice))
+        wanted = torch.zeros(40, 8).scatter_(1, indices, weights.float())
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6, msg=str((kind, says)))
+        assert moe.hf_config(read)["model_type"] == config.model_type
+        again = moe.from_hf_config(moe.hf_config(read))
+        assert replace(again, kv_channels=read.kv_channels) == read, (kind, says)
+    one = [line for line in refused if "num_experts_per_tok is 1" in line]
+    assert len(one) == 8 and sum("norm_topk_prob True" in line for line in one) == 7
+    by_field = ("num_experts_per_tok", "norm_topk_prob", "topk_group", "moe_router_group_topk")
+    assert all(any(field in line for field in by_field) for line in refused), refused
+    assert (played, len(refused)) == (60, 35)
+
+
+def test_a_run_goes_on_though_its_model_has_another_name_now(tmp_path):
+    """A Dots1 of one expert a token was "moe", which only Weft reads."""
+    sizes = replace(moe.from_hf_config(DOTS1 | dict(num_experts_per_tok=1, norm_topk_prob=False)),
+                    num_layers=1, moe_layer_freq=1)  # fmt: skip
+    now, other = moe.hf_config(sizes), moe.hf_config(replace(sizes, qk_layernorm=False))
+    assert (now["model_type"], other["model_type"]) == ("dots1", "moe")
+    before = other | {"qk_layernorm": True}
+    a = whole("a", torch.ones(1))
+    save(tmp_path, step=1, pieces=[a], state={"hf_config": before}, grid=Grid())
+    words = dict(grid=Grid(), pieces=[a], from_hf=lambda hf: moe.hf_config(moe.from_hf_config(hf)))
+    assert find_latest(tmp_path, **words, expect=now).step == 1
+    with pytest.raises(MismatchError, match="another model: qk_layernorm is True there and"):
+        find_latest(tmp_path, **words, expect=other)
 
 
 @pytest.mark.parametrize("best", [0, 3, 5])
@@ -122,7 +196,7 @@ def hugging_face(folder: Path, kind: str) -> Any:
     import transformers
 
     name, more = KINDS[kind]
-    config = getattr(transformers, f"{name}Config")(**TINY, **more, attn_implementation="eager")
+    config = getattr(transformers, f"{name}Config")(**TINY | more, attn_implementation="eager")
     theirs = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     for param in theirs.parameters():
         if param.dim() == 1:
@@ -140,7 +214,7 @@ def logits_in(comm: Any, root: str, ep: int, tokens: torch.Tensor) -> torch.Tens
     return model(tokens)[..., : model.config.vocab_size].transpose(0, 1).contiguous()
 
 
-@pytest.mark.parametrize("kind", sampled(list(KINDS)[::-1], 4))
+@pytest.mark.parametrize("kind", sampled(list(KINDS)[::-1], 5))
 def test_logits_and_tensors_are_those_of_transformers(world, tmp_path, kind):
     """As it is, imported, and exported again; experts dealt out over 1, 2 and 4 ranks."""
     torch.manual_seed(3)

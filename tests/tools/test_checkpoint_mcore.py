@@ -387,7 +387,7 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
         (lambda place: write_format(place, "zarr"), "says 'zarr'; only the format torch_dist"),
         (beside(EXPERT, L, 4), f"{EXPERT} is not a tensor of the dense Llama in config.json"),
         (beside(BIAS, L, 80), f"{BIAS} is not a tensor of the dense Llama"),
-        (without("output_layer.weight"), "the tensor output_layer.weight is missing"),
+        (without("output_layer.weight"), "the tensor output_layer.weight is missing; it has "),
         (beside("embedding.word_embeddings.weight", 250, H), "asks for at least [251, 48]"),
         (beside("decoder.layers.mlp.linear_fc2.weight", L + 1, H, F), "asks for [3, 48, 72]"),
         (edit(b"__1_0.distcp", b"../.._distcp"), "not a .distcp file next to it"),

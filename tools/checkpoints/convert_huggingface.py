@@ -41,9 +41,12 @@ def expected_tensors(file: ModelFile, config: LlamaConfig) -> dict[str, tuple[in
 
 def check_shapes(found: Checkpoint, expected: dict[str, tuple[int, ...]]) -> None:
     """Raise ValueError unless every tensor of the model is there in its shape."""
+    found.known_as(expected)
     for name, shape in expected.items():
         if name not in found.index:
-            raise ValueError(f"{found.directory}: the tensor {name} is missing")
+            raise ValueError(
+                f"{found.directory}: the tensor {name} is missing{found.instead_of(name)}"
+            )
         there = found.index[name]["shape"]
         if tuple(there) != shape:
             raise ValueError(

@@ -114,6 +114,7 @@ def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
             settings += 1
             yield f"state   {key}: {left!r} | {right!r}"
     for side, other, sign in ((a, b, "A"), (b, a, "B")):
+        other.known_as(side.index)
         for name in side.index:
             if name not in other.index:
                 alone += 1

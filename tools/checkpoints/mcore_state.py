@@ -41,6 +41,7 @@ from tools.checkpoints.mcore_names import (
 from tools.checkpoints.torch_dist import COMMON, OPTIMIZER, Archive, McoreCheckpoint, within
 from training.checkpoint import CheckpointError
 from training.checkpoint.huggingface import EMBEDDING, HEAD
+from training.checkpoint.load import instead_of
 from training.checkpoint.manifest import intersection
 
 STATE = re.compile(r"optimizer\.state\.(\w+)\.(.+)")
@@ -75,7 +76,8 @@ class Weights:
                     expected[f"{LAYER}{theirs.layer}.{key}"] = shape
         for key, shape in expected.items():
             if key not in found.index:
-                raise CheckpointError(f"{found.directory}: the tensor {key} is missing")
+                more = instead_of(key, [k for k in found.index if not OPTIMIZER.match(k)])
+                raise CheckpointError(f"{found.directory}: the tensor {key} is missing{more}")
             there = found.index[key].shape
             rows = key in VOCABULARY  # padded
             if there[rows:] != shape[rows:] or there[0] < shape[0]:

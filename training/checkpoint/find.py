@@ -18,7 +18,7 @@ import torch
 from mpu.grid import Grid
 from training.checkpoint.agree import Outcome, first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
-from training.checkpoint.huggingface import CONFIG, HuggingFaceDirectory
+from training.checkpoint.huggingface import CONFIG, HuggingFaceDirectory, is_model
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import MANIFEST, STEP, holds_a_save
 from training.checkpoint.pieces import NamedPiece
@@ -113,6 +113,10 @@ def find_latest(
 
         def read(directory: Path = here) -> Checkpoint:
             checkpoint = open_checkpoint(directory, from_hf)
+            sizes = checkpoint.state.get("hf_config", {})
+            if expect and sizes.get("model_type") != expect.get("model_type"):
+                with suppress(ValueError):  # an older version had another name for some models
+                    checkpoint.state["hf_config"] = from_hf(sizes)
             checkpoint.check_model(expect or {})
             suits(checkpoint)
             checkpoint.check_tensors(pieces, cast)
@@ -142,7 +146,8 @@ def open_checkpoint(
 
     Raises CheckpointError, which is a MismatchError for the latter.
     """
-    if not (directory / CONFIG).exists() or (directory / MANIFEST).exists():
+    there = os.listdir(directory) if directory.is_dir() else []
+    if MANIFEST in there or not is_model(there):
         return Checkpoint(directory)
     try:
         return HuggingFaceDirectory(directory, from_hf)
@@ -275,6 +280,8 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
         elif STEP.fullmatch(name.partition(".tmp-")[0]):
             leftovers.append(str(root / name))
     found.sort(reverse=True)
+    if not found and step is None and is_model(entries):  # to be refused by what it has
+        return [str(root.resolve())], []
     if step is not None:
         have = sorted({n for n, _, _ in found})
         found = [f for f in found if f[0] == step]

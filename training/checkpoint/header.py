@@ -30,7 +30,10 @@ def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise refuse(f"it has {size} bytes, and the length of its header takes 8")
-        length = int.from_bytes(file.read(8), "little")
+        start = file.read(8)
+        if start == b"version ":
+            raise refuse("it is Git LFS's note of one: fetch the file with `git lfs pull`")
+        length = int.from_bytes(start, "little")
         if length > HEADER_LIMIT:
             raise refuse(f"a header of {length:,} bytes, where {HEADER_LIMIT:,} are allowed")
         if length > size - 8:

@@ -2,14 +2,16 @@
 """Open a Hugging Face directory as if a run had saved it, without trusting it.
 
 It is a Checkpoint whose index is made from the headers of its safetensors files, so that any layout
-reads only the slices it needs. There are no hashes to verify. Instead it is checked that the files
-are plain, have a trusted owner, have the sizes that their headers ask for, and hold what the
-index lists and the model needs. Pickles are not read.
+reads only the slices it needs. Which files count, and which name is which tensor, is as in
+transformers' from_pretrained (5.24); an index of shards says which files there are, and their
+headers what is in them. There are no hashes to verify. Instead it is checked that the files are
+plain, have a trusted owner, have the sizes that their headers ask for, and hold what the
+model needs and nothing else. Pickles are not read.
 """
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,16 +20,31 @@ from safetensors import SafetensorError, safe_open
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.files import check_size, open_directory, open_plain
-from training.checkpoint.header import HEADER_LIMIT, NAMES, read_header
-from training.checkpoint.load import Checkpoint, OneOfFused
+from training.checkpoint.header import BY_NAME, HEADER_LIMIT, NAMES, read_header
+from training.checkpoint.load import Checkpoint, OneOfFused, first_of
 from training.checkpoint.manifest import parse
 
 CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 LIMITS = {CONFIG: 1 << 20, SHARDS: HEADER_LIMIT}  # most bytes of a JSON file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-DERIVED = "rotary_emb.inv_freq"  # computed from the config; old Llama 2 directories carry it
-FUSED = re.compile(r"(.*)\.mlp\.experts\.(gate_up_proj|down_proj)")
+BASE = "model."  # before the names of transformers' base model in those of its CausalLM
+DERIVED = re.compile(r"(.*\.)?rotary_emb\..*")  # tables computed from the config; Llama 2 has them
+FUSED = re.compile(r"(.*)\.(mlp|block_sparse_moe)\.experts\.(gate_up_proj|down_proj)")
+BESIDE = r"adapter_config\.json|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
+KINDS = {  # of files that are no model's weights here, by name: what they are, and what to do
+    r"adapter_(config\.json|model\..*)": "an adapter, which transformers adds to its base model "
+    "where peft is installed: merge it (merge_and_unload) and save that model",
+    r"shard-\d{5}-model-.*": "a distributed save, which is not read: save the model in one file",
+    r"model-\d+-of-\d+\.safetensors": f"shards without {SHARDS}, which names them",
+    r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]+\.json": "a variant, which "
+    f"transformers reads only where it is asked for: give it the plain names, such as {SINGLE}",
+    r"pytorch_model.*": ".bin weights are pickles, which can run code, and are not read: save the "
+    "model as safetensors (save_pretrained's default)",
+    r"consolidated\..*": "weights under Meta's or Mistral's names: take those in Hugging Face's "
+    "format",
+    r".*\.gguf": "GGUF, which is not read: take the model's safetensors",
+}
 OF_FUSED = {  # (fused tensor, whether in a Mixtral): the modules of an expert that it holds
     ("gate_up_proj", False): ("gate_proj", "up_proj"),
     ("down_proj", False): ("down_proj",),
@@ -54,9 +71,13 @@ class HuggingFaceDirectory(Checkpoint):
         self._fused: dict[str, tuple[str, int, int, int]] = {}
         try:
             self._at = open_directory(self.directory, self)
+            there = sorted(os.listdir(self.directory))
+            own = any(name in there for name in (CONFIG, SINGLE, SHARDS))
+            if not own and (other := instead(there)):
+                raise CheckpointError(f"there is no {CONFIG}, but {other}")
             self.config = read_json(self.directory / CONFIG)
             self.index, self.manifest = {}, {"step": 0, "files": {}}
-            self._read_headers()
+            self._read_headers(weight_files(self.directory, self.config, there))
             self._cut_fused()
             sizes = spelt(self.config, CONFIG, from_hf)
         except CheckpointError as error:
@@ -65,24 +86,14 @@ class HuggingFaceDirectory(Checkpoint):
                 hint = ": copy the files of Hugging Face's cache with cp -rL and use the copy"
             raise CheckpointError(f"{directory}: {error}{hint}") from None
         self.state = {"iteration": 0, "consumed_samples": 0, "hf_config": sizes}
-        self.index = {n: entry for n, entry in self.index.items() if not n.endswith(DERIVED)}
-        tied = self.config.get("tie_word_embeddings") and EMBEDDING in self.index
-        self._copy = self.index.pop(HEAD, None) if tied else None
+        self.index = {n: e for n, e in self.index.items() if not DERIVED.fullmatch(n)}
+        self.known_as((EMBEDDING, HEAD))
+        head = self.index.pop(HEAD, None) if self.config.get("tie_word_embeddings") else None
+        self._copy = head if EMBEDDING in self.index else None
+        if head is not None:  # either name may have the one tensor
+            self.index.setdefault(EMBEDDING, head)
 
-    def _read_headers(self) -> None:
-        listed = None
-        if os.path.lexists(self.directory / SHARDS):
-            listed = read_weight_map(self.directory / SHARDS)
-            files = sorted(set(listed.values()))
-        elif os.path.lexists(self.directory / SINGLE):
-            files = [SINGLE]
-        elif any(n.endswith((".bin", ".bin.index.json")) for n in os.listdir(self.directory)):
-            raise CheckpointError(
-                "there are .bin weights only: they are pickles, which can run code; save the model "
-                "as safetensors (save_pretrained's default)"
-            )
-        else:
-            raise CheckpointError(f"there is no {SINGLE}, nor an index of shards")
+    def _read_headers(self, files: Iterable[str]) -> None:
         for file in files:
             size, header = read_header(self.directory / file)
             self.manifest["files"][file] = {"size": size}
@@ -91,14 +102,6 @@ class HuggingFaceDirectory(Checkpoint):
                     raise CheckpointError(f"{file} and {self.file_of(name)} both hold {name}")
                 parts = [[file, name, [0] * len(shape), shape]]
                 self.index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
-        for name, file in (listed or {}).items():
-            if name not in self.index or self.file_of(name) != file:
-                raise CheckpointError(f"{SHARDS} lists {name} in {file}, which does not hold it")
-        for name in self.index:
-            if listed is not None and name not in listed:
-                raise CheckpointError(
-                    f"{self.file_of(name)} holds {name}, which {SHARDS} does not list"
-                )
 
     def _cut_fused(self) -> None:
         """Enter each expert of a fused tensor under its own name, as transformers splits it.
@@ -110,8 +113,6 @@ class HuggingFaceDirectory(Checkpoint):
         for name in [name for name in self.index if FUSED.fullmatch(name)]:
             entry = self.index[name]
             before, kind = name.rsplit(".experts.", 1)
-            if mixtral:
-                before = f"{before.removesuffix('mlp')}block_sparse_moe"
             own = OF_FUSED[kind, mixtral]
             if len(entry["shape"]) != 3 or entry["shape"][1] % len(own):
                 raise CheckpointError(
@@ -132,10 +133,18 @@ class HuggingFaceDirectory(Checkpoint):
                     parts = [[file, key, [0, 0], [rows, columns]]]
                     one = {"dtype": entry["dtype"], "shape": [rows, columns], "parts": parts}
                     self.index[f"{before}.experts.{e}.{module}.weight"] = one
-        if self._fused and mixtral:
-            for name in [name for name in self.index if name.endswith(".mlp.gate.weight")]:
-                there = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
-                self.index[there] = self.index.pop(name)
+        if mixtral:
+            own = ".mlp.", ".block_sparse_moe."
+            self.index = {name.replace(*own): entry for name, entry in self.index.items()}
+
+    def known_as(self, names: Collection[str]) -> None:
+        """Enter tensors under the model's `names` for them: with or without BASE, as transformers
+        reads a base model's weights, and a CausalLM's in a model around it.
+        """
+        for name in names:
+            for other in (name.removeprefix(BASE), BASE + name):
+                if name not in self.index and other not in names and other in self.index:
+                    self.index[name] = self.index.pop(other)
 
     def stored(self, file: Any, key: str) -> Any:
         """Return the stored tensor `key` of an open file, or one expert's part of a fused one."""
@@ -148,11 +157,19 @@ class HuggingFaceDirectory(Checkpoint):
         """Return the name of the file that holds a tensor."""
         return str(self.index[name]["parts"][0][0])
 
+    def instead_of(self, name: str) -> str:
+        """Do what Checkpoint's does; of either end of the model, name the other one."""
+        other, module = {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name), name.split(".")[-2:][0]
+        if other in self.index and not any(module in there for there in self.index):
+            return f"; there is {other}, which {CONFIG} does not tie to it (tie_word_embeddings)"
+        return super().instead_of(name)
+
     def check_names(self, names: Collection[str]) -> None:
         """Raise CheckpointError for a tensor that the model lacks, which nobody would read.
 
         names: the canonical names of the whole model, of all its pipeline stages.
         """
+        self.known_as(names)
         for name in self.index:
             if name not in names:
                 raise CheckpointError(
@@ -172,14 +189,19 @@ class HuggingFaceDirectory(Checkpoint):
             self._compare(self.index[EMBEDDING], self._copy)
 
     def _compare(self, entry: dict[str, Any], copy: dict[str, Any]) -> None:
-        """Raise CheckpointError unless two tensors are equal. Read ROWS rows at a time."""
-        same = (entry["dtype"], entry["shape"]) == (copy["dtype"], copy["shape"])
-        files = [str(self.directory / e["parts"][0][0]) for e in (entry, copy)]
+        """Raise CheckpointError unless two tensors have equal values. Read ROWS rows at a time."""
+        same = entry["shape"] == copy["shape"]
+        dtype = torch.promote_types(*(BY_NAME[e["dtype"]] for e in (entry, copy)))
+        (file, name, *_), (other_file, other_name, *_) = (e["parts"][0] for e in (entry, copy))
         try:
-            with safe_open(files[0], "pt") as one, safe_open(files[1], "pt") as other:
-                a, b = one.get_slice(EMBEDDING), other.get_slice(HEAD)
+            with (
+                safe_open(str(self.directory / file), "pt") as one,
+                safe_open(str(self.directory / other_file), "pt") as other,
+            ):
+                a, b = one.get_slice(name), other.get_slice(other_name)
                 for row in range(0, entry["shape"][0] if same else 0, ROWS):
-                    same = same and torch.equal(a[row : row + ROWS], b[row : row + ROWS])
+                    some = (side[row : row + ROWS].to(dtype) for side in (a, b))
+                    same = same and torch.equal(*some)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.directory}: {HEAD}: {error}") from None
         if not same:
@@ -187,6 +209,42 @@ class HuggingFaceDirectory(Checkpoint):
                 f"{self.directory}: {CONFIG} ties the embeddings (tie_word_embeddings), but {HEAD} "
                 f"differs from {EMBEDDING}"
             )
+
+
+def is_model(there: Collection[str]) -> bool:
+    """Return whether a folder with these files is meant as one model, read here or not."""
+    return bool(CONFIG in there or SINGLE in there or SHARDS in there or instead(there))
+
+
+def instead(there: Iterable[str]) -> str:
+    """Return which weights of other kinds are among a folder's files, and what to do with them;
+    "" where there are none.
+    """
+    for pattern, what in KINDS.items():
+        if found := [name for name in there if re.fullmatch(pattern, name)]:
+            return f"{first_of(found)}: {what}"
+    return ""
+
+
+def weight_files(directory: Path, config: dict[str, Any], there: Sequence[str]) -> list[str]:
+    """Return the files of the weights among a folder's, `there`, as from_pretrained chooses them.
+
+    config.json may name them (transformers_weights); else model.safetensors comes before the index
+    of shards. Raises CheckpointError where there are none, and for others that it would read too.
+    """
+    named = config.get("transformers_weights")
+    chosen = next((n for n in ([named] if named else (SINGLE, SHARDS)) if n in there), None)
+    if chosen is None:
+        missing = f"{CONFIG} names {named!r} (transformers_weights), which is not there"
+        other = [n for n in there if n.endswith((".safetensors", ".bin", ".pt", ".pth"))]
+        why = instead(there) or first_of(other)
+        raise CheckpointError(
+            (missing if named else f"there is no {SINGLE}, nor an index of shards")
+            + (f", but {why}" if why else "")
+        )
+    if other := [name for name in there if re.fullmatch(BESIDE, name)]:
+        raise CheckpointError(f"next to {chosen} there is {instead(other)}")
+    return shards_of(directory / chosen, there) if chosen.endswith(".json") else [chosen]
 
 
 def spelt(config: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Read]) -> Read:
@@ -209,8 +267,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse(data, path.name, foreign=True)
 
 
-def read_weight_map(path: Path) -> dict[str, str]:
-    """Return {tensor: file} of an index. Raises CheckpointError for a file elsewhere."""
+def shards_of(path: Path, there: Sequence[str]) -> list[str]:
+    """Return the files that an index lists. Raises CheckpointError for one that is not `there`."""
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map")
@@ -222,6 +280,11 @@ def read_weight_map(path: Path) -> dict[str, str]:
                 f"{path.name}: {name} is listed in {file!r}, which is not the plain name of a "
                 ".safetensors file next to the index"
             )
-        if not os.path.lexists(path.parent / file):
-            raise CheckpointError(f"{path.name} lists {file}, which is not there")
-    return listed
+    files = sorted(set(listed.values()))
+    if lost := [name for name in files if name not in there]:
+        here = first_of([name for name in files if name in there]) or "none"
+        raise CheckpointError(
+            f"{path.name} lists {first_of(lost)}, which {'is' if len(lost) == 1 else 'are'} not "
+            f"there; of its {len(files)} files there are {here}"
+        )
+    return files

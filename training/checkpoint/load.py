@@ -6,11 +6,13 @@ stored one of the same tensor, and only what they share is read. In any layout t
 they were saved, unless the dtype changes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +63,26 @@ MUP_FIELDS = ("logits_scaling", "attention_multiplier", "embedding_multiplier")
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(("numerics", *COUNTS), int)
 PASSED_OVER = 10_000  # most iterations that a run may have passed over
+SHOWN, LOOKED_AT = 3, 1000  # most names in a message; most among which the nearest is looked for
 DICTS = ("config", "hf_config", "tp_comm_overlap", "layout", "branched_from")
 STATE_TYPES |= dict.fromkeys(DICTS, dict)
 STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first SHOWN names, and how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def instead_of(name: str, there: Collection[str]) -> str:
+    """Return which names are there that may stand for a missing one, to end a message."""
+    if wrapped := [n for n in there if n.endswith(f".{name}")]:
+        wrapper = wrapped[0].removesuffix(name)
+        return f"; there is {wrapped[0]}: save the model without its wrapper ({wrapper!r})"
+    some = list(islice(there, LOOKED_AT))
+    near = get_close_matches(name, some, SHOWN)
+    return f"; most like it: {', '.join(near)}" if near else f"; it has {first_of(some) or 'none'}"
 
 
 class OneOfFused:
@@ -145,6 +164,7 @@ class Checkpoint:
                     )
                 raise MismatchError(
                     f"{self.directory} is a checkpoint of another model: it has no {piece.name}"
+                    + self.instead_of(piece.name)
                 )
             if tuple(entry["shape"]) != piece.shape:
                 raise MismatchError(
@@ -158,8 +178,17 @@ class Checkpoint:
                     f"keeps it in {here}: resume in the saved precision, or give --finetune"
                 )
 
+    def known_as(self, names: Collection[str]) -> None:
+        """Learn the model's names of tensors, where the directory may have others for them."""
+
+    def instead_of(self, name: str) -> str:
+        """Return which tensors are there that may be a missing one, to end a message."""
+        return instead_of(name, self.index)
+
     def _there(self, pieces: Iterable[NamedPiece]) -> Iterator[NamedPiece]:
         """Yield the pieces, an optional one as far as it is there."""
+        pieces = list(pieces)
+        self.known_as({piece.name for piece in pieces})
         for piece in pieces:
             entry = self.index.get(piece.name)
             if not piece.optional or entry and tuple(entry["shape"]) == piece.shape:

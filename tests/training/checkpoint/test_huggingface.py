@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from model.llama import LlamaConfig, from_hf_config, hf_config
+from mpu.grid import Grid
 from training.checkpoint import CheckpointError, MismatchError, NamedPiece, header, huggingface
+from training.checkpoint.find import find_latest
 from training.checkpoint.header import read_header
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
@@ -222,13 +225,56 @@ def test_what_is_no_plain_file(tmp_path: Path) -> None:
         HuggingFaceDirectory(tmp_path)
 
 
-def test_pickles_are_not_read(tmp_path: Path) -> None:
+INSTEAD = {
+    "adapter_config.json adapter_model.safetensors": "an adapter, which .*: merge it",
+    "model.fp16.safetensors": "a variant",
+    "model.safetensors.index.fp16.json": "a variant",
+    "model-00001-of-00002.safetensors model-00002-of-00002.safetensors": "shards without model.saf",
+    "pytorch_model.bin": "pickles, which can run code",
+    "pytorch_model.bin.index.json pytorch_model-00001-of-00001.bin": "pickles, which can run code",
+    "consolidated.00.pth consolidated.01.pth": "Meta's or Mistral's names",
+    "consolidated.safetensors": "Meta's or Mistral's names",
+    "shard-00001-model-00001-of-00001.safetensors": "a distributed save",
+    "llama.Q4_K_M.gguf": "GGUF, which is not read",
+}
+
+
+@pytest.mark.parametrize("files", INSTEAD)
+def test_a_folder_without_weights_says_what_it_has(tmp_path: Path, files: str) -> None:
+    """With a config.json, and without one, where a --load would otherwise begin anew."""
+    names = sorted(files.split())
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    said = f"but {re.escape(', '.join(names))}: .*{INSTEAD[files]}"
+    with pytest.raises(MismatchError, match=f"--load: {tmp_path}: there is no config.json, {said}"):
+        find_latest(tmp_path, Grid())
+    make(tmp_path, model={"a": torch.ones(1)})
+    if names[0].startswith(("adapter_c", "shard")):  # transformers would read that too
+        with pytest.raises(CheckpointError, match=f"next to model.safetensors there is {names[0]}"):
+            HuggingFaceDirectory(tmp_path)
+    else:
+        assert [*HuggingFaceDirectory(tmp_path).index] == ["a"]
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=f"no model.safetensors, nor an index of .*, {said}"):
+        HuggingFaceDirectory(tmp_path)
+
+
+def test_a_folder_with_nothing_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    assert find_latest(tmp_path, Grid()) is None
     make(tmp_path, model={"a": torch.ones(1)})
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="there is no model.safetensors, nor an index"):
+    with pytest.raises(CheckpointError, match="nor an index of shards, but training_args.bin$"):
         HuggingFaceDirectory(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(CheckpointError, match=r"\.bin weights only: they are pickles"):
+    make(tmp_path, SIZES | {"transformers_weights": "b.safetensors"})
+    with pytest.raises(CheckpointError, match="names 'b.safetensors' .*, which is not there"):
+        HuggingFaceDirectory(tmp_path)
+
+
+def test_shards_that_are_missing(tmp_path: Path) -> None:
+    two(tmp_path)
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="lists two.*, which is not there; of its 2 files"):
         HuggingFaceDirectory(tmp_path)
 
 
@@ -257,6 +303,7 @@ ABSURD = {
     "a header of 4 EB": (raw(b"{}", length=1 << 62), "a header of 4,611,686,018,427,387,904 bytes"),
     "a header of 100 MB and 1": (raw(b"{}", length=100_000_001), "where 16,777,216 are allowed"),
     "a header beyond the end": (raw(b"{}", length=3), "3 bytes ends beyond the 10 of the file"),
+    "a note of Git LFS": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     "no JSON": (raw(b"[["), "its header is not JSON"),
     "no object": (raw(b"[]"), "its header does not hold a JSON object"),
     "a deep header": (raw(b'{"a":' * 50_000), "its header is not JSON"),
@@ -308,7 +355,8 @@ def test_what_is_read_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(CheckpointError, match="names 2 tensors, where 1 are allowed"):
         HuggingFaceDirectory(tmp_path)
     monkeypatch.setattr(huggingface, "NAMES", 1)
-    index = {"weight_map": {"a": path.name, "b": path.name}}
+    path.rename(tmp_path / "a.safetensors")
+    index = {"weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match="index.json lists 2 tensors; 1 are read"):
         HuggingFaceDirectory(tmp_path)

@@ -27,12 +27,16 @@ Case = dict
 
 
 def hugging_face(folder: Path, case: Case, shards: int, more: str = "") -> Path:
-    """Write the canonical weights as a Hugging Face directory. more: a tensor of no model."""
+    """Write the canonical weights as a Hugging Face directory; several shards have the names of a
+    base model, without "model.". more: a tensor of no model.
+    """
     folder.mkdir()
     state = Canonical(case)
     tensors = {name: state.whole(name) for name in state.shapes}
     if more:
         tensors[more] = torch.zeros(3)
+    if shards > 1:
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     names = sorted(tensors)
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of weights are read as transformers reads them, or refused in a sentence."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.tools.weight_folders import main, plain, play
+
+EMBEDDING, TIED = "model.embed_tokens.weight", {"tied": "yes"}
+FORMS = {
+    "one file over older shards": ("Llama", {"files": "single over older shards"}, ""),
+    "shards over one older file": ("Llama", TIED | {"files": "shards over older single"}, ""),
+    "a tied model's head alone": ("Llama", TIED | {"ends": "head alone"}, ""),
+    "a tied base model": ("Llama", TIED | {"names": "base"}, ""),
+    "a tied base model of experts": ("Mixtral", TIED | {"names": "base", "experts": "fused"}, ""),
+    "an index that forgot a name": ("Llama", {"files": "shards", "index": "a name forgotten"}, ""),
+    "a compiled model": (
+        "Llama", {"names": "_orig_mod."},
+        f"no {EMBEDDING}; there is _orig_mod.{EMBEDDING}: save the model without its wrapper "
+        "('_orig_mod.')",
+    ),
+    "a compiled base model": (
+        "Llama", {"names": "inner _orig_mod"},
+        f"no {EMBEDDING}; most like it: model._orig_mod.embed_tokens.weight",
+    ),
+    "an untied model's head alone": (
+        "Llama", {"ends": "head alone"},
+        f"no {EMBEDDING}; there is lm_head.weight, which config.json does not tie to it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FORMS)
+def test_what_people_have(tmp_path: Path, what: str) -> None:
+    model, form, sentence = FORMS[what]
+    outcome, why = play(plain(model) | form, tmp_path / "hf")
+    assert (outcome, sentence in why) == ("refused" if sentence else "right", True), why
+
+
+@pytest.mark.prove
+def test_no_form_is_read_wrongly(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--count", "150"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    counts = [
+        int(n) for n in re.findall(r"\d+(?= right| refused| of which| wrong)|(?<=\()\d+", last)
+    ]
+    right, refused, nowhere, wrong = counts
+    assert right > 120 and refused - nowhere < 90 and wrong == 0, last
