@@ -113,7 +113,7 @@ def find_latest(
 
         def read(directory: Path = here) -> Checkpoint:
             checkpoint = open_checkpoint(directory, from_hf)
-            checkpoint.check_model(expect or {})
+            checkpoint.check_model(expect or {}, from_hf)
             suits(checkpoint)
             checkpoint.check_tensors(pieces, cast)
             return checkpoint
