@@ -133,7 +133,7 @@ def from_hf_config(hf: dict[str, Any]) -> PhiConfig:
         "partial_rotary_factor": lambda v: True,
         "rope_type": lambda v: v == "default",
         "hidden_act": lambda v: v in ("gelu_new", "gelu_pytorch_tanh"),
-        "qk_layernorm": lambda v: not v,
+        **dict.fromkeys(("qk_layernorm", "resid_pdrop", "embd_pdrop"), lambda v: not v),
     }
     hf = {**hf, "rms_norm_eps": hf.get("layer_norm_eps", 1e-5)}
     return read_hf_config(hf, "phi", PhiConfig, rules, rotary_factor=factor)

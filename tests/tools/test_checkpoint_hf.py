@@ -207,6 +207,20 @@ def test_what_we_trained_runs_in_transformers(world: Any, tmp_path: Path, size: 
     assert (ours - theirs).abs().max() < 1e-5
 
 
+def test_a_config_is_written_alike_with_and_without_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers writes rope_theta into the rope_scaling that it is given."""
+    hugging_face("yarn").save_pretrained(tmp_path / "hf")
+    main(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    texts = []
+    for name in ("with", "without"):
+        main(["convert", "--to-hf", str(tmp_path / name), "--load", str(tmp_path / "weft")])
+        texts.append((tmp_path / name / "config.json").read_text())
+        monkeypatch.setattr("training.run.export.find_spec", lambda name: None)
+    assert texts[0] == texts[1] and "rope_theta" not in json.loads(texts[0])["rope_scaling"]
+
+
 def test_another_dtype_on_the_way_out(tmp_path: Path) -> None:
     theirs = hugging_face("llama3.2")
     theirs.save_pretrained(tmp_path / "hf")
