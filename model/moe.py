@@ -124,13 +124,12 @@ class MoEConfig(LlamaConfig):
 
     def _same_layers(self) -> int | tuple[int, ...]:
         """Return moe_layer_freq in the one form that all spellings of the same layers have: the
-        smallest number, else the list.
+        smallest number from 1 on, else the list.
         """
         layers = range(self.num_layers)
-        listed = tuple(int(self.sparse(i)) for i in layers)
-        every = (range(0, len(layers), n) if n else () for n in range(len(layers) + 1))
-        chosen = [i for i in layers if listed[i]]
-        return next((n for n, found in enumerate(every) if [*found] == chosen), listed)
+        chosen = [i for i in layers if self.sparse(i)]
+        numbers = (n for n in range(1, len(layers) + 1) if [*layers[::n]] == chosen)
+        return next(numbers, tuple(int(i in chosen) for i in layers))
 
     def sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""

@@ -13,12 +13,14 @@ import pytest
 import torch
 
 from model import llama, moe, qwen2, qwen3
-from model.load import model_file_of, read_sizes
+from model.load import model_file_of, of_checkpoint, read_sizes
 from tests.model.rope_spellings import TYPES, whole
 from tests.sampling import sampled
 from tools.forks.huggingface import compare
 from training.checkpoint import MismatchError
 from training.checkpoint.load import Checkpoint
+from training.config import UsageError
+from training.flags import model_sizes
 
 FILES: dict[str, Any] = {
     "llama": llama, "qwen2": qwen2, "qwen3": qwen3, "mixtral": moe, "qwen3_moe": moe,
@@ -178,6 +180,27 @@ def test_moe_layer_freq_is_the_same_in_every_spelling(one: Any, other: Any) -> N
         saved(hf | {"moe_layer_freq": freq}).check_model(hf, respell)
     with pytest.raises(MismatchError, match="moe_layer_freq is "):
         saved(hf | {"moe_layer_freq": [0, 1]}).check_model(hf, respell)
+
+
+@pytest.mark.parametrize(
+    ("flag", "same", "other"),
+    [("--moe-layer-freq", (1, 1), (1, 0)), ("--norm-epsilon", 9.999999747378752e-06, 1e-6)],
+)
+def test_a_flag_may_spell_a_value_otherwise_than_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, flag: str, same: Any, other: Any
+) -> None:
+    own = {"num_experts_per_tok": 2, "rms_norm_eps": 1e-5, "num_local_experts": 4}
+    state = {"hf_config": whole({"model_type": "mixtral"}) | own}
+    found = SimpleNamespace(directory=Path("there"), state=state)
+    monkeypatch.setattr(model_sizes, "newest", lambda *words: found)
+
+    def read(value: Any) -> None:
+        given = {"--load": "there", flag: value}
+        model_sizes.from_checkpoint(given, of_checkpoint, [], {}, {})
+
+    read(same)
+    with pytest.raises(UsageError, match=f"{flag} .* contradicts --use-checkpoint-args"):
+        read(other)
 
 
 def test_the_types_that_are_compared_are_those_that_are_read() -> None:

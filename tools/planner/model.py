@@ -101,7 +101,8 @@ def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
     if "--seq-length" not in flags:
         flags = [*flags, "--seq-length", str(sequence)]
     config = parse([*flags, *REST.split()], 1)
-    if config.moe.experts and config.moe.moe_layer_freq != 1:
+    every = (1, (1,) * config.model.num_layers)
+    if config.moe.experts and config.moe.moe_layer_freq not in every:
         raise ModelError(f"{name}: {MIXED}")
     if config.model.vocab_size is None:
         raise ModelError(f"{name}: --vocab-size is needed, as memory and FLOPs depend on it")
