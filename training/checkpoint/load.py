@@ -126,7 +126,7 @@ class Checkpoint:
         """
         saved = self.state.get("hf_config", {})
         with suppress(Exception):  # of a model's file, which may be anybody's
-            saved = saved and respell(saved)
+            saved = {k: v for k, v in respell(saved).items() if k in saved}
         mup = [f for f in MUP_FIELDS if saved and (f in saved) != (f in expect)]
         if mup and "model_type" in expect:
             there, here = ("with", "without")[:: 1 if mup[0] in saved else -1]

@@ -97,9 +97,10 @@ def from_checkpoint(
         both = [(name, given.get(name, value), value) for name, value in taken.items()]
         both += [(flag, own[name], there.get(name, own[name])) for name, flag in typed.items()]
         for name, here, value in both:
+            pair = here, value
             if name == "--moe-layer-freq":
-                here, value = (_layers(freq, sizes.num_layers) for freq in (here, value))
-            if not same_value(here, value) and name not in free:
+                pair = _layers(here, sizes.num_layers), _layers(value, sizes.num_layers)
+            if not same_value(*pair) and name not in free:
                 raise UsageError(
                     f"{name} {here} contradicts --use-checkpoint-args: {directory} has "
                     f"{value}; leave {name} out"
