@@ -433,19 +433,31 @@ def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
-    """Read a Hugging Face config.json of a Llama; refuse what this file does not compute.
+    """Read a Hugging Face config.json of a Llama, or of a Mistral without a window, which is one;
+    refuse what this file does not compute.
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    if hf.get("model_type") == "granite":  # what hf_config writes of muP's multipliers
+    kind = hf.get("model_type")
+    if kind == "granite":  # what hf_config writes of muP's multipliers
+        hf = filled(hf, {"attention_multiplier": 1.0})
         return read_hf_config(hf, "granite", rules={"residual_multiplier": lambda v: v == 1.0})
+    if kind == "mistral":
+        return read_hf_config(filled(hf, MISTRAL), kind, rules=NO_WINDOW)
     return read_hf_config(hf, MODEL_TYPE)
 
 
-OFF = ("attention_bias", "mlp_bias", "use_sliding_window", "quantization_config")
+# what a config.json that does not say it means
+MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+NO_WINDOW: dict[str, Callable[[Any], bool]] = {"sliding_window": lambda v: v is None}
+ORIGINAL = "original_max_position_embeddings"
+OFF = ("attention_bias", "attention_dropout", "mlp_bias", "per_layer_config",
+       "quantization_config", "use_sliding_window")  # fmt: skip
 RULES: dict[str, Callable[[Any], bool]] = dict.fromkeys(OFF, lambda v: not v) | {
     "hidden_act": lambda v: v in ("silu", "swish"),
+    "is_causal": bool,
     "layer_types": lambda v: set(v or ()) <= {"full_attention"},
+    "partial_rotary_factor": lambda v: v in (None, 1),
 }
 
 
@@ -461,22 +473,13 @@ def read_hf_config(
     rules: what a field that is there may be, added to those of a Llama or in place of them.
     """
     rules = {"model_type": lambda v: v == model_type, **RULES, **(rules or {})}
+    rope = read_rope(hf)
+    there = filled(rope, hf)
     for field, allowed in rules.items():
-        if field in hf and not allowed(hf[field]):
+        if field in there and not allowed(value := there[field]):
             raise ValueError(
-                f"config.json: {field} is {hf[field]!r}, which this --model-file does not compute"
+                f"config.json: {field} is {value!r}, which this --model-file does not compute"
             )
-    rope = hf.get("rope_parameters") or {}
-    scaling = hf.get("rope_scaling") or rope or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    llama3 = kind == "llama3"
-    if kind not in ("default", "llama3", "yarn") or (
-        llama3 and (scaling["low_freq_factor"], scaling["high_freq_factor"]) != (1.0, 4.0)
-    ):
-        raise ValueError(
-            f"config.json: rope_scaling {scaling!r}: only Llama 3.1's rule and yarn are known"
-        )
-    positions = hf.get("max_position_embeddings", 2048)
     if not own.keys() & MULTIPLIERS:  # a fork may read them into fields of its own
         own |= _multipliers(hf)
     return make(
@@ -487,28 +490,95 @@ def read_hf_config(
         num_attention_heads=hf["num_attention_heads"],
         num_query_groups=hf.get("num_key_value_heads") or hf["num_attention_heads"],
         kv_channels=hf.get("head_dim") or 0,
-        max_position_embeddings=positions,
-        rotary_base=float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0),
-        rope_scaling_factor=float(scaling["factor"]) if llama3 else 0.0,
-        rope_original_length=scaling["original_max_position_embeddings"] if llama3 else 8192,
-        yarn=_yarn(scaling, positions) if kind == "yarn" else None,
+        max_position_embeddings=hf.get("max_position_embeddings", 2048),
         norm_epsilon=hf.get("rms_norm_eps", 1e-6),
         tied=bool(hf.get("tie_word_embeddings", False)),
         init_method_std=hf.get("initializer_range", 0.02),
+        **_rotary(rope, hf.get("max_position_embeddings", 2048)),
         **own,
     )
 
 
-def _yarn(scaling: Mapping[str, Any], positions: int) -> Yarn:
-    """Read a config.json's rope_scaling as transformers' _compute_yarn_parameters does."""
-    original = scaling.get("original_max_position_embeddings") or positions
-    factor = float(scaling.get("factor") or positions / original)
-    own, both = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    attention = scaling.get("attention_factor")
-    if attention is None:
-        attention = Yarn.suggested(factor, own, both) if own and both else 0.0
-    turns = (float(scaling.get("beta_fast") or 32.0), float(scaling.get("beta_slow") or 1.0))
-    return Yarn(factor, original, *turns, float(attention), bool(scaling.get("truncate", True)))
+def filled(hf: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json with what it means where it does not say it, in a dictionary of its
+    type: that of a file refuses a value that cannot be read when it is asked for.
+    """
+    return type(hf)({**defaults, **hf})
+
+
+def no_windows(hf: Mapping[str, Any], last: int = 28) -> bool:
+    """Return whether no layer has a window, where transformers gives one to the layers from
+    max_window_layers on (`last` if a config.json does not say it). layer_types has its own rule.
+    """
+    far = hf.get("max_window_layers", last) >= hf["num_hidden_layers"]
+    given = hf.get("layer_types") is not None
+    return bool(given or far or hf.get("sliding_window", 0) is None)
+
+
+def read_rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return what a config.json says of rotary positions in one dictionary, as transformers 5 reads
+    it: rope_type, rope_theta, original_max_position_embeddings and what else there is.
+
+    rope_scaling counts before rope_parameters, and what either holds before what stands at the top,
+    where transformers 4 has rope_theta; original_max_position_embeddings counts there first.
+    (transformers 5.24, RotaryEmbeddingConfigMixin in modeling_rope_utils.py.) Raises ValueError.
+    """
+    name = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
+    inside = hf.get(name) or {}
+    if not isinstance(inside, Mapping):
+        raise ValueError(f"config.json: {name} is {inside!r}: it must be an object")
+    for key, value in inside.items():
+        if isinstance(value, Mapping) or key.endswith("_attention"):
+            raise ValueError(
+                f"config.json: {name} has {key} {value!r}: rotary positions of some layers alone "
+                "are not available"
+            )
+    top = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if k in hf}
+    places = (hf, inside, {ORIGINAL: hf.get("max_position_embeddings", 2048)})
+    original = next(place[ORIGINAL] for place in places if ORIGINAL in place)
+    kind = inside.get("rope_type", inside.get("type", "default"))
+    found = {"rope_theta": 10000.0, **top, **inside, "rope_type": kind, ORIGINAL: original}
+    return type(hf)(found)
+
+
+def _rotary(rope: Mapping[str, Any], positions: int) -> dict[str, Any]:
+    """Return the fields of a LlamaConfig for `read_rope`'s: default, llama3, yarn (transformers'
+    _compute_yarn_parameters), or linear by 1, which is default.
+    """
+    kind, length = rope["rope_type"], rope[ORIGINAL]
+
+    def number(name: str) -> float:
+        value: Any = rope.get(name)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"config.json: {name} of rope_type {kind!r} is {value!r}: it must be a finite "
+                "number above 0"
+            )
+        return float(value)
+
+    found: dict[str, Any] = {"rotary_base": number("rope_theta")}
+    if type(length) is float and length.is_integer():
+        length = int(length)
+    if kind == "default" or (kind == "linear" and number("factor") == 1.0):
+        return found
+    if kind == "llama3" and (number("low_freq_factor"), number("high_freq_factor")) == (1.0, 4.0):
+        return found | {"rope_scaling_factor": number("factor"), "rope_original_length": length}
+    if kind != "yarn":
+        names = ("rope_type", "factor", "low_freq_factor", "high_freq_factor")
+        has = ", ".join(f"{name} {rope[name]!r}" for name in names if name in rope)
+        raise ValueError(
+            f"config.json: rope_scaling has {has}: only Llama 3.1's rule and yarn are known"
+        )
+    ratio = "factor" in rope and rope["factor"] is None
+    factor = positions / length if ratio else number("factor")
+    attention, truncate = 0.0, bool(rope.get("truncate", True))
+    if rope.get("attention_factor") is not None:
+        attention = number("attention_factor")
+    elif (own := rope.get("mscale")) and (every := rope.get("mscale_all_dim")):
+        attention = Yarn.suggested(factor, own, every)
+    fast = number("beta_fast") if rope.get("beta_fast") else 32.0
+    slow = number("beta_slow") if rope.get("beta_slow") else 1.0
+    return found | {"yarn": Yarn(factor, length, fast, slow, attention, truncate)}
 
 
 MULTIPLIERS = {"embedding_multiplier", "attention_multiplier", "logits_scaling"}
@@ -516,19 +586,19 @@ MULTIPLIERS = {"embedding_multiplier", "attention_multiplier", "logits_scaling"}
 
 def _multipliers(hf: dict[str, Any]) -> dict[str, float]:
     """Return the fields that hf_config writes as Granite's multipliers, where there are any."""
-    if not hf.keys() & MULTIPLIERS:
-        return {}
+    if not hf.keys() & MULTIPLIERS or hf.get("model_type") in ("llama", "mistral"):
+        return {}  # transformers' Llama has none
     d = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
     return {
-        "embedding_mult": hf.get("embedding_multiplier", 1.0),
-        "logits_divisor": hf.get("logits_scaling", 1.0),
-        "softmax_scale": unless_standard(hf.get("attention_multiplier", d**-0.5), d),
+        "embedding_mult": float(hf.get("embedding_multiplier", 1.0)),
+        "logits_divisor": float(hf.get("logits_scaling", 1.0)),
+        "softmax_scale": unless_standard(float(hf.get("attention_multiplier", d**-0.5)), d),
     }
 
 
 def unless_standard(scale: float, head_size: int) -> float:
-    """Return a softmax_scale, 0 where it is that of standard attention."""
-    return 0.0 if math.isclose(scale, head_size**-0.5, rel_tol=1e-12) else scale
+    """Return a softmax_scale, 0 where it is that of standard attention, perhaps rounded to fp32."""
+    return 0.0 if math.isclose(scale, head_size**-0.5, rel_tol=1e-7) else scale
 
 
 def with_mup(config: LlamaConfig, mup: MuP) -> Widths:

@@ -25,7 +25,13 @@ from mpu.param import GROUPS
 
 HERE = Path(__file__).resolve().parent
 # by model_type, where the names differ
-FILES = {"granite": "llama", "mixtral": "moe", "qwen3_moe": "moe", "dots1": "moe"}
+FILES = {
+    "granite": "llama",
+    "mistral": "llama",
+    "mixtral": "moe",
+    "qwen3_moe": "moe",
+    "dots1": "moe",
+}
 # by model_type of other mixtures of experts, what they compute that no file of this folder does
 LATENT = "multi-head latent attention"
 MISSING = {

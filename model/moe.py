@@ -22,8 +22,11 @@ from torch import Tensor, nn
 
 from model import llama, qwen3
 from model.llama import (
+    NO_WINDOW,
     LlamaConfig,
+    filled,
     hf_names,
+    no_windows,
     parameter_group,
     read_hf_config,
     with_mup,
@@ -85,6 +88,7 @@ class MoEConfig(LlamaConfig):
         rule = "a whole number, or 1 and 0 for each layer"
         listed = isinstance(freq, tuple) and len(freq) == layers and {*freq} <= {0, 1}
         self._rule("moe_layer_freq", listed or isinstance(freq, int) and freq >= 0, rule)
+        object.__setattr__(self, "moe_layer_freq", self._same_layers())
         score = self.moe_router_score_function
         self._rule("moe_router_score_function", score in SCORES, f"one of {', '.join(SCORES)}")
         factor = self.moe_router_topk_scaling_factor
@@ -117,6 +121,15 @@ class MoEConfig(LlamaConfig):
     def _rule(self, name: str, valid: bool, rule: str) -> None:
         if not valid:
             raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {rule}")
+
+    def _same_layers(self) -> int | tuple[int, ...]:
+        """Return moe_layer_freq in the one form that all spellings of the same layers have: the
+        smallest number from 1 on, else the list.
+        """
+        layers = range(self.num_layers)
+        chosen = [i for i in layers if self.sparse(i)]
+        numbers = (n for n in range(1, len(layers) + 1) if [*layers[::n]] == chosen)
+        return next(numbers, tuple(int(i in chosen) for i in layers))
 
     def sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
@@ -445,10 +458,9 @@ def hf_config(config: MoEConfig, dtype: str = "float32") -> dict[str, Any]:
     }
 
 
-NO_WINDOW: dict[str, Callable[[Any], bool]] = {"sliding_window": lambda v: v is None}
 # what a config.json that does not say it means
 MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
-           "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}  # fmt: skip
+           "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 1e6}  # fmt: skip
 QWEN3 = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
          "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
          "max_position_embeddings": 32768}  # fmt: skip
@@ -462,12 +474,12 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
     """
     kind = hf.get("model_type", "mixtral")
     if kind == "mixtral":
-        rope = {} if hf.get("rope_parameters") else {"rope_theta": 1e6}
-        hf = {**MIXTRAL, **rope, **hf}
+        hf = filled(hf, MIXTRAL)
         own = {"num_experts": hf["num_local_experts"], "moe_router_topk": hf["num_experts_per_tok"]}
-        return _read(hf, kind, NO_WINDOW, own, normalised=True)
+        rules = {**NO_WINDOW, "router_jitter_noise": lambda v: not v}
+        return _read(hf, kind, rules, own, normalised=True)
     if kind == "qwen3_moe":
-        hf = {**QWEN3, **hf}
+        hf = filled(hf, QWEN3)
         layers, step = range(hf["num_hidden_layers"]), hf["decoder_sparse_step"]
         only = hf["mlp_only_layers"] or ()
         freq = tuple(int(i not in only and (i + 1) % step == 0) for i in layers)
@@ -476,9 +488,11 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
             "moe_router_topk": hf["num_experts_per_tok"],
             "moe_ffn_hidden_size": hf["moe_intermediate_size"], "qk_layernorm": True,
             "moe_router_pre_softmax": not hf["norm_topk_prob"],
-            "moe_layer_freq": 1 if all(freq) else freq,
+            "moe_layer_freq": freq,
         }  # fmt: skip
-        return _read(hf, kind, {}, own, normalised=bool(hf["norm_topk_prob"]))
+        far = hf.get("sliding_window", 4096) is None
+        rules = {"use_sliding_window": lambda v: far or not v}
+        return _read(hf, kind, rules, own, normalised=bool(hf["norm_topk_prob"]))
     if kind == "dots1":
         return _read_dots1(hf)
     if kind == "moe":
@@ -501,16 +515,15 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
 
 def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
     layers, first = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
-    far = (hf.get("max_window_layers") or 62) >= layers or hf.get("layer_types") is not None
-    k = hf["num_experts_per_tok"]
+    far, k = no_windows(hf, 62), hf["num_experts_per_tok"]
     rules = {
-        "sliding_window": lambda v: v is None or far,
+        "sliding_window": lambda v: far,
         "norm_topk_prob": lambda v: v is True or k == 1,  # one score is not divided by itself
         "n_shared_experts": lambda v: type(v) is int and v > 0,
         "scoring_func": lambda v: v in ("sigmoid", "noaux_tc"),
         "routed_scaling_factor": lambda v: v is None or v > 0,
     }
-    hf = {"norm_topk_prob": False, "n_shared_experts": None, **hf}
+    hf = filled(hf, {"norm_topk_prob": False, "n_shared_experts": None, "sliding_window": 4096})
     groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
     groups = 1 if best == groups else groups  # a choice of all of them is none
     if groups > 1:  # a group counts as its two best experts there, its k / topk_group best here
@@ -522,7 +535,7 @@ def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
         "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
         "moe_router_num_groups": groups if groups > 1 else 0,
         "moe_router_group_topk": best if groups > 1 else 0,
-        "moe_layer_freq": tuple(int(i >= first) for i in range(layers)) if first else 1,
+        "moe_layer_freq": tuple(int(i >= first) for i in range(layers)),
     }  # fmt: skip
     if type(shared := hf["n_shared_experts"]) is int:  # else `rules` refuses it
         own["moe_shared_expert_intermediate_size"] = hf["moe_intermediate_size"] * shared

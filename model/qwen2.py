@@ -7,7 +7,15 @@
 from typing import Any
 
 from model import llama
-from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config, with_mup
+from model.llama import (
+    LlamaConfig,
+    filled,
+    hf_names,
+    no_windows,
+    parameter_group,
+    read_hf_config,
+    with_mup,
+)
 
 # what a config.json that does not say it means
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
@@ -46,7 +54,8 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    config: LlamaConfig = read_hf_config({**DEFAULTS, **hf}, "qwen2")
+    rules = {"use_sliding_window": lambda v: not v or no_windows(hf)}
+    config: LlamaConfig = read_hf_config(filled(hf, DEFAULTS), "qwen2", rules=rules)
     return config
 
 

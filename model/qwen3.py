@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from model import llama
-from model.llama import LlamaConfig, hf_names, parameter_group, with_mup
+from model.llama import (
+    LlamaConfig,
+    filled,
+    hf_names,
+    no_windows,
+    parameter_group,
+    read_hf_config,
+    with_mup,
+)
 from mpu.context import LayerContext
 from mpu.layers.fused import RMSNorm
 from mpu.param import Region
@@ -73,10 +81,9 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    kind = hf.get("model_type", "qwen3")
-    if kind != "qwen3":
-        raise ValueError(f"config.json: model_type is {kind!r}, and this --model-file's is 'qwen3'")
-    return llama.from_hf_config({**DEFAULTS, **hf, "model_type": "llama"})
+    rules = {"use_sliding_window": lambda v: not v or no_windows(hf)}
+    config: LlamaConfig = read_hf_config(filled(hf, DEFAULTS), "qwen3", rules=rules)
+    return config
 
 
 Model, ModelConfig = Qwen3, LlamaConfig

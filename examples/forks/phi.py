@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import llama
-from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, read_hf_config
+from model.llama import (
+    Cache,
+    LlamaConfig,
+    Packed,
+    hf_names,
+    parameter_group,
+    read_hf_config,
+    read_rope,
+)
 from mpu.context import LayerContext
 from mpu.gradients import use
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -119,11 +127,13 @@ def hf_config(config: PhiConfig, dtype: str = "float32") -> dict[str, Any]:
 
 
 def from_hf_config(hf: dict[str, Any]) -> PhiConfig:
-    rope = hf.get("rope_parameters") or {}
-    factor = hf.get("partial_rotary_factor", rope.get("partial_rotary_factor", 0.5))
+    rope = read_rope(hf)
+    factor = rope.get("partial_rotary_factor", 0.5)
     rules = {
+        "partial_rotary_factor": lambda v: True,
+        "rope_type": lambda v: v == "default",
         "hidden_act": lambda v: v in ("gelu_new", "gelu_pytorch_tanh"),
-        "qk_layernorm": lambda v: not v,
+        **dict.fromkeys(("qk_layernorm", "resid_pdrop", "embd_pdrop"), lambda v: not v),
     }
     hf = {**hf, "rms_norm_eps": hf.get("layer_norm_eps", 1e-5)}
     return read_hf_config(hf, "phi", PhiConfig, rules, rotary_factor=factor)

@@ -91,7 +91,6 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     [
         ("attention_bias", True),
         ("hidden_act", "gelu"),
-        ("use_sliding_window", True),
         ("layer_types", ["full_attention"] * 27 + ["sliding_attention"]),
         ("rope_scaling", {"rope_type": "longrope", "factor": 4.0}),
         ("quantization_config", {"quant_method": "fp8"}),

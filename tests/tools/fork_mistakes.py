@@ -120,7 +120,7 @@ MISTAKES = {
     # sizes
     "the base of RoPE dropped": Mistake(
         LLAMA,
-        {'float(hf.get("rope_theta") or rope.get("rope_theta") or 10000.0)': "10000.0"},
+        {'{"rotary_base": number("rope_theta")}': '{"rotary_base": 10000.0}'},
         "rotary_base = ",
     ),
     "the scaling of RoPE dropped": Mistake(
@@ -140,7 +140,7 @@ MISTAKES = {
         LLAMA, {'    "hidden_act": lambda v: v in ("silu", "swish"),\n': ""}, "hidden_act = "
     ),
     "a model type that nobody checks": Mistake(
-        QWEN3, {'    if kind != "qwen3":\n': "    if False:\n"}, "model_type = "
+        QWEN3, {'DEFAULTS), "qwen3"': 'DEFAULTS), hf["model_type"]'}, "model_type = "
     ),
     "the norm's epsilon written out": Mistake(
         LLAMA,

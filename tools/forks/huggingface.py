@@ -18,11 +18,13 @@ from torch import Tensor
 
 from model.llama import LlamaConfig
 from model.load import ModelFile, read_sizes
-from mpu.param import placement_of, unique_parameters
+from mpu.param import placement_of, saved_buffers, unique_parameters
 from tools.forks.fields import Finding, model_of, others
 
 SAME = 1e-5  # largest error of logits, by norm: transformers computes parts in fp32
-IGNORED = re.compile(r"token_id|drop|use_cache|output_|return_dict|chunk_size|dtype|version|range$")
+IGNORED = re.compile(r"token_id|use_cache|output_|return_dict|chunk_size|dtype|version|range$")
+# fields that are not in transformers' config, or null there: a value that changes its logits
+ABSENT = {"is_causal": False, "sliding_window": 2}
 NUMBER = re.compile(r"\.\d+\.")
 
 
@@ -68,6 +70,9 @@ def some_weights(file: ModelFile, config: LlamaConfig) -> dict[str, Tensor]:
             value = param.detach().narrow(piece.dim, piece.local, piece.size)
             noise = torch.randn(value.shape, generator=g, dtype=value.dtype)
             found[piece.name] = value + 0.1 * noise
+    for name, buffer in saved_buffers(model):
+        g = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        found[names[name][0]] = buffer + 0.1 * torch.randn(buffer.shape, generator=g)
     return found
 
 
@@ -111,12 +116,12 @@ class _Theirs:
         return found, [note + f"{count} fields of its config that change them, or they are refused"]
 
     def made(self, config: Any) -> Any:
-        """Return transformers' model, in fp64."""
+        """Return transformers' model, in fp64, with the noise that it has in training."""
         config._attn_implementation = config._experts_implementation = "eager"
         if (getattr(config, "pad_token_id", None) or 0) >= config.vocab_size:  # the type's own
             config.pad_token_id = None
         model = self.library.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-        return model.double().eval()
+        return model.double().train()
 
     def load(self, theirs: Any) -> str:
         """Write the weights; return what does not fit, or ""."""
@@ -153,15 +158,15 @@ class _Theirs:
         if odd["mismatched_keys"]:
             return f"these have other shapes: {sorted(odd['mismatched_keys'])[:2]}"
         with torch.no_grad():
-            params = dict(theirs.named_parameters(remove_duplicate=False))
-            for name, value in made.named_parameters(remove_duplicate=False):
-                params[name].copy_(value)
+            theirs.load_state_dict(made.state_dict())
         return ""
 
     @torch.no_grad()
     def logits(self, theirs: Any) -> Tensor:
         """Return transformers' logits [b, s, V]."""
-        found: Tensor = theirs(self.tokens, use_cache=False).logits
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            found: Tensor = theirs(self.tokens, use_cache=False).logits
         return found
 
     @torch.no_grad()
@@ -174,6 +179,8 @@ class _Theirs:
             for piece in placement_of(param).pieces(names[name]):
                 here = param.narrow(piece.dim, piece.local, piece.size)
                 here.copy_(self.weights[piece.name])
+        for name, buffer in saved_buffers(model):
+            buffer.copy_(self.weights[names[name][0]])
         logits: Tensor = model(self.tokens)
         return logits[..., : config.vocab_size].transpose(0, 1)
 
@@ -204,8 +211,9 @@ class _Theirs:
             (key, {**base, key: other})
             for key, value in base.items()
             if key != "model_type"
-            for other in list(others(key, value))[:1]
+            for other in [0.5] * ("drop" in key) or list(others(key, value))[:1]
         ]
+        varied += [(k, {**base, k: v}) for k, v in ABSENT.items() if base.get(k) is None]
         varied += [
             (f"rope_parameters.{key}", {**base, "rope_parameters": {**rope, key: other}})
             for key, value in rope.items()

@@ -2,12 +2,14 @@
 """Name a model: by its size, by the config.json of Hugging Face, or by flags, a fork's too."""
 
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pretrain_llama
 from estimate.model_profile import model_profile
+from model.llama import read_rope
 from model.moe import from_hf_config
 from training.config import Config
 from training.flags.parse import parse
@@ -99,7 +101,8 @@ def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
     if "--seq-length" not in flags:
         flags = [*flags, "--seq-length", str(sequence)]
     config = parse([*flags, *REST.split()], 1)
-    if config.moe.experts and config.moe.moe_layer_freq != 1:
+    every = (1, (1,) * config.model.num_layers)
+    if config.moe.experts and config.moe.moe_layer_freq not in every:
         raise ModelError(f"{name}: {MIXED}")
     if config.model.vocab_size is None:
         raise ModelError(f"{name}: --vocab-size is needed, as memory and FLOPs depend on it")
@@ -113,6 +116,9 @@ def _hugging_face(path: Path) -> list[str]:
         raise ModelError(f"{path}: not a file, flags in quotes, or a known model ({known})")
     content = read_json(path, limit=1 << 20, foreign=True)
     flags: list[str] = []
+    if isinstance(content, dict):
+        with suppress(ValueError):  # positions of any kind cost the same
+            content["rope_theta"] = read_rope(content)["rope_theta"]
     if isinstance(content, dict) and any(content.get(key) for key in EXPERT_KEYS):
         flags = _experts_of(path, content)
     for key, flag in HUGGING_FACE.items():

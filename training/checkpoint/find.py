@@ -113,11 +113,7 @@ def find_latest(
 
         def read(directory: Path = here) -> Checkpoint:
             checkpoint = open_checkpoint(directory, from_hf)
-            sizes = checkpoint.state.get("hf_config", {})
-            if expect and sizes.get("model_type") != expect.get("model_type"):
-                with suppress(ValueError):  # an older version had another name for some models
-                    checkpoint.state["hf_config"] = from_hf(sizes)
-            checkpoint.check_model(expect or {})
+            checkpoint.check_model(expect or {}, from_hf)
             suits(checkpoint)
             checkpoint.check_tensors(pieces, cast)
             return checkpoint

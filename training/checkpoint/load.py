@@ -6,9 +6,10 @@ stored one of the same tensor, and only what they share is read. In any layout t
 they were saved, unless the dtype changes.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
@@ -134,9 +135,17 @@ class Checkpoint:
         for name, info in self.manifest["files"].items():
             check_size(self._at / name, info["size"])
 
-    def check_model(self, expect: Mapping[str, Any]) -> None:
-        """Raise MismatchError at the first field in which the saved model differs from `expect`."""
+    def check_model(
+        self, expect: Mapping[str, Any], respell: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    ) -> None:
+        """Raise MismatchError at the first field in which the saved model differs from `expect`.
+
+        respell: writes the saved fields again as the run's model file writes those of the same
+        model. It fails on those of another, which are then compared as they are.
+        """
         saved = self.state.get("hf_config", {})
+        with suppress(Exception):  # of a model's file, which may be anybody's
+            saved = {k: v for k, v in respell(saved).items() if k in saved}
         mup = [f for f in MUP_FIELDS if saved and (f in saved) != (f in expect)]
         if mup and "model_type" in expect:
             there, here = ("with", "without")[:: 1 if mup[0] in saved else -1]
@@ -145,7 +154,7 @@ class Checkpoint:
                 f"multipliers of muP, and this run is {here} them (--use-mup)"
             )
         for field, value in expect.items():
-            if field in saved and field not in FREE_FIELDS and saved[field] != value:
+            if field in saved and field not in FREE_FIELDS and not same_value(saved[field], value):
                 more = "; --allow-change rope allows it" if "rope" in field else ""
                 raise MismatchError(
                     f"{self.directory} is a checkpoint of another model: {field} is "
@@ -274,6 +283,17 @@ class Checkpoint:
                     )
                 if finite and (fault := fault_of(piece.tensor)):  # no verify() looked at its values
                     raise CheckpointError(f"{self.directory}: {piece.key}: {fault}")
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Return whether two values of a config.json are the same, numbers up to fp32's rounding: some
+    programs write them so, and others compute them in another order.
+    """
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_value(one[k], other[k]) for k in one)
+    if float in (type(one), type(other)) and {type(one), type(other)} <= {int, float}:
+        return math.isclose(one, other, rel_tol=1e-7)
+    return bool(one == other)
 
 
 def check_state(state: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from training.arguments import EXPERT_SIZES, ModelConfig
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.find import candidates, open_checkpoint
 from training.checkpoint.huggingface import HuggingFaceDirectory
-from training.checkpoint.load import Checkpoint
+from training.checkpoint.load import Checkpoint, same_value
 from training.config import UsageError
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
@@ -97,7 +97,10 @@ def from_checkpoint(
         both = [(name, given.get(name, value), value) for name, value in taken.items()]
         both += [(flag, own[name], there.get(name, own[name])) for name, flag in typed.items()]
         for name, here, value in both:
-            if here != value and name not in free:
+            pair = here, value
+            if name == "--moe-layer-freq":
+                pair = _layers(here, sizes.num_layers), _layers(value, sizes.num_layers)
+            if not same_value(*pair) and name not in free:
                 raise UsageError(
                     f"{name} {here} contradicts --use-checkpoint-args: {directory} has "
                     f"{value}; leave {name} out"
@@ -116,6 +119,13 @@ def from_checkpoint(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
         f"--pretrained-checkpoint must hold one ({looked_in})"
     )
+
+
+def _layers(freq: Any, layers: int) -> list[bool]:
+    """Return for each layer whether it has experts, of --moe-layer-freq as a number or a list."""
+    if isinstance(freq, int):
+        return [bool(freq) and i % freq == 0 for i in range(layers)]
+    return [bool(each) for each in freq]
 
 
 def _own(sizes: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +214,7 @@ def _yarn(yarn: Yarn) -> dict[str, Any]:
     mscale = 1.0
     if yarn.attention_factor != Yarn.suggested(yarn.factor):
         mscale = (yarn.attention_factor - 1.0) / log if log else -1.0
-        if mscale < 0 or Yarn.suggested(yarn.factor, mscale) != yarn.attention_factor:
+        if mscale < 0 or not same_value(Yarn.suggested(yarn.factor, mscale), yarn.attention_factor):
             raise ValueError(f"no --mscale gives yarn's attention_factor {yarn.attention_factor!r}")
     out = {
         "--position-embedding-type": "yarn",

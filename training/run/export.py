@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -175,7 +176,8 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
         return f"transformers' {kind} does not read muP's multipliers, so its logits would differ"
     if kind not in CONFIG_MAPPING:
         return f"transformers {transformers.__version__} has no model_type {kind!r}: {own}"
-    fields = {key: value for key, value in config.items() if key != "torch_dtype"}
+    # a copy: transformers writes into the dictionaries that it reads
+    fields = {key: deepcopy(value) for key, value in config.items() if key != "torch_dtype"}
     quiet = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

@@ -15,6 +15,7 @@ from typing import Any
 from training.arguments import DataConfig
 from training.batch_size import schedule, steps_of
 from training.checkpoint import Checkpoint, plain_name
+from training.checkpoint.load import same_value
 from training.config import Config
 from training.data.dataset import FULL_DIGEST
 from training.data.tokenizer_files import files_of, same_tokenizer
@@ -60,7 +61,7 @@ def of_model(found: Checkpoint, config: Config, hf_config: Mapping[str, Any]) ->
     if (was := saved.get("model.model_file", file)) != file:
         yield f"{found.directory} was trained with --model-file {was}; this run has {file}"
     there = found.state.get("hf_config", {})
-    if there and any(there.get(field) != hf_config.get(field) for field in ROPE):
+    if there and not all(same_value(there.get(field), hf_config.get(field)) for field in ROPE):
         length = saved.get("model.seq_length")
         yield (
             f"{found.directory} was trained with {_rope(there, length)}; continuing with "

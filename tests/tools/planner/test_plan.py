@@ -324,6 +324,9 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(content))
     assert read_model(str(tmp_path), 1024).config.model == read_model(UNTIED, 1024).config.model
+    newer = content | {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 10000.0}}
+    (tmp_path / "config.json").write_text(json.dumps(newer))  # as of transformers 5
+    assert read_model(str(tmp_path), 1024).config.model == read_model(UNTIED, 1024).config.model
     mixtral = content | {"model_type": "mixtral", "num_local_experts": 8, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(mixtral))
     flags = f"{UNTIED} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1536"

@@ -133,7 +133,7 @@ def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> 
     [
         ({"model_type": "gptj"}, "config.json: model_type is 'gptj'"),
         ({"model_type": "llama"}, "config.json: missing or bad field: "),
-        ({**SIZES, "rope_scaling": "yes"}, "config.json: missing or bad field: "),
+        ({**SIZES, "rope_scaling": "yes"}, "rope_scaling is 'yes': it must be an object"),
         ({**SIZES, "attention_bias": True}, "config.json: attention_bias is True"),
         ({**SIZES, "rope_scaling": {**SCALING, "rope_type": "longrope"}}, "only Llama 3.1's rule"),
         (
