@@ -167,13 +167,17 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
         )
 
 
-def open_plain(path: Path) -> BufferedReader:
+def open_plain(path: Path, links: bool = False) -> BufferedReader:
     """Open a plain file to read, which must be no link and have a trusted owner.
 
-    Raises CheckpointError naming the file. It never blocks, as opening a pipe would.
+    links: follow a link of a trusted owner, as those of Hugging Face's cache are. Raises
+    CheckpointError naming the file. It never blocks, as opening a pipe would.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
     try:
+        if links and stat.S_ISLNK((found := path.lstat()).st_mode):
+            _check_owner(path, found)
+            flags &= ~getattr(os, "O_NOFOLLOW", 0)
         file = os.fdopen(os.open(path, flags), "rb")
     except OSError as error:
         why = " is a link" if error.errno == errno.ELOOP else f": {error.strerror}"
@@ -189,14 +193,17 @@ def open_plain(path: Path) -> BufferedReader:
     return file
 
 
-def check_size(path: Path, size: int) -> None:
-    """Raise CheckpointError unless `path` is a plain file of `size` bytes."""
-    open_sized(path, size).close()
+def check_size(path: Path, size: int, links: bool = False) -> None:
+    """Raise CheckpointError unless `path` is a plain file of `size` bytes.
+
+    links: see open_plain().
+    """
+    open_sized(path, size, links).close()
 
 
-def open_sized(path: Path, size: int) -> BufferedReader:
+def open_sized(path: Path, size: int, links: bool = False) -> BufferedReader:
     """Open a plain file of `size` bytes to read. Raises CheckpointError."""
-    file = open_plain(path)
+    file = open_plain(path, links)
     found = os.fstat(file.fileno()).st_size
     if found != size:
         file.close()

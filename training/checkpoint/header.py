@@ -15,18 +15,18 @@ BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 HEADER_LIMIT, NAMES = 1 << 24, 100_000  # most bytes of a header; most tensors in it
 
 
-def read_header(path: Path) -> tuple[int, dict[str, tuple[str, list[int]]]]:
+def read_header(path: Path, links: bool = False) -> tuple[int, dict[str, tuple[str, list[int]]]]:
     """Return a safetensors file's size and {tensor: (dtype, shape)}.
 
-    Raises CheckpointError naming the rule that is broken: the header is in the file and is a JSON
-    object; a tensor has the bytes of its dtype and shape; one after another they fill the file, so
-    that nothing overlaps and nothing is hidden in between.
+    links: see open_plain(). Raises CheckpointError naming the rule that is broken: the header is in
+    the file and is a JSON object; a tensor has the bytes of its dtype and shape; one after another
+    they fill the file, so that nothing overlaps and nothing is hidden in between.
     """
 
     def refuse(rule: str) -> CheckpointError:
         return CheckpointError(f"{path.name} is not a valid safetensors file: {rule}")
 
-    with open_plain(path) as file:
+    with open_plain(path, links) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
             raise refuse(f"it has {size} bytes, and the length of its header takes 8")

@@ -81,10 +81,7 @@ class HuggingFaceDirectory(Checkpoint):
             self._cut_fused()
             sizes = spelt(self.config, CONFIG, from_hf)
         except CheckpointError as error:
-            hint = ""
-            if str(error).endswith("is a link"):
-                hint = ": copy the files of Hugging Face's cache with cp -rL and use the copy"
-            raise CheckpointError(f"{directory}: {error}{hint}") from None
+            raise CheckpointError(f"{directory}: {error}") from None
         self.state = {"iteration": 0, "consumed_samples": 0, "hf_config": sizes}
         self.index = {n: e for n, e in self.index.items() if not DERIVED.fullmatch(n)}
         self.known_as((EMBEDDING, HEAD))
@@ -95,7 +92,7 @@ class HuggingFaceDirectory(Checkpoint):
 
     def _read_headers(self, files: Iterable[str]) -> None:
         for file in files:
-            size, header = read_header(self.directory / file)
+            size, header = read_header(self.directory / file, links=True)
             self.manifest["files"][file] = {"size": size}
             for name, (dtype, shape) in header.items():
                 if name in self.index:
@@ -184,7 +181,7 @@ class HuggingFaceDirectory(Checkpoint):
         """
         names = list(names)
         for name in names:
-            check_size(self.directory / name, self.manifest["files"][name]["size"])
+            check_size(self.directory / name, self.manifest["files"][name]["size"], links=True)
         if self._copy is not None and self.file_of(EMBEDDING) in names:
             self._compare(self.index[EMBEDDING], self._copy)
 
@@ -260,7 +257,7 @@ def spelt(config: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Re
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object that somebody else wrote, within LIMITS. Raises CheckpointError."""
     limit = LIMITS.get(path.name, HEADER_LIMIT)
-    with open_plain(path) as file:
+    with open_plain(path, links=True) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise CheckpointError(f"{path.name} is larger than {limit:,} bytes")

@@ -123,7 +123,7 @@ def tokenizer_files(root: Path) -> dict[str, bytes]:
     found = {}
     for name in TOKENIZER_FILES:
         if os.path.lexists(root / name):
-            with open_plain(root / name) as file:
+            with open_plain(root / name, links=True) as file:
                 found[name] = file.read(LARGEST + 1)
             if len(found[name]) > LARGEST:
                 raise ValueError(f"{root / name}: it has more than {LARGEST:,} bytes")

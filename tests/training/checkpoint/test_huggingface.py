@@ -186,17 +186,32 @@ def test_a_head_of_its_own_and_derived_tables(tmp_path: Path) -> None:
     found.verify(found.manifest["files"])
 
 
-def test_the_directory_may_be_named_through_a_link_its_files_may_not(tmp_path: Path) -> None:
+def test_a_snapshot_in_hugging_faces_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are links to those of the cache; whoever may set a link must be trusted."""
     two(tmp_path / "real")
+    plain = HuggingFaceDirectory(tmp_path / "real").index
     (tmp_path / "link").symlink_to(tmp_path / "real")
     assert HuggingFaceDirectory(tmp_path / "link").directory == tmp_path / "real"
+    for i, file in enumerate(list((tmp_path / "real").iterdir())):
+        file.rename(tmp_path / f"blob{i}")
+        file.symlink_to(Path("..") / f"blob{i}")
+    found = HuggingFaceDirectory(tmp_path / "link")
+    assert found.index == plain
+    found.verify(found.manifest["files"])
+    found.read([read := whole("a", torch.zeros(4, 3))])
+    assert torch.equal(read.tensor, torch.arange(12.0).view(4, 3))
     for name in ("one.safetensors", "config.json", "model.safetensors.index.json"):
-        (tmp_path / "real" / name).rename(tmp_path / name)
-        (tmp_path / "real" / name).symlink_to(tmp_path / name)
-        with pytest.raises(CheckpointError, match=f"{name} is a link: copy .* cp -rL"):
+        link, lstat = tmp_path / "real" / name, Path.lstat
+
+        def of_another(path: Path, link: Path = link, lstat: Any = lstat) -> os.stat_result:
+            seen = lstat(path)
+            other = seen[:4] + (12345,) + seen[5:]
+            return os.stat_result(other) if path == link else seen
+
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError) as error:
+            patch.setattr(Path, "lstat", of_another)
             HuggingFaceDirectory(tmp_path / "real")
-        (tmp_path / "real" / name).unlink()
-        (tmp_path / name).rename(tmp_path / "real" / name)
+        assert f"{name} belongs to the user with number 12345" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["two.safetensors", "config.json", "."])
