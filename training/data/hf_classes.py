@@ -210,15 +210,15 @@ def built(raw: Any, name: str, config: Mapping[str, Any], where: str) -> tuple[A
             f"{where}: tokenizer_class {name} makes a plain BPE, and tokenizer.json is a {kind}"
             f"{more}; with PreTrainedTokenizerFast in its place, it is read as it is"
         )
-    options = {"fuse_unk": about.byte_fallback, "byte_fallback": about.byte_fallback}
-    options |= {"ignore_merges": False, "unk_token": None}
-    if about.unk:
-        options["unk_token"] = content(config.get("unk_token", about.tokens["unk_token"]))
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    if not about.byte_fallback and all(bpe.token_to_id(letter) is not None for letter in letters):
-        options = {"ignore_merges": False}  # nothing is unknown
-    changed: list[Any] = [key for key, value in options.items() if getattr(bpe, key) != value]
-    changed = [[key, options[key]] for key in changed]
+    options: dict[str, Any] = {"byte_fallback": about.byte_fallback, "ignore_merges": False}
+    letters: Sequence[str] = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = letters if about.byte_fallback else pre_tokenizers.ByteLevel.alphabet()
+    if any(bpe.token_to_id(letter) is None for letter in letters):  # some text is unknown
+        unk = content(config.get("unk_token", about.tokens["unk_token"])) if about.unk else None
+        options |= {"fuse_unk": about.byte_fallback, "unk_token": unk}
+    elif not about.byte_fallback:
+        del options["byte_fallback"]
+    changed: list[Any] = [[k, v] for k, v in options.items() if getattr(bpe, k) != v]
     for key, value in {**options, "dropout": None}.items():
         setattr(bpe, key, value)
     made = Tokenizer(bpe)
@@ -253,7 +253,7 @@ def token_of(value: Any, where: str, **more: bool) -> Any:
         text = flags.pop("content", None)
         if isinstance(text, str) and all(isinstance(flag, bool) for flag in flags.values()):
             return AddedToken(text, **flags)
-    elif isinstance(value, str):
+    elif isinstance(value, str | AddedToken):
         return value
     raise ValueError(
         f'{where} is neither the text of a token nor {{"content": text}}, with true or false for '
@@ -275,70 +275,94 @@ class Notes:
     padding: Mapping[str, Any] | None  # tokenizer.json's
     paths: tuple[str, str, str]
 
-    def stated(self) -> dict[str, Any]:
-        """Return the tokens by their names, from tokenizer_config.json.
+    def tokens(self) -> tuple[dict[str, Any], list[Any], list[Any]]:
+        """Return the tokens by their names, the special ones without a name, and those with an id.
 
-        EXTRA is a list, of the tokens without a name, where it is there. Names of the model's own
-        whose tokens are objects come before the others.
+        Each is a str or an AddedToken; those by name are None where the file has null, and those
+        with an id are in its order. The steps are transformers', in their order: DECODER in
+        tokenizer_config.json stands in place of the two older files and of tokenizer.json's own,
+        and special_tokens_map.json counts before tokenizer_config.json. Raises ValueError.
         """
-        found, path = {}, self.paths[0]
-        for key, value in sorted(self.config.items(), key=lambda item: isinstance(item[1], str)):
-            if key in NAMED_TOKENS and value is None:
-                found[key] = None
-            elif key in NAMED_TOKENS or key.endswith("_token") and isinstance(value, (str, dict)):
-                found[key] = token_of(self.config.get(key), f"{path}: {key}")
-        extra = self.config.get(EXTRA)
-        if not extra and self.config.get(ADDITIONAL) is not None:
-            extra = self.config.get(ADDITIONAL)
-        return found | self._without_name(extra, f"{path}: {EXTRA}")
-
-    def _without_name(self, extra: Any, where: str) -> dict[str, Any]:
-        if isinstance(extra, dict):
-            return {key: token_of(extra.get(key), f"{where}: {key}") for key in extra}
-        if extra is None or isinstance(extra, list):
-            return {} if extra is None else {EXTRA: [token_of(one, where) for one in extra]}
-        raise ValueError(f"{where} is neither a list nor an object of tokens")
-
-    def decoder(self, tokens: dict[str, Any]) -> dict[int, Any]:
-        """Return the tokens with an id, AddedTokens, and settle those of `tokens` by them.
-
-        As in transformers, DECODER in tokenizer_config.json stands in place of the two older files
-        and of tokenizer.json's own; what special_tokens_map.json says counts before
-        tokenizer_config.json.
-        """
-        path, special, added = self.paths
-        found: dict[int, Any] = {}
-        by_text: dict[str, Any] = {}
+        path = self.paths[0]
+        init = {key: self.config.get(key) for key, value in self.config.items() if _is(key, value)}
+        if not init.get(EXTRA) and ADDITIONAL in init:
+            init[EXTRA] = init.pop(ADDITIONAL)
+        own = [k for k, value in init.items() if k not in MEMBERS and isinstance(value, str)]
+        by_name = {key: init.pop(key) for key in own}
         listed = self.config.get(DECODER)
-        if listed is not None:
-            if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
-                raise ValueError(f"{path}: {DECODER} is not an object of tokens by their ids")
-            for key in listed:
-                found[int(key)] = token_of(dict(listed[key]), f"{path}: {DECODER}: {key}")
-            by_text = {content(token) or "": token for token in found.values()}
-        else:
-            for key in self.special:
-                value, where = self.special.get(key), f"{special}: {key}"
-                if key == EXTRA or key == ADDITIONAL and EXTRA not in tokens:
-                    more = self._without_name(value, where)
-                    tokens.update(more | {EXTRA: [*tokens.get(EXTRA, []), *more.get(EXTRA, [])]})
-                elif key in NAMED_TOKENS or key.endswith("_token"):
-                    more = {"special": True} if isinstance(value, dict) else {}
-                    tokens[key] = None if value is None else token_of(value, where, **more)
-            texts = {content(tokens.get(key)) for key in NAMED_TOKENS}
-            texts |= {content(token) for token in tokens.get(EXTRA, ())}
-            for text in self.added:
-                index = self.added.get(text)
-                if not isinstance(index, int):
-                    raise ValueError(f"{added}: {text!r} has the id {index!r}, not a number")
-                flags = {"normalized": text not in texts, "special": text in texts}
-                by_text[text] = found[index] = token_of({"content": text}, added, **flags)
-            for one in self.known:
-                by_text[one["content"]] = found[one["id"]] = token_of(dict(one), "tokenizer.json")
-        for key in NAMED_TOKENS:
-            if tokens.get(key) is not None:
-                tokens[key] = by_text.get(content(tokens[key]) or "", tokens[key])
-        return found
+        found = self._with_id(listed) if listed is not None else self._older(init, by_name)
+        if isinstance(init.get(EXTRA), dict):
+            by_name |= init.pop(EXTRA)
+        extra = init.pop(EXTRA) if EXTRA in init else init.get(ADDITIONAL)
+        init.pop(ADDITIONAL, None)
+        if not isinstance(extra, list | None):
+            raise ValueError(f"{path}: {EXTRA} is neither a list nor an object of tokens")
+        by_text = {token.content: token for token in found}
+        tokens = dict.fromkeys(key for key in NAMED_TOKENS if key in init) | init | by_name
+        for key, value in tokens.items():
+            token = None if value is None else token_of(value, f"{path}: {key}")
+            same = key in NAMED_TOKENS and by_text.get(content(token) or "")
+            tokens[key] = same or token
+        return tokens, [token_of(token, f"{path}: {EXTRA}") for token in extra or ()], found
+
+    def _with_id(self, listed: Any) -> list[Any]:
+        """Return the AddedTokens of DECODER."""
+        where = f"{self.paths[0]}: {DECODER}"
+        if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
+            raise ValueError(f"{where} is not an object of tokens by their ids")
+        order = sorted(listed, key=int)
+        if wrong := [key for key in order if not isinstance(listed.get(key), dict)]:
+            raise ValueError(f'{where}: {wrong[0]} is not an object with the "content" of a token')
+        return [token_of(listed[key], f"{where}: {key}") for key in order]
+
+    def _older(self, init: dict[str, Any], by_name: dict[str, Any]) -> list[Any]:
+        """Take special_tokens_map.json into the arguments of `tokens`, and return the AddedTokens
+        of added_tokens.json and tokenizer.json. A token has one id there, and an id one token.
+        """
+        from tokenizers import AddedToken
+
+        _, special, added = self.paths
+        for key in self.special:
+            value, where = self.special.get(key), f"{special}: {key}"
+            if isinstance(value, list):
+                value = [_special(token, where) for token in value]
+            if key == EXTRA and isinstance(value, list):
+                if isinstance(init.get(EXTRA), dict):
+                    by_name |= init.pop(EXTRA)
+                before = init.get(EXTRA) or []
+                init[EXTRA] = [*before, *(token for token in value if token not in before)]
+            elif _is(key, value):
+                init[key] = value if key == EXTRA else _special(value, where)
+        lists = init.get(EXTRA) if isinstance(init.get(EXTRA), list) else ()
+        names = [*(init.get(key) for key in NAMED_TOKENS), *(lists or ())]
+        texts = {content(token) for token in names if not isinstance(token, dict)}
+        found: dict[int, Any] = {}
+        for text in self.added:
+            index = self.added.get(text)
+            if not isinstance(index, int):
+                raise ValueError(f"{added}: {text!r} has the id {index!r}, which is not a number")
+            known = text in texts
+            found[index] = AddedToken(text, normalized=not known, special=known)
+        own = {one["id"]: token_of(dict(one), "tokenizer.json") for one in self.known}
+        by_text = {token.content: token for token in found.values()}
+        found |= own
+        for key in NAMED_TOKENS:  # also by one whose id tokenizer.json gives to another
+            if init.get(key) is not None and (text := content(init[key])) in by_text:
+                init[key] = by_text[text]
+        return [found[i] for i in sorted(found)]
+
+
+MEMBERS = (*NAMED_TOKENS, EXTRA, ADDITIONAL)
+
+
+def _is(key: str, value: Any) -> bool:
+    """Return whether a field of tokenizer_config.json is about special tokens."""
+    return key in MEMBERS or key.endswith("_token") and isinstance(value, (str, dict))
+
+
+def _special(value: Any, where: str) -> Any:
+    """Return a token of special_tokens_map.json."""
+    return token_of(value, where, special=True) if isinstance(value, dict) else value
 
 
 def add_tokens(made: Any, name: str, notes: Notes) -> dict[str, str]:
@@ -350,16 +374,12 @@ def add_tokens(made: Any, name: str, notes: Notes) -> dict[str, str]:
     from tokenizers import AddedToken
 
     about = BUILT.get(name)
-    tokens = notes.stated()
-    last = [key for key in tokens if isinstance(tokens[key], str)]
-    found = notes.decoder(tokens)
-    extra: Sequence[Any] = tokens.pop(EXTRA, ())
+    tokens, extra, added = notes.tokens()
     tokens = (dict(about.tokens) if about else {}) | tokens
     if notes.padding:
         tokens.setdefault("pad_token", notes.padding["pad_token"])
-    order = dict.fromkeys((*NAMED_TOKENS, *(key for key in tokens if key not in last), *tokens))
+    order = dict.fromkeys((*NAMED_TOKENS, *tokens))
     named = {key: tokens[key] for key in order if tokens.get(key) is not None}
-    added = [found[i] for i in sorted(found)]
     there = {token.content for token in [*added, *made.get_added_tokens_decoder().values()]}
     for token in [*named.values(), *extra]:
         if content(token) not in there and token not in added:

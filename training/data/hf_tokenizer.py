@@ -9,6 +9,7 @@ from typing import Any
 
 from training.data.foreign_code import begin, calling, read_model
 from training.data.hf_classes import BUILT, Notes, add_tokens, built, class_of
+from training.data.tik_tokenizer import is_ranks
 from training.untrusted import parse_json
 
 IDS = "ids:"  # how a digest begins that covers what changes token ids, and nothing else
@@ -34,6 +35,8 @@ class HuggingFaceTokenizer:
         self.name = "HuggingFaceTokenizer"
         if os.path.isdir(path):
             path = os.path.join(path, "tokenizer.json")
+        if not os.path.lexists(path) and (others := _others(os.path.dirname(path))):
+            raise ValueError(f"--tokenizer-model: there is no {path}, but {others}")
         self._bytes = read_model(path)
         with calling(f"--tokenizer-model {path} is not a tokenizer.json", mute=True):
             raw = Model.from_buffer(self._bytes)
@@ -130,3 +133,31 @@ def _matched(tokens: Mapping[int, Any]) -> list[Any]:
     """Return what decides where added tokens are found in a text."""
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized")
     return [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
+
+
+def _others(folder: str) -> str:
+    """Return which other files of a tokenizer a folder has, and what reads them, "" without any."""
+    there = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+    pair = ("vocab.json", "merges.txt")
+    kinds = (*pair, "vocab.txt", "tekken.json")
+    found = [name for name in there if name in kinds or name.endswith((".model", ".tiktoken"))]
+    if not found:
+        return ""
+    ways = []
+    for name in (name for name in found if name.endswith(".model")):
+        path = os.path.join(folder, name)
+        kind = "TikTokenizer" if is_ranks(read_model(path)[:1000]) else "SentencePieceTokenizer"
+        ways.append(f"--tokenizer-type {kind} --tokenizer-model {path} reads it")
+    if all(name in found for name in pair):
+        vocabulary, merges = (os.path.join(folder, name) for name in pair)
+        ways.append(
+            f"if it is GPT-2's, --tokenizer-type GPT2BPETokenizer --vocab-file {vocabulary} "
+            f"--merge-file {merges} reads it"
+        )
+    elif "vocab.json" in found:
+        ways.append("merges.txt is missing to vocab.json")
+    ways.append(
+        "transformers writes tokenizer.json: "
+        f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+    )
+    return f"{' and '.join(found)}; {'; '.join(ways)}"

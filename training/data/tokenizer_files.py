@@ -5,13 +5,15 @@ A checkpoint holds all files of its run's tokenizer, so that it can be moved, sa
 exported. The file that --tokenizer-model names is the first of them.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from training.data.hf_tokenizer import CONFIG, IDS, SPECIAL, HuggingFaceTokenizer
+from training.data.hf_classes import class_of
+from training.data.hf_tokenizer import ADDED, CONFIG, IDS, SPECIAL, HuggingFaceTokenizer
 from training.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
-from training.untrusted import open_plain
+from training.untrusted import open_plain, read_json
 
 STANDARD = {  # the name that a type's own file has in a Hugging Face directory
     "HuggingFaceTokenizer": "tokenizer.json",
@@ -43,11 +45,34 @@ def files_of(kind: str | None, path: str | None, merge_file: str | None = None) 
         found["merges.txt"] = merge_file or os.path.join(folder, "merges.txt")
     others: tuple[str, ...] = TOKENIZER_FILES if name in TOKENIZER_FILES else ()
     if kind == "HuggingFaceTokenizer":
-        others = (*others, CONFIG, SPECIAL)
+        others = (*others, CONFIG, SPECIAL, ADDED)
     for other in others:
         if os.path.isfile(os.path.join(folder, other)):
             found.setdefault(other, os.path.join(folder, other))
     return found
+
+
+def with_class(
+    files: dict[str, bytes], folder: str, own: str = "tokenizer.json"
+) -> dict[str, bytes]:
+    """Return a Hugging Face folder's tokenizer files so that they are read alike elsewhere.
+
+    The folder's config.json, which stays there, may choose the class that reads `own`: then
+    tokenizer_config.json names it.
+    """
+    path = os.path.join(folder, "config.json")
+    if own not in files or not os.path.isfile(path):
+        return files
+    try:
+        config, model = json.loads(files.get(CONFIG, b"{}")), read_json(path, foreign=True)
+        facts = b'"ByteLevel"' in files[own], CONFIG
+        here, elsewhere = class_of(config, model, *facts), class_of(config, {}, *facts)
+    except (ValueError, AttributeError):
+        return files  # what is wrong with them is said where they are read
+    if here == elsewhere:
+        return files
+    config["tokenizer_class"] = here or "PreTrainedTokenizerFast"
+    return {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def heads_of(directory: str) -> dict[str, bytes]:

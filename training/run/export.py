@@ -32,7 +32,7 @@ from training.checkpoint.write_huggingface import (
 from training.checkpoint.written import Written
 from training.data.auto_tokenizer import auto_tokenizer
 from training.data.foreign_code import LARGEST
-from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in
+from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in, with_class
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 STEP = re.compile(r"step_\d{8,}")
@@ -126,7 +126,7 @@ def tokenizer_files(root: Path) -> dict[str, bytes]:
                 found[name] = file.read(LARGEST + 1)
             if len(found[name]) > LARGEST:
                 raise ValueError(f"{root / name}: it has more than {LARGEST:,} bytes")
-    return found
+    return with_class(found, str(root))
 
 
 def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:

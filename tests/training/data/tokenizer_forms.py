@@ -5,8 +5,8 @@
     python -m tests.training.data.tokenizer_forms             all forms; 1 where one is wrong
     python -m tests.training.data.tokenizer_forms --every 10  each tenth
 
-A form is a tokenizer.json (BASES), what other files say of its tokens (PLACES), a tokenizer_class
-and fields that it reads (CLASSES), and sometimes a config.json. Right are the ids of transformers
+A form is a tokenizer.json (`bases`), what other files say of its tokens (PLACES, one or two), a
+tokenizer_class and fields that it reads (CLASSES), and sometimes a config.json. Right are the ids of transformers
 for each of TEXTS, its decoding, eos and bos, whether a document begins with bos, and the largest
 id. A form that is refused raises ValueError, and a form that transformers refuses is counted apart.
 """
@@ -14,12 +14,14 @@ id. A form that is refused raises ValueError, and a form that transformers refus
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 from training.data.tokenizer import HuggingFaceTokenizer
@@ -164,7 +166,7 @@ PLACES: dict[str, Files] = {
     },
     "map, extra": {
         **config(extra_special_tokens=["<|new|>"]),
-        "special_tokens_map.json": {"extra_special_tokens": [NEW, token("<pad>")]},
+        "special_tokens_map.json": {"extra_special_tokens": [NEW, "<pad>"]},
     },
     "all": {
         **config(eos_token=NEW, mask_token="<mask>", additional_special_tokens=["<|new|>"]),
@@ -199,32 +201,39 @@ MODELS = (None, "llama", "mistral", "qwen2", "qwen3", "granite", "gemma2", "olmo
 
 
 class Form(NamedTuple):
-    """A form: names of BASES, PLACES and CLASSES, and the model_type of config.json."""
+    """A form: names of bases, places (one or two) and classes, and config.json's model_type."""
 
     base: str
-    place: str
+    places: tuple[str, ...]
     kind: str
     model: str | None
 
 
 def forms(every: int = 1) -> Iterator[Form]:
-    """Yield each `every`th form; the model_type goes round."""
-    drawn = product(bases(), PLACES, CLASSES)
-    for i, (base, place, kind) in enumerate(drawn):
+    """Yield each `every`th form: all of one place, and as many of two that are drawn."""
+    drawn = Random(51)
+    names = list(bases())
+    for i, (base, place, kind) in enumerate(product(names, PLACES, CLASSES)):
+        model = drawn.choice(MODELS)
+        other = (drawn.choice(names), tuple(drawn.sample(list(PLACES), 2)))
         if i % every == 0:
-            yield Form(base, place, kind, MODELS[i // every % len(MODELS)])
+            yield Form(base, (place,), kind, model)
+            yield Form(*other, kind, model)
 
 
 def write(folder: Path, form: Form, files: dict[str, dict[str, Any]]) -> None:
-    """Write a form's files in place of those in `folder`. files: by the names of BASES."""
-    found: Files = {"tokenizer.json": files[form.base], **PLACES[form.place]}
-    fields = {**found.get("tokenizer_config.json", {}), **CLASSES[form.kind]}
-    found |= {"tokenizer_config.json": fields} if fields else {}
-    found |= {"config.json": {"model_type": form.model}} if form.model else {}
+    """Write a form's files in place of those in `folder`. files: by the names of `bases`."""
+    found: Files = {"tokenizer_config.json": dict(CLASSES[form.kind])}
+    for place in form.places:
+        for name, fields in PLACES[place].items():
+            found[name] = {**fields, **found.get(name, {})}
+    found["tokenizer.json"] = files[form.base]
+    found["config.json"] = {"model_type": form.model} if form.model else {}
     for old in folder.iterdir():
         old.unlink()
     for name, content in found.items():
-        (folder / name).write_text(json.dumps(content))
+        if content:
+            (folder / name).write_text(json.dumps(content))
 
 
 def difference(ours: Any, theirs: Any) -> str:
@@ -246,13 +255,15 @@ def difference(ours: Any, theirs: Any) -> str:
     return ""
 
 
-def play(folder: Path, every: int = 1) -> tuple[Counter[str], list[str]]:
-    """Return how many forms were right, refused, and so on, and a line for each wrong one."""
+def play(folder: Path, every: int = 1) -> tuple[Counter[str], Counter[str], list[str]]:
+    """Return how many forms were right, refused and so on, how many are refused in which words
+    that transformers reads, and a line for each wrong one.
+    """
     import transformers
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     transformers.logging.set_verbosity_error()
-    files, counts, wrong = bases(), Counter[str](), []
+    files, counts, why, wrong = bases(), Counter[str](), Counter[str](), []
     for form in forms(every):
         write(folder, form, files)
         try:
@@ -265,15 +276,17 @@ def play(folder: Path, every: int = 1) -> tuple[Counter[str], list[str]]:
         except ValueError as error:
             counts["refused by both" if theirs is None else "refused"] += 1
             assert "\n" not in str(error)
+            if theirs is not None:
+                why[re.sub(r"^.*/", "", str(error))] += 1
             continue
         if theirs is None:
             counts["read here alone"] += 1
-        elif why := difference(ours, theirs):
+        elif found := difference(ours, theirs):
             counts["wrong"] += 1
-            wrong.append(f"{form}: {why}")
+            wrong.append(f"{form}: {found}")
         else:
             counts["right"] += 1
-    return counts, wrong
+    return counts, why, wrong
 
 
 def main() -> int:
@@ -281,10 +294,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--every", type=int, default=1)
     with tempfile.TemporaryDirectory() as folder:
-        counts, wrong = play(Path(folder), parser.parse_args().every)
+        counts, why, wrong = play(Path(folder), parser.parse_args().every)
     print(f"{counts.total()} forms played: ", end="")
     print(", ".join(f"{counts[k]} {k}" for k in (*sorted({*counts} - {"wrong"}), "wrong")))
-    print("\n".join(wrong[:30]))
+    print("\n".join([*(f"refused, {n}: {words}" for words, n in why.items()), *wrong[:30]]))
     return bool(wrong)
 
 
