@@ -143,8 +143,8 @@ def kept(characters: list[str], vocab_size: int) -> set[str]:
     if room < len(always):
         raise ValueError(
             f"--vocab-size {vocab_size} is too small: {META} pieces are there whatever the text, "
-            f"256 of them single bytes, and the text has {len(characters)} character(s) besides the "
-            f"newline. The least is {META + len(always)}; from {META + len(characters)} on, each "
+            f"256 of them single bytes, and the text has {len(characters)} character(s) besides "
+            f"newlines. The least is {META + len(always)}; from {META + len(characters)} on, each "
             "character has a piece"
         )
     return always | {*characters[: min(room // 2, room - len(always))]}

@@ -108,7 +108,7 @@ GPT2 = {"bos_token": END, "eos_token": END, "unk_token": END, "pad_token": None}
 QWEN2 = {"bos_token": None, "eos_token": END, "unk_token": END, "pad_token": END}
 LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 BERT = {"sep_token": "</s>", "cls_token": "<s>", "pad_token": "<pad>", "mask_token": "<mask>"}
-INFILL = {f"{name}_token": f"{SPACE}<{name[:3].upper()}>" for name in ("prefix", "middle", "suffix")}
+INFILL = {f"{w}_token": f"{SPACE}<{w[:3].upper()}>" for w in "prefix middle suffix".split()}
 INFILL |= {"eot_token": f"{SPACE}<EOT>", "fill_token": "<FILL_ME>"}
 GEMMA = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}
 COHERE = {f"{name}_token": f"<{name.upper()}>" for name in ("unk", "pad", "cls", "sep")}
@@ -140,23 +140,24 @@ OTHERS = """Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertwee
     XLNet""".split()
 PLAIN = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer", "ParakeetTokenizer")
 # the class that transformers has for a model_type, "" for a tokenizer.json as it is
-MODEL_TYPES = {
-    **dict.fromkeys("codegen dbrx gpt2 gpt_neo gptj jais2 opt phi starcoder2".split(), "GPT2"),
-    **dict.fromkeys("gpt_neox falcon_mamba mamba mamba2 mpt olmo olmoe rwkv".split(), "GPTNeoX"),
-    **dict.fromkeys("gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text".split(), "Gemma"),
-    **dict.fromkeys("qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen2_vl qwen3_vl".split(), "Qwen2"),
-    **dict.fromkeys("qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text".split(), "Qwen3_5"),
-    **dict.fromkeys(("cohere", "cohere2"), "Cohere"),
-    **{"code_llama": "CodeLlama", "roberta": "Roberta", "bart": "Roberta"},
-    **{"bert": "Bert", "t5": "T5", "mt5": "T5", "xlm-roberta": "XLMRoberta"},
-    **dict.fromkeys(
-        """arctic ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe glm4_moe_lite gpt_bigcode granite
-        granitemoe granitemoehybrid granitemoeshared internlm2 internlm3 jamba kimi_linear llava
-        llava_next mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3 mixtral
-        nemotron olmo2 olmo3 olmo_hybrid persimmon phi3 phimoe pixtral stablelm""".split(),
-        "",
-    ),
+_KINDS = {
+    "GPT2": "codegen dbrx gpt2 gpt_neo gptj jais2 opt phi starcoder2",
+    "GPTNeoX": "gpt_neox falcon_mamba mamba mamba2 mpt olmo olmoe rwkv",
+    "Gemma": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
+    "Qwen2": "qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next",
+    "Qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text",
+    "Cohere": "cohere cohere2",
+    "CodeLlama": "code_llama",
+    "Roberta": "roberta bart",
+    "Bert": "bert",
+    "T5": "t5 mt5",
+    "XLMRoberta": "xlm-roberta",
+    "": """arctic ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe glm4_moe_lite gpt_bigcode
+        granite granitemoe granitemoehybrid granitemoeshared internlm2 internlm3 jamba kimi_linear
+        llava llava_next mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3
+        mixtral nemotron olmo2 olmo3 olmo_hybrid persimmon phi3 phimoe pixtral stablelm""",
 }
+MODEL_TYPES = {kind: name for name, kinds in _KINDS.items() for kind in kinds.split()}
 FORCED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whatever the tokenizer says
 
 
@@ -180,6 +181,12 @@ def class_of(
             f"{where}: auto_map {code} is code that comes with the tokenizer, and is never run; "
             "without auto_map and with tokenizer_class PreTrainedTokenizerFast, tokenizer.json is "
             "read as it is, by transformers too"
+        )
+    versions = config.get("fast_tokenizer_files")
+    if versions and versions != ["tokenizer.json"]:
+        raise ValueError(
+            f"{where}: fast_tokenizer_files {versions} lists other files for versions of "
+            "transformers, and tokenizer.json alone is read here"
         )
     if not code and name == "LlamaTokenizer" and byte_level and kind not in FORCED:
         name = ""
@@ -284,40 +291,44 @@ class Notes:
         and special_tokens_map.json counts before tokenizer_config.json. Raises ValueError.
         """
         path = self.paths[0]
-        init = {key: self.config.get(key) for key, value in self.config.items() if _is(key, value)}
+        init: dict[str, Any] = {}
+        for key, value in self.config.items():
+            if _is(key, value):
+                init[key] = self.config.get(key)
         if not init.get(EXTRA) and ADDITIONAL in init:
             init[EXTRA] = init.pop(ADDITIONAL)
         own = [k for k, value in init.items() if k not in MEMBERS and isinstance(value, str)]
         by_name = {key: init.pop(key) for key in own}
         listed = self.config.get(DECODER)
-        found = self._with_id(listed) if listed is not None else self._older(init, by_name)
-        if isinstance(init.get(EXTRA), dict):
-            by_name |= init.pop(EXTRA)
+        found = self._older(init, by_name) if listed is None else self._with_id(listed)
+        if isinstance(names := init.get(EXTRA), dict):
+            by_name |= names
+            del init[EXTRA]
         extra = init.pop(EXTRA) if EXTRA in init else init.get(ADDITIONAL)
         init.pop(ADDITIONAL, None)
         if not isinstance(extra, list | None):
             raise ValueError(f"{path}: {EXTRA} is neither a list nor an object of tokens")
-        by_text = {token.content: token for token in found}
+        by_text = {token.content: token for _, token in found}
+        added = [token for _, token in sorted(dict(found).items())]
         tokens = dict.fromkeys(key for key in NAMED_TOKENS if key in init) | init | by_name
         for key, value in tokens.items():
             token = None if value is None else token_of(value, f"{path}: {key}")
             same = key in NAMED_TOKENS and by_text.get(content(token) or "")
             tokens[key] = same or token
-        return tokens, [token_of(token, f"{path}: {EXTRA}") for token in extra or ()], found
+        return tokens, [token_of(token, f"{path}: {EXTRA}") for token in extra or ()], added
 
-    def _with_id(self, listed: Any) -> list[Any]:
-        """Return the AddedTokens of DECODER."""
+    def _with_id(self, listed: Any) -> list[tuple[int, Any]]:
+        """Return the ids and AddedTokens of DECODER."""
         where = f"{self.paths[0]}: {DECODER}"
         if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
             raise ValueError(f"{where} is not an object of tokens by their ids")
-        order = sorted(listed, key=int)
-        if wrong := [key for key in order if not isinstance(listed.get(key), dict)]:
+        if wrong := [key for key in listed if not isinstance(listed.get(key), dict)]:
             raise ValueError(f'{where}: {wrong[0]} is not an object with the "content" of a token')
-        return [token_of(listed[key], f"{where}: {key}") for key in order]
+        return [(int(key), token_of(listed[key], f"{where}: {key}")) for key in listed]
 
-    def _older(self, init: dict[str, Any], by_name: dict[str, Any]) -> list[Any]:
-        """Take special_tokens_map.json into the arguments of `tokens`, and return the AddedTokens
-        of added_tokens.json and tokenizer.json. A token has one id there, and an id one token.
+    def _older(self, init: dict[str, Any], by_name: dict[str, Any]) -> list[tuple[int, Any]]:
+        """Take special_tokens_map.json into the arguments of `tokens`, and return the ids and
+        AddedTokens of added_tokens.json and tokenizer.json. Of an id the last one counts.
         """
         from tokenizers import AddedToken
 
@@ -336,20 +347,14 @@ class Notes:
         lists = init.get(EXTRA) if isinstance(init.get(EXTRA), list) else ()
         names = [*(init.get(key) for key in NAMED_TOKENS), *(lists or ())]
         texts = {content(token) for token in names if not isinstance(token, dict)}
-        found: dict[int, Any] = {}
+        found: list[tuple[int, Any]] = []
         for text in self.added:
             index = self.added.get(text)
             if not isinstance(index, int):
                 raise ValueError(f"{added}: {text!r} has the id {index!r}, which is not a number")
             known = text in texts
-            found[index] = AddedToken(text, normalized=not known, special=known)
-        own = {one["id"]: token_of(dict(one), "tokenizer.json") for one in self.known}
-        by_text = {token.content: token for token in found.values()}
-        found |= own
-        for key in NAMED_TOKENS:  # also by one whose id tokenizer.json gives to another
-            if init.get(key) is not None and (text := content(init[key])) in by_text:
-                init[key] = by_text[text]
-        return [found[i] for i in sorted(found)]
+            found.append((index, AddedToken(text, normalized=not known, special=known)))
+        return found + [(one["id"], token_of(dict(one), "tokenizer.json")) for one in self.known]
 
 
 MEMBERS = (*NAMED_TOKENS, EXTRA, ADDITIONAL)

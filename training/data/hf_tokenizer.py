@@ -43,12 +43,15 @@ class HuggingFaceTokenizer:
             padding = raw.padding
             raw.no_truncation()  # a document is taken whole, and nothing is added to it
             raw.no_padding()
-            begun = raw.encode("").ids[:1]
+            begun: Sequence[int | None] = raw.encode("").ids[:1]
         files = [self._in_same_folder(path, name) for name in (CONFIG, SPECIAL, ADDED, MODEL)]
         paths, (self._config, *_), (config, special, added, model) = zip(*files, strict=True)
         kind = class_of(config, model, b'"ByteLevel"' in self._bytes, paths[0])
         before = raw.get_added_tokens_decoder()
-        self._model, self._changed = built(raw, kind, config, paths[0]) if kind else (raw, [])
+        self._model: Model = raw
+        self._changed: list[Any] = []  # what gives a text other ids than tokenizer.json alone
+        if kind:
+            self._model, self._changed = built(raw, kind, config, paths[0])
         if dropout := getattr(self._model.model, "dropout", None):
             raise ValueError(
                 f"{path}: its BPE has dropout {dropout}, which cuts a text in another way each "
@@ -73,6 +76,9 @@ class HuggingFaceTokenizer:
         if kind and (starts := BUILT[kind].starts) is not None:
             begun = [self._model.token_to_id(named.get(starts, ""))]
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
+        stated = config.get("bos_token") or special.get("bos_token") or self.starts_with_bos
+        # a bos that only the class has begins no document: it is no part of the digest
+        self._bos = self.bos if stated or named.get("bos_token", "<s>") in self.BOS else None
 
     def _in_same_folder(self, path: str, name: str) -> tuple[str, bytes, dict[str, Any]]:
         """Return a file next to tokenizer.json: its path, its bytes, its object, {} without it."""
@@ -116,7 +122,7 @@ class HuggingFaceTokenizer:
         if isinstance(model, dict) and isinstance(model.get("merges"), list):  # "a b" or ["a", "b"]
             pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
             parts["model"] = {**model, "merges": pairs}
-        facts = [parts, self.bos, self.eod, self.starts_with_bos]
+        facts: list[Any] = [parts, self._bos, self.eod, self.starts_with_bos]
         facts += [self._changed] if self._changed else []
         return IDS + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 

@@ -6,7 +6,7 @@
     GPTSentencePieceTokenizer  the same, another name
     Llama2Tokenizer            the same, another name
     TikTokenizer               Llama 3's tokenizer.model: lines of base64 token and rank
-    HuggingFaceTokenizer       tokenizer.json, or a directory that holds one, as transformers reads it
+    HuggingFaceTokenizer       tokenizer.json, or a directory with one, with transformers' ids
     GPT2BPETokenizer           vocab.json, as --vocab-file; --merge-file is merges.txt next to it
     NullTokenizer              none: text is numbers below --vocab-size, the last of which
                                (--vocab-size - 1) ends a document

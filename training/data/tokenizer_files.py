@@ -53,25 +53,25 @@ def files_of(kind: str | None, path: str | None, merge_file: str | None = None) 
 
 
 def with_class(
-    files: dict[str, bytes], folder: str, own: str = "tokenizer.json"
+    files: dict[str, bytes], here: str | None, there: str | None = None, own: str = "tokenizer.json"
 ) -> dict[str, bytes]:
-    """Return a Hugging Face folder's tokenizer files so that they are read alike elsewhere.
+    """Return a tokenizer's files so that they are read in another folder as in this one.
 
-    The folder's config.json, which stays there, may choose the class that reads `own`: then
-    tokenizer_config.json names it.
+    A folder's config.json may choose the class that reads `own`. Where the other one's does not,
+    tokenizer_config.json names it. here: this folder, None where it has no config.json. there: the
+    model_type in the other one's, None where there is none, as in a checkpoint.
     """
-    path = os.path.join(folder, "config.json")
-    if own not in files or not os.path.isfile(path):
-        return files
+    model = {}
     try:
-        config, model = json.loads(files.get(CONFIG, b"{}")), read_json(path, foreign=True)
-        facts = b'"ByteLevel"' in files[own], CONFIG
-        here, elsewhere = class_of(config, model, *facts), class_of(config, {}, *facts)
-    except (ValueError, AttributeError):
-        return files  # what is wrong with them is said where they are read
-    if here == elsewhere:
-        return files
-    config["tokenizer_class"] = here or "PreTrainedTokenizerFast"
+        if here is not None and os.path.isfile(path := os.path.join(here, "config.json")):
+            model = read_json(path, foreign=True)
+        config, bytes_ = json.loads(files.get(CONFIG, b"{}")), b'"ByteLevel"' in files[own]
+        name = class_of(config, model, bytes_, CONFIG)
+        if name == class_of(config, {"model_type": there}, bytes_, CONFIG):
+            return files
+    except (LookupError, ValueError, AttributeError):
+        return files  # there is none of this kind, or what is wrong is said where it is read
+    config["tokenizer_class"] = name or "PreTrainedTokenizerFast"
     return {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 

@@ -152,6 +152,7 @@ def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
         if tokenizer is not None:
             ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
             extra |= auto_tokenizer(extra, tokenizer)
+    extra = with_class(extra, None, sizes.get("model_type"))
     if ids and "generation_config.json" not in extra:
         known = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
         extra["generation_config.json"] = json.dumps(known, indent=2).encode()

@@ -290,4 +290,4 @@ def tokenizer_files(data: DataConfig) -> dict[str, bytes]:
     if data.tokenizer_type != "HuggingFaceTokenizer" or not paths:
         return files
     own, at = next(iter(paths.items()))
-    return with_class(files, str(Path(at).parent), own)
+    return with_class(files, str(Path(at).parent), own=own)

@@ -6,9 +6,10 @@
     python -m tests.training.data.tokenizer_forms --every 10  each tenth
 
 A form is a tokenizer.json (`bases`), what other files say of its tokens (PLACES, one or two), a
-tokenizer_class and fields that it reads (CLASSES), and sometimes a config.json. Right are the ids of transformers
-for each of TEXTS, its decoding, eos and bos, whether a document begins with bos, and the largest
-id. A form that is refused raises ValueError, and a form that transformers refuses is counted apart.
+tokenizer_class and fields that it reads (CLASSES), and sometimes a config.json. Right are the ids
+of transformers for each of TEXTS, its decoding, eos and bos, whether a document begins with bos,
+and the largest id. A refused form raises ValueError; one that transformers refuses is counted
+apart.
 """
 
 import argparse
@@ -30,8 +31,9 @@ NEW = "<|im_end|>"
 CORPUS = ["the lowest newest widest hello world", "def f(x):\n    return x + 1 12345"] * 5
 TEXTS = (
     *("hello world", " hello", "  two  spaces ", "", "\n\n\thello", "naïve e\u0301 №12 字🙂"),
-    *(f"hello {NEW} world", f"{NEW}hello", f"low{NEW}", f"{NEW.upper()} {NEW} <|up|> <|UP|>", "the <|new|> the"),
-    *("a </s> b</s>", "<s>a<unk>", "end<|endoftext|> of", "<pad><|img|>[PAD]", "est lowest ▁ it's"),
+    *(f"hello {NEW} world", f"{NEW}hello", f"low{NEW}", f"{NEW.upper()} {NEW} <|up|> <|UP|>"),
+    *("the <|new|> the", "a </s> b</s>", "<s>a<unk>", "end<|endoftext|> of"),
+    *("<pad><|img|>[PAD]", "est lowest ▁ it's"),
 )
 Files = dict[str, dict[str, Any]]
 
@@ -103,8 +105,11 @@ def bases() -> dict[str, dict[str, Any]]:
     learnt["model"]["vocab"]["</s>"] = len(learnt["model"]["vocab"])
     more = [*plain["added_tokens"], added(310, "<|new|>", lstrip=True), added(311, "<pad>")]
     lower = [*plain["added_tokens"], added(300, "<|UP|>", normalized=True, special=False)]
-    words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "hello": 1, "</s>": 2}, "unk_token": "[UNK]"}
+    words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "hello": 1, "</s>": 2}}
+    words["unk_token"] = "[UNK]"
     split = {"type": "WhitespaceSplit"}
+    scores = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], *([c, -9.0] for c in "▁delohrw")]
+    unigram = {"type": "Unigram", "unk_id": 0, "vocab": [*scores, ["▁hello", -2.0], ["▁wor", -3.0]]}
     return {
         "bytes": plain,
         "spm": sentencepiece(),
@@ -116,6 +121,7 @@ def bases() -> dict[str, dict[str, Any]]:
         "nfkc": byte_level(normalizer=nfkc),
         "no merges": byte_level(model={**plain["model"], "ignore_merges": True}),
         "words": byte_level(model=words, added_tokens=[], pre_tokenizer=split, decoder=None),
+        "unigram": sentencepiece(metaspace=True, model=unigram),
         "dropout": byte_level(model={**plain["model"], "dropout": 0.5}),
     }
 
