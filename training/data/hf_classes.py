@@ -138,8 +138,7 @@ OTHERS = """Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertwee
     Rag Reformer RemBert RoCBert RoFormer SeamlessM4T Siglip Siglip2 Speech2Text SpeechT5 Splinter
     SqueezeBert T5 Tapas Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC Whisper XGLM XLM XLMRoberta
     XLNet""".split()
-PLAIN = ("", "PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer", "ParakeetTokenizer")
-# the class that transformers has for a model_type, "" for a tokenizer.json as it is
+PLAIN = ("PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer", "ParakeetTokenizer")
 _KINDS = {
     "GPT2": "codegen dbrx gpt2 gpt_neo gptj jais2 opt phi starcoder2",
     "GPTNeoX": "gpt_neox falcon_mamba mamba mamba2 mpt olmo olmoe rwkv",
@@ -157,6 +156,7 @@ _KINDS = {
         llava llava_next mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3
         mixtral nemotron olmo2 olmo3 olmo_hybrid persimmon phi3 phimoe pixtral stablelm""",
 }
+# the class that transformers has for a model_type, "" for a tokenizer.json as it is
 MODEL_TYPES = {kind: name for name, kinds in _KINDS.items() for kind in kinds.split()}
 FORCED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whatever the tokenizer says
 
@@ -167,7 +167,8 @@ def class_of(
     """Return the class that transformers.AutoTokenizer takes, "" for a tokenizer.json as it is.
 
     config, model: tokenizer_config.json and config.json. byte_level: "ByteLevel" is somewhere in
-    tokenizer.json. Raises ValueError for a class that is not in BUILT, naming the file, `where`.
+    tokenizer.json. Raises ValueError, which begins with `where`, for a class of OTHERS, for code
+    that comes with the tokenizer, and for files that stand in place of tokenizer.json.
     """
     stated = config.get("tokenizer_class") or model.get("tokenizer_class") or ""
     kind, name = model.get("model_type"), str(stated).removesuffix("Fast")
@@ -175,7 +176,7 @@ def class_of(
     usual = f"{own}Tokenizer" if own else own
     code = config.get("auto_map")
     code = code.get("AutoTokenizer") if isinstance(code, dict) else code
-    known = name in BUILT or name in PLAIN[1:] or name.removesuffix("Tokenizer") in OTHERS
+    known = name in BUILT or name in PLAIN or name.removesuffix("Tokenizer") in OTHERS
     if code and not known and usual is None:
         raise ValueError(
             f"{where}: auto_map {code} is code that comes with the tokenizer, and is never run; "
@@ -206,6 +207,8 @@ def class_of(
 def built(raw: Any, name: str, config: Mapping[str, Any], where: str) -> tuple[Any, list[Any]]:
     """Return a class's own tokenizers.Tokenizer of a file's vocabulary, without added tokens, and
     what changes ids of text in it against the file's, [] where nothing does.
+
+    raw: the file's tokenizer, whose model is used on. Raises ValueError, which begins with `where`.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -229,13 +232,13 @@ def built(raw: Any, name: str, config: Mapping[str, Any], where: str) -> tuple[A
     for key, value in {**options, "dropout": None}.items():
         setattr(bpe, key, value)
     made = Tokenizer(bpe)
-    for part, mine in zip(("normalizer", "pre_tokenizer"), about.pipeline(config), strict=False):
+    *parts, made.decoder = about.pipeline(config)
+    for part, mine in zip(("normalizer", "pre_tokenizer"), parts, strict=True):
         state = _state(mine)
         if state != _state(getattr(raw, part)):
             changed.append([part, state])
         if mine is not None:
             setattr(made, part, mine)
-    made.decoder = about.pipeline(config)[2]
     return made, changed
 
 

@@ -54,7 +54,7 @@ class HuggingFaceTokenizer:
             self._model, self._changed = built(raw, kind, config, paths[0])
         if dropout := getattr(self._model.model, "dropout", None):
             raise ValueError(
-                f"{path}: its BPE has dropout {dropout}, which cuts a text in another way each "
+                f"{path}: its BPE has dropout {dropout:.3g}, which cuts a text in another way each "
                 "time: write null in its place"
             )
         listed = self._parsed().get("added_tokens") or []

@@ -24,13 +24,13 @@ def written(folder: Path, **files: object) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("every", sampled((97, 1), 2))
+@pytest.mark.parametrize("every", sampled((151, 1), 2))
 def test_no_form_is_read_in_another_way(tmp_path: Path, every: int) -> None:
     """`python -m tests.training.data.tokenizer_forms` prints how many forms these are."""
     pytest.importorskip("transformers")
     counts, _, wrong = play(tmp_path, every)
     assert not wrong
-    assert counts["right"] > 0.7 * counts.total() > 70
+    assert counts["right"] > 0.7 * counts.total() > 50
 
 
 def test_a_token_that_only_another_file_knows_is_one(tmp_path: Path) -> None:
