@@ -149,11 +149,11 @@ def _others(folder: str) -> str:
     found = [name for name in there if name in kinds or name.endswith((".model", ".tiktoken"))]
     if not found:
         return ""
-    ways = []
+    ways, less = [], f", but no token of {ADDED}" if ADDED in there else ""
     for name in (name for name in found if name.endswith(".model")):
         path = os.path.join(folder, name)
         kind = "TikTokenizer" if is_ranks(read_model(path)[:1000]) else "SentencePieceTokenizer"
-        ways.append(f"--tokenizer-type {kind} --tokenizer-model {path} reads it")
+        ways.append(f"--tokenizer-type {kind} --tokenizer-model {path} reads it{less}")
     if all(name in found for name in pair):
         vocabulary, merges = (os.path.join(folder, name) for name in pair)
         ways.append(

@@ -117,5 +117,7 @@ def test_a_folder_without_a_tokenizer_json_says_what_it_has(tmp_path: Path) -> N
     says(f"merges.txt and vocab.json; if it is GPT-2's, .*GPT2BPETokenizer --vocab-file {tmp_path}")
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     says(f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/tokenizer.model")
+    written(tmp_path, added_tokens={"<pad>": 7})
+    says("tokenizer.model reads it, but no token of added_tokens.json; ")
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     says(f"--tokenizer-type TikTokenizer --tokenizer-model {tmp_path}/tokenizer.model reads it")
