@@ -204,11 +204,14 @@ def class_of(
     return name if name in BUILT else ""
 
 
-def built(raw: Any, name: str, config: Mapping[str, Any], where: str) -> tuple[Any, list[Any]]:
+def built(
+    raw: Any, name: str, config: Mapping[str, Any], unk: Any, where: str
+) -> tuple[Any, list[Any]]:
     """Return a class's own tokenizers.Tokenizer of a file's vocabulary, without added tokens, and
     what changes ids of text in it against the file's, [] where nothing does.
 
-    raw: the file's tokenizer, whose model is used on. Raises ValueError, which begins with `where`.
+    raw: the file's tokenizer, whose model is used on. unk: the files' unk_token, "" where it is the
+    class's. Raises ValueError, which begins with `where`.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -224,7 +227,7 @@ def built(raw: Any, name: str, config: Mapping[str, Any], where: str) -> tuple[A
     letters: Sequence[str] = [f"<0x{byte:02X}>" for byte in range(256)]
     letters = letters if about.byte_fallback else pre_tokenizers.ByteLevel.alphabet()
     if any(bpe.token_to_id(letter) is None for letter in letters):  # some text is unknown
-        unk = content(config.get("unk_token", about.tokens["unk_token"])) if about.unk else None
+        unk = content(about.tokens["unk_token"] if unk == "" else unk) if about.unk else None
         options |= {"fuse_unk": about.byte_fallback, "unk_token": unk}
     elif not about.byte_fallback:
         del options["byte_fallback"]

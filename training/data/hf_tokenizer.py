@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.data.foreign_code import begin, calling, read_model
-from training.data.hf_classes import BUILT, Notes, add_tokens, built, class_of
+from training.data.hf_classes import BUILT, DECODER, Notes, add_tokens, built, class_of
 from training.data.tik_tokenizer import is_ranks
 from training.untrusted import parse_json
 
@@ -51,7 +51,9 @@ class HuggingFaceTokenizer:
         self._model: Model = raw
         self._changed: list[Any] = []  # what gives a text other ids than tokenizer.json alone
         if kind:
-            self._model, self._changed = built(raw, kind, config, paths[0])
+            older = {} if config.get(DECODER) is not None else special
+            unk = older.get("unk_token") or config.get("unk_token", "")
+            self._model, self._changed = built(raw, kind, config, unk, paths[0])
         if dropout := getattr(self._model.model, "dropout", None):
             raise ValueError(
                 f"{path}: its BPE has dropout {dropout:.3g}, which cuts a text in another way each "

@@ -108,6 +108,9 @@ def bases() -> dict[str, dict[str, Any]]:
     words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "hello": 1, "</s>": 2}}
     words["unk_token"] = "[UNK]"
     split = {"type": "WhitespaceSplit"}
+    few = sentencepiece()  # no byte has a piece
+    pieces = [word for word in few["model"]["vocab"] if not word.startswith("<0x")]
+    few["model"]["vocab"] = {word: i for i, word in enumerate([*pieces, "[UNK]"])}
     scores = [["<unk>", 0.0], ["<s>", 0.0], ["</s>", 0.0], *([c, -9.0] for c in "▁delohrw")]
     unigram = {"type": "Unigram", "unk_id": 0, "vocab": [*scores, ["▁hello", -2.0], ["▁wor", -3.0]]}
     return {
@@ -122,6 +125,7 @@ def bases() -> dict[str, dict[str, Any]]:
         "no merges": byte_level(model={**plain["model"], "ignore_merges": True}),
         "words": byte_level(model=words, added_tokens=[], pre_tokenizer=split, decoder=None),
         "unigram": sentencepiece(metaspace=True, model=unigram),
+        "few": few,
         "dropout": byte_level(model={**plain["model"], "dropout": 0.5}),
     }
 
@@ -162,6 +166,7 @@ PLACES: dict[str, Files] = {
     "added": {**config(eos_token=NEW), "added_tokens.json": {NEW: 500, "<|new|>": 300}},
     "added alone": {"added_tokens.json": {"<|new|>": 300, NEW: 301, "hello": 5}},
     "map": {"special_tokens_map.json": {"eos_token": NEW, "pad_token": "<pad>"}},
+    "map, unknown": {"special_tokens_map.json": {"unk_token": "[UNK]"}},
     "map, objects": {
         **config(eos_token="<|endoftext|>"),
         "special_tokens_map.json": {"eos_token": token(lstrip=True), "bos_token": token("<s>")},
