@@ -135,7 +135,10 @@ def preprocess(
     unknown = {key for key in job.json_keys if not _may_write(output_prefix, key, written)}
     tokenizer = job.tokenizer()
     if append_eod and tokenizer.eod is None:
-        raise ValueError("--append-eod: this tokenizer has no end-of-document token")
+        raise ValueError(
+            "--append-eod: this tokenizer has no end-of-document token; a Hugging Face folder "
+            "names it as eos_token in tokenizer_config.json"
+        )
     if shard_bytes is None:
         shard_bytes = min(max(sum(size for _, size, _ in files) // 64, SHARD[0]), SHARD[1])
     folder = _folder(job, files, output_prefix, shard_bytes)

@@ -81,8 +81,8 @@ def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000)
     """Write {prefix}.model and {prefix}.vocab; return the vocabulary's size.
 
     A text too small for vocab_size pieces gets as many as it can fill. Where it has more characters
-    than that, the rarest are made of single bytes. Raises ValueError for a document that cannot be
-    read, as Texts.on_bad_document says.
+    than that, the rarest are made of single bytes. Raises ValueError for a vocabulary that is too
+    small, and for a document that cannot be read, as Texts.on_bad_document says.
     """
     own = "a tokenizer of this command"
     refuse("--output-prefix", f"{prefix}.model", is_ours, own)
@@ -120,14 +120,34 @@ def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000)
         except (RuntimeError, ValueError) as error:
             if refused:
                 raise refused[0] from None
+            if "sentences_.empty()" in str(error):
+                raise ValueError("--input: no line of the texts has a character to learn") from None
             if "required_chars" in str(error) and hashes is None:
                 count = Counter(chain.from_iterable(lines(texts, limit)))
-                hashes = {c for c, _ in count.most_common(max(1, (vocab_size - META) // 2))}
+                hashes = kept([c for c, _ in count.most_common()], vocab_size)
                 continue
             most = re.search(r"value <= (\d+)", str(error))
             if most is None or int(most[1]) >= vocab_size:
                 raise ValueError(f"--input: SentencePiece cannot learn from it ({error})") from None
             vocab_size = int(most[1])
+
+
+def kept(characters: list[str], vocab_size: int) -> set[str]:
+    """Return the characters that get pieces of their own, at most half of the room for them.
+
+    characters: those of the text, the most frequent first. A space is always kept, since its bytes
+    are those of SPACE, and one that is not white. Raises ValueError where there is no room.
+    """
+    always = {next(c for c in characters if not c.isspace())} | ({" "} & {*characters})
+    room = vocab_size - META
+    if room < len(always):
+        raise ValueError(
+            f"--vocab-size {vocab_size} is too small: {META} pieces are there whatever the text, "
+            f"256 of them single bytes, and the text has {len(characters)} character(s) besides "
+            f"newlines. The least is {META + len(always)}; from {META + len(characters)} on, each "
+            "character has a piece"
+        )
+    return always | {*characters[: min(room // 2, room - len(always))]}
 
 
 def is_ours(model: Path) -> bool:

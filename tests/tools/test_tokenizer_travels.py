@@ -19,8 +19,9 @@ from tools.checkpoint import main as checkpoint
 from tools.generate import main as generate
 from training.checkpoint import find_latest, parameter_pieces, save
 from training.data.tokenizer import build_tokenizer
-from training.data.tokenizer_files import digests_of, files_of
+from training.data.tokenizer_files import digests_of, files_of, with_class
 from training.run import same_run
+from training.run.export import tokenizer_files
 
 RUN = read()
 TEXT = "def f(x):\n    return x"
@@ -219,6 +220,30 @@ def test_old_digests_still_load(
         assert capsys.readouterr().out.startswith(TEXT)
     edit(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
     assert refusals(root, folder) == ["tokenizer"]
+
+
+def test_the_class_that_config_json_chooses_goes_along(tmp_path: Path) -> None:
+    """A Mistral's folder names LlamaTokenizer, and is read as tokenizer.json says all the same."""
+    from tests.training.data.tokenizer_forms import byte_level, sentencepiece
+
+    folder = tmp_path / "mistral"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(sentencepiece()))
+    config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    llama = build_tokenizer("HuggingFaceTokenizer", str(folder), None)
+    (folder / "config.json").write_text('{"model_type": "mistral"}')
+    theirs = build_tokenizer("HuggingFaceTokenizer", str(folder), None)
+    assert theirs.encode(" hello") != llama.encode(" hello")
+    step = saved(tmp_path / "run", folder) / "step_00000001"
+    ours = build_tokenizer("HuggingFaceTokenizer", str(step), None)
+    assert (ours.encode(" hello"), ours.digest()) == (theirs.encode(" hello"), theirs.digest())
+    kept = json.loads(tokenizer_files(folder)["tokenizer_config.json"])
+    assert kept == {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
+    gpt2 = {"tokenizer.json": json.dumps(byte_level()).encode()}
+    gpt2["tokenizer_config.json"] = b'{"eos_token": "<|endoftext|>"}'
+    exported = with_class(gpt2, None, "qwen3")["tokenizer_config.json"]  # which has its own regex
+    assert json.loads(exported)["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_files_of_a_folder_of_many_tokenizers(tmp_path: Path) -> None:

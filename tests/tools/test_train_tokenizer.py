@@ -2,6 +2,7 @@
 """The tokenizer gives back every text exactly, and a prompt may end in a space."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,25 @@ def test_a_small_text_gets_a_smaller_vocabulary(tmp_path):
     size = train(texts, tmp_path / "t", vocab_size=2000)
     assert 256 < size < 300
     assert check(tmp_path / "t.model", texts) > 0
+
+
+def test_a_vocabulary_that_is_too_small_says_what_is_needed(tmp_path):
+    """nanoGPT's vocabulary is the 65 characters of its text; a space is always given back."""
+    text = "To be, or not to be: that is the question;\n" * 9
+    (tmp_path / "a.txt").write_text(text)
+    texts = Texts([tmp_path / "a.txt"])
+    with pytest.raises(ValueError, match=r"--vocab-size 65 is too small: 267 pieces") as caught:
+        train(texts, tmp_path / "t", vocab_size=65)
+    words = r"has (\d+) character.*The least is (\d+); from (\d+) on"
+    characters, least, every = map(int, re.search(words, str(caught.value)).groups())
+    assert characters == len({*text} - {"\n"}) == every - 267
+    with pytest.raises(ValueError, match=f"--vocab-size {least - 1} is too small"):
+        train(texts, tmp_path / "t", least - 1)
+    for size in (least, every):
+        assert train(texts, tmp_path / "t", size) == size and check(tmp_path / "t.model", texts) > 0
+    (tmp_path / "a.txt").write_text(" \n\t\n")
+    with pytest.raises(ValueError, match="--input: no line of the texts has a character to learn"):
+        train(texts, tmp_path / "t", 300)
 
 
 def test_training_twice_gives_the_same_file(model, tmp_path):

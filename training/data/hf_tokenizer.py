@@ -4,22 +4,26 @@
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.data.foreign_code import begin, calling, read_model
+from training.data.hf_classes import BUILT, DECODER, Notes, add_tokens, built, class_of
+from training.data.tik_tokenizer import is_ranks
 from training.untrusted import parse_json
 
 IDS = "ids:"  # how a digest begins that covers what changes token ids, and nothing else
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+ADDED, MODEL = "added_tokens.json", "config.json"
 MEANING = ("model", "normalizer", "pre_tokenizer", "added_tokens")  # parts of a tokenizer.json
 
 
 class HuggingFaceTokenizer:
-    """Read a tokenizer.json, or the one in a folder.
+    """Read a tokenizer.json, or the one in a folder, with what other files there say about it.
 
-    bos and eod are what tokenizer_config.json next to it calls bos_token and eos_token, else
-    special_tokens_map.json, else the first of BOS and EOD that it knows.
+    The ids are those of transformers.AutoTokenizer (version 5). bos and eod are its bos_token and
+    eos_token; where no file names one, the special token with one of the names in BOS or EOD, if
+    there is one and no second.
     """
 
     BOS = ("<|begin_of_text|>", "<s>", "<bos>")
@@ -31,42 +35,70 @@ class HuggingFaceTokenizer:
         self.name = "HuggingFaceTokenizer"
         if os.path.isdir(path):
             path = os.path.join(path, "tokenizer.json")
+        if not os.path.lexists(path) and (others := _others(os.path.dirname(path))):
+            raise ValueError(f"--tokenizer-model: there is no {path}, but {others}")
         self._bytes = read_model(path)
         with calling(f"--tokenizer-model {path} is not a tokenizer.json", mute=True):
-            self._model = Model.from_buffer(self._bytes)
-            self._model.no_truncation()  # a document is taken whole, and nothing is added to it
-            self._model.no_padding()
+            raw = Model.from_buffer(self._bytes)
+            padding = raw.padding
+            raw.no_truncation()  # a document is taken whole, and nothing is added to it
+            raw.no_padding()
+            begun: Sequence[int | None] = raw.encode("").ids[:1]
+        files = [self._in_same_folder(path, name) for name in (CONFIG, SPECIAL, ADDED, MODEL)]
+        paths, (self._config, *_), (config, special, added, model) = zip(*files, strict=True)
+        kind = class_of(config, model, b'"ByteLevel"' in self._bytes, paths[0])
+        before = raw.get_added_tokens_decoder()
+        self._model: Model = raw
+        self._changed: list[Any] = []  # what gives a text other ids than tokenizer.json alone
+        if kind:
+            older = {} if config.get(DECODER) is not None else special
+            unk = older.get("unk_token") or config.get("unk_token", "")
+            self._model, self._changed = built(raw, kind, config, unk, paths[0])
+        if dropout := getattr(self._model.model, "dropout", None):
+            raise ValueError(
+                f"{path}: its BPE has dropout {dropout:.3g}, which cuts a text in another way each "
+                "time: write null in its place"
+            )
+        listed = self._parsed().get("added_tokens") or []
+        notes = Notes(config, special, added, listed, padding, paths[:3])
+        with calling(f"--tokenizer-model {path}", mute=True):
+            named = add_tokens(self._model, kind, notes)
             vocabulary = self._model.get_vocab(with_added_tokens=True)
-            begun = self._model.encode("").ids[:1]
-        self._config, config = self._in_same_folder(path, CONFIG)
-        _, special = self._in_same_folder(path, SPECIAL)
+        have = self._model.get_added_tokens_decoder()
+        if _matched(have) != _matched(before) or self._model.encode_special_tokens:
+            self._changed += [_matched(have), self._model.encode_special_tokens]
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        special_texts = [token.content for token in have.values() if token.special]
 
-        def stated(key: str) -> object:
-            value = config.get(key)
-            return special.get(key) if value is None else value
+        def token_id(key: str, usual: Sequence[str]) -> int | None:
+            texts = [named[key]] if key in named else [t for t in usual if t in special_texts]
+            return self._model.token_to_id(texts[0]) if len(texts) == 1 else None
 
-        self.bos = self._special(stated("bos_token"), self.BOS)
-        self.eod = self._special(stated("eos_token"), self.EOD)
+        self.bos, self.eod = token_id("bos_token", self.BOS), token_id("eos_token", self.EOD)
+        if kind and (starts := BUILT[kind].starts) is not None:
+            begun = [self._model.token_to_id(named.get(starts, ""))]
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
+        stated = config.get("bos_token") or special.get("bos_token") or self.starts_with_bos
+        # a bos that only the class has begins no document: it is no part of the digest
+        self._bos = self.bos if stated or named.get("bos_token", "<s>") in self.BOS else None
 
-    def _in_same_folder(self, path: str, name: str) -> tuple[bytes, dict[str, Any]]:
-        """Return a file next to tokenizer.json as it is and as an object, empty where it is not."""
+    def _in_same_folder(self, path: str, name: str) -> tuple[str, bytes, dict[str, Any]]:
+        """Return a file next to tokenizer.json: its path, its bytes, its object, {} without it."""
         other, data = os.path.join(os.path.dirname(path), name), b"{}"
         if os.path.exists(other):
             data = read_model(other)
         found = parse_json(data, other, foreign=True)
         if not isinstance(found, dict):
             raise ValueError(f"{other} is not a JSON object")
-        return data, found
+        return other, data, found
 
-    def _special(self, stated: object, custom: Sequence[str]) -> int | None:
-        """Return the id of the stated token (text or {"content": text}), else of a usual one."""
-        if isinstance(stated, dict):
-            stated = stated.get("content")
-        names = custom if stated is None else (str(stated),)
-        ids = (self._model.token_to_id(name) for name in names)
-        return next((i for i in ids if i is not None), None)
+    def _parsed(self) -> dict[str, Any]:
+        """Return tokenizer.json, {} where the library alone reads it."""
+        try:
+            found: dict[str, Any] = json.loads(self._bytes)
+        except ValueError:
+            return {}
+        return found
 
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text, after bos if asked for."""
@@ -84,16 +116,16 @@ class HuggingFaceTokenizer:
         document. The chat template, the lengths for truncation and the spelling of the JSON are
         not part of it.
         """
-        try:
-            file = json.loads(self._bytes)
-        except ValueError:  # the library reads it all the same
+        file = self._parsed()
+        if not file:
             return IDS + self.sha256()
         parts: dict[str, Any] = {name: file.get(name) for name in MEANING}
         model = parts["model"]
         if isinstance(model, dict) and isinstance(model.get("merges"), list):  # "a b" or ["a", "b"]
             pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
             parts["model"] = {**model, "merges": pairs}
-        facts = [parts, self.bos, self.eod, self.starts_with_bos]
+        facts: list[Any] = [parts, self._bos, self.eod, self.starts_with_bos]
+        facts += [self._changed] if self._changed else []
         return IDS + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def digest_before(self) -> str:
@@ -103,3 +135,37 @@ class HuggingFaceTokenizer:
     def sha256(self) -> str:
         """Return the SHA-256 of tokenizer.json."""
         return hashlib.sha256(self._bytes).hexdigest()
+
+
+def _matched(tokens: Mapping[int, Any]) -> list[Any]:
+    """Return what decides where added tokens are found in a text."""
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized")
+    return [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
+
+
+def _others(folder: str) -> str:
+    """Return which other files of a tokenizer a folder has, and what reads them, "" without any."""
+    there = sorted(os.listdir(folder or ".")) if os.path.isdir(folder or ".") else []
+    pair = ("vocab.json", "merges.txt")
+    kinds = (*pair, "vocab.txt", "tekken.json")
+    found = [name for name in there if name in kinds or name.endswith((".model", ".tiktoken"))]
+    if not found:
+        return ""
+    ways, less = [], f", but no token of {ADDED}" if ADDED in there else ""
+    for name in (name for name in found if name.endswith(".model")):
+        path = os.path.join(folder, name)
+        kind = "TikTokenizer" if is_ranks(read_model(path)[:1000]) else "SentencePieceTokenizer"
+        ways.append(f"--tokenizer-type {kind} --tokenizer-model {path} reads it{less}")
+    if all(name in found for name in pair):
+        vocabulary, merges = (os.path.join(folder, name) for name in pair)
+        ways.append(
+            f"if it is GPT-2's, --tokenizer-type GPT2BPETokenizer --vocab-file {vocabulary} "
+            f"--merge-file {merges} reads it"
+        )
+    elif "vocab.json" in found:
+        ways.append("merges.txt is missing to vocab.json")
+    ways.append(
+        "transformers writes tokenizer.json: "
+        f"AutoTokenizer.from_pretrained({folder!r}).save_pretrained({folder!r})"
+    )
+    return f"{' and '.join(found)}; {'; '.join(ways)}"

@@ -56,6 +56,11 @@ class TikTokenizer:
         return hashlib.sha256(self._bytes).hexdigest()
 
 
+def is_ranks(head: bytes) -> bool:
+    """Return whether a file that begins so has lines of base64 token and rank."""
+    return re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", head) is not None
+
+
 def _read_ranks(path: str, raw: bytes) -> dict[bytes, int]:
     """Return {token: rank} of lines of base64 token and rank; ranks count from 0 without a gap."""
     ranks: dict[bytes, int] = {}

@@ -6,7 +6,7 @@
     GPTSentencePieceTokenizer  the same, another name
     Llama2Tokenizer            the same, another name
     TikTokenizer               Llama 3's tokenizer.model: lines of base64 token and rank
-    HuggingFaceTokenizer       tokenizer.json, or a directory that holds one
+    HuggingFaceTokenizer       tokenizer.json, or a directory with one, with transformers' ids
     GPT2BPETokenizer           vocab.json, as --vocab-file; --merge-file is merges.txt next to it
     NullTokenizer              none: text is numbers below --vocab-size, the last of which
                                (--vocab-size - 1) ends a document
@@ -19,14 +19,13 @@ Tokenizers are read from local files only, and code that comes with a tokenizer 
 """
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from training.data.foreign_code import begin, calling, read_model
 from training.data.gpt2_tokenizer import GPT2BPETokenizer
 from training.data.hf_tokenizer import HuggingFaceTokenizer
-from training.data.tik_tokenizer import TikTokenizer
+from training.data.tik_tokenizer import TikTokenizer, is_ranks
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -187,6 +186,5 @@ def tokenizer_of(files: Mapping[str, bytes]) -> dict[str, str]:
         return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "tokenizer.json"}
     if "tokenizer.model" not in files:
         return {}
-    tiktoken = re.match(rb"[A-Za-z0-9+/]+=* 0\r?\n", files["tokenizer.model"]) is not None
-    kind = "TikTokenizer" if tiktoken else "Llama2Tokenizer"
+    kind = "TikTokenizer" if is_ranks(files["tokenizer.model"]) else "Llama2Tokenizer"
     return {"tokenizer_type": kind, "tokenizer_model": "tokenizer.model"}

@@ -5,13 +5,15 @@ A checkpoint holds all files of its run's tokenizer, so that it can be moved, sa
 exported. The file that --tokenizer-model names is the first of them.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from training.data.hf_tokenizer import CONFIG, IDS, SPECIAL, HuggingFaceTokenizer
+from training.data.hf_classes import class_of
+from training.data.hf_tokenizer import ADDED, CONFIG, IDS, SPECIAL, HuggingFaceTokenizer
 from training.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
-from training.untrusted import open_plain
+from training.untrusted import open_plain, read_json
 
 STANDARD = {  # the name that a type's own file has in a Hugging Face directory
     "HuggingFaceTokenizer": "tokenizer.json",
@@ -43,11 +45,34 @@ def files_of(kind: str | None, path: str | None, merge_file: str | None = None) 
         found["merges.txt"] = merge_file or os.path.join(folder, "merges.txt")
     others: tuple[str, ...] = TOKENIZER_FILES if name in TOKENIZER_FILES else ()
     if kind == "HuggingFaceTokenizer":
-        others = (*others, CONFIG, SPECIAL)
+        others = (*others, CONFIG, SPECIAL, ADDED)
     for other in others:
         if os.path.isfile(os.path.join(folder, other)):
             found.setdefault(other, os.path.join(folder, other))
     return found
+
+
+def with_class(
+    files: dict[str, bytes], here: str | None, there: str | None = None, own: str = "tokenizer.json"
+) -> dict[str, bytes]:
+    """Return a tokenizer's files so that they are read in another folder as in this one.
+
+    A folder's config.json may choose the class that reads `own`. Where the other one's does not,
+    tokenizer_config.json names it. here: this folder, None where it has no config.json. there: the
+    model_type in the other one's, None where there is none, as in a checkpoint.
+    """
+    model = {}
+    try:
+        if here is not None and os.path.isfile(path := os.path.join(here, "config.json")):
+            model = read_json(path, foreign=True)
+        config, bytes_ = json.loads(files.get(CONFIG, b"{}")), b'"ByteLevel"' in files[own]
+        name = class_of(config, model, bytes_, CONFIG)
+        if name == class_of(config, {"model_type": there}, bytes_, CONFIG):
+            return files
+    except (LookupError, ValueError, AttributeError):
+        return files  # there is none of this kind, or what is wrong is said where it is read
+    config["tokenizer_class"] = name or "PreTrainedTokenizerFast"
+    return {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
 
 
 def heads_of(directory: str) -> dict[str, bytes]:

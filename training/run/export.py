@@ -33,7 +33,7 @@ from training.checkpoint.write_huggingface import (
 from training.checkpoint.written import Written
 from training.data.auto_tokenizer import auto_tokenizer
 from training.data.foreign_code import LARGEST
-from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in
+from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in, with_class
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 STEP = re.compile(r"step_\d{8,}")
@@ -127,7 +127,7 @@ def tokenizer_files(root: Path) -> dict[str, bytes]:
                 found[name] = file.read(LARGEST + 1)
             if len(found[name]) > LARGEST:
                 raise ValueError(f"{root / name}: it has more than {LARGEST:,} bytes")
-    return found
+    return with_class(found, str(root))
 
 
 def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
@@ -153,6 +153,7 @@ def exported_tokenizer(found: Checkpoint, given: Path | None) -> Extra:
         if tokenizer is not None:
             ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod}
             extra |= auto_tokenizer(extra, tokenizer)
+    extra = with_class(extra, None, sizes.get("model_type"))
     if ids and "generation_config.json" not in extra:
         known = {"_from_model_config": True, **{k: v for k, v in ids.items() if v is not None}}
         extra["generation_config.json"] = json.dumps(known, indent=2).encode()

@@ -18,7 +18,7 @@ from training.checkpoint import Checkpoint, plain_name
 from training.checkpoint.load import same_value
 from training.config import Config
 from training.data.dataset import FULL_DIGEST
-from training.data.tokenizer_files import files_of, same_tokenizer
+from training.data.tokenizer_files import files_of, same_tokenizer, with_class
 from training.expert_options import expert_options
 from training.learning_rate import learning_rate
 from training.run import settings_changed
@@ -302,4 +302,8 @@ def branch(found: Checkpoint) -> dict[str, Any]:
 def tokenizer_files(data: DataConfig) -> dict[str, bytes]:
     """Return {name: bytes} of the tokenizer's files, kept so that a checkpoint can be moved."""
     paths = files_of(data.tokenizer_type, data.tokenizer_model, data.merge_file)
-    return {plain_name(Path(n), "tokenizer"): Path(at).read_bytes() for n, at in paths.items()}
+    files = {plain_name(Path(n), "tokenizer"): Path(at).read_bytes() for n, at in paths.items()}
+    if data.tokenizer_type != "HuggingFaceTokenizer" or not paths:
+        return files
+    own, at = next(iter(paths.items()))
+    return with_class(files, str(Path(at).parent), own=own)

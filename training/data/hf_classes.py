@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make of a tokenizer.json what transformers.AutoTokenizer makes of it (version 5), without it.
+
+Two things besides tokenizer.json decide the ids there. The class that tokenizer_config.json names
+(or config.json, by its model_type) may normalize and cut texts in a way of its own, whatever the
+file says. And tokens are added that only tokenizer_config.json, special_tokens_map.json or
+added_tokens.json has, in the order of transformers' TokenizersBackend, which gives them their ids.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # transformers' order
+NAMED_TOKENS = tuple(f"{name}_token" for name in NAMED)
+EXTRA, ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
+DECODER = "added_tokens_decoder"
+FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN3_5 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+Pipeline = tuple[Any, Any, Any]  # normalizer, pre-tokenizer, decoder
+
+
+def _byte_level(config: Mapping[str, Any], normalizer: Any = None, first: Any = None) -> Pipeline:
+    """Return GPT-2's bytes. first: a pre-tokenizer that cuts before; a Split cuts instead."""
+    from tokenizers import decoders, pre_tokenizers
+
+    space, cuts = bool(config.get("add_prefix_space")), isinstance(first, pre_tokenizers.Split)
+    last = pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=not cuts)
+    cut = last if first is None else pre_tokenizers.Sequence([first, last])
+    return normalizer, cut, decoders.ByteLevel()
+
+
+def _composed(config: Mapping[str, Any], first: Any = None) -> Pipeline:
+    from tokenizers import normalizers
+
+    return _byte_level(config, normalizers.NFC(), first)
+
+
+def _qwen(config: Mapping[str, Any], pattern: str = QWEN) -> Pipeline:
+    from tokenizers import Regex, pre_tokenizers
+
+    return _composed(config, pre_tokenizers.Split(Regex(pattern), "isolated"))
+
+
+def _cohere(config: Mapping[str, Any]) -> Pipeline:
+    from tokenizers import pre_tokenizers
+
+    return _composed(config, pre_tokenizers.Digits(individual_digits=True))
+
+
+def _llama(config: Mapping[str, Any]) -> Pipeline:
+    from tokenizers import decoders, pre_tokenizers
+
+    space = config.get("add_prefix_space") is not False
+    scheme = ("always" if config.get("legacy") else "first") if space else "never"
+    decoder = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    decoder += [decoders.Strip(" ", 1, 0)] * space
+    cut = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme, split=False)
+    return None, cut, decoders.Sequence(decoder)
+
+
+def _code_llama(config: Mapping[str, Any]) -> Pipeline:
+    from tokenizers import decoders
+
+    normalizer, cut, decoder = _llama({**config, "legacy": False})
+    space = config.get("add_prefix_space") is not False
+    strip = [] if space else [decoders.Strip(" ", 1, 0)]
+    return normalizer, cut, decoders.Sequence([decoder, *strip])
+
+
+def _gemma(config: Mapping[str, Any]) -> Pipeline:
+    from tokenizers import decoders, normalizers, pre_tokenizers
+
+    decoder = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    cut = pre_tokenizers.Split(" ", "merged_with_previous")
+    return normalizers.Replace(" ", SPACE), cut, decoders.Sequence(decoder)
+
+
+@dataclass(frozen=True)
+class Built:
+    """A class of transformers that builds its own BPE around a vocabulary and merges.
+
+    tokens: those that tokenizer_config.json may leave out. byte_fallback: with fused unknown
+    pieces, as SentencePiece has. unk: unknown text becomes unk_token, and is lost without it.
+    starts: the token that its own post-processor begins with. again: it adds its special tokens a
+    second time, as "added" or as "special" ones.
+    """
+
+    pipeline: Callable[[Mapping[str, Any]], Pipeline]
+    tokens: Mapping[str, str | None]
+    byte_fallback: bool = False
+    unk: bool = False
+    starts: str | None = None
+    again: str | None = None
+
+
+END = "<|endoftext|>"
+GPT2 = {"bos_token": END, "eos_token": END, "unk_token": END, "pad_token": None}
+QWEN2 = {"bos_token": None, "eos_token": END, "unk_token": END, "pad_token": END}
+LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+BERT = {"sep_token": "</s>", "cls_token": "<s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+INFILL = {f"{w}_token": f"{SPACE}<{w[:3].upper()}>" for w in "prefix middle suffix".split()}
+INFILL |= {"eot_token": f"{SPACE}<EOT>", "fill_token": "<FILL_ME>"}
+GEMMA = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}
+COHERE = {f"{name}_token": f"<{name.upper()}>" for name in ("unk", "pad", "cls", "sep")}
+COHERE |= {"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"}
+COHERE |= {"mask_token": "<MASK_TOKEN>"}
+BUILT = {
+    "LlamaTokenizer": Built(_llama, LLAMA, byte_fallback=True),
+    "CodeLlamaTokenizer": Built(
+        _code_llama, LLAMA | INFILL, byte_fallback=True, unk=True, starts="bos_token"
+    ),
+    "GemmaTokenizer": Built(_gemma, GEMMA, byte_fallback=True, unk=True),
+    "GPT2Tokenizer": Built(_byte_level, GPT2),
+    "CodeGenTokenizer": Built(_byte_level, GPT2),
+    "GPTNeoXTokenizer": Built(_composed, {**GPT2, "pad_token": "<|padding|>"}, starts=""),
+    "Qwen2Tokenizer": Built(_qwen, QWEN2, again="added"),
+    "Qwen3_5Tokenizer": Built(lambda config: _qwen(config, QWEN3_5), QWEN2),
+    "CohereTokenizer": Built(_cohere, COHERE, again="special"),
+    "RobertaTokenizer": Built(_byte_level, LLAMA | BERT, starts="cls_token"),
+}
+# classes of transformers that read tokenizer.json in ways of their own, or not at all
+OTHERS = """Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertweet BigBird BioGpt
+    Blenderbot BlenderbotSmall ByT5 CLIP CTRL Camembert Canine Clvp ConvBert CpmAnt Cpm DPRReader
+    DPRContextEncoder DPRQuestionEncoder Deberta DebertaV2 Dia DistilBert Esm Esmc FNet FSMT
+    Flaubert Funnel GPTNeoXJapanese GPTSw3 Herbert LED Lasr LayoutLMv2 LayoutLMv3 LayoutXLM
+    Luke Lxmert M2M100 MBart MBart50 MLuke MPNet Marian MarkupLM Mgpstr
+    MobileBert Mvp MyT5 Nllb Nougat OpenAIGPT PLBart Pegasus Perceiver Phobert Pop2Piano ProphetNet
+    Rag Reformer RemBert RoCBert RoFormer SeamlessM4T Siglip Siglip2 Speech2Text SpeechT5 Splinter
+    SqueezeBert T5 Tapas Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC Whisper XGLM XLM XLMRoberta
+    XLNet""".split()
+PLAIN = ("PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer", "ParakeetTokenizer")
+_KINDS = {
+    "GPT2": "codegen dbrx gpt2 gpt_neo gptj jais2 opt phi starcoder2",
+    "GPTNeoX": "gpt_neox falcon_mamba mamba mamba2 mpt olmo olmoe rwkv",
+    "Gemma": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
+    "Qwen2": "qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next",
+    "Qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text",
+    "Cohere": "cohere cohere2",
+    "CodeLlama": "code_llama",
+    "Roberta": "roberta bart",
+    "Bert": "bert",
+    "T5": "t5 mt5",
+    "XLMRoberta": "xlm-roberta",
+    "": """arctic ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe glm4_moe_lite gpt_bigcode
+        granite granitemoe granitemoehybrid granitemoeshared internlm2 internlm3 jamba kimi_linear
+        llava llava_next mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3
+        mixtral nemotron olmo2 olmo3 olmo_hybrid persimmon phi3 phimoe pixtral stablelm""",
+}
+# the class that transformers has for a model_type, "" for a tokenizer.json as it is
+MODEL_TYPES = {kind: name for name, kinds in _KINDS.items() for kind in kinds.split()}
+FORCED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whatever the tokenizer says
+
+
+def class_of(
+    config: Mapping[str, Any], model: Mapping[str, Any], byte_level: bool, where: str
+) -> str:
+    """Return the class that transformers.AutoTokenizer takes, "" for a tokenizer.json as it is.
+
+    config, model: tokenizer_config.json and config.json. byte_level: "ByteLevel" is somewhere in
+    tokenizer.json. Raises ValueError, which begins with `where`, for a class of OTHERS, for code
+    that comes with the tokenizer, and for files that stand in place of tokenizer.json.
+    """
+    stated = config.get("tokenizer_class") or model.get("tokenizer_class") or ""
+    kind, name = model.get("model_type"), str(stated).removesuffix("Fast")
+    own = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
+    usual = f"{own}Tokenizer" if own else own
+    code = config.get("auto_map")
+    code = code.get("AutoTokenizer") if isinstance(code, dict) else code
+    known = name in BUILT or name in PLAIN or name.removesuffix("Tokenizer") in OTHERS
+    if code and not known and usual is None:
+        raise ValueError(
+            f"{where}: auto_map {code} is code that comes with the tokenizer, and is never run; "
+            "without auto_map and with tokenizer_class PreTrainedTokenizerFast, tokenizer.json is "
+            "read as it is, by transformers too"
+        )
+    versions = config.get("fast_tokenizer_files")
+    if versions and versions != ["tokenizer.json"]:
+        raise ValueError(
+            f"{where}: fast_tokenizer_files {versions} lists other files for versions of "
+            "transformers, and tokenizer.json alone is read here"
+        )
+    if not code and name == "LlamaTokenizer" and byte_level and kind not in FORCED:
+        name = ""
+    elif not code and name and usual is not None and name != usual:
+        name = usual if usual == "" or kind in FORCED else name
+    elif not name:
+        name = usual or ""
+    if name.removesuffix("Tokenizer") in OTHERS:
+        raise ValueError(
+            f"{where}: tokenizer_class {name} has its own rules in transformers in place of those "
+            "of tokenizer.json, and they are not available here; with PreTrainedTokenizerFast in "
+            "its place, tokenizer.json is read as it is, by transformers too"
+        )
+    return name if name in BUILT else ""
+
+
+def built(
+    raw: Any, name: str, config: Mapping[str, Any], unk: Any, where: str
+) -> tuple[Any, list[Any]]:
+    """Return a class's own tokenizers.Tokenizer of a file's vocabulary, without added tokens, and
+    what changes ids of text in it against the file's, [] where nothing does.
+
+    raw: the file's tokenizer, whose model is used on. unk: the files' unk_token, "" where it is the
+    class's. Raises ValueError, which begins with `where`.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    about, bpe = BUILT[name], raw.model
+    if not isinstance(bpe, models.BPE) or bpe.continuing_subword_prefix or bpe.end_of_word_suffix:
+        kind = type(bpe).__name__
+        more = " with a prefix or suffix inside words" if isinstance(bpe, models.BPE) else ""
+        raise ValueError(
+            f"{where}: tokenizer_class {name} makes a plain BPE, and tokenizer.json is a {kind}"
+            f"{more}; with PreTrainedTokenizerFast in its place, it is read as it is"
+        )
+    options: dict[str, Any] = {"byte_fallback": about.byte_fallback, "ignore_merges": False}
+    letters: Sequence[str] = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = letters if about.byte_fallback else pre_tokenizers.ByteLevel.alphabet()
+    if any(bpe.token_to_id(letter) is None for letter in letters):  # some text is unknown
+        unk = content(about.tokens["unk_token"] if unk == "" else unk) if about.unk else None
+        options |= {"fuse_unk": about.byte_fallback, "unk_token": unk}
+    elif not about.byte_fallback:
+        del options["byte_fallback"]
+    changed: list[Any] = [[k, v] for k, v in options.items() if getattr(bpe, k) != v]
+    for key, value in {**options, "dropout": None}.items():
+        setattr(bpe, key, value)
+    made = Tokenizer(bpe)
+    *parts, made.decoder = about.pipeline(config)
+    for part, mine in zip(("normalizer", "pre_tokenizer"), parts, strict=True):
+        state = _state(mine)
+        if state != _state(getattr(raw, part)):
+            changed.append([part, state])
+        if mine is not None:
+            setattr(made, part, mine)
+    return made, changed
+
+
+def _state(part: Any) -> str:
+    """Return a normalizer or pre-tokenizer as JSON, without what only moves offsets."""
+    text = "null" if part is None else part.__getstate__().decode()
+    return re.sub(r'"trim_offsets":(true|false),?', "", text)
+
+
+def content(token: Any) -> str | None:
+    """Return the text of a token: itself, an AddedToken's, or an object's content."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return None if token is None else str(getattr(token, "content", token))
+
+
+def token_of(value: Any, where: str, **more: bool) -> Any:
+    """Return a token as transformers holds it, a str or an AddedToken. Raises ValueError."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, dict):
+        flags = {key: value.get(key) for key in FLAGS if key in value} | more
+        text = flags.pop("content", None)
+        if isinstance(text, str) and all(isinstance(flag, bool) for flag in flags.values()):
+            return AddedToken(text, **flags)
+    elif isinstance(value, str | AddedToken):
+        return value
+    raise ValueError(
+        f'{where} is neither the text of a token nor {{"content": text}}, with true or false for '
+        + ", ".join(FLAGS[1:])
+    )
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What files next to tokenizer.json say, {} where one is not there.
+
+    paths: those of tokenizer_config.json, special_tokens_map.json and added_tokens.json.
+    """
+
+    config: Mapping[str, Any]  # tokenizer_config.json
+    special: Mapping[str, Any]  # special_tokens_map.json
+    added: Mapping[str, Any]  # added_tokens.json: {text: id}
+    known: Sequence[Mapping[str, Any]]  # tokenizer.json's own, each with its id
+    padding: Mapping[str, Any] | None  # tokenizer.json's
+    paths: tuple[str, str, str]
+
+    def tokens(self) -> tuple[dict[str, Any], list[Any], list[Any]]:
+        """Return the tokens by their names, the special ones without a name, and those with an id.
+
+        Each is a str or an AddedToken; those by name are None where the file has null, and those
+        with an id are in its order. The steps are transformers', in their order: DECODER in
+        tokenizer_config.json stands in place of the two older files and of tokenizer.json's own,
+        and special_tokens_map.json counts before tokenizer_config.json. Raises ValueError.
+        """
+        path = self.paths[0]
+        init: dict[str, Any] = {}
+        for key, value in self.config.items():
+            if _is(key, value):
+                init[key] = self.config.get(key)
+        if not init.get(EXTRA) and ADDITIONAL in init:
+            init[EXTRA] = init.pop(ADDITIONAL)
+        own = [k for k, value in init.items() if k not in MEMBERS and isinstance(value, str)]
+        by_name = {key: init.pop(key) for key in own}
+        listed = self.config.get(DECODER)
+        found = self._older(init, by_name) if listed is None else self._with_id(listed)
+        if isinstance(names := init.get(EXTRA), dict):
+            by_name |= names
+            del init[EXTRA]
+        extra = init.pop(EXTRA) if EXTRA in init else init.get(ADDITIONAL)
+        init.pop(ADDITIONAL, None)
+        if not isinstance(extra, list | None):
+            raise ValueError(f"{path}: {EXTRA} is neither a list nor an object of tokens")
+        by_text = {token.content: token for _, token in found}
+        added = [token for _, token in sorted(dict(found).items())]
+        tokens = dict.fromkeys(key for key in NAMED_TOKENS if key in init) | init | by_name
+        for key, value in tokens.items():
+            token = None if value is None else token_of(value, f"{path}: {key}")
+            same = key in NAMED_TOKENS and by_text.get(content(token) or "")
+            tokens[key] = same or token
+        return tokens, [token_of(token, f"{path}: {EXTRA}") for token in extra or ()], added
+
+    def _with_id(self, listed: Any) -> list[tuple[int, Any]]:
+        """Return the ids and AddedTokens of DECODER."""
+        where = f"{self.paths[0]}: {DECODER}"
+        if not isinstance(listed, dict) or not all(key.isdecimal() for key in listed):
+            raise ValueError(f"{where} is not an object of tokens by their ids")
+        if wrong := [key for key in listed if not isinstance(listed.get(key), dict)]:
+            raise ValueError(f'{where}: {wrong[0]} is not an object with the "content" of a token')
+        return [(int(key), token_of(listed[key], f"{where}: {key}")) for key in listed]
+
+    def _older(self, init: dict[str, Any], by_name: dict[str, Any]) -> list[tuple[int, Any]]:
+        """Take special_tokens_map.json into the arguments of `tokens`, and return the ids and
+        AddedTokens of added_tokens.json and tokenizer.json. Of an id the last one counts.
+        """
+        from tokenizers import AddedToken
+
+        _, special, added = self.paths
+        for key in self.special:
+            value, where = self.special.get(key), f"{special}: {key}"
+            if isinstance(value, list):
+                value = [_special(token, where) for token in value]
+            if key == EXTRA and isinstance(value, list):
+                if isinstance(init.get(EXTRA), dict):
+                    by_name |= init.pop(EXTRA)
+                before = init.get(EXTRA) or []
+                init[EXTRA] = [*before, *(token for token in value if token not in before)]
+            elif _is(key, value):
+                init[key] = value if key == EXTRA else _special(value, where)
+        lists = init.get(EXTRA) if isinstance(init.get(EXTRA), list) else ()
+        names = [*(init.get(key) for key in NAMED_TOKENS), *(lists or ())]
+        texts = {content(token) for token in names if not isinstance(token, dict)}
+        found: list[tuple[int, Any]] = []
+        for text in self.added:
+            index = self.added.get(text)
+            if not isinstance(index, int):
+                raise ValueError(f"{added}: {text!r} has the id {index!r}, which is not a number")
+            known = text in texts
+            found.append((index, AddedToken(text, normalized=not known, special=known)))
+        return found + [(one["id"], token_of(dict(one), "tokenizer.json")) for one in self.known]
+
+
+MEMBERS = (*NAMED_TOKENS, EXTRA, ADDITIONAL)
+
+
+def _is(key: str, value: Any) -> bool:
+    """Return whether a field of tokenizer_config.json is about special tokens."""
+    return key in MEMBERS or key.endswith("_token") and isinstance(value, (str, dict))
+
+
+def _special(value: Any, where: str) -> Any:
+    """Return a token of special_tokens_map.json."""
+    return token_of(value, where, special=True) if isinstance(value, dict) else value
+
+
+def add_tokens(made: Any, name: str, notes: Notes) -> dict[str, str]:
+    """Add the tokens of all files to a tokenizers.Tokenizer; return the texts of named ones.
+
+    name: of its class. The library gives a token that it does not know the next id, whatever id a
+    file has for it; so the order is transformers'.
+    """
+    from tokenizers import AddedToken
+
+    about = BUILT.get(name)
+    tokens, extra, added = notes.tokens()
+    tokens = (dict(about.tokens) if about else {}) | tokens
+    if notes.padding:
+        tokens.setdefault("pad_token", notes.padding["pad_token"])
+    order = dict.fromkeys((*NAMED_TOKENS, *tokens))
+    named = {key: tokens[key] for key in order if tokens.get(key) is not None}
+    there = {token.content for token in [*added, *made.get_added_tokens_decoder().values()]}
+    for token in [*named.values(), *extra]:
+        if content(token) not in there and token not in added:
+            added.append(token)
+    texts = {content(token) for token in named.values()}
+    for i, token in enumerate(added):
+        if isinstance(token, str):
+            added[i] = AddedToken(token, special=True)
+        elif content(token) in texts:
+            token.special = True
+    made.add_tokens(added)
+    if about and about.again:
+        once = [t if isinstance(t, AddedToken) else AddedToken(t, special=True, normalized=False)
+                for t in [*named.values(), *extra]]  # fmt: skip
+        if about.again == "special":
+            made.add_special_tokens(once)
+        else:
+            made.add_tokens([AddedToken(content(t), special=True) for t in once])
+    made.encode_special_tokens = bool(notes.config.get("split_special_tokens"))
+    return {key: content(token) or "" for key, token in named.items()}
