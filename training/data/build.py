@@ -13,7 +13,7 @@ from mpu import native
 from training.activity import Activity
 from training.data.batch import DocumentRules
 from training.data.blend import Blend, parse_blend
-from training.data.bytes_per_token import bytes_per_token
+from training.data.bytes_per_token import TextBytes
 from training.data.cache import IndexCache
 from training.data.dataset import Dataset
 from training.data.gpt import GPTDataset
@@ -83,9 +83,9 @@ def build_loaders(
         tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
     datasets = build_datasets(config, tokenizer, report, activity)
-    samples = config.run.eval_iters * config.batch.global_batch_size  # of an evaluation
+    held_out_text = None if tokenizer.name == "NullTokenizer" else TextBytes(tokenizer, report)
 
-    def load(dataset: Dataset | None) -> Loader | None:
+    def load(dataset: Dataset | None, text: TextBytes | None = None) -> Loader | None:
         if dataset is None:
             return None
         return Loader(
@@ -99,14 +99,14 @@ def build_loaders(
             context=context,
             timeout=0.0 if data.mock_data else data.data_timeout,  # no read that could hang
             report=report,
-            bytes_per_token=partial(bytes_per_token, dataset, tokenizer, rules, samples),
+            text=text,
         )
 
     train = load(datasets["train"])
     if train is None:
         raise ValueError("the train split has no documents: check --split and the data paths")
     held_out = {
-        name.partition("-")[2]: load(dataset)
+        name.partition("-")[2]: load(dataset, held_out_text)
         for name, dataset in datasets.items()
         if name.startswith("valid")
     }
@@ -125,7 +125,7 @@ def build_loaders(
         raise ValueError(
             f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: {why}"
         )
-    return Loaders(train, valid, load(datasets["test"]), tokenizer)
+    return Loaders(train, valid, load(datasets["test"], held_out_text), tokenizer)
 
 
 def build_datasets(
