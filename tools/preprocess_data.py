@@ -5,7 +5,8 @@
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \\
         --append-eod --workers 8
 
-writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, its text under "text"
+writes data/corpus_text_document.bin and .idx, and .json, which says which tokenizer made them: a
+run refuses the pair with another one. A .jsonl line is one document, its text under "text"
 (--json-keys), and so is a row of a .parquet; a .txt file is one document, with --lines each of its
 lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it. A
 .json is read as a .jsonl if it is named itself.
@@ -51,6 +52,7 @@ from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
 from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
+from training.data.made_with import is_record, record_of
 from training.data.shards import Shard, cut_files
 from training.data.text_files import find_files, stat_files
 from training.data.tokenizer import Tokenizer, build_tokenizer
@@ -152,7 +154,8 @@ def preprocess(
         prefix = f"{output_prefix}_{key}_document"
         bad = BadDocuments(on_bad_document)
         made = os.path.join(folder, f"whole_{key}") if key in unknown else prefix
-        with IndexedWriter(made, token_dtype(tokenizer.vocab_size)) as writer:
+        record = record_of(tokenizer, tokenizer.eod if append_eod else None)
+        with IndexedWriter(made, token_dtype(tokenizer.vocab_size), record) as writer:
             for task in tasks:
                 writer.add_file(task.output(key))
                 bad.add(task.left_out(key))
@@ -172,6 +175,7 @@ def preprocess(
                     "and no record says that this command wrote them: move them away, and the same "
                     "command goes on from here"
                 )
+            os.replace(f"{made}.json", f"{prefix}.json")  # what is there, if anything, is a record
             os.utime(f"{prefix}.idx")  # as if it had been written: make compares times
         for end in (".bin", ".idx"):
             written.add(os.path.basename(prefix) + end, Path(prefix + end), {})
@@ -193,6 +197,7 @@ def _may_write(output_prefix: str, key: str, written: Written) -> bool:
     replace it. Raises ValueError for anything else.
     """
     prefix = f"{output_prefix}_{key}_document"
+    refuse("--output-prefix", f"{prefix}.json", is_record, "the record of a pair")
     pair = [Path(prefix + end) for end in (".bin", ".idx")]
     if all(written.ours(path) for path in pair if os.path.lexists(path)):
         return True
@@ -310,7 +315,7 @@ def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str,
 
 def _is_parts(folder: Path) -> bool:
     """Return whether a folder has nothing but shards and what is made of them."""
-    part = re.compile(r"(\d{6}|whole)_.*\.(bin|idx|bad)(\.[0-9a-f]{16}\.tmp)?", re.DOTALL)
+    part = re.compile(r"(\d{6}|whole)_.*\.(bin|idx|bad|json)(\.[0-9a-f]{16}\.tmp)?", re.DOTALL)
     files = plain_files(folder)
     return files is not None and all(part.fullmatch(name) for name in files)
 

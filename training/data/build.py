@@ -20,6 +20,7 @@ from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loader import Loader
 from training.data.local_copy import local_copy
+from training.data.made_with import MadeWith
 from training.data.megatron_order import (
     MegatronBlend,
     MegatronDataset,
@@ -79,11 +80,9 @@ def build_loaders(
     flag or file, for data that cannot be trained on.
     """
     data = config.data
-    rules = DocumentRules(
-        tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-    )
+    rules = _rules(config, tokenizer)
     datasets = build_datasets(config, tokenizer, report, activity)
-    held_out_text = None if tokenizer.name == "NullTokenizer" else TextBytes(tokenizer, report)
+    held_out_text = TextBytes(tokenizer, report)
 
     def load(dataset: Dataset | None, text: TextBytes | None = None) -> Loader | None:
         if dataset is None:
@@ -128,6 +127,13 @@ def build_loaders(
     return Loaders(train, valid, load(datasets["test"], held_out_text), tokenizer)
 
 
+def _rules(config: "Config", tokenizer: "Tokenizer") -> DocumentRules:
+    data = config.data
+    return DocumentRules(
+        tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+    )
+
+
 def build_datasets(
     config: "Config",
     tokenizer: "Tokenizer",
@@ -150,9 +156,12 @@ def build_datasets(
             "give the data either by --data-path (cut by --split) or by --train-data-path, "
             "--valid-data-path and --test-data-path, or ask for --mock-data"
         )
+    named = f"--tokenizer-type {data.tokenizer_type}"
+    named += f" --tokenizer-model {data.tokenizer_model}" if data.tokenizer_model else ""
+    made_with = MadeWith(tokenizer, _rules(config, tokenizer), named)
     opener = _Opener(
         data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report,
-        local=data.data_local_copy, activity=activity,
+        made_with=made_with, local=data.data_local_copy, activity=activity,
     )  # fmt: skip
     needed = dict.fromkeys(SPLITS, (0, 0))
     if data.data_order == "megatron":
@@ -179,6 +188,7 @@ def build_datasets(
             else:
                 ask = partial(opener.open_as_megatron, each, flag, split, shares)
                 found[name] = ask(*needed[split]) if each else None
+    made_with.tell(report)
     return found
 
 
@@ -225,6 +235,8 @@ class _Opener:
         seed: int,
         vocab_size: int,
         report: Callable[[str], None],
+        *,
+        made_with: MadeWith,
         local: str | None = None,
         activity: Activity | None = None,
     ) -> None:
@@ -233,7 +245,7 @@ class _Opener:
         self._seq_length = seq_length
         self._seed = seed
         self._vocab_size = vocab_size
-        self._report = report
+        self._report, self._made_with = report, made_with
         self._files: dict[str, IndexedTokens] = {}
         self._caches: dict[tuple[str, int], IndexCache] = {}
 
@@ -347,6 +359,7 @@ class _Opener:
             if self._local:
                 at = local_copy(prefix, self._local, self._report, self._activity)
             self._files[prefix] = IndexedTokens(at, self._cache(at))
+            self._made_with.check(prefix, self._files[prefix].lengths)
             self._files[prefix].check_vocabulary(self._vocab_size)
         file = self._files[prefix]
         return file, split_documents(shares, len(file))[split] if shares else range(len(file))

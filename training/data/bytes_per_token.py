@@ -48,19 +48,23 @@ class TextBytes:
 
     def _make(self) -> None:
         tokenizer = self._tokenizer
-        texts = tokenizer.texts()
-        words = (text.decode() for text in map(bytes.strip, texts) if text.isalnum())
-        begins = (texts[i] for word in chain("x", words) for i in tokenizer.encode(word)[:1])
-        spaced = next(filter(None, begins), b"").startswith(b" ")  # where the first one is known
+        texts, spaced = tokenizer.texts(), False
+        if any(texts):
+            words = (text.decode() for text in map(bytes.strip, texts) if text.isalnum())
+            begins = (texts[i] for word in chain("x", words) for i in tokenizer.encode(word)[:1])
+            spaced = next(filter(None, begins), b"").startswith(b" ")  # where the first is known
+            self._try(texts, spaced)
         self._ends = [i for i in (tokenizer.bos, tokenizer.eod) if i is not None]
         self._spaced = np.array([spaced and t.startswith(b" ") for t in texts] + [False])
         self._sizes = np.array([len(text) for text in texts] + [0])  # the last one is PAD's
         assert PAD == -1
+
+    def _try(self, texts: list[bytes], spaced: bool) -> None:
         for probe in PROBES:
-            found = b"".join(texts[i] for i in tokenizer.encode(probe))
-            if found[spaced:] != probe.encode():
+            found = b"".join(texts[i] for i in self._tokenizer.encode(probe))[spaced:]
+            if found != probe.encode():
                 self._report(
-                    f"bits per byte are approximate: {tokenizer.name} makes {found[spaced:]!r} of "
+                    f"bits per byte are approximate: {self._tokenizer.name} makes {found!r} of "
                     f"{probe.encode()!r}; a token counts the bytes that it stands for, and an "
                     "unknown one none"
                 )

@@ -9,7 +9,7 @@ BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how a token is called that a byte fal
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return {character: byte} of GPT-2's byte-level vocabularies (bytes_to_unicode in its code)."""
+    """Return {character: byte} of a byte-level vocabulary, GPT-2's bytes_to_unicode reversed."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -39,8 +39,8 @@ class Tokenizer(Protocol):
 
     `bos` and `eod` are ids or None; `starts_with_bos`: a training document begins with bos. Special
     tokens written out in a text are encoded as text, by HuggingFaceTokenizer as special tokens.
-    `texts` are the bytes that each id stands for, perhaps a part of a character; special and unknown
-    tokens stand for none.
+    `texts` are the bytes that each id stands for, perhaps a part of a character; special and
+    unknown tokens stand for none.
     """
 
     name: str

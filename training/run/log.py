@@ -224,8 +224,8 @@ class Log:
     ) -> None:
         """Write the loss on held-out data, under the key {name}_loss, or {name}_loss/{part}.
 
-        bytes_per_token: of text, of these tokens; 0 where they stand for none. part: the name of one
-        of several sets.
+        bytes_per_token: of text, of these tokens; 0 where they stand for none. part: the name of
+        one of several sets.
         """
         if not self.writes:
             return
