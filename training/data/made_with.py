@@ -9,6 +9,7 @@ tools/preprocess_data.py writes it. A pair may lack it, as Megatron's does.
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -29,7 +30,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "tokens": (int,),
     "lengths": (str,),
 }
-Record = dict[str, object]
+Record = dict[str, Any]
 is_record = json_with("format", *FIELDS)
 
 
@@ -62,7 +63,8 @@ class MadeWith:
     def check(self, prefix: str, lengths: np.ndarray) -> None:
         """Raise ValueError where a pair was made by another tokenizer, naming file and values.
 
-        lengths: of its documents. NullTokenizer, which knows no text, takes the ids of any one tokenizer.
+        lengths: of its documents. NullTokenizer, which knows no text, takes the ids of any one
+        tokenizer.
         """
         path = f"{prefix}.json"
         found, why = _read(path)
@@ -76,20 +78,19 @@ class MadeWith:
         if tokenizer.name != "NullTokenizer" or found["tokenizer_type"] == tokenizer.name:
             if not same_tokenizer(digest, self._digests, {}):
                 raise ValueError(
-                    f"{path}: tokenizer_digest {digest}: the pair was made with {_words(found)}, "
-                    f"and {self._named} is {_words(record_of(tokenizer, None))}, with another "
-                    "digest: give the tokenizer that made the pair, or tokenize the text again "
-                    "(without the file the tokens are taken as they are)"
+                    f"{path}: tokenizer_digest: the pair was made with {_words(found)}, and "
+                    f"{self._named} is {_words(record_of(tokenizer, None))}: give the tokenizer "
+                    "that made it, or tokenize the text again (without this file the tokens are "
+                    "taken as they are)"
                 )
             return
         first, known = next(iter(self._records.items()))
         if digest != known["tokenizer_digest"]:
             raise ValueError(
-                f"{path}: tokenizer_digest {digest}: the pair was made with {_words(found)}, and "
-                f"that of {first} with {_words(known)}, of the digest {known['tokenizer_digest']}: "
-                "the pairs of a run must be made with one tokenizer"
+                f"{path}: tokenizer_digest: the pair was made with {_words(found)}, and that of "
+                f"{first} with {_words(known)}: the pairs of a run must be made with one tokenizer"
             )
-        if int(str(found["vocab_size"])) > tokenizer.vocab_size:
+        if found["vocab_size"] > tokenizer.vocab_size:
             raise ValueError(
                 f"{path}: vocab_size {found['vocab_size']} is more than --vocab-size "
                 f"{tokenizer.vocab_size} of --tokenizer-type NullTokenizer"
@@ -99,7 +100,7 @@ class MadeWith:
             raise ValueError(
                 f"{path}: eod {found['eod']} ends each document, and NullTokenizer takes "
                 f"{rules.eod} for the end: --reset-position-ids, --reset-attention-mask and "
-                f"--eod-mask-loss need --vocab-size {int(str(found['eod'])) + 1}, or the tokenizer"
+                f"--eod-mask-loss need --vocab-size {found['eod'] + 1}, or the tokenizer"
             )
 
     @cached_property
@@ -139,4 +140,5 @@ def _read(path: str) -> tuple[Record | None, str]:
 
 
 def _words(record: Record) -> str:
-    return f"{record['tokenizer_type']} of {record['vocab_size']:,} tokens"
+    digest = str(record["tokenizer_digest"])
+    return f"{record['tokenizer_type']} of {record['vocab_size']:,} tokens ({digest[:16]})"
