@@ -14,9 +14,10 @@ from threading import Lock
 
 import numpy as np
 
-from training.data.batch import PAD, DocumentRules
+from training.data.batch import DocumentRules
 from training.data.tokenizer import Tokenizer
 
+SPACE = "\u2581".encode()  # what SentencePiece writes for a space
 # What tokenizers change or do not know: spaces, line ends, case, forms of characters, rare ones.
 PROBES = ("x", "A  b\t\r\n\n c ", "\0\x7f", "e\u0301 \ufb01 \uff21", "\u65e5\u672c \U0001f600")
 
@@ -36,33 +37,45 @@ class TextBytes:
         """Return the bytes of text of the labels whose loss counts; rows: int64 [b, s + 1]."""
         with self._lock:  # loader threads share this object
             if self._sizes is None:
-                self._make()
-        assert self._sizes is not None
+                self._sizes = self._make()
         before, labels = rows[:, :-1], rows[:, 1:]
         sizes = self._sizes[labels]
-        if self._spaced.any():
-            sizes -= self._spaced[labels] & np.isin(before, self._ends)
+        if self._fronts.any():
+            sizes -= self._fronts[labels] & np.isin(before, self._ends)
+        if self._bytes_of_space:
+            first, second, third = self._bytes_of_space
+            spaces = (before == second) & (labels == third)
+            spaces[:, 1:] &= rows[:, :-2] == first  # of a sample's first label it is not known
+            sizes -= 2 * spaces
         if rules.eod_mask_loss:
             sizes[before == rules.eod] = 0
         return int(sizes.sum())
 
-    def _make(self) -> None:
-        tokenizer = self._tokenizer
-        texts, spaced = tokenizer.texts(), False
-        if any(texts):
-            words = (text.decode() for text in map(bytes.strip, texts) if text.isalnum())
-            begins = (texts[i] for word in chain("x", words) for i in tokenizer.encode(word)[:1])
-            spaced = next(filter(None, begins), b"").startswith(b" ")  # where the first is known
-            self._try(texts, spaced)
+    def _make(self) -> np.ndarray:
+        """Return the bytes of each id, and 0 in the end, which is where PAD points."""
+        tokenizer, texts = self._tokenizer, self._tokenizer.texts()
         self._ends = [i for i in (tokenizer.bos, tokenizer.eod) if i is not None]
-        self._spaced = np.array([spaced and t.startswith(b" ") for t in texts] + [False])
-        self._sizes = np.array([len(text) for text in texts] + [0])  # the last one is PAD's
-        assert PAD == -1
+        self._fronts = np.zeros(len(texts) + 1, bool)  # tokens that begin with a space
+        self._bytes_of_space: list[int] = []  # where there is no token of a space alone
+        if any(texts):
+            self._look(texts)
+        return np.array([*map(len, texts), 0])
 
-    def _try(self, texts: list[bytes], spaced: bool) -> None:
+    def _look(self, texts: list[bytes]) -> None:
+        """Find out what the tokenizer does with spaces, and whether it keeps a text."""
+
+        def read(text: str) -> bytes:
+            found = b"".join(texts[i] for i in self._tokenizer.encode(text))
+            return found.replace(SPACE, b" ") if self._bytes_of_space else found
+
+        if SPACE in read("x x"):
+            self._bytes_of_space = [texts.index(bytes([byte])) for byte in SPACE]
+        words = (text.decode() for text in map(bytes.strip, texts) if text.isalnum())
+        fronted = next(filter(None, map(read, chain("x", words))), b"").startswith(b" ")
+        if fronted:
+            self._fronts[:-1] = [text.startswith(b" ") for text in texts]
         for probe in PROBES:
-            found = b"".join(texts[i] for i in self._tokenizer.encode(probe))[spaced:]
-            if found != probe.encode():
+            if (found := read(probe)[fronted:]) != probe.encode():
                 self._report(
                     f"bits per byte are approximate: {self._tokenizer.name} makes {found!r} of "
                     f"{probe.encode()!r}; a token counts the bytes that it stands for, and an "

@@ -53,17 +53,22 @@ def byte_level(folder: Path) -> tuple[str, str]:
     return "HuggingFaceTokenizer", str(folder)
 
 
-def sentencepiece(folder: Path, vocab_size: int = 310, **options) -> tuple[str, str]:
+def sentencepiece(folder: Path, vocab_size=310, texts=LEARNT, **options) -> tuple[str, str]:
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
     SentencePieceTrainer.train(
-        sentence_iterator=iter(LEARNT), model_writer=model, vocab_size=vocab_size, minloglevel=2,
+        sentence_iterator=iter(texts), model_writer=model, vocab_size=vocab_size, minloglevel=2,
         hard_vocab_limit=False, normalization_rule_name="identity", model_type="bpe",
         **{"byte_fallback": True, "remove_extra_whitespaces": False, **options},
     )  # fmt: skip
     (folder / "tokenizer.model").write_bytes(model.getvalue())
     return "Llama2Tokenizer", str(folder / "tokenizer.model")
+
+
+def without_spaces(folder: Path) -> tuple[str, str]:
+    """With no piece of a space, which then is three bytes of its own (parameter-golf#897)."""
+    return sentencepiece(folder, 280, ["onetwothree\n"] * 20, add_dummy_prefix=False)
 
 
 def without_prefix(folder: Path) -> tuple[str, str]:
@@ -101,7 +106,7 @@ def tiktoken(folder: Path) -> tuple[str, str]:
     return "TikTokenizer", str(folder / "tokenizer.model")
 
 
-EXACT = [gpt2, byte_level, sentencepiece, without_prefix, llama2, tiktoken]
+EXACT = [gpt2, byte_level, sentencepiece, without_prefix, without_spaces, llama2, tiktoken]
 
 
 def labels_of(tokens: IndexedTokens, length: int) -> OnePass:
