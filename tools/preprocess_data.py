@@ -14,8 +14,8 @@ lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such
 An older pair is replaced where this command wrote it, as data/corpus.written.json says.
 
 The input is cut into shards, which the workers tokenize into a folder next to the output. If the
-run is interrupted, the same command continues after the shards that are complete. The two files
-appear only at the end, complete.
+run is interrupted, the same command continues after the shards that are complete. The files appear
+only at the end, complete.
 """
 
 import argparse

@@ -9,6 +9,7 @@ what its tokens say; a line says so.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import chain
 from threading import Lock
 
@@ -65,8 +66,10 @@ class TextBytes:
         """Find out what the tokenizer does with spaces, and whether it keeps a text."""
 
         def read(text: str) -> bytes:
-            found = b"".join(texts[i] for i in self._tokenizer.encode(text))
-            return found.replace(SPACE, b" ") if self._bytes_of_space else found
+            with suppress(ValueError):  # it may know no token for this text, not even "unknown"
+                found = b"".join(texts[i] for i in self._tokenizer.encode(text))
+                return found.replace(SPACE, b" ") if self._bytes_of_space else found
+            return b""
 
         if SPACE in read("x x"):
             self._bytes_of_space = [texts.index(bytes([byte])) for byte in SPACE]
@@ -77,8 +80,7 @@ class TextBytes:
         for probe in PROBES:
             if (found := read(probe)[fronted:]) != probe.encode():
                 self._report(
-                    f"bits per byte are approximate: {self._tokenizer.name} makes {found!r} of "
-                    f"{probe.encode()!r}; a token counts the bytes that it stands for, and an "
-                    "unknown one none"
+                    "bits per byte count the bytes that tokens stand for, which may not be all of "
+                    f"the text: {self._tokenizer.name} makes {found!r} of {probe.encode()!r}"
                 )
                 return
