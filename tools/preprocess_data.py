@@ -138,9 +138,11 @@ def preprocess(
     tokenizer = job.tokenizer()
     if append_eod and tokenizer.eod is None:
         raise ValueError("--append-eod: this tokenizer has no end-of-document token")
+    record = record_of(tokenizer, tokenizer.eod if append_eod else None)
     if shard_bytes is None:
         shard_bytes = min(max(sum(size for _, size, _ in files) // 64, SHARD[0]), SHARD[1])
-    folder = _folder(job, files, output_prefix, shard_bytes)
+    facts = [asdict(job), record["tokenizer_digest"], files, shard_bytes]
+    folder = _folder(facts, output_prefix)
     shards = cut_files(inputs, lines, shard_bytes)
     tasks = [Task(job, shard, os.path.join(folder, f"{i:06}")) for i, shard in enumerate(shards)]
     missing = [task for task in tasks if not task.done()]
@@ -154,7 +156,6 @@ def preprocess(
         prefix = f"{output_prefix}_{key}_document"
         bad = BadDocuments(on_bad_document)
         made = os.path.join(folder, f"whole_{key}") if key in unknown else prefix
-        record = record_of(tokenizer, tokenizer.eod if append_eod else None)
         with IndexedWriter(made, token_dtype(tokenizer.vocab_size), record) as writer:
             for task in tasks:
                 writer.add_file(task.output(key))
@@ -299,9 +300,8 @@ def _each(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, int]]:
         pool.shutdown(cancel_futures=True)  # a shard that was begun is finished and kept
 
 
-def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str, size: int) -> str:
+def _folder(facts: list[Any], output_prefix: str) -> str:
     """Return the folder for parts, named by all that they depend on; remove other runs' folders."""
-    facts = [asdict(job), job.tokenizer().digest(), files, size]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     parent, base = os.path.split(os.path.abspath(output_prefix))
     folder = os.path.join(parent, f"{base}.{name}.parts")

@@ -26,11 +26,6 @@ class DocumentRules:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
 
-    @property
-    def any(self) -> bool:
-        """Return whether the token does anything."""
-        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
-
     def __post_init__(self) -> None:
         flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         for flag in flags:

@@ -80,7 +80,9 @@ def build_loaders(
     flag or file, for data that cannot be trained on.
     """
     data = config.data
-    rules = _rules(config, tokenizer)
+    rules = DocumentRules(
+        tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+    )
     datasets = build_datasets(config, tokenizer, report, activity)
     held_out_text = TextBytes(tokenizer, report)
 
@@ -127,13 +129,6 @@ def build_loaders(
     return Loaders(train, valid, load(datasets["test"], held_out_text), tokenizer)
 
 
-def _rules(config: "Config", tokenizer: "Tokenizer") -> DocumentRules:
-    data = config.data
-    return DocumentRules(
-        tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-    )
-
-
 def build_datasets(
     config: "Config",
     tokenizer: "Tokenizer",
@@ -158,7 +153,8 @@ def build_datasets(
         )
     named = f"--tokenizer-type {data.tokenizer_type}"
     named += f" --tokenizer-model {data.tokenizer_model}" if data.tokenizer_model else ""
-    made_with = MadeWith(tokenizer, _rules(config, tokenizer), named)
+    ends = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
+    made_with = MadeWith(tokenizer, named, ends=ends)
     opener = _Opener(
         data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report,
         made_with=made_with, local=data.data_local_copy, activity=activity,

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from training.data.foreign_code import begin, calling, read_model
@@ -90,10 +89,6 @@ class HuggingFaceTokenizer:
         document. The chat template, the lengths for truncation and the spelling of the JSON are
         not part of it.
         """
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
         try:
             file = json.loads(self._bytes)
         except ValueError:  # the library reads it all the same

@@ -7,14 +7,12 @@ tools/preprocess_data.py writes it. A pair may lack it, as Megatron's does.
 """
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from training.data.batch import DocumentRules
 from training.data.tokenizer import Tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer
 from training.owned import json_with
@@ -53,10 +51,13 @@ def facts_of(lengths: np.ndarray) -> Record:
 
 
 class MadeWith:
-    """Compare a run's pairs with its tokenizer. named: the tokenizer by its flags, for messages."""
+    """Compare a run's pairs with its tokenizer.
 
-    def __init__(self, tokenizer: Tokenizer, rules: DocumentRules, named: str) -> None:
-        self._tokenizer, self._rules, self._named = tokenizer, rules, named
+    named: the tokenizer by its flags, for messages. ends: the run looks for the ends of documents.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, named: str, *, ends: bool) -> None:
+        self._tokenizer, self._named, self._ends = tokenizer, named, ends
         self._records: dict[str, Record] = {}
         self._without: list[str] = []  # pairs, each with the reason
 
@@ -76,7 +77,7 @@ class MadeWith:
         self._records[path] = found
         tokenizer, digest = self._tokenizer, found["tokenizer_digest"]
         if tokenizer.name != "NullTokenizer" or found["tokenizer_type"] == tokenizer.name:
-            if not same_tokenizer(digest, self._digests, {}):
+            if not same_tokenizer(digest, digests_of(tokenizer), {}):
                 raise ValueError(
                     f"{path}: tokenizer_digest: the pair was made with {_words(found)}, and "
                     f"{self._named} is {_words(record_of(tokenizer, None))}: give the tokenizer "
@@ -95,17 +96,12 @@ class MadeWith:
                 f"{path}: vocab_size {found['vocab_size']} is more than --vocab-size "
                 f"{tokenizer.vocab_size} of --tokenizer-type NullTokenizer"
             )
-        rules = self._rules
-        if rules.any and found["eod"] not in (None, rules.eod):
+        if self._ends and found["eod"] not in (None, tokenizer.eod):
             raise ValueError(
                 f"{path}: eod {found['eod']} ends each document, and NullTokenizer takes "
-                f"{rules.eod} for the end: --reset-position-ids, --reset-attention-mask and "
+                f"{tokenizer.eod} for the end: --reset-position-ids, --reset-attention-mask and "
                 f"--eod-mask-loss need --vocab-size {found['eod'] + 1}, or the tokenizer"
             )
-
-    @cached_property
-    def _digests(self) -> dict[str, str]:
-        return digests_of(self._tokenizer)
 
     def tell(self, report: Callable[[str], None]) -> None:
         """Report in a line what could not be compared."""

@@ -57,6 +57,8 @@ class Tokenizer(Protocol):
 
     def digest(self) -> str: ...
 
+    def __hash__(self) -> int: ...
+
 
 class SentencePieceTokenizer:
     """Read a SentencePiece .model; `</s>` ends a document."""
