@@ -156,6 +156,7 @@ def wordpiece(folder: Path) -> tuple[str, str]:
     made = Tokenizer(models.WordPiece({p: i for i, p in enumerate(pieces)}, unk_token="[UNK]"))
     made.normalizer, made.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
     made.decoder = decoders.WordPiece()
+    made.add_special_tokens(["</s>"])
     made.save(str(folder / "tokenizer.json"))
     return "HuggingFaceTokenizer", str(folder / "tokenizer.json")
 
@@ -166,6 +167,7 @@ def unigram(folder: Path) -> tuple[str, str]:
     pieces = ["<unk>", "▁", "one", "s", "two", "</s>"]
     made = Tokenizer(models.Unigram([(p, -1.0) for p in pieces], 0))
     made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.add_special_tokens(["</s>"])
     made.save(str(folder / "tokenizer.json"))
     return "HuggingFaceTokenizer", str(folder / "tokenizer.json")
 
@@ -175,6 +177,7 @@ def words_alone(folder: Path) -> tuple[str, str]:
     from tokenizers import Tokenizer, models
 
     made = Tokenizer(models.WordLevel({"ones two\N{SNOWMAN} two": 0, "</s>": 1}, "[UNK]"))
+    made.add_special_tokens(["</s>"])
     made.save(str(folder / "tokenizer.json"))
     return "HuggingFaceTokenizer", str(folder / "tokenizer.json")
 
