@@ -173,22 +173,25 @@ def run_schedule(
     return total
 
 
-def evaluate(run: Run, loader: Loader) -> float:
-    """Return the mean loss over --eval-iters global batches of held-out data, on every rank.
+def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
+    """Return the mean loss over --eval-iters global batches of held-out data, on every rank, and
+    the bytes of text of a token that counts in it.
 
-    With --full-validation it is the mean over all of the data.
+    With --full-validation they are of all of the data.
     """
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
     total = torch.zeros(3, dtype=torch.float64, device=run.device)
-    count, size = run.config.run.eval_iters, run.config.batch.global_batch_size
+    count, size, text = run.config.run.eval_iters, run.config.batch.global_batch_size, 0
     for batches in loader.global_batches(count, size):
+        text += sum(batch.text_bytes for batch in batches)
         batches = [batch.to(run.device) for batch in batches]
         schedule = forward_only(run.schedule(len(batches)))
         total += run_schedule(run, schedule, batches, 1, during)
+    total[2] = text / (run.grid.cp.size * run.grid.pp.size)  # each of these ranks counts all of it
     run.monitor.action = f"the sum of the losses {during}"
-    loss, tokens, _ = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
-    return loss / max(tokens, 1)
+    loss, tokens, size = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
+    return loss / max(tokens, 1), size / max(tokens, 1)
 
 
 def validate(run: Run, sets: Mapping[str, Loader], log: Log, name: str = "validation") -> None:
@@ -196,7 +199,7 @@ def validate(run: Run, sets: Mapping[str, Loader], log: Log, name: str = "valida
     for part, loader in sets.items():
         if loader.dataset.length is None and run.config.run.eval_iters <= 0:
             continue
-        log.validation(run.iteration, evaluate(run, loader), loader, name=name, part=part)
+        log.validation(run.iteration, *evaluate(run, loader), name=name, part=part)
 
 
 def name_fork(argv: list[str]) -> list[str]:

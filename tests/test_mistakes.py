@@ -20,6 +20,8 @@ import pytest
 
 import pretrain_llama
 from training.data.indexed import IndexedWriter
+from training.data.made_with import record_of
+from training.data.tokenizer import NullTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 10.0  # seconds, the promise
@@ -53,6 +55,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with IndexedWriter(str(good), np.dtype(np.uint16)) as out:
         for _ in range(40):
             out.add(rng.integers(0, 499, 60))
+    record = record_of(NullTokenizer(501), None)
+    with IndexedWriter(str(place / "data" / "other"), np.dtype(np.uint16), record) as out:
+        out.add(rng.integers(0, 499, 60))
     index, tokens = good.with_suffix(".idx").read_bytes(), good.with_suffix(".bin").read_bytes()
 
     def lie(name: str, index: bytes, tokens: bytes) -> None:
@@ -206,6 +211,11 @@ MISTAKES = [
     mistake("torn index", {"--data-path": "data/torn"}, "data/torn.idx: "),
     mistake("tokens cut short", {"--data-path": "data/short"}, "data/short.bin: size: "),
     mistake("empty data", {"--data-path": "data/empty"}, "data/empty.idx: header"),
+    mistake(
+        "tokens of another tokenizer",
+        {"--data-path": "data/other"},
+        r"data/other.json: tokenizer_digest: .*NullTokenizer of 501 tokens .* of 500 tokens",
+    ),
     mistake("negative length", {"--data-path": "data/negative"}, "negative.idx: lengths.* -5"),
     mistake("blend that is none", {"--data-path": "x data/good"}, "--data-path.* x"),
     mistake(

@@ -6,6 +6,7 @@ fp64 layouts differ by rounding alone.
 """
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pretrain_llama
 from tests.launcher import Launcher
 from tools.plot_loss import main as plot
 from tools.plot_loss import read_log
-from training.data.indexed import IndexedWriter, token_dtype
+from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
 from training.data.tokenizer import HuggingFaceTokenizer
 
 TOKENIZER = Path(__file__).parent / "data" / "tokenizer" / "tokenizer.json"
@@ -30,6 +31,7 @@ SETS = "--multiple-validation-sets --full-validation"
 LAYOUTS = (
     pytest.param(2, "--tensor-model-parallel-size 2 --sequence-parallel", marks=LATER, id="tp"),
     pytest.param(2, "--zero-stage 3 --overlap-grad-reduce", marks=LATER, id="dp"),
+    pytest.param(2, "--context-parallel-size 2", marks=LATER, id="cp"),
     pytest.param(2, "--pipeline-model-parallel-size 2", id="pp"),
 )
 NAMES = ("wiki", "code", "books")
@@ -40,7 +42,7 @@ def paths(tmp_path_factory):
     """Write a training set and three of validation, of 203, 101 and 40 tokens."""
     folder, draw = tmp_path_factory.mktemp("sets"), np.random.RandomState(0)
     tokenizer = HuggingFaceTokenizer(str(TOKENIZER))
-    words = "the cat sat on a mat and saw 7 dogs; def f(x): return x + 1".split()
+    words = "the cat sat on a mat and saw 7 dogs; def f(x): return x + 中文 naïve 😀".split()
     for name, size in zip(("train", *NAMES), (4000, 203, 101, 40), strict=True):
         ids = tokenizer.encode(" ".join(draw.choice(words, size)))[: size - 1]
         with IndexedWriter(
@@ -86,6 +88,18 @@ def test_each_set_has_a_loss_and_bits_a_byte_everywhere(serial, capsys):
         values = [(e.step, e.value) for e in seen.Scalars(f"validation_loss/{name}")]
         wanted = [found[step, f"validation_loss/{name}"] for step in (2, 4)]
         assert values == [(2, pytest.approx(wanted[0])), (4, pytest.approx(wanted[1]))]
+
+
+def test_bits_a_byte_are_of_the_text_itself(serial, paths):
+    """Documents are cut anywhere, also in a character; the end of one has no text, and the token
+    after it no loss. A token of this vocabulary is a byte.
+    """
+    found = evaluations(serial / "log.jsonl")
+    for name in NAMES:
+        data = IndexedTokens(paths[name])
+        tokens, size = int((data.lengths - 1).sum()), int((data.lengths - 2).sum())
+        bits = found[2, f"validation_loss/{name}"] / math.log(2) * tokens / size
+        assert found[2, f"validation_bits_per_byte/{name}"] == pytest.approx(bits, rel=1e-12)
 
 
 def test_the_picture_has_a_curve_for_each(serial, monkeypatch):

@@ -5,7 +5,8 @@
         --tokenizer-type SentencePieceTokenizer --tokenizer-model tokenizer.model \\
         --append-eod --workers 8
 
-writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, its text under "text"
+writes data/corpus_text_document.bin and .idx, and .json, which says which tokenizer made them: a
+run refuses the pair with another one. A .jsonl line is one document, its text under "text"
 (--json-keys), and so is a row of a .parquet; a .txt file is one document, with --lines each of its
 lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it. A
 .json is read as a .jsonl if it is named itself.
@@ -13,8 +14,8 @@ lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such
 An older pair is replaced where this command wrote it, as data/corpus.written.json says.
 
 The input is cut into shards, which the workers tokenize into a folder next to the output. If the
-run is interrupted, the same command continues after the shards that are complete. The two files
-appear only at the end, complete.
+run is interrupted, the same command continues after the shards that are complete. The files appear
+only at the end, complete.
 """
 
 import argparse
@@ -51,6 +52,7 @@ from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
 from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
+from training.data.made_with import is_record, record_of
 from training.data.shards import Shard, cut_files
 from training.data.text_files import find_files, stat_files
 from training.data.tokenizer import Tokenizer, build_tokenizer
@@ -139,9 +141,11 @@ def preprocess(
             "--append-eod: this tokenizer has no end-of-document token; a Hugging Face folder "
             "names it as eos_token in tokenizer_config.json"
         )
+    record = record_of(tokenizer, tokenizer.eod if append_eod else None)
     if shard_bytes is None:
         shard_bytes = min(max(sum(size for _, size, _ in files) // 64, SHARD[0]), SHARD[1])
-    folder = _folder(job, files, output_prefix, shard_bytes)
+    facts = [asdict(job), record["tokenizer_digest"], files, shard_bytes]
+    folder = _folder(facts, output_prefix)
     shards = cut_files(inputs, lines, shard_bytes)
     tasks = [Task(job, shard, os.path.join(folder, f"{i:06}")) for i, shard in enumerate(shards)]
     missing = [task for task in tasks if not task.done()]
@@ -155,7 +159,7 @@ def preprocess(
         prefix = f"{output_prefix}_{key}_document"
         bad = BadDocuments(on_bad_document)
         made = os.path.join(folder, f"whole_{key}") if key in unknown else prefix
-        with IndexedWriter(made, token_dtype(tokenizer.vocab_size)) as writer:
+        with IndexedWriter(made, token_dtype(tokenizer.vocab_size), record) as writer:
             for task in tasks:
                 writer.add_file(task.output(key))
                 bad.add(task.left_out(key))
@@ -175,6 +179,7 @@ def preprocess(
                     "and no record says that this command wrote them: move them away, and the same "
                     "command goes on from here"
                 )
+            os.replace(f"{made}.json", f"{prefix}.json")  # what is there, if anything, is a record
             os.utime(f"{prefix}.idx")  # as if it had been written: make compares times
         for end in (".bin", ".idx"):
             written.add(os.path.basename(prefix) + end, Path(prefix + end), {})
@@ -196,6 +201,7 @@ def _may_write(output_prefix: str, key: str, written: Written) -> bool:
     replace it. Raises ValueError for anything else.
     """
     prefix = f"{output_prefix}_{key}_document"
+    refuse("--output-prefix", f"{prefix}.json", is_record, "the record of a pair")
     pair = [Path(prefix + end) for end in (".bin", ".idx")]
     if all(written.ours(path) for path in pair if os.path.lexists(path)):
         return True
@@ -297,9 +303,8 @@ def _each(tasks: Sequence[Task], workers: int) -> Iterator[tuple[Task, int]]:
         pool.shutdown(cancel_futures=True)  # a shard that was begun is finished and kept
 
 
-def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str, size: int) -> str:
+def _folder(facts: list[Any], output_prefix: str) -> str:
     """Return the folder for parts, named by all that they depend on; remove other runs' folders."""
-    facts = [asdict(job), job.tokenizer().digest(), files, size]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     parent, base = os.path.split(os.path.abspath(output_prefix))
     folder = os.path.join(parent, f"{base}.{name}.parts")
@@ -313,7 +318,7 @@ def _folder(job: Job, files: Sequence[tuple[str, int, int]], output_prefix: str,
 
 def _is_parts(folder: Path) -> bool:
     """Return whether a folder has nothing but shards and what is made of them."""
-    part = re.compile(r"(\d{6}|whole)_.*\.(bin|idx|bad)(\.[0-9a-f]{16}\.tmp)?", re.DOTALL)
+    part = re.compile(r"(\d{6}|whole)_.*\.(bin|idx|bad|json)(\.[0-9a-f]{16}\.tmp)?", re.DOTALL)
     files = plain_files(folder)
     return files is not None and all(part.fullmatch(name) for name in files)
 

@@ -217,8 +217,8 @@ def batches_of(run: LlamaRun, step: int) -> list[Batch]:
             cuts = first[low : low + size, 0].tolist()
             packed = PackedSeqParams.of([length for cut in cuts for length in (cut, s - cut)])
         global_batch = Batch(
-            part[:, :-1], part[:, 1:], **own, packed_seq_params=packed, first_sample=low,
-            token_count=count,
+            part[:, :-1], part[:, 1:], own["loss_mask"], own["position_ids"], packed,
+            first_sample=low, token_count=count,
         )  # fmt: skip
         made.append(context_part(global_batch, run.grid.cp.rank, run.grid.cp.size))
     return made

@@ -44,6 +44,8 @@ class Batch:
     is ignored (None: nowhere). position_ids: int64 (None: 0 to s-1). packed_seq_params: the
     documents of the rows; a token attends to its own document only (None: to every earlier token).
     first_sample: number of row 0 in the global order. token_count: tokens whose loss counts.
+    text_bytes: of their text, for evaluations (0: not counted); of whole rows, whichever part of
+    them the tensors are.
     """
 
     tokens: Tensor
@@ -53,6 +55,7 @@ class Batch:
     packed_seq_params: PackedSeqParams | None
     first_sample: int
     token_count: int
+    text_bytes: int = 0
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the same batch with its tensors on a device; a copy to CUDA is asynchronous."""

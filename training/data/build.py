@@ -13,13 +13,14 @@ from mpu import native
 from training.activity import Activity
 from training.data.batch import DocumentRules
 from training.data.blend import Blend, parse_blend
-from training.data.bytes_per_token import bytes_per_token
+from training.data.bytes_per_token import TextBytes
 from training.data.cache import IndexCache
 from training.data.dataset import Dataset
 from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loader import Loader
 from training.data.local_copy import local_copy
+from training.data.made_with import MadeWith
 from training.data.megatron_order import (
     MegatronBlend,
     MegatronDataset,
@@ -95,9 +96,9 @@ def build_loaders(
         tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
     datasets = build_datasets(config, tokenizer, report, activity, begun=begun)
-    samples = config.run.eval_iters * config.batch.global_batch_size  # of an evaluation
+    held_out_text = TextBytes(tokenizer, report)
 
-    def load(dataset: Dataset | None) -> Loader | None:
+    def load(dataset: Dataset | None, text: TextBytes | None = None) -> Loader | None:
         if dataset is None:
             return None
         return Loader(
@@ -111,14 +112,14 @@ def build_loaders(
             context=context,
             timeout=0.0 if data.mock_data else data.data_timeout,  # no read that could hang
             report=report,
-            bytes_per_token=partial(bytes_per_token, dataset, tokenizer, rules, samples),
+            text=text,
         )
 
     train = load(datasets["train"])
     if train is None:
         raise ValueError("the train split has no documents: check --split and the data paths")
     held_out = {
-        name.partition("-")[2]: load(dataset)
+        name.partition("-")[2]: load(dataset, held_out_text)
         for name, dataset in datasets.items()
         if name.startswith("valid")
     }
@@ -137,7 +138,7 @@ def build_loaders(
         raise ValueError(
             f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: {why}"
         )
-    return Loaders(train, valid, load(datasets["test"]), tokenizer)
+    return Loaders(train, valid, load(datasets["test"], held_out_text), tokenizer)
 
 
 def build_datasets(
@@ -166,9 +167,13 @@ def build_datasets(
             "give the data either by --data-path (cut by --split) or by --train-data-path, "
             "--valid-data-path and --test-data-path, or ask for --mock-data"
         )
+    named = f"--tokenizer-type {data.tokenizer_type}"
+    named += f" --tokenizer-model {data.tokenizer_model}" if data.tokenizer_model else ""
+    ends = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
+    made_with = MadeWith(tokenizer, named, ends=ends)
     opener = _Opener(
         data.data_cache_path, seq_length, seed, tokenizer.vocab_size, report,
-        local=data.data_local_copy, activity=activity,
+        made_with=made_with, local=data.data_local_copy, activity=activity,
     )  # fmt: skip
     needed = dict.fromkeys(SPLITS, (0, 0))
     if data.data_order == "megatron":
@@ -203,6 +208,7 @@ def build_datasets(
     if data.eod_mask_loss:
         for empty in _without_loss(opener.parts, tokenizer.eod, report):
             found[empty] = None
+    made_with.tell(report)
     return found
 
 
@@ -275,6 +281,8 @@ class _Opener:
         seed: int,
         vocab_size: int,
         report: Callable[[str], None],
+        *,
+        made_with: MadeWith,
         local: str | None = None,
         activity: Activity | None = None,
     ) -> None:
@@ -283,7 +291,7 @@ class _Opener:
         self._seq_length = seq_length
         self._seed = seed
         self._vocab_size = vocab_size
-        self._report = report
+        self._report, self._made_with = report, made_with
         self.parts: list[Part] = []  # that are read
         self._files: dict[str, IndexedTokens] = {}
         self._caches: dict[tuple[str, int], IndexCache] = {}
@@ -406,6 +414,7 @@ class _Opener:
             if self._local:
                 at = local_copy(prefix, self._local, self._report, self._activity)
             self._files[prefix] = IndexedTokens(at, self._cache(at))
+            self._made_with.check(prefix, self._files[prefix].lengths)
             self._files[prefix].check_vocabulary(self._vocab_size)
         file = self._files[prefix]
         return file, split_documents(shares, len(file))[split] if shares else range(len(file))

@@ -1,40 +1,86 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count the bytes of text behind a token, so that losses compare over tokenizers."""
+"""Count the bytes of text behind tokens, so that losses compare over tokenizers.
 
-from typing import Any
+A token counts the bytes that it stands for, which may be a part of a character, and one that stands
+for no text (the end of a document, an unknown character) counts none. So the counts of a document's
+tokens add up to its size on disk, wherever it is cut into samples, if the vocabulary is of bytes or
+falls back to them. A tokenizer that changes texts, or knows no token for some characters, counts
+what its tokens say; a line says so.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import chain
+from threading import Lock
 
 import numpy as np
 
-from training.data.batch import PAD, DocumentRules
-from training.data.dataset import Dataset
+from training.data.batch import DocumentRules
+from training.data.tokenizer import Tokenizer
 
-MOST = 1 << 18  # tokens that are decoded
+SPACE = "\u2581".encode()  # what SentencePiece writes for a space
+# What tokenizers change or do not know: spaces, line ends, case, forms of characters, rare ones.
+PROBES = ("x", "A  b\t\r\n\n c ", "\0\x7f", "e\u0301 \ufb01 \uff21", "\u65e5\u672c \U0001f600")
 
 
-def bytes_per_token(
-    dataset: Dataset, tokenizer: Any, rules: DocumentRules, samples: int
-) -> float | None:
-    """Return the bytes of text of a token whose loss counts, over the first so many samples.
+class TextBytes:
+    """Count bytes by a table of the vocabulary, which is made when the first rows are counted.
 
-    At most MOST tokens are decoded: the first ones, or, of a dataset that ends, samples that lie
-    evenly in all of it. They are decoded one by one, so a tokenizer that drops the space at the
-    begin of a text drops a byte a sample. The end of a document has no text. None where tokens
-    stand for no text (NullTokenizer).
+    Where a tokenizer puts a space in front of a text, the first space after a token that begins or
+    ends a document is no text. report: is told once where counts differ from the size of a text.
     """
-    if tokenizer.name == "NullTokenizer":
-        return None
-    size = tokens = 0
-    most = max(1, MOST // dataset.seq_length)
-    chosen = range(max(1, min(samples, most)))
-    if dataset.length is not None:
-        chosen = range(0, dataset.length, -(-dataset.length // most))
-    for i in chosen:
-        row = dataset.sample(i)
-        labels: np.ndarray = row[1:]
+
+    def __init__(self, tokenizer: Tokenizer, report: Callable[[str], None] = print) -> None:
+        self._tokenizer, self._report, self._lock = tokenizer, report, Lock()
+        self._sizes: np.ndarray | None = None
+
+    def count(self, rows: np.ndarray, rules: DocumentRules) -> int:
+        """Return the bytes of text of the labels whose loss counts; rows: int64 [b, s + 1]."""
+        with self._lock:  # loader threads share this object
+            if self._sizes is None:
+                self._sizes = self._make()
+        before, labels = rows[:, :-1], rows[:, 1:]
+        sizes = self._sizes[labels]
+        if self._fronts.any():
+            sizes -= self._fronts[labels] & np.isin(before, self._ends)
+        if self._bytes_of_space:
+            first, second, third = self._bytes_of_space
+            spaces = (before == second) & (labels == third)
+            spaces[:, 1:] &= rows[:, :-2] == first  # of a sample's first label it is not known
+            sizes -= 2 * spaces
         if rules.eod_mask_loss:
-            labels = labels[row[:-1] != rules.eod]
-        labels = labels[labels != PAD]
-        tokens += len(labels)
-        text = tokenizer.decode(labels[labels != tokenizer.eod].tolist())
-        size += len(text.encode("utf-8", "replace"))
-    return size / tokens if size else None
+            sizes[before == rules.eod] = 0
+        return int(sizes.sum())
+
+    def _make(self) -> np.ndarray:
+        """Return the bytes of each id, and 0 in the end, which is where PAD points."""
+        tokenizer, texts = self._tokenizer, self._tokenizer.texts()
+        self._ends = [i for i in (tokenizer.bos, tokenizer.eod) if i is not None]
+        self._fronts = np.zeros(len(texts) + 1, bool)  # tokens that begin with a space
+        self._bytes_of_space: list[int] = []  # where there is no token of a space alone
+        if any(texts):
+            self._look(texts)
+        return np.array([*map(len, texts), 0])
+
+    def _look(self, texts: list[bytes]) -> None:
+        """Find out what the tokenizer does with spaces, and whether it keeps a text."""
+
+        def read(text: str) -> bytes:
+            with suppress(ValueError):  # it may know no token for this text, not even "unknown"
+                found = b"".join(texts[i] for i in self._tokenizer.encode(text))
+                return found.replace(SPACE, b" ") if self._bytes_of_space else found
+            return b""
+
+        if SPACE in read("x x"):
+            self._bytes_of_space = [texts.index(bytes([byte])) for byte in SPACE]
+        words = (text.decode() for text in map(bytes.strip, texts) if text.isalnum())
+        fronted = next(filter(None, map(read, chain("x", words))), b"").startswith(b" ")
+        if fronted:
+            self._fronts[:-1] = [text.startswith(b" ") for text in texts]
+        for probe in PROBES:
+            if (found := read(probe)[fronted:]) != probe.encode():
+                self._report(
+                    "bits per byte count the bytes that tokens stand for, which may not be all of "
+                    f"the text: {self._tokenizer.name} makes {found!r} of {probe.encode()!r}"
+                )
+                return

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from training.data.foreign_code import calling, read_model
+from training.data.token_texts import texts_of
 
 
 class GPT2BPETokenizer:
@@ -47,6 +48,10 @@ class GPT2BPETokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, <|endoftext|> written out."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def texts(self) -> list[bytes]:
+        """Return the bytes of text of each id."""
+        return texts_of(self._model, self.vocab_size, self.bos, self.eod)
 
     def digest(self) -> str:
         """Return the SHA-256 of both files."""

@@ -10,6 +10,7 @@ from typing import Any
 from training.data.foreign_code import begin, calling, read_model
 from training.data.hf_classes import BUILT, DECODER, Notes, add_tokens, built, class_of
 from training.data.tik_tokenizer import is_ranks
+from training.data.token_texts import texts_of
 from training.untrusted import parse_json
 
 IDS = "ids:"  # how a digest begins that covers what changes token ids, and nothing else
@@ -108,6 +109,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids, special tokens written out."""
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def texts(self) -> list[bytes]:
+        """Return the bytes of text of each id."""
+        return texts_of(self._model, self.vocab_size, self.bos, self.eod)
 
     def digest(self) -> str:
         """Return IDS and a SHA-256 of what changes a token id.

@@ -18,6 +18,7 @@ one sequence per document, so the rest of this package says document.
 """
 
 import hashlib
+import json
 import os
 import shutil
 import struct
@@ -31,8 +32,9 @@ from typing import BinaryIO, NoReturn
 import numpy as np
 
 from training.data.cache import IndexCache
-from training.data.files import replacing
+from training.data.files import replacing, write_text
 from training.data.identity import full_digest
+from training.data.made_with import Record, facts_of, is_record
 from training.data.watched import WatchedFile
 from training.untrusted import open_plain
 
@@ -273,12 +275,13 @@ class IndexedTokens:
 class IndexedWriter:
     """Write one `.bin`/`.idx` pair; both files appear, complete, when the `with` block succeeds.
 
+    record: of the tokenizer (training/data/made_with.py), written to PREFIX.json before the index.
     A block that raises leaves existing files as they were. Raises ValueError for a token outside
     the range of the type.
     """
 
-    def __init__(self, prefix: str, dtype: np.dtype) -> None:
-        self.prefix = prefix
+    def __init__(self, prefix: str, dtype: np.dtype, record: Record | None = None) -> None:
+        self.prefix, self.record = prefix, record
         self.dtype = np.dtype(dtype)
         self._code = {kind: code for code, kind in TOKEN_TYPES.items()}[self.dtype]
         self._range = np.iinfo(self.dtype)
@@ -334,6 +337,9 @@ class IndexedWriter:
             with suppress(FileNotFoundError):
                 os.unlink(self.prefix + ".idx")  # an old index must never meet the new tokens
         self._opened.__exit__(kind, error, trace)
+        if kind is None and self.record is not None:
+            about = {**self.record, **facts_of(np.frombuffer(self._lengths, dtype=np.int32))}
+            write_text(self.prefix + ".json", json.dumps(about, indent=1) + "\n", is_record)
         if kind is None:
             with replacing(self.prefix + ".idx") as file:
                 self._write_index(file)

@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import cache
+from dataclasses import replace
 
 import numpy as np
 
 from training.data.batch import PAD, Batch, DocumentRules, make_batch
+from training.data.bytes_per_token import TextBytes
 from training.data.context_part import context_part
 from training.data.dataset import DataError, Dataset
 from training.data.workers import FIRST, Workers, wanted_workers
@@ -30,7 +31,7 @@ class Loader:
     made when asked for, and with None as many are started as the reads are measured to need, which
     `report` tells. An error in a worker is raised by the call that needs its batch, a batch that is
     not there after `timeout` seconds (0: never) by DataError. context: this rank among its
-    context-parallel ranks, and their number. bytes_per_token: counts the text behind a token.
+    context-parallel ranks, and their number. text: counts the bytes of text of each batch.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Loader:
         context: tuple[int, int] = (0, 1),
         timeout: float = 0.0,
         report: Callable[[str], None] = lambda line: None,
-        bytes_per_token: Callable[[], float | None] = lambda: None,
+        text: TextBytes | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_size
         self.dataset = dataset
@@ -60,7 +61,7 @@ class Loader:
         self._measured = workers is None
         self._timeout = timeout
         self._report = report
-        self.bytes_per_token = cache(bytes_per_token)
+        self._text = text
         self._returned = 0.0  # when the last batch was handed out
         self._masked = 0  # global batches without a token that counts
         self._pool: Workers[Batch] | None = None
@@ -186,4 +187,7 @@ class Loader:
                 f"{self.dataset.describe(first + bad)}: token id {worst} is outside of the "
                 f"vocabulary of {self._vocab_size}; was the file made with this tokenizer?"
             )
-        return context_part(make_batch(rows, self._rules, first), *self._context)
+        batch = make_batch(rows, self._rules, first)
+        if self._text is not None:
+            batch = replace(batch, text_bytes=self._text.count(rows, self._rules))
+        return context_part(batch, *self._context)

@@ -51,6 +51,12 @@ class TikTokenizer:
         """Return the text of ids, special tokens written out."""
         return self._model.decode([int(i) for i in ids])
 
+    def texts(self) -> list[bytes]:
+        """Return the bytes of each rank, and none of the special tokens."""
+        ranks = self.vocab_size - len(self.SPECIAL)
+        own = [self._model.decode_single_token_bytes(i) for i in range(ranks)]
+        return own + [b""] * len(self.SPECIAL)
+
     def digest(self) -> str:
         """Return the SHA-256 of the rank file."""
         return hashlib.sha256(self._bytes).hexdigest()

@@ -38,6 +38,8 @@ class Tokenizer(Protocol):
 
     `bos` and `eod` are ids or None; `starts_with_bos`: a training document begins with bos. Special
     tokens written out in a text are encoded as text, by HuggingFaceTokenizer as special tokens.
+    `texts` are the bytes that each id stands for, perhaps a part of a character; special and
+    unknown tokens stand for none.
     """
 
     name: str
@@ -50,7 +52,11 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
+    def texts(self) -> list[bytes]: ...
+
     def digest(self) -> str: ...
+
+    def __hash__(self) -> int: ...
 
 
 class SentencePieceTokenizer:
@@ -82,6 +88,20 @@ class SentencePieceTokenizer:
         """Return the text of ids, without control tokens."""
         return self._model.decode([int(i) for i in ids])
 
+    def texts(self) -> list[bytes]:
+        """Return the bytes of text of each id; a piece writes a space as U+2581."""
+        model, ids = self._model, list(range(self.vocab_size))
+        none = (model.is_control(ids), model.is_unknown(ids), model.is_unused(ids))
+        pieces = zip(model.id_to_piece(ids), model.is_byte(ids), *none, strict=True)
+        return [
+            b""
+            if any(silent)
+            else bytes.fromhex(piece[3:5])
+            if byte
+            else piece.replace("\u2581", " ").encode()
+            for piece, byte, *silent in pieces
+        ]
+
     def digest(self) -> str:
         """Return the SHA-256 of the model file."""
         return hashlib.sha256(self._bytes).hexdigest()
@@ -111,6 +131,10 @@ class NullTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the numbers, separated by spaces."""
         return " ".join(str(int(i)) for i in ids)
+
+    def texts(self) -> list[bytes]:
+        """Return no bytes for any id: a number stands for no text."""
+        return [b""] * self.vocab_size
 
     def digest(self) -> str:
         """Return a SHA-256 of the vocabulary size."""

@@ -8,6 +8,7 @@ exported. The file that --tokenizer-model names is the first of them.
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from training.data.hf_classes import class_of
@@ -104,6 +105,7 @@ def tokenizer_in(
     return build_tokenizer(kind, model, vocab_size)
 
 
+@cache
 def digests_of(tokenizer: Tokenizer) -> dict[str, str]:
     """Return what a checkpoint keeps to know its tokenizer by, and what older ones kept."""
     digest = before = sha256 = tokenizer.digest()

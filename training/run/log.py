@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from training.arguments import LogConfig
-from training.data.loader import Loader
 from training.run.output import (
     open_json,
     open_tensorboard,
@@ -218,15 +217,15 @@ class Log:
         self,
         iteration: int,
         loss: float,
-        loader: Loader | None = None,
+        bytes_per_token: float = 0.0,
         *,
         name: str = "validation",
         part: str = "",
     ) -> None:
         """Write the loss on held-out data, under the key {name}_loss, or {name}_loss/{part}.
 
-        loader: of that data, which knows how many bytes of text a token is (bytes_per_token).
-        part: the name of one of several sets.
+        bytes_per_token: of text, of these tokens; 0 where they stand for none. part: the name of
+        one of several sets.
         """
         if not self.writes:
             return
@@ -234,8 +233,8 @@ class Log:
         line = f"{name}{part and f'-{part}'} at iteration {iteration} | loss {loss:.4f}"
         line += f" | perplexity {math.exp(min(loss, 700.0)):.2f}"
         record = {"iteration": iteration, f"{name}_loss{of}": loss}
-        if loader is not None and (size := loader.bytes_per_token()):
-            record[f"{name}_bits_per_byte{of}"] = bits = loss / math.log(2) / size
+        if bytes_per_token:
+            record[f"{name}_bits_per_byte{of}"] = bits = loss / math.log(2) / bytes_per_token
             line += f" | {bits:.3f} bits per byte"
         self.print(line)
         self.write(record)

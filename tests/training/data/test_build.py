@@ -13,7 +13,7 @@ from training.data.indexed import IndexedWriter, token_dtype
 from training.data.loader import Loader
 from training.flags.parse import parse
 
-TOKENIZER = SimpleNamespace(vocab_size=1000, eod=999)
+TOKENIZER = SimpleNamespace(vocab_size=1000, bos=None, eod=999, texts=lambda: [b""] * 1000)
 
 
 @pytest.fixture

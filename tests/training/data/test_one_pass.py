@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """--full-validation reads each token once, in the order of the files, and fills up the rest."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
-from training.data import bytes_per_token as counted
 from training.data.batch import PAD, DocumentRules, make_batch
-from training.data.bytes_per_token import bytes_per_token
 from training.data.cache import IndexCache
 from training.data.dataset import DataError
 from training.data.gpt import GPTDataset
@@ -86,14 +82,3 @@ def test_a_negative_token_is_no_padding(tmp_path):
     data = OnePass([file(tmp_path, "bad", [[1, 2, -1, 4]], np.dtype("int32"))])
     with pytest.raises(DataError, match="document 0 holds a negative token"):
         data.sample(0)
-
-
-def test_bytes_are_counted_in_all_of_the_set(files, monkeypatch):
-    """Each token is a text of as many bytes as its number; a few samples lie evenly."""
-    data, rules = OnePass(files), DocumentRules()
-    tokenizer = SimpleNamespace(name="x", eod=None, decode=lambda ids: "x" * sum(ids))
-    labels = [int(t) for i in range(data.length) for t in data.sample(i)[1:] if t != PAD]
-    assert bytes_per_token(data, tokenizer, rules, 1) == sum(labels) / len(labels)
-    monkeypatch.setattr(counted, "MOST", 3 * SEQ)
-    few = [int(t) for i in (0, 4, 8) for t in data.sample(i)[1:] if t != PAD]
-    assert bytes_per_token(data, tokenizer, rules, 1) == sum(few) / len(few)

@@ -163,10 +163,9 @@ def test_a_run_that_has_nothing_to_do_says_so(capsys):
 def test_validation_has_bits_per_byte_where_a_token_is_text(tmp_path, capsys):
     """A loss of 2 ln 2 nats a token, of four bytes each, is half a bit a byte."""
     path = tmp_path / "log.json"
-    loader = SimpleNamespace(bytes_per_token=lambda: 4.0)
     with make(log_json=str(path)) as log:
-        log.validation(1, 2 * math.log(2), loader)
-        log.validation(1, 1.0, SimpleNamespace(bytes_per_token=lambda: None), name="test")
+        log.validation(1, 2 * math.log(2), 4.0)
+        log.validation(1, 1.0, 0.0, name="test")
     first, second = capsys.readouterr().out.splitlines()[1:]
     said = "validation at iteration 1 | loss 1.3863 | perplexity 4.00"
     assert first == f"{said} | 0.500 bits per byte"

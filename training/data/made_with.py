@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say beside a .bin/.idx pair which tokenizer made it, and refuse a pair of another one.
+
+PREFIX.json has the tokenizer's type, its digest (`Tokenizer.digest`), the size of its vocabulary
+and the id that ends each document, and documents, tokens and lengths of the pair that it is of.
+tools/preprocess_data.py writes it. A pair may lack it, as Megatron's does.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from training.data.tokenizer import Tokenizer
+from training.data.tokenizer_files import digests_of, same_tokenizer
+from training.owned import json_with
+from training.untrusted import read_json
+
+FORMAT = "weft-tokens"
+FIELDS: Mapping[str, tuple[type, ...]] = {
+    "tokenizer_type": (str,),
+    "tokenizer_digest": (str,),
+    "vocab_size": (int,),
+    "eod": (int, type(None)),
+    "documents": (int,),
+    "tokens": (int,),
+    "lengths": (str,),
+}
+Record = dict[str, Any]
+is_record = json_with("format", *FIELDS)
+
+
+def record_of(tokenizer: Tokenizer, eod: int | None) -> Record:
+    """Return what is recorded of a tokenizer; eod: the id that was put after each document."""
+    return {
+        "format": FORMAT,
+        "tokenizer_type": tokenizer.name,
+        "tokenizer_digest": tokenizer.digest(),
+        "vocab_size": tokenizer.vocab_size,
+        "eod": eod,
+    }
+
+
+def facts_of(lengths: np.ndarray) -> Record:
+    """Return what is recorded of a pair; lengths: int32, of its documents."""
+    digest = xxhash.xxh3_128_hexdigest(np.ascontiguousarray(lengths, "<i4").data)
+    tokens = int(lengths.sum(dtype=np.int64))
+    return {"documents": len(lengths), "tokens": tokens, "lengths": digest}
+
+
+class MadeWith:
+    """Compare a run's pairs with its tokenizer.
+
+    named: the tokenizer by its flags, for messages. ends: the run looks for the ends of documents.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, named: str, *, ends: bool) -> None:
+        self._tokenizer, self._named, self._ends = tokenizer, named, ends
+        self._records: dict[str, Record] = {}
+        self._without: list[str] = []  # pairs, each with the reason
+
+    def check(self, prefix: str, lengths: np.ndarray) -> None:
+        """Raise ValueError where a pair was made by another tokenizer, naming file and values.
+
+        lengths: of its documents. NullTokenizer, which knows no text, takes the ids of any one
+        tokenizer.
+        """
+        path = f"{prefix}.json"
+        found, why = _read(path)
+        if found and not facts_of(lengths).items() <= found.items():
+            found, why = None, f"{path} is of other tokens than its .bin"
+        if not found:
+            self._without.append(why)
+            return
+        self._records[path] = found
+        tokenizer, digest = self._tokenizer, found["tokenizer_digest"]
+        if tokenizer.name != "NullTokenizer" or found["tokenizer_type"] == tokenizer.name:
+            if not same_tokenizer(digest, digests_of(tokenizer), {}):
+                raise ValueError(
+                    f"{path}: tokenizer_digest: the pair was made with {_words(found)}, and "
+                    f"{self._named} is {_words(record_of(tokenizer, None))}: give the tokenizer "
+                    "that made it, or tokenize the text again (without this file the tokens are "
+                    "taken as they are)"
+                )
+            return
+        first, known = next(iter(self._records.items()))
+        if digest != known["tokenizer_digest"]:
+            raise ValueError(
+                f"{path}: tokenizer_digest: the pair was made with {_words(found)}, and that of "
+                f"{first} with {_words(known)}: the pairs of a run must be made with one tokenizer"
+            )
+        if found["vocab_size"] > tokenizer.vocab_size:
+            raise ValueError(
+                f"{path}: vocab_size {found['vocab_size']} is more than --vocab-size "
+                f"{tokenizer.vocab_size} of --tokenizer-type NullTokenizer"
+            )
+        if self._ends and found["eod"] not in (None, tokenizer.eod):
+            raise ValueError(
+                f"{path}: eod {found['eod']} ends each document, and NullTokenizer takes "
+                f"{tokenizer.eod} for the end: --reset-position-ids, --reset-attention-mask and "
+                f"--eod-mask-loss need --vocab-size {found['eod'] + 1}, or the tokenizer"
+            )
+
+    def tell(self, report: Callable[[str], None]) -> None:
+        """Report in a line what could not be compared."""
+        if self._without:
+            more = len(self._without) - 1
+            report(
+                f"data: {self._without[0]}{f' (and {more} more)' if more else ''}: taken as tokens "
+                f"of {self._named}"
+            )
+
+
+def _read(path: str) -> tuple[Record | None, str]:
+    """Return a pair's record, or None and why there is none. Raises ValueError for a bad one."""
+    try:
+        found = read_json(Path(path), foreign=True)
+        other = not isinstance(found, dict) or found.get("format") != FORMAT
+    except FileNotFoundError:
+        return None, f"no {path} says which tokenizer made the pair"
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError:
+        other = True
+    if other:
+        return None, f"{path} is not of tools/preprocess_data.py and says no tokenizer"
+    for field, kinds in FIELDS.items():
+        if type(found.get(field)) not in kinds:
+            raise ValueError(
+                f"{path}: {field}: {found.get(field)!r} is not {kinds[0].__name__}; without the "
+                "file the tokens are taken as they are"
+            )
+    return found, ""
+
+
+def _words(record: Record) -> str:
+    digest = str(record["tokenizer_digest"])
+    return f"{record['tokenizer_type']} of {record['vocab_size']:,} tokens ({digest[:16]})"
