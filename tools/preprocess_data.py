@@ -129,7 +129,7 @@ def preprocess(
         *(tokenizer_type, tokenizer_model, merge_file, vocab_size, tuple(json_keys)),
         *(append_eod, lines, on_bad_document),
     )
-    inputs = find_files(inputs)
+    inputs = find_files(inputs, report=report)
     files = stat_files(inputs)
     written = Written(Path(f"{output_prefix}.written.json"))
     unknown = {key for key in job.json_keys if not _may_write(output_prefix, key, written)}
