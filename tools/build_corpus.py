@@ -376,7 +376,9 @@ def main() -> None:
         if args.input:
             percent = OWN_PERCENT if args.heldout_percent is None else args.heldout_percent
             flag = "DATA" if args.data else "--input"
-            about = build_listed(args.input, place, percent, bad, args.json_keys, flag, said.append)
+            about = build_listed(
+                args.input, place, percent, bad, args.json_keys, flag=flag, report=said.append
+            )
         else:
             percent = PERCENT if args.heldout_percent is None else args.heldout_percent
             about = build(read(args.library), place, percent)

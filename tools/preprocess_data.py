@@ -7,8 +7,9 @@
 
 writes data/corpus_text_document.bin and .idx. A .jsonl line is one document, its text under "text"
 (--json-keys), and so is a row of a .parquet; a .txt file is one document, with --lines each of its
-lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it. A
-.json is read as a .jsonl if it is named itself.
+lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it, but
+for hidden ones, copies and the like, which are counted (docs/data.md). A .json is read as a .jsonl
+if it is named itself.
 
 An older pair is replaced where this command wrote it, as data/corpus.written.json says.
 
@@ -129,7 +130,8 @@ def preprocess(
         *(tokenizer_type, tokenizer_model, merge_file, vocab_size, tuple(json_keys)),
         *(append_eod, lines, on_bad_document),
     )
-    inputs = find_files(inputs, report=report)
+    about_files: list[str] = []
+    inputs = find_files(inputs, report=about_files.append)
     files = stat_files(inputs)
     written = Written(Path(f"{output_prefix}.written.json"))
     unknown = {key for key in job.json_keys if not _may_write(output_prefix, key, written)}
@@ -144,6 +146,7 @@ def preprocess(
     missing = [task for task in tasks if not task.done()]
     if len(missing) < len(tasks):
         report(f"{len(tasks) - len(missing)} of {len(tasks)} shards were complete already")
+    report(*about_files)
     started = time.monotonic()
     tokens = _run_all(missing, workers, report)
     seconds = time.monotonic() - started

@@ -88,7 +88,7 @@ def _there(name: str) -> bool:
 
 
 def find_files(
-    names: Iterable[str], flag: str = "--input", report: Callable[[str], object] | None = None
+    names: Sequence[str], flag: str = "--input", report: Callable[[str], object] | None = None
 ) -> list[str]:
     """Return the files that names mean, each once: a file, a folder of them, or a pattern.
 
@@ -97,7 +97,8 @@ def find_files(
     followed. A file that is named is left out only where it is empty or its text is read already.
     Each name's files are in the order of their names.
 
-    report: takes a line that says how many files are read and how many are left out, and why.
+    report: takes a line that says how many files are read and how many are left out, and why; none
+    where exactly the files that are named are read.
     Raises ValueError, which names the flag, where a name means no file of text, a folder cannot be
     read, or every file is empty.
     """
@@ -114,39 +115,36 @@ def find_files(
             what = f"no file of text matches, {rule}" if kinds else "no file matches"
             raise ValueError(f"{flag} {name}: {what}")
         for path, why in reached:
-            key, empty = (path, False) if why else _identity(path)
-            if why := why or (EMPTY if empty else AGAIN if key in read else ""):
+            key, size = (path, 0) if why else _identity(path)
+            if why := why or (EMPTY if not size else AGAIN if key in read else ""):
                 left[why, path if why == AGAIN else os.path.realpath(path)] = path
             else:
                 read[key] = path
-    if not read:
-        empty_ones = [path for (why, _), path in left.items() if why == EMPTY]
-        raise ValueError(
-            f"{flag} {empty_ones[0]}: no document with text in {len(empty_ones):,} file(s)"
-        )
+    if left and not read:
+        empty = [path for (why, _), path in left.items() if why == EMPTY]
+        raise ValueError(f"{flag} {empty[0]}: no document with text in {len(empty):,} file(s)")
     names_read = {os.path.abspath(path) for path in read.values()}
     copies = {path: COPY for path in read.values() if not names_read.isdisjoint(_plain(path))}
     files = [path for path in read.values() if path not in copies]
     real = {os.path.realpath(path) for path in files}  # read by one name, left out by another
-    kinds = _counted(
-        [(why, path) for (why, at), path in left.items() if why == AGAIN or at not in real]
-        + [(why, path) for path, why in copies.items()]
-    )
-    if report is not None:
+    copied = [(why, path) for path, why in copies.items()]
+    rest = [(why, path) for (why, at), path in left.items() if why == AGAIN or at not in real]
+    kinds = _counted([pair for pair in rest if pair[1] not in copies] + copied)
+    if report is not None and files != list(names):
         count = sum(number for number, _ in kinds.values())
         left_out = f", {count:,} left out: {listed(kinds)}" * bool(kinds)
         report(printable(f"{flag}: {len(files):,} file(s) read{left_out}"))
     return files
 
 
-def _identity(path: str) -> tuple[object, bool]:
-    """Return (what the disk calls a file, whether it is empty)."""
+def _identity(path: str) -> tuple[object, int]:
+    """Return (what the disk calls a file, its bytes, or 1 for what `stat_files` refuses)."""
     try:
         status = os.stat(path)
-    except (OSError, ValueError):  # `stat_files` refuses it
-        return path, False
+    except (OSError, ValueError):
+        return path, 1
     key = (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
-    return key, stat.S_ISREG(status.st_mode) and not status.st_size
+    return key, status.st_size if stat.S_ISREG(status.st_mode) else 1
 
 
 def _plain(path: str) -> list[str]:

@@ -34,6 +34,9 @@ def found(*names: str) -> tuple[list[str], dict[str, tuple[int, str]]]:
     """Return the files and {reason: (how many, first)} as the line that is printed says."""
     said: list[str] = []
     files = find_files([str(name) for name in names], report=said.append)
+    if files == list(names):
+        assert not said
+        return files, {}
     (line,) = said
     form = r"--input: (\d+) file\(s\) read(?:, (\d+) left out: (.*))?"
     number, total, each = re.fullmatch(form, line).groups("")
