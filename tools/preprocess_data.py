@@ -146,7 +146,8 @@ def preprocess(
     missing = [task for task in tasks if not task.done()]
     if len(missing) < len(tasks):
         report(f"{len(tasks) - len(missing)} of {len(tasks)} shards were complete already")
-    report(*about_files)
+    for line in about_files:
+        report(line)
     started = time.monotonic()
     tokens = _run_all(missing, workers, report)
     seconds = time.monotonic() - started

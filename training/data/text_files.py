@@ -41,11 +41,13 @@ POINTERS = {  # the begin of a small file that stands in place of the text: what
 HIDDEN, SYSTEM, PARTIAL = "hidden", "in a system folder", "partly downloaded"
 OTHER, JSON, BROKEN = "of another kind", ".json not named itself", "behind a broken link"
 EMPTY, AGAIN, COPY = "empty", "found again", "compressed beside the plain file"
-SYSTEM_FOLDERS = {  # of unpackers, trash cans, snapshots and table formats
-    *("__macosx", "__pycache__", "_temporary", "_delta_log", "lost+found", "found.000"),
-    *("$recycle.bin", "recycler", "recycled", "system volume information", "@eadir", "@recycle"),
-    *("#recycle", "#snapshot", "~snapshot", "network trash folder", "temporary items"),
-}
+SYSTEM_FOLDERS = re.compile(  # of unpackers, trash cans, disks, snapshots and tables
+    r"__macosx|@?paxheaders?(\.\d+)?|gnusparsefile\.\d+|__pycache__|"
+    r"\$recycle\.bin|recycler|recycled|[#@]recycle|trash|files_trashbin|files_versions|"
+    r"lost\+found|found\.\d+|system volume information|@eadir|[#~]snapshot|@recently-snapshot|"
+    r"network trash folder|temporary items|_temporary|_delta_log|_spark_metadata",
+    re.IGNORECASE,
+)
 PARTIAL_ENDINGS = (
     *(".part", ".partial", ".filepart", ".tmp", ".temp", ".incomplete", ".download", ".aria2"),
     *(".crdownload", ".opdownload", ".!qb", ".!ut"),
@@ -143,7 +145,7 @@ def _identity(path: str) -> tuple[object, int]:
         status = os.stat(path)
     except (OSError, ValueError):
         return path, 1
-    key = (status.st_dev, status.st_ino) if status.st_ino else os.path.realpath(path)
+    key = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
     return key, status.st_size if stat.S_ISREG(status.st_mode) else 1
 
 
@@ -228,7 +230,7 @@ def _set_aside(name: str) -> str:
     """Return why a pattern leaves out a file or folder that it does not spell, or ""."""
     if name.startswith("."):
         return HIDDEN
-    if name.casefold() in SYSTEM_FOLDERS:
+    if SYSTEM_FOLDERS.fullmatch(name):
         return SYSTEM
     return PARTIAL if name.lower().endswith(PARTIAL_ENDINGS) else ""
 

@@ -56,7 +56,8 @@ TREE = {  # what becomes of files: "" is read
     ".snapshot/hourly.0/a.jsonl .DS_Store b/.data.jsonl.Xa3bDf",
     "in a system folder": "__MACOSX/a.jsonl __MACOSX/b/._a.jsonl lost+found/a.jsonl "
     "$RECYCLE.BIN/S-1/$R1.jsonl $Recycle.Bin/a.txt System%20Volume%20Information/a.txt "
-    "RECYCLER/a.txt "
+    "RECYCLER/a.txt Trash/files/a.txt "
+    "PaxHeaders.4711/a.jsonl b/@PaxHeader/a.txt GNUSparseFile.0/a.txt ann/files_trashbin/a.txt "
     "@eaDir/a.jsonl #recycle/a.jsonl FOUND.000/a.txt _temporary/0/part-0.jsonl b/__pycache__/a.txt "
     "_delta_log/0.checkpoint.parquet #snapshot/a.txt",
     "partly downloaded": "p.jsonl.part p.jsonl.gz.crdownload q.jsonl.tmp b/q.jsonl.incomplete "
