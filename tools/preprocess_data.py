@@ -47,7 +47,6 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of
-from training.checkpoint.written import Written
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
@@ -56,6 +55,7 @@ from training.data.shards import Shard, cut_files
 from training.data.text_files import find_files, stat_files
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.owned import plain_files, refuse
+from training.written import Written
 
 SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
 QUIET = 10.0  # seconds between progress lines in a log
