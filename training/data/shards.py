@@ -63,12 +63,12 @@ class Shard:
             with opened(self.path) as (file, raw):
                 last = 0
                 for where, found in self._documents(file, key, lines, kind, bad):
-                    report(raw.tell() - last)
-                    last = raw.tell()
+                    before, last = last, raw.tell()
+                    report(last - before)
                     text = self._decode(where, found, bad)
                     if kind == "jsonl" and text is not None:
                         text = self._value(where, text, key, bad) if text.strip() else None
-                    elif lines and text is not None:
+                    elif kind == "txt" and lines and text is not None:
                         text = text.rstrip("\r\n") or None
                     if text == "":
                         bad.found("empty", partial(self.place, where), "an empty document")
