@@ -86,7 +86,7 @@ def split_names(text: str) -> list[str]:
 
 
 def _there(name: str) -> bool:
-    return os.path.lexists(name) or any(True for _ in glob.iglob(name))
+    return os.path.lexists(name) or (glob.has_magic(name) and bool(_reached(name, "DATA", set())))
 
 
 def find_files(

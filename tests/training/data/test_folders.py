@@ -6,6 +6,7 @@ What is right comes from each tree, which says of every file what becomes of it.
 
 import gzip
 import os
+import random
 import re
 
 import pytest
@@ -151,6 +152,47 @@ def test_links(tmp_path, monkeypatch):
     os.symlink("nowhere.jsonl", "D/d.jsonl")
     with pytest.raises(ValueError, match="--input D/d.jsonl: cannot be read .No such file"):
         stat_files(find_files(["D"]))
+
+
+def reachable(folder: str) -> set[str]:
+    """Return the files of text below a folder that no hidden name leads to, by another way."""
+    files, folders, new = set(), set(), {os.path.realpath(folder)}
+    while new:
+        folders |= new
+        below = [f"{at}/{name}" for at in new for name in os.listdir(at) if name[0] != "."]
+        files |= {os.path.realpath(path) for path in below if path.endswith((".txt", ".JSONL"))}
+        new = {os.path.realpath(path) for path in below if os.path.isdir(path)} - folders
+    return files
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_links(tmp_path, monkeypatch, seed):
+    """Trees drawn at random, with links from anywhere to anywhere in them."""
+    draw = random.Random(seed)
+    monkeypatch.chdir(tmp_path)
+    for tree in map(str, range(12)):
+        folders, files = [tree], []
+        for i in range(draw.randint(2, 9)):
+            folders.append(f"{draw.choice(folders)}/{'.' * (draw.random() < 0.2)}d{i}")
+            os.makedirs(folders[-1])
+        for i in range(draw.randint(1, 12)):
+            files.append(f"{draw.choice(folders)}/{i}{draw.choice(['.txt', '.JSONL', '.md'])}")
+            make(tmp_path, files[-1])
+        for i in range(draw.randint(1, 9)):
+            to = os.path.abspath(draw.choice([*folders, *folders, *files]))
+            ending = os.path.splitext(to)[1]
+            name = f"{draw.choice(folders)}/{draw.choice('.az')}{i}{ending}"
+            os.symlink(to, name) if os.path.isdir(to) or draw.random() < 0.5 else os.link(to, name)
+        wanted = {os.stat(file).st_ino for file in reachable(tree)}
+        if not wanted:
+            continue
+        read, kinds = found(tree)
+        assert sorted(os.stat(file).st_ino for file in read) == sorted(wanted)
+        assert found(f"{tree}/**/*") == (read, kinds) == found(f"{tree}/**")
+        by_ending = [
+            f"{tree}/**/*{end}" for end in sorted({os.path.splitext(file)[1] for file in read})
+        ]
+        assert {os.stat(file).st_ino for file in found(*by_ending)[0]} == wanted
 
 
 def test_the_same_file_by_several_arguments(tmp_path, monkeypatch):

@@ -157,13 +157,14 @@ def test_more_nasty_files(tmp_path):
 
 def test_names_with_spaces(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("my text/b.txt", "c [1].txt", "d.txt"):
+    for name in ("my text/b.txt", "my text/deep/er/e.jsonl", "c [1].txt", "d.txt"):
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
         (tmp_path / name).write_text("one")
     assert find_files(["c [1].txt"]) == ["c [1].txt"], "a name, though it looks like a pattern"
     assert split_names("d.txt my text  c [1].txt *.txt no.txt") == [
         "d.txt", "my text", "c [1].txt", "*.txt", "no.txt"
     ]  # fmt: skip
+    assert split_names("d.txt my text/**/*.jsonl") == ["d.txt", "my text/**/*.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
