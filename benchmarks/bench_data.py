@@ -4,6 +4,7 @@
     python benchmarks/bench_data.py            # waits for data, with and without a slow disk
     python benchmarks/bench_data.py --start    # 8 ranks of a world of 4,096
     python benchmarks/bench_data.py --read     # every rank reads, or one reads and sends
+    python benchmarks/bench_data.py --preprocess [--against CHECKOUT]
 
 The first trains a small Llama in this process, three times: on made-up tokens (--mock-data), on a
 file, and on that file with a delay before each sample, as a slow disk or network has it. It prints
@@ -18,6 +19,10 @@ most of which is the import of torch.
 The third compares two ways for the ranks of a tensor-parallel group to get a sample: each reads it
 from the page cache, in a thread beside the step, or one does and broadcasts it (gloo, two ranks),
 which every step would wait for.
+
+The fourth lets tools/preprocess_data.py turn a folder of 100 MB of .jsonl into tokens, by one
+worker, with the tokenizer that costs least (NullTokenizer), so that reading counts most; with
+--against the tool of another checkout does the same in turn, and the ratio of medians is printed.
 """
 
 import argparse
@@ -209,11 +214,46 @@ def measure_read(count: int) -> bool:
     return True
 
 
+def measure_preprocess(other: Path | None, size: int = 100_000_000, times: int = 4) -> bool:
+    """Print how long preprocess_data.py takes; return whether no longer than in `other` (+3 %)."""
+    trees = [ROOT] if other is None else [other.resolve(), ROOT]
+    took: dict[Path, list[float]] = {tree: [] for tree in trees}
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        texts = Path(folder) / "texts"
+        for i in range(20):
+            (texts / f"{i % 4}").mkdir(parents=True, exist_ok=True)
+            with open(texts / f"{i % 4}" / f"{i}.jsonl", "w", encoding="utf-8") as file:
+                while file.tell() < size / 20:
+                    words = rng.integers(0, VOCABULARY - 1, rng.integers(1, 400))
+                    file.write(json.dumps({"text": " ".join(map(str, words)), "n": 1}) + "\n")
+        flags = ["--input", str(texts), "--tokenizer-type", "NullTokenizer", "--vocab-size"]
+        flags += [str(VOCABULARY), "--output-prefix"]
+        for i in range(times):
+            for tree in trees if i % 2 else trees[::-1]:
+                command = [sys.executable, str(tree / "tools" / "preprocess_data.py"), *flags]
+                begin = time.perf_counter()
+                subprocess.run(
+                    [*command, f"{folder}/{i}"], cwd=tree, check=True, stdout=subprocess.DEVNULL
+                )
+                took[tree].append(time.perf_counter() - begin)
+                for pair in Path(folder).glob(f"{i}*"):
+                    pair.unlink()
+    for tree, seconds in took.items():
+        each = ", ".join(f"{second:.2f}" for second in seconds)
+        print(f"{tree}: {size / 1e6:.0f} MB in {statistics.median(seconds):.2f} s ({each})")
+    ratio = statistics.median(took[ROOT]) / statistics.median(took[trees[0]])
+    print(f"time here / there: {ratio:.3f}")
+    return ratio <= 1.03
+
+
 def main() -> int:
     """Measure; return 1 where a limit is passed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--start", action="store_true", help="measure the start of many ranks")
     parser.add_argument("--read", action="store_true", help="measure who should read")
+    parser.add_argument("--preprocess", action="store_true", help="measure preprocess_data.py")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="of --preprocess")
     parser.add_argument("--steps", type=int, default=200, help="steps of each run (200)")
     parser.add_argument("--delay", type=float, default=5.0, help="ms more a sample (5)")
     parser.add_argument("--tokens", type=int, default=10**9, help="of the corpus of --start")
@@ -222,6 +262,8 @@ def main() -> int:
         return 0 if measure_start(args.tokens) else 1
     if args.read:
         return 0 if measure_read(args.steps) else 1
+    if args.preprocess:
+        return 0 if measure_preprocess(args.against) else 1
     return 0 if measure_waits(args.steps, args.delay / 1e3) else 1
 
 

@@ -18,6 +18,7 @@ import pretrain_llama
 from tests.test_readme import PAGES, ROOT
 from tools.preprocess_data import preprocess
 from training.config import CheckpointConfig
+from training.data.text_files import find_files
 from training.run.stop import StopSignal
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --lr 1e-3
@@ -25,7 +26,7 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 
 # how output begins: the trainer's, the tools', a failing rank's
 OUTPUT = re.compile(
     r"iteration +\d|validation at|overlap: |\[rank \d|the checkpoint of|run again|tp 2: |"
-    r"stopped by|pretrain_llama\.py: |torchrun: |\S+: \d+ document|finished: |"
+    r"stopped by|pretrain_llama\.py: |torchrun: |\S+: \d+ (document|file)|finished: |"
     r" *\d+  (forward|backward|grad) "
 )
 
@@ -88,6 +89,17 @@ def bad_documents(capfd, monkeypatch, folder: Path) -> str:
     return " ".join(lines)
 
 
+def a_folder(capfd, monkeypatch, folder: Path) -> str:
+    for name in ".git/a.txt .git/b.txt README.md a.jsonl c.txt d.txt e.txt f.txt".split():
+        (folder / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "texts" / name).write_text("one")
+    (folder / "texts" / "b.jsonl").symlink_to("a.jsonl")
+    monkeypatch.chdir(folder)
+    lines: list[str] = []
+    find_files(["texts"], report=lines.append)
+    return " ".join(lines)
+
+
 def a_signal(capfd, monkeypatch, folder: Path) -> str:
     stop = StopSignal()
     stop._name = "SIGUSR1"
@@ -114,6 +126,7 @@ SHOWN: list[tuple[str, str, Maker]] = [
     ("docs/watching.md", "iteration  500/1000", a_run),
     ("docs/watching.md", "pretrain_llama.py: --lr-warmup-iters", a_mistake),
     ("docs/data.md", "data/mine_text_document: 7", bad_documents),
+    ("docs/data.md", "--input: 5 file(s) read", a_folder),
     ("docs/slurm.md", "stopped by SIGUSR1", a_signal),
     ("docs/reliability.md", "the checkpoint of step 4", a_save_refused),
 ]

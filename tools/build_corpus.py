@@ -25,7 +25,7 @@ import re
 import signal
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from io import StringIO
 from itertools import product
@@ -43,7 +43,7 @@ from tools.command_line import Parser, error_line, progress
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.files import replacing, write_text
 from training.data.shards import documents
-from training.data.text_files import find_files, split_names, stat_files
+from training.data.text_files import ending_of, find_files, split_names, stat_files
 from training.owned import check, json_with, refuse
 from training.untrusted import open_plain, parse_json, read_json, read_plain
 
@@ -263,15 +263,16 @@ def build_listed(
     bad: BadDocuments,
     keys: Sequence[str] = ("text",),
     flag: str = "--input",
+    report: Callable[[str], object] | None = None,
 ) -> dict[str, Any]:
     """Build the corpus of a person's files. Raises ValueError for too little text.
 
-    flag: what names the files, for messages.
+    flag: what names the files, for messages. report: as of `find_files`.
     """
-    files = find_files(names, flag)
+    files = find_files(names, flag, report)
     total = sum(size for _, size, _ in stat_files(files, flag))
     size = min(PIECE, max(LEAST, total // FEWEST))
-    if len(files) == 1 and files[0].endswith(".txt"):
+    if len(files) == 1 and ending_of(files[0]) == ".txt":
         text = "".join(text for _, text in pieces(files, size, bad, keys))
         at = int((1 - percent / 100) * len(text))
         if len(text) - at >= size:
@@ -354,6 +355,7 @@ def main() -> None:
     parser.add_argument("--source", type=Path, metavar="FILE", help="write it; build nothing")
     args = parser.parse_args()
     bad = BadDocuments(args.on_bad_document, SKIP)
+    said: list[str] = []
     if args.heldout_percent is not None and not 0 < args.heldout_percent < 100:
         parser.error(f"--heldout-percent {args.heldout_percent:g} must lie between 0 and 100")
     try:
@@ -374,7 +376,9 @@ def main() -> None:
         if args.input:
             percent = OWN_PERCENT if args.heldout_percent is None else args.heldout_percent
             flag = "DATA" if args.data else "--input"
-            about = build_listed(args.input, place, percent, bad, args.json_keys, flag)
+            about = build_listed(
+                args.input, place, percent, bad, args.json_keys, flag=flag, report=said.append
+            )
         else:
             percent = PERCENT if args.heldout_percent is None else args.heldout_percent
             about = build(read(args.library), place, percent)
@@ -387,8 +391,8 @@ def main() -> None:
         f"corpus: {source}, {about['texts']} texts, {about['bytes']:,} bytes,"
         f" {about['heldout_texts']} texts held out, SHA-256 {about['sha256']}"
     )
-    if bad.kinds:
-        print(bad.line())
+    for line in (*said, bad.line()):
+        print(line, end="\n" * bool(line))
 
 
 if __name__ == "__main__":

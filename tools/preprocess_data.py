@@ -8,8 +8,9 @@
 writes data/corpus_text_document.bin and .idx, and .json, which says which tokenizer made them: a
 run refuses the pair with another one. A .jsonl line is one document, its text under "text"
 (--json-keys), and so is a row of a .parquet; a .txt file is one document, with --lines each of its
-lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it. A
-.json is read as a .jsonl if it is named itself.
+lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such files below it, but
+for hidden ones, copies and the like, which are counted (docs/data.md). A .json is read as a .jsonl
+if it is named itself.
 
 An older pair is replaced where this command wrote it, as data/corpus.written.json says.
 
@@ -47,7 +48,6 @@ if __name__ == "__main__":
 from tqdm import tqdm
 
 from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of
-from training.checkpoint.written import Written
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
@@ -57,6 +57,7 @@ from training.data.shards import Shard, cut_files
 from training.data.text_files import find_files, stat_files
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.owned import plain_files, refuse
+from training.written import Written
 
 SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
 QUIET = 10.0  # seconds between progress lines in a log
@@ -131,7 +132,8 @@ def preprocess(
         *(tokenizer_type, tokenizer_model, merge_file, vocab_size, tuple(json_keys)),
         *(append_eod, lines, on_bad_document),
     )
-    inputs = find_files(inputs)
+    about_files: list[str] = []
+    inputs = find_files(inputs, report=about_files.append)
     files = stat_files(inputs)
     written = Written(Path(f"{output_prefix}.written.json"))
     unknown = {key for key in job.json_keys if not _may_write(output_prefix, key, written)}
@@ -151,6 +153,8 @@ def preprocess(
     missing = [task for task in tasks if not task.done()]
     if len(missing) < len(tasks):
         report(f"{len(tasks) - len(missing)} of {len(tasks)} shards were complete already")
+    for line in about_files:
+        report(line)
     started = time.monotonic()
     tokens = _run_all(missing, workers, report)
     seconds = time.monotonic() - started

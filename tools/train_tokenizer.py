@@ -199,9 +199,10 @@ def main() -> None:
     )
     args = parser.parse_args()
     bad = BadDocuments(args.on_bad_document)
+    said: list[str] = []
     try:
         files, checked = (
-            [Path(at) for at, _, _ in stat_files(find_files(names, flag), flag)]
+            [Path(at) for at, _, _ in stat_files(find_files(names, flag, said.append), flag)]
             for names, flag in ((args.input, "--input"), (args.check, "--check"))
         )
         texts = Texts(files, tuple(args.json_keys), args.lines, args.on_bad_document)
@@ -213,8 +214,8 @@ def main() -> None:
     print(
         f"tokenizer: {size} pieces, {ratio:.2f} characters a token, every text given back exactly"
     )
-    if bad.kinds:
-        print(bad.line())
+    for line in (*said, bad.line()):
+        print(line, end="\n" * bool(line))
 
 
 if __name__ == "__main__":

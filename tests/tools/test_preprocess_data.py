@@ -130,6 +130,12 @@ def test_goes_on_behind_complete_shards(tmp_path, inputs, monkeypatch):
     assert not list(tmp_path.glob("*.parts"))
 
 
+def test_it_starts_without_torch():
+    """Its import takes two seconds, in each worker again."""
+    code = "import tools.preprocess_data, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_parts_of_another_run_are_not_taken(tmp_path, inputs, monkeypatch):
     """Other flags or a changed file start afresh, and the old parts go."""
     folders = set()

@@ -21,7 +21,6 @@ load         fill local tensors from whatever files hold their rectangles
 huggingface  the same for a Hugging Face directory
 stream       one whole tensor after another, for whoever writes them elsewhere
 write_huggingface  a Hugging Face directory, written by all ranks
-written      which of those a run wrote, so that it replaces no other
 """
 
 from training.checkpoint.agree import first_error, together

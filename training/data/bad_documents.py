@@ -35,5 +35,10 @@ class BadDocuments:
     def line(self) -> str:
         """Return a sentence on what was left out, or ""."""
         total = sum(count for count, _ in self.kinds.values())
-        each = [f"{n:,} {kind} (first: {first})" for kind, (n, first) in self.kinds.items()]
-        return f"{total:,} document(s) left out: {', '.join(each)}" if total else ""
+        return f"{total:,} document(s) left out: {listed(self.kinds)}" if total else ""
+
+
+def listed(kinds: Mapping[str, tuple[int, str]]) -> str:
+    """Return {kind: (how many, the first)} in words."""
+    each = [f"{count:,} {kind} (first: {first})" for kind, (count, first) in kinds.items()]
+    return ", ".join(each)

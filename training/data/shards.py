@@ -11,14 +11,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from training.data.bad_documents import BadDocuments
 from training.data.parquet import rows
-from training.data.text_files import PACKED, kind_of, opened
+from training.data.text_files import PACKED, ending_of, kind_of, opened
 
 MOST = 1 << 30  # bytes of one document, and of one line: a small .gz may hold any number
-BOM = b"\xef\xbb\xbf"  # which some editors put before UTF-8
+BOM = b"\xef\xbb\xbf"  # which some editors put before UTF-8; `cat` leaves it before a line
 
 
 class Where(NamedTuple):
@@ -63,12 +63,12 @@ class Shard:
             with opened(self.path) as (file, raw):
                 last = 0
                 for where, found in self._documents(file, key, lines, kind, bad):
-                    report(raw.tell() - last)
-                    last = raw.tell()
+                    before, last = last, raw.tell()
+                    report(last - before)
                     text = self._decode(where, found, bad)
                     if kind == "jsonl" and text is not None:
                         text = self._value(where, text, key, bad) if text.strip() else None
-                    elif lines and text is not None:
+                    elif kind == "txt" and lines and text is not None:
                         text = text.rstrip("\r\n") or None
                     if text == "":
                         bad.found("empty", partial(self.place, where), "an empty document")
@@ -109,7 +109,7 @@ class Shard:
             if len(raw) > MOST:
                 bad.found("too long", lambda: self.path, TOO_LONG.format(MOST))
             else:
-                yield Where(0, 0), raw.removeprefix(BOM)
+                yield _text_of(Where(0, 0), raw)
         else:
             yield from self._lines(file, bad)
 
@@ -125,7 +125,7 @@ class Shard:
             number += 1
             where, at = Where(number, at), at + len(line)
             if len(line) <= MOST:
-                yield where, line.removeprefix(BOM) if where.byte == 0 else line
+                yield _text_of(where, line)
                 continue
             bad.found("too long", partial(self.place, where), TOO_LONG.format(MOST))
             while line and not line.endswith(b"\n"):
@@ -134,7 +134,8 @@ class Shard:
 
     def _decode(self, where: Where, raw: bytes | None, bad: BadDocuments) -> str | None:
         if raw is None:
-            bad.found("without a text", partial(self.place, where), "no text in this row")
+            kind = "without a text, but null"
+            bad.found(kind, partial(self.place, where), "no text in this row, but null")
             return None
         try:
             return raw.decode("utf-8")
@@ -145,25 +146,45 @@ class Shard:
             return None
 
     def _value(self, where: Where, text: str, key: str, bad: BadDocuments) -> str | None:
-        value, kind, why = None, "without a text", ""
+        kind = "without a text"
         try:
             found = json.loads(text)
-            value = found[key]
-            if "\\u" in text:
-                value.encode()  # half of a surrogate pair is no text
+            if type(value := found[key]) is str:
+                if "\\u" in text:
+                    value.encode()  # half of a surrogate pair is no text
+                return value
+            kind += f", but {_json_type(value)}"
+            why = f"{key!r} is {_json_type(value)}"
         except json.JSONDecodeError as error:
-            kind = "not JSON"
+            kind, why = "not JSON", error.msg
             where = Where(where.line, where.byte + len(text[: error.pos].encode()))
-            why = f" ({error.msg})"
+        except UnicodeEncodeError as error:
+            kind += ", but half of a surrogate pair"
+            half = f"\\u{ord(value[error.start]):x}"
+            why = f"{key!r} has half of a surrogate pair, {half}, after {error.start:,} characters"
         except KeyError:
-            why = f" (it has {', '.join(map(repr, list(found)[:9]))}; --json-keys names the key)"
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            value = None
-        if isinstance(value, str):
-            return value
-        rule = f"no JSON object with a text {key!r}{why}"
+            keys = ", ".join(map(repr, list(found)[:9])) or "no key"
+            why = f"it has {keys}; --json-keys names the key"
+        except TypeError:
+            why = f"the line is {_json_type(found)}"
+        except (ValueError, RecursionError) as error:
+            why = "too many levels" if isinstance(error, RecursionError) else str(error)
+        rule = f"no JSON object with a text {key!r} ({why})"
         bad.found(kind, partial(self.place, where), rule)
         return None
+
+
+def _json_type(value: Any) -> str:
+    """Return the type of a value of JSON, in words."""
+    words = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    return (words | {dict: "an object", str: "a string"}).get(type(value), "null")
+
+
+def _text_of(where: Where, raw: bytes) -> tuple[Where, bytes]:
+    """Return a line or file without a byte order mark, and where it begins."""
+    if raw.startswith(BOM):
+        return Where(where.line, where.byte + len(BOM)), raw[len(BOM) :]
+    return where, raw
 
 
 TOO_LONG = "a document of more than {:,} bytes"
@@ -174,7 +195,7 @@ def cut_files(paths: Sequence[str], lines: bool, size: int) -> list[Shard]:
     shards = []
     for path in paths:
         kind = kind_of(path)
-        if path.endswith(PACKED) or kind == "parquet" or (kind == "txt" and not lines):
+        if ending_of(path) in PACKED or kind == "parquet" or (kind == "txt" and not lines):
             shards.append(Shard(path, 0, None))
         else:
             end = os.path.getsize(path)

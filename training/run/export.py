@@ -30,10 +30,10 @@ from training.checkpoint.write_huggingface import (
     weights_of,
     write_huggingface,
 )
-from training.checkpoint.written import Written
 from training.data.auto_tokenizer import auto_tokenizer
 from training.data.foreign_code import LARGEST
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in, with_class
+from training.written import Written
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 STEP = re.compile(r"step_\d{8,}")

@@ -8,6 +8,8 @@ import gzip
 import importlib
 import json
 import os
+import re
+import struct
 from importlib.util import find_spec
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from tools.preprocess_data import preprocess
 from training.data import shards, text_files
 from training.data.bad_documents import BadDocuments
-from training.data.shards import documents
+from training.data.shards import cut_files, documents
 from training.data.text_files import find_files, split_names, stat_files
 
 GOOD = b'{"text": "one"}\n'
@@ -30,11 +32,29 @@ NASTY = {  # name: (a line, what it is counted as, what the refusal says after f
         "without a text",
         "has 'body', 'n'; --json-keys names",
     ),
-    "no object": (b'["text"]\n', "without a text", "byte 16: no JSON object with a text 'text'"),
-    "a number": (b'{"text": 7}\n', "without a text", "byte 16: no JSON object with a text"),
-    "null": (b'{"text": null}\n', "without a text", "byte 16: no JSON object with a text"),
-    "half a surrogate": (b'{"text": "\\ud800"}\n', "without a text", "byte 16: no JSON object"),
-    "ten thousand levels": (b"[" * 10_000 + b"\n", "without a text", "byte 16: no JSON object"),
+    "no object": (b'["text"]\n', "without a text", "byte 16: no .* .the line is a list."),
+    "a string": (b'"text"\n', "without a text", "byte 16: no .* .the line is a string."),
+    "no key": (b"{}\n", "without a text", "byte 16: no .* .it has no key; --json-keys"),
+    **{
+        f"the text is {name}": (
+            b'{"n": 1, "text": %s}\n' % value,
+            f"without a text, but {name}",
+            f"byte 16: no JSON object with a text 'text' .'text' is {name}.",
+        )
+        for name, value in {
+            "null": b"null",
+            "a number": b"7.5",
+            "a list": b'["text"]',
+            "an object": b'{"text": "a"}',
+            "true or false": b"false",
+        }.items()
+    },
+    "half a surrogate": (
+        b'{"text": "a \\ud83d\\ude00 \\uD83d"}\n',
+        "without a text, but half of a surrogate pair",
+        r"byte 16: no .* .'text' has half of a surrogate pair, .ud83d, after 4 characters.",
+    ),
+    "ten thousand levels": (b"[" * 10_000 + b"\n", "without a text", "byte 16: .*too many levels"),
     "empty": (b'{"text": ""}\n', "empty", "byte 16: an empty document"),
     "too long": (b'{"text": "' + b"a" * 99_999 + b'"}\n', "too long", "more than 60,000 bytes"),
 }
@@ -65,10 +85,28 @@ def test_a_nasty_line(tmp_path, name, packed):
             list(documents(path))
 
 
+@pytest.mark.parametrize("size", [4, 11, 1000])
+def test_files_with_a_byte_order_mark_put_together(tmp_path, size):
+    """`cat` leaves the marks before lines. The right texts are those of the single files."""
+    for name, join in (("a.txt", "{}"), ("a.jsonl", '{{"text": "{}"}}')):
+        one, two = ("".join(join.format(word) + end for word in words) for words, end in (
+            (["eins", "zwei ☃"], "\n"), (["drei", "\ufeff", "vier"], "\r\n")))  # fmt: skip
+        (tmp_path / name).write_bytes(one.encode("utf-8-sig") + 2 * two.encode("utf-8-sig"))
+        parts = cut_files([str(tmp_path / name)], True, size)
+        found = [(part.place(at), text) for part in parts for at, text in part.texts("text", True)]
+        texts = ["eins", "zwei ☃", *2 * (["drei", *["\ufeff"] * (name == "a.jsonl"), "vier"])]
+        assert [text for _, text in found] == texts
+        at = 3 + len(one.encode()) + 3
+        assert found[2][0] == f"{tmp_path / name}, line 3, byte {at}"
+
+
 def test_a_whole_text_names_line_and_byte(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\xff\n")
     with pytest.raises(ValueError, match="a.txt, line 3, byte 8: not UTF-8"):
         list(documents(tmp_path / "a.txt"))
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n\xff\n")
+    with pytest.raises(ValueError, match="b.txt, line 3, byte 11: not UTF-8"):
+        list(documents(tmp_path / "b.txt"))
     assert list(documents(tmp_path / "a.txt", bad=BadDocuments("skip"))) == []
 
 
@@ -117,38 +155,16 @@ def test_more_nasty_files(tmp_path):
             stat_files(find_files([str(tmp_path / name)], "DATA"), "DATA")
 
 
-def test_folders_patterns_and_names_with_spaces(tmp_path, monkeypatch):
+def test_names_with_spaces(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = ("my text/b.txt", "my text/deep/a.jsonl", "my text/notes.md", "c [1].txt", "d.txt")
-    for name in (*names, "my text/.hidden.txt"):
+    for name in ("my text/b.txt", "my text/deep/er/e.jsonl", "c [1].txt", "d.txt"):
         os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-        open(name, "w").close()
-    inside = ["my text/b.txt", "my text/deep/a.jsonl"]
-    assert find_files(["my text"]) == inside
-    assert find_files(["my text", "my text/b.txt"]) == inside, "each once"
+        (tmp_path / name).write_text("one")
     assert find_files(["c [1].txt"]) == ["c [1].txt"], "a name, though it looks like a pattern"
-    assert find_files(["*.txt", "**/*.jsonl"]) == ["c [1].txt", "d.txt", "my text/deep/a.jsonl"]
     assert split_names("d.txt my text  c [1].txt *.txt no.txt") == [
         "d.txt", "my text", "c [1].txt", "*.txt", "no.txt"
     ]  # fmt: skip
-
-
-def test_a_circle_of_links_gives_each_file_once(tmp_path, monkeypatch):
-    """Followed, it gave the file under forty names."""
-    monkeypatch.chdir(tmp_path)
-    os.mkdir("d")
-    (tmp_path / "d" / "a.txt").write_text("one")
-    (tmp_path / "d" / "up").symlink_to("..")
-    assert find_files(["**/*.txt"]) == ["d/a.txt"] == find_files(["."])[0][2:].split()
-
-
-def test_a_json_is_read_where_it_is_named(tmp_path):
-    """A folder has other files of that name: a tokenizer's, a model's."""
-    for name in ("a.json", "b.jsonl"):
-        (tmp_path / name).write_bytes(GOOD)
-    assert find_files([str(tmp_path)]) == [str(tmp_path / "b.jsonl")]
-    (found,) = find_files([str(tmp_path / "*.json")])
-    assert stat_files([found]) and list(documents(found)) == ["one"]
+    assert split_names("d.txt my text/**/*.jsonl") == ["d.txt", "my text/**/*.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.zst", "a.parquet"])
@@ -170,30 +186,91 @@ def test_zst(tmp_path):
     pack = zstandard.ZstdCompressor().compress
     lines = [json.dumps({"text": f"{n} " * 999}).encode() + b"\n" for n in range(300)]
     whole = pack(b"".join(lines[:100])) + pack(b"".join(lines[100:]))  # two frames
-    (tmp_path / "a.jsonl.zst").write_bytes(whole)
-    assert [text.split()[0] for text in documents(tmp_path / "a.jsonl.zst")] == [
-        str(n) for n in range(300)
-    ]
-    for spoilt in (whole[:-9], whole[:50] + b"\0\0\0\0" + whole[54:]):
+    pzstd = skippable(b"size") + pack(b"".join(lines[:7])) + skippable(b"")
+    pzstd += pack(b"".join(lines[7:])) + skippable(b"seek table" * 999, 15)
+    for packed in (whole, pzstd):
+        (tmp_path / "a.jsonl.zst").write_bytes(packed)
+        (path,) = find_files([str(tmp_path / "*.zst")])
+        assert stat_files([path])[0][1] == len(packed)
+        found = [text.split()[0] for text in documents(path)]
+        assert found == [str(n) for n in range(300)]
+    for spoilt in (whole[:-9], whole[:50] + b"\0\0\0\0" + whole[54:], pzstd[:-9]):
         (tmp_path / "b.jsonl.zst").write_bytes(spoilt)
         with pytest.raises(ValueError, match="b.jsonl.zst: cannot be read"):
             list(documents(tmp_path / "b.jsonl.zst"))
 
 
+def skippable(content, kind=0):
+    """Return a skippable frame (RFC 8878, 3.1.2), with which pzstd begins."""
+    return struct.pack("<II", 0x184D2A50 + kind, len(content)) + content
+
+
+@pytest.mark.parametrize("kind", [0, 15])
+def test_a_zst_may_begin_with_a_skippable_frame(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(text_files, "find_spec", lambda package: True)
+    (tmp_path / "a.txt.zst").write_bytes(skippable(b"size", kind))
+    assert [size for _, size, _ in stat_files([str(tmp_path / "a.txt.zst")])] == [12]
+
+
+def test_a_long_window_names_the_remedy(tmp_path):
+    zstandard = library("zstandard")
+    for log in (27, 28, 31):
+        parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=log)
+        pack = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+        path = tmp_path / "my a.txt.zst"
+        path.write_bytes(pack.compress(b"text") + pack.flush())
+        if log == 27:
+            assert list(documents(path)) == ["text"]
+            continue
+        says = f"unpack it by zstd -d --long=31 '{path}'"
+        with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be read (it was")) as error:
+            list(documents(path))
+        assert says in str(error.value)
+
+
+TYPES = "string large_string string_view binary large_binary binary_view".split()
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["plain", "dictionary"])
+@pytest.mark.parametrize("name", TYPES)
+def test_each_way_in_which_arrow_stores_text(tmp_path, name, coded):
+    pyarrow = library("pyarrow")
+    texts = ["one", "zwei ☃", "", "one"] * 200
+    values = pyarrow.array([text.encode() for text in texts] if "binary" in name else texts)
+    try:
+        values = values.cast(getattr(pyarrow, name)())
+        values = values.dictionary_encode() if coded else values
+        table = pyarrow.table({"n": range(800), "text": values})
+        importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    except pyarrow.ArrowNotImplementedError as error:
+        pytest.skip(f"pyarrow {pyarrow.__version__} cannot write it: {error}")
+    assert list(documents(tmp_path / "a.parquet")) == [text for text in texts if text]
+
+
 def test_parquet(tmp_path):
     pyarrow = library("pyarrow")
     write = importlib.import_module("pyarrow.parquet").write_table
-    texts = ["one", None, "", "zwei ☃", *map(str, range(600))]
+    texts = ["one", None, "", "zwei ☃\n", *map(str, range(600))]
     table = pyarrow.table({"text": texts, "n": range(604)})
     write(table, tmp_path / "a.parquet")
     skip = BadDocuments("skip")
     assert list(documents(tmp_path / "a.parquet", bad=skip)) == ["one", *texts[3:]]
+    lines = documents(tmp_path / "a.parquet", bad=BadDocuments("skip"), lines=True)
+    assert list(lines) == ["one", *texts[3:]], "--lines is about .txt alone"
     assert skip.kinds == {
-        "without a text": (1, f"{tmp_path}/a.parquet, row 2"),
+        "without a text, but null": (1, f"{tmp_path}/a.parquet, row 2"),
         "empty": (1, f"{tmp_path}/a.parquet, row 3"),
     }
-    with pytest.raises(ValueError, match="a.parquet, row 2: no text in this row"):
+    with pytest.raises(ValueError, match="a.parquet, row 2: no text in this row, but null"):
         list(documents(tmp_path / "a.parquet"))
+    nulls = pyarrow.table({"text": pyarrow.nulls(3)})
+    write(nulls, tmp_path / "nulls.parquet")
+    with pytest.raises(ValueError, match="nulls.parquet, row 1: no text in this row, but null"):
+        list(documents(tmp_path / "nulls.parquet"))
+    twice = pyarrow.Table.from_arrays([table["text"], table["text"]], ["text", "text"])
+    write(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match="twice.parquet: several columns 'text'"):
+        list(documents(tmp_path / "twice.parquet"))
     for column, says in (("body", "no column 'body'; it has text, n"), ("n", "which is not text")):
         with pytest.raises(ValueError, match=says):
             list(documents(tmp_path / "a.parquet", column))

@@ -8,6 +8,7 @@ its folder is made, and that of a finished folder with what is in it.
 """
 
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Mapping
@@ -16,20 +17,18 @@ from typing import Any
 
 import xxhash
 
-from training.checkpoint.errors import CheckpointError
-from training.checkpoint.files import open_plain, write_json
-from training.checkpoint.manifest import LIMIT
 from training.owned import empty, plain_files
-from training.untrusted import read_json
+from training.untrusted import open_plain, private, read_json
 
 FORMAT = "weft-written"
+LIMIT = 1 << 28  # most bytes of a record
 
 
 class Written:
     """The record at `path`: for each name, what it has had in it.
 
     Names are of things in one folder, given to `ours` by their paths. One process at a time may
-    have the record. Raises CheckpointError where the file is something else.
+    have the record. Raises ValueError where the file is something else.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +45,7 @@ class Written:
             self._names = {str(name): list(prints) for name, prints in names.items() if sound}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             why = error.strerror if isinstance(error, OSError) else error
-            raise CheckpointError(
+            raise ValueError(
                 f"{path} says what may be replaced, and cannot be read ({why}): move it away, and "
                 "nothing that was written before is replaced"
             ) from None
@@ -108,20 +107,24 @@ class Written:
                 return True
             sums = [p["sums"] for p in same if p.get("sums")]
             return bool(sums) and _sums(place, None) in sums
-        except (OSError, CheckpointError):
+        except (OSError, ValueError):
             return False
 
     def _write(self) -> None:
         aside = self.path.with_name(f".{self.path.name}-{secrets.token_hex(8)}")
-        write_json(aside, {"format": FORMAT, "names": self._names})
+        record = {"format": FORMAT, "names": self._names}
+        with open(aside, "x", encoding="utf-8", opener=private) as file:
+            file.write(json.dumps(record, indent=1, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, self.path)  # it was read as ours, under the lock of its folder
 
 
 def _files(place: Path) -> dict[str, os.stat_result]:
-    """Return the facts of a folder's files, or of one file. Raises CheckpointError for others."""
+    """Return the facts of a folder's files, or of one file. Raises ValueError for others."""
     found = plain_files(place) if not place.is_file() else {"": os.lstat(place)}
     if found is None or place.is_symlink():
-        raise CheckpointError(f"{place} is not a folder of plain files")
+        raise ValueError(f"{place} is not a folder of plain files")
     return found
 
 
@@ -140,7 +143,7 @@ def _sums(place: Path, known: Mapping[str, str] | None) -> str:
 
 
 def _sum(path: Path) -> str:
-    with open_plain(path) as file:
+    with open_plain(path, os.O_NOFOLLOW) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
