@@ -86,7 +86,7 @@ def test_what_is_recorded(own, tmp_path):
 
 
 def test_another_tokenizer_is_refused_wherever_a_pair_is_read(own, tmp_path):
-    a, b = pair(tmp_path / "a", own), pair(tmp_path / "b", own)
+    a, b = pair(tmp_path / "a", own), pair(tmp_path / "b", own, end=False)
     larger = folder_of(tmp_path / "larger", *WORDS, *(f"v{i}" for i in range(40)))
     c = pair(tmp_path / "c", larger)
     stages = tmp_path / "stages.json"
@@ -129,6 +129,7 @@ def test_one_of_the_same_size_or_changed_in_place_is_refused(own, tmp_path):
 
 def test_a_pair_is_moved_with_its_record_and_taken_without(own, tmp_path):
     prefix, moved = pair(tmp_path / "a", own), str(tmp_path / "elsewhere" / "b")
+    second = pair(tmp_path / "c", own, end=False)
     Path(moved).parent.mkdir()
     for end in (".bin", ".idx", ".json"):
         shutil.copy(prefix + end, moved + end)
@@ -140,8 +141,8 @@ def test_a_pair_is_moved_with_its_record_and_taken_without(own, tmp_path):
     named = f"taken as tokens of --tokenizer-type HuggingFaceTokenizer --tokenizer-model {other}"
     none = f"data: no {moved}.json says which tokenizer made the pair"
     assert opened(other, "--data-path", moved) == [f"{none}: {named}"]
-    Path(f"{prefix}.json").unlink()
-    assert opened(other, "--data-path", moved, prefix) == [f"{none} (and 1 more): {named}"]
+    Path(f"{second}.json").unlink()
+    assert opened(other, "--data-path", moved, second) == [f"{none} (and 1 more): {named}"]
     Path(f"{moved}.json").write_text('{"format": "of somebody else"}')
     assert "b.json is not of tools/preprocess_data.py" in opened(other, "--data-path", moved)[0]
 
