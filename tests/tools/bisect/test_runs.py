@@ -28,6 +28,7 @@ def planted(*words):
     return done.stdout + done.stderr
 
 
+@pytest.mark.prove
 def test_a_planted_difference_is_named():
     out = planted("noise")
     assert FOUND.search(out).groups() == ("1", "1", "1"), out

@@ -85,6 +85,7 @@ def test_a_step_has_no_memory_of_the_model_that_warms_up(rehearse):
     assert places and not any("warm_up" in place for place in places)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("stage", [2, 3])
 def test_unsharded_gradients_come_bucket_by_bucket_where_none_leaves_early(rehearse, stage):
     """One micro-batch a step, and sums after backward: at its start only the head's is there."""

@@ -29,6 +29,7 @@ def test_both_clocks_see_the_same_matmuls_and_attention(rehearse) -> None:
     assert said["step"] == pytest.approx(told["step"], rel=0.3)
 
 
+@pytest.mark.prove
 def test_both_clocks_see_what_a_split_schedule_gathers_again(rehearse) -> None:
     flags = (
         "--tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 "
@@ -39,6 +40,7 @@ def test_both_clocks_see_what_a_split_schedule_gathers_again(rehearse) -> None:
     assert said["tp"] == pytest.approx(told["tp"], rel=0.2)
 
 
+@pytest.mark.prove
 def test_both_clocks_see_the_same_update_of_matrices(rehearse) -> None:
     """Muon's iterations, its passes, and what is sent to owners and back."""
     wide = MODEL.replace("--hidden-size 512 --ffn-hidden-size 1408", "--hidden-size 2048 "

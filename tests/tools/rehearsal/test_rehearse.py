@@ -57,16 +57,16 @@ def test_memory_of_what_is_kept(rehearse):
     assert kinds["masters"] == kinds["gradients"] == 4 * held and kinds["moments"] == 8 * held
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("world", "flags"),
     [
         (4, "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1"),
-        pytest.param(4, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --zero-stage 3 "
-                        "--rehearse-rank 2", marks=pytest.mark.prove),
-        pytest.param(4, "--tensor-model-parallel-size 2 --zero-stage 2 --overlap-grad-reduce "
-                        "--rehearse-rank 3", marks=pytest.mark.prove),
-        pytest.param(2, "--pipeline-model-parallel-size 2 --rehearse-rank 1",
-                     marks=pytest.mark.prove),
+        (4, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --zero-stage 3 "
+            "--rehearse-rank 2"),
+        (4, "--tensor-model-parallel-size 2 --zero-stage 2 --overlap-grad-reduce "
+            "--rehearse-rank 3"),
+        (2, "--pipeline-model-parallel-size 2 --rehearse-rank 1"),
     ],
 )  # fmt: skip
 def test_traffic_is_worked_out(rehearse, world, flags):
