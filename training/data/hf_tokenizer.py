@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.data.foreign_code import begin, calling, read_model
-from training.data.hf_classes import BUILT, DECODER, Notes, add_tokens, built, class_of
+from training.data.hf_classes import BUILT, DECODER, FLAGS, Notes, add_tokens, built, class_of
 from training.data.tik_tokenizer import is_ranks
 from training.data.token_texts import texts_of
 from training.untrusted import parse_json
@@ -144,7 +144,7 @@ class HuggingFaceTokenizer:
 
 def _matched(tokens: Mapping[int, Any]) -> list[Any]:
     """Return what decides where added tokens are found in a text."""
-    flags = ("content", "single_word", "lstrip", "rstrip", "normalized")
+    flags = [flag for flag in FLAGS if flag != "special"]
     return [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
 
 

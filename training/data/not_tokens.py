@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Iterable
 
-from training.data.text_files import kind_of
+from training.data.text_files import find_files, kind_of
 
 COMMAND = "python tools/preprocess_data.py"
 SHOWN = 3  # pairs
@@ -49,19 +49,15 @@ def _text(prefix: str) -> str:
     """Return the file, folder or pattern of text that a prefix is, or the file of text that has its
     name and an ending; else "".
     """
-    if os.path.isdir(prefix):
-        names = (file for _, _, files in os.walk(prefix) for file in files)
-        return prefix if any(map(_is_text, names)) else ""
-    if os.path.exists(prefix):
+    if os.path.exists(prefix) or glob.has_magic(prefix):
         return prefix if _is_text(prefix) else ""
-    if glob.has_magic(prefix) and any(map(_is_text, glob.iglob(prefix, recursive=True))):
-        return prefix
     return min(filter(_is_text, glob.iglob(f"{glob.escape(prefix)}.*")), default="")
 
 
 def _is_text(name: str) -> bool:
+    """Return whether tools/preprocess_data.py finds text under a name."""
     try:
-        return bool(kind_of(name))
+        return bool(kind_of(name) if os.path.isfile(name) else find_files([name]))
     except ValueError:
         return False
 
