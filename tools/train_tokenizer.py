@@ -214,8 +214,8 @@ def main() -> None:
     print(
         f"tokenizer: {size} pieces, {ratio:.2f} characters a token, every text given back exactly"
     )
-    for line in (*said, bad.line()):
-        print(line, end="\n" * bool(line))
+    for line in filter(None, (*said, bad.line())):
+        print(line)
 
 
 if __name__ == "__main__":
