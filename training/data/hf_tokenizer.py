@@ -15,7 +15,7 @@ from training.untrusted import parse_json
 
 IDS = "ids:"  # how a digest begins that covers what changes token ids, and nothing else
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
-ADDED, MODEL = "added_tokens.json", "config.json"
+ADDED, OF_MODEL = "added_tokens.json", "config.json"
 MEANING = ("model", "normalizer", "pre_tokenizer", "added_tokens")  # parts of a tokenizer.json
 
 
@@ -45,7 +45,7 @@ class HuggingFaceTokenizer:
             raw.no_truncation()  # a document is taken whole, and nothing is added to it
             raw.no_padding()
             begun: Sequence[int | None] = raw.encode("").ids[:1]
-        files = [self._in_same_folder(path, name) for name in (CONFIG, SPECIAL, ADDED, MODEL)]
+        files = [self._in_same_folder(path, name) for name in (CONFIG, SPECIAL, ADDED, OF_MODEL)]
         paths, (self._config, *_), (config, special, added, model) = zip(*files, strict=True)
         kind = class_of(config, model, b'"ByteLevel"' in self._bytes, paths[0])
         before = raw.get_added_tokens_decoder()
