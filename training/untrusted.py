@@ -15,7 +15,7 @@ import pwd
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -24,7 +24,7 @@ from typing import Any
 SETTINGS = 1 << 24  # most bytes of a JSON file of settings
 DEPTH = 64  # most levels of JSON
 OURS = ("runs", "data", "checkpoints", "models", "out", "tmp")  # folders, and nobody's name there
-LONGEST = 1000  # characters of a message
+LONGEST, SHOWN = 1000, 3  # characters of a message, and names in a list
 _trusted: set[int] = set()  # users of --trust-owner (why it is global: docs/design.md, 11)
 _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -228,6 +228,12 @@ def sentence(error: BaseException) -> str:
     if len(text) <= LONGEST:
         return text
     return f"{text[: LONGEST // 2]} [...] {text[-LONGEST // 3 :]}"
+
+
+def first_of(names: Sequence[str], most: int = SHOWN) -> str:
+    """Return the first `most` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def private(path: str, flags: int) -> int:
