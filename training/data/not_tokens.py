@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Iterable
 
-from training.data.text_files import find_files, kind_of
+from training.data.text_files import any_text
 from training.untrusted import first_of
 
 COMMAND = "python tools/preprocess_data.py"
@@ -48,18 +48,10 @@ def _text(prefix: str) -> str:
     """Return the file, folder or pattern of text that a prefix is, or the file of text that has its
     name and an ending; else "".
     """
-    if _is_text(prefix):
+    if any_text(prefix):
         return prefix
     others = [] if os.path.exists(prefix) else glob.iglob(f"{glob.escape(prefix)}.*")
-    return min(filter(_is_text, others), default="")
-
-
-def _is_text(name: str) -> bool:
-    """Return whether tools/preprocess_data.py finds text under a name."""
-    try:
-        return bool(kind_of(name) if os.path.isfile(name) else find_files([name]))
-    except ValueError:
-        return False
+    return min(filter(any_text, others), default="")
 
 
 def _output(text: str) -> str:
