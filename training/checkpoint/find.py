@@ -302,11 +302,21 @@ def places(
     return [(flag, Path(root), step) for flag, (root, step) in flags.items() if root is not None]
 
 
-def newest(root: Path, step: int | None, flag: str = "--load") -> Checkpoint | None:
-    """Return the newest checkpoint that opens; find_latest later reports those passed over."""
+def newest(
+    root: Path,
+    step: int | None,
+    flag: str = "--load",
+    passed_over: Callable[[CheckpointError], object] = lambda error: None,
+) -> Checkpoint | None:
+    """Return the newest checkpoint that opens; find_latest later reports those passed over.
+
+    passed_over: is told why each of the others does not open.
+    """
     for name in candidates(root, step, flag)[0]:
-        with suppress(CheckpointError):
+        try:
             return open_checkpoint(Path(name))
+        except CheckpointError as error:
+            passed_over(error)
     return None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpu.layers.rope import Yarn
 from training.arguments import EXPERT_SIZES, ModelConfig
+from training.checkpoint.errors import CheckpointError
 from training.checkpoint.find import newest, places
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint, same_value
@@ -74,8 +75,9 @@ def from_checkpoint(
     """
     names = ("--load", "--branch-from", "--ckpt-step", "--pretrained-checkpoint")
     where = places(*map(given.get, names))
+    refused: list[CheckpointError] = []
     for flag, root, step in where:
-        found = newest(root, step, flag)
+        found = newest(root, step, flag, refused.append)
         if found is None:
             continue
         directory = found.directory
@@ -109,7 +111,9 @@ def from_checkpoint(
             "takes the sizes from the flags"
         )
         return dict(given), dict(own)
-    if where and not where[-1][1].exists():
+    if refused:
+        looked_in += f": {refused[0]}"
+    elif where and not where[-1][1].exists():
         looked_in += f": {nothing_downloaded(where[-1][1])}"
     raise UsageError(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
