@@ -303,20 +303,18 @@ def places(
 
 
 def newest(
-    root: Path,
-    step: int | None,
-    flag: str = "--load",
-    passed_over: Callable[[CheckpointError], object] = lambda error: None,
+    flag: str, root: Path, step: int | None, refused: list[CheckpointError] | None = None
 ) -> Checkpoint | None:
     """Return the newest checkpoint that opens; find_latest later reports those passed over.
 
-    passed_over: is told why each of the others does not open.
+    refused: takes why each of the others does not.
     """
     for name in candidates(root, step, flag)[0]:
         try:
             return open_checkpoint(Path(name))
         except CheckpointError as error:
-            passed_over(error)
+            if refused is not None:
+                refused.append(error)
     return None
 
 
@@ -328,7 +326,7 @@ def resumed(
     The arguments are flags, step is --ckpt-step.
     """
     where = [] if finetune else places(load, branch_from, step)
-    opened = (newest(root, at, flag) for flag, root, at in where)
+    opened = (newest(*place) for place in where)
     found = next(filter(None, opened), None)
     consumed = found.state.get("consumed_samples") if found else None
     return found if type(consumed) is int and consumed > 0 else None

@@ -77,7 +77,7 @@ def from_checkpoint(
     where = places(*map(given.get, names))
     refused: list[CheckpointError] = []
     for flag, root, step in where:
-        found = newest(root, step, flag, refused.append)
+        found = newest(flag, root, step, refused)
         if found is None:
             continue
         directory = found.directory

@@ -26,7 +26,7 @@ def from_checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "--load" not in given or "--finetune" in given or "--no-load-optim" in given:
         return dict(given)
-    found = newest(Path(given["--load"]), given.get("--ckpt-step"))
+    found = newest("--load", Path(given["--load"]), given.get("--ckpt-step"))
     if found is None or "config" not in found.state:  # nothing, or Hugging Face's
         return dict(given)
     try:

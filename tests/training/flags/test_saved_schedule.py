@@ -31,7 +31,7 @@ def saved(monkeypatch, tmp_path):
     def hold(flags):
         state = {"config": read(flags).flat()} if flags else {}
         found = SimpleNamespace(directory=tmp_path, state=state) if flags is not None else None
-        monkeypatch.setattr(saved_schedule, "newest", lambda root, step: found)
+        monkeypatch.setattr(saved_schedule, "newest", lambda flag, root, step: found)
         return f"--load {tmp_path}"
 
     return hold
