@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.data.foreign_code import begin, calling, read_model
-from training.data.hf_classes import BUILT, DECODER, FLAGS, Notes, add_tokens, built, class_of
+from training.data.hf_classes import BUILT, DECODER, Notes, add_tokens, built, class_of
 from training.data.tik_tokenizer import is_ranks
 from training.data.token_texts import texts_of
 from training.untrusted import parse_json
 
 IDS = "ids:"  # how a digest begins that covers what changes token ids, and nothing else
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
-ADDED, OF_MODEL = "added_tokens.json", "config.json"
+ADDED, MODEL = "added_tokens.json", "config.json"
 MEANING = ("model", "normalizer", "pre_tokenizer", "added_tokens")  # parts of a tokenizer.json
 
 
@@ -45,7 +45,7 @@ class HuggingFaceTokenizer:
             raw.no_truncation()  # a document is taken whole, and nothing is added to it
             raw.no_padding()
             begun: Sequence[int | None] = raw.encode("").ids[:1]
-        files = [self._in_same_folder(path, name) for name in (CONFIG, SPECIAL, ADDED, OF_MODEL)]
+        files = [self._in_same_folder(path, name) for name in (CONFIG, SPECIAL, ADDED, MODEL)]
         paths, (self._config, *_), (config, special, added, model) = zip(*files, strict=True)
         kind = class_of(config, model, b'"ByteLevel"' in self._bytes, paths[0])
         before = raw.get_added_tokens_decoder()
@@ -144,7 +144,7 @@ class HuggingFaceTokenizer:
 
 def _matched(tokens: Mapping[int, Any]) -> list[Any]:
     """Return what decides where added tokens are found in a text."""
-    flags = [flag for flag in FLAGS if flag != "special"]
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized")
     return [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
 
 

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from training.data.hf_classes import class_of
-from training.data.hf_tokenizer import ADDED, CONFIG, IDS, OF_MODEL, SPECIAL, HuggingFaceTokenizer
+from training.data.hf_tokenizer import ADDED, CONFIG, IDS, SPECIAL, HuggingFaceTokenizer
 from training.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
 from training.untrusted import open_plain, read_json
 
@@ -64,7 +64,7 @@ def with_class(
     """
     model = {}
     try:
-        if here is not None and os.path.isfile(path := os.path.join(here, OF_MODEL)):
+        if here is not None and os.path.isfile(path := os.path.join(here, "config.json")):
             model = read_json(path, foreign=True)
         config, bytes_ = json.loads(files.get(CONFIG, b"{}")), b'"ByteLevel"' in files[own]
         name = class_of(config, model, bytes_, CONFIG)
