@@ -39,7 +39,7 @@ from tools.bisect.report import page
 from tools.bisect.side import Side
 from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
 from tools.bisect.verdict import Verdict, verdict_of
-from training.untrusted import printable, private, sentence
+from training.untrusted import first_of, printable, private, sentence
 
 
 @dataclass
@@ -376,7 +376,7 @@ def flags(found: Outcome) -> str:
         flag = name if "." not in name else "--" + name.rpartition(".")[2].replace("_", "-")
         known = "_digest" in name or "_sketch" in name
         lines.append(flag if known else f"{flag} {short(one)} and {short(other)}")
-    return ", ".join(lines[:4]) + (f" and {len(lines) - 4} more" if len(lines) > 4 else "")
+    return first_of(lines, 4)
 
 
 def short(value: Any) -> str:

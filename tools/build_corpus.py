@@ -391,8 +391,8 @@ def main() -> None:
         f"corpus: {source}, {about['texts']} texts, {about['bytes']:,} bytes,"
         f" {about['heldout_texts']} texts held out, SHA-256 {about['sha256']}"
     )
-    for line in (*said, bad.line()):
-        print(line, end="\n" * bool(line))
+    for line in filter(None, (*said, bad.line())):
+        print(line)
 
 
 if __name__ == "__main__":

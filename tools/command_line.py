@@ -25,25 +25,16 @@ class Parser(argparse.ArgumentParser):
     def add_trust_owner(self) -> None:
         """Add the flag that names users whose checkpoints are read, besides this one and root."""
         what = "read what this user owns, too: a name or a number; may be repeated"
-        self.add_argument("--trust-owner", action=_Trust, default=[], metavar="USER", help=what)
+        self.add_argument("--trust-owner", action="append", default=[], metavar="USER", help=what)
 
-
-class _Trust(argparse.Action):
-    """Trust each user that is named."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        users = [*namespace.trust_owner, values]
-        namespace.trust_owner = users
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Do what argparse does, and trust the users that --trust-owner names."""
+        found, rest = super().parse_known_args(args, namespace)
         try:
-            trust_owners(users)
+            trust_owners(getattr(found, "trust_owner", ()))
         except ValueError as error:
-            parser.error(str(error))
+            self.error(str(error))
+        return found, rest
 
 
 def error_line(program: str, error: BaseException) -> str:

@@ -132,8 +132,7 @@ def preprocess(
         *(tokenizer_type, tokenizer_model, merge_file, vocab_size, tuple(json_keys)),
         *(append_eod, lines, on_bad_document),
     )
-    about_files: list[str] = []
-    inputs = find_files(inputs, report=about_files.append)
+    inputs = find_files(inputs, report=report)
     files = stat_files(inputs)
     written = Written(Path(f"{output_prefix}.written.json"))
     unknown = {key for key in job.json_keys if not _may_write(output_prefix, key, written)}
@@ -153,8 +152,6 @@ def preprocess(
     missing = [task for task in tasks if not task.done()]
     if len(missing) < len(tasks):
         report(f"{len(tasks) - len(missing)} of {len(tasks)} shards were complete already")
-    for line in about_files:
-        report(line)
     started = time.monotonic()
     tokens = _run_all(missing, workers, report)
     seconds = time.monotonic() - started

@@ -33,10 +33,10 @@ from tools.command_line import Parser, error_line, integer, progress
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
+from training.data.token_texts import SPACE
 from training.owned import begins, refuse
 from training.untrusted import read_plain
 
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 NEWLINES = ["\n", *("\n" + SPACE * n for n in (4, 8, 12, 16, 20))]
 BLANK_LINES = ["\n\n" + SPACE * n for n in (4, 8)]
 META = 3 + 256 + len(NEWLINES) + len(BLANK_LINES)  # pieces that are there whatever the text
@@ -214,8 +214,8 @@ def main() -> None:
     print(
         f"tokenizer: {size} pieces, {ratio:.2f} characters a token, every text given back exactly"
     )
-    for line in (*said, bad.line()):
-        print(line, end="\n" * bool(line))
+    for line in filter(None, (*said, bad.line())):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pwd
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -24,8 +24,8 @@ from typing import Any
 SETTINGS = 1 << 24  # most bytes of a JSON file of settings
 DEPTH = 64  # most levels of JSON
 OURS = ("runs", "data", "checkpoints", "models", "out", "tmp")  # folders, and nobody's name there
-LONGEST = 1000  # characters of a message
-_trusted: set[int] = set()  # users of --trust-owner
+LONGEST, SHOWN = 1000, 3  # characters of a message, and names in a list
+_trusted: set[int] = set()  # users of --trust-owner (why it is global: docs/design.md, 11)
 _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -46,9 +46,9 @@ def nothing_downloaded(path: str | os.PathLike[str]) -> str:
 
 
 def trust_owners(users: Iterable[str]) -> None:
-    """Trust these users and nobody named before: names, or numbers of users without a name here.
+    """Trust these users in place of those named before, by names or numbers.
 
-    Raises ValueError for a user who is not known.
+    Raises ValueError for a name that is not known here.
     """
     found = set()
     for user in users:
@@ -63,9 +63,9 @@ def trust_owners(users: Iterable[str]) -> None:
     _trusted.update(found)
 
 
-def trusted_owners() -> set[int]:
-    """Return the numbers of the users whose files count: this one, root, and --trust-owner's."""
-    return {0, os.geteuid(), *_trusted}
+def trusted(owner: int) -> bool:
+    """Return whether what a user owns counts: this user, root, or one of --trust-owner."""
+    return owner in {0, os.geteuid(), *_trusted}
 
 
 def open_plain(path: str | os.PathLike[str], flags: int = 0) -> BufferedReader:
@@ -228,6 +228,12 @@ def sentence(error: BaseException) -> str:
     if len(text) <= LONGEST:
         return text
     return f"{text[: LONGEST // 2]} [...] {text[-LONGEST // 3 :]}"
+
+
+def first_of(names: Sequence[str], most: int = SHOWN) -> str:
+    """Return the first `most` names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def private(path: str, flags: int) -> int:

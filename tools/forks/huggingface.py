@@ -211,7 +211,7 @@ class _Theirs:
             (key, {**base, key: other})
             for key, value in base.items()
             if key != "model_type"
-            for other in [0.5] * ("drop" in key) or list(others(key, value))[:1]
+            for other in ([0.5] if "drop" in key else list(others(key, value))[:1])
         ]
         varied += [(k, {**base, k: v}) for k, v in ABSENT.items() if base.get(k) is None]
         varied += [

@@ -28,7 +28,7 @@ import xxhash
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.pieces import NamedPiece, dtype_name
-from training.untrusted import trusted_owners
+from training.untrusted import trusted
 
 Hook = Callable[[str], None]
 SUMS: dict[str, tuple[Any, str]] = {  # by their keys in a manifest
@@ -160,7 +160,7 @@ def open_directory(path: Path, holder: object) -> Path:
 
 
 def _check_owner(path: Path, found: os.stat_result) -> None:
-    if found.st_uid not in trusted_owners():
+    if not trusted(found.st_uid):
         raise CheckpointError(
             f"{path.name} belongs to the user with number {found.st_uid}, neither to this one nor "
             f"to root: if you trust that user, --trust-owner {found.st_uid} reads it where it is"

@@ -283,8 +283,53 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
         found = [f for f in found if f[0] == step]
         if not found:
             raise CheckpointError(f"--ckpt-step {step}: {root} has the steps {have}, not this one")
-    newest = found[0][2] if found else ""
-    return [path for _, _, path in found], [name for name in leftovers if name > newest]
+    first = found[0][2] if found else ""
+    return [path for _, _, path in found], [name for name in leftovers if name > first]
+
+
+def places(
+    load: str | None, branch_from: str | None, step: int | None, pretrained: str | None = None
+) -> list[tuple[str, Path, int | None]]:
+    """Return (flag, directory, --ckpt-step there) of where a run looks for a checkpoint, in order.
+
+    step counts for branch_from if it is given, else for load.
+    """
+    flags = {
+        "--load": (load, None if branch_from else step),
+        "--branch-from": (branch_from, step),
+        "--pretrained-checkpoint": (pretrained, None),
+    }
+    return [(flag, Path(root), step) for flag, (root, step) in flags.items() if root is not None]
+
+
+def newest(
+    flag: str, root: Path, step: int | None, refused: list[CheckpointError] | None = None
+) -> Checkpoint | None:
+    """Return the newest checkpoint that opens; find_latest later reports those passed over.
+
+    refused: takes why each of the others does not.
+    """
+    for name in candidates(root, step, flag)[0]:
+        try:
+            return open_checkpoint(Path(name))
+        except CheckpointError as error:
+            if refused is not None:
+                refused.append(error)
+    return None
+
+
+def resumed(
+    load: str | None, branch_from: str | None, step: int | None, finetune: bool | None
+) -> Checkpoint | None:
+    """Return the checkpoint in whose order of samples a run goes on; None where it begins.
+
+    The arguments are flags, step is --ckpt-step.
+    """
+    where = [] if finetune else places(load, branch_from, step)
+    opened = (newest(*place) for place in where)
+    found = next(filter(None, opened), None)
+    consumed = found.state.get("consumed_samples") if found else None
+    return found if type(consumed) is int and consumed > 0 else None
 
 
 def refuse_to_save(root: Path, flag: str) -> None:

@@ -21,8 +21,9 @@ from safetensors import SafetensorError, safe_open
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.files import check_size, open_directory, open_plain
 from training.checkpoint.header import BY_NAME, HEADER_LIMIT, NAMES, read_header
-from training.checkpoint.load import Checkpoint, OneOfFused, first_of
+from training.checkpoint.load import Checkpoint, OneOfFused
 from training.checkpoint.manifest import parse
+from training.untrusted import first_of
 
 CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")

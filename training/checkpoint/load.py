@@ -38,6 +38,7 @@ from training.checkpoint.manifest import (
     volume,
 )
 from training.checkpoint.pieces import NamedPiece, dtype_name, is_state
+from training.untrusted import SHOWN, first_of
 
 # Fields that may differ between a checkpoint's model and the run's: no tensor depends on them.
 FREE_FIELDS = ("architectures", "torch_dtype", "initializer_range", "max_position_embeddings")
@@ -64,16 +65,10 @@ MUP_FIELDS = ("logits_scaling", "attention_multiplier", "embedding_multiplier")
 COUNTS = ("iteration", "consumed_samples", "consumed_tokens", "optimizer_steps")
 STATE_TYPES: dict[str, type] = dict.fromkeys(("numerics", *COUNTS), int)
 PASSED_OVER = 10_000  # most iterations that a run may have passed over
-SHOWN, LOOKED_AT = 3, 1000  # most names in a message; most among which the nearest is looked for
+LOOKED_AT = 1000  # most names among which the nearest is looked for
 DICTS = ("config", "hf_config", "tp_comm_overlap", "layout", "branched_from")
 STATE_TYPES |= dict.fromkeys(DICTS, dict)
 STATE_TYPES |= dict.fromkeys(("tokenizer_digest", "corpus_digest", "tokenizer_type"), str)
-
-
-def first_of(names: Sequence[str]) -> str:
-    """Return the first SHOWN names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
 
 
 def instead_of(name: str, there: Collection[str]) -> str:

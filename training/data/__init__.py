@@ -7,8 +7,11 @@ gpt          samples of a corpus, in an order of data and seed; sample_index, sp
 blend        several corpora, by weight
 megatron_order  the order of Megatron's data sets and blends; one_pass: each token once
 loader       global batches, cut for each data-parallel rank; workers, batch, context_part
-tokenizer    text to ids and back; hf_tokenizer, hf_classes, tik_tokenizer, gpt2_tokenizer,
-             tokenizer_files, auto_tokenizer
+tokenizer    text to ids and back; hf_tokenizer, tik_tokenizer, gpt2_tokenizer; tokenizer_files
+hf_classes   what transformers makes of a tokenizer.json; auto_tokenizer: what it reads of ours
+token_texts  which bytes each id stands for; bytes_per_token counts them for bits per byte
 text_files   the files of text for preprocessing; shards, parquet, bad_documents
-identity     whether two corpora are the same
+made_with    PREFIX.json: which tokenizer made a pair
+not_tokens   what a --data-path names where it names no pair
+identity     whether two corpora are the same; same_data: which of a run's are
 """

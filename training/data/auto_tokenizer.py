@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from training.data.hf_tokenizer import CONFIG
+from training.data.token_texts import SPACE
 from training.data.tokenizer import Tokenizer
 from training.data.tokenizer_files import MODEL
 
 JSON = "tokenizer.json"
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _, BYTE = range(1, 7)  # ModelProto.SentencePiece.Type
 BPE = 2  # TrainerSpec.ModelType
 

@@ -44,11 +44,6 @@ if TYPE_CHECKING:
 Begun = Callable[[str, Dataset], bool]
 
 
-def new_run(split: str, train: Dataset) -> bool:
-    """Say that the run begins here."""
-    return False
-
-
 @dataclass(frozen=True)
 class Loaders:
     """The loaders of a run; test is None where its split is empty.
@@ -84,7 +79,7 @@ def build_loaders(
     context: tuple[int, int] = (0, 1),
     *,
     activity: Activity | None = None,
-    begun: Begun = new_run,
+    begun: Begun | None = None,
 ) -> Loaders:
     """Open the data that the flags name and return the loader of each split; context: see Loader.
 
@@ -147,13 +142,13 @@ def build_datasets(
     report: Callable[[str], None] = print,
     activity: Activity | None = None,
     *,
-    begun: Begun = new_run,
+    begun: Begun | None = None,
 ) -> dict[str, Dataset | None]:
     """Return {split: dataset}, None for a split without tokens that count in the loss.
 
     With --multiple-validation-sets each set has a key of its own, "valid-" and its name. begun:
-    see `Begun`. Raises ValueError, naming flag and file, for data that is not there, is read twice
-    or trains on nothing.
+    see `Begun`; None: the run begins here. Raises ValueError, naming flag and file, for data that
+    is not there, is read twice or trains on nothing.
     """
     data, seq_length, seed = config.data, config.model.seq_length, config.run.seed
     if data.mock_data:
@@ -202,7 +197,7 @@ def build_datasets(
                 found[name] = ask(*needed[split]) if each else None
     for same in dict.fromkeys(twice(opener.parts, cut=shares is not None)):
         train = found["train"]
-        if train is None or not begun(same.split, train):
+        if train is None or begun is None or not begun(same.split, train):
             raise ValueError(f"{same.what}: {same.instead}")
         report(f"{same.what}; the run was begun so, and goes on in its order")
     if data.eod_mask_loss:

@@ -16,9 +16,10 @@ from threading import Lock
 import numpy as np
 
 from training.data.batch import DocumentRules
+from training.data.token_texts import SPACE
 from training.data.tokenizer import Tokenizer
 
-SPACE = "\u2581".encode()  # what SentencePiece writes for a space
+UTF8_SPACE = SPACE.encode()
 # What tokenizers change or do not know: spaces, line ends, case, forms of characters, rare ones.
 PROBES = ("x", "A  b\t\r\n\n c ", "\0\x7f", "e\u0301 \ufb01 \uff21", "\u65e5\u672c \U0001f600")
 
@@ -68,11 +69,11 @@ class TextBytes:
         def read(text: str) -> bytes:
             with suppress(ValueError):  # it may know no token for this text, not even "unknown"
                 found = b"".join(texts[i] for i in self._tokenizer.encode(text))
-                return found.replace(SPACE, b" ") if self._bytes_of_space else found
+                return found.replace(UTF8_SPACE, b" ") if self._bytes_of_space else found
             return b""
 
-        if SPACE in read("x x"):
-            self._bytes_of_space = [texts.index(bytes([byte])) for byte in SPACE]
+        if UTF8_SPACE in read("x x"):
+            self._bytes_of_space = [texts.index(bytes([byte])) for byte in UTF8_SPACE]
         words = (text.decode() for text in map(bytes.strip, texts) if text.isalnum())
         fronted = next(filter(None, map(read, chain("x", words))), b"").startswith(b" ")
         if fronted:

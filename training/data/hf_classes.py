@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from training.data.token_texts import SPACE
+
 NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")  # transformers' order
 NAMED_TOKENS = tuple(f"{name}_token" for name in NAMED)
 EXTRA, ADDITIONAL = "extra_special_tokens", "additional_special_tokens"
@@ -25,7 +27,6 @@ QWEN3_5 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 Pipeline = tuple[Any, Any, Any]  # normalizer, pre-tokenizer, decoder
 
 

@@ -6,10 +6,10 @@ import os
 import shlex
 from collections.abc import Iterable
 
-from training.data.text_files import kind_of
+from training.data.text_files import any_text
+from training.untrusted import first_of
 
 COMMAND = "python tools/preprocess_data.py"
-SHOWN = 3  # pairs
 
 
 def instead(prefix: str, kind: str | None, model: str | None, merges: str | None) -> str:
@@ -23,9 +23,8 @@ def instead(prefix: str, kind: str | None, model: str | None, merges: str | None
     folder, alone = os.path.isdir(prefix), f"{prefix}.bin"
     inside = glob.escape(prefix if folder else os.path.dirname(prefix))
     pairs = _pairs(glob.iglob(os.path.join(inside, "*.bin")))
-    named = ", ".join(pairs[:SHOWN]) + f" and {len(pairs) - SHOWN} more" * (len(pairs) > SHOWN)
     if folder and pairs:
-        return f"it is a folder; the pairs in it are {named}"
+        return f"it is a folder; the pairs in it are {first_of(pairs)}"
     command = _command(text := _text(prefix), kind, model, merges)
     if text:
         return f"{'it' if text == prefix else text} is text, of which {command}"
@@ -35,7 +34,7 @@ def instead(prefix: str, kind: str | None, model: str | None, merges: str | None
     if os.path.exists(alone):
         return f"{alone} alone does not say where a document begins; of text {command}"
     if pairs:
-        return f"the pairs there are {named}"
+        return f"the pairs there are {first_of(pairs)}"
     return "tools/preprocess_data.py makes a .bin/.idx pair"
 
 
@@ -49,21 +48,10 @@ def _text(prefix: str) -> str:
     """Return the file, folder or pattern of text that a prefix is, or the file of text that has its
     name and an ending; else "".
     """
-    if os.path.isdir(prefix):
-        names = (file for _, _, files in os.walk(prefix) for file in files)
-        return prefix if any(map(_is_text, names)) else ""
-    if os.path.exists(prefix):
-        return prefix if _is_text(prefix) else ""
-    if glob.has_magic(prefix) and any(map(_is_text, glob.iglob(prefix, recursive=True))):
+    if any_text(prefix):
         return prefix
-    return min(filter(_is_text, glob.iglob(f"{glob.escape(prefix)}.*")), default="")
-
-
-def _is_text(name: str) -> bool:
-    try:
-        return bool(kind_of(name))
-    except ValueError:
-        return False
+    others = [] if os.path.exists(prefix) else glob.iglob(f"{glob.escape(prefix)}.*")
+    return min(filter(any_text, others), default="")
 
 
 def _output(text: str) -> str:

@@ -86,7 +86,17 @@ def split_names(text: str) -> list[str]:
 
 
 def _there(name: str) -> bool:
-    return os.path.lexists(name) or (glob.has_magic(name) and bool(_reached(name, "DATA", set())))
+    if glob.has_magic(name) and not os.path.lexists(name):
+        return any(True for _ in _reached(name, "DATA", set()))
+    return os.path.lexists(name)
+
+
+def any_text(name: str) -> bool:
+    """Return whether `find_files` would read a file by this name, up to the first one."""
+    try:
+        return any(not why and kind_of(path) for path, why in _reached(name, "", set()))
+    except ValueError:  # it is of no kind, is not there, or cannot be listed
+        return False
 
 
 def find_files(
@@ -108,7 +118,7 @@ def find_files(
     left: dict[tuple[str, str], str] = {}  # {(reason, name without links): name}
     walked: set[object] = set()
     for name in names:
-        reached = sorted(_reached(name, flag, walked).items())
+        reached = sorted(dict(_reached(name, flag, walked)).items())
         if all(why not in ("", AGAIN) for _, why in reached):
             kinds = _counted((why, path) for path, why in reached)
             rule = f"neither {NAMES}" + f"; left out: {listed(kinds)}" * bool(kinds)
@@ -164,12 +174,12 @@ def _counted(reasons: Iterable[tuple[str, str]]) -> dict[str, tuple[int, str]]:
     return kinds
 
 
-def _reached(name: str, flag: str, walked: set[object]) -> dict[str, str]:
-    """Return {file: why it is left out, or ""} of all that a name means."""
+def _reached(name: str, flag: str, walked: set[object]) -> Iterable[tuple[str, str]]:
+    """Return (file, why it is left out, or "") of all that a name means."""
     if os.path.isdir(name):
         return _walk(name, EVERYTHING, flag, walked)
     if os.path.lexists(name):
-        return {name: ""}
+        return [(name, "")]
     if not glob.has_magic(name):
         raise ValueError(f"{flag} {name}: cannot be read (No such file or directory)")
     parts = name.split(os.sep)
@@ -178,17 +188,18 @@ def _reached(name: str, flag: str, walked: set[object]) -> dict[str, str]:
     folders = parts[-1] in ("", "**")  # a/*/ is folders alone, and a/** all below a
     pattern = [part for part in parts[first:] if part not in ("", ".")] + ["**", "*"] * folders
     pattern = [part for i, part in enumerate(pattern) if pattern[i : i + 2] != ["**", "**"]]
-    return _walk(root, tuple(pattern), flag, walked) if os.path.isdir(root or ".") else {}
+    return _walk(root, tuple(pattern), flag, walked) if os.path.isdir(root or ".") else []
 
 
-def _walk(root: str, pattern: tuple[str, ...], flag: str, walked: set[object]) -> dict[str, str]:
-    """Return {file: why it is left out, or ""} of all that a pattern matches below a folder.
+def _walk(
+    root: str, pattern: tuple[str, ...], flag: str, walked: set[object]
+) -> Iterator[tuple[str, str]]:
+    """Yield (file, why it is left out, or "") of all that a pattern matches below a folder.
 
     pattern: its parts, of which "**" means any number of folders. walked: folders that were walked,
     and for what. One that is reached again, such as by a link to a folder above, is listed itself.
     Folders that are left out are walked too, so that their files are counted.
     """
-    found: dict[str, str] = {}
     todo = [(root, {pattern}, "")]
     while todo:
         folder, wanted, why = todo.pop()
@@ -204,7 +215,7 @@ def _walk(root: str, pattern: tuple[str, ...], flag: str, walked: set[object]) -
             if not why:
                 raise ValueError(f"{flag} {folder}: cannot be read ({error.strerror})") from error
         if names is None:
-            found[os.path.join(folder, "")] = why or AGAIN
+            yield os.path.join(folder, ""), why or AGAIN
             continue
         for name in names:
             path = os.path.join(folder, name)
@@ -220,10 +231,9 @@ def _walk(root: str, pattern: tuple[str, ...], flag: str, walked: set[object]) -
                 below = {p if p[0] == "**" else p[1:] or EVERYTHING for p in parts}
                 todo.append((path, below, aside))
             elif parts and (other or not ends) and not os.path.exists(path):
-                found[path] = aside or BROKEN  # it may have been a folder
+                yield path, aside or BROKEN  # it may have been a folder
             elif ends:
-                found[path] = aside or other
-    return found
+                yield path, aside or other
 
 
 def _set_aside(name: str) -> str:

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how a token is called that a byte falls back to
 
 

@@ -26,6 +26,7 @@ from training.data.foreign_code import begin, calling, read_model
 from training.data.gpt2_tokenizer import GPT2BPETokenizer
 from training.data.hf_tokenizer import HuggingFaceTokenizer
 from training.data.tik_tokenizer import TikTokenizer, is_ranks
+from training.data.token_texts import SPACE
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -89,7 +90,7 @@ class SentencePieceTokenizer:
         return self._model.decode([int(i) for i in ids])
 
     def texts(self) -> list[bytes]:
-        """Return the bytes of text of each id; a piece writes a space as U+2581."""
+        """Return the bytes of text of each id; a piece writes a space as SPACE."""
         model, ids = self._model, list(range(self.vocab_size))
         none = (model.is_control(ids), model.is_unknown(ids), model.is_unused(ids))
         pieces = zip(model.id_to_piece(ids), model.is_byte(ids), *none, strict=True)
@@ -98,7 +99,7 @@ class SentencePieceTokenizer:
             if any(silent)
             else bytes.fromhex(piece[3:5])
             if byte
-            else piece.replace("\u2581", " ").encode()
+            else piece.replace(SPACE, " ").encode()
             for piece, byte, *silent in pieces
         ]
 

@@ -22,7 +22,7 @@ STANDARD = {  # the name that a type's own file has in a Hugging Face directory
 }
 MODEL = "tokenizer.model"  # the name for all other types
 TOKENIZER_FILES = (
-    *("tokenizer.json", MODEL, CONFIG, SPECIAL, "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer.json", MODEL, CONFIG, SPECIAL, ADDED, "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 

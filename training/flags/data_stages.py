@@ -13,9 +13,10 @@ from typing import Any
 
 from training import batch_size
 from training.arguments import SETTINGS
+from training.checkpoint.find import resumed
 from training.config import Config, Stage, UsageError
 from training.data.blend import parse_blend
-from training.flags.model_sizes import checked, consumed_by, resumed
+from training.flags.model_sizes import checked
 from training.stages import LENGTH, ROPE, plan, stage_at
 from training.untrusted import read_json
 
@@ -132,11 +133,9 @@ def _tokens(path: str, where: str, value: Any) -> int:
 
 def position(given: Mapping[str, Any]) -> int:
     """Return the samples that the run has consumed where it starts, by the newest checkpoint."""
-    found = resumed(
-        given.get("--load"), given.get("--branch-from"), given.get("--ckpt-step"),
-        given.get("--finetune", False),
-    )  # fmt: skip
-    return consumed_by(found)
+    names = ("--load", "--branch-from", "--ckpt-step", "--finetune")
+    found = resumed(*map(given.get, names))
+    return found.state["consumed_samples"] if found else 0
 
 
 def choose(stages: Sequence[Stage], samples: int, which: int | None, longest: bool) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from training.config import UsageError
 from training.flags import flag_table
 from training.flags.trees import SYNONYMS, TREES, VALUES
+from training.untrusted import first_of
 
 FLAG = "--ignore-flags"
 ELSEWHERE = {  # flags of other programs, and what Megatron-LM and this program call them
@@ -176,9 +177,7 @@ def refuse_unavailable(argv: Sequence[str], own_names: Collection[str]) -> None:
     refused = [flag for flag in found if flag is not None and not flag.usable]
     if refused:
         first, *others = refused
-        listed = ", ".join(flag.name for flag in others[:3])
-        listed += f" and {len(others) - 3} more" * (len(others) > 3)
-        more = f" (refused too: {listed})" * bool(others)
+        more = f" (refused too: {first_of([flag.name for flag in others])})" * bool(others)
         was = "was removed" if first.kind == flag_table.REMOVED_KIND else "is refused"
         raise UsageError(f"{first.name} {was}: {first.text}{more}")
 

@@ -3,15 +3,13 @@
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from mpu.layers.rope import Yarn
 from training.arguments import EXPERT_SIZES, ModelConfig
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.find import candidates, open_checkpoint
+from training.checkpoint.find import newest, places
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint, same_value
 from training.config import UsageError
@@ -75,11 +73,11 @@ def from_checkpoint(
     checkpoint, or where there is no checkpoint; a dry run then takes the sizes that are given, and
     adds a line to `notes`.
     """
-    names = ("--load", "--branch-from", "--pretrained-checkpoint")
-    where = [(f, given[f]) for f in names if f in given]
-    chosen = "--branch-from" if "--branch-from" in given else "--load"
-    for flag, root in where:
-        found = newest(flag, Path(root), given.get("--ckpt-step") if flag == chosen else None)
+    names = ("--load", "--branch-from", "--ckpt-step", "--pretrained-checkpoint")
+    where = places(*map(given.get, names))
+    refused: list[CheckpointError] = []
+    for flag, root, step in where:
+        found = newest(flag, root, step, refused)
         if found is None:
             continue
         directory = found.directory
@@ -106,14 +104,16 @@ def from_checkpoint(
                     f"{value}; leave {name} out"
                 )
         return {**taken, **given}, {**own, **there}
-    looked_in = " nor ".join(f"{flag} {root}" for flag, root in where) or "neither is given"
+    looked_in = " nor ".join(f"{flag} {root}" for flag, root, _ in where) or "neither is given"
     if "--dry-run" in given and where and given.keys() >= SIZES:
         notes.append(
             f"--use-checkpoint-args: no checkpoint is on this machine ({looked_in}); a dry run "
             "takes the sizes from the flags"
         )
         return dict(given), dict(own)
-    if where and not Path(where[-1][1]).exists():
+    if refused:
+        looked_in += f": {refused[0]}"
+    elif where and not where[-1][1].exists():
         looked_in += f": {nothing_downloaded(where[-1][1])}"
     raise UsageError(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
@@ -141,35 +141,6 @@ def checked(name: str, value: Any) -> Any:
     if value is True:
         return value
     return known_flags()[name].read(repr(value) if type(value) in (int, float) else str(value))
-
-
-def newest(flag: str, root: Path, step: int | None) -> Checkpoint | None:
-    """Return the newest checkpoint that opens; find_latest later reports those passed over."""
-    for name in candidates(root, step, flag)[0]:
-        with suppress(CheckpointError):
-            return open_checkpoint(Path(name))
-    return None
-
-
-def resumed(
-    load: str | None, branch_from: str | None, step: int | None, finetune: bool
-) -> Checkpoint | None:
-    """Return the checkpoint in whose order of samples a run goes on, by its flags; None: it begins.
-
-    step: --ckpt-step.
-    """
-    if finetune:
-        return None
-    found = newest("--load", Path(load), None if branch_from else step) if load else None
-    if found is None and branch_from:
-        found = newest("--branch-from", Path(branch_from), step)
-    return found
-
-
-def consumed_by(found: Checkpoint | None) -> int:
-    """Return the samples that a checkpoint's run has consumed, 0 where it does not say."""
-    consumed = found.state.get("consumed_samples", 0) if found else 0
-    return consumed if type(consumed) is int and consumed >= 0 else 0
 
 
 def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from training.checkpoint.find import newest
 from training.config import UsageError
 from training.flags import model_sizes
 
@@ -25,7 +26,7 @@ def from_checkpoint(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "--load" not in given or "--finetune" in given or "--no-load-optim" in given:
         return dict(given)
-    found = model_sizes.newest("--load", Path(given["--load"]), given.get("--ckpt-step"))
+    found = newest("--load", Path(given["--load"]), given.get("--ckpt-step"))
     if found is None or "config" not in found.state:  # nothing, or Hugging Face's
         return dict(given)
     try:

@@ -15,14 +15,13 @@ from mpu.accelerators import missing
 from mpu.grid import Grid
 from mpu.layers.attention.backends import FLAG
 from training.activity import Activity
-from training.checkpoint.find import candidates
+from training.checkpoint.find import candidates, places, resumed
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.dataset import Dataset
 from training.data.stage_datasets import Staged
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
-from training.flags.model_sizes import consumed_by, resumed
 from training.float8_layers import check_device
 from training.layer_options import accumulate_dtype
 from training.run import same_run
@@ -109,10 +108,9 @@ def begun(config: Config, split: str, train: Dataset) -> bool:
     """
     c = config.checkpoint
     found = resumed(c.load, c.branch_from, c.ckpt_step, c.finetune)
-    if not consumed_by(found):
+    if found is None:
         return False
-    assert found is not None
-    return same_run.same_data(found, config, corpus_digests(train), held_out=split != "train")
+    return same_run.same_order(found, config, corpus_digests(train), held_out=split != "train")
 
 
 def check_early(config: Config) -> None:
@@ -122,13 +120,8 @@ def check_early(config: Config) -> None:
     """
     c, log = config.checkpoint, config.log
     found: list[str] = []
-    for flag, root, step in (
-        ("--load", c.load, None if c.branch_from else c.ckpt_step),
-        ("--branch-from", c.branch_from, c.ckpt_step),
-        ("--pretrained-checkpoint", c.pretrained_checkpoint, None),
-    ):
-        if root is not None:
-            found += candidates(Path(root), step, flag)[0]
+    for flag, root, step in places(c.load, c.branch_from, c.ckpt_step, c.pretrained_checkpoint):
+        found += candidates(root, step, flag)[0]
     if c.branch_from is not None and not found:
         raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there")
     if c.pretrained_checkpoint is not None and not (found or config.fault.peer_checkpoint):

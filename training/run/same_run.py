@@ -185,7 +185,7 @@ def edited(found: Checkpoint, config: Config, digests: Mapping[str, str]) -> Ite
         ).format(config.data.data_stages, *names)
 
 
-def same_data(
+def same_order(
     found: Checkpoint, config: Config, digests: Mapping[str, str], held_out: bool
 ) -> bool:
     """Return whether a checkpoint's run trains on the same data in the same order, in the stages to

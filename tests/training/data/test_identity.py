@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from training import untrusted
-from training.data import identity
+from training.data import cache, identity
 from training.data.cache import IndexCache
 from training.data.indexed import IndexedTokens, IndexedWriter
 
@@ -104,14 +104,15 @@ def test_a_file_with_another_time_is_hashed_again(prefix, cached, monkeypatch):
 
 def test_an_entry_of_somebody_else_is_not_believed(prefix, cached, monkeypatch):
     cached(prefix).digest  # noqa: B018
-    data = cached(prefix)
-    data._cache._trusted = {os.geteuid() + 12345}
-    monkeypatch.setattr(untrusted, "_trusted", {os.geteuid()})  # --trust-owner
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    trusting = cached(prefix)
+    data, trusting, owner = cached(prefix), cached(prefix), os.geteuid()
+    data._cache._owner = trusting._cache._owner = owner + 12345
     forbid_reading(monkeypatch)
+    monkeypatch.setattr(cache, "trusted", lambda user: user != owner)
     with pytest.raises(AssertionError, match="hashed again"):
         data.digest  # noqa: B018
+    monkeypatch.setattr(cache, "trusted", untrusted.trusted)
+    monkeypatch.setattr(untrusted, "_trusted", {owner})  # --trust-owner
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 12345)
     assert trusting.digest
 
 

@@ -56,9 +56,9 @@ def test_a_copy_of_a_trusted_user_is_read_and_not_made_again(prefix, tmp_path, m
     monkeypatch.setattr(module, "_copy", lambda *given: pytest.fail("copied again"))
     monkeypatch.setattr(os, "geteuid", lambda: owner + 12345)
     with pytest.raises(ValueError, match=f"--data-local-copy .* number {owner}: --trust-owner"):
-        monkeypatch.setattr(module, "trusted_owners", lambda: {owner + 12345})
+        monkeypatch.setattr(module, "trusted", lambda user: user != owner)
         local_copy(prefix, near)
-    monkeypatch.setattr(module, "trusted_owners", untrusted.trusted_owners)
+    monkeypatch.setattr(module, "trusted", untrusted.trusted)
     monkeypatch.setattr(untrusted, "_trusted", {owner})
     os.remove(os.path.join(os.path.dirname(copy), "lock"))  # which the other user alone may open
     assert local_copy(prefix, near) == copy and not os.path.exists(os.path.dirname(copy) + "/lock")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from training.config import UsageError
-from training.flags import model_sizes
+from training.flags import saved_schedule
 from training.flags.parse import parse
 from training.learning_rate import learning_rate
 
@@ -31,7 +31,7 @@ def saved(monkeypatch, tmp_path):
     def hold(flags):
         state = {"config": read(flags).flat()} if flags else {}
         found = SimpleNamespace(directory=tmp_path, state=state) if flags is not None else None
-        monkeypatch.setattr(model_sizes, "newest", lambda flag, root, step: found)
+        monkeypatch.setattr(saved_schedule, "newest", lambda flag, root, step: found)
         return f"--load {tmp_path}"
 
     return hold
