@@ -128,7 +128,7 @@ def find_latest(
         report(f"checkpoint {name} is skipped: rank {failed.rank}: {failed.error}")
     if names:
         raise CheckpointError(
-            f"{flag} {root}: none of its {len(names)} checkpoints is complete (the last, "
+            f"{flag} {root}: none of its {len(names)} checkpoints can be loaded (the last, "
             f"{Path(names[-1]).name}: {failed.error if failed else ''}); move them away to start "
             "afresh"
         )

@@ -42,12 +42,7 @@ def instead(prefix: str, kind: str | None, model: str | None, merges: str | None
 def _pairs(names: Iterable[str]) -> list[str]:
     """Return the prefixes of those .bin files that have an .idx."""
     stems = sorted(name.removesuffix(".bin") for name in names)
-    return list(filter(is_pair, stems))
-
-
-def is_pair(prefix: str) -> bool:
-    """Return whether a prefix has both files."""
-    return all(os.path.isfile(prefix + ending) for ending in (".bin", ".idx"))
+    return [each for each in stems if os.path.exists(f"{each}.idx")]
 
 
 def _text(prefix: str) -> str:

@@ -82,7 +82,11 @@ def _compare(one: Part, other: Part, cut: bool) -> Twice | None:
             "train" if cut else one.split,
             f"{flag}: {again}, so each of its samples is read twice",
             "name it once"
-            + (", with the sum of its weights" if one.weighted else "; weights say how often"),
+            + (
+                ", with the sum of its weights"
+                if one.weighted
+                else "; give weights to read it more often"
+            ),
         )
     if cut:
         return None

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,10 @@ def from_checkpoint(
     names = ("--load", "--branch-from", "--pretrained-checkpoint")
     where = [(f, given[f]) for f in names if f in given]
     chosen = "--branch-from" if "--branch-from" in given else "--load"
+    refused: list[CheckpointError] = []
     for flag, root in where:
-        found = newest(flag, Path(root), given.get("--ckpt-step") if flag == chosen else None)
+        step = given.get("--ckpt-step") if flag == chosen else None
+        found = newest(flag, Path(root), step, refused)
         if found is None:
             continue
         directory = found.directory
@@ -113,7 +114,9 @@ def from_checkpoint(
             "takes the sizes from the flags"
         )
         return dict(given), dict(own)
-    if where and not Path(where[-1][1]).exists():
+    if refused:
+        looked_in += f": {refused[0]}"
+    elif where and not Path(where[-1][1]).exists():
         looked_in += f": {nothing_downloaded(where[-1][1])}"
     raise UsageError(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
@@ -143,11 +146,19 @@ def checked(name: str, value: Any) -> Any:
     return known_flags()[name].read(repr(value) if type(value) in (int, float) else str(value))
 
 
-def newest(flag: str, root: Path, step: int | None) -> Checkpoint | None:
-    """Return the newest checkpoint that opens; find_latest later reports those passed over."""
+def newest(
+    flag: str, root: Path, step: int | None, refused: list[CheckpointError] | None = None
+) -> Checkpoint | None:
+    """Return the newest checkpoint that opens; find_latest later reports those passed over.
+
+    refused: takes why each of the others does not.
+    """
     for name in candidates(root, step, flag)[0]:
-        with suppress(CheckpointError):
+        try:
             return open_checkpoint(Path(name))
+        except CheckpointError as error:
+            if refused is not None:
+                refused.append(error)
     return None
 
 

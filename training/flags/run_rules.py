@@ -18,7 +18,7 @@ from training.checkpoint import refuse_to_save
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
-from training.data.not_tokens import instead, is_pair
+from training.data.not_tokens import instead
 from training.data.split import parse_split
 from training.owned import json_lines, refuse
 from training.untrusted import SETTINGS, nothing_downloaded, read_plain
@@ -294,13 +294,13 @@ def _blend(flag: str, paths: tuple[str, ...], d: DataConfig, dry: bool) -> None:
         raise UsageError(str(error)) from None
     for prefix in prefixes:
         stem = prefix.removesuffix(".bin").removesuffix(".idx")
-        if stem != prefix and (dry or is_pair(stem)):
+        missing = [stem + e for e in (".bin", ".idx") if not (dry or os.path.isfile(stem + e))]
+        if missing:
+            there = instead(stem, d.tokenizer_type, d.tokenizer_model, d.merge_file)
+            raise UsageError(f"{flag} {prefix}: there is no file {missing[0]} ({there})")
+        if stem != prefix:
             ending = prefix.removeprefix(stem)
             raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
-        if not (dry or is_pair(stem)):
-            there = instead(stem, d.tokenizer_type, d.tokenizer_model, d.merge_file)
-            missing = stem + (".idx" if os.path.isfile(f"{stem}.bin") else ".bin")
-            raise UsageError(f"{flag} {prefix}: there is no file {missing} ({there})")
 
 
 def _directories(config: Config) -> None:

@@ -286,6 +286,21 @@ def test_no_file_of_text_says_what_there_is(tmp_path):
         find_files([str(tmp_path / "F/*.md")])
 
 
+def test_a_pair_beside_its_text(tmp_path):
+    """A second run with the same *.json, which matches the records of the first by now."""
+    (tmp_path / "a.json").write_text('{"text": "1"}\n')
+    for texts in ([str(tmp_path / "*.json")], [str(tmp_path / "*.json")], None):
+        texts = texts or sorted(map(str, tmp_path.glob("*.json")))  # as a shell gives them
+        said: list[str] = []
+        prefix = str(tmp_path / "out")
+        (made,) = preprocess(texts, prefix, "NullTokenizer", vocab_size=9, report=said.append)
+        assert made.documents == 1
+    record = tmp_path / "out.written.json"
+    assert f"1 file(s) read, 2 left out: 2 describing a pair (first: {record})" in said[0]
+    with pytest.raises(ValueError, match="out.written.json: no document with text in 1 file"):
+        find_files([str(record)])
+
+
 def test_preprocess_says_what_it_reads(tmp_path):
     """Each document is a token: their number is the number of files that are read."""
     make(tmp_path, "F/a.jsonl", "F/b/C.JSONL", "F/.git/a.jsonl", "F/a.jsonl.gz", "F/notes.md")

@@ -65,17 +65,17 @@ NAMES = ("a", "./a", "other/../a", "link", "hard", "other/copy", "wide", "cut")
         ),
         (
             "--data-path b {} a --split 1",
-            f"--data-path: .* {AGAIN}; weights say how often$",
+            f"--data-path: .* {AGAIN}; give weights to read it more often$",
             NAMES[4:],
         ),
         (
             "--data-path a {} --split 1 --data-order megatron",
-            f"--data-path: .* {AGAIN}; weights say how often$",
+            f"--data-path: .* {AGAIN}; give weights to read it more often$",
             NAMES[4:],
         ),
         (
             "--data-path a {} --split 1 --data-local-copy near",
-            f"--data-path: .* {AGAIN}; weights say how often$",
+            f"--data-path: .* {AGAIN}; give weights to read it more often$",
             NAMES[4:],
         ),
         ("--train-data-path a b --valid-data-path {}", f"--valid-data-path: .* {TRAINED}", NAMES),
@@ -91,7 +91,7 @@ NAMES = ("a", "./a", "other/../a", "link", "hard", "other/copy", "wide", "cut")
         ),
         (
             "--train-data-path b --valid-data-path a {} --full-validation",
-            f"--valid-data-path: .* {AGAIN}; weights say how often$",
+            f"--valid-data-path: .* {AGAIN}; give weights to read it more often$",
             NAMES[:1],
         ),
     ],
