@@ -273,7 +273,13 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
     """
     files = []
     for path in paths:
-        kind_of(path)
+        try:
+            kind_of(path)
+        except ValueError as error:
+            raise ValueError(
+                f"{flag} {error}: rename it if it is text; where its folder is named, files of "
+                "other kinds are left out"
+            ) from None
         try:
             with open_plain(path) as file:
                 status, begin = os.fstat(file.fileno()), file.read(64)
