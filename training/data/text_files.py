@@ -284,7 +284,9 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
             with open_plain(path) as file:
                 status, begin = os.fstat(file.fileno()), file.read(64)
         except OSError as error:
-            raise ValueError(f"{flag} {path}: cannot be read ({error.strerror})") from error
+            gone = os.path.islink(path) and not os.path.exists(path)
+            why = f"a link to {os.readlink(path)}, which is not there" if gone else error.strerror
+            raise ValueError(f"{flag} {path}: cannot be read ({why})") from error
         assert stat.S_ISREG(status.st_mode), path
         for pointer, remedy in POINTERS.items():
             if begin.startswith(pointer) and status.st_size < 1024:
