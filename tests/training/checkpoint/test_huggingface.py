@@ -198,6 +198,11 @@ def test_a_snapshot_in_hugging_faces_cache(tmp_path: Path, monkeypatch: pytest.M
         file.symlink_to(Path("..") / f"blob{i}")
     found = HuggingFaceDirectory(tmp_path / "link")
     assert found.index == plain
+    snapshot = tmp_path / "model/snapshots/abc"
+    for folder in (tmp_path / "model/blobs", snapshot):
+        folder.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"give one of its snapshots, such as {snapshot}"):
+        newest("--pretrained-checkpoint", tmp_path / "model", None)
     found.check_sizes()
     found.verify(found.manifest["files"])
     found.read([read := whole("a", torch.zeros(4, 3))])
