@@ -128,7 +128,7 @@ def find_latest(
         report(f"checkpoint {name} is skipped: rank {failed.rank}: {failed.error}")
     if names:
         raise CheckpointError(
-            f"{flag} {root}: none of its {len(names)} checkpoints is complete (the last, "
+            f"{flag} {root}: none of its {len(names)} checkpoints can be loaded (the last, "
             f"{Path(names[-1]).name}: {failed.error if failed else ''}); move them away to start "
             "afresh"
         )
@@ -361,7 +361,16 @@ def not_saved(root: Path, step: int) -> list[str]:
 
 
 def refuse_foreign(root: Path, entries: Sequence[str], flag: str) -> None:
-    """Raise CheckpointError for a directory that Megatron-LM wrote; it says how to convert it."""
+    """Raise CheckpointError for a directory that Megatron-LM wrote; it says how to convert it.
+
+    Also for a model's directory in Hugging Face's cache, whose snapshots are to be named.
+    """
+    if {"blobs", "snapshots"} <= set(entries):
+        made = sorted(str(path) for path in (root / "snapshots").glob("*"))
+        raise CheckpointError(
+            f"{flag} {root} is a model in Hugging Face's cache: give one of its snapshots"
+            + (f", such as {made[0]}" if made else ", of which there is none")
+        )
     megatron = [
         name
         for name in entries

@@ -64,6 +64,8 @@ class HuggingFaceDirectory(Checkpoint):
     of tied embeddings is not in the index; verify() compares it.
     """
 
+    links = True  # as in Hugging Face's cache
+
     def __init__(
         self, directory: Path, from_hf: Callable[[dict[str, Any]], dict[str, Any]] = dict
     ) -> None:
@@ -93,7 +95,7 @@ class HuggingFaceDirectory(Checkpoint):
 
     def _read_headers(self, files: Iterable[str]) -> None:
         for file in files:
-            size, header = read_header(self.directory / file, links=True)
+            size, header = read_header(self.directory / file, self.links)
             self.manifest["files"][file] = {"size": size}
             for name, (dtype, shape) in header.items():
                 if name in self.index:
@@ -182,7 +184,7 @@ class HuggingFaceDirectory(Checkpoint):
         """
         names = list(names)
         for name in names:
-            check_size(self.directory / name, self.manifest["files"][name]["size"], links=True)
+            check_size(self.directory / name, self.manifest["files"][name]["size"], self.links)
         if self._copy is not None and self.file_of(EMBEDDING) in names:
             self._compare(self.index[EMBEDDING], self._copy)
 

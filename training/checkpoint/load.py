@@ -107,10 +107,11 @@ class Checkpoint:
     """One directory, its JSON files read and checked. Raises CheckpointError if not complete.
 
     state: the contents of state.json. index: {tensor: {"dtype", "shape", "parts"}}. passed_over:
-    newer directories that were not complete.
+    newer directories that were not complete. links: whether files may be links (open_plain()).
     """
 
     passed_over: Sequence[str] = ()
+    links = False
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -128,7 +129,7 @@ class Checkpoint:
     def check_sizes(self) -> None:
         """Raise CheckpointError where a file's size is not the manifest's. One rank checks all."""
         for name, info in self.manifest["files"].items():
-            check_size(self._at / name, info["size"])
+            check_size(self._at / name, info["size"], self.links)
 
     def check_model(
         self, expect: Mapping[str, Any], respell: Callable[[dict[str, Any]], dict[str, Any]] = dict

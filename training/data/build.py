@@ -221,7 +221,7 @@ def _without_loss(
         masked = [part for part in blend if part.file.holds_only(eod, part.documents)]
         of = f"{flag}: the {split} documents of" if split in SPLITS else f"{flag}:"
         lines = [
-            f"{of} {part.prefix} hold the end-of-document token {eod} alone, which --eod-mask-loss "
+            f"{of} {part.prefix} hold only the end-of-document token {eod}, which --eod-mask-loss "
             "leaves out of the loss"
             for part in masked
         ]

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import BinaryIO, NoReturn
 
 import numpy as np
+import xxhash
 
 from training.data.cache import IndexCache
 from training.data.files import replacing, write_text
@@ -163,11 +164,30 @@ class IndexedTokens:
             facts.update(block.tobytes())
         return facts.hexdigest()
 
+    @property
+    def probe(self) -> str:
+        """Return an XXH3-128 of the number of tokens and of 64 blocks of them, of any type."""
+        return self._blocks[0]
+
+    @cached_property
+    def _blocks(self) -> tuple[str, list[int]]:
+        """Return `probe`, and the least and the greatest id of each block."""
+        found, edges = xxhash.xxh3_128(f"{self.count}".encode()), list[int]()
+        for block in self._probes():
+            found.update(block.astype("<i8").data)
+            edges += [int(block.min()), int(block.max())] if block.size else []
+        return found.hexdigest(), edges
+
+    def holds_tokens_of(self, other: "IndexedTokens") -> bool:
+        """Return whether all tokens are another file's, whatever their types and documents."""
+        parts = ((at, min(BLOCK, self.count - at)) for at in range(0, self.count, BLOCK))
+        return self.count == other.count and all(
+            np.array_equal(self._tokens(*part), other._tokens(*part)) for part in parts
+        )
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError where one of 64 blocks of the file has ids outside the vocabulary."""
-        found = [
-            edge for block in self._probes() if block.size for edge in (block.min(), block.max())
-        ]
+        _, found = self._blocks
         if found and (min(found) < 0 or max(found) >= vocab_size):
             self._refuse(
                 "tokens",

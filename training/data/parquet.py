@@ -25,7 +25,8 @@ def rows(path: str, file: BinaryIO, column: str) -> Iterator[tuple[int, bytes | 
         found = "several columns" if column in schema.names else "no column"
         raise ValueError(
             f"{path}: {found} {column!r}; it has "
-            f"{', '.join(schema.names[:20])}; --json-keys names the column"
+            f"{', '.join(schema.names[:20])}; --json-keys names the column "
+            "(of make train: JSON_KEYS)"
         )
     stored = schema.field(column).type
     text = stored.value_type if pyarrow.types.is_dictionary(stored) else stored

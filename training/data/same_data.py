@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find data that a run would read twice, or validate on although it trains on it.
 
-Pairs are compared by what they hold, not by their names: links, other spellings of a path and
-copies are the same data. Equal lengths and 64 equal blocks, which a start knows of every file, are
-followed by a comparison of the digests of all tokens.
+Pairs are compared by their tokens, not by their names: links, other spellings of a path and copies
+are the same data, also as another token type or cut into other documents. 64 equal blocks, which a
+start knows of every file, are followed by a comparison of all tokens: of their digests, or where
+types or documents differ of the tokens themselves.
 """
 
 import os
@@ -46,7 +47,7 @@ def twice(parts: Sequence[Part], cut: bool) -> Iterator[Twice]:
     """
     alike = defaultdict[str, list[Part]](list)
     for part in parts:
-        alike[part.file.sketch].append(part)
+        alike[part.file.probe].append(part)
     for group in alike.values():
         seen: list[Part] = []  # one of each blend
         for part in group:
@@ -61,8 +62,10 @@ def twice(parts: Sequence[Part], cut: bool) -> Iterator[Twice]:
 
 
 def _same(one: Part, other: Part) -> bool:
-    """Return whether two parts with the same sketch hold the same tokens."""
-    return _one_file(one, other) or one.file.digest == other.file.digest
+    """Return whether two parts with the same blocks hold the same tokens."""
+    if one.file.sketch == other.file.sketch:
+        return _one_file(one, other) or one.file.digest == other.file.digest
+    return one.file.holds_tokens_of(other.file)
 
 
 def _one_file(one: Part, other: Part) -> bool:
@@ -78,7 +81,12 @@ def _compare(one: Part, other: Part, cut: bool) -> Twice | None:
         return Twice(
             "train" if cut else one.split,
             f"{flag}: {again}, so each of its samples is read twice",
-            "name it once" + ", with the sum of its weights" * one.weighted,
+            "name it once"
+            + (
+                ", with the sum of its weights"
+                if one.weighted
+                else "; give weights to read it more often"
+            ),
         )
     if cut:
         return None

@@ -164,7 +164,7 @@ class Shard:
             why = f"{key!r} has half of a surrogate pair, {half}, after {error.start:,} characters"
         except KeyError:
             keys = ", ".join(map(repr, list(found)[:9])) or "no key"
-            why = f"it has {keys}; --json-keys names the key"
+            why = f"it has {keys}; --json-keys names the key (of make train: JSON_KEYS)"
         except TypeError:
             why = f"the line is {_json_type(found)}"
         except (ValueError, RecursionError) as error:

@@ -41,6 +41,7 @@ POINTERS = {  # the begin of a small file that stands in place of the text: what
 HIDDEN, SYSTEM, PARTIAL = "hidden", "in a system folder", "partly downloaded"
 OTHER, JSON, BROKEN = "of another kind", ".json not named itself", "behind a broken link"
 EMPTY, AGAIN, COPY = "empty", "found again", "compressed beside the plain file"
+RECORD = "describing a pair"  # of tools/preprocess_data.py, which *.json matches
 SYSTEM_FOLDERS = re.compile(  # of unpackers, trash cans, disks, snapshots and tables
     r"__macosx|@?paxheaders?(\.\d+)?|gnusparsefile\.\d+|__pycache__|"
     r"\$recycle\.bin|recycler|recycled|[#@]recycle|trash|files_trashbin|files_versions|"
@@ -106,7 +107,8 @@ def find_files(
 
     A folder stands for the pattern folder/**/*. What a pattern matches is read, or left out for one
     of the reasons above; a folder that it matches stands for all below it, and links to folders are
-    followed. A file that is named is left out only where it is empty or its text is read already.
+    followed. A file that is named is left out only where it is empty, its text is read already, or
+    it is a record of our own.
     Each name's files are in the order of their names.
 
     report: takes a line that says how many files are read and how many are left out, and why; none
@@ -128,12 +130,14 @@ def find_files(
             raise ValueError(f"{flag} {name}: {what}")
         for path, why in reached:
             key, size = (path, 0) if why else _identity(path)
+            if not why and size and key not in read and _is_record(path):
+                why = RECORD
             if why := why or (EMPTY if not size else AGAIN if key in read else ""):
                 left[why, path if why == AGAIN else os.path.realpath(path)] = path
             else:
                 read[key] = path
     if left and not read:
-        empty = [path for (why, _), path in left.items() if why == EMPTY]
+        empty = [path for (why, _), path in left.items() if why in (EMPTY, RECORD)]
         raise ValueError(f"{flag} {empty[0]}: no document with text in {len(empty):,} file(s)")
     names_read = {os.path.abspath(path) for path in read.values()}
     copies = {path: COPY for path in read.values() if not names_read.isdisjoint(_plain(path))}
@@ -157,6 +161,17 @@ def _identity(path: str) -> tuple[object, int]:
         return path, 1
     key = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
     return key, status.st_size if stat.S_ISREG(status.st_mode) else 1
+
+
+def _is_record(path: str) -> bool:
+    """Return whether a file is a record of what tools/preprocess_data.py wrote."""
+    if ending_of(path) != ".json":
+        return False
+    try:
+        with open_plain(path) as file:
+            return re.match(rb'\s*\{\s*"format": "weft-', file.read(64)) is not None
+    except OSError:  # `stat_files` says why
+        return False
 
 
 def _plain(path: str) -> list[str]:
@@ -268,12 +283,20 @@ def stat_files(paths: Sequence[str], flag: str = "--input") -> list[tuple[str, i
     """
     files = []
     for path in paths:
-        kind_of(path)
+        try:
+            kind_of(path)
+        except ValueError as error:
+            raise ValueError(
+                f"{flag} {error}: rename it if it is text; where its folder is named, files of "
+                "other kinds are left out"
+            ) from None
         try:
             with open_plain(path) as file:
                 status, begin = os.fstat(file.fileno()), file.read(64)
         except OSError as error:
-            raise ValueError(f"{flag} {path}: cannot be read ({error.strerror})") from error
+            gone = os.path.islink(path) and not os.path.exists(path)
+            why = f"a link to {os.readlink(path)}, which is not there" if gone else error.strerror
+            raise ValueError(f"{flag} {path}: cannot be read ({why})") from error
         assert stat.S_ISREG(status.st_mode), path
         for pointer, remedy in POINTERS.items():
             if begin.startswith(pointer) and status.st_size < 1024:

@@ -293,12 +293,14 @@ def _blend(flag: str, paths: tuple[str, ...], d: DataConfig, dry: bool) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from None
     for prefix in prefixes:
-        for ending in (".bin", ".idx"):
-            if prefix.endswith(ending):
-                raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
-            if not dry and not os.path.isfile(prefix + ending):
-                there = instead(prefix, d.tokenizer_type, d.tokenizer_model, d.merge_file)
-                raise UsageError(f"{flag} {prefix}: there is no file {prefix}{ending} ({there})")
+        stem = prefix.removesuffix(".bin").removesuffix(".idx")
+        missing = [stem + e for e in (".bin", ".idx") if not (dry or os.path.isfile(stem + e))]
+        if missing:
+            there = instead(stem, d.tokenizer_type, d.tokenizer_model, d.merge_file)
+            raise UsageError(f"{flag} {prefix}: there is no file {missing[0]} ({there})")
+        if stem != prefix:
+            ending = prefix.removeprefix(stem)
+            raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
 
 
 def _directories(config: Config) -> None:
@@ -309,8 +311,8 @@ def _directories(config: Config) -> None:
         "--save": config.checkpoint.save,
         "--save-hf": config.checkpoint.save_hf,
         "--tensorboard-dir": log.tensorboard_dir,
-        "--data-cache-path": config.data.data_cache_path,
-        "--data-local-copy": config.data.data_local_copy,
+        "--data-cache-path": _to_make(config.data.data_cache_path),
+        "--data-local-copy": _to_make(config.data.data_local_copy),
         "--log-json": log.log_json and os.path.dirname(os.path.abspath(log.log_json)),
         "--memory-snapshot-path": history and os.path.dirname(os.path.abspath(history)),
     }
@@ -327,6 +329,11 @@ def _directories(config: Config) -> None:
         _checkpoints(config.checkpoint)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def _to_make(path: str | None) -> str | None:
+    """Return a directory that is not there; another user may have filled one that is."""
+    return None if path and os.path.isdir(path) else path
 
 
 def _checkpoints(c: CheckpointConfig) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from model.llama import LlamaConfig, from_hf_config, hf_config
 from mpu.grid import Grid
 from training.checkpoint import CheckpointError, MismatchError, NamedPiece, header, huggingface
-from training.checkpoint.find import find_latest
+from training.checkpoint.find import find_latest, newest
 from training.checkpoint.header import read_header
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
@@ -197,6 +197,12 @@ def test_a_snapshot_in_hugging_faces_cache(tmp_path: Path, monkeypatch: pytest.M
         file.symlink_to(Path("..") / f"blob{i}")
     found = HuggingFaceDirectory(tmp_path / "link")
     assert found.index == plain
+    snapshot = tmp_path / "model/snapshots/abc"
+    for folder in (tmp_path / "model/blobs", snapshot):
+        folder.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=f"give one of its snapshots, such as {snapshot}"):
+        newest("--pretrained-checkpoint", tmp_path / "model", None)
+    found.check_sizes()
     found.verify(found.manifest["files"])
     found.read([read := whole("a", torch.zeros(4, 3))])
     assert torch.equal(read.tensor, torch.arange(12.0).view(4, 3))
@@ -223,6 +229,8 @@ def test_somebody_elses_files(tmp_path: Path, name: str, monkeypatch: pytest.Mon
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(CheckpointError, match="belongs to the user with number") as error:
         HuggingFaceDirectory(tmp_path)
+    assert newest("--load", tmp_path, None, refused := []) is None
+    assert "--trust-owner" in str(refused[0])  # as --use-checkpoint-args tells it
     owner = str(os.stat(tmp_path / name).st_uid)
     assert f"if you trust that user, --trust-owner {owner} reads it where it is" in str(error.value)
     try:

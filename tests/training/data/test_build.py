@@ -208,7 +208,7 @@ def test_data_in_which_no_token_counts(prefixes, ends):
         if "which tokenizer made the pair" not in line:  # these have no record
             said.append(line)
 
-    nothing = "ends hold the end-of-document token 999 alone, which --eod-mask-loss leaves out of"
+    nothing = "ends hold only the end-of-document token 999, which --eod-mask-loss leaves out of"
     with pytest.raises(ValueError, match=f"--data-path: the train documents of .*{nothing}"):
         built(data_path=(ends,), split="8,1,1")
     assert built(data_path=(ends,), split="1").test is None and not said  # the token 7 counts

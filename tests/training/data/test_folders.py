@@ -150,7 +150,9 @@ def test_links(tmp_path, monkeypatch):
     assert len(files) == 4 and kinds["behind a broken link"] == (2, "F/gone")
     os.makedirs("D")
     os.symlink("nowhere.jsonl", "D/d.jsonl")
-    with pytest.raises(ValueError, match="--input D/d.jsonl: cannot be read .No such file"):
+    with pytest.raises(
+        ValueError, match="D/d.jsonl: cannot be read .a link to nowhere.jsonl, which"
+    ):
         stat_files(find_files(["D"]))
 
 
@@ -284,6 +286,21 @@ def test_no_file_of_text_says_what_there_is(tmp_path):
         find_files([str(tmp_path / "F")])
     with pytest.raises(ValueError, match="no file of text matches, .*left out: 1 .md"):
         find_files([str(tmp_path / "F/*.md")])
+
+
+def test_a_pair_beside_its_text(tmp_path):
+    """A second run with the same *.json, which matches the records of the first by now."""
+    (tmp_path / "a.json").write_text('{"text": "1"}\n')
+    for texts in ([str(tmp_path / "*.json")], [str(tmp_path / "*.json")], None):
+        texts = texts or sorted(map(str, tmp_path.glob("*.json")))  # as a shell gives them
+        said: list[str] = []
+        prefix = str(tmp_path / "out")
+        (made,) = preprocess(texts, prefix, "NullTokenizer", vocab_size=9, report=said.append)
+        assert made.documents == 1
+    record = tmp_path / "out.written.json"
+    assert f"1 file(s) read, 2 left out: 2 describing a pair (first: {record})" in said[0]
+    with pytest.raises(ValueError, match="out.written.json: no document with text in 1 file"):
+        find_files([str(record)])
 
 
 def test_preprocess_says_what_it_reads(tmp_path):

@@ -82,6 +82,7 @@ def test_the_command_makes_what_is_to_be_named(path, what):
         ("tokens.npy", "its format is not read; of text `python tools/preprocess_data.py --input"),
         ("f.md", "its format is not read; of text `python tools/preprocess_data.py"),
         ("raw", "raw.bin alone does not say where a document begins; of text `python tools/prep"),
+        ("raw.bin", "raw.bin alone does not say where a document begins; of text `python tools/"),
         ("empty", "it is a folder without pairs and text; of text `python tools/preprocess_data"),
         ("pairs", "it is a folder; the pairs in it are pairs/four, pairs/one, pairs/three_text"),
         ("pairs/three", "did you mean pairs/three_text_document?"),

@@ -39,6 +39,11 @@ def folder(tmp_path, monkeypatch):
         os.symlink(f"a{end}", f"link{end}")
         os.link(f"a{end}", f"hard{end}")
         shutil.copyfile(f"a{end}", f"other/copy{end}")
+    tokens = build.IndexedTokens("a").tokens
+    for name, cuts in (("wide", build.IndexedTokens("a").lengths.cumsum()[:-1]), ("cut", [0, 9])):
+        with IndexedWriter(name, np.dtype(np.int32 if name == "wide" else np.uint16)) as out:
+            for document in np.split(tokens, cuts):
+                out.add(document)
 
 
 def datasets(words, said=lambda line: None, **more):
@@ -47,7 +52,7 @@ def datasets(words, said=lambda line: None, **more):
     return build.build_datasets(config, tokenizer, said, **more)
 
 
-NAMES = ("a", "./a", "other/../a", "link", "hard", "other/copy")
+NAMES = ("a", "./a", "other/../a", "link", "hard", "other/copy", "wide", "cut")
 
 
 @pytest.mark.parametrize(
@@ -58,15 +63,19 @@ NAMES = ("a", "./a", "other/../a", "link", "hard", "other/copy")
             f"--data-path: .* {AGAIN}, with the sum of its weights$",
             NAMES,
         ),
-        ("--data-path b {} a --split 1", f"--data-path: .* {AGAIN}$", NAMES[4:]),
+        (
+            "--data-path b {} a --split 1",
+            f"--data-path: .* {AGAIN}; give weights to read it more often$",
+            NAMES[4:],
+        ),
         (
             "--data-path a {} --split 1 --data-order megatron",
-            f"--data-path: .* {AGAIN}$",
+            f"--data-path: .* {AGAIN}; give weights to read it more often$",
             NAMES[4:],
         ),
         (
             "--data-path a {} --split 1 --data-local-copy near",
-            f"--data-path: .* {AGAIN}$",
+            f"--data-path: .* {AGAIN}; give weights to read it more often$",
             NAMES[4:],
         ),
         ("--train-data-path a b --valid-data-path {}", f"--valid-data-path: .* {TRAINED}", NAMES),
@@ -82,7 +91,7 @@ NAMES = ("a", "./a", "other/../a", "link", "hard", "other/copy")
         ),
         (
             "--train-data-path b --valid-data-path a {} --full-validation",
-            f"--valid-data-path: .* {AGAIN}$",
+            f"--valid-data-path: .* {AGAIN}; give weights to read it more often$",
             NAMES[:1],
         ),
     ],
