@@ -14,6 +14,7 @@ from model.llama import (
     no_windows,
     parameter_group,
     read_hf_config,
+    unread,
     with_mup,
 )
 
@@ -54,8 +55,10 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    rules = {"use_sliding_window": lambda v: not v or no_windows(hf)}
-    config: LlamaConfig = read_hf_config(filled(hf, DEFAULTS), "qwen2", rules=rules)
+    hf = filled(hf, DEFAULTS)
+    rules = unread("attention_bias", "mlp_bias")
+    rules["use_sliding_window"] = lambda v: not v or no_windows(hf)
+    config: LlamaConfig = read_hf_config(hf, "qwen2", rules=rules)
     return config
 
 

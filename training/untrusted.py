@@ -8,6 +8,7 @@ Checkpoints, caches and copies count only if they belong to this user, to root, 
 """
 
 import errno
+import glob
 import json
 import math
 import os
@@ -31,9 +32,13 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def nothing_downloaded(path: str | os.PathLike[str]) -> str:
-    """Return "nothing is downloaded", with the command that downloads a model where a path that is
-    not there looks like a name on Hugging Face, owner/model.
+    """Return why there is no model at a path: "nothing is downloaded", with the command that does
+    it where the path is not there and looks like a name on Hugging Face, owner/model. Of a folder,
+    which folders in it are models: a trainer's checkpoints, a snapshot in Hugging Face's cache.
     """
+    inside = [glob.iglob(f"{at}/config.json", root_dir=path) for at in ("*", "snapshots/*")]
+    if models := sorted(os.path.dirname(name) for names in inside for name in names):
+        return f"it is a folder of models: give one, such as {printable(models[-1])}"
     owner, _, folder = str(path).partition("/")
     parts = (owner, folder)
     named = all(re.fullmatch(r"[\w-][\w.-]*", part) for part in parts)

@@ -48,7 +48,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "files": ("single", "shards", "single over older shards", "shards over older single", "named",
               "named index",
               "older .bin next to it", "variant next to it", "only a variant", "only .bin",
-              "only shards, no index", "only consolidated", "only an adapter"),
+              "only shards, no index", "only consolidated", "only an adapter",
+              "a snapshot in the cache", "only DeepSpeed's", "only FSDP's", "only TensorFlow's"),
     "names": ("plain", "base", "twice", "mixed", "_orig_mod.", "module.", "inner _orig_mod"),
     "ends": ("as saved", "head alone", "both", "both, another dtype", "both, different", "neither"),
     "extra": ("none", "inv_freq of layers", "inv_freq", "cos_cached", "a value head",
@@ -69,6 +70,8 @@ MAY_REFUSE = {  # what transformers loads and we do not
     ("files", "only .bin"): "pickles",
     ("index", "of a subfolder"): "not the plain name",
 }
+SAVES = {"only DeepSpeed's": "global_step10", "only FSDP's": "pytorch_model_fsdp_0",
+         "only TensorFlow's": "tf_model.h5"}  # fmt: skip
 Form = dict[str, str]
 
 
@@ -201,6 +204,15 @@ def write(form: Form, at: Path) -> None:
         shards(at, older, form)
     elif files == "only .bin":
         torch.save(tensors, at / "pytorch_model.bin")
+    elif files in SAVES:
+        (at / SAVES[files]).mkdir()
+    elif files == "a snapshot in the cache":
+        shards(at, tensors, form)
+        blobs = at.with_name(f"{at.name}-blobs")
+        blobs.mkdir()
+        for i, file in enumerate(list(at.iterdir())):
+            file.rename(blobs / str(i))
+            file.symlink_to(Path("..") / blobs.name / str(i))
     elif files == "only shards, no index":
         shards(at, tensors, form)
         (at / INDEX).unlink()

@@ -19,13 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.files import check_size, open_directory, open_plain
+from training.checkpoint.files import open_directory, open_plain
 from training.checkpoint.header import BY_NAME, HEADER_LIMIT, NAMES, read_header
 from training.checkpoint.load import Checkpoint, OneOfFused, first_of
 from training.checkpoint.manifest import parse
 
 CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
-PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+PLAIN = re.compile(r"\w[\w .()+,@=-]*\.safetensors")
 LIMITS = {CONFIG: 1 << 20, SHARDS: HEADER_LIMIT}  # most bytes of a JSON file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 BASE = "model."  # before the names of transformers' base model in those of its CausalLM
@@ -35,7 +35,8 @@ BESIDE = r"adapter_config\.json|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 KINDS = {  # of files that are no model's weights here, by name: what they are, and what to do
     r"adapter_(config\.json|model\..*)": "an adapter, which transformers adds to its base model "
     "where peft is installed: merge it (merge_and_unload) and save that model",
-    r"shard-\d{5}-model-.*": "a distributed save, which is not read: save the model in one file",
+    r"shard-\d{5}-model-.*|pytorch_model_fsdp_\d+|.*\.distcp": "a distributed save, which is not "
+    "read: save the model in one file",
     r"model-\d+-of-\d+\.safetensors": f"shards without {SHARDS}, which names them",
     r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]+\.json": "a variant, which "
     f"transformers reads only where it is asked for: give it the plain names, such as {SINGLE}",
@@ -44,6 +45,10 @@ KINDS = {  # of files that are no model's weights here, by name: what they are, 
     r"consolidated\..*": "weights under Meta's or Mistral's names: take those in Hugging Face's "
     "format",
     r".*\.gguf": "GGUF, which is not read: take the model's safetensors",
+    r"global_step\d+|zero_to_fp32\.py": "DeepSpeed's save, of pickles, which are not read: `python "
+    "zero_to_fp32.py . OUT --safe_serialization` there writes safetensors",
+    r"(flax|tf)_model\..*|(lit|rust)_model\..*": "another program's weights, which are not read: "
+    "save the model with transformers' save_pretrained",
 }
 OF_FUSED = {  # (fused tensor, whether in a Mixtral): the modules of an expert that it holds
     ("gate_up_proj", False): ("gate_proj", "up_proj"),
@@ -62,6 +67,8 @@ class HuggingFaceDirectory(Checkpoint):
     the result, "iteration": 0, "consumed_samples": 0}. config: config.json as it is. A second copy
     of tied embeddings is not in the index; verify() compares it.
     """
+
+    links = True
 
     def __init__(
         self, directory: Path, from_hf: Callable[[dict[str, Any]], dict[str, Any]] = dict
@@ -92,7 +99,7 @@ class HuggingFaceDirectory(Checkpoint):
 
     def _read_headers(self, files: Iterable[str]) -> None:
         for file in files:
-            size, header = read_header(self.directory / file, links=True)
+            size, header = read_header(self.directory / file, self.links)
             self.manifest["files"][file] = {"size": size}
             for name, (dtype, shape) in header.items():
                 if name in self.index:
@@ -157,7 +164,8 @@ class HuggingFaceDirectory(Checkpoint):
     def instead_of(self, name: str) -> str:
         """Do what Checkpoint's does; of either end of the model, name the other one."""
         other, module = {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name), name.split(".")[-2:][0]
-        if other in self.index and not any(module in there for there in self.index):
+        known = any(there.startswith(BASE) for there in self.index)  # else they are named otherwise
+        if other in self.index and known and not any(module in there for there in self.index):
             return f"; there is {other}, which {CONFIG} does not tie to it (tie_word_embeddings)"
         return super().instead_of(name)
 
@@ -180,8 +188,7 @@ class HuggingFaceDirectory(Checkpoint):
         the second copy of tied embeddings.
         """
         names = list(names)
-        for name in names:
-            check_size(self.directory / name, self.manifest["files"][name]["size"], links=True)
+        self.check_sizes(names)
         if self._copy is not None and self.file_of(EMBEDDING) in names:
             self._compare(self.index[EMBEDDING], self._copy)
 
