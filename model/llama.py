@@ -15,7 +15,7 @@ hidden states between them.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -444,7 +444,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         return read_hf_config(hf, "granite", rules={"residual_multiplier": lambda v: v == 1.0})
     if kind == "mistral":
         hf = filled(hf, MISTRAL)
-        return read_hf_config(hf, kind, rules=no_window(hf) | unread("attention_bias", "mlp_bias"))
+        return read_hf_config(hf, kind, rules=no_window(hf) | unread(BIASES))
     return read_hf_config(hf, MODEL_TYPE)
 
 
@@ -452,6 +452,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
 Rules = dict[str, Callable[[Any], bool]]
 ORIGINAL = "original_max_position_embeddings"
+BIASES = ("attention_bias", "mlp_bias")
 LONGEST = 200  # characters of a value in a message; a quantization_config may list every layer
 OFF = ("attention_bias", "attention_dropout", "mlp_bias", "per_layer_config",
        "quantization_config")  # fmt: skip
@@ -511,9 +512,14 @@ def filled(hf: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     return type(hf)({**defaults, **hf})
 
 
-def unread(*fields: str) -> Rules:
+def unread(fields: Iterable[str]) -> Rules:
     """Return the rules of fields that transformers' model of this type does not read."""
     return dict.fromkeys(fields, lambda v: True)
+
+
+def without(fields: Container[str], hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json without fields that transformers' model of this type does not read."""
+    return {field: value for field, value in hf.items() if field not in fields}
 
 
 def no_window(hf: Mapping[str, Any]) -> Rules:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from model import llama, qwen3
 from model.llama import (
+    BIASES,
     LlamaConfig,
     filled,
     hf_names,
@@ -31,6 +32,7 @@ from model.llama import (
     read_hf_config,
     unread,
     with_mup,
+    without,
 )
 from model.load import MISSING, missing_in
 from model.sizes import IN_JSON
@@ -431,7 +433,9 @@ def hf_config(config: MoEConfig, dtype: str = "float32") -> dict[str, Any]:
     made = {**llama.hf_config(config, dtype), "model_type": kind, "num_experts_per_tok": k}
     if kind == "mixtral":
         own: dict[str, Any] = {"num_local_experts": e, "architectures": ["MixtralForCausalLM"]}
-        return {**made, **own, "sliding_window": None}
+        return without(BIASES, {**made, **own, "sliding_window": None})
+    if kind != "moe":
+        made = without(qwen3.UNREAD, made)
     if kind == "dots1":
         return made | {
             "architectures": ["Dots1ForCausalLM"],
@@ -479,8 +483,7 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
     if kind == "mixtral":
         hf = filled(hf, MIXTRAL)
         own = {"num_experts": hf["num_local_experts"], "moe_router_topk": hf["num_experts_per_tok"]}
-        rules = no_window(hf) | unread("attention_bias", "mlp_bias")
-        rules["router_jitter_noise"] = lambda v: not v
+        rules = no_window(hf) | unread(BIASES) | {"router_jitter_noise": lambda v: not v}
         return _read(hf, kind, rules, own, normalised=True)
     if kind == "qwen3_moe":
         hf = filled(hf, QWEN3)
@@ -495,7 +498,7 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
             "moe_layer_freq": freq,
         }  # fmt: skip
         far = no_window(hf)["sliding_window"](hf.get("sliding_window", 4096))
-        rules = {"use_sliding_window": lambda v: far or not v} | unread("mlp_bias")
+        rules = {"use_sliding_window": lambda v: far or not v} | unread(qwen3.UNREAD)
         return _read(hf, kind, rules, own, normalised=bool(hf["norm_topk_prob"]))
     if kind == "dots1":
         return _read_dots1(hf)
@@ -521,7 +524,7 @@ def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
     layers, first = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
     hf = filled(hf, DOTS1)
     far, k = no_windows(hf, 62), hf["num_experts_per_tok"]
-    rules = unread("mlp_bias") | {
+    rules = unread(qwen3.UNREAD) | {
         "sliding_window": lambda v: far,
         "norm_topk_prob": lambda v: v is True or k == 1,  # one score is not divided by itself
         "n_shared_experts": lambda v: type(v) is int and v > 0,
