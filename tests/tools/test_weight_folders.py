@@ -20,6 +20,10 @@ FORMS = {
     "a snapshot in Hugging Face's cache": ("Llama", {"files": "a snapshot in the cache"}, ""),
     "DeepSpeed's folder": ("Llama", {"files": "only DeepSpeed's"}, "global_step10: DeepSpeed's"),
     "FSDP's folder": ("Llama", {"files": "only FSDP's"}, "model_fsdp_0: a distributed save"),
+    "an overlay of shards": ("Llama", {"files": "shards", "index": "an overlay"}, ""),
+    "an overlay that the index passes over": (
+        "Llama", {"files": "shards", "index": "an older overlay"}, "both hold"
+    ),
     "a compiled model": (
         "Llama", {"names": "_orig_mod."},
         f"no {EMBEDDING}; there is _orig_mod.{EMBEDDING}: save the model without its wrapper "

@@ -11,7 +11,7 @@ model needs and nothing else. Pickles are not read.
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,12 +97,15 @@ class HuggingFaceDirectory(Checkpoint):
         if head is not None:  # either name may have the one tensor
             self.index.setdefault(EMBEDDING, head)
 
-    def _read_headers(self, files: Iterable[str]) -> None:
-        for file in files:
+    def _read_headers(self, files: Mapping[str, Collection[str]]) -> None:
+        """Enter the tensors of files, by weight_files(). One of two files counts as it does for
+        transformers, the last, where the index says so too.
+        """
+        for file, listed in files.items():
             size, header = read_header(self.directory / file, self.links)
             self.manifest["files"][file] = {"size": size}
             for name, (dtype, shape) in header.items():
-                if name in self.index:
+                if name in self.index and name not in listed:
                     raise CheckpointError(f"{file} and {self.file_of(name)} both hold {name}")
                 parts = [[file, name, [0] * len(shape), shape]]
                 self.index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
@@ -230,8 +233,11 @@ def instead(there: Iterable[str]) -> str:
     return ""
 
 
-def weight_files(directory: Path, config: dict[str, Any], there: Sequence[str]) -> list[str]:
-    """Return the files of the weights among a folder's, `there`, as from_pretrained chooses them.
+def weight_files(
+    directory: Path, config: dict[str, Any], there: Sequence[str]
+) -> Mapping[str, Collection[str]]:
+    """Return the files of the weights among a folder's, `there`, as from_pretrained chooses them,
+    in its order, and the tensors that an index lists in each.
 
     config.json may name them (transformers_weights); else model.safetensors comes before the index
     of shards. Raises CheckpointError where there are none, and for others that it would read too.
@@ -248,7 +254,7 @@ def weight_files(directory: Path, config: dict[str, Any], there: Sequence[str]) 
         )
     if other := [name for name in there if re.fullmatch(BESIDE, name)]:
         raise CheckpointError(f"next to {chosen} there is {instead(other)}")
-    return shards_of(directory / chosen, there) if chosen.endswith(".json") else [chosen]
+    return shards_of(directory / chosen, there) if chosen.endswith(".json") else {chosen: ()}
 
 
 def spelt(config: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Read]) -> Read:
@@ -271,8 +277,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse(data, path.name, foreign=True)
 
 
-def shards_of(path: Path, there: Sequence[str]) -> list[str]:
-    """Return the files that an index lists. Raises CheckpointError for one that is not `there`."""
+def shards_of(path: Path, there: Sequence[str]) -> Mapping[str, Collection[str]]:
+    """Return the files that an index lists, sorted, and their tensors in it. Raises CheckpointError
+    for one that is not `there`.
+    """
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map")
@@ -284,7 +292,9 @@ def shards_of(path: Path, there: Sequence[str]) -> list[str]:
                 f"{path.name}: {name} is listed in {file!r}, which is not the plain name of a "
                 ".safetensors file next to the index"
             )
-    files = sorted(set(listed.values()))
+    files: dict[str, set[str]] = {file: set() for file in sorted(set(listed.values()))}
+    for name, file in listed.items():
+        files[file].add(name)
     if lost := [name for name in files if name not in there]:
         here = first_of([name for name in files if name in there]) or "none"
         raise CheckpointError(
