@@ -444,7 +444,7 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         return read_hf_config(hf, "granite", rules={"residual_multiplier": lambda v: v == 1.0})
     if kind == "mistral":
         hf = filled(hf, MISTRAL)
-        return read_hf_config(hf, kind, rules=no_window(hf) | unread(BIASES))
+        return read_hf_config(hf, kind, rules=window_rule(hf) | unread(BIASES))
     return read_hf_config(hf, MODEL_TYPE)
 
 
@@ -522,8 +522,8 @@ def without(fields: Container[str], hf: dict[str, Any]) -> dict[str, Any]:
     return {field: value for field, value in hf.items() if field not in fields}
 
 
-def no_window(hf: Mapping[str, Any]) -> Rules:
-    """Return the rule of a window that all layers have: there is none, or no sequence is longer."""
+def window_rule(hf: Mapping[str, Any]) -> Rules:
+    """Return the rule of a window that every layer has: null, or as long as the longest sequence."""
     return {"sliding_window": lambda v: v is None or v >= hf["max_position_embeddings"]}
 
 
@@ -533,7 +533,7 @@ def no_windows(hf: Mapping[str, Any], last: int = 28) -> bool:
     """
     far = hf.get("max_window_layers", last) >= hf["num_hidden_layers"]
     given = hf.get("layer_types") is not None
-    none = no_window(hf)["sliding_window"](hf.get("sliding_window", 4096))
+    none = window_rule(hf)["sliding_window"](hf.get("sliding_window", 4096))
     return bool(given or far or none)
 
 

@@ -26,11 +26,11 @@ from model.llama import (
     LlamaConfig,
     filled,
     hf_names,
-    no_window,
     no_windows,
     parameter_group,
     read_hf_config,
     unread,
+    window_rule,
     with_mup,
     without,
 )
@@ -483,7 +483,7 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
     if kind == "mixtral":
         hf = filled(hf, MIXTRAL)
         own = {"num_experts": hf["num_local_experts"], "moe_router_topk": hf["num_experts_per_tok"]}
-        rules = no_window(hf) | unread(BIASES) | {"router_jitter_noise": lambda v: not v}
+        rules = window_rule(hf) | unread(BIASES) | {"router_jitter_noise": lambda v: not v}
         return _read(hf, kind, rules, own, normalised=True)
     if kind == "qwen3_moe":
         hf = filled(hf, QWEN3)
@@ -497,7 +497,7 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
             "moe_router_pre_softmax": not hf["norm_topk_prob"],
             "moe_layer_freq": freq,
         }  # fmt: skip
-        far = no_window(hf)["sliding_window"](hf.get("sliding_window", 4096))
+        far = window_rule(hf)["sliding_window"](hf.get("sliding_window", 4096))
         rules = {"use_sliding_window": lambda v: far or not v} | unread(qwen3.UNREAD)
         return _read(hf, kind, rules, own, normalised=bool(hf["norm_topk_prob"]))
     if kind == "dots1":
