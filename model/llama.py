@@ -523,7 +523,7 @@ def without(fields: Container[str], hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def window_rule(hf: Mapping[str, Any]) -> Rules:
-    """Return the rule of a window that every layer has: null, or as long as the longest sequence."""
+    """Return the rule of a window of every layer: null, or as long as the longest sequence."""
     return {"sliding_window": lambda v: v is None or v >= hf["max_position_embeddings"]}
 
 
