@@ -15,7 +15,7 @@ hidden states between them.
 """
 
 import math
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -443,17 +443,20 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
         hf = filled(hf, {"attention_multiplier": 1.0})
         return read_hf_config(hf, "granite", rules={"residual_multiplier": lambda v: v == 1.0})
     if kind == "mistral":
-        return read_hf_config(filled(hf, MISTRAL), kind, rules=NO_WINDOW)
+        hf = filled(hf, MISTRAL)
+        return read_hf_config(hf, kind, rules=window_rule(hf) | unread(BIASES))
     return read_hf_config(hf, MODEL_TYPE)
 
 
 # what a config.json that does not say it means
 MISTRAL = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
-NO_WINDOW: dict[str, Callable[[Any], bool]] = {"sliding_window": lambda v: v is None}
+Rules = dict[str, Callable[[Any], bool]]
 ORIGINAL = "original_max_position_embeddings"
+BIASES = ("attention_bias", "mlp_bias")
+LONGEST = 200  # characters of a value in a message; a quantization_config may list every layer
 OFF = ("attention_bias", "attention_dropout", "mlp_bias", "per_layer_config",
-       "quantization_config", "use_sliding_window")  # fmt: skip
-RULES: dict[str, Callable[[Any], bool]] = dict.fromkeys(OFF, lambda v: not v) | {
+       "quantization_config")  # fmt: skip
+RULES: Rules = dict.fromkeys(OFF, lambda v: not v) | {
     "hidden_act": lambda v: v in ("silu", "swish"),
     "is_causal": bool,
     "layer_types": lambda v: set(v or ()) <= {"full_attention"},
@@ -476,9 +479,12 @@ def read_hf_config(
     rope = read_rope(hf)
     there = filled(rope, hf)
     for field, allowed in rules.items():
-        if field in there and not allowed(value := there[field]):
+        if field in there and not allowed(there[field]):
+            value = repr(there[field])
+            if len(value) > LONGEST:
+                value = f"{value[:LONGEST]} ..."
             raise ValueError(
-                f"config.json: {field} is {value!r}, which this --model-file does not compute"
+                f"config.json: {field} is {value}, which this --model-file does not compute"
             )
     if not own.keys() & MULTIPLIERS:  # a fork may read them into fields of its own
         own |= _multipliers(hf)
@@ -506,13 +512,29 @@ def filled(hf: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     return type(hf)({**defaults, **hf})
 
 
+def unread(fields: Iterable[str]) -> Rules:
+    """Return the rules of fields that transformers' model of this type does not read."""
+    return dict.fromkeys(fields, lambda v: True)
+
+
+def without(fields: Container[str], hf: dict[str, Any]) -> dict[str, Any]:
+    """Return a config.json without fields that transformers' model of this type does not read."""
+    return {field: value for field, value in hf.items() if field not in fields}
+
+
+def window_rule(hf: Mapping[str, Any]) -> Rules:
+    """Return the rule of a window of every layer: null, or as long as the longest sequence."""
+    return {"sliding_window": lambda v: v is None or v >= hf["max_position_embeddings"]}
+
+
 def no_windows(hf: Mapping[str, Any], last: int = 28) -> bool:
     """Return whether no layer has a window, where transformers gives one to the layers from
     max_window_layers on (`last` if a config.json does not say it). layer_types has its own rule.
     """
     far = hf.get("max_window_layers", last) >= hf["num_hidden_layers"]
     given = hf.get("layer_types") is not None
-    return bool(given or far or hf.get("sliding_window", 0) is None)
+    none = window_rule(hf)["sliding_window"](hf.get("sliding_window", 4096))
+    return bool(given or far or none)
 
 
 def read_rope(hf: dict[str, Any]) -> dict[str, Any]:

@@ -22,16 +22,20 @@ from torch import Tensor, nn
 
 from model import llama, qwen3
 from model.llama import (
-    NO_WINDOW,
+    BIASES,
     LlamaConfig,
     filled,
     hf_names,
     no_windows,
     parameter_group,
     read_hf_config,
+    unread,
+    window_rule,
     with_mup,
+    without,
 )
 from model.load import MISSING, missing_in
+from model.sizes import IN_JSON
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
@@ -120,7 +124,8 @@ class MoEConfig(LlamaConfig):
 
     def _rule(self, name: str, valid: bool, rule: str) -> None:
         if not valid:
-            raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {rule}")
+            also = f" ({IN_JSON[name]})" if name in IN_JSON else ""
+            raise ValueError(f"{name}{also} is {getattr(self, name)!r}: it must be {rule}")
 
     def _same_layers(self) -> int | tuple[int, ...]:
         """Return moe_layer_freq in the one form that all spellings of the same layers have: the
@@ -293,9 +298,7 @@ class SparseMLP(nn.Module):
             found = sum_in_order(found, axis, self.label)
         return found.view(sequences, e)
 
-    def losses(
-        self, logits: Tensor, scores: Tensor, shares: tuple[Tensor, ...]
-    ) -> Tensor | None:
+    def losses(self, logits: Tensor, scores: Tensor, shares: tuple[Tensor, ...]) -> Tensor | None:
         """Return the sum of the router's losses over this rank's tokens, or None where none is on.
 
         balance    E sum_i f_i P_i, f_i the share of expert i in the pairs of a token and one of
@@ -430,7 +433,9 @@ def hf_config(config: MoEConfig, dtype: str = "float32") -> dict[str, Any]:
     made = {**llama.hf_config(config, dtype), "model_type": kind, "num_experts_per_tok": k}
     if kind == "mixtral":
         own: dict[str, Any] = {"num_local_experts": e, "architectures": ["MixtralForCausalLM"]}
-        return {**made, **own, "sliding_window": None}
+        return without(BIASES, {**made, **own, "sliding_window": None})
+    if kind != "moe":
+        made = without(qwen3.UNREAD, made)
     if kind == "dots1":
         return made | {
             "architectures": ["Dots1ForCausalLM"],
@@ -464,6 +469,8 @@ MIXTRAL = {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_to
 QWEN3 = {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
          "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
          "max_position_embeddings": 32768}  # fmt: skip
+DOTS1 = {"norm_topk_prob": False, "n_shared_experts": None, "sliding_window": 4096,
+         "max_position_embeddings": 2048}  # fmt: skip
 
 
 def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
@@ -476,7 +483,7 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
     if kind == "mixtral":
         hf = filled(hf, MIXTRAL)
         own = {"num_experts": hf["num_local_experts"], "moe_router_topk": hf["num_experts_per_tok"]}
-        rules = {**NO_WINDOW, "router_jitter_noise": lambda v: not v}
+        rules = window_rule(hf) | unread(BIASES) | {"router_jitter_noise": lambda v: not v}
         return _read(hf, kind, rules, own, normalised=True)
     if kind == "qwen3_moe":
         hf = filled(hf, QWEN3)
@@ -490,8 +497,8 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
             "moe_router_pre_softmax": not hf["norm_topk_prob"],
             "moe_layer_freq": freq,
         }  # fmt: skip
-        far = hf.get("sliding_window", 4096) is None
-        rules = {"use_sliding_window": lambda v: far or not v}
+        far = window_rule(hf)["sliding_window"](hf.get("sliding_window", 4096))
+        rules = {"use_sliding_window": lambda v: far or not v} | unread(qwen3.UNREAD)
         return _read(hf, kind, rules, own, normalised=bool(hf["norm_topk_prob"]))
     if kind == "dots1":
         return _read_dots1(hf)
@@ -515,15 +522,15 @@ def from_hf_config(hf: dict[str, Any]) -> MoEConfig:
 
 def _read_dots1(hf: dict[str, Any]) -> MoEConfig:
     layers, first = hf["num_hidden_layers"], hf.get("first_k_dense_replace") or 0
+    hf = filled(hf, DOTS1)
     far, k = no_windows(hf, 62), hf["num_experts_per_tok"]
-    rules = {
+    rules = unread(qwen3.UNREAD) | {
         "sliding_window": lambda v: far,
         "norm_topk_prob": lambda v: v is True or k == 1,  # one score is not divided by itself
         "n_shared_experts": lambda v: type(v) is int and v > 0,
         "scoring_func": lambda v: v in ("sigmoid", "noaux_tc"),
         "routed_scaling_factor": lambda v: v is None or v > 0,
     }
-    hf = filled(hf, {"norm_topk_prob": False, "n_shared_experts": None, "sliding_window": 4096})
     groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
     groups = 1 if best == groups else groups  # a choice of all of them is none
     if groups > 1:  # a group counts as its two best experts there, its k / topk_group best here

@@ -8,17 +8,21 @@ from typing import Any
 
 from model import llama
 from model.llama import (
+    BIASES,
     LlamaConfig,
     filled,
     hf_names,
     no_windows,
     parameter_group,
     read_hf_config,
+    unread,
     with_mup,
+    without,
 )
 
 # what a config.json that does not say it means
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+UNREAD = BIASES  # fields of a Llama that transformers' Qwen2 does not have
 __all__ = [
     "Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group",
     "with_mup",
@@ -46,7 +50,7 @@ class Qwen2(llama.Llama):
 def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
     """Return Hugging Face's config.json of the same model."""
     names = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
-    return {**llama.hf_config(config, dtype), **names}
+    return without(UNREAD, {**llama.hf_config(config, dtype), **names})
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
@@ -54,8 +58,9 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    rules = {"use_sliding_window": lambda v: not v or no_windows(hf)}
-    config: LlamaConfig = read_hf_config(filled(hf, DEFAULTS), "qwen2", rules=rules)
+    hf = filled(hf, DEFAULTS)
+    rules = unread(UNREAD) | {"use_sliding_window": lambda v: not v or no_windows(hf)}
+    config: LlamaConfig = read_hf_config(hf, "qwen2", rules=rules)
     return config
 
 

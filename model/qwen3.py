@@ -20,7 +20,9 @@ from model.llama import (
     no_windows,
     parameter_group,
     read_hf_config,
+    unread,
     with_mup,
+    without,
 )
 from mpu.context import LayerContext
 from mpu.layers.fused import RMSNorm
@@ -29,6 +31,7 @@ from mpu.recompute import Recompute
 
 # what a config.json that does not say it means
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 32, "max_position_embeddings": 32768}
+UNREAD = ("mlp_bias",)  # fields of a Llama that transformers' Qwen3 does not have
 __all__ = [
     "Model", "ModelConfig", "from_hf_config", "hf_config", "hf_names", "parameter_group",
     "with_mup",
@@ -73,7 +76,7 @@ class Qwen3(llama.Llama):
 def hf_config(config: LlamaConfig, dtype: str = "float32") -> dict[str, Any]:
     """Return Hugging Face's config.json of the same model."""
     names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
-    return {**llama.hf_config(config, dtype), **names}
+    return without(UNREAD, {**llama.hf_config(config, dtype), **names})
 
 
 def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
@@ -81,8 +84,9 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
 
     Raises ValueError naming the field, its value and what is supported.
     """
-    rules = {"use_sliding_window": lambda v: not v or no_windows(hf)}
-    config: LlamaConfig = read_hf_config(filled(hf, DEFAULTS), "qwen3", rules=rules)
+    hf = filled(hf, DEFAULTS)
+    rules = unread(UNREAD) | {"use_sliding_window": lambda v: not v or no_windows(hf)}
+    config: LlamaConfig = read_hf_config(hf, "qwen3", rules=rules)
     return config
 
 

@@ -26,6 +26,8 @@ IN_JSON = {  # their names in a config.json
     "rotary_base": "rope_theta",
     "norm_epsilon": "rms_norm_eps",
     "init_method_std": "initializer_range",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
 }
 
 

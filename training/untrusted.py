@@ -8,6 +8,7 @@ Checkpoints, caches and copies count only if they belong to this user, to root, 
 """
 
 import errno
+import glob
 import json
 import math
 import os
@@ -30,10 +31,21 @@ _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+def models_in(path: str | os.PathLike[str]) -> str:
+    """Return that folders in this one are models, "" where none is: a trainer's checkpoints, a
+    snapshot in Hugging Face's cache.
+    """
+    inside = [glob.iglob(f"{at}/config.json", root_dir=path) for at in ("*", "snapshots/*")]
+    models = sorted(os.path.dirname(name) for names in inside for name in names)
+    return f"it is a folder of models: give one, such as {printable(models[-1])}" if models else ""
+
+
 def nothing_downloaded(path: str | os.PathLike[str]) -> str:
     """Return "nothing is downloaded", with the command that downloads a model where a path that is
-    not there looks like a name on Hugging Face, owner/model.
+    not there looks like a name on Hugging Face, owner/model; of a folder of models, `models_in`.
     """
+    if models := models_in(path):
+        return models
     owner, _, folder = str(path).partition("/")
     parts = (owner, folder)
     named = all(re.fullmatch(r"[\w-][\w.-]*", part) for part in parts)

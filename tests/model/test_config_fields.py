@@ -14,7 +14,7 @@ import torch
 
 from model import llama, moe, qwen2, qwen3
 from model.load import model_file_of, of_checkpoint, read_sizes
-from tests.model.rope_spellings import TYPES, whole
+from tests.model.rope_spellings import SIZES, TYPES, whole
 from tests.sampling import sampled
 from tools.forks.huggingface import compare
 from training.checkpoint import MismatchError
@@ -51,6 +51,7 @@ def test_every_field_that_changes_transformers_logits_is_read_or_refused(kind: s
     assert len(notes) == 1 and notes[0].startswith("its logits are those of transformers'"), notes
 
 
+NO_BIAS = ("mistral", "mixtral", "qwen2")
 WINDOW = {"use_sliding_window": True, "sliding_window": 3}
 SMALL_PRINT: list[tuple[str, dict[str, Any], str]] = [
     # model_type, fields, and the field that is refused: transformers computes with it
@@ -79,7 +80,13 @@ PASSED_OVER: list[tuple[str, dict[str, Any]]] = [  # transformers computes the s
     ("qwen3_moe", {"use_sliding_window": True, "sliding_window": None}),
     ("dots1", {"sliding_window": 3, "max_window_layers": 2}),
     ("mixtral", {"router_jitter_noise": 0.0, "is_causal": True}),
-]
+    *((kind, {"attention_bias": True, "mlp_bias": True}) for kind in FILES if kind in NO_BIAS),
+    *((kind, {"mlp_bias": True}) for kind in ("qwen3", "qwen3_moe", "dots1")),
+    *((kind, WINDOW) for kind in ("llama", "granite", "dots1")),
+    # a window that is no shorter than the longest sequence
+    *((kind, WINDOW | {"sliding_window": SIZES["max_position_embeddings"], "max_window_layers": 0})
+      for kind in FILES if kind not in ("llama", "granite")),
+]  # fmt: skip
 
 
 def logits(hf: dict[str, Any]) -> torch.Tensor | None:
@@ -125,6 +132,7 @@ def test_a_mistral_without_a_window_is_a_llama() -> None:
     assert model_file_of(hf) is llama
     assert llama.hf_config(llama.from_hf_config(hf))["model_type"] == "llama"
     del hf["sliding_window"]
+    hf["max_position_embeddings"] = 4097  # a window of 4096 would cut nothing of shorter ones
     with pytest.raises(ValueError, match="^config.json: sliding_window is 4096"):
         llama.from_hf_config(hf)
 

@@ -140,7 +140,7 @@ MISTAKES = {
         LLAMA, {'    "hidden_act": lambda v: v in ("silu", "swish"),\n': ""}, "hidden_act = "
     ),
     "a model type that nobody checks": Mistake(
-        QWEN3, {'DEFAULTS), "qwen3"': 'DEFAULTS), hf["model_type"]'}, "model_type = "
+        QWEN3, {'(hf, "qwen3"': '(hf, hf["model_type"]'}, "model_type = "
     ),
     "the norm's epsilon written out": Mistake(
         LLAMA,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.weight_folders import main, plain, play
+from tests.tools.weight_folders import main, plain, play, saved
+from training.run.export import not_for_transformers
 
 EMBEDDING, TIED = "model.embed_tokens.weight", {"tied": "yes"}
 FORMS = {
@@ -16,6 +17,13 @@ FORMS = {
     "a tied base model": ("Llama", TIED | {"names": "base"}, ""),
     "a tied base model of experts": ("Mixtral", TIED | {"names": "base", "experts": "fused"}, ""),
     "an index that forgot a name": ("Llama", {"files": "shards", "index": "a name forgotten"}, ""),
+    "a snapshot in Hugging Face's cache": ("Llama", {"files": "a snapshot in the cache"}, ""),
+    "DeepSpeed's folder": ("Llama", {"files": "only DeepSpeed's"}, "global_step10: DeepSpeed's"),
+    "FSDP's folder": ("Llama", {"files": "only FSDP's"}, "model_fsdp_0: a distributed save"),
+    "an overlay of shards": ("Llama", {"files": "shards", "index": "an overlay"}, ""),
+    "an overlay that the index passes over": (
+        "Llama", {"files": "shards", "index": "an older overlay"}, "both hold"
+    ),
     "a compiled model": (
         "Llama", {"names": "_orig_mod."},
         f"no {EMBEDDING}; there is _orig_mod.{EMBEDDING}: save the model without its wrapper "
@@ -37,6 +45,15 @@ def test_what_people_have(tmp_path: Path, what: str) -> None:
     model, form, sentence = FORMS[what]
     outcome, why = play(plain(model) | form, tmp_path / "hf")
     assert (outcome, sentence in why) == ("refused" if sentence else "right", True), why
+
+
+@pytest.mark.parametrize("model", ["Mixtral", "Qwen3Moe", "Dots1"])
+def test_transformers_is_said_to_load_a_mixture_that_it_loads(model: str) -> None:
+    config, tensors = saved(model, "no", 1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert not_for_transformers(config, shapes) == ""
+    shapes["model.norm.bias"] = (16,)
+    assert "model.norm.bias" in not_for_transformers(config, shapes)
 
 
 @pytest.mark.prove

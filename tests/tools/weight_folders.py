@@ -48,14 +48,16 @@ AXES: dict[str, tuple[str, ...]] = {
     "files": ("single", "shards", "single over older shards", "shards over older single", "named",
               "named index",
               "older .bin next to it", "variant next to it", "only a variant", "only .bin",
-              "only shards, no index", "only consolidated", "only an adapter"),
+              "only shards, no index", "only consolidated", "only an adapter",
+              "a snapshot in the cache", "only DeepSpeed's", "only FSDP's", "only TensorFlow's"),
     "names": ("plain", "base", "twice", "mixed", "_orig_mod.", "module.", "inner _orig_mod"),
     "ends": ("as saved", "head alone", "both", "both, another dtype", "both, different", "neither"),
     "extra": ("none", "inv_freq of layers", "inv_freq", "cos_cached", "a value head",
               "a layer too many", "adapter_config.json", "a distributed part"),
     "dtype": ("float32", "bfloat16", "float16", "norms in float32", "integers"),
     "index": ("whole", "no metadata", "a name too many", "a name forgotten", "in another shard",
-              "a shard missing", "an unlisted shard", "of a subfolder"),
+              "a shard missing", "an unlisted shard", "of a subfolder", "an overlay",
+              "an older overlay"),
     "header": ("format pt", "no metadata"),
     "experts": ("each", "fused", "under mlp"),
 }  # fmt: skip
@@ -68,7 +70,10 @@ MAY_REFUSE = {  # what transformers loads and we do not
     ("dtype", "integers"): "is I32; only",
     ("files", "only .bin"): "pickles",
     ("index", "of a subfolder"): "not the plain name",
+    ("index", "an older overlay"): "both hold",  # transformers does not take what the index says
 }
+SAVES = {"only DeepSpeed's": "global_step10", "only FSDP's": "pytorch_model_fsdp_0",
+         "only TensorFlow's": "tf_model.h5"}  # fmt: skip
 Form = dict[str, str]
 
 
@@ -201,6 +206,15 @@ def write(form: Form, at: Path) -> None:
         shards(at, older, form)
     elif files == "only .bin":
         torch.save(tensors, at / "pytorch_model.bin")
+    elif files in SAVES:
+        (at / SAVES[files]).mkdir()
+    elif files == "a snapshot in the cache":
+        shards(at, tensors, form)
+        blobs = at.with_name(f"{at.name}-blobs")
+        blobs.mkdir()
+        for i, file in enumerate(list(at.iterdir())):
+            file.rename(blobs / str(i))
+            file.symlink_to(Path("..") / blobs.name / str(i))
     elif files == "only shards, no index":
         shards(at, tensors, form)
         (at / INDEX).unlink()
@@ -242,6 +256,12 @@ def shards(at: Path, tensors: dict[str, Tensor], form: Form) -> None:
         del where[names[0]]
     if how == "in another shard":
         where[names[0]] = file(2)
+    if "overlay" in how:  # of the same names as in a shard; transformers takes the last file's
+        newer = {n: t + 1 if t.is_floating_point() else t for n, t in list(tensors.items())[:2]}
+        single(at / "model-overlay.safetensors", newer, form)
+        where |= dict.fromkeys(newer, "model-overlay.safetensors")
+        if how == "an older overlay":
+            where[names[0]] = file(1)
     if how == "of a subfolder":
         (at / "sub").mkdir()
         (at / file(2)).rename(at / "sub" / file(2))

@@ -146,6 +146,14 @@ def test_a_name_on_hugging_face_gets_the_command_that_downloads_it(tmp_path, mon
         assert nothing_downloaded(path) == "nothing is downloaded"
 
 
+def test_a_folder_of_models_names_one(tmp_path):
+    assert nothing_downloaded(tmp_path) == "nothing is downloaded"
+    for inside in ("checkpoint-500", "snapshots/0a1b"):
+        (tmp_path / inside).mkdir(parents=True)
+        (tmp_path / inside / "config.json").touch()
+        assert nothing_downloaded(tmp_path).endswith(f"give one, such as {inside}")
+
+
 def test_whose_files_count():
     """--trust-owner takes names and numbers, also of users who have no name on this host."""
     name = pwd.getpwuid(1).pw_name

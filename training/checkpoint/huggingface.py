@@ -11,7 +11,7 @@ model needs and nothing else. Pickles are not read.
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,14 +19,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.files import check_size, open_directory, open_plain
+from training.checkpoint.files import open_directory, open_plain
 from training.checkpoint.header import BY_NAME, HEADER_LIMIT, NAMES, read_header
 from training.checkpoint.load import Checkpoint, OneOfFused
 from training.checkpoint.manifest import parse
 from training.untrusted import first_of
 
 CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
-PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
+PLAIN = re.compile(r"\w[\w .()+,@=-]*\.safetensors")
 LIMITS = {CONFIG: 1 << 20, SHARDS: HEADER_LIMIT}  # most bytes of a JSON file
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 BASE = "model."  # before the names of transformers' base model in those of its CausalLM
@@ -36,7 +36,8 @@ BESIDE = r"adapter_config\.json|shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 KINDS = {  # of files that are no model's weights here, by name: what they are, and what to do
     r"adapter_(config\.json|model\..*)": "an adapter, which transformers adds to its base model "
     "where peft is installed: merge it (merge_and_unload) and save that model",
-    r"shard-\d{5}-model-.*": "a distributed save, which is not read: save the model in one file",
+    r"shard-\d{5}-model-.*|pytorch_model_fsdp_\d+|.*\.distcp": "a distributed save, which is not "
+    "read: save the model in one file",
     r"model-\d+-of-\d+\.safetensors": f"shards without {SHARDS}, which names them",
     r"model\.[^.]+\.safetensors|model\.safetensors\.index\.[^.]+\.json": "a variant, which "
     f"transformers reads only where it is asked for: give it the plain names, such as {SINGLE}",
@@ -45,6 +46,10 @@ KINDS = {  # of files that are no model's weights here, by name: what they are, 
     r"consolidated\..*": "weights under Meta's or Mistral's names: take those in Hugging Face's "
     "format",
     r".*\.gguf": "GGUF, which is not read: take the model's safetensors",
+    r"global_step\d+|zero_to_fp32\.py": "DeepSpeed's save, of pickles, which are not read: `python "
+    "zero_to_fp32.py . OUT --safe_serialization` there writes safetensors",
+    r"(flax|tf)_model\..*|(lit|rust)_model\..*": "another program's weights, which are not read: "
+    "save the model with transformers' save_pretrained",
 }
 OF_FUSED = {  # (fused tensor, whether in a Mixtral): the modules of an expert that it holds
     ("gate_up_proj", False): ("gate_proj", "up_proj"),
@@ -93,12 +98,15 @@ class HuggingFaceDirectory(Checkpoint):
         if head is not None:  # either name may have the one tensor
             self.index.setdefault(EMBEDDING, head)
 
-    def _read_headers(self, files: Iterable[str]) -> None:
-        for file in files:
+    def _read_headers(self, files: Mapping[str, Collection[str]]) -> None:
+        """Enter the tensors of files, by weight_files(). One of two files counts as it does for
+        transformers, the last, where the index says so too.
+        """
+        for file, listed in files.items():
             size, header = read_header(self.directory / file, self.links)
             self.manifest["files"][file] = {"size": size}
             for name, (dtype, shape) in header.items():
-                if name in self.index:
+                if name in self.index and name not in listed:
                     raise CheckpointError(f"{file} and {self.file_of(name)} both hold {name}")
                 parts = [[file, name, [0] * len(shape), shape]]
                 self.index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
@@ -160,7 +168,8 @@ class HuggingFaceDirectory(Checkpoint):
     def instead_of(self, name: str) -> str:
         """Do what Checkpoint's does; of either end of the model, name the other one."""
         other, module = {HEAD: EMBEDDING, EMBEDDING: HEAD}.get(name), name.split(".")[-2:][0]
-        if other in self.index and not any(module in there for there in self.index):
+        known = any(there.startswith(BASE) for there in self.index)  # else they are named otherwise
+        if other in self.index and known and not any(module in there for there in self.index):
             return f"; there is {other}, which {CONFIG} does not tie to it (tie_word_embeddings)"
         return super().instead_of(name)
 
@@ -183,8 +192,7 @@ class HuggingFaceDirectory(Checkpoint):
         the second copy of tied embeddings.
         """
         names = list(names)
-        for name in names:
-            check_size(self.directory / name, self.manifest["files"][name]["size"], self.links)
+        self.check_sizes(names)
         if self._copy is not None and self.file_of(EMBEDDING) in names:
             self._compare(self.index[EMBEDDING], self._copy)
 
@@ -226,8 +234,11 @@ def instead(there: Iterable[str]) -> str:
     return ""
 
 
-def weight_files(directory: Path, config: dict[str, Any], there: Sequence[str]) -> list[str]:
-    """Return the files of the weights among a folder's, `there`, as from_pretrained chooses them.
+def weight_files(
+    directory: Path, config: dict[str, Any], there: Sequence[str]
+) -> Mapping[str, Collection[str]]:
+    """Return the files of the weights among a folder's, `there`, as from_pretrained chooses them,
+    in its order, and the tensors that an index lists in each.
 
     config.json may name them (transformers_weights); else model.safetensors comes before the index
     of shards. Raises CheckpointError where there are none, and for others that it would read too.
@@ -244,7 +255,7 @@ def weight_files(directory: Path, config: dict[str, Any], there: Sequence[str]) 
         )
     if other := [name for name in there if re.fullmatch(BESIDE, name)]:
         raise CheckpointError(f"next to {chosen} there is {instead(other)}")
-    return shards_of(directory / chosen, there) if chosen.endswith(".json") else [chosen]
+    return shards_of(directory / chosen, there) if chosen.endswith(".json") else {chosen: ()}
 
 
 def spelt(config: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Read]) -> Read:
@@ -267,8 +278,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse(data, path.name, foreign=True)
 
 
-def shards_of(path: Path, there: Sequence[str]) -> list[str]:
-    """Return the files that an index lists. Raises CheckpointError for one that is not `there`."""
+def shards_of(path: Path, there: Sequence[str]) -> Mapping[str, Collection[str]]:
+    """Return the files that an index lists, sorted, and their tensors in it. Raises CheckpointError
+    for one that is not `there`.
+    """
     listed = read_json(path).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path.name} has no weight_map")
@@ -280,7 +293,9 @@ def shards_of(path: Path, there: Sequence[str]) -> list[str]:
                 f"{path.name}: {name} is listed in {file!r}, which is not the plain name of a "
                 ".safetensors file next to the index"
             )
-    files = sorted(set(listed.values()))
+    files: dict[str, set[str]] = {file: set() for file in sorted(set(listed.values()))}
+    for name, file in listed.items():
+        files[file].add(name)
     if lost := [name for name in files if name not in there]:
         here = first_of([name for name in files if name in there]) or "none"
         raise CheckpointError(

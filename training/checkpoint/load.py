@@ -111,7 +111,7 @@ class Checkpoint:
     """
 
     passed_over: Sequence[str] = ()
-    links = False
+    links = False  # whether its files may be links
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -126,10 +126,13 @@ class Checkpoint:
         check_state(self.state)
         check_index(self.index, self.manifest)
 
-    def check_sizes(self) -> None:
-        """Raise CheckpointError where a file's size is not the manifest's. One rank checks all."""
-        for name, info in self.manifest["files"].items():
-            check_size(self._at / name, info["size"], self.links)
+    def check_sizes(self, names: Iterable[str] | None = None) -> None:
+        """Raise CheckpointError where a file's size is not the manifest's: of `names`, or of all,
+        which one rank checks.
+        """
+        files = self.manifest["files"]
+        for name in files if names is None else names:
+            check_size(self._at / name, files[name]["size"], self.links)
 
     def check_model(
         self, expect: Mapping[str, Any], respell: Callable[[dict[str, Any]], dict[str, Any]] = dict

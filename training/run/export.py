@@ -164,7 +164,7 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
     """Return why transformers cannot load a folder as it is, "" where it can.
 
     Its model of this config is built on meta tensors, and its names and shapes are compared. A
-    mixture's experts are not: transformers renames them while it loads.
+    mixture's MLPs are not: transformers renames them while it loads.
     """
     if find_spec("transformers") is None:
         return "transformers is not installed here, so it is not known whether it loads the folders"
@@ -189,9 +189,9 @@ def not_for_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[i
     finally:
         transformers.logging.set_verbosity(quiet)
     theirs = {name: tuple(p.shape) for name, p in model.state_dict().items()}
-    wrong = [n for n, shape in shapes.items() if ".mlp." not in n and theirs.get(n) != shape]
-    if not config.get("num_experts") and not config.get("num_local_experts"):
-        wrong = [n for n, shape in shapes.items() if theirs.get(n) != shape]
+    wrong = [n for n, shape in shapes.items() if theirs.get(n) != shape]
+    if any(".experts." in name for name in shapes):
+        wrong = [n for n in wrong if ".mlp." not in n and ".block_sparse_moe." not in n]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return f"transformers' {kind} has no {wrong[0]} of this shape{more}: {own}"

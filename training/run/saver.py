@@ -36,7 +36,7 @@ from training.run import resumable, same_run
 from training.run.export import HuggingFaceSaves
 from training.run.step import CONTINUE, Decision, Step
 from training.stages import waits_for
-from training.untrusted import nothing_downloaded
+from training.untrusted import models_in, nothing_downloaded
 
 PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
 SOURCES = ("nothing", "disk", "memory")
@@ -389,7 +389,8 @@ class Saver:
                 missing = "no checkpoint there, and --exit-on-missing-checkpoint is set"
                 raise UsageError(f"--load {c.load}: {missing}")
             if c.load:
-                self.note(f"--load {c.load}: no checkpoint there; starting fresh")
+                models = f" ({why})" if (why := models_in(c.load)) else ""
+                self.note(f"--load {c.load}: no checkpoint there{models}; starting fresh")
             return 0, 0
         return found
 

@@ -302,7 +302,12 @@ def test_shards_that_are_missing(tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
-    make(tmp_path, one={"a": torch.ones(1), "b": torch.ones(1)}, two={"a": torch.ones(1)})
+    """The last counts, as in transformers, unless the index says another."""
+    make(tmp_path, one={"a": torch.ones(1), "b": torch.ones(1)}, two={"a": torch.zeros(1)})
+    found = HuggingFaceDirectory(tmp_path)
+    found.read([read := whole("a", torch.ones(1))])
+    assert found.file_of("a") == "two.safetensors" and not read.tensor.any()
+    make(tmp_path, two={"a": torch.zeros(1), "c": torch.ones(1)}, one={"a": torch.ones(1)})
     with pytest.raises(CheckpointError, match="two.safetensors and one.safetensors both hold a"):
         HuggingFaceDirectory(tmp_path)
 
