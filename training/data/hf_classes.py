@@ -7,7 +7,7 @@ file says. And tokens are added that only tokenizer_config.json, special_tokens_
 added_tokens.json has, in the order of transformers' TokenizersBackend, which gives them their ids.
 """
 
-import re
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -204,16 +204,13 @@ def class_of(
     return name if name in BUILT else ""
 
 
-def built(
-    raw: Any, name: str, config: Mapping[str, Any], unk: Any, where: str
-) -> tuple[Any, list[Any]]:
-    """Return a class's own tokenizers.Tokenizer of a file's vocabulary, without added tokens, and
-    what changes ids of text in it against the file's, [] where nothing does.
+def built(raw: Any, name: str, config: Mapping[str, Any], unk: Any, where: str) -> Any:
+    """Return a class's own tokenizers.Tokenizer of a file's vocabulary, without added tokens.
 
     raw: the file's tokenizer, whose model is used on. unk: the files' unk_token, "" where it is the
     class's. Raises ValueError, which begins with `where`.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models
 
     about, bpe = BUILT[name], raw.model
     if not isinstance(bpe, models.BPE) or bpe.continuing_subword_prefix or bpe.end_of_word_suffix:
@@ -224,31 +221,59 @@ def built(
             f"{more}; with PreTrainedTokenizerFast in its place, it is read as it is"
         )
     options: dict[str, Any] = {"byte_fallback": about.byte_fallback, "ignore_merges": False}
-    letters: Sequence[str] = [f"<0x{byte:02X}>" for byte in range(256)]
-    letters = letters if about.byte_fallback else pre_tokenizers.ByteLevel.alphabet()
-    if any(bpe.token_to_id(letter) is None for letter in letters):  # some text is unknown
+    if not _has_bytes(bpe, about.byte_fallback):  # some text is unknown
         unk = content(about.tokens["unk_token"] if unk == "" else unk) if about.unk else None
         options |= {"fuse_unk": about.byte_fallback, "unk_token": unk}
     elif not about.byte_fallback:
         del options["byte_fallback"]
-    changed: list[Any] = [[k, v] for k, v in options.items() if getattr(bpe, k) != v]
     for key, value in {**options, "dropout": None}.items():
         setattr(bpe, key, value)
     made = Tokenizer(bpe)
-    *parts, made.decoder = about.pipeline(config)
-    for part, mine in zip(("normalizer", "pre_tokenizer"), parts, strict=True):
-        state = _state(mine)
-        if state != _state(getattr(raw, part)):
-            changed.append([part, state])
-        if mine is not None:
-            setattr(made, part, mine)
-    return made, changed
+    normalizer, made.pre_tokenizer, made.decoder = about.pipeline(config)
+    if normalizer is not None:
+        made.normalizer = normalizer
+    return made
 
 
-def _state(part: Any) -> str:
-    """Return a normalizer or pre-tokenizer as JSON, without what only moves offsets."""
-    text = "null" if part is None else part.__getstate__().decode()
-    return re.sub(r'"trim_offsets":(true|false),?', "", text)
+def _has_bytes(model: Any, byte_fallback: bool) -> bool:
+    """Return whether a BPE has a piece for each byte, so that no text is unknown to it."""
+    from tokenizers import pre_tokenizers
+
+    letters: Sequence[str] = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = letters if byte_fallback else pre_tokenizers.ByteLevel.alphabet()
+    return all(model.token_to_id(letter) is not None for letter in letters)
+
+
+UNKNOWN = ("unk_token", "fuse_unk")
+OPTIONS = (*UNKNOWN, "byte_fallback", "ignore_merges", "continuing_subword_prefix",
+           "end_of_word_suffix", "max_input_chars_per_word")  # fmt: skip
+
+
+def cuts(model: Any) -> dict[str, Any]:
+    """Return what gives a text its ids in a tokenizers.Tokenizer, besides vocabulary and merges.
+
+    It is the same however files spell it: what only moves offsets is left out, and what is off.
+    """
+    options = {key: getattr(model.model, key, None) for key in OPTIONS}
+    parts = {part: getattr(model, part) for part in ("normalizer", "pre_tokenizer")}
+    states = {k: json.loads(v.__getstate__()) for k, v in parts.items() if v is not None}
+    fallback = bool(options["byte_fallback"])
+    if (fallback or "ByteLevel" in str(states)) and _has_bytes(model.model, fallback):
+        options |= dict.fromkeys(UNKNOWN)
+    tokens, split = model.get_added_tokens_decoder(), model.encode_special_tokens
+    flags = FLAGS if split else FLAGS[:-1]  # where they are found in a text
+    added = [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
+    found: dict[str, Any] = stated({**options, **states, "split_special_tokens": split})
+    return {**found, "added_tokens": added}
+
+
+def stated(value: Any) -> Any:
+    """Return a JSON value without fields that are off or move offsets."""
+    if isinstance(value, dict):
+        fields = value.items()
+        return {k: stated(v) for k, v in fields if v not in ("", None) and v is not False
+                and k != "trim_offsets"}  # fmt: skip
+    return [stated(v) for v in value] if isinstance(value, list) else value
 
 
 def content(token: Any) -> str | None:

@@ -73,7 +73,26 @@ def test_a_digest_keeps_its_value_where_the_ids_do(tmp_path: Path, name: str) ->
     files = {"bytes": byte_level(), "neox": byte_level(normalizer=nfc)}
     files["llama"] = sentencepiece(metaspace=True)
     written(tmp_path, tokenizer=files[name], tokenizer_config=configs[name])
-    assert HuggingFaceTokenizer(str(tmp_path)).digest() == DIGESTS[name]
+    assert DIGESTS[name] in HuggingFaceTokenizer(str(tmp_path)).digests()
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "GPTNeoX", "Qwen2", "Llama", "TokenizersBackend"])
+def test_a_folder_that_is_saved_again_keeps_its_digest(tmp_path: Path, kind: str) -> None:
+    """transformers writes a class's own rules into tokenizer.json, and tokens of other files."""
+    transformers = pytest.importorskip("transformers")
+    name = kind if kind == "TokenizersBackend" else f"{kind}Tokenizer"
+    pieces, end = kind == "Llama", "</s>" if kind == "Llama" else "<|endoftext|>"
+    file = sentencepiece() if pieces else byte_level()
+    file["model"].pop("ignore_merges", None)
+    config = {"tokenizer_class": name, "eos_token": end, "extra_special_tokens": [NEW]}
+    written(tmp_path, tokenizer=file, tokenizer_config=config)
+    before = HuggingFaceTokenizer(str(tmp_path))
+    transformers.AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    again = HuggingFaceTokenizer(str(tmp_path / "again"))
+    assert again.encode(f" low\n{NEW} a") == before.encode(f" low\n{NEW} a")
+    assert (again.eod, again.digest()) == (before.eod, before.digest())
+    written(tmp_path / "again", tokenizer_config=config | {"split_special_tokens": True})
+    assert HuggingFaceTokenizer(str(tmp_path / "again")).digest() != before.digest()
 
 
 REFUSED = [
