@@ -63,7 +63,7 @@ class HuggingFaceTokenizer:
         if kind:
             older = {} if config.get(DECODER) is not None else special
             unk = older.get("unk_token") or config.get("unk_token", "")
-            self._model = built(raw, kind, config, unk, paths[0])
+            self._model = built(raw, kind, config, unk, paths[0], model.get("model_type"))
         if dropout := getattr(self._model.model, "dropout", None):
             raise ValueError(
                 f"{path}: its BPE has dropout {dropout:.3g}, which cuts a text in another way each "

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face tokenizer gives the ids of transformers.AutoTokenizer, or says what it has not."""
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.training.data.tokenizer_forms import (
     sentencepiece,
     token,
 )
+from training.data.hf_classes import class_of
 from training.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
 
 
@@ -93,6 +95,41 @@ def test_a_folder_that_is_saved_again_keeps_its_digest(tmp_path: Path, kind: str
     assert (again.eod, again.digest()) == (before.eod, before.digest())
     written(tmp_path / "again", tokenizer_config=config | {"split_special_tokens": True})
     assert HuggingFaceTokenizer(str(tmp_path / "again")).digest() != before.digest()
+
+
+def test_a_model_type_stands_for_the_class_that_transformers_has() -> None:
+    auto = pytest.importorskip("transformers.models.auto.tokenization_auto")
+    if importlib.metadata.version("transformers") != "5.24.0":
+        pytest.skip("the table is that of transformers 5.24.0")
+    backends = ("TokenizersBackend", "ParakeetTokenizer")  # as tokenizer.json says
+    for kind, stands in auto.TOKENIZER_MAPPING_NAMES.items():
+        name = str(stands or "TokenizersBackend").removesuffix("Fast")
+        try:
+            found = class_of({}, {"model_type": kind}, False, "here")
+            assert found == ("" if name in backends else name), kind
+        except ValueError as error:
+            assert f"here: tokenizer_class {name} has its own rules" in str(error), kind
+    for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+        name = str(auto.TOKENIZER_MAPPING_NAMES[kind]).removesuffix("Fast")
+        if name != "Siglip2Tokenizer":  # refused
+            found = class_of({"tokenizer_class": "Mine"}, {"model_type": kind}, False, "here")
+            assert found == ("" if name in backends else name), kind
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_what_a_refusal_says_is_enough(tmp_path: Path, kind: str) -> None:
+    """A Qwen2 with a WordLevel of its own: for its config.json transformers heeds no class."""
+    words = {"type": "WordLevel", "vocab": {"<unk>": 0, "low": 1}, "unk_token": "<unk>"}
+    file = {"version": "1.0", "added_tokens": [], "model": words}
+    written(tmp_path, tokenizer=file, config={"model_type": kind})
+    written(tmp_path, tokenizer_config={"tokenizer_class": "Qwen2Tokenizer"})
+    apart = r"in its place, in a folder without this config.json \(model_type qwen2\), "
+    with pytest.raises(ValueError, match=apart if kind == "qwen2" else "Fast in its place, tok"):
+        HuggingFaceTokenizer(str(tmp_path))
+    written(tmp_path, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
+    if kind == "qwen2":
+        (tmp_path / "config.json").unlink()
+    assert HuggingFaceTokenizer(str(tmp_path)).encode("low") == [1]
 
 
 REFUSED = [
