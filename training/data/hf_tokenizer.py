@@ -20,7 +20,7 @@ from training.data.hf_classes import (
     cuts,
     stated,
 )
-from training.data.tik_tokenizer import is_ranks
+from training.data.tik_tokenizer import LLAMA3, is_ranks
 from training.data.token_texts import texts_of
 from training.untrusted import parse_json
 
@@ -188,7 +188,10 @@ def _others(folder: str) -> str:
     ways, less = [], f", but no token of {ADDED}" if ADDED in there else ""
     for name in (name for name in found if name.endswith(".model")):
         path = os.path.join(folder, name)
-        kind = "TikTokenizer" if is_ranks(read_model(path)[:1000]) else "SentencePieceTokenizer"
+        data = read_model(path)
+        if (tik := is_ranks(data[:1000])) and data.count(b"\n") > LLAMA3:
+            continue  # another model's
+        kind = "TikTokenizer" if tik else "SentencePieceTokenizer"
         ways.append(f"--tokenizer-type {kind} --tokenizer-model {path} reads it{less}")
     if all(name in found for name in pair):
         vocabulary, merges = (os.path.join(folder, name) for name in pair)

@@ -78,7 +78,8 @@ def without_prefix(folder: Path) -> tuple[str, str]:
 def byte_fallback(folder: Path, **parts) -> tuple[str, str]:
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁onetwhrxad", "on", "▁▁"]
+    fallback = (f"<0x{i:02X}>" for i in range(256))
+    pieces = ["<unk>", "<s>", "</s>", *fallback, *"▁onetwhrxad", "on", "▁▁"]
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
     options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
     made = Tokenizer(models.BPE(vocabulary, [("o", "n"), ("▁", "▁")], **options))

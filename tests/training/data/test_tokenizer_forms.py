@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face tokenizer gives the ids of transformers.AutoTokenizer, or says what it has not."""
 
+import base64
 import importlib.metadata
 import json
 from pathlib import Path
@@ -177,3 +178,8 @@ def test_a_folder_without_a_tokenizer_json_says_what_it_has(tmp_path: Path) -> N
     says("tokenizer.model reads it, but no token of added_tokens.json; ")
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     says(f"--tokenizer-type TikTokenizer --tokenizer-model {tmp_path}/tokenizer.model reads it")
+    ranks = (b"%s %d\n" % (base64.b64encode(b"%d" % i), i) for i in range(200_000))  # Llama 4's
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(ranks))
+    says("tokenizer.model and vocab.json; if it is GPT-2's, ")
+    with pytest.raises(ValueError, match="it has 200,000 ranks, more than the 128,000 of Llama 3"):
+        build_tokenizer("TikTokenizer", str(tmp_path / "tokenizer.model"), None)
