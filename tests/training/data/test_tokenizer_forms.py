@@ -47,6 +47,7 @@ def test_a_token_that_only_another_file_knows_is_one(tmp_path: Path) -> None:
     assert (whole.eod, whole.vocab_size) == (cut.vocab_size, cut.vocab_size + 1)
     assert whole.decode(whole.encode(f"low{NEW}")) == f"low{NEW}"
     assert whole.digest() != cut.digest()
+    assert len(whole.digests()) == 1 < len(cut.digests())  # no earlier version read it so
 
 
 def test_the_end_of_a_document_is_a_special_token_and_no_piece(tmp_path: Path) -> None:
