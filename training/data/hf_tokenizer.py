@@ -17,6 +17,7 @@ from training.data.hf_classes import (
     add_tokens,
     built,
     class_of,
+    content,
     cuts,
     stated,
 )
@@ -87,9 +88,10 @@ class HuggingFaceTokenizer:
         if kind and (starts := BUILT[kind].starts) is not None:
             begun = [self._model.token_to_id(named.get(starts, ""))]
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
-        said = config.get("bos_token") or special.get("bos_token") or self.starts_with_bos
-        # bos as earlier versions read it, which did not know what a class has
-        self._bos = self.bos if said or named.get("bos_token", "<s>") in self.BOS else None
+        # bos as earlier versions read it, who took a piece of text for it too
+        first = content(config.get("bos_token") or special.get("bos_token"))
+        ids = (raw.token_to_id(text) for text in ([first] if first is not None else self.BOS))
+        self._bos = next((i for i in ids if i is not None), None)
 
     def _in_same_folder(self, path: str, name: str) -> tuple[str, bytes, dict[str, Any]]:
         """Return a file next to tokenizer.json: its path, its bytes, its object, {} without it."""
