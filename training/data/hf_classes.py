@@ -7,6 +7,7 @@ file says. And tokens are added that only tokenizer_config.json, special_tokens_
 added_tokens.json has, in the order of transformers' TokenizersBackend, which gives them their ids.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,29 +138,61 @@ OTHERS = """Albert Bart Barthez Bartpho Bert BertGeneration BertJapanese Bertwee
     Luke Lxmert M2M100 MBart MBart50 MLuke MPNet Marian MarkupLM Mgpstr
     MobileBert Mvp MyT5 Nllb Nougat OpenAIGPT PLBart Pegasus Perceiver Phobert Pop2Piano ProphetNet
     Rag Reformer RemBert RoCBert RoFormer SeamlessM4T Siglip Siglip2 Speech2Text SpeechT5 Splinter
-    SqueezeBert T5 Tapas Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC Whisper XGLM XLM XLMRoberta
-    XLNet""".split()
+    SqueezeBert T5 Tapas Tipsv2 Udop VideoPrism Vits Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper
+    XGLM XLM XLMRoberta XLNet""".split()
 PLAIN = ("PreTrainedTokenizer", "TokenizersBackend", "BloomTokenizer", "ParakeetTokenizer")
 _KINDS = {
-    "GPT2": "codegen dbrx gpt2 gpt_neo gptj jais2 opt phi starcoder2",
-    "GPTNeoX": "gpt_neox falcon_mamba mamba mamba2 mpt olmo olmoe rwkv",
-    "Gemma": "gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text",
-    "Qwen2": "qwen2 qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next",
-    "Qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_text qwen3_5_moe_text",
-    "Cohere": "cohere cohere2",
+    "GPT2": """blip-2 codegen dbrx emu3 gpt2 gpt_neo gptj hyperclovax_vision_v2 instructblip
+        instructblipvideo jais2 opt phi starcoder2""",
+    "GPTNeoX": "falcon_mamba gpt_neox mamba mamba2 mpt olmo olmoe rwkv xlstm",
+    "Gemma": """diffusion_gemma gemma gemma2 gemma3 gemma3_text gemma3n gemma3n_text
+        recurrent_gemma shieldgemma2 t5gemma zaya""",
+    "Qwen2": """audioflamingo3 colqwen2 cosmos3_omni dots3_note fun_asr_nano hunyuan_vl internvl
+        lighton_ocr moss_transcribe_diarize ovis2 qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl
+        qwen2_audio qwen2_moe qwen2_vl qwen3 qwen3_asr qwen3_moe qwen3_next qwen3_omni_moe
+        qwen3_vl qwen3_vl_moe vibevoice""",
+    "Qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
+    "Cohere": "aya_vision cohere cohere2",
     "CodeLlama": "code_llama",
-    "Roberta": "roberta bart",
-    "Bert": "bert",
-    "T5": "t5 mt5",
-    "XLMRoberta": "xlm-roberta",
-    "": """arctic ernie4_5 ernie4_5_moe flex_olmo glm glm4 glm4_moe glm4_moe_lite gpt_bigcode
-        granite granitemoe granitemoehybrid granitemoeshared internlm2 internlm3 jamba kimi_linear
-        llava llava_next mimo_v2_flash minicpm3 minimax_m2 ministral ministral3 mistral mistral3
-        mixtral nemotron olmo2 olmo3 olmo_hybrid persimmon phi3 phimoe pixtral stablelm""",
+    "Roberta": """bart bridgetower clap data2vec-text ibert lilt longformer mega mra roberta
+        roberta-prelayernorm""",
+    "Bert": """align bark blip bros chinese_clip convbert distilbert electra ernie flava git
+        grounding-dino layoutlm megatron-bert mm-grounding-dino nezha nomic_bert qdqbert realm
+        retribert squeezebert tvp vilt visual_bert""",
+    "T5": "mt5 musicgen musicgen_melody switch_transformers",
+    "XLMRoberta": "gte jina_embeddings_v3 metaclip_2 trocr xmod",
+    "Albert": "yoso",
+    "Bart": "florence2",
+    "CLIP": "aimv2 clipseg groupvit omdet-turbo oneformer owlv2 owlvit sam3 sam3_video xclip",
+    "DPRQuestionEncoder": "dpr",
+    "Esmc": "esmfold2",
+    "Lasr": "lasr_ctc lasr_encoder",
+    "Llama": "idefics idefics2",
+    "Nllb": "nllb-moe",
+    "Nougat": "pp_formulanet",
+    "Parakeet": """granite_speech5_ctc nemotron3_5_asr nemotron_asr_streaming omniasr_ctc
+        parakeet_ctc parakeet_rnnt parakeet_tdt""",
+    "SeamlessM4T": "seamless_m4t_v2",
+    "Speech2Text": "speech_to_text",
+    "Wav2Vec2CTC": """data2vec-audio hubert unispeech unispeech-sat wav2vec2 wav2vec2-bert
+        wav2vec2-conformer""",
+    "Wav2Vec2PhonemeCTC": "wav2vec2_phoneme",
+    "": """EvollaModel arctic aria beam bigbird_pegasus camembertv2-base canary chatlm cohere_asr
+        ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe
+        glm_image glmasr got_ocr2 gpt_bigcode gradium_phonon_tts granite granitemoe
+        granitemoehybrid granitemoeshared h2ovl_chat hyperclovax hyperclovax_vlm internlm2
+        internlm3 iquestcoder jamba kimi_k25 kimi_linear kosmos-2 llava llava_next mimo_v2_flash
+        minicpm3 minicpm_ocr minicpmv minicpmv4_6 minicpmv4_7 minimax_m2 ministral ministral3
+        mistral mistral3 mistral_large4 mixtral modernbert modernbert-decoder molmo molmo2
+        nemo_speechlm nemotron nvfp4 nystromformer olmo2 olmo3 olmo_hybrid omniasr opencua
+        openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe pix2struct pixtral pocket_tts
+        smolvlm stablelm step3_vl umt5 vipllava voxtral voxtral_realtime xlm-roberta-xl""",
 }
 # the class that transformers has for a model_type, "" for a tokenizer.json as it is
-MODEL_TYPES = {kind: name for name, kinds in _KINDS.items() for kind in kinds.split()}
-FORCED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")  # whatever the tokenizer says
+MODEL_TYPES = {name.lower(): name for name in OTHERS}
+MODEL_TYPES |= {kind: name for name, kinds in _KINDS.items() for kind in kinds.split()}
+FORCED = """qwen2 qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen4_exp hyperclovax_vision_v2
+    siglip2""".split()  # whatever the tokenizer says
 
 
 def class_of(
@@ -173,7 +206,9 @@ def class_of(
     """
     stated = config.get("tokenizer_class") or model.get("tokenizer_class") or ""
     kind, name = model.get("model_type"), str(stated).removesuffix("Fast")
-    own = MODEL_TYPES.get(kind) if isinstance(kind, str) else None
+    own = None
+    if isinstance(kind, str):  # "deberta-v2" is DebertaV2
+        own = MODEL_TYPES.get(kind, MODEL_TYPES.get(re.sub("[-_]", "", kind)))
     usual = f"{own}Tokenizer" if own else own
     code = config.get("auto_map")
     code = code.get("AutoTokenizer") if isinstance(code, dict) else code
@@ -199,57 +234,92 @@ def class_of(
     if name.removesuffix("Tokenizer") in OTHERS:
         raise ValueError(
             f"{where}: tokenizer_class {name} has its own rules in transformers in place of those "
-            "of tokenizer.json, and they are not available here; with PreTrainedTokenizerFast in "
-            "its place, tokenizer.json is read as it is, by transformers too"
+            f"of tokenizer.json, and they are not available here; {_as_it_is(kind)}"
         )
     return name if name in BUILT else ""
 
 
+def _as_it_is(kind: Any) -> str:
+    """Return how a tokenizer.json is read without rules of a class; kind: the model_type."""
+    apart = f", in a folder without this config.json (model_type {kind})" if kind in FORCED else ""
+    return (
+        f"with PreTrainedTokenizerFast in its place{apart}, tokenizer.json is read as it is, by "
+        "transformers too"
+    )
+
+
 def built(
-    raw: Any, name: str, config: Mapping[str, Any], unk: Any, where: str
-) -> tuple[Any, list[Any]]:
-    """Return a class's own tokenizers.Tokenizer of a file's vocabulary, without added tokens, and
-    what changes ids of text in it against the file's, [] where nothing does.
+    raw: Any, name: str, config: Mapping[str, Any], unk: Any, where: str, kind: Any = None
+) -> Any:
+    """Return a class's own tokenizers.Tokenizer of a file's vocabulary, without added tokens.
 
     raw: the file's tokenizer, whose model is used on. unk: the files' unk_token, "" where it is the
-    class's. Raises ValueError, which begins with `where`.
+    class's. kind: the model_type. Raises ValueError, which begins with `where`.
     """
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, models
 
     about, bpe = BUILT[name], raw.model
     if not isinstance(bpe, models.BPE) or bpe.continuing_subword_prefix or bpe.end_of_word_suffix:
-        kind = type(bpe).__name__
+        other = type(bpe).__name__
         more = " with a prefix or suffix inside words" if isinstance(bpe, models.BPE) else ""
         raise ValueError(
-            f"{where}: tokenizer_class {name} makes a plain BPE, and tokenizer.json is a {kind}"
-            f"{more}; with PreTrainedTokenizerFast in its place, it is read as it is"
+            f"{where}: tokenizer_class {name} makes a plain BPE, and tokenizer.json is a {other}"
+            f"{more}; {_as_it_is(kind)}"
         )
     options: dict[str, Any] = {"byte_fallback": about.byte_fallback, "ignore_merges": False}
-    letters: Sequence[str] = [f"<0x{byte:02X}>" for byte in range(256)]
-    letters = letters if about.byte_fallback else pre_tokenizers.ByteLevel.alphabet()
-    if any(bpe.token_to_id(letter) is None for letter in letters):  # some text is unknown
+    if not _has_bytes(bpe, about.byte_fallback):  # some text is unknown
         unk = content(about.tokens["unk_token"] if unk == "" else unk) if about.unk else None
         options |= {"fuse_unk": about.byte_fallback, "unk_token": unk}
     elif not about.byte_fallback:
         del options["byte_fallback"]
-    changed: list[Any] = [[k, v] for k, v in options.items() if getattr(bpe, k) != v]
     for key, value in {**options, "dropout": None}.items():
         setattr(bpe, key, value)
     made = Tokenizer(bpe)
-    *parts, made.decoder = about.pipeline(config)
-    for part, mine in zip(("normalizer", "pre_tokenizer"), parts, strict=True):
-        state = _state(mine)
-        if state != _state(getattr(raw, part)):
-            changed.append([part, state])
-        if mine is not None:
-            setattr(made, part, mine)
-    return made, changed
+    normalizer, made.pre_tokenizer, made.decoder = about.pipeline(config)
+    if normalizer is not None:
+        made.normalizer = normalizer
+    return made
 
 
-def _state(part: Any) -> str:
-    """Return a normalizer or pre-tokenizer as JSON, without what only moves offsets."""
-    text = "null" if part is None else part.__getstate__().decode()
-    return re.sub(r'"trim_offsets":(true|false),?', "", text)
+def _has_bytes(model: Any, byte_fallback: bool) -> bool:
+    """Return whether a BPE has a piece for each byte, so that no text is unknown to it."""
+    from tokenizers import pre_tokenizers
+
+    letters: Sequence[str] = [f"<0x{byte:02X}>" for byte in range(256)]
+    letters = letters if byte_fallback else pre_tokenizers.ByteLevel.alphabet()
+    return all(model.token_to_id(letter) is not None for letter in letters)
+
+
+UNKNOWN = ("unk_token", "fuse_unk")
+OPTIONS = (*UNKNOWN, "byte_fallback", "ignore_merges", "continuing_subword_prefix",
+           "end_of_word_suffix", "max_input_chars_per_word")  # fmt: skip
+
+
+def cuts(model: Any) -> dict[str, Any]:
+    """Return what gives a text its ids in a tokenizers.Tokenizer, besides vocabulary and merges.
+
+    It is the same however files spell it: what only moves offsets is left out, and what is off.
+    """
+    options = {key: getattr(model.model, key, None) for key in OPTIONS}
+    parts = {part: getattr(model, part) for part in ("normalizer", "pre_tokenizer")}
+    states = {k: json.loads(v.__getstate__()) for k, v in parts.items() if v is not None}
+    fallback = bool(options["byte_fallback"])
+    if (fallback or "ByteLevel" in str(states)) and _has_bytes(model.model, fallback):
+        options |= dict.fromkeys(UNKNOWN)
+    tokens, split = model.get_added_tokens_decoder(), model.encode_special_tokens
+    flags = FLAGS if split else FLAGS[:-1]  # where they are found in a text
+    added = [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
+    found: dict[str, Any] = stated({**options, **states, "split_special_tokens": split})
+    return {**found, "added_tokens": added}
+
+
+def stated(value: Any) -> Any:
+    """Return a JSON value without fields that are off or move offsets."""
+    if isinstance(value, dict):
+        fields = value.items()
+        return {k: stated(v) for k, v in fields if v not in ("", None) and v is not False
+                and k != "trim_offsets"}  # fmt: skip
+    return [stated(v) for v in value] if isinstance(value, list) else value
 
 
 def content(token: Any) -> str | None:

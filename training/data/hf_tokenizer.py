@@ -4,19 +4,30 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from training.data.foreign_code import begin, calling, read_model
-from training.data.hf_classes import BUILT, DECODER, Notes, add_tokens, built, class_of
-from training.data.tik_tokenizer import is_ranks
+from training.data.hf_classes import (
+    BUILT,
+    DECODER,
+    OPTIONS,
+    Notes,
+    add_tokens,
+    built,
+    class_of,
+    content,
+    cuts,
+    stated,
+)
+from training.data.tik_tokenizer import LLAMA3, is_ranks
 from training.data.token_texts import texts_of
 from training.untrusted import parse_json
 
 IDS = "ids:"  # how a digest begins that covers what changes token ids, and nothing else
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 ADDED, MODEL = "added_tokens.json", "config.json"
-MEANING = ("model", "normalizer", "pre_tokenizer", "added_tokens")  # parts of a tokenizer.json
 
 
 class HuggingFaceTokenizer:
@@ -48,26 +59,24 @@ class HuggingFaceTokenizer:
         files = [self._in_same_folder(path, name) for name in (CONFIG, SPECIAL, ADDED, MODEL)]
         paths, (self._config, *_), (config, special, added, model) = zip(*files, strict=True)
         kind = class_of(config, model, b'"ByteLevel"' in self._bytes, paths[0])
-        before = raw.get_added_tokens_decoder()
+        before = cuts(raw)
         self._model: Model = raw
-        self._changed: list[Any] = []  # what gives a text other ids than tokenizer.json alone
         if kind:
             older = {} if config.get(DECODER) is not None else special
             unk = older.get("unk_token") or config.get("unk_token", "")
-            self._model, self._changed = built(raw, kind, config, unk, paths[0])
+            self._model = built(raw, kind, config, unk, paths[0], model.get("model_type"))
         if dropout := getattr(self._model.model, "dropout", None):
             raise ValueError(
                 f"{path}: its BPE has dropout {dropout:.3g}, which cuts a text in another way each "
                 "time: write null in its place"
             )
-        listed = self._parsed().get("added_tokens") or []
-        notes = Notes(config, special, added, listed, padding, paths[:3])
+        notes = Notes(config, special, added, self._listed(), padding, paths[:3])
         with calling(f"--tokenizer-model {path}", mute=True):
             named = add_tokens(self._model, kind, notes)
             vocabulary = self._model.get_vocab(with_added_tokens=True)
         have = self._model.get_added_tokens_decoder()
-        if _matched(have) != _matched(before) or self._model.encode_special_tokens:
-            self._changed += [_matched(have), self._model.encode_special_tokens]
+        self._cuts = cuts(self._model)
+        self._as_file = self._cuts == before  # tokenizer.json alone gives the same ids
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         special_texts = [token.content for token in have.values() if token.special]
 
@@ -79,9 +88,10 @@ class HuggingFaceTokenizer:
         if kind and (starts := BUILT[kind].starts) is not None:
             begun = [self._model.token_to_id(named.get(starts, ""))]
         self.starts_with_bos = self.bos is not None and begun == [self.bos]
-        stated = config.get("bos_token") or special.get("bos_token") or self.starts_with_bos
-        # a bos that only the class has begins no document: it is no part of the digest
-        self._bos = self.bos if stated or named.get("bos_token", "<s>") in self.BOS else None
+        # bos as earlier versions read it, who took a piece of text for it too
+        first = content(config.get("bos_token") or special.get("bos_token"))
+        ids = (raw.token_to_id(text) for text in ([first] if first is not None else self.BOS))
+        self._bos = next((i for i in ids if i is not None), None)
 
     def _in_same_folder(self, path: str, name: str) -> tuple[str, bytes, dict[str, Any]]:
         """Return a file next to tokenizer.json: its path, its bytes, its object, {} without it."""
@@ -101,6 +111,16 @@ class HuggingFaceTokenizer:
             return {}
         return found
 
+    def _listed(self) -> list[dict[str, Any]]:
+        """Return the file's added_tokens; a large vocabulary next to them takes long to parse."""
+        at = re.search(rb'"added_tokens"\s*:\s*(?=\[)', self._bytes)
+        try:
+            text = self._bytes[at.end() :].decode() if at else "[]"
+            listed: list[dict[str, Any]] = json.JSONDecoder().raw_decode(text)[0]
+        except ValueError:
+            return []  # the library alone reads it
+        return listed
+
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """Return the ids of a text, after bos if asked for."""
         with calling(self.name):
@@ -118,34 +138,45 @@ class HuggingFaceTokenizer:
         """Return IDS and a SHA-256 of what changes a token id.
 
         That is the vocabulary, how a text is normalized and cut, and which ids begin and end a
-        document. The chat template, the lengths for truncation and the spelling of the JSON are
-        not part of it.
+        document, as they are in use: a folder that transformers saved again has the same digest
+        where it gives the same ids. The chat template, the lengths for truncation and the
+        spelling of the JSON are not part of it.
+        """
+        return self.digests()[0]
+
+    def digests(self) -> list[str]:
+        """Return `digest`, and what earlier versions had in its place, if the ids are the same.
+
+        They read tokenizer.json alone, and covered how it was spelt; the oldest covered all of
+        tokenizer_config.json too.
         """
         file = self._parsed()
+        older = hashlib.sha256(self._bytes + self._config).hexdigest()
         if not file:
-            return IDS + self.sha256()
-        parts: dict[str, Any] = {name: file.get(name) for name in MEANING}
-        model = parts["model"]
-        if isinstance(model, dict) and isinstance(model.get("merges"), list):  # "a b" or ["a", "b"]
-            pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-            parts["model"] = {**model, "merges": pairs}
-        facts: list[Any] = [parts, self._bos, self.eod, self.starts_with_bos]
-        facts += [self._changed] if self._changed else []
-        return IDS + hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-    def digest_before(self) -> str:
-        """Return the SHA-256 of tokenizer.json and tokenizer_config.json, of older checkpoints."""
-        return hashlib.sha256(self._bytes + self._config).hexdigest()
+            return [IDS + self.sha256(), *[older] * self._as_file]
+        model = dict(file.get("model") or {})
+        if isinstance(model.get("merges"), list):  # "a b" or ["a", "b"]
+            model["merges"] = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        texts = {key: json.dumps(model[key], sort_keys=True) for key in sorted(model)}
+        rest = {key: model[key] for key in model.keys() - {*OPTIONS, "type", "vocab", "merges"}}
+        facts = [type(self._model.model).__name__, stated(rest), self._cuts]
+        facts += [self.bos if self.starts_with_bos else None, self.eod]
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+        for key in ("vocab", "merges"):
+            digest.update(texts.get(key, "").encode())
+        found = [IDS + digest.hexdigest()]
+        if self._as_file:
+            fields = ("added_tokens", "model", "normalizer", "pre_tokenizer")
+            parts = {key: None if key == "model" else file.get(key) for key in fields}
+            before = json.dumps([parts, self._bos, self.eod, self.starts_with_bos], sort_keys=True)
+            whole = ", ".join(f"{json.dumps(key)}: {text}" for key, text in texts.items())
+            before = before.replace('"model": null', f'"model": {{{whole}}}', 1)
+            found += [IDS + hashlib.sha256(before.encode()).hexdigest(), older]
+        return found
 
     def sha256(self) -> str:
         """Return the SHA-256 of tokenizer.json."""
         return hashlib.sha256(self._bytes).hexdigest()
-
-
-def _matched(tokens: Mapping[int, Any]) -> list[Any]:
-    """Return what decides where added tokens are found in a text."""
-    flags = ("content", "single_word", "lstrip", "rstrip", "normalized")
-    return [[i, *(getattr(tokens[i], flag) for flag in flags)] for i in sorted(tokens)]
 
 
 def _others(folder: str) -> str:
@@ -159,7 +190,10 @@ def _others(folder: str) -> str:
     ways, less = [], f", but no token of {ADDED}" if ADDED in there else ""
     for name in (name for name in found if name.endswith(".model")):
         path = os.path.join(folder, name)
-        kind = "TikTokenizer" if is_ranks(read_model(path)[:1000]) else "SentencePieceTokenizer"
+        data = read_model(path)
+        if (tik := is_ranks(data[:1000])) and data.count(b"\n") > LLAMA3:
+            continue  # another model's
+        kind = "TikTokenizer" if tik else "SentencePieceTokenizer"
         ways.append(f"--tokenizer-type {kind} --tokenizer-model {path} reads it{less}")
     if all(name in found for name in pair):
         vocabulary, merges = (os.path.join(folder, name) for name in pair)

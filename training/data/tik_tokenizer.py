@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from training.data.foreign_code import begin, calling, read_model
 
+LLAMA3 = 128_000  # ranks of its file
+
 
 class TikTokenizer:
     """Read Llama 3's tiktoken file; its 256 special tokens follow the ranks of the file."""
@@ -84,6 +86,12 @@ def _read_ranks(path: str, raw: bytes) -> dict[bytes, int]:
                 f"--tokenizer-model {path}, line {number}: rank {int(rank[:20])} is out of order "
                 "or its token is there twice"
             )
+    if len(ranks) > LLAMA3:
+        raise ValueError(
+            f"--tokenizer-model {path}: it has {len(ranks):,} ranks, more than the {LLAMA3:,} of "
+            "Llama 3, and other models (Llama 4, Qwen) cut texts by rules of their own, which are "
+            "not available for tiktoken files; HuggingFaceTokenizer reads their tokenizer.json"
+        )
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise ValueError(f"--tokenizer-model {path}: not every single byte has a rank")
     return ranks

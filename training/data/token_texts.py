@@ -47,7 +47,8 @@ def texts_of(model: Any, size: int, *ends: int | None) -> list[bytes]:
     found = [b""] * size
     for token, i in model.get_vocab(with_added_tokens=True).items():
         if i not in none:
-            found[i] = token.encode() if i in added else text(token)
+            # the letters of an added token are no bytes, and its spaces may be U+2581: Gemma's
+            found[i] = token.encode() if of_bytes and i in added else text(token)
     return found
 
 

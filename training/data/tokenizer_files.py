@@ -107,15 +107,18 @@ def tokenizer_in(
 
 @cache
 def digests_of(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return what a checkpoint keeps to know its tokenizer by, and what older ones kept."""
-    digest = before = sha256 = tokenizer.digest()
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        before, sha256 = tokenizer.digest_before(), tokenizer.sha256()
-    return {
-        "tokenizer_digest": digest,
-        "tokenizer_digest_before": before,
-        "tokenizer_sha256": sha256,
-    }
+    """Return what a checkpoint keeps to know its tokenizer by, and what older ones kept.
+
+    Older ones knew less of what changes ids; where that counts, there is nothing to compare with.
+    """
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return {"tokenizer_digest": tokenizer.digest()}
+    digest, *older = tokenizer.digests()
+    names = ("tokenizer_digest_file", "tokenizer_digest_before", "tokenizer_sha256")[
+        -len(older) - 1 :
+    ]
+    before = dict(zip(names, [*older, tokenizer.sha256()], strict=True)) if older else {}
+    return {"tokenizer_digest": digest, **before}
 
 
 def same_tokenizer(
@@ -127,8 +130,9 @@ def same_tokenizer(
     another chat template now, or may not have been kept. Then its own copy of tokenizer.json
     decides.
     """
-    if known in (digests["tokenizer_digest"], digests.get("tokenizer_digest_before")):
+    names = ("tokenizer_digest", "tokenizer_digest_file", "tokenizer_digest_before")
+    if known in [digests[name] for name in names if name in digests]:
         return True
     older = isinstance(known, str) and not known.startswith(IDS)
-    hashes = (info.get("sha256") for info in files.values())
-    return older and digests.get("tokenizer_sha256") in hashes
+    hashes = [info.get("sha256") for info in files.values()]
+    return older and digests.get("tokenizer_sha256", "") in hashes

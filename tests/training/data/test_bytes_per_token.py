@@ -78,10 +78,11 @@ def without_prefix(folder: Path) -> tuple[str, str]:
 def byte_fallback(folder: Path, **parts) -> tuple[str, str]:
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁onetwhrxad", "on"]
+    fallback = (f"<0x{i:02X}>" for i in range(256))
+    pieces = ["<unk>", "<s>", "</s>", *fallback, *"▁onetwhrxad", "on", "▁▁"]
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
     options = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
-    made = Tokenizer(models.BPE(vocabulary, [("o", "n")], **options))
+    made = Tokenizer(models.BPE(vocabulary, [("o", "n"), ("▁", "▁")], **options))
     for name, part in parts.items():
         setattr(made, name, part)
     text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -106,6 +107,19 @@ def metaspace(folder: Path) -> tuple[str, str]:
     return byte_fallback(folder, pre_tokenizer=pre_tokenizers.Metaspace("▁", "first", split=False))
 
 
+def gemma(folder: Path) -> tuple[str, str]:
+    """Gemma's lists of spaces are pieces, and added tokens too."""
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers
+
+    kind, path = byte_fallback(folder, normalizer=normalizers.Replace(" ", "▁"))
+    made = Tokenizer.from_file(path)
+    made.add_tokens([AddedToken("▁▁", normalized=False)])
+    text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(text)
+    made.save(path)
+    return kind, path
+
+
 def tiktoken(folder: Path) -> tuple[str, str]:
     ranks = [*(bytes([i]) for i in range(256)), b"on", b" t", "中".encode()[:2], b"one"]
     lines = [f"{base64.b64encode(token).decode()} {i}\n" for i, token in enumerate(ranks)]
@@ -113,7 +127,7 @@ def tiktoken(folder: Path) -> tuple[str, str]:
     return "TikTokenizer", str(folder / "tokenizer.model")
 
 
-PIECES = [sentencepiece, without_prefix, without_spaces, llama2, metaspace]
+PIECES = [sentencepiece, without_prefix, without_spaces, llama2, metaspace, gemma]
 EXACT = [gpt2, byte_level, *PIECES, tiktoken]
 
 

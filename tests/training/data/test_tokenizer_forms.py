@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Hugging Face tokenizer gives the ids of transformers.AutoTokenizer, or says what it has not."""
 
+import base64
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from tests.training.data.tokenizer_forms import (
     sentencepiece,
     token,
 )
+from training.data.hf_classes import class_of
 from training.data.tokenizer import HuggingFaceTokenizer, build_tokenizer
 
 
@@ -44,6 +47,7 @@ def test_a_token_that_only_another_file_knows_is_one(tmp_path: Path) -> None:
     assert (whole.eod, whole.vocab_size) == (cut.vocab_size, cut.vocab_size + 1)
     assert whole.decode(whole.encode(f"low{NEW}")) == f"low{NEW}"
     assert whole.digest() != cut.digest()
+    assert len(whole.digests()) == 1 < len(cut.digests())  # no earlier version read it so
 
 
 def test_the_end_of_a_document_is_a_special_token_and_no_piece(tmp_path: Path) -> None:
@@ -73,7 +77,61 @@ def test_a_digest_keeps_its_value_where_the_ids_do(tmp_path: Path, name: str) ->
     files = {"bytes": byte_level(), "neox": byte_level(normalizer=nfc)}
     files["llama"] = sentencepiece(metaspace=True)
     written(tmp_path, tokenizer=files[name], tokenizer_config=configs[name])
-    assert HuggingFaceTokenizer(str(tmp_path)).digest() == DIGESTS[name]
+    assert DIGESTS[name] in HuggingFaceTokenizer(str(tmp_path)).digests()
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "GPTNeoX", "Qwen2", "Llama", "TokenizersBackend"])
+def test_a_folder_that_is_saved_again_keeps_its_digest(tmp_path: Path, kind: str) -> None:
+    """transformers writes a class's own rules into tokenizer.json, and tokens of other files."""
+    transformers = pytest.importorskip("transformers")
+    name = kind if kind == "TokenizersBackend" else f"{kind}Tokenizer"
+    pieces, end = kind == "Llama", "</s>" if kind == "Llama" else "<|endoftext|>"
+    file = sentencepiece() if pieces else byte_level()
+    file["model"].pop("ignore_merges", None)
+    config = {"tokenizer_class": name, "eos_token": end, "extra_special_tokens": [NEW]}
+    written(tmp_path, tokenizer=file, tokenizer_config=config)
+    before = HuggingFaceTokenizer(str(tmp_path))
+    transformers.AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    again = HuggingFaceTokenizer(str(tmp_path / "again"))
+    assert again.encode(f" low\n{NEW} a") == before.encode(f" low\n{NEW} a")
+    assert (again.eod, again.digest()) == (before.eod, before.digest())
+    written(tmp_path / "again", tokenizer_config=config | {"split_special_tokens": True})
+    assert HuggingFaceTokenizer(str(tmp_path / "again")).digest() != before.digest()
+
+
+def test_a_model_type_stands_for_the_class_that_transformers_has() -> None:
+    auto = pytest.importorskip("transformers.models.auto.tokenization_auto")
+    if importlib.metadata.version("transformers") != "5.24.0":
+        pytest.skip("the table is that of transformers 5.24.0")
+    backends = ("TokenizersBackend", "ParakeetTokenizer")  # as tokenizer.json says
+    for kind, stands in auto.TOKENIZER_MAPPING_NAMES.items():
+        name = str(stands or "TokenizersBackend").removesuffix("Fast")
+        try:
+            found = class_of({}, {"model_type": kind}, False, "here")
+            assert found == ("" if name in backends else name), kind
+        except ValueError as error:
+            assert f"here: tokenizer_class {name} has its own rules" in str(error), kind
+    for kind in auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
+        name = str(auto.TOKENIZER_MAPPING_NAMES[kind]).removesuffix("Fast")
+        if name != "Siglip2Tokenizer":  # refused
+            found = class_of({"tokenizer_class": "Mine"}, {"model_type": kind}, False, "here")
+            assert found == ("" if name in backends else name), kind
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_what_a_refusal_says_is_enough(tmp_path: Path, kind: str) -> None:
+    """A Qwen2 with a WordLevel of its own: for its config.json transformers heeds no class."""
+    words = {"type": "WordLevel", "vocab": {"<unk>": 0, "low": 1}, "unk_token": "<unk>"}
+    file = {"version": "1.0", "added_tokens": [], "model": words}
+    written(tmp_path, tokenizer=file, config={"model_type": kind})
+    written(tmp_path, tokenizer_config={"tokenizer_class": "Qwen2Tokenizer"})
+    apart = r"in its place, in a folder without this config.json \(model_type qwen2\), "
+    with pytest.raises(ValueError, match=apart if kind == "qwen2" else "Fast in its place, tok"):
+        HuggingFaceTokenizer(str(tmp_path))
+    written(tmp_path, tokenizer_config={"tokenizer_class": "PreTrainedTokenizerFast"})
+    if kind == "qwen2":
+        (tmp_path / "config.json").unlink()
+    assert HuggingFaceTokenizer(str(tmp_path)).encode("low") == [1]
 
 
 REFUSED = [
@@ -121,3 +179,8 @@ def test_a_folder_without_a_tokenizer_json_says_what_it_has(tmp_path: Path) -> N
     says("tokenizer.model reads it, but no token of added_tokens.json; ")
     (tmp_path / "tokenizer.model").write_bytes(b"IQ== 0\nIg== 1\n")
     says(f"--tokenizer-type TikTokenizer --tokenizer-model {tmp_path}/tokenizer.model reads it")
+    ranks = (b"%s %d\n" % (base64.b64encode(b"%d" % i), i) for i in range(200_000))  # Llama 4's
+    (tmp_path / "tokenizer.model").write_bytes(b"".join(ranks))
+    says("tokenizer.model and vocab.json; if it is GPT-2's, ")
+    with pytest.raises(ValueError, match="it has 200,000 ranks, more than the 128,000 of Llama 3"):
+        build_tokenizer("TikTokenizer", str(tmp_path / "tokenizer.model"), None)
