@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -38,6 +39,7 @@ MARGIN = 2.0  # seconds that the others give rank 0 to tell them who is missing
 ABSENT = "absent: "  # begins a verdict that is no mistake
 LOOK = 5.0  # seconds after which rank 0 looks for each rank, even if nobody has counted
 T = TypeVar("T")
+State = list[Callable[[], str]]  # one, which says what is wrong where nothing more comes
 
 
 class RendezvousError(UsageError):
@@ -59,15 +61,15 @@ def meet(
     deadline = time.monotonic() + timeout.total_seconds()
     activity = activity or Activity(launch)
 
-    def run(state: list[str]) -> dist.Store:
+    def run(state: State) -> dist.Store:
         try:
             store = _open(launch, deadline, timeout, state, activity)
-            state[0] = f"rank 0's store at {_where(launch)} no longer answers"
+            state[0] = lambda: f"rank 0's store at {_where(launch)} no longer answers"
             join = _rank_0 if launch.rank == 0 else _other_rank
             name = join(store, launch, deadline, refused, activity)
         except RuntimeError as error:  # torch's, whose other lines are C++ frames
             text = printable(str(error).splitlines()[0])
-            raise RendezvousError(f"{state[0]}: {text}") from None
+            raise RendezvousError(f"{state[0]()}: {text}") from None
         return dist.PrefixStore(f"weft/{name}", store)
 
     return _within(timeout.total_seconds() + 2 * MARGIN, run)
@@ -77,12 +79,12 @@ def _where(launch: Launch) -> str:
     return f"MASTER_ADDR:MASTER_PORT ({launch.point.host}:{launch.point.port})"
 
 
-def _within(seconds: float, run: Callable[[list[str]], T]) -> T:
-    """Return run(state), or raise RendezvousError with the last state after so many seconds.
+def _within(seconds: float, run: Callable[[State], T]) -> T:
+    """Return run(state), or raise RendezvousError with what the last state says by then.
 
     torch's store may wait for ever in C++: then the thread is left to itself.
     """
-    state, result, errors = [""], list[T](), list[BaseException]()
+    state, result, errors = State([str]), list[T](), list[BaseException]()
 
     def work() -> None:
         try:
@@ -96,12 +98,12 @@ def _within(seconds: float, run: Callable[[list[str]], T]) -> T:
     if errors:
         raise errors[0]
     if not result:
-        raise RendezvousError(state[0])
+        raise RendezvousError(state[0]())
     return result[0]
 
 
 def _open(
-    launch: Launch, deadline: float, timeout: timedelta, state: list[str], activity: Activity
+    launch: Launch, deadline: float, timeout: timedelta, state: State, activity: Activity
 ) -> dist.Store:
     """Open the store: as its keeper on rank 0, unless torchrun's agent is that."""
     host, port, world = launch.point.host, launch.point.port, launch.world
@@ -122,18 +124,29 @@ def _open(
         limit=timeout.total_seconds(),
         over=lambda: f"{who} has come to {_where(launch)}",
     ):
-        store = _connected(launch, deadline, state, why)
+        store = _connected(launch, deadline, timeout, state, why)
     if store is None:
-        raise RendezvousError(
-            f"{who} did not connect to {_where(launch)} in {timeout.total_seconds():.0f} s: "
-            f"{printable(why[0])}"
-        )
+        raise RendezvousError(f"{_absent(launch, timeout)}: {printable(why[0])}")
     store.set_timeout(timeout)
     return store
 
 
+def _absent(launch: Launch, timeout: timedelta) -> str:
+    who = "torchrun's agent" if launch.point.agent else "rank 0"
+    return f"{who} did not connect to {_where(launch)} in {timeout.total_seconds():.0f} s"
+
+
+def _not_a_store(launch: Launch, timeout: timedelta) -> str:
+    """Return why torch does not come to a store: of what listens there, if anything still does."""
+    try:
+        socket.create_connection((launch.point.host, launch.point.port), timeout=2.0).close()
+    except OSError as error:
+        return f"{_absent(launch, timeout)}: {error}"
+    return f"what listens at {_where(launch)} is not rank 0's store"
+
+
 def _connected(
-    launch: Launch, deadline: float, state: list[str], why: list[str]
+    launch: Launch, deadline: float, timeout: timedelta, state: State, why: list[str]
 ) -> dist.Store | None:
     """Return rank 0's store, or None after the deadline. why[0]: gets what keeps this rank out."""
     host, port, world, attempt = launch.point.host, launch.point.port, launch.world, ATTEMPT
@@ -143,7 +156,7 @@ def _connected(
             socket.create_connection((host, port), timeout=2.0).close()
             if (left := deadline - time.monotonic()) <= 0:
                 return None
-            state[0] = f"what listens at {_where(launch)} is not rank 0's store"
+            state[0] = partial(_not_a_store, launch, timeout)
             # not all of the time that is left: what listened may have ended by now, as a rank 0
             # that refuses to start does, and torch would go on connecting to nobody
             short = timedelta(seconds=min(attempt, left / 3))

@@ -278,6 +278,21 @@ def test_a_store_that_ends_as_it_is_found_and_does_not_come_back_is_no_other_pro
     assert text.startswith("rank 0 did not connect to MASTER_ADDR") and "refused" in text
 
 
+def test_torch_goes_on_connecting_to_a_store_that_ended(monkeypatch):
+    server, ended = socket.create_server(("127.0.0.1", 0)), threading.Event()
+
+    def vain(*args):
+        server.close()
+        ended.wait(LIMIT)
+
+    monkeypatch.setattr(rendezvous, "MARGIN", 0.1)
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", vain)
+    start = Start(Rendezvous("127.0.0.1", server.getsockname()[1]), 2)
+    text = str(start.run({1: lambda launch: meet(timedelta(seconds=0.2), launch)})[1])
+    ended.set()
+    assert text.startswith("rank 0 did not connect to MASTER_ADDR") and "refused" in text
+
+
 def test_what_one_rank_refuses_all_hear(start):
     refusing = lambda launch: meet(LONG, launch, "--lr -1: \x1b[31m")  # noqa: E731
     results = start(3).run({0: coming, 1: refusing, 2: coming})
