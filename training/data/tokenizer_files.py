@@ -111,13 +111,12 @@ def digests_of(tokenizer: Tokenizer) -> dict[str, str]:
 
     Older ones knew less of what changes ids; where that counts, there is nothing to compare with.
     """
+    names = ("tokenizer_digest_file", "tokenizer_digest_before", "tokenizer_sha256")
     if not isinstance(tokenizer, HuggingFaceTokenizer):
-        return {"tokenizer_digest": tokenizer.digest()}
+        return dict.fromkeys(("tokenizer_digest", *names[1:]), tokenizer.digest())
     digest, *older = tokenizer.digests()
-    names = ("tokenizer_digest_file", "tokenizer_digest_before", "tokenizer_sha256")[
-        -len(older) - 1 :
-    ]
-    before = dict(zip(names, [*older, tokenizer.sha256()], strict=True)) if older else {}
+    older += [tokenizer.sha256()] * bool(older)
+    before = dict(zip(names[-len(older) :], older, strict=True)) if older else {}
     return {"tokenizer_digest": digest, **before}
 
 
