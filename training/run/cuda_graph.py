@@ -71,7 +71,11 @@ class Graphs:
     def __call__(
         self, run: Run, schedule: Schedule, batches: list[Batch], tokens: int, during: str
     ) -> Tensor:
-        """Run a step's micro-batches; return what run_schedule returns, with the same bits."""
+        """Run a step's micro-batches; return what run_schedule returns, with the same bits.
+
+        Auxiliary losses are added by micro-batch here, so their logged mean may differ in the last
+        bit of its fp64 sum; their gradients do not.
+        """
         if not self.ready(run):
             return self.run_schedule(run, schedule, batches, tokens, during)
         total = torch.zeros(3, dtype=torch.float64, device=run.device)

@@ -177,10 +177,10 @@ def test_a_hello_cannot_be_used_twice(two: Two) -> None:
 
 def test_a_changed_message_is_no_message(two: Two) -> None:
     """Who sits on the line can break it, but say nothing in a rank's name; the rank comes back."""
-    sock = two.monitors[1]._connection.sock
+    wait_until(lambda: 1 in two.hub.members)  # a rank is admitted before the hub's thread seats it
+    sock, old = two.monitors[1]._connection.sock, two.hub.members[1].connection
     text = b'{"kind": "failed", "action": "", "why": "forged", "wait": 0}'
     os.write(sock.fileno(), wire.HEAD.pack(len(text), 0) + b"0" * wire.MAC + text)
-    old = two.hub.members[1].connection
     wait_until(lambda: two.hub.members[1].connection not in (None, old))
     two.check()
 
