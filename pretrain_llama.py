@@ -196,10 +196,11 @@ def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
 
 def validate(run: Run, sets: Mapping[str, Loader], log: Log, name: str = "validation") -> None:
     """Evaluate on each set of held-out data, and log its loss; --eval-iters 0 asks for none."""
-    for part, loader in sets.items():
-        if loader.dataset.length is None and run.config.run.eval_iters <= 0:
-            continue
-        log.validation(run.iteration, *evaluate(run, loader), name=name, part=part)
+    with log.timing(name):
+        for part, loader in sets.items():
+            if loader.dataset.length is None and run.config.run.eval_iters <= 0:
+                continue
+            log.validation(run.iteration, *evaluate(run, loader), name=name, part=part)
 
 
 def name_fork(argv: list[str]) -> list[str]:
@@ -325,10 +326,14 @@ def train(
                 draw_sample(run, loaders, log)
             if decision.save:
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
-                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry)
+                with log.timing("save"):
+                    saver.save(
+                        run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry
+                    )
             if decision.copy:
                 run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
-                saver.keep(run.iteration, run.consumed)
+                with log.timing("copy"):
+                    saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save:
                 validate(run, loaders.valid, log)
             if decision.stop:
@@ -432,7 +437,7 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
     overlap = measure_and_warm_up(run, saver, model_provider, run_schedule, note)
     total = total_iterations(config, run.iteration, run.consumed)
     run.monitor.action = "opening the log"
-    log = log_of(run, model_provider, total)
+    log = log_of(run, model_provider, total, tested=loaders.test is not None)
     with log, saver:
         train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")

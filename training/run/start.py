@@ -20,6 +20,7 @@ from training.run.output import say
 from training.run.saver import Saver
 from training.run.state import Run, RunSchedule
 from training.run.warm_up import warm_up
+from training.run.watch.intervals import still_due
 from training.stages import name_at, tokens_at
 
 # errors that a user can do something about: one sentence, no traceback
@@ -73,9 +74,10 @@ def measure_and_warm_up(
     return found
 
 
-def log_of(run: Run, provider: ModelProvider, total: int) -> Log:
-    """Return the log of a run that ends at iteration `total`."""
+def log_of(run: Run, provider: ModelProvider, total: int, tested: bool = False) -> Log:
+    """Return the log of a run that ends at iteration `total`. tested: there is a test set."""
     config = run.config
+    tests = {"test": int(tested and bool(config.run.eval_interval))}
     return Log(
         config.log, rank=run.grid.rank, world_size=run.grid.world_size,
         flops_per_token=model_profile(config, provider).flops,
@@ -83,4 +85,5 @@ def log_of(run: Run, provider: ModelProvider, total: int) -> Log:
         total_samples=config.batch.train_samples, start_iteration=run.iteration,
         run_config=config.flat(), tokens_at=partial(tokens_at, config),
         stage_at=partial(name_at, config),
+        still_due=lambda iteration: still_due(config, iteration, total) | tests,
     )  # fmt: skip

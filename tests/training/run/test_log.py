@@ -51,6 +51,7 @@ def step(log, iteration, **more):
     log.step(
         iteration=iteration,
         consumed_samples=8 * iteration,
+        samples=8,
         tokens=1000,
         seconds=0.5,
         data_wait_seconds=0.125,
@@ -103,7 +104,7 @@ LONG = {"iteration": 999_999, "loss": 12.3456, "grad_norm": 9999.0, "tokens_per_
 
 USUAL = {"grad_norm": 0.617, "tokens_per_second": 123_456.0, "mfu": 0.4123, "loss": 2.34567}
 LINES = {
-    "short": ({"mean_loss": 2.75}, 100, None, "iteration   7/100 | loss 2.7500 | lr 3.00e-4 | "),
+    "short": ({"mean_loss": 2.75}, 100, 60.0, "iteration   7/100 | loss 2.7500 | lr 3.00e-4 | "),
     "usual": (
         USUAL, 1000, 3 * 3600.0, "iteration    7/1000 | loss 2.3457 | lr 3.00e-4 | norm 0.62 | "
         "123k tokens/s | MFU 41% | ETA 3:00:00",
@@ -363,7 +364,10 @@ config = SimpleNamespace(**{config!r})
 log = Log(config, rank=0, world_size=1, flops_per_token=1e6, dtype=torch.float32, device="cpu",
           total_iterations=3)
 for i in (1, 2, 3):
-    log.step(iteration=i, consumed_samples=i, tokens=8, seconds=0.5, loss=1 / 3, grad_norm=1, lr=1)
+    log.step(
+        iteration=i, consumed_samples=i, samples=1, tokens=8, seconds=0.5, loss=1 / 3, grad_norm=1,
+        lr=1,
+    )
 log.close()
 """
 
