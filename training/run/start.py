@@ -13,6 +13,7 @@ from mpu.zero.gradient_check import GradientCheck
 from training.checkpoint import CheckpointError
 from training.config import UsageError
 from training.data.dataset import DataError
+from training.run import memory_report
 from training.run.autotune import overlap
 from training.run.autotune.overlap import Note, Overlap
 from training.run.log import Log
@@ -45,6 +46,7 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     fixed = sum(p.numel() for p in run.module.parameters() if not p.requires_grad)
     of_them = f" ({fixed:,} of them frozen)" if fixed else ""
     note(f"{run.grid}; {count:,} parameters on this rank{of_them}, {run.device}")
+    note(memory_report.buckets(run.config, run.sink, run.grid.rank))
     if names := run.sink.frozen.names:
         note(f"{len(names)} frozen tensors (requires_grad is False), such as {names[0]}")
     for name in run.sink.frozen.overruled:
