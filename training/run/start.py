@@ -80,7 +80,8 @@ def log_of(run: Run, provider: ModelProvider, total: int) -> Log:
         config.log, rank=run.grid.rank, world_size=run.grid.world_size,
         flops_per_token=model_profile(config, provider).flops,
         dtype=config.run.dtype, device=run.device, total_iterations=total,
-        total_samples=config.batch.train_samples, start_iteration=run.iteration,
+        total_samples=config.batch.train_samples,
+        start_iteration=0 if config.run.skip_train else run.iteration,
         run_config=config.flat(), tokens_at=partial(tokens_at, config),
         stage_at=partial(name_at, config),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 
 import gc
 
+from training.arguments import RunConfig
 from training.config import Config
 from training.run.step import CONTINUE, Decision, Step
 from training.stages import waits_for
@@ -16,6 +17,17 @@ def due(interval: int | None, iteration: int, last: bool = False) -> bool:
     if not interval:
         return False
     return last or iteration % interval == 0
+
+
+def evaluation_due(run: RunConfig, iteration: int, last: bool = False) -> bool:
+    """Return whether the held-out data are evaluated after this step; last: of the run.
+
+    Whoever counts a run's evaluations asks here. The one of --eval-at-start is before a step, and
+    with --eval-iters 0 an evaluation that is due takes no data.
+    """
+    if last:
+        return bool(run.eval_interval) or run.eval_at_start
+    return iteration >= (run.start_eval_at_iter or 0) and due(run.eval_interval, iteration)
 
 
 class Intervals:
@@ -35,7 +47,7 @@ class Intervals:
             stop=stop,
             save=save and bool(config.checkpoint.save),
             copy=due(config.fault.peer_checkpoint, i),
-            evaluate=due(config.run.eval_interval, i, last),
+            evaluate=evaluation_due(config.run, i, last),
             sample=due(config.log.sample_interval, i),
         )
 
