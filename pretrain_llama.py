@@ -10,6 +10,7 @@
     WORLD_SIZE=512 python pretrain_llama.py --rehearse ...     one rank's steps, without a GPU
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -177,7 +178,7 @@ def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank, and
     the bytes of text of a token that counts in it.
 
-    With --full-validation they are of all of the data.
+    With --full-validation they are of all of the data. The loss is NaN where no token counts.
     """
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
@@ -191,7 +192,7 @@ def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
     total[2] = text / (run.grid.cp.size * run.grid.pp.size)  # each of these ranks counts all of it
     run.monitor.action = f"the sum of the losses {during}"
     loss, tokens, size = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
-    return loss / max(tokens, 1), size / max(tokens, 1)
+    return (loss / tokens if tokens else math.nan), size / max(tokens, 1)
 
 
 def validate(run: Run, sets: Mapping[str, Loader], log: Log, name: str = "validation") -> None:
@@ -439,11 +440,15 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
     run.monitor.action = "opening the log"
     log = log_of(run, model_provider, total, tested=loaders.test is not None)
     with log, saver:
-        train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
+        skip = config.run.skip_train
+        if skip or (config.run.eval_at_start and run.iteration < total):
+            validate(run, loaders.valid, log)
+        if not skip:
+            train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")
-        if config.run.eval_interval and run.iteration == total:
+        if skip or (config.run.eval_interval and run.iteration == total):
             validate(run, {"": loaders.test} if loaders.test else {}, log, name="test")
-        log.finished(run.iteration)
+        log.finished(run.iteration, skip)
 
 
 if __name__ == "__main__":

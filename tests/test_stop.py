@@ -82,6 +82,8 @@ def by_train(case, monkeypatch):
         on_nan="stop" if on_nan else "skip",
         exit_interval=interval(leave),
         eval_interval=interval(check) if check else None,
+        start_eval_at_iter=None,
+        eval_at_start=False,
         exit_duration_in_mins=None,
         manual_gc=False,
     )

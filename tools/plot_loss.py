@@ -12,6 +12,7 @@ name and its last value, so no legend has to be looked up. The value of the trai
 over the run's last steps, as many as the label says.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ def read_log(path: Path) -> Run:
     curves: dict[str, dict[int, float]] = {name: {} for name in sorted(names)}
     at: dict[int, tuple[float, float]] = {}
     for leg in legs:
-        first = min((read.first for read in leg), default=0)
+        # an evaluation alone, before a first step or by --skip-train, takes nothing's place
+        first = min((read.first for read in leg if read.trains), default=math.inf)
         curves = {n: {i: v for i, v in c.items() if i < first} for n, c in curves.items()}
         at = {i: place for i, place in at.items() if i < first}
         for read in leg:

@@ -1375,6 +1375,22 @@ class RunConfig:
     eval_iters: int = setting(
         100, "global batches in one evaluation", "steps", integer(-1), off="0 or -1", reported=True
     )
+    start_eval_at_iter: int | None = setting(
+        None,
+        "first step after which --eval-interval may evaluate",
+        "step",
+        integer(),
+        off="left out or 0, from the start",
+        needs="--eval-interval",
+    )
+    eval_at_start: bool = setting(
+        False,
+        "evaluate before the first step too, and print the loss there and at the end",
+        ours=True,
+    )
+    skip_train: bool = setting(
+        False, "evaluate what --load holds, and end: nothing is trained and nothing is saved"
+    )
     exit_interval: int | None = setting(
         None,
         "save and stop after a step that is a multiple of this",

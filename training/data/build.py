@@ -121,8 +121,14 @@ def build_loaders(
     valid = {name: loader for name, loader in held_out.items() if loader is not None}
     for name in held_out.keys() - valid.keys() if data.multiple_validation_sets else ():
         raise ValueError(f"--multiple-validation-sets: the set {name} has no tokens that count")
-    evaluates = config.run.eval_iters > 0 or data.full_validation
-    if not valid and config.run.eval_interval and evaluates:
+    run = config.run
+    asked = {
+        "--skip-train": run.skip_train,
+        "--eval-at-start": run.eval_at_start,
+        f"--eval-interval {run.eval_interval}": run.eval_interval,
+    }
+    evaluates = run.eval_iters > 0 or data.full_validation
+    if not valid and evaluates and any(asked.values()):
         why = "--valid-data-path has no tokens that count"
         if data.data_path:
             why = (
@@ -130,9 +136,8 @@ def build_loaders(
                 "validation: raise its second number, or use --valid-data-path "
                 "(tools/build_corpus.py cuts a text and holds out a part of it)"
             )
-        raise ValueError(
-            f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: {why}"
-        )
+        by = next(flag for flag, given in asked.items() if given)
+        raise ValueError(f"{by} has nothing to evaluate on: {why}")
     return Loaders(train, valid, load(datasets["test"], held_out_text), tokenizer)
 
 
@@ -236,7 +241,8 @@ def _without_loss(
 def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
     """Return how many samples of each split Megatron's order is made for, and how many are read.
 
-    Megatron's evaluations read on where the one before ended; these begin again.
+    Megatron's evaluations read on where the one before ended; these begin again. With --skip-train
+    they are as many as in a run of the same flags, so that the losses are that run's.
     """
     batch, run = config.batch, config.run
     size, steps = batch.global_batch_size, batch.train_iters
@@ -244,7 +250,10 @@ def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
     assert train is not None, "--train-iters or --train-samples is given"
     steps = train // size if steps is None else steps
     evaluation = max(0, run.eval_iters) * size
-    times = steps // run.eval_interval + 1 if run.eval_interval else 1
+    times = 1
+    if run.eval_interval:
+        left_out = (run.start_eval_at_iter or 0) // run.eval_interval
+        times = max(1, steps // run.eval_interval + 1 - left_out)
     return {
         "train": (train, train),
         "valid": (times * evaluation, evaluation),

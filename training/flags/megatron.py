@@ -1058,8 +1058,8 @@ REFUSED = (
     ),
     Refused(
         "another way to evaluate",
-        "--start-eval-at-iter --skip-train --test-mode",
-        "use --eval-interval and --eval-iters, which take batches of the validation split",
+        "--test-mode",
+        "use --skip-train, which evaluates what --load holds",
     ),
     Refused(
         "data in an object store or listed in a file for each split",

@@ -82,6 +82,8 @@ def parse(
     if made.data.data_stages:
         made = _in_stage(given, world_size, notes, own, stage)
     rules.check(made)
+    if made.run.skip_train:  # the flags of a run may be given as they are
+        made = replace(made, checkpoint=replace(made.checkpoint, save=None, save_hf=None))
     for word in argv if made.checkpoint.save else ():
         if any("\ud800" <= c <= "\udfff" for c in word):  # as Python spells other bytes
             raise UsageError(f"{word!a} is not UTF-8, in which a checkpoint keeps the command line")
@@ -410,6 +412,12 @@ def _assemble(
         notes.append(
             f"--eval-interval {run.pop('eval_interval')} has nothing to evaluate on, so there is "
             "no evaluation: give the second number of --split a share, or --valid-data-path"
+        )
+    alone = run.get("skip_train") and not run.get("eval_interval")
+    if alone and data.get("data_order") == "megatron":
+        notes.append(
+            "--skip-train without --eval-interval: --data-order megatron draws the samples of one "
+            "evaluation, which are others than those of a run with more of them"
         )
     if data.get("mock_data"):
         data.setdefault("tokenizer_type", "NullTokenizer")

@@ -101,6 +101,7 @@ def check_run(config: Config) -> None:
         if what not in CHANGES:
             raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
     _branch(checkpoint)
+    _evaluation(config)
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
         raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
     if log.profile and log.profile_step_start >= log.profile_step_end:
@@ -132,6 +133,26 @@ def check_run(config: Config) -> None:
             memory_history()
         except TorchLacks as error:
             raise UsageError(f"{error}: omit the flag") from None
+
+
+def _evaluation(config: Config) -> None:
+    """Raise UsageError for a flag that asks for an evaluation where there is nothing to evaluate
+    on.
+    """
+    run, d = config.run, config.data
+    asked = {"--eval-at-start": run.eval_at_start, "--skip-train": run.skip_train}
+    for flag in (flag for flag, given in asked.items() if given):
+        if run.eval_iters <= 0 and not d.full_validation:
+            raise UsageError(
+                f"{flag} evaluates on --eval-iters batches, and --eval-iters {run.eval_iters} asks "
+                "for none: give a number >= 1, or --full-validation"
+            )
+        train = bool(d.train_data_path or d.data_stages)
+        if not has_validation(d.split, train, bool(d.valid_data_path)):
+            raise UsageError(
+                f"{flag} has nothing to evaluate on: give the second number of --split a share, or "
+                "--valid-data-path"
+            )
 
 
 def _branch(c: CheckpointConfig) -> None:
@@ -307,9 +328,10 @@ def _directories(config: Config) -> None:
     """Refuse outputs that could not be written."""
     log = config.log
     history = log.memory_snapshot_path
+    saves = None if config.run.skip_train else config.checkpoint
     directories = {
-        "--save": config.checkpoint.save,
-        "--save-hf": config.checkpoint.save_hf,
+        "--save": saves and saves.save,
+        "--save-hf": saves and saves.save_hf,
         "--tensorboard-dir": log.tensorboard_dir,
         "--data-cache-path": _to_make(config.data.data_cache_path),
         "--data-local-copy": _to_make(config.data.data_local_copy),
@@ -326,7 +348,8 @@ def _directories(config: Config) -> None:
     try:
         if log.log_json:
             refuse("--log-json", log.log_json, json_lines("iteration"), "the log of a run")
-        _checkpoints(config.checkpoint)
+        if saves is not None:
+            _checkpoints(saves)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

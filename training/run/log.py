@@ -83,6 +83,8 @@ class Log:
         self.mean_loss, self.began, self.trained = math.nan, time.monotonic(), False
         self.saved_in = (run_config or {}).get("checkpoint.save")
         self.length = (run_config or {}).get("model.seq_length", 0)
+        self.start_iteration = start_iteration
+        self.held_out: dict[str, list[tuple[int, float]]] = {}  # of a set: (iteration, loss)
         self.stage_at, self.stage = stage_at, ""
         self.tokens_at = tokens_at or (lambda samples: samples * self.length)
         self.json = self.tensorboard = self.wandb = self.bar = None
@@ -232,6 +234,8 @@ class Log:
         of = f"/{part}" if part else ""
         line = f"{name}{part and f'-{part}'} at iteration {iteration} | loss {loss:.4f}"
         line += f" | perplexity {math.exp(min(loss, 700.0)):.2f}"
+        if name == "validation":  # the first one and the last one count
+            self.held_out[part] = [*self.held_out.get(part, ())[:1], (iteration, loss)]
         record = {"iteration": iteration, f"{name}_loss{of}": loss}
         if bytes_per_token:
             record[f"{name}_bits_per_byte{of}"] = bits = loss / math.log(2) / bytes_per_token
@@ -239,9 +243,24 @@ class Log:
         self.print(line)
         self.write(record)
 
-    def finished(self, iteration: int) -> None:
-        """Say that the run is over, where it is, and where its result lies."""
-        if not self.writes or iteration < self.total_iterations:
+    def finished(self, iteration: int, only_evaluated: bool = False) -> None:
+        """Say that the run is over, where it is, and where its result lies.
+
+        With --eval-at-start also what became of each loss on held-out data.
+        """
+        if not self.writes:
+            return
+        if only_evaluated:
+            self.print(f"evaluated at iteration {iteration}: --skip-train trains and saves nothing")
+            return
+        for part, ((begin, before), *later) in self.held_out.items():
+            if begin == self.start_iteration and later:
+                step = f"iteration {begin + 1}" if begin else "the first step"
+                at, after = later[-1]
+                end = "at the end" if at == self.total_iterations else f"at iteration {at}"
+                of = part and f"-{part}"
+                self.print(f"validation{of} loss {before:.4f} before {step}, {after:.4f} {end}")
+        if iteration < self.total_iterations:
             return
         where = f"; saved in {self.saved_in}" if self.saved_in else "; not saved (no --save)"
         if self.trained:

@@ -122,6 +122,9 @@ def check_early(config: Config) -> None:
     found: list[str] = []
     for flag, root, step in places(c.load, c.branch_from, c.ckpt_step, c.pretrained_checkpoint):
         found += candidates(root, step, flag)[0]
+    if config.run.skip_train and c.load and not found:
+        why = nothing_downloaded(c.load)
+        raise UsageError(f"--skip-train --load {c.load}: no checkpoint there ({why})")
     if c.branch_from is not None and not found:
         raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there")
     if c.pretrained_checkpoint is not None and not (found or config.fault.peer_checkpoint):

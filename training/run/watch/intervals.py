@@ -14,12 +14,17 @@ def due(interval: int | None, iteration: int) -> bool:
 
 
 def evaluations_due(config: Config, after: int, until: int, total: int) -> int:
-    """Return how many evaluations are due after the steps from after + 1 to `until`.
+    """Return how often held-out data are evaluated after the steps from after + 1 to `until`.
 
-    One follows the run's last step, `total`, too.
+    One follows the run's last step, `total`, too. That of --eval-at-start comes before a step and
+    is not among them. With --eval-iters 0 an evaluation that is due takes no data.
     """
-    every = config.run.eval_interval
-    return _times(every, after, until) + _ends_between(every, after, until, total)
+    run = config.run
+    every, start = run.eval_interval, run.start_eval_at_iter or 0
+    times = _times(every, max(after, start - 1), until)
+    if not every and not run.eval_at_start or not after < total <= until:
+        return times
+    return times + (total < start or not due(every, total))
 
 
 def still_due(config: Config, iteration: int, total: int) -> dict[str, int]:
