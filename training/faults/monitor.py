@@ -343,6 +343,8 @@ class FailureMonitor:
             wait = self._grace
         elif isinstance(error, SystemExit) and isinstance(error.code, str):
             why = text
+        elif isinstance(error, KeyboardInterrupt) and not error.args:
+            why, wait = "stopped by Ctrl-C", SIGNAL_WAIT
         elif isinstance(error, (SystemExit, KeyboardInterrupt)):
             why, wait = f"ended by a signal (exit code {text})", SIGNAL_WAIT
         why = wire.printable(why)

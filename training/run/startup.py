@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -297,8 +298,12 @@ def write_error_file(text: str, error_file: str | None) -> None:
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
 
 
-def as_process(main: Callable[[], int], error_file: str | None) -> None:
+def as_process(
+    main: Callable[[], int], error_file: str | None, program: str = PROGRAM
+) -> None:
     """Run main(), print the traceback of a bug, flush, and end the process at once.
+
+    program: its name, for the lines about it. Ctrl-C gets a line, and exit code 130.
 
     The interpreter's shutdown is skipped. In it a failed run may wait for ranks that are gone, and
     a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
@@ -323,7 +328,7 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
         leave(1)
 
     def failed(text: str) -> int:
-        print(f"{PROGRAM}: {printable(text)}", file=sys.stderr)
+        print(f"{program}: {printable(text)}", file=sys.stderr)
         write_error_file(text, error_file)
         return 1
 
@@ -336,6 +341,9 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
             code = failed(text) if text else (end.code or 0) % 256
         else:
             code = failed(str(end.code))
+    except KeyboardInterrupt:
+        failed("stopped by Ctrl-C")
+        code = 128 + signal.SIGINT
     except BaseException as error:  # where Rust panics it is no Exception
         if isinstance(error.__cause__, SystemExit):  # told to the other ranks (FailureMonitor)
             code = failed(str(error))

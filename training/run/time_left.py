@@ -7,7 +7,7 @@ nothing, so the first estimates of a run are of its steps alone.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 STEPS, OTHERS = 10, 3  # how many of the last durations count
@@ -35,11 +35,12 @@ class TimeLeft:
 
     def seconds(self, steps: float, due: Mapping[str, int]) -> float:
         """Return the seconds that so many steps and so many of each kind will take."""
-        return steps * _mean(self._steps) + sum(
-            times * _mean(self._others.get(kind) or self._others.get(LIKE.get(kind, ""), ()))
-            for kind, times in due.items()
-        )
+        left = steps * _mean(self._steps)
+        for kind, times in due.items():
+            took = self._others.get(kind) or self._others.get(LIKE.get(kind, kind))
+            left += times * _mean(took or ())
+        return left
 
 
-def _mean(seconds: deque[float] | tuple[()]) -> float:
+def _mean(seconds: Collection[float]) -> float:
     return sum(seconds) / max(1, len(seconds))

@@ -47,7 +47,7 @@ def _times(interval: int | None, after: int, until: int) -> int:
 
 def _ends_between(interval: int | None, after: int, until: int, total: int) -> int:
     """Return 1 where the last step is among these, and is no multiple of the interval."""
-    return int(bool(interval) and after < total <= until and total % interval != 0)
+    return int(after < total <= until and total % interval != 0) if interval else 0
 
 
 class Intervals:
