@@ -17,7 +17,7 @@ takes.chaos        := CASES SEED MINUTES KINDS ONLY OUT
 takes.rehearse     := WORLD RANK DEVICE EXAMPLE ARGS
 takes.explain      := TP CP CP_COMM DP PP ZERO LAYERS MICRO_BATCHES RECOMPUTE SCHEDULE TIED SP FP8 EXPERTS EP DISPATCHER SHARED OVERLAP OPTIMIZER
 takes.fork-check   := MODEL FULL ONLY ARGS
-takes.bench        := CASES
+takes.bench        := CASES COMPILE
 takes.bench-pipeline := CASES
 takes.bench-zero   := CASES LEVELS DEEPSPEED
 takes.same-bits    := BASE RUNS
@@ -112,8 +112,8 @@ lint: setup ## run ruff on all files, and mypy --strict on all of the product
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
-bench: setup ## measure training steps against PyTorch's own parallel stack, 20 minutes (CASES="tiny-fp32-1 tiny-fp32-2 ...")
-	$(RUN) benchmarks/bench_step.py $(call flag,CASES,--cases)
+bench: setup ## measure training steps against PyTorch's own parallel stack, 20 minutes (CASES="tiny-fp32-1 tiny-fp32-2 ..." COMPILE=1: also its stack under torch.compile)
+	$(RUN) benchmarks/bench_step.py $(call flag,CASES,--cases) $(if $(filter 1,$(call given,COMPILE)),--compile)
 
 bench-overlap: setup ## measure tensor parallel 2: shared memory against gloo, overlapped matmuls, a step against a peer, 30 minutes
 	$(RUN) benchmarks/bench_shared_memory.py

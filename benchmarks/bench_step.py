@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure a training step against a peer built from PyTorch's own parallel stack, in one run.
 
-    python benchmarks/bench_step.py [--peer PATH] [--cases tiny-fp32-1 ...]
+    python benchmarks/bench_step.py [--peer PATH] [--compile] [--cases tiny-fp32-1 ...]
 
 Weft runs as its users run it: pretrain_llama.py under torchrun, whose log is read. The peer is a
 script that takes --size, --dtype, --tp, --warmup and --steps, and prints `JSON {...}`
 with the times of its steps. The default is a torchtitan-style trainer (DTensor TP with SP, loss
 parallel, fused AdamW, clipping). Both have the same sizes, global batch of 4 sequences and number
-of threads. Launches of the two alternate, so that a machine whose speed drifts is fair to both; a
-figure is the median over all timed steps of all launches. The bound is the same step's matmuls and
-attention alone, each by the fastest kernel at hand, on the same number of processes and threads.
+of threads. Launches alternate, so that a machine whose speed drifts is fair to all; a figure is the
+median over all timed steps of all launches. With --compile the peer is measured under torch.compile
+too, and two columns more have its tokens/s and the ratio to it; it compiles in the warm-up. The
+bound is the same step's matmuls and attention alone, each by the fastest kernel at hand, on the
+same number of processes and threads.
 """
 
 import argparse
@@ -47,6 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer", type=Path, default=PEER, help="the peer's script")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES, metavar="SIZE-DTYPE-TP")
+    parser.add_argument("--compile", action="store_true", help="measure the peer compiled, too")
     parser.add_argument("--launches", type=int, default=3, help="of each, taken in turn")
     parser.add_argument(
         "--steps", type=int, default=0, help="timed steps a launch (0: 10 tiny, 2 small)"
@@ -60,20 +63,24 @@ def main() -> None:
         parser.error(f"--peer {args.peer}: no such file")
     cores = len(os.sched_getaffinity(0))
     print(f"torch {torch.__version__}, {cores} cores; tokens/s, medians of interleaved launches")
-    print(f"{'case':<15}{'Weft':>10}{'peer':>10}{'ratio':>8}{'bound':>10}{'of bound':>10}"
+    columns = f"{'compiled':>10}{'ratio':>8}" * args.compile
+    print(f"{'case':<15}{'Weft':>10}{'peer':>10}{'ratio':>8}{columns}{'bound':>10}{'of bound':>10}"
           f"{'peak MB: Weft':>16}{'peer':>7}")  # fmt: skip
     for case in args.cases:
         size, _, tp = case.split("-")
         steps = args.steps or (10 if size == "tiny" else 2)
-        ours, theirs, bounds = Side(), Side(), []
+        ours, theirs, compiled, bounds = Side(), Side(), Side(), []
         for _ in range(args.launches):
             ours.add(*run_weft(case, steps))
             theirs.add(*run_peer(args.peer, case, steps))
+            if args.compile:
+                compiled.add(*run_peer(args.peer, case, steps, "--compile"))
             bounds.append(run_bound(case))
         tokens = BATCH * SIZES[size][-1]
         mine, limit = tokens / ours.median(), tokens / min(bounds)
         line = f"{case:<15}{mine:>10.0f}"
-        line += f"{tokens / theirs.median():>10.0f}{theirs.median() / ours.median():>8.2f}"
+        for side in (theirs, compiled)[: 1 + args.compile]:
+            line += f"{tokens / side.median():>10.0f}{side.median() / ours.median():>8.2f}"
         line += f"{limit:>10.0f}{mine / limit:>10.0%}{ours.peak:>16.0f}{theirs.peak:>7.0f}"
         print(line, flush=True)
 
@@ -150,10 +157,10 @@ def run_weft(
     return [r["step_seconds"] for r in rows], max(r["peak_memory_bytes"] for r in rows) / 2**20
 
 
-def run_peer(peer: Path, case: str, steps: int) -> tuple[list[float], float]:
+def run_peer(peer: Path, case: str, steps: int, more: str = "") -> tuple[list[float], float]:
     """Run the peer; return seconds of the timed steps and its largest peak in megabytes."""
     size, dtype, tp = case.split("-")
-    flags = f"--size {size} --dtype {dtype} --tp {tp} --warmup 2 --steps {2 + steps}".split()
+    flags = f"--size {size} --dtype {dtype} --tp {tp} --warmup 2 --steps {2 + steps} {more}".split()
     found = report([*command(int(tp)), str(peer), *flags], int(tp))
     return found["times"], max(found["peak_rss_mb"])
 

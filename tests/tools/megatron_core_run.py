@@ -28,9 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-VOCABULARY, HIDDEN, FFN, HEADS, GROUPS, HEAD = 64, 16, 24, 4, 2, 4
-SEQUENCE, MICRO, GLOBAL = 16, 2, 8
-LR, MIN_LR, WARMUP, DECAY = 3e-2, 3e-3, 2, 40  # iterations
+SIZES: dict[str, int | float] = {  # flags, and what they are unless given
+    "vocabulary": 64, "hidden": 16, "ffn": 24, "heads": 4, "groups": 2, "sequence": 16,
+    "micro": 2, "global-batch": 8,  # sequences
+    "lr": 3e-2, "min-lr": 3e-3, "warmup": 2, "decay": 40,  # iterations
+}  # fmt: skip
 
 
 class OnCpu(TorchFunctionMode):
@@ -92,15 +94,16 @@ def datasets(args: Namespace) -> Any:
     from megatron.core.datasets.utils import get_blend_from_list
 
     class Text:
-        vocab_size, eod, pad, eos = VOCABULARY, VOCABULARY - 1, -1, VOCABULARY - 1
+        vocab_size, pad = args.vocabulary, -1
+        eod = eos = args.vocabulary - 1
         unique_identifiers: dict[str, str] = {}
 
     config = GPTDatasetConfig(
-        random_seed=1234, sequence_length=SEQUENCE, tokenizer=Text(), reset_position_ids=False,
-        reset_attention_mask=False, eod_mask_loss=False, path_to_cache=None, split="1,0,0",
-        blend=get_blend_from_list([args.data]),
+        random_seed=1234, sequence_length=args.sequence, tokenizer=Text(),
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        path_to_cache=None, split="1,0,0", blend=get_blend_from_list([args.data]),
     )  # fmt: skip
-    sizes = [args.train_iters * GLOBAL, 0, 0]
+    sizes = [args.train_iters * args.global_batch, 0, 0]
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config)\
         .build()[0]  # fmt: skip
 
@@ -122,8 +125,9 @@ def build(args: Namespace) -> tuple[list[Any], Any, Any]:
 
     bf16 = args.dtype == "bf16"
     config = TransformerConfig(
-        num_layers=args.layers, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS,
-        num_query_groups=GROUPS, kv_channels=HEAD, normalization="RMSNorm", gated_linear_unit=True,
+        num_layers=args.layers, hidden_size=args.hidden, ffn_hidden_size=args.ffn,
+        num_attention_heads=args.heads, num_query_groups=args.groups,
+        kv_channels=args.hidden // args.heads, normalization="RMSNorm", gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, add_bias_linear=False, hidden_dropout=0.0,
         attention_dropout=0.0, use_cpu_initialization=True, layernorm_epsilon=1e-5,
         bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
@@ -146,7 +150,7 @@ def build(args: Namespace) -> tuple[list[Any], Any, Any]:
         torch.manual_seed(7 + 100 * (mpu.get_pipeline_model_parallel_rank() + args.pp * stage))
         first, last = {**more, "ignore_virtual": False}, {**more, "ignore_virtual": False}
         chunk = GPTModel(
-            config, layer, VOCABULARY, SEQUENCE,
+            config, layer, args.vocabulary, args.sequence,
             pre_process=mpu.is_pipeline_first_stage(**first),
             post_process=mpu.is_pipeline_last_stage(**last),
             position_embedding_type="rope", rotary_base=10_000, parallel_output=True,
@@ -170,15 +174,18 @@ def build(args: Namespace) -> tuple[list[Any], Any, Any]:
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = None
     how = OptimizerConfig(
-        optimizer="adam", lr=LR, min_lr=MIN_LR, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95,
-        adam_eps=1e-8, clip_grad=1.0, bf16=bf16, use_distributed_optimizer=args.format != "plain",
+        optimizer="adam", lr=args.lr, min_lr=args.min_lr, weight_decay=0.1, adam_beta1=0.9,
+        adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0, bf16=bf16,
+        use_distributed_optimizer=args.format != "plain",
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
     )  # fmt: skip
     optimizer = get_megatron_optimizer(how, chunks)
     schedule = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=LR, min_lr=MIN_LR, lr_warmup_steps=WARMUP * GLOBAL,
-        lr_decay_steps=DECAY * GLOBAL, lr_decay_style="cosine", start_wd=0.1, end_wd=0.1,
-        wd_incr_steps=args.train_iters * GLOBAL, wd_incr_style="constant",
+        optimizer, init_lr=0.0, max_lr=args.lr, min_lr=args.min_lr,
+        lr_warmup_steps=args.warmup * args.global_batch,
+        lr_decay_steps=args.decay * args.global_batch, lr_decay_style="cosine",
+        start_wd=0.1, end_wd=0.1, wd_incr_style="constant",
+        wd_incr_steps=args.train_iters * args.global_batch,
         use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
     )  # fmt: skip
     return chunks, optimizer, schedule
@@ -196,13 +203,13 @@ def step(args: Namespace, chunks: list[Any], data: Any, first: int, train: bool)
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     ranks, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-    starts = range(first + rank * MICRO, first + GLOBAL, ranks * MICRO)
-    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    starts = range(first + rank * args.micro, first + args.global_batch, ranks * args.micro)
+    mask = torch.triu(torch.ones(args.sequence, args.sequence, dtype=torch.bool), 1)[None, None]
 
     def forward(batches: Any, model: Any) -> Any:
         rows = [data[i] for i in next(batches)]
         tokens, labels = (torch.stack([row[key] for row in rows]) for key in ("tokens", "labels"))
-        positions = torch.arange(SEQUENCE).expand_as(tokens)
+        positions = torch.arange(args.sequence).expand_as(tokens)
 
         def loss_of(output: torch.Tensor) -> Any:
             loss = output.float().mean()
@@ -210,11 +217,11 @@ def step(args: Namespace, chunks: list[Any], data: Any, first: int, train: bool)
 
         return model(tokens, positions, mask, labels=labels), loss_of
 
-    batches = [iter([range(i, i + MICRO) for i in starts]) for _ in chunks]
+    batches = [iter([range(i, i + args.micro) for i in starts]) for _ in chunks]
     found = get_forward_backward_func()(
         forward_step_func=forward, data_iterator=batches if args.vp else batches[0],
         model=chunks if args.vp else chunks[0], num_microbatches=len(starts),
-        seq_length=SEQUENCE, micro_batch_size=MICRO, forward_only=not train,
+        seq_length=args.sequence, micro_batch_size=args.micro, forward_only=not train,
     )  # fmt: skip
     total = torch.tensor(
         [float(sum(each["loss"] for each in found)) if found else 0.0], dtype=torch.float64
@@ -275,19 +282,23 @@ def save(args: Namespace, chunks: list[Any], optimizer: Any, schedule: Any, iter
     state |= {"checkpoint_version": 3.0, "iteration": iteration}
     state["num_floating_point_operations_so_far"] = 0
     state["args"] = Namespace(
-        num_layers=args.layers, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS,
-        num_query_groups=GROUPS, kv_channels=HEAD, seq_length=SEQUENCE, iteration=iteration,
-        consumed_train_samples=iteration * GLOBAL, consumed_valid_samples=0,
+        num_layers=args.layers, hidden_size=args.hidden, ffn_hidden_size=args.ffn,
+        num_attention_heads=args.heads, num_query_groups=args.groups,
+        kv_channels=args.hidden // args.heads, seq_length=args.sequence, iteration=iteration,
+        consumed_train_samples=iteration * args.global_batch, consumed_valid_samples=0,
         add_position_embedding=True,
-        skipped_train_samples=0, tensor_model_parallel_size=args.tp, global_batch_size=GLOBAL,
+        skipped_train_samples=0, tensor_model_parallel_size=args.tp,
+        global_batch_size=args.global_batch,
         pipeline_model_parallel_size=args.pp, virtual_pipeline_model_parallel_size=args.vp,
         data_parallel_size=args.dp, world_size=args.tp * args.pp * args.dp, seed=1234,
-        micro_batch_size=MICRO, train_iters=args.train_iters, padded_vocab_size=VOCABULARY,
+        micro_batch_size=args.micro, train_iters=args.train_iters,
+        padded_vocab_size=args.vocabulary,
         params_dtype=torch.bfloat16 if args.dtype == "bf16" else torch.float32,
         use_distributed_optimizer=args.format != "plain", ckpt_fully_parallel_save=True,
         untie_embeddings_and_output_weights=not args.tied, num_experts=None,
-        lr=LR, min_lr=MIN_LR, lr_decay_style="cosine", lr_warmup_iters=WARMUP, weight_decay=0.1,
-        lr_decay_iters=DECAY, adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
+        lr=args.lr, min_lr=args.min_lr, lr_decay_style="cosine", lr_warmup_iters=args.warmup,
+        weight_decay=0.1, lr_decay_iters=args.decay, adam_beta1=0.9, adam_beta2=0.95,
+        adam_eps=1e-8, clip_grad=1.0,
         bf16=args.dtype == "bf16",
     )  # fmt: skip
     place = Path(args.out) / f"iter_{iteration:07d}"
@@ -322,7 +333,7 @@ def load(args: Namespace, chunks: list[Any], optimizer: Any, schedule: Any) -> i
         return 0
     optimizer.load_state_dict(found["optimizer"])
     schedule.load_state_dict(found["opt_param_scheduler"])
-    assert found["args"].consumed_train_samples == found["iteration"] * GLOBAL
+    assert found["args"].consumed_train_samples == found["iteration"] * args.global_batch
     return int(found["iteration"])
 
 
@@ -369,13 +380,13 @@ def dump(args: Namespace, chunks: list[Any], optimizer: Any) -> None:
 
 
 def write_logits(args: Namespace, model: Any) -> None:
-    """Write the logits of one row of tokens, 0 to s-1, to logits.safetensors."""
+    """Write the logits of one row of tokens, 0 to s-1 modulo V, to logits.safetensors."""
     from safetensors.torch import save_file
 
-    places = torch.arange(SEQUENCE)[None]
-    mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool), 1)[None, None]
+    places = torch.arange(args.sequence)[None]
+    mask = torch.triu(torch.ones(args.sequence, args.sequence, dtype=torch.bool), 1)[None, None]
     with torch.no_grad():
-        logits = model(places, places, mask)
+        logits = model(places % args.vocabulary, places, mask)
     save_file({"logits": logits.float().contiguous()}, Path(args.out) / "logits.safetensors")
 
 
@@ -413,7 +424,7 @@ def run(rank: int, args: Namespace) -> None:
         data = datasets(args)
         chunks, optimizer, schedule = build(args)
         iteration = load(args, chunks, optimizer, schedule) if args.load else 0
-        first_loss = step(args, chunks, data, iteration * GLOBAL, train=False)
+        first_loss = step(args, chunks, data, iteration * args.global_batch, train=False)
         if args.load and world == 1:
             write_logits(args, chunks[0])
         losses: dict[int, float] = {}
@@ -422,10 +433,11 @@ def run(rank: int, args: Namespace) -> None:
             for chunk in chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            losses[iteration + 1] = step(args, chunks, data, iteration * GLOBAL, train=True)
+            begin = iteration * args.global_batch
+            losses[iteration + 1] = step(args, chunks, data, begin, train=True)
             fine, norm, _ = optimizer.step()
             assert fine
-            schedule.step(GLOBAL)
+            schedule.step(args.global_batch)
             iteration += 1
             if iteration == saved and not args.load:
                 save(args, chunks, optimizer, schedule, iteration)
@@ -441,18 +453,18 @@ def run(rank: int, args: Namespace) -> None:
     dist.destroy_process_group()
 
 
-def write_data(prefix: str) -> None:
-    """Write documents with megatron-core's own writer."""
+def write_data(args: Namespace) -> None:
+    """Write documents to --data with megatron-core's own writer."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     draw = numpy.random.RandomState(0)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", numpy.uint16)
+    builder = IndexedDatasetBuilder(f"{args.data}.bin", numpy.uint16)
     for _ in range(120):
-        start, stride = draw.randint(VOCABULARY), draw.randint(1, 4)
+        start, stride = draw.randint(args.vocabulary), draw.randint(1, 4)
         length = draw.randint(5, 60)
-        tokens = (start + stride * numpy.arange(length)) % (VOCABULARY - 1)
+        tokens = (start + stride * numpy.arange(length)) % (args.vocabulary - 1)
         builder.add_document(torch.from_numpy(tokens.astype(numpy.int64)), [length])
-    builder.finalize(f"{prefix}.idx")
+    builder.finalize(f"{args.data}.idx")
 
 
 def main() -> int:
@@ -463,6 +475,8 @@ def main() -> int:
     parser.add_argument("--also", nargs="*", default=[], help="save the same step in these too")
     parser.add_argument("--load")
     parser.add_argument("--megatron", help="folder that holds another megatron-core")
+    for name, value in SIZES.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
     for name in ("tp", "pp", "dp"):
         parser.add_argument(f"--{name}", type=int, default=1)
     parser.add_argument("--vp", type=int)
@@ -481,7 +495,7 @@ def main() -> int:
         sys.path.insert(0, args.megatron)
     if args.data is None:
         args.data = str(Path(args.out) / "text")
-        write_data(args.data)
+        write_data(args)
     # imported once, before the ranks are forked
     without_a_gpu()
     import megatron.core.models.gpt
