@@ -41,6 +41,7 @@ from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import placement_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Blocks, Recompute
@@ -233,20 +234,29 @@ class _Listener:
         size, positions, documents = rank_batch(config)
         tokens = torch.empty(size, dtype=torch.long, device=META)
         attention: Any = CoreAttention
-        call = attention.__call__
+        real = attention.attend
 
-        def attend(core: CoreAttention, *args: Any, **options: Any) -> Tensor:
+        def attend(
+            core: CoreAttention,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            packed: PackedSeqParams | None = None,
+            cache: list[Tensor] | None = None,
+            window: int = 0,
+            **options: Any,
+        ) -> Tensor:
             self.cores.add(id(core))
             self.used |= {CLIP, LOGIT}
             if core.requested == config.parallel.attention_backend:
                 self.used.add(ATTENTION)
-            if options.get("window"):
+            if window:
                 self.used.add(WINDOW)
             stand_in = core_attention if isinstance(core, TransformerEngineAttention) else core
-            found: Tensor = call(stand_in, *args, **options)
+            found: Tensor = real(stand_in, q, k, v, packed, cache, window=window, **options)
             return found
 
-        attention.__call__ = attend
+        attention.attend = attend
         stats = cross_entropy.softmax_stats  # what every loss of ours calls
         cross_entropy.softmax_stats = self.noting(Z_LOSS, stats)
         try:
@@ -256,7 +266,7 @@ class _Listener:
                     hidden = model.hidden_shape(*size)
                     self.own_logits = _own_logits(model, hidden, config.run.dtype)
         finally:
-            attention.__call__ = call
+            attention.attend = real
             cross_entropy.softmax_stats = stats
         if LOSS in self.used:
             self.used.add(Z_LOSS)
