@@ -17,9 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from inspect import getfile
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
@@ -36,7 +36,7 @@ if __name__ == "__main__":
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from estimate import matrices
 from estimate.context_parallel import check_attention
@@ -68,6 +68,7 @@ from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+from training import param_groups
 from training.batch_size import total_iterations
 from training.config import Config
 from training.data.batch import Batch
@@ -78,6 +79,7 @@ from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.layer_options import accumulate_dtype, as_configured, context_of, recompute_of
+from training.param_groups import Assigned
 from training.run import memory_report, resumable
 from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
@@ -229,7 +231,20 @@ def model_provider(
     as_configured(config, model, ctx)
     with blaming_file(file):
         name_groups(model, file.parameter_group)
+    if config.optimizer.param_group:
+        param_groups.apply(assigned(config), model, file.hf_names(model))
     return model
+
+
+@lru_cache(maxsize=16)
+def assigned(config: Config) -> dict[str, Assigned]:
+    """Return what --param-group says of each parameter of the whole model, by checkpoint name."""
+    o, file = config.optimizer, load_model_file(config.model.model_file)
+    whole = whole_model(replace(config, optimizer=replace(o, param_group=())), model_provider)
+    assert isinstance(whole, nn.Module)
+    with blaming_file(file):
+        names = file.hf_names(whole)
+    return param_groups.assign(o.param_group, whole, names, o.weight_decay)
 
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> LlamaRun:

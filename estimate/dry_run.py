@@ -19,12 +19,12 @@ from estimate import (
 )
 from estimate.activations import ActivationPeak
 from estimate.fit import fit_lines
-from estimate.model_profile import ModelProvider, grid_of, model_profile
+from estimate.model_profile import ModelProvider, grid_of, model_profile, whole_model
 from estimate.obeyed_flags import check_flags
 from estimate.rank_memory import Shapes
 from estimate.traffic import SMALL, Traffic
 from mpu.grid import Grid
-from training import batch_size
+from training import batch_size, param_groups
 from training.arguments import ParallelConfig
 from training.config import Config
 from training.data.tokenizer import tokenizer_for
@@ -87,7 +87,7 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
         ("Memory of each pipeline rank", _ranks(shapes, peaks, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
         (f"Memory of {rank}", _memory(config, provider, peaks, kinds[fullest], fullest, start)),
-        ("Frozen parameters", _frozen(config, provider)),
+        ("Parameter groups", _groups(config, provider)),
         ("Optimizer", matrices.lines(config, provider)),
         ("Batch", _batch(config)),
         ("Work", _work(config, model_profile(config, provider).flops)),
@@ -101,17 +101,16 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
     ]
 
 
-def _frozen(config: Config, provider: ModelProvider) -> list[str]:
-    """Return what this report does not count of frozen parameters, if there are any."""
-    pp = range(config.parallel.pipeline_model_parallel_size)
-    every = [p for r in pp for p in rank_memory.parameters(config, provider, r).values()]
-    frozen = [each for each in every if each.frozen]
-    if not frozen:
-        return []
+def _groups(config: Config, provider: ModelProvider) -> list[str]:
+    """Return what trains and with which factors, and what is not counted of what is frozen."""
+    params = dict(whole_model(config, provider).named_parameters())
+    lines = param_groups.lines(params)
+    if all(param.requires_grad for param in params.values()):
+        return lines
     return [
-        f"{len(frozen)} of {len(every)} tensors are frozen (requires_grad is False)",
-        "they have no gradients, masters and moments above; all other memory, work, traffic and "
-        "time here are those of a run that trains them too: the run takes less",
+        *lines,
+        "what is frozen has no gradients, masters and moments above; all other memory, work, "
+        "traffic and time here are those of a run that trains it too: the run takes less",
     ]
 
 

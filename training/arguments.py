@@ -19,6 +19,7 @@ from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.rows import RECIPES
 from mpu.pipeline.schedules import NAMES as SCHEDULES
 from mpu.pipeline.schedules import SPLIT, V_SHAPED
+from training.param_groups import PARAM_GROUP
 from training.setting import (
     DIRECTORY,
     FILE,
@@ -918,6 +919,15 @@ class OptimizerConfig:
     )
     weight_decay: float = setting(
         0.01, "AdamW's decay, of matrices only, not of norms", "per step, times lr", real(), off="0"
+    )
+    param_group: tuple[str, ...] = setting(
+        (),
+        "what is different for parameters with names that fit a pattern (fnmatch; the model's name "
+        "or Hugging Face's): 'embedding.*' 'layers.0.*' frozen; '*norm*' lr-mult=0.1 wd-mult=0 "
+        "multiplies their learning rate and weight decay; may be repeated, and the last one counts",
+        rule=PARAM_GROUP,
+        ours=True,
+        older=(),
     )
     adam_beta1: float = setting(0.9, "decay of the first moment", rule=FRACTION)
     adam_beta2: float = setting(0.999, "decay of the second moment", rule=FRACTION)

@@ -127,7 +127,8 @@ def _checked(name: str, values: list[str], flag: Any, live: bool) -> list[str]:
     if any(value.startswith("--") for value in values):
         raise ValueError(f"{name} has a flag for a value")
     if values and live:
-        flag.read(values if flag.rule.nargs == "*" else values[0])
+        several = flag.rule.nargs == "*"
+        flag.read([values] if flag.rule.repeated else values if several else values[0])
     return values
 
 

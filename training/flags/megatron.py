@@ -1000,9 +1000,9 @@ REFUSED = (
         "--data-stages has the blend of every stage",
     ),
     Refused(
-        "freezing of layers by a flag",
+        "a flag that freezes all layers",
         "--freeze-all-layers",
-        "a --model-file freezes parameters (docs/forking.md)",
+        "--param-group 'layers.*' frozen does that, and patterns freeze any others (docs/zero.md)",
     ),
     Refused(
         "a layout from a checkpoint",

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from functools import partial
 
 from estimate import context_parallel, matrices, pipeline_stages
-from estimate.model_profile import ModelProvider, model_profile
+from estimate.model_profile import ModelProvider, model_profile, whole_model
 from mpu.grid import Grid
 from mpu.layers import fused_gpu
 from mpu.param import PlacementError
 from mpu.zero.gradient_check import GradientCheck
+from training import param_groups
 from training.checkpoint import CheckpointError
 from training.config import UsageError
 from training.data.dataset import DataError
@@ -47,8 +48,9 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     of_them = f" ({fixed:,} of them frozen)" if fixed else ""
     note(f"{run.grid}; {count:,} parameters on this rank{of_them}, {run.device}")
     note(memory_report.buckets(run.config, run.sink, run.grid.rank))
-    if names := run.sink.frozen.names:
-        note(f"{len(names)} frozen tensors (requires_grad is False), such as {names[0]}")
+    whole = whole_model(run.config, provider)
+    for line in param_groups.lines(dict(whole.named_parameters())):
+        note(line)
     for name in run.sink.frozen.overruled:
         note(
             f"{name} is tied to an embedding of which --model-file says something else: the "
