@@ -52,7 +52,7 @@ class Log:
     estimate of the time left. `start_iteration`: the iteration of the checkpoint, 0 for a new run;
     later TensorBoard events, left by a run that went further, are hidden. tokens_at, stage_at: of
     samples consumed. still_due: how often each kind of work between steps is still to be done from
-    the end of an iteration on.
+    the end of an iteration on. on_line: called at each step's line.
     Raises ValueError where a file cannot be written or a package that was asked for is missing.
     """
 
@@ -72,13 +72,14 @@ class Log:
         tokens_at: Callable[[int], int] | None = None,
         stage_at: Callable[[int], str] = lambda samples: "",
         still_due: Callable[[int], Mapping[str, int]] = lambda iteration: {},
+        on_line: Callable[[], None] = lambda: None,
     ) -> None:
         self.writes = rank == 0
         self.config, self.device = config, torch.device(device)
         self.flops_per_token = flops_per_token
         self.total_iterations, self.total_samples = total_iterations, total_samples
         self.steps, self.tokens, self.seconds, self.data_wait = 0, 0, 0.0, 0.0
-        self.left, self.still_due = TimeLeft(), still_due
+        self.left, self.still_due, self.on_line = TimeLeft(), still_due, on_line
         self.losses: dict[int, Tensor] = {}  # of the steps since the last line, by iteration
         self.mean_loss, self.began, self.trained = math.nan, time.monotonic(), False
         self.saved_in = (run_config or {}).get("checkpoint.save")
@@ -208,6 +209,7 @@ class Log:
         if self.total_samples:
             steps = (self.total_samples - consumed_samples) / samples
         left = self.left.seconds(max(0, steps), self.still_due(iteration))
+        self.on_line()
         self.print(step_line(record, self.total_iterations, left))
         self.write(record)
 

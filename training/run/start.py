@@ -91,4 +91,5 @@ def log_of(run: Run, provider: ModelProvider, total: int, tested: bool = False) 
         run_config=config.flat(), tokens_at=partial(tokens_at, config),
         stage_at=partial(name_at, config),
         still_due=lambda iteration: still_due(config, iteration, total) | tests,
+        on_line=run.monitor.activity.started,
     )  # fmt: skip

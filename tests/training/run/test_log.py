@@ -33,7 +33,8 @@ OFF = {
 
 
 def make(rank=0, total=4, world_size=2, **config):
-    more = {key: config.pop(key) for key in ("start_iteration", "total_samples") if key in config}
+    names = ("start_iteration", "total_samples", "on_line")
+    more = {key: config.pop(key) for key in names if key in config}
     return Log(
         SimpleNamespace(**{**OFF, **config}),
         rank=rank,
@@ -206,6 +207,14 @@ def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_on_the_line(tmp_path,
         step(log, 1, loss=math.nan)
     assert records(path)[0]["loss"] is None
     assert "loss nan" in capsys.readouterr().out
+
+
+def test_the_first_line_ends_the_start():
+    lines = []
+    with make(log_interval=3, total=4, on_line=lambda: lines.append(log.steps)) as log:
+        for iteration in (1, 2, 3):
+            step(log, iteration)
+            assert len(lines) == (iteration == 3)
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.training.flags.test_parse import SMALL, read
+from training.faults.monitor import FailureMonitor
 from training.run.log import Log
 from training.run.start import log_of
 from training.run.step import Step
@@ -37,7 +38,7 @@ def simulate(flags: str, total: int, tested: bool, monkeypatch: Any, capsys: Any
     monkeypatch.setattr("training.run.start.model_profile", lambda *of: SimpleNamespace(flops=1.0))
     run = SimpleNamespace(
         config=config, grid=SimpleNamespace(rank=0, world_size=1), iteration=0,
-        device=torch.device("cpu"),
+        device=torch.device("cpu"), monitor=FailureMonitor(),
     )  # fmt: skip
     log: Log = log_of(run, None, total, tested)  # type: ignore[arg-type]
     log.left = TimeLeft(clock)
