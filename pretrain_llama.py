@@ -38,7 +38,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor, nn
 
-from estimate import matrices
+from estimate import matrices, memory_picture
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
 from estimate.model_profile import make_grid, whole_model
@@ -391,6 +391,8 @@ def main(
             if config.run.dry_run:
                 activity.what = "the dry run"
                 print(printable(report(config, model_provider), lines=True))
+                if config.run.memory_picture:
+                    print(memory_picture.draw(config, model_provider))
                 return 0
             config, device, loaders, digests = prepare(
                 config, grid, shares_cores(), note_of(grid), activity

@@ -476,9 +476,14 @@ def main() -> None:
         if args.log_axis:
             _check_positive(dict(zip(args.logs, runs.values(), strict=True)), references)
         draw(
-            runs, args.output, args.title, references, args.axis,
-            [*dict.fromkeys(args.panels)], args.log_axis,
-        )  # fmt: skip
+            runs,
+            args.output,
+            title=args.title,
+            references=references,
+            axis=args.axis,
+            panels=[*dict.fromkeys(args.panels)],
+            log_axis=args.log_axis,
+        )
         print(f"drawn: {args.output}")
     except (ValueError, OSError) as error:
         sys.exit(error_line("plot_loss.py", error))

@@ -1434,6 +1434,20 @@ class RunConfig:
         ours=True,
         start=True,
     )
+    memory_picture: str | None = setting(
+        None,
+        "with --dry-run: draw the memory of a rank over a step, an .svg or a .png",
+        "file",
+        FILE,
+        ours=True,
+    )
+    memory_picture_rank: int | None = setting(
+        None,
+        "the pipeline rank that is drawn; default: the fullest",
+        "pipeline rank",
+        integer(0),
+        ours=True,
+    )
     ignore_flags: tuple[str, ...] = setting(
         (),
         "ignore these flags of a fork of Megatron-LM, with the COUNT values after each, or all "

@@ -181,7 +181,7 @@ def test_several_runs_have_their_names_at_their_ends_and_no_legend(tmp_path, mon
 def test_without_output_the_picture_lies_beside_the_log(tmp_path, monkeypatch, capsys):
     log = write(tmp_path / "log.jsonl", [{"iteration": i, "loss": 1.0} for i in (1, 2)])
     drawn = []
-    monkeypatch.setattr(plot_loss, "draw", lambda runs, output, *more: drawn.append(output))
+    monkeypatch.setattr(plot_loss, "draw", lambda runs, output, **more: drawn.append(output))
     monkeypatch.setattr(sys, "argv", ["plot_loss.py", str(log)])
     main()
     assert drawn == [tmp_path / "log.png"]
