@@ -295,6 +295,15 @@ def kept(comm, case: dict) -> tuple[dict, dict]:
     return run.optimizer.memory(), rank_memory.state(config, flats, ranks)
 
 
+@pytest.mark.parametrize("subset", ["every second layer trains", "the middle layer trains"])
+def test_the_dry_run_knows_which_layers_a_fork_freezes(world, subset):
+    """Layers of a model differ where some of them are frozen alone."""
+    case = ONE | dict(rows=8, layers=4, groups=(), dtype="bfloat16", m=2, dp=2, zero=1)
+    case |= dict(file=test_frozen.FILE, extra=(("frozen", test_frozen.SUBSETS[subset]),))
+    for found, said in world(2).run(kept, case):
+        assert found == said
+
+
 @pytest.mark.parametrize("which", sampled(range(4), 4))
 def test_the_dry_run_counts_its_bytes(world, which):
     """Of each rank, at each level: also where layers differ, and where one stage is frozen."""
