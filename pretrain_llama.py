@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
 from inspect import getfile
+from typing import Any
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
 from mpu.needs import explain_missing_packages
@@ -36,7 +37,7 @@ if __name__ == "__main__":
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from estimate import matrices, memory_picture
 from estimate.context_parallel import check_attention
@@ -240,8 +241,7 @@ def model_provider(
 def assigned(config: Config) -> dict[str, Assigned]:
     """Return what --param-group says of each parameter of the whole model, by checkpoint name."""
     o, file = config.optimizer, load_model_file(config.model.model_file)
-    whole = whole_model(replace(config, optimizer=replace(o, param_group=())), model_provider)
-    assert isinstance(whole, nn.Module)
+    whole: Any = whole_model(replace(config, optimizer=replace(o, param_group=())), model_provider)
     with blaming_file(file):
         names = file.hf_names(whole)
     return param_groups.assign(o.param_group, whole, names, o.weight_decay)

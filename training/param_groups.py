@@ -128,13 +128,16 @@ def assign(
     ValueError, a sentence that names flag and pattern, where a pattern names nothing or a part of a
     parameter, where a flag has no effect, and where nothing would train.
     """
-    params = {name: (param, tuple(names[name])) for name, param in unique_parameters(model)}
+    params = {
+        name: (param, tuple(names.get(name) or [name])) for name, param in unique_parameters(model)
+    }
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - params.keys()
     found = dict.fromkeys(params, Assigned())
     said: list[dict[str, set[str]]] = []  # of each flag: {property: parameters that have it of it}
     for text in texts:
         group = read(text)
-        chosen = [n for n, (_, theirs) in params.items() if _fits(text, group, n, theirs)]
+        fits = _matcher(group.patterns)
+        chosen = [n for n, (_, theirs) in params.items() if _named(text, fits, n, theirs)]
         for pattern in group.patterns:
             _check_names(text, pattern, params, tied)
         mine: dict[str, set[str]] = {}
@@ -154,14 +157,13 @@ def assign(
             "would train"
         )
     for text, mine in zip(texts, said, strict=True):
-        for key, chosen in mine.items():
-            _check_effect(text, key, {n: params[n][0] for n in chosen}, frozen, weight_decay)
+        for key, own in mine.items():
+            _check_effect(text, key, {n: params[n][0] for n in own}, frozen, weight_decay)
     return {theirs[0]: found[name] for name, (_, theirs) in params.items()}
 
 
-def _fits(text: str, group: ParamGroup, name: str, theirs: Sequence[str]) -> bool:
+def _named(text: str, fits: Callable[[str], bool], name: str, theirs: Sequence[str]) -> bool:
     """Return whether a flag names a parameter. Raises ValueError where it names a part of it."""
-    fits = _matcher(group.patterns)
     parts = [*filter(fits, theirs)]
     if fits(name):
         return True
@@ -199,7 +201,7 @@ def _check_names(
     starred = _starred(pattern)
     if others := [*filter(_matcher([starred]), every)] if starred != pattern else []:
         there = f"{starred} does, and its last is {others[-1]}"
-    elif near := difflib.get_close_matches(starred, dict.fromkeys(map(_starred, every)), 3, 0.5):
+    elif near := difflib.get_close_matches(starred, dict.fromkeys(map(_starred, every)), 3, 0.75):
         there = f"did you mean {' or '.join(near)}?"
     else:
         there = f"the parameters are {_some(params)}"
@@ -261,7 +263,7 @@ def apply(
     assigned: of `assign`. names: of each parameter here, those in a checkpoint.
     """
     for name, param in unique_parameters(model):
-        said = assigned[names[name][0]]
+        said = assigned[(names.get(name) or [name])[0]]
         param.requires_grad_(_trains(param, said))
         param.group = times(group_of(param), said.lr_mult, said.wd_mult)  # type: ignore[attr-defined]
 

@@ -261,7 +261,7 @@ def test_muon_on_any_layout(world, which):
 BITS = ("*norm* lr-mult=0.5", "layers.0.* head.* lr-mult=3 wd-mult=0", "layers.1.* frozen")
 
 
-@pytest.mark.parametrize("dtype", sampled(["bfloat16", "float32"], 1))
+@pytest.mark.parametrize("dtype", sampled(["bfloat16", "float32"], 2))
 def test_levels_change_no_bit(world, dtype):
     """Though a level cuts groups elsewhere, with either offload of the optimizer's state, too."""
     base = dict(tp=1, sp=False, recompute=None, tied=False, m=3, rows=12, lr=1e-2, clip=0.1, dp=2)
@@ -293,6 +293,15 @@ def kept(comm, case: dict) -> tuple[dict, dict]:
     flats = rank_memory.flats(config, pretrain_llama.model_provider, grid.pp.rank, frozen=True)
     ranks = rank_memory.places(grid)
     return run.optimizer.memory(), rank_memory.state(config, flats, ranks)
+
+
+@pytest.mark.parametrize("subset", ["every second layer trains", "the middle layer trains"])
+def test_the_dry_run_knows_which_layers_a_fork_freezes(world, subset):
+    """Layers of a model differ where some of them are frozen alone."""
+    case = ONE | dict(rows=8, layers=4, groups=(), dtype="bfloat16", m=2, dp=2, zero=1)
+    case |= dict(file=test_frozen.FILE, extra=(("frozen", test_frozen.SUBSETS[subset]),))
+    for found, said in world(2).run(kept, case):
+        assert found == said
 
 
 @pytest.mark.parametrize("which", sampled(range(4), 4))

@@ -29,7 +29,8 @@ KEYS = {"--" + key.rpartition(".")[2].replace("_", "-"): key for key in SETTINGS
 
 def difference(key: str, there: Any, here: Any) -> str:
     """Return how a setting of a checkpoint differs from this run's: the rest of a sentence."""
-    flag, none = _flag(key), (None, [])
+    flag = _flag(key)
+    none: tuple[Any, ...] = (None, [])
     if there in none:
         return f"was made without {flag} and this run has {flag} {here!r}"
     return (
