@@ -6,7 +6,6 @@ the rules between flags. Parsing happens before the first collective and writes 
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -190,8 +189,7 @@ def _read(
     except argparse.ArgumentError as error:  # a fork's own type may raise it
         raise UsageError(str(error)) from None
     if stray:
-        dash = "; flags begin with --" if re.match(r"-\D|[\u2013\u2014]", stray[0]) else ""
-        raise UsageError(f"{stray[0]}: a value that belongs to no flag{dash}")
+        foreign.refuse_strays(stray)
     given: dict[str, Any] = {"--ignore-flags": ignored} if ignored else {}
     notes += left_out
     own: dict[str, Any] = {}
