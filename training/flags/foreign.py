@@ -55,7 +55,7 @@ def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str
             words.append(word)
             continue
         after = waiting[0] if waiting and not waiting[0].startswith("--") else ""
-        spelled, takes_next = _spelled(name, value if equals else after)
+        spelled, takes_next = in_our_words(name, value if equals else after)
         if takes_next and not equals:
             waiting.pop(0)
         if spelled is None:
@@ -69,7 +69,7 @@ def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str
     return words, notes
 
 
-def _spelled(name: str, value: str) -> tuple[list[str] | None, bool]:
+def in_our_words(name: str, value: str) -> tuple[list[str] | None, bool]:
     """Return the words of this program for a flag, None where it stays as it is, and whether they
     stand for its value too.
     """
@@ -238,7 +238,7 @@ def _as_flag(word: str) -> tuple[str, str] | None:
     if not (equals or re.match(r"-\D|[\u2013\u2014]", word)):
         return None
     for flag in (f"--{name}", f"--{name.rpartition('.')[2]}"):
-        spelled, whole = _spelled(flag, value)
+        spelled, whole = in_our_words(flag, value)
         known = flag_table.known_flags().get(_here(flag))
         if known is not None and not known.usable:
             return "", f"{name}: {known.text}"

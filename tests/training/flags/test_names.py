@@ -138,3 +138,28 @@ def test_all_flags_of_another_trainer_are_answered_at_once():
     parts = str(mistake.value).split("; ")
     for name in ("--model_name_or_path", "--do_train", "--per_device_eval", "--num-layer is not"):
         assert any(part.startswith(name) for part in parts), name
+
+
+TWO = [  # two names of one flag with different values: before, the last one counted
+    ("--max-steps 3", "--train-iters 2 and --max-steps 3 set the same"),
+    ("--max_iters=3", "--train-iters 2 and --max_iters 3 set the same"),
+    ("--learning_rate 1e-2", "--lr 1e-3 and --learning_rate 1e-2 set the same"),
+    ("--save a --output_dir b", "--save a and --output_dir b set the same"),
+    ("--n-kv-heads 2 --group-query-attention --num-query-groups 4", "--n-kv-heads 2 and --num-q"),
+    ("--gradient_checkpointing --recompute-granularity selective", "--gradient_checkpointing and"),
+    ("--optim adamw_torch --optimizer muon", "--optim adamw_torch and --optimizer muon set the s"),
+    ("--warmup_iters 1 --lr-warmup-iters 0", "--warmup_iters 1 and --lr-warmup-iters 0 set the"),
+    ("--warmup_ratio 0.1 --warmup_steps 1", "--lr-warmup-fraction and --lr-warmup-iters exclude"),
+    ("--on-nan rewind --save a --no-check-for-nan-in-loss-and-grad", "--on-nan rewind and --no-ch"),
+]
+
+
+@pytest.mark.parametrize("typed, says", TWO, ids=[typed for typed, _ in TWO])
+def test_two_names_of_one_flag_with_different_values_are_a_mistake(typed, says):
+    with pytest.raises(UsageError, match=re.escape(says)):
+        read(typed)
+
+
+def test_two_names_of_one_flag_with_the_same_value_and_one_name_twice_are_none():
+    assert read("--max_iters=2 --learning_rate 0.001").batch.train_iters == 2
+    assert read("--train-iters 7").batch.train_iters == 7
