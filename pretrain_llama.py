@@ -92,7 +92,15 @@ from training.run.rendezvous import meet
 from training.run.sample import draw_sample
 from training.run.saver import Saver
 from training.run.start import EXPECTED, describe, log_of, measure_and_warm_up, note_of
-from training.run.startup import as_process, compare, connect, new_monitor, refuse, write_error_file
+from training.run.startup import (
+    PROGRAM,
+    as_process,
+    compare,
+    connect,
+    new_monitor,
+    refuse,
+    write_error_file,
+)
 from training.run.state import Run
 from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
@@ -377,11 +385,12 @@ def main(
     report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
     by = launched_by()
     launcher = (parent or os.getppid()) if by else None
+    typed = sys.argv if argv is None else [PROGRAM, *argv]
     with StopSignal(launcher, 0 if by == "torchrun" else os.EX_TEMPFAIL) as stop_signal, activity:
         try:
             launch = activity.launch = Launch.from_env()
             activity.what = "reading the flags"
-            argv = name_fork(sys.argv[1:] if argv is None else argv)
+            argv = name_fork(typed[1:])
             if "--rehearse" in argv:  # another program runs this one, on a device without memory
                 activity.started()  # that one prints
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
@@ -408,7 +417,7 @@ def main(
             stop_signal.check()
         except (ValueError, OSError) as error:
             stop_signal.check()
-            return refuse(error, launch, 2, report_to, alone=True)
+            return refuse(error, launch, 2, report_to, alone=True, typed=typed)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
             activity.what = "meeting the other ranks"

@@ -27,6 +27,7 @@ from training.layer_options import accumulate_dtype
 from training.run import same_run
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
+from training.run.output import check_wandb_login
 from training.run.trial import try_calls
 from training.untrusted import nothing_downloaded
 
@@ -116,7 +117,8 @@ def begun(config: Config, split: str, train: Dataset) -> bool:
 def check_early(config: Config) -> None:
     """Raise ValueError for what would otherwise be found after the ranks met and built a model.
 
-    It looks at names only: where checkpoints should be, and which packages are installed.
+    It looks at names only: where checkpoints should be, which packages are installed, and whether
+    W&B has a login.
     """
     c, log = config.checkpoint, config.log
     found: list[str] = []
@@ -140,3 +142,5 @@ def check_early(config: Config) -> None:
                 f"{flag} {wanted}: the package {package} is not installed; pip install {package}, "
                 "or omit the flag"
             )
+    if log.wandb_project:
+        check_wandb_login(log.wandb_project)
