@@ -39,9 +39,41 @@ def commands() -> list[list[str]]:
     return [words for words in found if words]
 
 
-def test_the_first_block_has_four_commands():
-    # setup, activate, train, generate
-    assert len([line for line in blocks()[0].splitlines() if line]) == 4
+def test_the_first_block_has_six_commands():
+    # clone, cd, setup, activate, train, generate
+    assert len([line for line in blocks()[0].splitlines() if line]) == 6
+
+
+MEASURED = re.compile(  # a number with a unit of a measurement, or that is exact
+    r"\d[\d,.]*(?: %| tokens/s| times| GB| M parameters| nats| bits| minutes| steps| lines)"
+    r"|\d+(?:\.\d+)?e-\d+|\d+\.\d{2,}"
+)
+
+
+def test_each_number_has_its_command_commit_machine_and_date():
+    """docs/performance.md lists what README measures, in README's words."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    section = page.partition("## The numbers of the README\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in row] for row in rows[1:]]
+    readme = " ".join(re.sub(r"^```\w*\n.*?^```$", "", README, flags=re.M | re.S).split())
+    listed = [words for row in rows for words in row[0].split("; ")]
+    assert [words for words in listed if words not in readme] == []
+    versions = r"((Python|torch|Status\.\*\*) |==)[\d.]+( to [\d.]+)?"
+    numbers = MEASURED.findall(re.sub(versions, "", readme))
+    assert [n for n in numbers if not any(n in words for words in listed)] == []
+    assert len(numbers) > 20
+    makefile = (ROOT / "Makefile").read_text()
+    for words, command, commit, machine, date in rows:
+        if "its own" in commit:
+            continue  # another program's
+        for each in re.findall(r"`(.*?)`", command):
+            verb, name, *_ = each.split()
+            found = f"\n{name}:" in makefile if verb == "make" else "/" in each
+            assert found, f"{words}: {each}"
+        assert re.fullmatch(r"[0-9a-f]{8}", commit), words
+        assert machine in ("EPYC", "Xeon", "H200", "any"), words
+        assert re.fullmatch(r"2026-\d\d-\d\d", date), words
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -145,14 +177,22 @@ def test_a_text_of_ones_own_has_the_recipe_of_make_train(monkeypatch):
     assert differ <= paths | {"checkpoint.save_interval"}
 
 
-def test_the_diff_is_of_the_models_file():
-    (patch,) = re.findall(r"<<'EOF'\n(.*?)^EOF$", README, re.MULTILINE | re.DOTALL)
-    model = (ROOT / "model" / "llama.py").read_text().splitlines()
+def patched(model: list[str], patch: str) -> list[str]:
+    """Return the lines of a model after a patch, whose hunks are where it says."""
     _, *hunks = re.split(r"^@@ -(\d+).*\n", patch, flags=re.MULTILINE)
-    assert len(hunks) == 6
-    for start, hunk in zip(map(int, hunks[::2]), hunks[1::2], strict=True):
-        old = [line[1:] for line in hunk.splitlines() if line[0] in " -"]
+    for start, hunk in reversed(list(zip(map(int, hunks[::2]), hunks[1::2], strict=True))):
+        old, new = ([x[1:] for x in hunk.splitlines() if x[0] in signs] for signs in (" -", " +"))
         assert model[start - 1 : start - 1 + len(old)] == old
+        model = [*model[: start - 1], *new, *model[start - 1 + len(old) :]]
+    return model
+
+
+def test_the_diffs_are_of_the_models_file():
+    """The second is of the file that the first one made."""
+    model = (ROOT / "model" / "llama.py").read_text().splitlines()
+    changes, wrong = re.findall(r"<<'EOF'\n(.*?)^EOF$", README, re.MULTILINE | re.DOTALL)
+    assert "gelu(gate)" in "\n".join(patched(model, changes))
+    assert "y.norm(" in "\n".join(patched(patched(model, changes), wrong))
 
 
 def tiny_model(folder: Path) -> None:
@@ -169,22 +209,25 @@ def tiny_model(folder: Path) -> None:
 def test_the_blocks_run_as_pasted_in_a_fresh_clone(tmp_path):
     """One shell, block after block. The new .venv sees this interpreter's torch."""
     clone = tmp_path / "weft"
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-    texts = clone / "my_text"
+    texts = tmp_path / "my_text"
     texts.mkdir()
     for page in sorted((ROOT / "docs").glob("*.md")):
         shutil.copy(page, texts / f"{page.stem}.txt")
-    tiny_model(clone / "Llama-3.2-1B")
+    tiny_model(tmp_path / "Llama-3.2-1B")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS", "SLURM_"))}
     make = {"MAKEFLAGS": f" -- PYTHON={sys.executable}"}
     script = "set -euo pipefail\n" + "\n".join(blocks())
+    script, count = re.subn(r"^git clone URL\b", f"git clone -q {ROOT}", script, flags=re.MULTILINE)
+    assert count == 1
+    script = script.replace("\ncd weft\n", "\ncd weft; mv ../my_text ../Llama-3.2-1B .\n")
     script = re.sub(r"^make train\b", "make train ITERS=20", script, flags=re.MULTILINE)
+    script = re.sub(r"^make fork-check .*wrong.*", r"! \g<0>", script, flags=re.MULTILINE)
     script, count = re.subn(r"--train-iters (500|1000) ", "--train-iters 4 ", script)
     assert count == 2
     script = re.sub(r"--(eval-interval|lr-warmup-iters) \d+ ", r"--\1 2 ", script)
     done = subprocess.run(
         ["bash", "-c", script],
-        cwd=clone,
+        cwd=tmp_path,
         env=kept | make,
         capture_output=True,
         text=True,
@@ -194,6 +237,7 @@ def test_the_blocks_run_as_pasted_in_a_fresh_clone(tmp_path):
     for made in ("runs/mine-hf/config.json", "runs/further/latest", "my_model.py"):
         assert (clone / made).is_file(), made
     assert re.search(r"all \d+ layouts agree", done.stdout)
+    caught(done.stdout)
     assert done.stdout.count("bits a byte of held-out text") == 2, "make train, and on my_text"
     evaluated = re.findall(r"^validation at iteration 4 .* bits per byte$", done.stdout, re.M)
     assert len(evaluated) == 4, "by make train, on my_text too, by hand, and from Hugging Face"
@@ -222,25 +266,29 @@ def test_the_lines_of_explain_are_real():
     assert len(bare(shown)) == 10
 
 
-@pytest.mark.prove
-def test_the_catch_of_a_wrong_model_is_real(tmp_path):
-    """README names the change; a float's last digits and numbers of lines may be others."""
-    (norm,) = re.findall(r"`(y / y\.norm[^`]*)`", README)
-    model, line = (ROOT / "model" / "llama.py").read_text(), "self.down(swiglu(self.gate_up(x)))"
-    assert model.count(f"return {line}") == 1
-    wrong = line.replace("swiglu(self.gate_up(x))", norm)
-    (tmp_path / "my_model.py").write_text(
-        model.replace(f"return {line}", f"y = swiglu(self.gate_up(x)); return {wrong}")
-    )
-    words = [sys.executable, "tools/fork_check.py", "--model", str(tmp_path / "my_model.py")]
-    done = subprocess.run(
-        [*words, "--only", "tp 2"], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1
+def caught(said: str) -> None:
+    """Compare what fork-check prints with README's words; a float's last digits may be others."""
     (shown,) = re.findall(r"^    tp 2: .*\n(?:    .*\n)+", README, re.M)
 
     def bare(text: str) -> str:
-        text = " ".join(text.split()).replace(f"{tmp_path}/", "")
-        return re.sub(r"(\d+\.\d\d)\d*|\.py:\d+", r"\1", text)
+        return re.sub(r"(\d+\.\d\d)\d*", r"\1", " ".join(text.split()))
 
-    assert bare(shown) in bare(done.stdout)
+    assert bare(shown) in bare(said)
+
+
+@pytest.mark.prove
+def test_the_catch_of_a_wrong_model_is_real(tmp_path):
+    """Follow the page: both copies, both patches, and the check that the page names."""
+    script = "".join(block for block in blocks() if "<<'EOF'" in block)
+    script = re.sub(r"\b(my_model(_wrong)?\.py)", rf"{tmp_path}/\1", script)
+    script, count = re.subn(
+        r"^make fork-check MODEL=(\S+)(?: ONLY=(\".*\"))?$",
+        lambda found: f"{sys.executable} tools/fork_check.py --model {found[1]} --only {found[2]}"
+        if found[2] else "", script, flags=re.MULTILINE,
+    )  # fmt: skip
+    assert count == 2
+    done = subprocess.run(
+        ["bash", "-c", f"set -e\n{script}"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, done.stderr
+    caught(done.stdout.replace(f"{tmp_path}/", ""))
