@@ -135,6 +135,8 @@ def test_evaluation_alone_prints_the_losses_of_the_run(order, layout, data, laun
     ran = launcher.run(ranks, words(data, same))
     assert ran.codes == [0] * ranks, ran.said(0)
     wanted, before = evaluations(ran.folder / "log.jsonl"), files(ran.folder / "saved")
+    plain = launcher.run(ranks, words(data, f"{layout} --data-order {order}"))
+    assert ran.losses()[1:] == plain.losses(), "an evaluation changes no bit of the training"
     for more, step in (("--load", 4), ("--ckpt-step 2 --load", 2)):
         alone = f"{same} --skip-train {more} {ran.folder}/saved".format(dir=ran.folder)
         found = launcher.run(ranks, words(data, alone))
