@@ -326,6 +326,7 @@ def test_no_kill_loses_the_best_one(kill, data, whole, launcher: Launcher):
     saved is there; the run goes on to the checkpoints of one that was not killed.
     """
     flags = f"{LONG} --keep-best --keep-last-k 1 --load {{dir}}/saved --zero-stage 1"
+    flags += " --async-save" * (kill.get("save") == 3)
     fault = {**kill, "rank": 0, "how": "kill all"}
     folder = launcher.start(2, words(data, flags), fault=fault)
     result = launcher.wait()

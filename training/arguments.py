@@ -1202,7 +1202,7 @@ class CheckpointConfig:
         "one whatever else is deleted; without a name, the first set",
         "name of a validation set",
         SET,
-        off="left out, losses do not count",
+        off="left out, no step is saved for its loss",
         needs="--save",
         ours=True,
     )
