@@ -206,13 +206,26 @@ def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
     return (loss / tokens if tokens else math.nan), size / max(tokens, 1)
 
 
-def validate(run: Run, sets: Mapping[str, Loader], log: Log, name: str = "validation") -> None:
-    """Evaluate on each set of held-out data, and log its loss; --eval-iters 0 asks for none."""
-    with log.timing(name):
+def validate(run: Run, sets: Mapping[str, Loader], log: Log, saver: Saver) -> bool:
+    """Evaluate on each validation set, and log its loss; --eval-iters 0 asks for none.
+
+    Return whether the weights are the best so far, and so to be saved (--keep-best).
+    """
+    losses = {}
+    with log.timing("validation"):
         for part, loader in sets.items():
             if loader.dataset.length is None and run.config.run.eval_iters <= 0:
                 continue
-            log.validation(run.iteration, *evaluate(run, loader), name=name, part=part)
+            losses[part], bytes_per_token = evaluate(run, loader)
+            log.validation(run.iteration, losses[part], bytes_per_token, part=part)
+    return saver.evaluated(run.iteration, losses)
+
+
+def evaluate_test(run: Run, loader: Loader | None, log: Log) -> None:
+    """Evaluate on the test split, where there is one; --eval-iters 0 asks for none."""
+    if loader is not None and run.config.run.eval_iters > 0:
+        with log.timing("test"):
+            log.validation(run.iteration, *evaluate(run, loader), name="test")
 
 
 def name_fork(argv: list[str]) -> list[str]:
@@ -344,22 +357,23 @@ def train(
             decision = after_step(step, watchers)
             if decision.back:  # the run is at a checkpoint again
                 continue
-            if decision.evaluate:
-                validate(run, loaders.valid, log)
+            best = decision.evaluate and validate(run, loaders.valid, log, saver)
             if decision.sample:
                 draw_sample(run, loaders, log)
-            if decision.save:
+            if decision.save or (best and not decision.skipped):
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
                 with log.timing("save"):
                     saver.save(
-                        run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry
-                    )
+                        run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry,
+                        only_best=not decision.save,
+                    )  # fmt: skip
             if decision.copy:
                 run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
                 with log.timing("copy"):
                     saver.keep(run.iteration, run.consumed)
-            if decision.evaluate_after_save:
-                validate(run, loaders.valid, log)
+            if decision.evaluate_after_save and validate(run, loaders.valid, log, saver):
+                run.monitor.enter("save", f"saving iteration {run.iteration} with its loss")
+                saver.save(run.iteration, run.consumed, must=True, hurry=True)
             if decision.stop:
                 if run.iteration < total:
                     done, next_stage = f"iteration {run.iteration} of {total}", ""
@@ -454,10 +468,12 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
     run.monitor.action = "describing the run"
     describe(run, model_provider, note)
     file = load_model_file(config.model.model_file)
+    samples = config.run.eval_iters * config.batch.global_batch_size
+    evaluated_on = loaders.evaluated_on(samples) if config.checkpoint.keep_best is not None else {}
     saver = Saver(
         config, model.ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
-        activity=run.monitor.activity,
+        activity=run.monitor.activity, evaluated_on=evaluated_on,
     )  # fmt: skip
     run.monitor.action = "beginning, or loading a checkpoint"
     run.iteration, run.consumed = saver.begin()
@@ -468,12 +484,16 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
     with log, saver:
         skip = config.run.skip_train
         if skip or (config.run.eval_at_start and run.iteration < total):
-            validate(run, loaders.valid, log)
+            if validate(run, loaders.valid, log, saver):
+                run.monitor.enter("save", "saving what the run begins with")
+                saver.save(run.iteration, run.consumed, must=False, only_best=True)
         if not skip:
             train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")
         if skip or (config.run.eval_interval and run.iteration == total):
-            validate(run, {"": loaders.test} if loaders.test else {}, log, name="test")
+            evaluate_test(run, loaders.test, log)
+        if line := saver.best_line():
+            log.note(line)
         log.finished(run.iteration, skip)
 
 

@@ -27,6 +27,7 @@ from training.setting import (
     PATTERN,
     POSITIVE,
     REALS,
+    SET,
     SWITCH,
     TEXTS,
     TRIPLES,
@@ -1202,6 +1203,16 @@ class CheckpointConfig:
         "checkpoints",
         integer(1),
         off="left out, keep every one",
+        needs="--save",
+        ours=True,
+    )
+    keep_best: str | None = setting(
+        None,
+        "save each step whose loss on this validation set is the lowest so far, and keep the best "
+        "one whatever else is deleted; without a name, the first set",
+        "name of a validation set",
+        SET,
+        off="left out, no step is saved for its loss",
         needs="--save",
         ours=True,
     )

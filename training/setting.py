@@ -39,6 +39,7 @@ TEXT = Rule()
 TEXTS = Rule(nargs="*")
 FILE = Rule("FILE")
 DIRECTORY = Rule("DIRECTORY")
+SET = Rule("SET", "?", bare="")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpu import native
 from training.activity import Activity
@@ -60,14 +60,25 @@ class Loaders:
     test: Loader | None
     tokenizer: "Tokenizer | None" = None  # of all three
 
+    def evaluated_on(self, samples: int) -> dict[str, str]:
+        """Return {set: SHA-256 of what an evaluation reads}: so many samples, or all that end."""
+        facts = {
+            name: [loader.dataset.digest, loader.dataset.length or samples]
+            for name, loader in self.valid.items()
+        }
+        return {name: _sha256(each) for name, each in facts.items()}
+
     @property
     def digest(self) -> str:
         """Return a SHA-256 of the datasets' digests."""
         valid = {name: loader.dataset.digest for name, loader in self.valid.items()}
         held_out = valid[""] if valid.keys() == {""} else valid or None
         test = self.test and self.test.dataset.digest
-        digests = {"train": self.train.dataset.digest, "valid": held_out, "test": test}
-        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+        return _sha256({"train": self.train.dataset.digest, "valid": held_out, "test": test})
+
+
+def _sha256(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def build_loaders(

@@ -153,7 +153,7 @@ def _add(parser: _Parser, flag: Flag, group: "argparse._ArgumentGroup | None") -
         options["action"] = "store_true"
     else:
         options |= {"nargs": flag.rule.nargs, "metavar": flag.rule.metavar}
-        options |= {"const": flag.rule.bare} if flag.rule.bare else {}
+        options |= {} if flag.rule.bare is None else {"const": flag.rule.bare}
         options |= {"action": "append"} if flag.rule.repeated else {}
     help_text = argparse.SUPPRESS if group is None else effect(flag).replace("%", "%%")
     (parser if group is None else group).add_argument(flag.name, help=help_text, **options)

@@ -18,6 +18,7 @@ from training.checkpoint import refuse_to_save
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
+from training.data.build import validation_sets
 from training.data.not_tokens import instead
 from training.data.split import parse_split
 from training.owned import json_lines, refuse
@@ -149,8 +150,14 @@ def _evaluation(config: Config) -> None:
     """Raise UsageError for a flag that asks for an evaluation where there is nothing to evaluate
     on.
     """
-    run, d = config.run, config.data
-    asked = {"--eval-at-start": run.eval_at_start, "--skip-train": run.skip_train}
+    run, d, c = config.run, config.data, config.checkpoint
+    if c.keep_best is not None:
+        _best(f"--keep-best {c.keep_best}".rstrip(), config)
+    asked = {
+        "--eval-at-start": run.eval_at_start,
+        "--skip-train": run.skip_train,
+        "--keep-best": c.keep_best is not None,
+    }
     for flag in (flag for flag, given in asked.items() if given):
         if run.eval_iters <= 0 and not d.full_validation:
             raise UsageError(
@@ -163,6 +170,24 @@ def _evaluation(config: Config) -> None:
                 f"{flag} has nothing to evaluate on: give the second number of --split a share, or "
                 "--valid-data-path"
             )
+
+
+def _best(flag: str, config: Config) -> None:
+    """Raise UsageError where no checkpoint could be the best by this set."""
+    d, c = config.data, config.checkpoint
+    if not c.save:
+        raise UsageError(f"{flag} needs --save, where the best checkpoint is kept")
+    if not config.run.eval_interval:
+        raise UsageError(f"{flag} needs --eval-interval, whose losses it compares")
+    sets = list(validation_sets(d.valid_data_path, d.validation_set_names))
+    if not d.multiple_validation_sets:
+        sets = []
+    if c.keep_best and c.keep_best not in sets:
+        there = f"the sets are {', '.join(sets)}" if sets else "give it without a name: there is "
+        raise UsageError(
+            f"{flag}: no validation set has this name; {there}"
+            + "one set, without --multiple-validation-sets" * (not sets)
+        )
 
 
 def _branch(c: CheckpointConfig) -> None:
