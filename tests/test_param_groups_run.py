@@ -2,6 +2,7 @@
 """Whole runs with --param-group: saved, resumed here and on other layouts, changed, and refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from tests.cached_runs import CachedRuns
 from tests.launcher import Launcher, Result
 from tests.sampling import sampled
 from tests.saved import tensors
-from tests.test_frozen_run import AT, KINDS, LAYOUTS, STEPS, check_rows, rows
+from tests.test_frozen_run import AT, KINDS, LAYOUTS, MORE, STEPS, check_rows, rows
 from tests.test_frozen_run import MODEL as FROZEN_MODEL
 from training.flags.parse import UsageError, parse
 
@@ -91,6 +92,18 @@ def test_a_change_is_said_or_refused(runs: Runs, launcher: Launcher) -> None:
     assert "25 of 27 tensors are frozen, such as layers.0" in out
     ended = launcher.run(1, flags)
     assert ended.codes == [2] and "is frozen there and not here (24 more differ)" in ended.said(0)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("mechanism", sorted(MORE))
+def test_with_other_mechanisms(launcher: Launcher, mechanism: str) -> None:
+    """What is frozen, or has no learning rate, keeps its bits, and the rest moves."""
+    ended = launcher.run(2, f"{MODEL} {MORE[mechanism]}".split() + words(GROUPS["layers"]))
+    assert ended.codes == [0, 0], ended.said(0)
+    first, last = (tensors(ended.folder / "saved", step) for step in (AT, STEPS))
+    weights = {n for n in last if n.endswith(".weight")}
+    moved = {n for n in weights if not torch.equal(first[n], last[n])}
+    assert moved == {n for n in weights if "norm" not in n and not re.search(r"layers\.[02]", n)}
 
 
 REFUSED = {
