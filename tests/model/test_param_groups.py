@@ -225,6 +225,16 @@ def test_factors_of_a_step(optimizer):
         assert not torch.equal(wanted, plain[name])
 
 
+def test_flags_say_more_than_a_fork():
+    """Where a model's file freezes all, one flag lets a part train, and another freezes of that."""
+    case = ONE | dict(file=test_frozen.FILE, extra=(("frozen", ""),))
+    case |= dict(groups=("*norm* head.* trained", "layers.1.* frozen", "head.* lr-mult=0.5"))
+    first, last = stepped(case, 0.0), stepped(case, 1e-2)
+    moved = {name for name in first if not torch.equal(first[name], last[name])}
+    norms = {f"layers.{i}.{kind}_norm.weight" for i in (0, 2) for kind in ("attention", "mlp")}
+    assert moved == {"head.weight", "norm.weight"} | norms
+
+
 def test_mup_divides_and_a_group_multiplies():
     """muP's divisor of a matrix stays, also that of eps."""
     config = config_of(ONE | dict(groups=("* lr-mult=0.5 wd-mult=2", "norm* lr-mult=3")))

@@ -128,7 +128,8 @@ def _checked(name: str, values: list[str], flag: Any, live: bool) -> list[str]:
         raise ValueError(f"{name} has a flag for a value")
     if values and live:
         several = flag.rule.nargs == "*"
-        flag.read([values] if flag.rule.repeated else values if several else values[0])
+        repeated = getattr(flag.rule, "repeated", False)  # older commits have none
+        flag.read([values] if repeated else values if several else values[0])
     return values
 
 
