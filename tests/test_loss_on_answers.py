@@ -8,6 +8,8 @@ tokens than answers, so the loop knows from a token alone whether it counts.
 import json
 import random
 import shlex
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,9 +56,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
             answer = [draw.randrange(ANSWERS, EOD) for _ in range(draw.randint(1, 8))]
             row = {"prompt": prompt, "answer": answer}
             file.write(json.dumps({k: " ".join(map(str, v)) for k, v in row.items()}) + "\n")
+    return tokens(folder, "answer")
+
+
+def tokens(folder: Path, loss_on: str) -> str:
+    """Make the pair of a folder's a.jsonl, with the mask of a key; return its prefix."""
     (made,) = preprocess(
         [str(folder / "a.jsonl")], str(folder / "tokens"), "NullTokenizer", vocab_size=EOD + 1,
-        json_keys=["prompt", "answer"], loss_on=["answer"], append_eod=True,
+        json_keys=["prompt", "answer"], loss_on=[loss_on], append_eod=True,
     )  # fmt: skip
     return made.prefix
 
@@ -191,3 +198,21 @@ def check(result: Result, steps: list[tuple[float, float]], held_out: float) -> 
         assert row["grad_norm"] == pytest.approx(norm, rel=1e-12)
     (found,) = {row["validation_loss"] for row in result.rows() if "validation_loss" in row}
     assert found == pytest.approx(held_out, rel=1e-11)
+
+
+@LATER
+def test_a_resume_with_another_mask_is_refused(
+    launcher: Launcher, data: str, tmp_path: Path
+) -> None:
+    """Also where the tokens are the same, byte for byte; --allow-change data goes on."""
+    shutil.copy(Path(data).parent / "a.jsonl", tmp_path)
+    words = f"{MODEL} --data-path {tokens(tmp_path, 'answer')} --save {{dir}}/saved"
+    result = launcher.run(1, shlex.split(words))
+    assert result.codes == [0], result.said(0)
+    before = Path(f"{data}.bin").read_bytes()
+    assert Path(f"{tokens(tmp_path, 'prompt')}.bin").read_bytes() == before
+    words += " --load {dir}/saved --train-iters 4"
+    refused = launcher.run(1, shlex.split(words), result.folder)
+    assert refused.codes[0] and "was made with other data" in refused.said(0)
+    changed = launcher.run(1, shlex.split(f"{words} --allow-change data"), result.folder)
+    assert changed.codes == [0], changed.said(0)

@@ -100,7 +100,9 @@ def many():
     return ["a.jsonl", "z.jsonl.gz"], {**options, "vocab_size": 101, "report": lambda line: None}
 
 
-@pytest.mark.parametrize(("workers", "size"), [(1, 300), (2, 2500)])
+@pytest.mark.parametrize(
+    ("workers", "size"), [(1, 300), pytest.param(2, 2500, marks=pytest.mark.prove)]
+)
 def test_workers_and_shards_change_nothing(workers, size):
     inputs, options = many()
     preprocess(inputs, "out", "NullTokenizer", **options)
@@ -168,6 +170,23 @@ def test_bad_rows_are_counted_on_request(capsys):
     assert "1 without a text (first: a.jsonl, line 5, " in said
     assert run("--on-bad-document", "error") == 1
     assert "no text that counts in the loss: 'answer' empty" in capsys.readouterr().err
+
+
+def test_rows_of_parquet(capsys):
+    """Their columns come in the order of the flag, not of the file."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    assert run("--append-eod") == 0
+    wanted = files()
+    columns = {key: [row[key] for row in ROWS] for key in ("note", "answer", "prompt")}
+    parquet.write_table(pyarrow.table(columns), "a.parquet")
+    assert run("--append-eod", inputs="a.parquet") == 0
+    assert files() == wanted
+    columns["prompt"][1] = None
+    parquet.write_table(pyarrow.table(columns), "a.parquet")
+    assert run(inputs="a.parquet") == 1
+    assert "a.parquet, row 2: no text in this row, but null" in capsys.readouterr().err
 
 
 def test_flags_that_do_not_fit(capsys):

@@ -11,6 +11,8 @@ from typing import NoReturn
 
 import numpy as np
 
+from training.config import Config
+from training.data.blend import parse_blend
 from training.data.cache import IndexCache
 from training.data.dataset import DataError
 from training.data.indexed import IndexedTokens
@@ -85,6 +87,16 @@ class LossMask:
 
     def _refuse(self, end: str, why: str) -> NoReturn:
         raise ValueError(f"{self.prefix}{end}: {why}; {AGAIN}")
+
+
+def is_masked(config: Config) -> bool:
+    """Return whether a run leaves tokens out of the loss that it trains on: --eod-mask-loss does,
+    and a mask beside a pair, which is looked for by its name alone.
+    """
+    data, stages = config.data, [stage.train_data_path for stage in config.stages]
+    blends = [paths for paths in (data.data_path, data.train_data_path, *stages) if paths]
+    prefixes = [prefix for paths in blends for prefix in parse_blend(paths)[0]]
+    return data.eod_mask_loss or any(os.path.lexists(prefix + ENDS[1]) for prefix in prefixes)
 
 
 def find_loss_mask(

@@ -11,7 +11,11 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
+from estimate import traffic
+from estimate.model_profile import grid_of
+from pretrain_llama import model_provider
 from tests.training.small_llama import SMALL, read
 from training.config import UsageError
 from training.data.batch import DocumentRules, make_batch
@@ -19,9 +23,10 @@ from training.data.build import build_datasets, build_loaders
 from training.data.bytes_per_token import TextBytes
 from training.data.dataset import DataError
 from training.data.indexed import IndexedTokens, IndexedWriter
-from training.data.loss_mask import SUFFIX
+from training.data.loss_mask import SUFFIX, is_masked
 from training.data.made_with import record_of
 from training.data.tokenizer import NullTokenizer, build_tokenizer
+from training.run.warm_up import batches_of_zeros
 
 TOKENIZER, EOD, FIRST = NullTokenizer(200), 199, 100  # ids from FIRST on count
 BASE = SMALL.replace("--mock-data --dry-run", "").replace("--vocab-size 300", "--device cpu")
@@ -307,6 +312,24 @@ def test_a_global_batch_in_which_no_token_counts_is_told(more):
         loader.next_global_batch(2 * step, 2)
     who = "--eod-mask-loss and the loss mask leave" if more else "the loss mask leaves"
     assert any(f"data: {who} no token of samples 0 to 1 in the loss" in line for line in said)
+
+
+def test_a_dry_run_and_a_warm_up_know_masks_by_their_names():
+    stages("plain", "0.5 b 0.5 plain")
+    for words, wanted in (
+        ("--data-path 1 plain 2 a", True),
+        ("--train-data-path a --valid-data-path plain", True),
+        ("--train-data-path plain --valid-data-path a", False),
+        ("--data-stages stages.json", True),
+        ("--mock-data", False),
+        ("--mock-data --eod-mask-loss", True),
+    ):
+        config = read(f"{words} --context-parallel-size 2", 2, base=BASE)
+        assert is_masked(config) == wanted, words
+        (batch, *_) = batches_of_zeros(config, grid_of(config, 0), torch.device("cpu"))
+        assert (batch.loss_mask is not None) == wanted
+        rows = traffic.traffic(config, model_provider)
+        assert any(row.who == "token count" for row in rows) == wanted, words
 
 
 def test_a_mask_is_no_data():
