@@ -139,7 +139,8 @@ def train_step(
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
-    if run.config.data.eod_mask_loss:  # auxiliary losses are of all tokens
+    masked = batches[0].loss_mask is not None  # if in one batch of a run, then in all
+    if masked:  # auxiliary losses are of all tokens
         counted = sum(batch.token_count for batch in batches)
         run.model.ctx.auxiliary_losses.mask(counted, tokens, run.grid.dp_cp, run.device)
     run.sink.begin_step(len(batches))
@@ -149,7 +150,7 @@ def train_step(
     label = Label("train_step", "loss sum")
     total = sum_in_order(sum_in_order(total, run.grid.dp_cp, label), run.grid.pp, label)
     run.monitor.action = f"the update of iteration {step}"
-    grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
+    grad_scale = tokens / total[1].clamp(min=1) if masked else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
     run.model.ctx.auxiliary_losses.mean = total[2] / total[1].clamp(min=1)
     return (total[0] + total[2]) / total[1].clamp(min=1), norm, found_inf

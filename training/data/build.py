@@ -20,6 +20,7 @@ from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loader import Loader
 from training.data.local_copy import local_copy
+from training.data.loss_mask import LossMask, find_loss_mask
 from training.data.made_with import MadeWith
 from training.data.megatron_order import (
     MegatronBlend,
@@ -216,36 +217,46 @@ def build_datasets(
         if train is None or begun is None or not begun(same.split, train):
             raise ValueError(f"{same.what}: {same.instead}")
         report(f"{same.what}; the run was begun so, and goes on in its order")
-    if data.eod_mask_loss:
-        for empty in _without_loss(opener.parts, tokenizer.eod, report):
-            found[empty] = None
+    for empty in _without_loss(opener.parts, tokenizer.eod if data.eod_mask_loss else None, report):
+        found[empty] = None
     made_with.tell(report)
+    opener.tell_masks()
     return found
 
 
 def _without_loss(
     parts: Sequence[Part], eod: int | None, report: Callable[[str], None]
 ) -> Iterator[str]:
-    """Yield each split to evaluate on in which --eod-mask-loss leaves no token in the loss.
+    """Yield each split to evaluate on in which --eod-mask-loss, or a loss mask, leaves no token in
+    the loss. eod: the token that --eod-mask-loss leaves out, None without the flag.
 
     Raises ValueError where that is so of what is trained on, or of a stage of it.
     """
+
+    def why(part: Part) -> str:
+        of = f"the {part.split} documents of " if part.split in SPLITS else ""
+        if eod is not None and part.file.holds_only(eod, part.documents):
+            return (
+                f"{part.flag}: {of}{part.prefix} hold only the end-of-document token {eod}, which "
+                "--eod-mask-loss leaves out of the loss"
+            )
+        if part.loss_mask and part.loss_mask.counts_none(part.documents):
+            return (
+                f"{part.flag}: {of}{part.prefix} have no token that {part.loss_mask.prefix} counts "
+                "in the loss"
+            )
+        return ""
+
     blends: dict[tuple[str, str], list[Part]] = {}
     for part in parts:
         blends.setdefault((part.split, part.flag), []).append(part)
-    for (split, flag), blend in blends.items():
-        masked = [part for part in blend if part.file.holds_only(eod, part.documents)]
-        of = f"{flag}: the {split} documents of" if split in SPLITS else f"{flag}:"
-        lines = [
-            f"{of} {part.prefix} hold only the end-of-document token {eod}, which --eod-mask-loss "
-            "leaves out of the loss"
-            for part in masked
-        ]
-        if len(masked) == len(blend) and split == "train":
+    for (split, _), blend in blends.items():
+        lines = [line for line in map(why, blend) if line]
+        if len(lines) == len(blend) and split == "train":
             raise ValueError(f"{lines[0]}, so no token would be trained on")
         for line in lines:
             report(line)
-        if len(masked) == len(blend):
+        if len(lines) == len(blend):
             yield split
 
 
@@ -309,6 +320,7 @@ class _Opener:
         self._report, self._made_with = report, made_with
         self.parts: list[Part] = []  # that are read
         self._files: dict[str, IndexedTokens] = {}
+        self._masks: dict[str, LossMask | None] = {}  # by the prefix of the file that is read
         self._caches: dict[tuple[str, int], IndexCache] = {}
 
     def open(
@@ -332,7 +344,7 @@ class _Opener:
             file, cut = self._cut(prefix, split, shares)
             if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):
                 found.append(part := self._dataset(file, split, cut))
-                self.parts.append(Part(name, flag, prefix, file, cut, weights is not None))
+                self._add_part(name, flag, prefix, file, cut, weights is not None)
                 weights_left.append(float(part.tokens) if weights is None else weights[i])
             elif weights and weights[i] > 0 and split == "train":
                 raise ValueError(
@@ -357,7 +369,7 @@ class _Opener:
                 if not file.lengths[cut.start : cut.stop].any():
                     raise ValueError(f"{flag}: {prefix} has no tokens")
                 found.append(self._dataset(file, "train", cut, stage.length))
-                self.parts.append(Part("train", flag, prefix, file, cut, weights is not None))
+                self._add_part("train", flag, prefix, file, cut, weights is not None)
             shares = weights or [float(part.tokens) for part in found]
             keys = [os.path.realpath(prefix + ".bin") for prefix in prefixes]
             parts.append(StageData(found, shares, keys))
@@ -385,7 +397,7 @@ class _Opener:
             return None
         for prefix, (file, cut) in zip(prefixes, cuts, strict=True):
             if file.lengths[cut.start : cut.stop].any():
-                self.parts.append(Part(name, flag, prefix, file, cut, weights is not None))
+                self._add_part(name, flag, prefix, file, cut, weights is not None)
         if len(prefixes) == 1 and (weights is None or shares is None):
             return self._in_order(*cuts[0], split, samples)
         if weights is None:
@@ -418,6 +430,7 @@ class _Opener:
             samples=samples,
             cache=self._cache(file.prefix),
             library=native.load(),
+            loss_mask=self._masks[file.prefix],
         )
 
     def _cut(
@@ -428,19 +441,40 @@ class _Opener:
             at = prefix
             if self._local:
                 at = local_copy(prefix, self._local, self._report, self._activity)
-            self._files[prefix] = IndexedTokens(at, self._cache(at))
-            self._made_with.check(prefix, self._files[prefix].lengths)
-            self._files[prefix].check_vocabulary(self._vocab_size)
+            file = self._files[prefix] = IndexedTokens(at, self._cache(at))
+            record = self._made_with.check(prefix, file.lengths)
+            file.check_vocabulary(self._vocab_size)
+            self._masks[at] = find_loss_mask(prefix, file, record, self._cache(at))
         file = self._files[prefix]
         return file, split_documents(shares, len(file))[split] if shares else range(len(file))
 
     def _dataset(
         self, file: IndexedTokens, split: str, documents: range, seq_length: int | None = None
     ) -> GPTDataset:
-        cache, library, length = self._cache(file.prefix), native.load(), self._seq_length
         return GPTDataset(
-            file, split, documents, seq_length or length, self._seed, cache=cache, library=library
+            *(file, split, documents, seq_length or self._seq_length, self._seed),
+            cache=self._cache(file.prefix),
+            library=native.load(),
+            loss_mask=self._masks[file.prefix],
         )
+
+    def _add_part(
+        self, name: str, flag: str, prefix: str, file: IndexedTokens, cut: range, weighted: bool
+    ) -> None:
+        mask = self._masks[file.prefix]
+        self.parts.append(
+            Part(name, flag, prefix, file=file, documents=cut, weighted=weighted, loss_mask=mask)
+        )
+
+    def tell_masks(self) -> None:
+        """Report in a line which files have a loss mask."""
+        masked = [prefix for prefix, file in self._files.items() if self._masks[file.prefix]]
+        if masked:
+            more = len(masked) - 1
+            self._report(
+                f"data: the loss counts a part of the tokens of {masked[0]}"
+                f"{f' (and {more} more)' if more else ''}, as its .loss_mask says"
+            )
 
     def _cache(self, prefix: str) -> IndexCache:
         """Return the cache for a file, which believes what the file's owner wrote there."""

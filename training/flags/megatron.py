@@ -1069,8 +1069,13 @@ REFUSED = (
     ),
     Refused(
         "another objective than next-token prediction on plain text",
-        """--sample-rate --allow-ambiguous-pad-tokens --fim-data --chat-template --sft
-        --sft-tokenizer-prompt-format""",
+        "--sample-rate --allow-ambiguous-pad-tokens --fim-data",
+    ),
+    Refused(
+        "reading conversations as they are",
+        "--sft --sft-tokenizer-prompt-format --chat-template",
+        "write prompts and answers as texts of JSON lines, of which tools/preprocess_data.py "
+        "--loss-on makes data whose loss counts answers alone",
     ),
     Refused(
         "another setting of the tokenizer",

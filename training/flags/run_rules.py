@@ -19,6 +19,7 @@ from training.checkpoint.manifest import MANIFEST, STEP
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.build import validation_sets
+from training.data.loss_mask import SUFFIX
 from training.data.not_tokens import instead
 from training.data.split import parse_split
 from training.owned import json_lines, refuse
@@ -357,6 +358,9 @@ def _blend(flag: str, paths: tuple[str, ...], d: DataConfig, dry: bool) -> None:
         if stem != prefix:
             ending = prefix.removeprefix(stem)
             raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
+        if stem.endswith(SUFFIX):
+            pair = stem.removesuffix(SUFFIX)
+            raise UsageError(f"{flag} {prefix}: it is the loss mask of {pair}: name {pair} alone")
 
 
 def _directories(config: Config) -> None:
