@@ -142,7 +142,7 @@ def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> 
         ),
         (
             {**SIZES, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 40}},
-            "yarn's beta_fast is 32: it must be above beta_slow, 40",
+            "yarn's beta_fast is 32: it must be at least beta_slow, 40",
         ),
     ],
 )
