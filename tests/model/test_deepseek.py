@@ -11,16 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from estimate.model_profile import model_profile
 from model.load import load_model_file, model_file_of
+from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import placement_of, saved_buffers, unique_parameters
+from pretrain_llama import model_provider
 from tests.model.context_cases import COMM, documents_batch
 from tests.model.test_worked_forks import equal
-from tests.model.twin import run_cases
+from tests.model.twin import config_of, run_cases
+from tools.checkpoint import main as convert
+from tools.generate import load_model
 
 PATH = str(Path(__file__).resolve().parents[2] / "examples/forks/deepseek.py")
 FILE = load_model_file(PATH)
@@ -245,6 +251,46 @@ def test_logits_are_those_of_transformers(form, monkeypatch):
     assert (apart[1] - got[1]).norm() < 1e-13 * got.norm()
 
 
+@torch.no_grad()
+def logits_in(comm: Any, root: str, cut: dict[str, int], tokens: Tensor) -> Tensor:
+    model, _ = load_model(root, comm.grid(**cut), torch.device("cpu"), torch.float32, PATH)
+    every = all_gather(model(tokens).permute(2, 1, 0).contiguous(), model.ctx.tp)[0]
+    return every[: model.config.vocab_size].permute(1, 2, 0)
+
+
+@torch.no_grad()
+def test_a_folder_goes_through_a_checkpoint_and_back(world, tmp_path, capsys):
+    """Tensor by tensor to the bit; the layer of multi-token prediction is left out with a line."""
+    import transformers
+
+    name, own, _ = FORMS["v3"]
+    torch.manual_seed(2)
+    hf = getattr(transformers, f"{name}Config")(**SMALL | own, num_nextn_predict_layers=1)
+    theirs = getattr(transformers, f"{name}ForCausalLM")(hf).float().eval()
+    for param in theirs.parameters():
+        if param.dim() == 1:
+            param.normal_(1.0, 0.3)
+    hf._attn_implementation = hf._experts_implementation = "eager"
+    theirs.save_pretrained(tmp_path / "hf")
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(2, 2)}
+    save_file(state | extra, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    given = ["convert", "--model-file", PATH]
+    convert([*given, "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
+    text = "".join(capsys.readouterr())
+    assert "1 tensors of multi-token prediction are left out: model.layers.3.eh_proj" in text
+    convert([*given, "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft")])
+    back = load_file(tmp_path / "out" / "model.safetensors")
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+    tokens = torch.arange(46).view(2, 23) * 7 % 99
+    want = theirs(tokens, use_cache=False).logits
+    cuts: dict[str, dict[str, int]] = {"hf": dict(ep=2), "weft": dict(tp=2)}
+    for place, cut in cuts.items():
+        for got in world(2).run(logits_in, str(tmp_path / place), cut, tokens):
+            assert (got - want).norm() < 1e-5 * want.norm()
+
+
 # --- layouts
 
 EXPERTS = dict(num_experts=4, moe_router_topk=2, moe_shared_expert_intermediate_size=20)
@@ -317,3 +363,12 @@ def test_documents_over_two_context_ranks(world):
 def test_four_ranks_train_as_one(world, router, cp, layers):
     ways = [way for way in MORE_WAYS if way.get("layers", 3) == layers]
     compare(world, 4, router, [way for way in ways if not cp or way.get("cp") == cp], cp)
+
+
+def test_a_plan_counts_the_sizes_of_q_and_v():
+    """a s (d + e) FLOPs a token of causal attention, and the weights as they are used."""
+    profile = model_profile(config_of(case("v3")), model_provider)
+    assert {*profile.core} == {8 * 48 * (10 + 7)}
+    heads = 10 * 80 + 6 * 8 * (6 + 7) + 56 * 28  # q_b, kv_b and proj
+    latents = 28 * (10 + 6 + 4)
+    assert profile.layers[0] - profile.core[0] == 2 * (heads + latents + 3 * 28 * 20)

@@ -49,8 +49,8 @@ class Cuts:
         patches.replace(torch.autograd, "backward", begins)
 
     def note(self, made: type, given: Sequence[Any], out: Any) -> None:
-        """Note what a function's forward returns that is not one of its inputs, and has elements: an
-        output without any has no memory that tells it from another one.
+        """Note what a function's forward returns that is not one of its inputs. An output without
+        elements has no memory that tells it from another one, and is left out.
         """
         recorder = self.recorder
         if recorder.paused or not torch.is_grad_enabled():
