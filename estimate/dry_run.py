@@ -419,7 +419,8 @@ def _work(config: Config, per_token: float) -> list[str]:
     ranks = config.parallel.world_size
     total = per_token * tokens_at(config, batch_size.total_samples(config))
     return [
-        f"{per_token:.4g} FLOPs a token = 6 x weights in matmuls + 6 L s a d (causal attention)",
+        f"{per_token:.4g} FLOPs a token = 6 x weights in matmuls + 3 L s a (d_qk + d_v) of causal "
+        "attention",
         f"{per_token * tokens:.4g} FLOPs a step, {per_token * tokens / ranks:.4g} a rank",
         f"{total:.4g} FLOPs in all; at 400 TFLOP/s a rank {_days(total / ranks / 4e14)}",
     ]

@@ -109,9 +109,11 @@ class Checkpoint:
 
     state: the contents of state.json. index: {tensor: {"dtype", "shape", "parts"}}. passed_over:
     newer directories that were not complete. links: whether files may be links (open_plain()).
+    left_out: a line on tensors that are not the model's and are not read; "": there are none.
     """
 
     passed_over: Sequence[str] = ()
+    left_out = ""
     links = False  # whether its files may be links
 
     def __init__(self, directory: Path) -> None:

@@ -932,7 +932,7 @@ REFUSED = (
     ),
     Refused(
         "another attention than a Llama's",
-        """--multi-latent-attention --experimental-attention-variant --dsa-indexer-n-heads
+        """--experimental-attention-variant --dsa-indexer-n-heads
         --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-topk-freq
         --dsa-indexer-skip-topk-offset --dsa-indexer-loss-coeff
         --dsa-indexer-use-sparse-loss --dsa-kernel-backend --dsa-indexer-rope-interleaved
@@ -941,8 +941,13 @@ REFUSED = (
         --dsa-indexer-k-norm-epsilon --dsa-indexer-k-norm-fp32 --linear-conv-kernel-dim
         --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads
         --linear-num-value-heads --use-kitchen-attention --kitchen-attention-backend
-        --cache-mla-latents --mla-down-proj-fusion --linear-attention-freq""",
+        --linear-attention-freq""",
         "fork model/llama.py for that",
+    ),
+    Refused(
+        "another attention than a Llama's",
+        "--multi-latent-attention --cache-mla-latents --mla-down-proj-fusion",
+        "--model-file examples/forks/deepseek.py has multi-head latent attention",
     ),
     Refused(
         "a state-space or hybrid model",

@@ -527,6 +527,8 @@ class Saver:
             self._good.add(found.directory.name)
         self._later = found.passed_over
         self._from = found.directory.resolve().parent
+        if found.left_out:
+            self.note(f"{found.directory}: {found.left_out}")
         if fresh:
             self.note(f"loaded the weights of {found.directory}; starting at sample 0")
             return 0, 0
