@@ -31,8 +31,8 @@ def main(path: str, argv: list[str]) -> int:
             guard.load()
         from tools.rehearsal import main as rehearsal  # with torch, so after the guard
 
-        with waiting("rehearsing"):
-            return rehearsal.main(load(path), argv)
+        with waiting("rehearsing") as progress:
+            return rehearsal.main(load(path), argv, progress)
     except guard.GuardError as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2
