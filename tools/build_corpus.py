@@ -22,7 +22,6 @@ import hashlib
 import json
 import platform
 import re
-import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -398,5 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in make train: no traceback
     main()

@@ -367,6 +367,8 @@ def main(argv: Iterable[str] | None = None) -> int:
         check(args)
         with owner_only():
             return args.do(args)
+    except BrokenPipeError:  # who reads the lines has left: mpu/needs.py
+        raise
     except (OSError, ValueError) as error:
         warn(sentence(error))
     return 2

@@ -34,7 +34,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def error_line(program: str, error: BaseException) -> str:
-    """Return the line that a tool prints for an error."""
+    """Return the line that a tool prints for an error.
+
+    Raises the error again where it says that the reader of the output has left (mpu/needs.py).
+    """
+    if isinstance(error, BrokenPipeError):
+        raise error
     return f"{program}: {sentence(error)}"
 
 

@@ -325,6 +325,8 @@ def main(argv: Iterable[str] | None = None) -> int:
                 writer.write(*done)
         if writer is not None:
             writer.close()
+    except BrokenPipeError:  # who reads the scores has left
+        return 1
     except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own
         print(f"evaluate: {who}{sentence(error)}", file=sys.stderr)

@@ -317,7 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     with waiting(f"one step on {world} rank(s)", state):
         mp.get_context("forkserver").set_forkserver_preload(["tools.explain"])
-        mp.start_processes(_rank, (config, store.port), world, start_method="forkserver")
+        args = (config, store.port)
+        mp.start_processes(_rank, args, world, daemon=True, start_method="forkserver")
     print(store.get("text").decode())
     return 0 if store.get("equal") == b"1" else 1
 
