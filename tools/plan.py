@@ -151,7 +151,7 @@ def build_parser() -> Parser:
 
 
 def answer(args: argparse.Namespace, progress: Progress) -> Answer:
-    """Return the answer to the command line; progress is told what is done. Raises one of MISTAKES."""
+    """Return the answer to the command line. progress: is told what is done. Raises MISTAKES."""
     if args.predict is not None:
         if args.out is None:
             raise PlanError("--predict needs --out FILE")

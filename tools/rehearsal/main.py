@@ -51,7 +51,7 @@ GPUS_A_NODE = 8
 
 
 def main(script: ModuleType, argv: list[str], progress: Progress | None = None) -> int:
-    """Rehearse; print and write the report; return the exit code. progress: is told what is done."""
+    """Rehearse; print and write the report; return the exit code. progress: counts the steps."""
     progress = progress or Progress()
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     path: str | None = guard.flag(argv, "--rehearse-json")  # the flags may fail to be read
