@@ -18,6 +18,11 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # as a script, find mpu
 
+from mpu.needs import explain_missing_packages  # noqa: E402
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from tools.waiting import waiting  # noqa: E402
 
 
