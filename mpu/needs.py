@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say in one sentence which packages this Python lacks, in place of a traceback, and whether its
-torch is one that Weft runs with.
+torch is one that Weft runs with. Ctrl-C is one line, and a reader that leaves is none.
 
 It needs the standard library alone. A script calls `explain_missing_packages` before its imports.
 """
 
+import atexit
 import os
 import re
+import select
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -67,8 +69,12 @@ def sentence(module: str) -> str:
 def explain_missing_packages() -> None:
     """Let a missing package, or a torch that is too old, end this script with one sentence and
     exit code 2.
+
+    Ctrl-C ends it with a line, and by SIGINT, as a shell expects (130). It ends without a word
+    where the reader of its output has left, such as `head`.
     """
     before = sys.excepthook
+    atexit.register(_reader_left)  # what is still buffered is written after this
     try:
         why = too_old(version("torch"))
     except PackageNotFoundError:
@@ -77,6 +83,11 @@ def explain_missing_packages() -> None:
         sys.exit(_ended(f"{why}: {sys.executable}; `make setup` makes .venv with another"))
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            print(f"{_program()}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+            return
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return
         name = (getattr(error, "name", None) or "").partition(".")[0]
         if not isinstance(error, ModuleNotFoundError) or not name or (ROOT / name).exists():
             before(kind, error, trace)
@@ -86,7 +97,24 @@ def explain_missing_packages() -> None:
     sys.excepthook = hook
 
 
+def _reader_left() -> bool:
+    """Return whether standard output has lost its reader; what is written to it is lost then."""
+    look = select.poll()
+    try:
+        look.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError, AttributeError):  # closed, or no file
+        return False
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in look.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _program() -> str:
+    return os.path.basename(sys.argv[0])
+
+
 def _ended(why: str) -> int:
     """Print why this script ends; return its exit code."""
-    print(f"{os.path.basename(sys.argv[0])}: {why}", file=sys.stderr, flush=True)
+    print(f"{_program()}: {why}", file=sys.stderr, flush=True)
     return MISTAKE

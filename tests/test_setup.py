@@ -208,7 +208,7 @@ def test_pip_shows_its_progress(monkeypatch, tmp_path, capfd, terminal):
     python.write_text('#!/bin/sh\necho "$@"\necho Downloading torch; sleep 0.5\n')
     python.chmod(0o755)
     monkeypatch.setattr(setup_env, "PYTHON", str(python))
-    monkeypatch.setattr(waiting, "EVERY", 0.3)
+    monkeypatch.setattr(waiting, "AFTER", 0.3)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     setup_env.pip("install", "torch")
     said = capfd.readouterr()

@@ -27,6 +27,11 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from mpu.needs import explain_missing_packages
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 import torch
 
 from mpu.torch_private import running_node
@@ -39,12 +44,15 @@ from tools.bisect.report import page
 from tools.bisect.side import Side
 from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
 from tools.bisect.verdict import Verdict, verdict_of
+from tools.waiting import Progress, duration, waiting
 from training.untrusted import first_of, printable, private, sentence
 
 
 @dataclass
 class Outcome:
-    """What was found. sentence: for people. notes: what could not be decided, and why."""
+    """What was found. sentence: for people. notes: what could not be decided, and why. progress:
+    what is run to find it.
+    """
 
     sentence: str = ""
     same: bool = False
@@ -54,6 +62,7 @@ class Outcome:
     settings: dict[str, list[Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     replays: list[Ran] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress, repr=False)
 
     def json(self) -> dict[str, Any]:
         """Return it as JSON's types."""
@@ -113,7 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             own = options.model_file_a, options.model_file_b
             a = named("A", options.a, trees[0], options.ranks_a, work, model_file=own[0])
             b = named("B", options.b, trees[1], options.ranks_b, work, like=a, model_file=own[1])
-            found = bisect(a, b, work, options.steps, options.step, options.timeout)
+            asked = options.steps, options.step, options.timeout
+            with waiting("looking for the first difference") as progress:
+                found = bisect(a, b, work, *asked, progress=progress)
         except (ValueError, OSError, NoCheckout, RunError) as error:
             print(f"tools/bisect_runs.py: {sentence(error)}", file=sys.stderr)
             return 2
@@ -152,15 +163,22 @@ def _is_ours(out: Path) -> bool:
 
 
 def bisect(
-    a: Named, b: Named, work: Path, steps: int | None, number: int | None, limit: float
+    a: Named,
+    b: Named,
+    work: Path,
+    steps: int | None,
+    number: int | None,
+    limit: float,
+    progress: Progress | None = None,
 ) -> Outcome:
     """Find the first step that differs, make it again on both sides, and compare its tensors.
 
-    Raises ValueError, RunError.
+    progress: is told what is run. Raises ValueError, RunError.
     """
-    found = Outcome()
+    found = Outcome(progress=progress or Progress())
     for side in (a, b):
         if side.program is not None and side.folder is None:
+            found.progress.begin(f"running {side.letter}, for {duration(limit)} at most")
             if failed := run_side(side, work, steps, limit):
                 found.notes.append(f"{side.letter} failed: {failed}")
     sides = (a.lines, b.lines)
@@ -334,6 +352,9 @@ def made_again(
         if folder.exists():  # of the replay before, or of a comparison before (main)
             shutil.rmtree(folder)
         program = replace(side.program, argv=tuple(replay_flags(side, start)))
+        found.progress.begin(
+            f"making step {number} of {side.letter} again, for {duration(limit)} at most"
+        )
         try:
             found.replays.append(run(program, folder, record=number, limit=limit))
         except RunError as error:

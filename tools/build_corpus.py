@@ -22,7 +22,6 @@ import hashlib
 import json
 import platform
 import re
-import signal
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +38,8 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, error_line, progress
+from tools.command_line import Parser, error_line
+from tools.waiting import waiting
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.files import replacing, write_text
 from training.data.shards import documents
@@ -117,9 +117,10 @@ def pieces(
     again, after a space, or anywhere.
     """
     total = len(keys) * sum(Path(file).stat().st_size for file in files)
-    with progress("reading", total) as report:
+    with waiting("reading the texts") as progress:
+        progress.begin("", total, "B")
         for file, key in product(files, keys):
-            for text in documents(file, key, bad, report):
+            for text in documents(file, key, bad, progress.add):
                 yield from _cut(text, size)
 
 
@@ -396,5 +397,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C in make train: no traceback
     main()

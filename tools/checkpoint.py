@@ -107,33 +107,39 @@ def do_show(args: argparse.Namespace) -> int:
 
 def do_diff(args: argparse.Namespace) -> int:
     """Print the differences; return 1 where there are any."""
-    a, b = (open_newest(place, hashed=True, finite=False) for place in (args.a, args.b))
+    with waiting("opening the checkpoints") as progress:
+        a, b = (
+            open_newest(place, hashed=True, finite=False, progress=progress)
+            for place in (args.a, args.b)
+        )
     say(f"A  {a.directory}\nB  {b.directory}")
-    differ = False
-    for line in diff(a, b, args.tensors):
-        differ = True
+    with waiting("comparing") as progress:
+        lines = list(diff(a, b, args.tensors, progress))
+    for line in lines:
         say(line)
-    if not differ:
+    if not lines:
         say(f"all {len(a.index)} tensors are equal to the bit")
-    return int(differ)
+    return int(bool(lines))
 
 
 def do_convert(args: argparse.Namespace) -> int:
     """Convert a model from or to another program's format."""
     if args.upcycle:
         counts = args.num_experts, args.moe_router_topk or 2
-        with waiting("converting"):
-            read, made = upcycle(args.upcycle, args.save, *counts, seed=1234)
+        with waiting("converting") as progress:
+            read, made = upcycle(args.upcycle, args.save, *counts, seed=1234, progress=progress)
         say(f"{read} -> {made}; continue from it with --load {args.save} --finetune")
         return 0
     if args.from_hf or args.from_mcore:
         source = args.from_hf or args.from_mcore
-        with waiting("converting"):
+        with waiting("converting") as progress:
             if args.from_hf:
-                made = import_hf(source, args.save, args.model_file)
+                made = import_hf(source, args.save, args.model_file, progress)
             else:
                 with_optimizer = not args.no_load_optim
-                made = import_mcore(source, args.hf_config, args.save, warn, with_optimizer)
+                made = import_mcore(
+                    source, args.hf_config, args.save, warn, with_optimizer, progress
+                )
         taken, how = Checkpoint(made), "--finetune"
         state = taken.state
         if args.from_mcore and state["iteration"]:
@@ -146,8 +152,8 @@ def do_convert(args: argparse.Namespace) -> int:
         say(f"{source} -> {made}; continue from it with --load {args.save} {how}")
         return 0
     if args.to_mcore:
-        with waiting("converting"):
-            read, made = export_mcore(args.load, args.to_mcore, warn)
+        with waiting("converting") as progress:
+            read, made = export_mcore(args.load, args.to_mcore, warn, progress)
         state = Checkpoint(read).state
         say(
             f"{read} -> {made}; continue in Megatron-LM with --load {args.to_mcore} --ckpt-format "
@@ -157,10 +163,10 @@ def do_convert(args: argparse.Namespace) -> int:
         return 0
     dtype = getattr(torch, args.dtype) if args.dtype else None
     shard = int((args.max_shard_size or 5.0) * 1e9)
-    with waiting("converting"):
+    with waiting("converting") as progress:
         read = export_hf(
             args.load, args.to_hf, dtype, shard, args.tokenizer, args.model_file,
-            fused=bool(args.fused_experts),
+            fused=bool(args.fused_experts), progress=progress,
         )  # fmt: skip
     say(f"{read} -> {args.to_hf}")
     return 0
@@ -168,7 +174,9 @@ def do_convert(args: argparse.Namespace) -> int:
 
 def do_consolidate(args: argparse.Namespace) -> int:
     """Write a checkpoint again with whole tensors in few files."""
-    read, made = consolidate(args.place, args.save, int(args.max_file_size * 1e9))
+    with waiting("consolidating") as progress:
+        size = int(args.max_file_size * 1e9)
+        read, made = consolidate(args.place, args.save, size, progress)
     say(f"{read} -> {made}: {size_of(bytes_of(Checkpoint(made)))}")
     return 0
 
@@ -359,6 +367,8 @@ def main(argv: Iterable[str] | None = None) -> int:
         check(args)
         with owner_only():
             return args.do(args)
+    except BrokenPipeError:  # who reads the lines has left: mpu/needs.py
+        raise
     except (OSError, ValueError) as error:
         warn(sentence(error))
     return 2

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tools' command lines share: messages fit to print, bounds, a tokenizer's flags, and a
-line that shows how far a tool is.
-"""
+"""What the tools' command lines share: messages fit to print, bounds, a tokenizer's flags."""
 
 import argparse
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from training.data.tokenizer import OTHER_TYPE, TOKENIZER_TYPES
@@ -38,7 +34,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def error_line(program: str, error: BaseException) -> str:
-    """Return the line that a tool prints for an error."""
+    """Return the line that a tool prints for an error.
+
+    Raises the error again where it says that the reader of the output has left (mpu/needs.py).
+    """
+    if isinstance(error, BrokenPipeError):
+        raise error
     return f"{program}: {sentence(error)}"
 
 
@@ -81,18 +82,3 @@ def model_of(kind: str | None, model: str | None, vocab_file: str | None) -> str
     if kind not in ("GPT2BPETokenizer", None):
         raise ValueError(f"--vocab-file: {kind} does not read it: give --tokenizer-model alone")
     return vocab_file  # as in Megatron-LM, --tokenizer-model is not read
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Yield a function that takes the bytes done since its last call.
-
-    The line is cleared at the end. It goes to stderr; where that is no terminal there is none.
-    """
-    if not sys.stderr.isatty():
-        yield int
-        return
-    from tqdm import tqdm  # not before set-up has installed it
-
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, leave=False) as bar:
-        yield bar.update

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from tools.command_line import Parser, add_tokenizer, integer
 from tools.evaluator.harness import check_installed, find_tasks, harness_model
 from tools.evaluator.score import Scorer
 from tools.generate import TIMEOUT, load_model, tokenizer_of
+from tools.waiting import Progress, waiting
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.find import candidates
 from training.checkpoint.manifest import STEP
@@ -160,8 +162,22 @@ def evaluate(
 ) -> tuple[str, int | None, Scores, dict[str, Any]]:
     """Load one checkpoint and play the tasks: its name, step, scores, and what was evaluated how.
 
-    Raises ValueError. Scores are empty on ranks other than 0.
+    Rank 0 shows how far it is (tools/waiting.py), and has the scores: they are empty on other
+    ranks. Raises ValueError.
     """
+    with waiting("evaluating") if grid.rank == 0 else nullcontext(Progress()) as progress:
+        progress.begin("reading the checkpoint")
+        return _evaluate(args, load, manager, grid, device, progress=progress)
+
+
+def _evaluate(
+    args: argparse.Namespace,
+    load: str,
+    manager: Any,
+    grid: Grid,
+    device: torch.device,
+    progress: Progress,
+) -> tuple[str, int | None, Scores, dict[str, Any]]:
     from lm_eval import simple_evaluate
 
     dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -178,7 +194,8 @@ def evaluate(
             f"--max-length {length} is more than the model's max_position_embeddings "
             f"({model.config.max_position_embeddings})"
         )
-    scorer = Scorer(model, grid, args.batch_size, length)
+    scorer = Scorer(model, grid, args.batch_size, length, progress)
+    progress.begin("building the requests")
     began = time.monotonic()
     results = simple_evaluate(
         model=harness_model(scorer, tokenizer),
@@ -308,6 +325,8 @@ def main(argv: Iterable[str] | None = None) -> int:
                 writer.write(*done)
         if writer is not None:
             writer.close()
+    except BrokenPipeError:  # who reads the scores has left
+        return 1
     except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own
         print(f"evaluate: {who}{sentence(error)}", file=sys.stderr)

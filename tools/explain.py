@@ -212,7 +212,14 @@ def _rank(rank: int, config: Config, port: int) -> None:
     world, timeout = config.parallel.world_size, timedelta(seconds=120)
     grid = make_grid(config, Launch(rank, world, rank, world))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+
+    def now(what: str) -> None:
+        if rank == 0:
+            store.set("now", what)
+
+    now("connecting")
     grid.connect(torch.device("cpu"), dist.PrefixStore("weft", store), timeout)
+    now("running the step")
     found = explain(config, grid)
     if rank == 0:
         store.set("equal", str(int(found.equal)))
@@ -304,9 +311,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     world = config.parallel.world_size
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with waiting(f"one step on {world} rank(s)"):
+
+    def state() -> str:
+        return store.get("now").decode() if store.check(["now"]) else "importing torch"
+
+    with waiting(f"one step on {world} rank(s)", state):
         mp.get_context("forkserver").set_forkserver_preload(["tools.explain"])
-        mp.start_processes(_rank, (config, store.port), world, start_method="forkserver")
+        args = (config, store.port)
+        mp.start_processes(_rank, args, world, daemon=True, start_method="forkserver")
     print(store.get("text").decode())
     return 0 if store.get("equal") == b"1" else 1
 

@@ -47,6 +47,7 @@ from tools.forks.case import Case, Desk, describe_error
 from tools.forks.layouts import cases, sizes
 from tools.forks.rank import work
 from tools.forks.results_table import Row, head, row_of, table
+from tools.waiting import time_left, waiting
 
 # Imported once for all ranks: optimizers import the second, a comparison the third, if it is there.
 PRELOADED = ["tools.forks.rank", COMPILER, "transformers.modeling_utils"]
@@ -111,9 +112,9 @@ class World:
         answers: dict[Connection, Answer] = {}
         deadline = time.monotonic() + self.limit + GRACE
         while len(answers) < len(pipes) and (left := deadline - time.monotonic()) > 0:
-            waiting = [pipe for pipe in pipes if pipe not in answers]
-            ready = wait(waiting, left)
-            for pipe in (pipe for pipe in waiting if pipe in ready):
+            silent = [pipe for pipe in pipes if pipe not in answers]
+            ready = wait(silent, left)
+            for pipe in (pipe for pipe in silent if pipe in ready):
                 try:
                     answers[pipe] = pipe.recv()
                 except EOFError:
@@ -253,6 +254,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("on the CPU over gloo, also where there is a GPU")
         print(head(width))
         world = World(desk, max(case.ranks for case in some), options.timeout)
+        started = time.monotonic()
+
+        def state() -> str:
+            left = time_left(time.monotonic() - started, len(rows), len(some))
+            return f"layout {len(rows) + 1} of {len(some)}{left}"
+
         broken: set[bool] = set()  # models, tied or not, of which one rank could not be run
         spoiled: set[str] = set()  # checkpoints of layouts that are wrong, or not run
         try:
@@ -270,11 +277,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     continue
                 began = time.monotonic()
                 try:
-                    answers = world.run(case)
-                    seconds = time.monotonic() - began
-                    row = row_of(case, answers, seconds, world.hung, desk)
-                    if row.to_record >= 0:
-                        row.explain_with(first_difference(world, case, row.to_record))
+                    with waiting(case.name, state):
+                        answers = world.run(case)
+                        seconds = time.monotonic() - began
+                        row = row_of(case, answers, seconds, world.hung, desk)
+                        if row.to_record >= 0:
+                            row.explain_with(first_difference(world, case, row.to_record))
                 except Exception as error:
                     world.close()
                     line = f"fork-check itself failed: {describe_error(error, model)}"

@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from tools.command_line import Parser, add_tokenizer, integer, model_of
+from tools.waiting import waiting
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
@@ -309,8 +311,9 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
     """Load, generate, and print on rank 0."""
     dtype = getattr(torch, args.dtype) if args.dtype else None
-    model, found = load_model(args.load, grid, device, dtype, args.model_file)
-    tokenizer = tokenizer_of(args, found)
+    with waiting(f"reading {args.load}") if grid.rank == 0 else nullcontext():
+        model, found = load_model(args.load, grid, device, dtype, args.model_file)
+        tokenizer = tokenizer_of(args, found)
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} entries and the model only "

@@ -35,7 +35,7 @@ from tools.planner.model import read_model
 from tools.planner.predict import predict, write
 from tools.planner.published import read_table
 from tools.planner.search import PlanError, Plans
-from tools.waiting import waiting
+from tools.waiting import Progress, waiting
 from training.update_rules import RULES
 
 TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
@@ -58,20 +58,29 @@ def predict_file(runs: Path, out: Path) -> Answer:
     return [f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"], fit > 0
 
 
-def plans_of(model: str, cluster: Cluster, question: Question, flags: str = "") -> Plans:
+def plans_of(
+    model: str,
+    cluster: Cluster,
+    question: Question,
+    flags: str = "",
+    progress: Progress | None = None,
+) -> Plans:
     """Return every layout. asked: by ASKED's names, float8 and optimizer; the rest has defaults.
 
-    flags: may name the optimizer.
+    flags: may name the optimizer. progress: is told what is done.
     """
     sequence = int(question.get("seq-length", SEQUENCE))
     batch = int(question.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
     found = read_model(model, sequence, str(question.get("optimizer", "")))
     found = own.with_optimizer(found, flags)
     nodes = int(question.get("nodes", cluster.nodes))
-    return search.plan(found, cluster.of(nodes), batch, str(question.get("float8", "bf16")))
+    dtype = str(question.get("float8", "bf16"))
+    return search.plan(found, cluster.of(nodes), batch, dtype, progress)
 
 
-def compare(model: str, cluster: Cluster, question: Question, flags: str) -> Answer:
+def compare(
+    model: str, cluster: Cluster, question: Question, flags: str, progress: Progress
+) -> Answer:
     """Compare the layout of flags with the best one. Raises PlanError, UsageError.
 
     What `asked` leaves open, of sequence length, batch and dtype, is that of the flags, for both.
@@ -88,7 +97,7 @@ def compare(model: str, cluster: Cluster, question: Question, flags: str) -> Ans
     }  # fmt: skip
     if each.dtype != "bf16":
         same["float8"] = each.dtype
-    plans = plans_of(model, cluster, {**same, **question}, flags)
+    plans = plans_of(model, cluster, {**same, **question}, flags, progress)
     return table.why(plans, mine, own.uncounted(named, cluster, config, each)), mine.fit(0)
 
 
@@ -141,8 +150,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def answer(args: argparse.Namespace) -> Answer:
-    """Return the answer to the command line. Raises one of MISTAKES."""
+def answer(args: argparse.Namespace, progress: Progress) -> Answer:
+    """Return the answer to the command line. progress: is told what is done. Raises MISTAKES."""
     if args.predict is not None:
         if args.out is None:
             raise PlanError("--predict needs --out FILE")
@@ -160,12 +169,13 @@ def answer(args: argparse.Namespace) -> Answer:
         config = rank_order.config_of(found, cluster, args.rank_orders)
         return rank_order.table(config, cluster), True
     if args.why is not None:
-        return compare(args.model, cluster, question, args.why)
-    plans = plans_of(args.model, cluster, question)
+        return compare(args.model, cluster, question, args.why, progress)
+    plans = plans_of(args.model, cluster, question, progress=progress)
     if args.svg is not None:
         picture.draw(plans, args.svg)
     if args.what_if is not None:
-        other = plans_of(args.model, cluster, {**question, **read_question(args.what_if)})
+        asked = {**question, **read_question(args.what_if)}
+        other = plans_of(args.model, cluster, asked, progress=progress)
         both = bool(plans.best(1) and other.best(1))
         return table.what_if(plans, other, args.what_if), both
     return table.ranking(plans, args.top, args.tokens), bool(plans.best(1))
@@ -179,8 +189,8 @@ def main(argv: Sequence[str]) -> int:
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     try:
-        with waiting("planning"):
-            lines, fits = answer(args)
+        with waiting("planning") as progress:
+            lines, fits = answer(args, progress)
     except MISTAKES as error:
         print(error_line("plan.py", error), file=sys.stderr)
         return 2

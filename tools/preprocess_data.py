@@ -53,9 +53,9 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 import numpy as np
-from tqdm import tqdm
 
 from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of
+from tools.waiting import waiting
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
@@ -69,7 +69,6 @@ from training.owned import plain_files, refuse
 from training.written import Written
 
 SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
-QUIET = 10.0  # seconds between progress lines in a log
 INPUT = ".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns"
 LOSS_ON = """keys of --json-keys whose tokens count in the loss, such as answers: the texts of all
 keys are one document, and a mask of the loss is written beside the pair"""
@@ -192,7 +191,7 @@ def preprocess(
     if len(missing) < len(tasks):
         report(f"{len(tasks) - len(missing)} of {len(tasks)} shards were complete already")
     started = time.monotonic()
-    tokens = _run_all(missing, workers, report)
+    tokens = _run_all(missing, workers)
     seconds = time.monotonic() - started
     summaries = []
     for name in job.pairs():
@@ -339,19 +338,14 @@ class Task:
         return tokens
 
 
-def _run_all(tasks: Sequence[Task], workers: int, report: Callable[[str], None]) -> int:
+def _run_all(tasks: Sequence[Task], workers: int) -> int:
     """Run tasks in this process or in several; return the number of tokens."""
-    total = sum(task.shard.size for task in tasks)
-    bar = tqdm(total=total, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-    done = tokens = 0
-    reported = time.monotonic()
-    with bar:
+    tokens = 0
+    with waiting("tokenizing") as progress:
+        progress.begin("", sum(task.shard.size for task in tasks), "B")
         for task, count in _each(tasks, workers):
-            done, tokens = done + task.shard.size, tokens + count
-            bar.update(task.shard.size)
-            if bar.disable and time.monotonic() - reported >= QUIET:
-                reported = time.monotonic()
-                report(f"{done / max(total, 1):6.1%} of {total:,} bytes, {tokens:,} tokens")
+            progress.add(task.shard.size)
+            tokens += count
     return tokens
 
 

@@ -18,6 +18,11 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # as a script, find mpu
 
+from mpu.needs import explain_missing_packages  # noqa: E402
+
+if __name__ == "__main__":
+    explain_missing_packages()
+
 from tools.waiting import waiting  # noqa: E402
 
 
@@ -31,8 +36,8 @@ def main(path: str, argv: list[str]) -> int:
             guard.load()
         from tools.rehearsal import main as rehearsal  # with torch, so after the guard
 
-        with waiting("rehearsing"):
-            return rehearsal.main(load(path), argv)
+        with waiting("rehearsing") as progress:
+            return rehearsal.main(load(path), argv, progress)
     except guard.GuardError as error:
         print(f"pretrain_llama.py --rehearse: {error}", file=sys.stderr)
         return 2

@@ -29,7 +29,8 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, error_line, integer, progress
+from tools.command_line import Parser, error_line, integer
+from tools.waiting import Progress, waiting
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
@@ -51,22 +52,24 @@ class Texts:
     lines: bool = False
     on_bad_document: str | None = None
 
-    def read(self, what: str, bad: BadDocuments | None = None) -> Iterator[str]:
-        """Yield the documents, and show how far that is. bad: takes those that cannot be read."""
+    def read(self, progress: Progress, bad: BadDocuments | None = None) -> Iterator[str]:
+        """Yield the documents, and count their bytes. bad: takes those that cannot be read."""
         bad = bad or BadDocuments(self.on_bad_document)
         total = len(self.json_keys) * sum(file.stat().st_size for file in self.files)
-        with progress(what, total) as report:
-            for file in self.files:
-                for key in self.json_keys:
-                    yield from documents(file, key, bad, report, self.lines)
+        progress.begin("reading", total, "B")
+        for file in self.files:
+            for key in self.json_keys:
+                yield from documents(file, key, bad, progress.add, self.lines)
 
 
-def lines(texts: Texts, limit: int, hashes: set[str] | None = None) -> Iterator[str]:
+def lines(
+    texts: Texts, limit: int, progress: Progress, hashes: set[str] | None = None
+) -> Iterator[str]:
     """Yield the texts' lines that are not blank, up to `limit` bytes of text.
 
     A line of more than 10,000 characters comes in parts. kept: leave other characters out.
     """
-    for text in texts.read("learning pieces"):
+    for text in texts.read(progress):
         for line in text.split("\n"):
             limit -= len(line.encode())
             if limit < 0:
@@ -88,15 +91,21 @@ def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000)
     refuse("--output-prefix", f"{prefix}.model", is_ours, own)
     refuse("--output-prefix", f"{prefix}.vocab", begins(b"<unk>\t0\n"), own)
     prefix.parent.mkdir(parents=True, exist_ok=True)
+    with waiting("learning pieces") as progress:
+        return _learn(texts, prefix, vocab_size, limit, progress)
+
+
+def _learn(texts: Texts, prefix: Path, vocab_size: int, limit: int, progress: Progress) -> int:
     hashes: set[str] | None = None
     refused: list[ValueError] = []  # SentencePiece wraps what its iterator raises
 
     def sentences() -> Iterator[str]:
         try:
-            yield from lines(texts, limit, hashes)
+            yield from lines(texts, limit, progress, hashes)
         except ValueError as error:
             refused.append(error)
             raise
+        progress.begin("merging")
 
     while True:
         try:
@@ -123,7 +132,7 @@ def train(texts: Texts, prefix: Path, vocab_size: int, limit: int = 100_000_000)
             if "sentences_.empty()" in str(error):
                 raise ValueError("--input: no line of the texts has a character to learn") from None
             if "required_chars" in str(error) and hashes is None:
-                count = Counter(chain.from_iterable(lines(texts, limit)))
+                count = Counter(chain.from_iterable(lines(texts, limit, progress)))
                 hashes = kept([c for c, _ in count.most_common()], vocab_size)
                 continue
             most = re.search(r"value <= (\d+)", str(error))
@@ -163,11 +172,12 @@ def check(model: Path, texts: Texts, bad: BadDocuments | None = None) -> float:
     """Return the texts' characters a token. Raises ValueError if a text does not come back."""
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     characters = tokens = 0
-    for number, document in enumerate(texts.read("checking pieces", bad), 1):
-        ids = processor.encode(document)
-        if processor.decode(ids) != document.replace(SPACE, " "):
-            raise ValueError(f"--check: text {number} is not given back as it was by {model}")
-        characters, tokens = characters + len(document), tokens + len(ids)
+    with waiting("checking pieces") as progress:
+        for number, document in enumerate(texts.read(progress, bad), 1):
+            ids = processor.encode(document)
+            if processor.decode(ids) != document.replace(SPACE, " "):
+                raise ValueError(f"--check: text {number} is not given back as it was by {model}")
+            characters, tokens = characters + len(document), tokens + len(ids)
     return characters / max(tokens, 1)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show that a tool is at work where it says nothing for more than some seconds.
+"""Show what a tool does, how far it is and how long that may take, where it says nothing for more
+than some seconds.
 
 The standard library alone, as tools/setup_env.py runs before anything is installed.
 """
@@ -11,34 +12,93 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-AFTER, EVERY = 3.0, 10.0  # seconds to a terminal's line, and between lines that a file keeps
+AFTER, MOST = 5.0, 300.0  # seconds to the first line, and at most between lines that a file keeps
+LIVE = 1.0  # seconds between two changes of a terminal's line
+
+
+class Progress:
+    """How far something is, in words. One that belongs to no `waiting` is shown nowhere."""
+
+    def __init__(self) -> None:
+        self._part, self._total, self._unit, self._done = "", 0, "", 0
+        self._began = time.monotonic()
+
+    def begin(self, part: str, total: int = 0, unit: str = "") -> None:
+        """Begin a part of the work. total: its length in units (B: bytes), 0 where unknown."""
+        self._part, self._total, self._unit, self._done = part, total, unit, 0
+        self._began = time.monotonic()
+
+    def add(self, done: int = 1) -> None:
+        """Count so much more of the part as done."""
+        self._done += done
+
+    def __str__(self) -> str:
+        """Return the part, how much of it is done, and about how long the rest takes."""
+        if not self._total:
+            return self._part
+        done, total = self._done, self._total
+        if self._unit == "B":
+            count = f"{_bytes(done)} of {_bytes(total)}"
+        else:
+            count = f"{done:,} of {total:,}{self._unit and f' {self._unit}'}"
+        passed = time.monotonic() - self._began
+        words = f"{self._part}{self._part and ' '}{count}"
+        return words + time_left(passed, done, total)
+
+
+def time_left(passed: float, done: float, total: float) -> str:
+    """Return how long the rest takes, ", about 20 s left", where so much took `passed` seconds."""
+    if not 0 < done < total:
+        return ""
+    return f", about {duration(passed * (total - done) / done)} left"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: 90 s, 2 min 5 s, 3 h 20 min."""
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _bytes(count: float) -> str:
+    for size, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
 @contextmanager
-def waiting(what: str, state: Callable[[], str] = str) -> Iterator[None]:
-    """Print to stderr for how many seconds the block has run, and its state.
+def waiting(what: str, state: Callable[[], str] | None = None) -> Iterator[Progress]:
+    """Print to stderr what the block does, for how long, and how far it is.
 
     On a terminal it is one line that changes each second, from AFTER seconds on, and is cleared at
-    the end; elsewhere, a line every EVERY seconds. The block itself should print nothing.
+    the end; elsewhere a line after AFTER seconds and whenever the time has doubled since the last
+    one. The block itself should print nothing. It yields what it may count with; state: returns the
+    words instead.
     """
     over, began, live = threading.Event(), time.monotonic(), sys.stderr.isatty()
+    progress, shown = Progress(), threading.Event()
 
     def report() -> None:
-        wait = AFTER if live else EVERY
+        wait = AFTER
         while not over.wait(wait):
-            now = state()
-            line = f"{what}: {time.monotonic() - began:.0f} s" + f", {now}" * bool(now)
+            now, passed = str(progress) if state is None else state(), time.monotonic() - began
+            line = f"{what}: {duration(passed)}" + f", {now}" * bool(now)
             if live:
                 line = "\r\x1b[K" + line[: shutil.get_terminal_size().columns - 1]
             print(line, end="" if live else "\n", file=sys.stderr, flush=True)
-            wait = 1.0 if live else EVERY
+            shown.set()
+            wait = LIVE if live else min(max(passed, AFTER), MOST)
 
     thread = threading.Thread(target=report, name="waiting", daemon=True)
     thread.start()
     try:
-        yield
+        yield progress
     finally:
         over.set()
         thread.join()
-        if live:
+        if live and shown.is_set():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 """A Python without the packages ends with one sentence and exit code 2, not with a traceback."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,35 @@ def test_the_sentence_names_the_environment(
     said = needs.sentence("numpy")
     assert "has no package numpy (and no-such-package): activate the environment" in said
     assert f"source {tmp_path}/.venv/bin/activate" in said
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
+    """It comes while a script imports torch."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
+    (tmp_path / "numpy.py").write_text("raise KeyboardInterrupt\n")
+    done = subprocess.run(
+        [sys.executable, "tools/plan.py", "--help"], cwd=ROOT, capture_output=True, text=True,
+        check=False, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "plan.py: stopped by Ctrl-C\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tools/draw_schedule.py --schedule 1f1b -p 16 -m 128 --table",
+        pytest.param("tools/explain.py --tp 1", marks=pytest.mark.prove),
+        pytest.param("tools/plan.py --help", marks=pytest.mark.prove),
+    ],
+)
+def test_a_reader_that_leaves_ends_a_tool_without_a_word(words: str) -> None:
+    """As `head` does."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, *words.split()], cwd=ROOT, stdout=write, stderr=subprocess.PIPE,
+        text=True, check=False, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    os.close(write)
+    said = "".join(line for line in done.stderr.splitlines(True) if "one step on" not in line)
+    assert (said, done.returncode in (0, 1)) == ("", True)

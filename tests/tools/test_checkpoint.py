@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 
 from tests.launcher import Launcher
 from tests.training.checkpoint.holder import Holder
 from tools.checkpoint import main
+from tools.checkpoints.copy import consolidate
+from tools.checkpoints.diff import diff
 from tools.checkpoints.show import size_of
+from tools.waiting import Progress
 from training.checkpoint import Checkpoint
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import self_digest
@@ -227,3 +231,13 @@ def test_it_runs_as_a_script_from_anywhere(tmp_path: Path, launcher: Launcher) -
     script = Path(__file__).resolve().parents[2] / "tools" / "checkpoint.py"
     done = launcher.python(script, "list", tmp_path / "nothing", cwd=tmp_path)
     assert done.returncode == 2 and "nothing" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_long_work_counts_what_it_wrote(tmp_path: Path, write: Any) -> None:
+    """The line of tools/waiting.py has bytes or tensors, all of them at the end."""
+    a, b = write(tmp_path / "a", 3), write(tmp_path / "b", 3, norm=torch.ones(7))
+    progress = Progress()
+    consolidate(tmp_path / "a", tmp_path / "c", 1 << 30, progress)
+    assert str(progress) == "writing 236 B of 236 B"
+    list(diff(Checkpoint(a), Checkpoint(b), False, progress))
+    assert str(progress) == "3 of 3 tensors"

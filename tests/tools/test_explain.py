@@ -11,6 +11,7 @@ from estimate.traffic import Traffic
 from mpu.grid import Grid
 from mpu.pipeline.schedules import NAMES, build
 from mpu.pipeline.steps import plan
+from tools import waiting
 from tools.explain import explain, main, tiny
 from tools.explainer.text import columns, sums
 from training import batch_size
@@ -312,9 +313,12 @@ def test_what_a_user_is_told(capsys, argv, said):
 
 
 @pytest.mark.prove
-def test_the_command(capsys):
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setattr(waiting, "AFTER", 0.05)
     assert main(["--dp", "2", "--layers", "1"]) == 0
-    assert capsys.readouterr().out.endswith("All equal.\n")
+    said = capsys.readouterr()
+    assert said.out.endswith("All equal.\n")
+    assert "one step on 2 rank(s): 0 s, importing torch\n" in said.err
 
 
 @pytest.mark.prove

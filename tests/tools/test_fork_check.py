@@ -15,7 +15,7 @@ import torch
 
 from model import llama
 from tests.tools import fork_mistakes, fork_tensors
-from tools import fork_check
+from tools import fork_check, waiting
 from tools.fork_check import main
 from tools.forks import huggingface, layouts
 from tools.forks.case import Desk, Oracle
@@ -299,9 +299,12 @@ def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, la
         pytest.param("moe", "-- --num-experts 4 --qk-layernorm".split(), marks=pytest.mark.prove),
     ],
 )
-def test_the_models_pass(model, only, capfd):
+def test_the_models_pass(model, only, capfd, monkeypatch):
+    monkeypatch.setattr(waiting, "AFTER", 0.05)
     code = main(["--model", str(ROOT / "model" / f"{model}.py"), *only])
-    out = capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert re.search(r"^one rank: \d s, layout 1 of \d+$", err, re.M), "before the first row"
+    assert re.search(r"layout \d+ of \d+, about \d+ s left$", err, re.M)
     assert code == 0, out
     assert "layouts agree" in out and "warning" not in out
 

@@ -121,14 +121,18 @@ def test_make_train_checks_its_data_before_set_up(tmp_path: Path, data: str, say
 
 def test_progress_is_one_line_on_a_terminal_and_none_on_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three\n" * 200_000)
-    words = command(ROOT / "tools" / "build_corpus.py", "--input", tmp_path, "--output-dir")
-    piped = subprocess.run([*words, str(tmp_path / "a")], capture_output=True, text=True)
+    soon = "from tools import waiting as w; w.AFTER = w.LIVE = 0.01; import tools.build_corpus as b"
+    words = [sys.executable, "-c", f"{soon}; b.main()", "--input", str(tmp_path), "--output-dir"]
+    quick = command(ROOT / "tools" / "build_corpus.py", "--input", tmp_path, "--output-dir")
+    piped = subprocess.run([*quick, str(tmp_path / "a")], capture_output=True, text=True)
     assert (piped.returncode, piped.stderr) == (0, "") and piped.stdout.startswith("corpus: ")
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    subprocess.run([*words, str(tmp_path / "b")], stdout=subprocess.DEVNULL, stderr=theirs)
-    shown = os.read(ours, 1 << 16)  # all of it: an update comes at most every tenth of a second
+    words.append(str(tmp_path / "b"))
+    subprocess.run(words, stdout=subprocess.DEVNULL, stderr=theirs, cwd=ROOT)
+    shown = os.read(ours, 1 << 16)
     os.close(theirs)
     os.close(ours)
-    assert b"reading" in shown and b"B/s" in shown and b"\n" not in shown
+    assert b"reading the texts: 0 s, " in shown and b" MB, about 0 s left" in shown
+    assert b"\n" not in shown

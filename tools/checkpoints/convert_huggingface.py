@@ -13,8 +13,9 @@ from model.llama import LlamaConfig
 from model.load import ModelFile, model_file_of, read_sizes, saved_config
 from mpu.context import LayerContext
 from mpu.grid import Grid
-from tools.checkpoints.copy import from_hf, open_newest, save_new, warn
+from tools.checkpoints.copy import counted, from_hf, open_newest, save_new, warn
 from tools.checkpoints.fused_experts import fused_pieces
+from tools.waiting import Progress
 from training.checkpoint import Checkpoint, refuse_to_save, weight_pieces
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
@@ -54,10 +55,12 @@ def check_shapes(found: Checkpoint, expected: dict[str, tuple[int, ...]]) -> Non
             )
 
 
-def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
+def import_hf(
+    source: Path, root: Path, own: str | None = None, progress: Progress | None = None
+) -> Path:
     """Write a Hugging Face directory as a checkpoint of step 0; return the new directory.
 
-    own: the file of a fork, here and in `export_hf`.
+    own: the file of a fork, here and in `export_hf`. progress: counts what is written.
     """
     if not source.is_dir():
         raise ValueError(f"--from-hf {source} is not a directory ({nothing_downloaded(source)})")
@@ -79,7 +82,8 @@ def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
         **tokenizer_of(files),
     }
     pieces = stream(found, expected)
-    return save_new(root, step=0, pieces=pieces, state=state, attach=files)
+    progress = progress or Progress()
+    return save_new(root, pieces, progress, step=0, state=state, attach=files)
 
 
 def export_hf(
@@ -90,6 +94,7 @@ def export_hf(
     tokenizer: Path | None,
     own: str | None = None,
     fused: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
     """Write the newest whole checkpoint as a Hugging Face directory; return what was read.
 
@@ -97,7 +102,8 @@ def export_hf(
     """
     refuse("--to-hf", target, empty, "an empty directory")
     refuse_to_save(target, "--to-hf")
-    found = open_newest(place, hashed=True)
+    progress = progress or Progress()
+    found = open_newest(place, hashed=True, progress=progress)
     if "hf_config" not in found.state:
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
     sizes, saved = found.state["hf_config"], found.state.get("config")
@@ -106,9 +112,10 @@ def export_hf(
     check_shapes(found, expected)
     if why := not_for_transformers(sizes, expected):
         warn(f"--to-hf {target}: {why}")
+    fuse = partial(fused_pieces, found, dtype=dtype) if fused else list
     write_huggingface(
         target, found, list(expected), lambda: exported_tokenizer(found, tokenizer),
         dtype=dtype, shard_bytes=shard_bytes, grid=Grid(),
-        arrange=partial(fused_pieces, found, dtype=dtype) if fused else list,
+        arrange=lambda pieces: counted(fuse(pieces), progress),
     )  # fmt: skip
     return found.directory

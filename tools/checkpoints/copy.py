@@ -2,13 +2,23 @@
 """Open a checkpoint for the tools, and write it again."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from model.load import model_file_of, read_sizes
 from mpu.grid import Grid
-from training.checkpoint import Checkpoint, CheckpointError, find_latest, refuse_to_save
+from tools.waiting import Progress
+from training.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    NamedPiece,
+    find_latest,
+    refuse_to_save,
+)
 from training.checkpoint import save as save_checkpoint
 from training.checkpoint.find import candidates
 from training.checkpoint.huggingface import HuggingFaceDirectory
@@ -30,7 +40,13 @@ def warn(line: str) -> None:
     print(f"checkpoint: {printable(line.removeprefix('checkpoint '))}", file=sys.stderr)
 
 
-def open_newest(place: Path, hashed: bool, note: Say = warn, finite: bool = True) -> Checkpoint:
+def open_newest(
+    place: Path,
+    hashed: bool,
+    note: Say = warn,
+    finite: bool = True,
+    progress: Progress | None = None,
+) -> Checkpoint:
     """Open a step's directory, the newest whole step of a run, or a Hugging Face directory.
 
     hashed: hash every file first and pass over a damaged checkpoint, as a resume does.
@@ -40,6 +56,8 @@ def open_newest(place: Path, hashed: bool, note: Say = warn, finite: bool = True
 
     def suits(found: Checkpoint) -> None:
         if hashed:
+            if progress is not None:
+                progress.begin(f"checking the files of {found.directory.name}")
             found.verify(found.manifest["files"], finite)
 
     found = find_latest(place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, note=note)
@@ -49,11 +67,28 @@ def open_newest(place: Path, hashed: bool, note: Say = warn, finite: bool = True
     return found
 
 
-def save_new(root: Path, **words: Any) -> Path:
+def counted(pieces: Iterable[NamedPiece], progress: Progress) -> list[NamedPiece]:
+    """Return the same pieces; `progress` counts the bytes of those that were fetched."""
+    every = list(pieces)
+    progress.begin("writing", sum(piece.nbytes for piece in every), "B")
+
+    def of(piece: NamedPiece) -> NamedPiece:
+        def fetch() -> Tensor:
+            data = piece.data()
+            progress.add(piece.nbytes)
+            return data
+
+        return replace(piece, fetch=fetch)
+
+    return [of(piece) for piece in every]
+
+
+def save_new(root: Path, pieces: Iterable[NamedPiece], progress: Progress, **words: Any) -> Path:
     """Save a checkpoint in a run's directory that has none, under its lock; return its path.
 
-    words: those of `save`. Raises ValueError where there are some, as a resume could not tell whose
-    is whose, where the directory is of another program, and where a run writes there.
+    pieces: fetched when they are written, which progress counts. words: the others of `save`.
+    Raises ValueError where there are checkpoints, as a resume could not tell whose is whose, where
+    the directory is of another program, and where a run writes there.
     """
     refuse_to_save(root, "--save")
     if root.is_dir() and candidates(root, None, "--save")[0]:
@@ -61,23 +96,24 @@ def save_new(root: Path, **words: Any) -> Path:
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = DirectoryLock(root, warn, patience=0)
     try:
-        return save_checkpoint(root, grid=Grid(), **words)
+        return save_checkpoint(root, grid=Grid(), pieces=counted(pieces, progress), **words)
     finally:
         lock.close(undo=True)
 
 
-def consolidate(place: Path, root: Path, file_bytes: int) -> tuple[Path, Path]:
+def consolidate(place: Path, root: Path, file_bytes: int, progress: Progress) -> tuple[Path, Path]:
     """Write the newest whole checkpoint again as one writer would have: whole tensors, few files.
 
     Return the directories read and written. Raises CheckpointError, SaveError, ValueError.
     """
-    found = open_newest(place, hashed=True)
+    found = open_newest(place, hashed=True, progress=progress)
     if isinstance(found, HuggingFaceDirectory):
         raise ValueError(f"{place} is a Hugging Face directory: use convert --from-hf")
     made = save_new(
         root,
         step=found.step,
         pieces=stream(found, found.index),
+        progress=progress,
         state=found.state,
         attach=attached(found),
         file_bytes=file_bytes,

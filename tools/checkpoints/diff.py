@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools.waiting import Progress
 from training.checkpoint import Checkpoint, NamedPiece
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.stream import Room
@@ -104,8 +105,11 @@ def read(side: Checkpoint, name: str, starts: tuple[int, ...], target: Tensor) -
     return target
 
 
-def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
-    """Yield a line for each difference, and at the end one that sums up, where there are any."""
+def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool, progress: Progress) -> Iterator[str]:
+    """Yield a line for each difference, and at the end one that sums up, where there are any.
+
+    progress: counts the tensors.
+    """
     settings = alone = shapes = dtypes = elements = 0
     worst: tuple[float, str] = (0.0, "")
     changed: list[str] = []
@@ -120,7 +124,9 @@ def diff(a: Checkpoint, b: Checkpoint, tensors_only: bool) -> Iterator[str]:
                 alone += 1
                 yield f"tensor  {name}: only in {sign}"
     rooms = (Room(), Room(), Room())
+    progress.begin("", len(a.index), "tensors")
     for name, entry in a.index.items():
+        progress.add()
         if name not in b.index:
             continue
         other = b.index[name]

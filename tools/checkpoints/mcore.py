@@ -30,6 +30,7 @@ from tools.checkpoints.mcore_state import (
     steps_of,
 )
 from tools.checkpoints.torch_dist import COMMON, McoreCheckpoint, is_count
+from tools.waiting import Progress
 from training.arguments import SETTINGS
 from training.checkpoint import CheckpointError, NamedPiece
 from training.checkpoint.huggingface import CONFIG, read_json, spelt
@@ -52,7 +53,12 @@ ARGUMENTS = {
 
 
 def import_mcore(
-    source: Path, hf: Path, root: Path, note: Callable[[str], None], with_optimizer: bool = True
+    source: Path,
+    hf: Path,
+    root: Path,
+    note: Callable[[str], None],
+    with_optimizer: bool = True,
+    progress: Progress | None = None,
 ) -> Path:
     """Write a Megatron checkpoint as one of ours; return its directory.
 
@@ -102,7 +108,8 @@ def import_mcore(
         except ValueError as error:
             raise CheckpointError(f"{found.directory / COMMON}: {error}") from None
     pieces = _pieces(weights, state)
-    return save_new(root, step=iteration, pieces=pieces, state=about, attach=files)
+    progress = progress or Progress()
+    return save_new(root, pieces, progress, step=iteration, state=about, attach=files)
 
 
 def _model(foreign: dict[str, Any]) -> tuple[ModelFile, LlamaConfig]:

@@ -42,6 +42,7 @@ from tools.checkpoints.mcore import ARGUMENTS, fits
 from tools.checkpoints.mcore_names import FC1, FC2, LAYER, PROJ, QKV, Names, Theirs
 from tools.checkpoints.mcore_state import MASTERS, MOMENTS
 from tools.checkpoints.torch_dist import COMMON, FORMAT, LATEST
+from tools.waiting import Progress
 from training.arguments import SETTINGS
 from training.checkpoint import Checkpoint, SaveError
 from training.checkpoint.files import write_bytes
@@ -91,14 +92,17 @@ class Parts:
         self._file.close()
 
 
-def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[Path, Path]:
+def export_mcore(
+    place: Path, root: Path, note: Callable[[str], None], progress: Progress | None = None
+) -> tuple[Path, Path]:
     """Write the newest whole checkpoint for Megatron; return the directories read and made.
 
     What is written is complete or absent. Raises CheckpointError, SaveError, and ValueError for
     what Megatron's dense Llama or its Adam cannot hold.
     """
     storage_info()  # before anything is read or written
-    found = open_newest(place, hashed=True)
+    progress = progress or Progress()
+    found = open_newest(place, hashed=True, progress=progress)
     if "hf_config" not in found.state:
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
     saved = found.state.get("config")
@@ -120,7 +124,7 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
     root.mkdir(parents=True, exist_ok=True)
     lock = DirectoryLock(root, note, patience=0)
     try:
-        _write(root, made, found, names, common, with_state)
+        _write(root, made, found, names, common, with_state=with_state, progress=progress)
     finally:
         lock.close(undo=True)
     if not with_state:
@@ -143,6 +147,7 @@ def _write(
     names: Names,
     common: dict[str, Any],
     with_state: bool,
+    progress: Progress,
 ) -> None:
     """Write the directory aside, give it its name, and name it in LATEST. Raises SaveError.
 
@@ -155,7 +160,7 @@ def _write(
     aside = root / f".{made.name}.tmp-{secrets.token_hex(8)}"
     aside.mkdir()
     try:
-        _write_tensors(aside, found, names, with_state)
+        _write_tensors(aside, found, names, with_state, progress)
         torch.save(common, aside / COMMON)
         about = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         about |= {"common_backend": "torch", "common_backend_version": 1}
@@ -202,7 +207,9 @@ def _check_state(found: Checkpoint, names: Names) -> bool:
     return bool(kinds) and not found.state.get("frozen_parameters")
 
 
-def _write_tensors(directory: Path, found: Checkpoint, names: Names, with_state: bool) -> None:
+def _write_tensors(
+    directory: Path, found: Checkpoint, names: Names, with_state: bool, progress: Progress
+) -> None:
     """Write weights, state and empty _extra_states, and the index."""
     parts, about = Parts(directory), dict[str, Any]()
 
@@ -221,6 +228,7 @@ def _write_tensors(directory: Path, found: Checkpoint, names: Names, with_state:
         parts.add(values.clone(), *(MetadataIndex(prefix + key, at) for prefix in prefixes))
 
     masters = [f"optimizer.state.{kind}." for kind in MASTERS]
+    progress.begin("writing", len(names.every()), "tensors")
     for theirs in names.every():
         own = any(
             state_name(name, "master") in found.index
@@ -232,6 +240,7 @@ def _write_tensors(directory: Path, found: Checkpoint, names: Names, with_state:
         add(theirs, "", "", *(masters if with_state and not own else ()))
         for kind in MOMENTS if with_state else ():
             add(theirs, kind, f"optimizer.state.{kind}.")
+        progress.add()
     for name in _extra_states(names):
         about[name] = BytesStorageMetadata()
         parts.add([None], MetadataIndex(name))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoints.diff import flatten
+from tools.waiting import waiting
 from training.checkpoint import Checkpoint, CheckpointError
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import HuggingFaceDirectory
@@ -114,11 +115,14 @@ def verify(directories: Sequence[Path]) -> Iterator[tuple[bool, str]]:
             yield False, f"{directory.name}  DAMAGED  {error}"
             continue
         errors = []
-        for name in found.manifest["files"]:
-            try:
-                found.verify_file(name, sha256=True)
-            except (CheckpointError, OSError) as error:
-                errors.append(str(error))
+        with waiting(f"hashing {directory.name}") as progress:
+            progress.begin("", bytes_of(found), "B")
+            for name, info in found.manifest["files"].items():
+                try:
+                    found.verify_file(name, sha256=True)
+                except (CheckpointError, OSError) as error:
+                    errors.append(str(error))
+                progress.add(info["size"])
         files = f"{len(found.manifest['files'])} files, {size_of(bytes_of(found))}"
         if errors:
             yield False, f"{directory.name}  DAMAGED  " + "; ".join(errors)

@@ -17,6 +17,7 @@ from model.load import load_model_file, model_file_of, saved_config
 from mpu.param import draw_normal
 from tools.checkpoints.convert_huggingface import check_shapes, expected_tensors
 from tools.checkpoints.copy import open_newest, save_new
+from tools.waiting import Progress
 from training.checkpoint import NamedPiece
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
@@ -27,13 +28,15 @@ from training.run.export import tokenizer_files
 DENSE = {llama.__file__: False, qwen3.__file__: True}  # whether queries and keys are normalised
 
 
-def upcycle(place: Path, root: Path, experts: int, topk: int, seed: int) -> tuple[Path, Path]:
+def upcycle(
+    place: Path, root: Path, experts: int, topk: int, seed: int, progress: Progress
+) -> tuple[Path, Path]:
     """Write the newest checkpoint of a dense model, or a Hugging Face directory, with experts.
 
     experts, topk: of each layer, and of a token. seed: of the routers' weights. Return the
     directories read and written. Raises ValueError for a model that is neither a Llama nor a Qwen3.
     """
-    found = open_newest(place, hashed=True)
+    found = open_newest(place, hashed=True, progress=progress)
     sizes, saved = found.state.get("hf_config"), found.state.get("config")
     if not isinstance(sizes, dict):
         raise ValueError(f"{found.directory}: state.json has no hf_config, the model's sizes")
@@ -71,7 +74,7 @@ def upcycle(place: Path, root: Path, experts: int, topk: int, seed: int) -> tupl
         tokens = ("tokenizer_type", "tokenizer_model")
         state |= {k: found.state[k] for k in tokens if k in found.state}
     state["hf_config"] = {**moe.hf_config(config, dtype), **token_ids}
-    made = save_new(root, step=0, pieces=pieces, state=state, attach=files)
+    made = save_new(root, pieces, progress, step=0, state=state, attach=files)
     return found.directory, made
 
 

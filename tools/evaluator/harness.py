@@ -111,6 +111,7 @@ def harness_model(scorer: Scorer, tokenizer: Tokenizer) -> Any:
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             arguments = [request.args for request in requests]
             scorer.compare(arguments)
+            scorer.progress.begin("generating texts:", len(arguments))
             return scorer.share(arguments, lambda each: self._continued(*each))
 
         def _continued(self, context: str, options: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from model.llama import Llama
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
+from tools.waiting import Progress
 from training.checkpoint.agree import first_error, together
 
 Row = tuple[Sequence[int], Sequence[int]]  # ids of a context, at least one, and of a continuation
@@ -27,10 +28,18 @@ class Scorer:
     """Score rows of tokens by a model.
 
     grid: of tp x dp ranks. batch_size: rows a forward. max_length: tokens that a forward takes; of
-    a longer row the first tokens are left out.
+    a longer row the first tokens are left out. progress: counts the rows.
     """
 
-    def __init__(self, model: Llama, grid: Grid, batch_size: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: Llama,
+        grid: Grid,
+        batch_size: int,
+        max_length: int,
+        progress: Progress | None = None,
+    ) -> None:
+        self.progress = progress or Progress()
         self.model, self.grid = model, grid
         self.batch_size, self.max_length = batch_size, max_length
         self.device = model.ctx.device
@@ -57,6 +66,7 @@ class Scorer:
         def of(batch: Sequence[int]) -> list[Any]:
             return list(zip(batch, self._batch([rows[i] for i in batch]), strict=True))
 
+        self.progress.begin("scoring batches:", len(batches))
         found = dict(pair for done in self.share(batches, of) for pair in done)
         return [(found[i][0], bool(found[i][1])) for i in range(len(rows))]
 
@@ -66,9 +76,16 @@ class Scorer:
         What `of` returns travels as JSON. Raises ValueError, on all ranks, where it fails.
         """
         dp = self.grid.dp
+
+        def counted(each: Any) -> Any:
+            done = of(each)
+            self.progress.add(dp.size)  # the other replicas are about as far
+            return done
+
         outcomes = together(
-            lambda: [of(each) for each in work[dp.rank :: dp.size]], dp, self._at(dp)
+            lambda: [counted(each) for each in work[dp.rank :: dp.size]], dp, self._at(dp)
         )
+        self.progress.begin("")
         failed = first_error(outcomes)
         if failed is not None:
             raise ValueError(failed.error)

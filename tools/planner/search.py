@@ -7,7 +7,7 @@ chosen once for each tp, cp and micro-batch: the way in which a layer takes the 
 """
 
 import shlex
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +27,7 @@ from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from tools.planner.step_time import Times, Unnamed, carried, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
 from tools.rehearsal.device_file import read_device
+from tools.waiting import Progress
 
 NEARLY = 1.1  # layouts estimated at up to so much above the limit are computed exactly too
 LOOKED = 25  # layouts computed exactly, at most, to find the fastest of a row, or its first
@@ -55,7 +56,7 @@ class Variants:
 class Plans:
     """Layouts and their predictions, in the same order.
 
-    bytes: of the fullest rank, to a few percent.
+    bytes: of the fullest rank, to a few percent. progress: of the rows that are looked for.
     """
 
     model: Model
@@ -64,6 +65,7 @@ class Plans:
     runs: Runs
     times: Times
     bytes: Array
+    progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
     def fits(self) -> npt.NDArray[np.bool_]:
@@ -141,6 +143,7 @@ class Plans:
         near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
         rest = [int(n) for n in near[np.lexsort((self.bytes[near], self.times.step[near]))]]
         found: list[Variants] = []
+        self.progress.begin("computing the memory of the fastest layouts:", top, "rows")
         while rest and len(found) < top:
             fastest = next((n for n in rest[:LOOKED] if self.fit(n)), None)
             if fastest is None:
@@ -153,6 +156,7 @@ class Plans:
             first = next((n for n in simple[:LOOKED] if self.fit(n)), fastest)
             found.append(Variants(first, fastest, tuple(own)))
             rest = rest[len(members) :]
+            self.progress.add()
         return found
 
 
@@ -259,11 +263,19 @@ def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, i
     return {key: way for key, (_, way) in fastest.items()}
 
 
-def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Plans:
+def plan(
+    model: Model,
+    cluster: Cluster,
+    batch: int,
+    dtype: str = "bf16",
+    progress: Progress | None = None,
+) -> Plans:
     """Return every layout of a model on a cluster, timed. Raises PlanError where there is none.
 
-    dtype: of the layers' matmuls, bf16 or a float8 recipe.
+    dtype: of the layers' matmuls, bf16 or a float8 recipe. progress: is told what is done.
     """
+    progress = progress or Progress()
+    progress.begin("listing layouts")
     check_dtype(cluster, dtype)
     if model.experts and dtype != "bf16":
         raise PlanError(f"{model.name}: experts multiply in bf16, and not in {dtype}")
@@ -274,7 +286,8 @@ def plan(model: Model, cluster: Cluster, batch: int, dtype: str = "bf16") -> Pla
             f"{model.config.model.num_layers} layers and {model.config.model.num_attention_heads} "
             "heads: another --global-batch-size may"
         )
-    return with_state_in_host(evaluate(model, cluster, found))
+    progress.begin(f"computing the times of {len(found):,} layouts")
+    return replace(with_state_in_host(evaluate(model, cluster, found)), progress=progress)
 
 
 def with_state_in_host(plans: Plans) -> Plans:
@@ -343,13 +356,13 @@ def _timed(c: dict[str, float], runs: Runs, more: Unnamed) -> Times:
         some = runs[at]
         parts.append((at, times_of_runs(c, replace(some, cut=some.cut[:, :stages]), more[at])))
     values: dict[str, Array] = {}
-    for field in fields(Times):
-        joined = np.zeros((len(runs), *((runs.cut.shape[1],) if field.name == "stages" else ())))
+    for column in fields(Times):
+        joined = np.zeros((len(runs), *((runs.cut.shape[1],) if column.name == "stages" else ())))
         for at, some_times in parts:
-            own = getattr(some_times, field.name)
+            own = getattr(some_times, column.name)
             if own.ndim == 2:
                 joined[at, : own.shape[1]] = own
             else:
                 joined[at] = own
-        values[field.name] = joined
+        values[column.name] = joined
     return Times(**values)

@@ -40,6 +40,7 @@ from tools.rehearsal.record import Recorder
 from tools.rehearsal.run import Rehearsed, failed, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
+from tools.waiting import Progress
 from training.config import Config, UsageError
 from training.data.files import write_text
 from training.owned import json_with, refuse
@@ -49,8 +50,9 @@ from training.untrusted import sentence
 GPUS_A_NODE = 8
 
 
-def main(script: ModuleType, argv: list[str]) -> int:
-    """Rehearse; print and write the report; return the exit code."""
+def main(script: ModuleType, argv: list[str], progress: Progress | None = None) -> int:
+    """Rehearse; print and write the report; return the exit code. progress: counts the steps."""
+    progress = progress or Progress()
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     path: str | None = guard.flag(argv, "--rehearse-json")  # the flags may fail to be read
     try:
@@ -61,9 +63,9 @@ def main(script: ModuleType, argv: list[str]) -> int:
         config = read(script, argv)
         path = config.rehearse.rehearse_json
         if config.rehearse.rehearse_all_ranks:
-            made, text = all_ranks(partial(run, script), describe, config)
+            made, text = all_ranks(partial(run, script), describe, config, progress)
         else:
-            made, text = describe(run(script, config))
+            made, text = describe(run(script, config, progress=progress))
     except (UsageError, PlacementError, ValueError, OSError, guard.GuardError) as error:
         print(f"pretrain_llama.py --rehearse: {sentence(error)}", file=sys.stderr)
         return 2
@@ -100,7 +102,12 @@ def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:
     return config
 
 
-def run(script: ModuleType, config: Config, exchange: Exchange | None = None) -> Rehearsed:
+def run(
+    script: ModuleType,
+    config: Config,
+    exchange: Exchange | None = None,
+    progress: Progress | None = None,
+) -> Rehearsed:
     """Rehearse a rank, for which this process must be new. Raises UsageError."""
     world, options = Launch.from_env().world, config.rehearse
     here = min(GPUS_A_NODE, world)
@@ -125,8 +132,9 @@ def run(script: ModuleType, config: Config, exchange: Exchange | None = None) ->
     unlike |= p.overlap_moe_expert_parallel_comm  # or two run at once
     replay_engine.install(recorder, options.rehearse_full or unlike)
     return rehearse(
-        script, config, launch, recorder, network, steps=options.rehearse_steps, patches=patches
-    )
+        script, config, launch, recorder, network, steps=options.rehearse_steps,
+        patches=patches, progress=progress,
+    )  # fmt: skip
 
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:

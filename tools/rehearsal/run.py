@@ -36,6 +36,7 @@ from tools.rehearsal.patches import Patches
 from tools.rehearsal.places import lines_of, traced
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.watch import Watch
+from tools.waiting import Progress
 from training.batch_size import global_batch_size
 from training.config import Config, UsageError
 from training.data.batch import DocumentRules
@@ -236,11 +237,15 @@ def rehearse(
     steps: int,
     patches: Patches,
     real: bool = False,
+    progress: Progress | None = None,
 ) -> Rehearsed:
     """Run `steps` steps of the script's `work` on the rank of `launch`.
 
-    real: on tensors that have memory, with the other ranks of a real world.
+    real: on tensors that have memory, with the other ranks of a real world. progress: counts the
+    steps.
     """
+    progress = progress or Progress()
+    progress.begin("building the model")
     config = rehearsable(config, steps)
     device = torch.device(recorder.device)
     if config.model.vocab_size is None:
@@ -254,6 +259,12 @@ def rehearse(
     def begins(action: str) -> None:
         if action.startswith("iteration "):
             gc.collect()  # no collection happens at another moment
+            if action == STEPS[0].words:
+                progress.begin("steps:", steps)
+            else:
+                progress.add()
+        if action == OVER:
+            progress.begin("looking for mistakes")
         if action.startswith(READS) or action == OVER:
             recorder.count_pinned()
         recorder.acts(action)

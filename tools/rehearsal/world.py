@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from mpu.comm.transport import Axis
 from tools.rehearsal.match import MATCHED, Chains, chains_of, match
 from tools.rehearsal.run import Rehearsed
+from tools.waiting import Progress
 from training.config import Config
 
 MOST_RANKS = 16
@@ -66,10 +67,12 @@ def all_ranks(
     run: Callable[[Config, Exchange], Rehearsed],
     describe: Callable[[Rehearsed], tuple[dict[str, Any], str]],
     config: Config,
+    progress: Progress,
 ) -> tuple[dict[str, Any], str]:
     """Return the report of the requested rank, with what was found on and between all.
 
     run, describe: rehearse a rank and report it, in a process that is forked from this one.
+    progress: counts the ranks.
     """
     world, context = config.parallel.world_size, multiprocessing.get_context("fork")
     turns = context.Semaphore(AT_ONCE)
@@ -104,11 +107,13 @@ def all_ranks(
             process.start()
             connection.close()
         every = []
+        progress.begin("", world, "ranks")
         for rank, (listener, _) in enumerate(pipes):
             try:
                 every.append(listener.recv())
             except EOFError:
                 raise RuntimeError(f"rank {rank}'s process ended without a word") from None
+            progress.add()
         for process in processes:
             process.join()
     for result in every:

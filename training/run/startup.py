@@ -318,9 +318,7 @@ def write_error_file(text: str, error_file: str | None) -> None:
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
 
 
-def as_process(
-    main: Callable[[], int], error_file: str | None, program: str = PROGRAM
-) -> None:
+def as_process(main: Callable[[], int], error_file: str | None, program: str = PROGRAM) -> None:
     """Run main(), print the traceback of a bug, flush, and end the process at once.
 
     program: its name, for the lines about it. Ctrl-C gets a line, and exit code 130.

@@ -3,6 +3,7 @@
 
 import json
 import random
+import re
 import shlex
 from dataclasses import replace
 from itertools import pairwise
@@ -22,6 +23,7 @@ from tools.planner.cluster import FOLDER, ClusterError, read_cluster
 from tools.planner.layout import RECOMPUTE, SCHEDULES, Layout
 from tools.planner.model import REST, read_model
 from tools.planner.search import Plans
+from tools.waiting import Progress
 from training.config import Config
 from training.flags.parse import parse
 
@@ -57,6 +59,16 @@ def dry_run_bytes(plans: Plans, n: int) -> float:
     held = activations.peaks(config, model_provider)
     ranks = [memory(config, model_provider, rank, each) for rank, each in enumerate(held)]
     return max(float(sum(kinds.values())) for kinds in ranks)
+
+
+def test_a_long_search_says_how_far_it_is() -> None:
+    progress = Progress()
+    few = plan.plans_of(
+        UNTIED, read_cluster("h100_8_nodes").of(1), {"seq-length": 1024}, progress=progress
+    )
+    assert re.fullmatch(r"computing the times of [\d,]+ layouts", str(progress))
+    assert len(few.rows(2)) == 2
+    assert str(progress) == "computing the memory of the fastest layouts: 2 of 2 rows"
 
 
 def agree(plans: Plans, chosen: list[int]) -> None:

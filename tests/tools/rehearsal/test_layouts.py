@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,19 @@ def test_the_ranks_of_a_pipeline_match(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_all_ranks_of_a_layout_have_no_finding(layout, tmp_path):
     of_all_ranks(layout, tmp_path / "report.json")
+
+
+@pytest.mark.prove
+def test_a_long_rehearsal_says_how_far_it_is():
+    often = "import sys; from tools import rehearse, waiting as w; w.AFTER = w.MOST = 0.05; "
+    words = ["--rehearse", "--global-batch-size", "8", "--rehearse-steps", "3"]
+    done = subprocess.run(
+        [sys.executable, "-c", often + "sys.exit(rehearse.main('pretrain_llama.py', sys.argv[1:]))",
+         *SMALL, *words],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    for part in ("building the model", r"steps: 1 of 3, about \d+ s left", "looking for mistakes"):
+        assert re.search(rf"^rehearsing: \d+ s, {part}$", done.stderr, re.M), part
 
 
 def test_a_large_world_is_not_matched(rehearse):
