@@ -8,7 +8,6 @@ is sent is WAIT, as a thread waits for it. An action is ACTION or longer.
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -148,13 +147,13 @@ def _joined(boxes: list[Box]) -> list[Box]:
     """Return the boxes with other operations that follow one another in one box, which has the name
     of the layer that has most of it.
     """
-    found, layers = list[Box](), Counter[str]()
+    found, layers = list[Box](), dict[str, float]()
     for box in boxes:
         last = found[-1] if found else None
         follows = last is not None and last.kind == "other" and last.end == box.begin
         if box.kind == "other":
-            layers = layers if follows else Counter()
-            layers[box.layer] += box.end - box.begin
+            layers = layers if follows else {}
+            layers[box.layer] = layers.get(box.layer, 0.0) + box.end - box.begin
         if last is not None and follows and box.kind == "other":
             layer = max(layers, key=layers.__getitem__)
             found[-1] = last._replace(end=box.end, layer=layer)
