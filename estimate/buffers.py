@@ -270,7 +270,8 @@ def moments(
     sums, moves = level(config) >= 2, config.parallel.optimizer_state_offload
     travels, each = _travels(config, flats), _each(config)
     if not (sums or moves or travels) and not (lookups and late):
-        return [_of_action(each) for each in peak.actions]
+        first = {"tied look-ups": 0} if lookups else {}  # they come at the end of the first B
+        return [_of_action(a, {} if a.action.micro_batch else first) for a in peak.actions]
     sharded = {
         name: (n, flat.rows or flat.length * config.run.dtype.itemsize)
         for n, flat in enumerate(flats) if flat.by_use for name, _, _ in flat.params
@@ -423,8 +424,12 @@ def pipeline_peaks(
 
     begun = {each.begun for each in peak.actions}
     opened = {chunks: {"whole gradients": open_in(chunks)} for chunks in begun}
-    found = [_of_action(each, opened[each.begun]) for each in peak.actions if not each.apart]
     measured = _with_live_bytes(config, provider, pp_rank)
+    trained = {named[name].entry.chunk for name in measured.gradients}  # others have no layers
+    found = [
+        _of_action(each, opened[each.begun]) for each in peak.actions
+        if not each.apart or each.action.chunk not in trained
+    ]  # fmt: skip
     for begin, others, chunks in peak.begins:
         chunk = begin.chunk
         wait = sum(stage.for_b + stage.logits for stage in measured.stages[:chunk])

@@ -8,6 +8,7 @@
     python tools/explain.py --dp 2 --zero 3
     python tools/explain.py --tp 2 --dp 2 --zero 1 --optimizer muon
     python tools/explain.py --cp 2 --cp-comm-type all_gather
+    python tools/explain.py --tp 2 --dp 2 --timeline step.svg
 
 It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
 pretrain_llama.build and runs pretrain_llama.train_step. What is printed was observed, not computed:
@@ -22,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find pretrain_llama
 
@@ -50,7 +51,10 @@ from pretrain_llama import build, model_provider, train_step
 from tools.command_line import Parser, error_line
 from tools.explainer.ops import Operations
 from tools.explainer.text import head, in_order, pipeline, rule, story, sums
+from tools.explainer.timeline import Streams, streams, streams_of
 from tools.explainer.trace import Explainer
+from tools.pictures.streams import draw
+from tools.pictures.style import check_name
 from tools.waiting import waiting
 from training import batch_size
 from training.config import Config
@@ -62,19 +66,25 @@ from training.run.stop import Agreement
 from training.update_rules import RULES
 
 MOST_RANKS = 16
+ABOUT = (
+    "What is below one another happens at the same time. The order was observed; lengths are not "
+    "times. scatter: reduce-scatter."
+)
 NOTHING = ["", "One rank: every collective is the identity, and nothing is sent."]
 
 
 class Explained(NamedTuple):
     """What one step sent, what estimate/traffic.py states, and the text that shows both.
 
-    equal: whether the two agree, on every rank of this pipeline.
+    equal: whether the two agree, on every rank of this pipeline. streams: of each of its ranks, for
+    --timeline.
     """
 
     counted: Totals
     stated: Totals
     equal: bool
     text: str
+    streams: list[Streams]
 
 
 def tiny(
@@ -189,7 +199,8 @@ def explain(config: Config, grid: Grid) -> Explained:
     if grid.pp.size == 1:
         lines = [*head(config), *own, *story(explainer, False)]
         lines += sums(counted, rows) if explainer.events else NOTHING
-        return Explained(counted, stated, equal, "\n".join(lines))
+        seen = [streams(explainer)]
+        return Explained(counted, stated, equal, "\n".join(lines), seen)
     who = f"pipeline rank {grid.pp.rank}"
     lines = ["", rule(f"{who} (rank {grid.rank}): {describe_stages(run.model.stages)}", "=")]
     lines += [*own, *story(explainer, True), *sums(counted, rows, who)]
@@ -199,10 +210,12 @@ def explain(config: Config, grid: Grid) -> Explained:
         "story": lines,
         "sent": [sent.count("F"), sent.count("B")],
         "equal": equal,
+        "streams": streams(explainer, who),
     }
     every = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode(), grid.pp)]
     equal, lines = pipeline(config, every)
-    return Explained(counted, stated, equal, "\n".join([*head(config), *lines]))
+    seen = [streams_of(own["streams"]) for own in every]
+    return Explained(counted, stated, equal, "\n".join([*head(config), *lines]), seen)
 
 
 def _rank(rank: int, config: Config, port: int) -> None:
@@ -224,12 +237,15 @@ def _rank(rank: int, config: Config, port: int) -> None:
     if rank == 0:
         store.set("equal", str(int(found.equal)))
         store.set("text", found.text)
+        store.set("streams", json.dumps(found.streams))
     grid.close()
     os._exit(0)  # not by the interpreter's teardown; see training/run/startup.py, as_process
 
 
-def read_arguments(argv: Sequence[str] | None) -> Config:
-    """Return the config of the step for a command line. Raises ValueError with one sentence."""
+def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
+    """Return the config of the step for a command line, and the file of --timeline. Raises
+    ValueError with one sentence.
+    """
     parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks")
@@ -257,7 +273,10 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         help="a forward during a backward; with --micro-batches of at least 2",
     )  # fmt: skip
     parser.add_argument("--shared-expert", action="store_true", help="that every token meets")
+    parser.add_argument("--timeline", type=Path, metavar="FILE", help="draw it: .svg or .png")
     a = parser.parse_args(argv)
+    if a.timeline:
+        check_name(a.timeline)
     for flag in ("tp", "cp", "dp", "pp", "ep", "layers", "micro_batches"):
         if getattr(a, flag) is not None and getattr(a, flag) < 1:
             raise ValueError(f"--{flag.replace('_', '-')} {getattr(a, flag)} must be at least 1")
@@ -286,7 +305,7 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         more += ["--optimizer", a.optimizer]
     if a.fp8_param_gather:
         more.append("--fp8-param-gather")
-    return tiny(
+    config = tiny(
         a.tp,
         a.dp,
         a.pp,
@@ -299,12 +318,19 @@ def read_arguments(argv: Sequence[str] | None) -> Config:
         cp=a.cp,
         more=more,
     )
+    return config, a.timeline
+
+
+def draw_timeline(text: str, seen: Sequence[Any], path: Path) -> None:
+    """Draw the streams of `Explained`, as they are or as JSON holds them, with its text's title."""
+    title = text.partition("\n")[0].partition(":")[0]
+    draw([streams_of(each) for each in seen], path, title=title, subtitle=ABOUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a step sends; return 0 if traffic.py agrees, 1 if not, 2 for wrong flags."""
     try:
-        config = read_arguments(argv)
+        config, picture = read_arguments(argv)
         running_node()
     except ValueError as error:
         print(error_line("tools/explain.py", error), file=sys.stderr)
@@ -319,7 +345,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         mp.get_context("forkserver").set_forkserver_preload(["tools.explain"])
         args = (config, store.port)
         mp.start_processes(_rank, args, world, daemon=True, start_method="forkserver")
-    print(store.get("text").decode())
+    text = store.get("text").decode()
+    print(text)
+    if picture:
+        draw_timeline(text, json.loads(store.get("streams")), picture)
+        print(f"\ndrawn: {picture}")
     return 0 if store.get("equal") == b"1" else 1
 
 

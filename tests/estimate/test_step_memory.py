@@ -4,7 +4,10 @@
 Layouts are drawn as for the rehearsal (tests/tools/rehearsal/drawn_layouts.py).
 """
 
+import os
 import re
+import subprocess
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -20,10 +23,13 @@ from pretrain_llama import model_provider
 from tests.tools.rehearsal.drawn_layouts import accepted
 from tests.tools.rehearsal.test_drawn_memory import MODEL, WITHOUT
 from tests.training.small_llama import read
+from tools import draw_memory
+from tools.pictures.style import shapes
 from tools.pictures.timeline import in_flight, rows
 from training.flags.parse import parse
 from training.pipeline_schedule import schedule_of
 
+ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 4 --micro-batch-size 1"
 
 
@@ -52,13 +58,15 @@ def test_the_fullest_moment_of_a_drawn_layout_is_the_dry_runs_number(seed):
         held = max(each.total for each in peak.actions)
         assert held == peak.activations + peak.logits + peak.working + peak.under_way
         schedule = schedule_of(config, 1 + max(each.action.micro_batch for each in peak.actions))
-        order = [*schedule.ranks[rank], SUMS, UPDATE]
+        late = [a for a in schedule.ranks[rank] if a.kind == "W" and not schedule.split]
+        order = [*(a for a in schedule.ranks[rank] if a not in late), *late, SUMS, UPDATE]
         places = [order.index(moment.action) for moment in step if moment.action in order]
         assert places == sorted(places) and step[-1].action == UPDATE
         missing = {*schedule.ranks[rank]} - {moment.action for moment in step}
         pairs = {schedule.ranks[rank][n] for n in schedule.overlapped_forwards(rank)}
-        with_b = {a for a in missing if a.kind == "W" and not schedule.split}
-        assert missing == pairs | with_b
+        assert pairs <= missing <= pairs | {*late}
+        has_head = schedule.place(schedule.stages - 1)[0] == rank
+        assert len(late) - len(missing - pairs) == schedule.deferred * has_head
 
 
 @pytest.mark.parametrize(
@@ -131,6 +139,18 @@ def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
         assert drawn[name]["weights"] == pytest.approx(unit * weights, rel=1e-3)
     assert draw(svg, f"{flags} --memory-picture-rank 3") == 0  # over its own picture
     assert "Pipeline rank 3 of 4" in svg.read_text()
+
+
+def test_the_picture_of_the_documents_is_what_is_drawn_now(tmp_path):
+    """docs/watching.md has the command that draws it again."""
+    script = ["bash", "examples/llama3_70b_16_nodes.slurm", "--dry-run"]
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "WORLD_", "RANK"))}
+    env = kept | {"WORLD_SIZE": "128", "LAUNCH": r"printf %s\n"}
+    words = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    flags = words.stdout.splitlines()[1:]  # without the program
+    config = parse([*flags, "--memory-picture", "memory.svg"], 128)
+    draw_memory.draw(tmp_path / "a.svg", memory_picture.record(config, model_provider))
+    assert shapes(tmp_path / "a.svg") == shapes(ROOT / "docs" / "memory.svg")
 
 
 def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):

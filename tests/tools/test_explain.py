@@ -2,6 +2,8 @@
 """A step sends what estimate/traffic.py works out, and `make explain` prints where."""
 
 import re
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,10 @@ from mpu.grid import Grid
 from mpu.pipeline.schedules import NAMES, build
 from mpu.pipeline.steps import plan
 from tools import waiting
-from tools.explain import explain, main, tiny
+from tools.explain import draw_timeline, explain, main, read_arguments, tiny
 from tools.explainer.text import columns, sums
+from tools.explainer.timeline import COMPUTE
+from tools.pictures.style import shapes
 from training import batch_size
 from training.pipeline_schedule import schedule_of
 
@@ -106,14 +110,43 @@ def run(comm, tp, dp, rest):
     levels, cp = p.hierarchical_context_parallel_sizes, p.context_parallel_size
     found = explain(config, comm.grid(tp, cp, query_groups=groups, hierarchical=levels))
     assert found.equal
+    check_streams(found.streams[0], found.counted, found.text)
     return found.counted, found.stated, found.text
+
+
+def check_streams(streams, counted, text):
+    """Hold a timeline to the text: as many transfers, and each hides as many matmuls."""
+    transfers = [box for box in streams.boxes if box.stream != COMPUTE]
+    before = text.partition("started by the update of the step before")[2].partition("\n---")[0]
+    early = Counter(re.findall(r"^ {5}.*? (\w+) +of \d+ .* async  ", before, re.M))
+    stated = Counter(axis for (axis, _), (times, _) in counted.items() for _ in range(times))
+    assert Counter(box.stream for box in transfers) == stated + early
+    computed = [box for box in streams.boxes if box.stream == COMPUTE]
+    assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(computed))
+    waits = [(box.begin, box.end) for box in computed if box.kind == "wait"]
+    assert waits == sorted((t.begin, t.end) for t in transfers if t.kind == "waited for")
+    under = [
+        len({(box.kind, box.layer) for box in computed if box.kind in "FBW"
+             and t.begin - 1e-9 <= box.begin and box.end <= t.end + 1e-9})
+        for t in transfers if t.kind == "hidden" and t.what.split()[0] not in ("send", "to", "from")
+    ]  # fmt: skip
+    said = []
+    for line in re.sub(r"\n {18}", " ", text).splitlines():
+        if (match := re.search(r"; hidden under(.*)", line)) and "which waits for it" not in line:
+            many = re.match(r" (\d+) matmuls", match[1])
+            said.append(int(many[1]) if many else match[1].count("matmul of"))
+    assert Counter(filter(None, under)) == Counter(filter(None, said))
 
 
 def run_pipeline(comm, pp, tp, dp, schedule, rest):
     config = tiny(tp, dp, pp, schedule=schedule, **rest)
     grid = comm.grid(tp, pp=pp)
     found = explain(config, grid)
-    assert found.equal
+    assert found.equal and [each.rank for each in found.streams] == [
+        f"pipeline rank {rank}" for rank in range(pp)
+    ]
+    story = found.text.split("=== pipeline rank ")[1 + grid.pp.rank].partition("=== the whole")[0]
+    check_streams(found.streams[grid.pp.rank], found.counted, story)
     return found.counted, found.stated, found.text
 
 
@@ -310,6 +343,40 @@ def test_a_difference_is_said():
 def test_what_a_user_is_told(capsys, argv, said):
     assert main(argv.split()) == 2
     assert said in capsys.readouterr().err
+
+
+def run_arguments(comm, argv):
+    config, _ = read_arguments(argv)
+    p = config.parallel
+    found = explain(config, comm.grid(p.tensor_model_parallel_size))
+    return found.text, found.streams
+
+
+def test_the_timeline_of_the_document_is_what_is_drawn_now(world, tmp_path):
+    """`make explain TP=2 DP=2 TIMELINE=docs/timeline.svg` writes it again."""
+    (text, streams), *_ = world(4).run(run_arguments, ["--tp", "2", "--dp", "2"])
+    draw_timeline(text, streams, tmp_path / "timeline.svg")
+    assert shapes(tmp_path / "timeline.svg") == shapes(DOCUMENT.with_name("timeline.svg"))
+    drawn = (tmp_path / "timeline.svg").read_text()
+    for words in ("compute", "tp", "dp_cp", "world", "gate_up", "layers.1", "bucket 2", "waits",
+                  "F micro-batch 0", "BW micro-batch 0, continued", "gradient sums"):  # fmt: skip
+        assert f">{words}<" in drawn, words
+
+
+def test_a_timeline_is_drawn_where_it_may_be(tmp_path, capsys):
+    mine = tmp_path / "mine.svg"
+    mine.write_text("<svg>drawn by somebody</svg>")
+    for path, said in ((mine, "nothing else is replaced"), (tmp_path / "a.pdf", "a .png or an")):
+        assert main(["--tp", "2", "--timeline", str(path)]) == 2
+        assert said in capsys.readouterr().err
+    assert mine.read_text() == "<svg>drawn by somebody</svg>"
+
+
+@pytest.mark.prove
+def test_the_command_draws(capsys, tmp_path):
+    assert main(["--dp", "2", "--zero", "3", "--timeline", str(tmp_path / "a.svg")]) == 0
+    assert capsys.readouterr().out.endswith(f"All equal.\n\ndrawn: {tmp_path / 'a.svg'}\n")
+    assert len(shapes(tmp_path / "a.svg")) > 100
 
 
 @pytest.mark.prove

@@ -75,14 +75,19 @@ class Seen:
         """Return the name of its result, for the `needs` of others."""
         return f"{'message' if self.payload else 'collective'} {self.number}"
 
+    @property
+    def in_outbox(self) -> bool:
+        """Return whether a thread of the outbox waits for it: a message that a stage sends."""
+        return self.verb == "send" and self.payload is not None
+
     def waiting(self) -> None:
         """Count operations from now on, until `waited`, as a part of the collective."""
-        if self.verb != "send":  # a thread of the outbox waits for sends
+        if not self.in_outbox:
             self.explainer.finishing.append(self)
 
     def waited(self) -> None:
         """Note who waited for the result, and what ran since the start."""
-        if self.verb == "send":
+        if self.in_outbox:
             return
         explainer = self.explainer
         explainer.finishing.pop()
@@ -113,18 +118,20 @@ class Actions(FailureMonitor):
 class Explainer:
     """A trace for a grid: keeps every collective and message of a step in `events`.
 
-    monitor: the FailureMonitor to give to the run. actions: what the run gave it, in order. before:
-    collectives that were on their way when the step began.
+    monitor: the FailureMonitor to give to the run. actions: what the run gave it, in order. begun:
+    how many operations were done when each of them began. before: collectives that were on their
+    way when the step began.
     """
 
     def __init__(self) -> None:
         self.events: list[Seen] = []
         self.before: list[Seen] = []
         self.actions: list[str] = []
+        self.begun: list[int] = []
         self.buckets: Buckets | None = None  # once there is a run
         self.layers: ModuleTracker | None = None  # once there is a run
-        self.monitor = Actions(self._begins)
         self.done: list[str] = []  # operations in order
+        self.monitor = Actions(self._begins)
         self.maker: dict[int, str] = {}  # memory -> what wrote it last
         self.finishing: list[Seen] = []  # collectives that are being waited for, outermost first
         self._called_at: dict[str, str] = {}  # layer -> where it last called a collective
@@ -145,6 +152,7 @@ class Explainer:
             event.first = 0
         self.events.clear()
         self.actions.clear()
+        self.begun.clear()
         self.done.clear()
         self.maker.clear()
 
@@ -153,6 +161,7 @@ class Explainer:
             self.layers.new_action()
         if not words.startswith("waiting for"):  # `waited` records that
             self.actions.append(words)
+            self.begun.append(len(self.done))
 
     def issued(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 from estimate.simulate import Span, Timeline
 from mpu.pipeline.schedules import Schedule
-from tools.pictures.style import DASHES, IDLE, INK, KINDS, QUIET, RULE, axes_at, page
+from tools.pictures.style import DASHES, IDLE, INK, KINDS, QUIET, RULE, axes_at, lighter, page
 from tools.pictures.timeline import Summary, Wait, in_flight, rows, summary, usual_peak, waits
 
 FOR_B_COLOUR, FOR_W_COLOUR = "#b4c2d8", "#a9d0bf"
@@ -109,10 +109,10 @@ def _draw_boxes(
             "zorder": 3,
         }
         name = f"rank{rank}-{kind}-chunk{chunk}-{i}"
-        colour, middle = _lighter(KINDS[kind[0]], shade), rank + BOX / 2
+        colour, middle = lighter(KINDS[kind[0]], shade), rank + BOX / 2
         axes.barh(middle, end - begin, BOX, begin, color=colour, gid=name, **edge)
         if kind == "BW":
-            colour = _lighter(KINDS["W"], shade)
+            colour = lighter(KINDS["W"], shade)
             axes.barh(rank + 0.9 * BOX, end - begin, 0.2 * BOX, begin, color=colour, **edge)
             middle -= 0.08 * BOX
         if wide > DIGIT * number * len(str(schedule.micro_batches - 1)):
@@ -198,7 +198,7 @@ def _draw_legend(
     kinds = {letter for boxes in ranks for box in boxes for letter in box.action.kind}
     boxes = [Patch(color=KINDS[kind], label=name) for kind, name in NAMES.items() if kind in kinds]
     for chunk in range(schedule.chunks if schedule.chunks > 1 else 0):
-        colour = _lighter("#444444", _shade(chunk, schedule.chunks))
+        colour = lighter("#444444", _shade(chunk, schedule.chunks))
         boxes.append(Patch(color=colour, label=f"chunk {chunk}"))
     boxes.append(Patch(color=IDLE, label="idle"))
     under: list[Any] = []
@@ -222,12 +222,6 @@ def _draw_legend(
 def _shade(chunk: int, chunks: int) -> float:
     """Return how much lighter a chunk's boxes are: the first keeps the colour."""
     return 0.55 * chunk / max(1, chunks - 1)
-
-
-def _lighter(colour: str, share: float) -> str:
-    """Mix a share of white into a colour."""
-    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
 
 
 def _stages(schedule: Schedule, rank: int) -> str:

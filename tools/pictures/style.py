@@ -88,10 +88,9 @@ def page(
         figure = Figure(figsize=(width, height), dpi=dpi)
         FigureCanvasAgg(figure)  # it measures text, where the base class would draw the page for it
         left = 0.3 / width
-        for up, text, font in (
-            (0.32, title, {"fontsize": 12, "weight": "bold"}),
-            (0.54, subtitle, {"fontsize": 8.5, "color": QUIET}),
-        ):
+        bold: Any = {"fontsize": 12, "weight": "bold"}
+        plain: Any = {"fontsize": 8.5, "color": QUIET}
+        for up, text, font in ((0.32, title, bold), (0.54, subtitle, plain)):
             text = fitted(figure, text, width - 0.4, **font)
             figure.text(left, 1 - up / height, text, parse_math=False, **font)
         yield figure
@@ -107,6 +106,12 @@ def axes_at(figure: Any, left: float, top: float, width: float, height: float, *
     wide, tall = figure.get_size_inches()
     box = (left / wide, 1 - (top + height) / tall, width / wide, height / tall)
     return figure.add_axes(box, **more)
+
+
+def lighter(colour: str, share: float) -> str:
+    """Mix a share of white into a colour."""
+    parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
 
 
 LONGEST = 400  # letters of a text that is measured

@@ -116,16 +116,16 @@ def check_run(config: Config) -> None:
             raise UsageError(
                 f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
             )
-    picture, rank = config.run.memory_picture, config.run.memory_picture_rank
+    picture, drawn = config.run.memory_picture, config.run.memory_picture_rank
     if picture is not None and not picture.endswith((".svg", ".png")):
         raise UsageError(f"--memory-picture {picture}: a picture is a .png or an .svg")
     if picture is not None and not config.run.dry_run:
         raise UsageError(f"--memory-picture {picture} needs --dry-run, which knows the memory")
-    if rank is not None and picture is None:
-        raise UsageError(f"--memory-picture-rank {rank} needs --memory-picture")
+    if drawn is not None and picture is None:
+        raise UsageError(f"--memory-picture-rank {drawn} needs --memory-picture")
     ranks = config.parallel.pipeline_model_parallel_size
-    if rank is not None and rank >= ranks:
-        raise UsageError(f"--memory-picture-rank {rank}: pipeline ranks go from 0 to {ranks - 1}")
+    if drawn is not None and drawn >= ranks:
+        raise UsageError(f"--memory-picture-rank {drawn}: pipeline ranks go from 0 to {ranks - 1}")
     here = config.parallel.device is None and not config.run.dry_run  # a dry run knows no machine
     if (every := log.log_layer_rms_interval) and every % log.log_interval:
         raise UsageError(

@@ -14,8 +14,8 @@ import pytest
 from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline.schedules import CHUNKS, Schedule, build, forward_only
 from tests.sampling import sampled
-from tools.pictures.schedule import MOST_ARROWS, _lighter, _shade, caption, draw, heading
-from tools.pictures.style import KINDS
+from tools.pictures.schedule import MOST_ARROWS, _shade, caption, draw, heading
+from tools.pictures.style import KINDS, lighter
 from tools.pictures.timeline import rows, summary, waits
 
 
@@ -210,6 +210,6 @@ def test_kinds_and_chunks_are_told_apart_by_every_eye(blindness):
         x, y, z = numpy.cbrt(numpy.asarray(TO_XYZ) @ seen)
         return numpy.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
-    shades = [lab(_lighter(c, _shade(i, 2))) for c in KINDS.values() for i in range(2)]
+    shades = [lab(lighter(c, _shade(i, 2))) for c in KINDS.values() for i in range(2)]
     distances = [numpy.linalg.norm(a - b) for a, b in itertools.combinations(shades, 2)]
     assert min(distances) > 8

@@ -4,7 +4,9 @@
 in   {"world": 8, "argv": [...]}
 out  {"code": 0, "report": {...}, "text": "..."}
 
-Importing torch takes longer than a small rehearsal, and the fake device must be loaded before it.
+With --rehearse-full the report also has "actions": the most bytes in each action of the last step,
+as (its words, bytes). Importing torch takes longer than a small rehearsal, and the fake device must
+be loaded before it.
 """
 
 import contextlib
@@ -14,10 +16,31 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tools.rehearsal import guard
+
+
+def actions(seen: Any) -> list[list[Any]]:
+    """Return the most bytes in each action of the last step of a rehearsal on a GPU."""
+    from tools.rehearsal.device_file import read_device
+    from tools.rehearsal.events import Action, Launch
+    from tools.rehearsal.memory import step
+    from tools.rehearsal.workspaces import of_launch, of_matmuls
+
+    events, found = seen.recorder.events, list[list[Any]]()
+    major = read_device(seen.config.rehearse.rehearse_device).major
+    live, now = dict[int, Any](), of_matmuls(events[seen.first :], major)
+    for i, event in enumerate(events):
+        now += step(live, event, seen.recorder.device)
+        if i >= seen.first and type(event) is Action:
+            found.append([event.words, now])
+        elif found:
+            own = of_launch(event) if type(event) is Launch else 0
+            found[-1][1] = max(found[-1][1], now + own)
+    return found
 
 
 def serve() -> None:
@@ -26,6 +49,13 @@ def serve() -> None:
     import pretrain_llama
     from tools.rehearsal import main
 
+    described, full = main.describe, list[Any]()
+
+    def describe(seen: Any) -> Any:
+        made, text = described(seen)
+        return made | ({"actions": actions(seen)} if full else {}), text
+
+    main.describe = describe
     gc.freeze()
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
@@ -34,6 +64,7 @@ def serve() -> None:
         said, path = io.StringIO(), asked["file"]
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             argv = [*asked["argv"], "--rehearse", "--rehearse-json", path]
+            full[:] = [word for word in argv if word == "--rehearse-full"]
             code = main.main(pretrain_llama, argv)
         report = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
         Path(path).unlink(missing_ok=True)

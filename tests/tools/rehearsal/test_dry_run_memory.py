@@ -6,6 +6,7 @@ Of layouts drawn at random tests/tools/planner/test_ten_plans.py holds the same.
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import pytest
 
 import pretrain_llama
 from estimate import activations
-from estimate.dry_run import memory
+from estimate.dry_run import memory, step_memory
 from tests.tools.rehearsal.conftest import SMALL as LITTLE
+from tests.tools.rehearsal.test_drawn_memory import MODEL
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,6 +73,40 @@ def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, pp_ra
     held = activations.peaks(config, provider)[pp_rank]
     stated = sum(memory(config, provider, pp_rank, held).values())
     assert abs(stated - counted) <= 0.02 * counted, (stated / 1e9, counted / 1e9)
+
+
+PP = "--pipeline-model-parallel-size"
+STEPS = [
+    f"--global-batch-size 24 {PP} 2",
+    "--global-batch-size 24 --zero-stage 2",
+    "--global-batch-size 8 --zero-stage 3 --overlap-grad-reduce",
+    f"--global-batch-size 24 {PP} 4 --zero-stage 2 --recompute-granularity full",
+    f"--global-batch-size 24 {PP} 2 --pipeline-schedule zb-h1 --zero-stage 1",
+    "--global-batch-size 24 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1",
+    "--global-batch-size 24 --num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 4 "
+    "--moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1",
+]
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("flags", STEPS)
+def test_each_action_has_the_bytes_that_are_said(rehearse, flags):
+    """What --memory-picture draws: the fullest moment of each action, within 2% of the peak."""
+    flags = " ".join([*MODEL, "--num-layers 4 --micro-batch-size 1", flags])
+    code, report, text = rehearse(f"{flags} --rehearse-full", 8, False)
+    assert (code, report["findings"]) == (0, []), text
+    config, provider = parse([*flags.split(), "--dry-run"], 8), pretrain_llama.model_provider
+    said = step_memory(config, provider, 0, activations.peaks(config, provider)[0])
+    stated = {str(moment.action): moment.total for moment in said}
+    counted = {}
+    for words, nbytes in report["actions"]:
+        if match := re.match(r"([FBW])W? (chunk \d+ micro-batch \d+) in", words):
+            counted[f"{match[1]} {match[2]}"] = nbytes
+    both = counted.keys() & stated.keys()
+    assert len(both) > 1 and both == {a for a in stated if " chunk " in a}
+    most = report["memory"]["peak_bytes"]
+    apart = {a: (stated[a] / most, counted[a] / most) for a in both}
+    assert all(abs(a - b) <= 0.02 for a, b in apart.values()), apart
 
 
 @pytest.mark.prove
