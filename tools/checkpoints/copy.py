@@ -10,7 +10,7 @@ from model.load import model_file_of, read_sizes
 from mpu.grid import Grid
 from training.checkpoint import Checkpoint, CheckpointError, find_latest, refuse_to_save
 from training.checkpoint import save as save_checkpoint
-from training.checkpoint.find import candidates
+from training.checkpoint.find import at_or_below, candidates
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.stream import attached, stream
@@ -42,10 +42,10 @@ def open_newest(place: Path, hashed: bool, note: Say = warn, finite: bool = True
         if hashed:
             found.verify(found.manifest["files"], finite)
 
+    place = at_or_below(place, "checkpoint")
     found = find_latest(place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, note=note)
     if found is None:
-        why = nothing_downloaded(place)
-        raise CheckpointError(f"{place}: there is no checkpoint ({why})")
+        raise CheckpointError(f"{place}: there is no checkpoint ({nothing_downloaded(place)})")
     return found
 
 
