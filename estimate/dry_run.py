@@ -45,6 +45,7 @@ REHEARSAL = (
 STATE = ("parameters", "gradients", "masters", "moments")  # persistent from step to step
 NOTHING = Moment("", {})
 PERSISTENT = (*STATE, "norm's index", "workspaces")  # on the device
+GPU_OVERHEAD = "CUDA, NCCL and allocator overhead come"
 
 
 def report(config: Config, provider: ModelProvider) -> str:
@@ -355,9 +356,8 @@ def _memory(
         for kind, value in kinds.items()
         if value or kind in STATE or kind in ("activations", "logits")
     ]
-    lines.append(
-        f"{'total':<16} {in_units(total):>10}  CUDA, NCCL and allocator overhead come on top"
-    )
+    more = "what Python and torch need comes" if p.device == "cpu" else GPU_OVERHEAD
+    lines.append(f"{'total':<16} {in_units(total):>10}  {more} on top")
     if start:
         lines.append(
             f"{'at the start':<16} {in_units(start):>10}  of the rank that needs most then: before "

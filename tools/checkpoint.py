@@ -45,7 +45,7 @@ from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify
 from tools.checkpoints.upcycle import upcycle
 from tools.command_line import Parser, integer
 from tools.waiting import waiting
-from training.checkpoint import Checkpoint
+from training.checkpoint import Checkpoint, why_none
 from training.checkpoint.find import refuse_foreign
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
@@ -74,7 +74,7 @@ def run_directory(root: Path) -> Path:
     if "config.json" in names:
         raise ValueError(f"{root} is a Hugging Face directory: only show, diff and convert read it")
     if not step_directories(root):
-        raise ValueError(f"{root}: there is no checkpoint")
+        raise ValueError(f"{root}: there is no checkpoint ({why_none(root)})")
     return root
 
 

@@ -43,7 +43,7 @@ from tools.evaluator.score import Scorer
 from tools.generate import TIMEOUT, load_model, tokenizer_of
 from tools.waiting import Progress, waiting
 from training.checkpoint.agree import first_error, together
-from training.checkpoint.find import candidates
+from training.checkpoint.find import at_or_below, candidates
 from training.checkpoint.manifest import STEP
 from training.data.files import write_text
 from training.owned import json_with
@@ -302,6 +302,7 @@ def main(argv: Iterable[str] | None = None) -> int:
             raise ValueError(f"{why}; or evaluate on the CPU with --device cpu")
         if not Path(args.load).exists():
             raise ValueError(f"--load {args.load}: not found ({nothing_downloaded(args.load)})")
+        args.load = str(at_or_below(args.load))
         manager = find_tasks(args.tasks, args.include_path)
         set_arithmetic(deterministic=False)
         device = own_gpu(launch) if kind == "cuda" else torch.device("cpu")

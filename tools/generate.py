@@ -40,6 +40,7 @@ from mpu.grid import Grid
 from tools.command_line import Parser, add_tokenizer, integer, model_of
 from tools.waiting import waiting
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
+from training.checkpoint.find import at_or_below
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
@@ -210,6 +211,7 @@ def load_model(
     own: the model's file, where it is not one of Weft's.
     """
     at = device if grid.world.size > 1 else None
+    root = str(at_or_below(root))
     newest = find_latest(root, grid, note=lambda line: None, device=at)
     if newest is None:
         raise ValueError(f"--load {root}: there is no checkpoint ({nothing_downloaded(root)})")

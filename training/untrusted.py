@@ -31,21 +31,21 @@ _LONG = re.compile(r"\d{19}")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def models_in(path: str | os.PathLike[str]) -> str:
-    """Return that folders in this one are models, "" where none is: a trainer's checkpoints, a
-    snapshot in Hugging Face's cache.
+def folders_below(path: str | os.PathLike[str], file: str) -> list[str]:
+    """Return the folders up to three levels below this one that hold a file of this name, which
+    may have wildcards, in order.
     """
-    inside = [glob.iglob(f"{at}/config.json", root_dir=path) for at in ("*", "snapshots/*")]
-    models = sorted(os.path.dirname(name) for names in inside for name in names)
-    return f"it is a folder of models: give one, such as {printable(models[-1])}" if models else ""
+    found = (glob.iglob(f"{'*/' * deep}{file}", root_dir=path) for deep in (1, 2, 3))
+    return sorted({os.path.join(path, os.path.dirname(name)) for names in found for name in names})
 
 
 def nothing_downloaded(path: str | os.PathLike[str]) -> str:
     """Return "nothing is downloaded", with the command that downloads a model where a path that is
-    not there looks like a name on Hugging Face, owner/model; of a folder of models, `models_in`.
+    not there looks like a name on Hugging Face, owner/model; of a folder of models, such as a
+    trainer's checkpoints or a snapshot in Hugging Face's cache, the last of them.
     """
-    if models := models_in(path):
-        return models
+    if models := folders_below(path, "config.json"):
+        return f"it is a folder of models: give one, such as {printable(models[-1])}"
     owner, _, folder = str(path).partition("/")
     parts = (owner, folder)
     named = all(re.fullmatch(r"[\w-][\w.-]*", part) for part in parts)

@@ -53,6 +53,13 @@ def test_the_groups_follow_the_order_of_the_ranks():
     )
 
 
+def test_a_dry_run_on_the_cpu_does_not_speak_of_gpus():
+    text = report(read("--device cpu --tensor-model-parallel-size 2", 4))
+    assert not re.search("nccl|cuda|gpu", text, re.IGNORECASE)
+    assert "what Python and torch need comes on top" in text
+    assert "CUDA, NCCL and allocator overhead come on top" in report(read("", 4))
+
+
 def test_the_report_of_a_pipeline():
     config = read(f"{PIPELINE} 32 --num-virtual-stages-per-pipeline-rank 2 --bf16", 8)
     text = report(config)

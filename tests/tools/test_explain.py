@@ -288,7 +288,10 @@ def test_phases_and_buckets(world):
     assert re.search(r"grad sum  bucket 0 +reduce_scatter dp_cp of 2 .* async +mpu/zero", text)
     assert re.search(r"norm      optimizer +all_gather +tp of 2", text)
     summed = text[text.index("backward  layers.1.attention.proj") :]  # of stream and branch
-    assert re.search(r"^.*\n +needs empty_like of layers\.1\.mlp_norm \(mpu/layers/fused", summed)
+    needs = r"^.*\n +needs dgrad RMSNorm of layers\.1\.mlp_norm \(mpu/layers/fused"
+    assert re.search(needs, summed)
+    assert "needs segment_reduce of gradient norm (mpu/zero/norm" in text  # and not of a layer
+    assert "needs empty" not in text  # compiled code wrote what was allocated
     backward = text.index("--- BW chunk 0 micro-batch 0 ")
     assert backward < text.index("grad sum  bucket 0") < text.index("--- the gradient sums")
 

@@ -151,7 +151,7 @@ def test_a_folder_of_models_names_one(tmp_path):
     for inside in ("checkpoint-500", "snapshots/0a1b"):
         (tmp_path / inside).mkdir(parents=True)
         (tmp_path / inside / "config.json").touch()
-        assert nothing_downloaded(tmp_path).endswith(f"give one, such as {inside}")
+        assert nothing_downloaded(tmp_path).endswith(f"give one, such as {tmp_path}/{inside}")
 
 
 def test_whose_files_count():

@@ -17,6 +17,7 @@ from tools.checkpoints.copy import counted, from_hf, open_newest, save_new, warn
 from tools.checkpoints.fused_experts import fused_pieces
 from tools.waiting import Progress
 from training.checkpoint import Checkpoint, refuse_to_save, weight_pieces
+from training.checkpoint.find import at_or_below
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.stream import stream
@@ -64,7 +65,7 @@ def import_hf(
     """
     if not source.is_dir():
         raise ValueError(f"--from-hf {source} is not a directory ({nothing_downloaded(source)})")
-    found = HuggingFaceDirectory(source, partial(from_hf, own=own))
+    found = HuggingFaceDirectory(at_or_below(source, "--from-hf"), partial(from_hf, own=own))
     file = model_file_of(found.config, own=own)
     config = read_sizes(file, found.config)
     expected = expected_tensors(file, config)

@@ -20,7 +20,7 @@ from training.checkpoint import (
     refuse_to_save,
 )
 from training.checkpoint import save as save_checkpoint
-from training.checkpoint.find import candidates
+from training.checkpoint.find import at_or_below, candidates
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.stream import attached, stream
@@ -60,10 +60,10 @@ def open_newest(
                 progress.begin(f"checking the files of {found.directory.name}")
             found.verify(found.manifest["files"], finite)
 
+    place = at_or_below(place, "checkpoint")
     found = find_latest(place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, note=note)
     if found is None:
-        why = nothing_downloaded(place)
-        raise CheckpointError(f"{place}: there is no checkpoint ({why})")
+        raise CheckpointError(f"{place}: there is no checkpoint ({nothing_downloaded(place)})")
     return found
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mpu.module_tracker import BACKWARD, WGRAD, Site, path_of, tensors_of
 from mpu.torch_private import DispatchMode, schema
+from mpu.zero import norm
 from pretrain_llama import train_step
 from training.run.stop import Agreement
 
@@ -16,13 +17,15 @@ MATMULS = ("mm", "addmm", "linear", "mkldnn::_linear_pointwise")
 COPIES = ("clone", "_to_copy")  # what they copy is still the result of another operation
 ADDS = ("add", "copy")
 WGRAD_MATMUL = "wgrad matmul"
-UNWRITTEN = ("empty", "new_empty", "new_full")  # they compute nothing
+# they compute nothing; the tensor is written by compiled code, such as a norm's
+UNWRITTEN = ("empty", "new_empty", "new_full")
 
 
 # file: the name of what it does outside of all layers
 STEP = {
     path_of(train_step.__code__.co_filename): "train_step",
     path_of(Agreement.ask.__code__.co_filename): "agreement",
+    path_of(norm.__file__): "gradient norm",
 }
 
 

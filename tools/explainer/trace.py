@@ -257,6 +257,8 @@ class Explainer:
         if bucket is not None:
             layer = f"bucket {bucket}"
         what, layer = kind if short in MATMULS else short, layer or name_of(here)
+        if short.startswith(UNWRITTEN) and here.function:  # compiled code fills it
+            what = kind.replace("matmul", here.function.partition(".")[0].strip("_"))
         story = f"{what} of {layer}" if layer else f"autograd's {what}"
         if not short.startswith(UNWRITTEN):
             self.done.append(story)

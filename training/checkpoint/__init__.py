@@ -28,11 +28,13 @@ from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError, SaveError
 from training.checkpoint.find import (
     Roots,
+    below,
     find_latest,
     is_hugging_face,
     later_steps,
     not_saved,
     refuse_to_save,
+    why_none,
 )
 from training.checkpoint.load import Checkpoint, load
 from training.checkpoint.manifest import plain_name
@@ -54,6 +56,7 @@ __all__ = [
     "NamedPiece",
     "Roots",
     "SaveError",
+    "below",
     "check_writable",
     "find_latest",
     "first_error",
@@ -71,4 +74,5 @@ __all__ = [
     "state_pieces",
     "together",
     "weight_pieces",
+    "why_none",
 ]

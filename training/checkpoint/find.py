@@ -22,6 +22,7 @@ from training.checkpoint.huggingface import CONFIG, HuggingFaceDirectory, is_mod
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import MANIFEST, STEP, holds_a_save
 from training.checkpoint.pieces import NamedPiece
+from training.untrusted import first_of, folders_below, nothing_downloaded
 
 FOREIGN_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt", "modelopt_state")
 
@@ -285,6 +286,35 @@ def candidates(root: Path, step: int | None, flag: str = "--load") -> tuple[list
             raise CheckpointError(f"--ckpt-step {step}: {root} has the steps {have}, not this one")
     first = found[0][2] if found else ""
     return [path for _, _, path in found], [name for name in leftovers if name > first]
+
+
+def below(root: str | os.PathLike[str]) -> list[str]:
+    """Return the folders below `root` that hold a run's checkpoints, or where there are none the
+    Hugging Face models.
+    """
+    runs = {str(Path(step).parent) for step in folders_below(root, MANIFEST)}
+    runs = {run for run in runs if Path(run) != Path(root)}
+    return sorted(runs) or folders_below(root, CONFIG)
+
+
+def at_or_below(root: str | os.PathLike[str], flag: str = "--load") -> Path:
+    """Return `root` where a checkpoint may be loaded there, else the one folder below it that holds
+    some; `root` where there is none. Raises CheckpointError where several do.
+    """
+    root = Path(root)
+    if not root.is_dir() or candidates(root, None, flag)[0]:
+        return root
+    found = below(root)
+    if len(found) > 1:
+        raise CheckpointError(f"{flag} {root}: {why_none(root)}")
+    return Path(found[0]) if found else root
+
+
+def why_none(root: str | os.PathLike[str]) -> str:
+    """Return why no checkpoint is at `root`: those below it, or that nothing is downloaded."""
+    if found := below(root):
+        return f"checkpoints are in folders below it: give one, such as {first_of(found)}"
+    return nothing_downloaded(root)
 
 
 def places(

@@ -9,14 +9,13 @@ from typing import Any
 from mpu.layers.rope import Yarn
 from training.arguments import EXPERT_SIZES, ModelConfig
 from training.checkpoint.errors import CheckpointError
-from training.checkpoint.find import newest, places
+from training.checkpoint.find import newest, places, why_none
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint, same_value
 from training.config import UsageError
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
 from training.flags.flag_table import known_flags
-from training.untrusted import nothing_downloaded
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
@@ -113,8 +112,8 @@ def from_checkpoint(
         return dict(given), dict(own)
     if refused:
         looked_in += f": {refused[0]}"
-    elif where and not where[-1][1].exists():
-        looked_in += f": {nothing_downloaded(where[-1][1])}"
+    elif where:
+        looked_in += f": {why_none(where[-1][1])}"
     raise UsageError(
         f"--use-checkpoint-args: there is no checkpoint to take them from: --load or "
         f"--pretrained-checkpoint must hold one ({looked_in})"

@@ -15,7 +15,7 @@ from mpu.accelerators import missing
 from mpu.grid import Grid
 from mpu.layers.attention.backends import FLAG
 from training.activity import Activity
-from training.checkpoint.find import candidates, places, resumed
+from training.checkpoint.find import below, candidates, places, resumed, why_none
 from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.dataset import Dataset
@@ -29,7 +29,6 @@ from training.run.attention import prepare_attention
 from training.run.device import choose_device
 from training.run.output import check_wandb_login
 from training.run.trial import try_calls
-from training.untrusted import nothing_downloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -128,10 +127,14 @@ def check_early(config: Config) -> None:
         why = nothing_downloaded(c.load)
         raise UsageError(f"--skip-train --load {c.load}: no checkpoint there ({why})")
     if c.branch_from is not None and not found:
-        raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there")
+        why = f" ({why_none(c.branch_from)})" if below(c.branch_from) else ""
+        raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there{why}")
+    if c.load and c.load != c.save and not (found or config.fault.peer_checkpoint):
+        if below(c.load):  # a run that its user meant to go on with
+            raise UsageError(f"--load {c.load}: no checkpoint there ({why_none(c.load)})")
     if c.pretrained_checkpoint is not None and not (found or config.fault.peer_checkpoint):
         place = c.pretrained_checkpoint
-        why = nothing_downloaded(place)
+        why = why_none(place)
         raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")
     for flag, wanted, package in (
         ("--tensorboard-dir", log.tensorboard_dir, "tensorboard"),

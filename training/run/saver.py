@@ -37,7 +37,6 @@ from training.run.best import Best
 from training.run.export import HuggingFaceSaves
 from training.run.step import CONTINUE, Decision, Step
 from training.stages import waits_for
-from training.untrusted import models_in, nothing_downloaded
 
 PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
 SOURCES = ("nothing", "disk", "memory")
@@ -448,15 +447,15 @@ class Saver:
             found = self._find("--pretrained-checkpoint", c.pretrained_checkpoint, True)
             if found is None:
                 place = c.pretrained_checkpoint
-                why = nothing_downloaded(place)
+                why = checkpoint.why_none(place)
                 raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")
         if found is None:
             if c.load and c.exit_on_missing_checkpoint:
                 missing = "no checkpoint there, and --exit-on-missing-checkpoint is set"
                 raise UsageError(f"--load {c.load}: {missing}")
             if c.load:
-                models = f" ({why})" if (why := models_in(c.load)) else ""
-                self.note(f"--load {c.load}: no checkpoint there{models}; starting fresh")
+                why = f" ({checkpoint.why_none(c.load)})" if checkpoint.below(c.load) else ""
+                self.note(f"--load {c.load}: no checkpoint there{why}; starting fresh")
             return 0, 0
         return found
 
