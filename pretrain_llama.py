@@ -10,16 +10,18 @@
     WORLD_SIZE=512 python pretrain_llama.py --rehearse ...     one rank's steps, without a GPU
 """
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
+from functools import lru_cache, partial
 from inspect import getfile
+from typing import Any
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
 from mpu.needs import explain_missing_packages
@@ -37,7 +39,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from estimate import matrices
+from estimate import matrices, memory_picture
 from estimate.context_parallel import check_attention
 from estimate.dry_run import report
 from estimate.model_profile import make_grid, whole_model
@@ -67,6 +69,7 @@ from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
+from training import param_groups
 from training.batch_size import total_iterations
 from training.config import Config
 from training.data.batch import Batch
@@ -77,6 +80,7 @@ from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.layer_options import accumulate_dtype, as_configured, context_of, recompute_of
+from training.param_groups import Assigned
 from training.run import memory_report, resumable
 from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
@@ -88,7 +92,15 @@ from training.run.rendezvous import meet
 from training.run.sample import draw_sample
 from training.run.saver import Saver
 from training.run.start import EXPECTED, describe, log_of, measure_and_warm_up, note_of
-from training.run.startup import as_process, compare, connect, new_monitor, refuse, write_error_file
+from training.run.startup import (
+    PROGRAM,
+    as_process,
+    compare,
+    connect,
+    new_monitor,
+    refuse,
+    write_error_file,
+)
 from training.run.state import Run
 from training.run.step import Step, Watcher, after_step
 from training.run.stop import Agreement, StopSignal, time_is_up
@@ -127,7 +139,8 @@ def train_step(
     """
     step, schedule = run.iteration + 1, run.schedule(len(batches))
     tokens = len(batches) * batches[0].tokens.numel() * run.grid.dp_cp.size  # masked ones too
-    if run.config.data.eod_mask_loss:  # auxiliary losses are of all tokens
+    masked = batches[0].loss_mask is not None  # if in one batch of a run, then in all
+    if masked:  # auxiliary losses are of all tokens
         counted = sum(batch.token_count for batch in batches)
         run.model.ctx.auxiliary_losses.mask(counted, tokens, run.grid.dp_cp, run.device)
     run.sink.begin_step(len(batches))
@@ -137,7 +150,7 @@ def train_step(
     label = Label("train_step", "loss sum")
     total = sum_in_order(sum_in_order(total, run.grid.dp_cp, label), run.grid.pp, label)
     run.monitor.action = f"the update of iteration {step}"
-    grad_scale = tokens / total[1].clamp(min=1) if run.config.data.eod_mask_loss else None
+    grad_scale = tokens / total[1].clamp(min=1) if masked else None
     norm, found_inf = run.optimizer.step(lr, decoupled_lr, grad_scale)
     run.model.ctx.auxiliary_losses.mean = total[2] / total[1].clamp(min=1)
     return (total[0] + total[2]) / total[1].clamp(min=1), norm, found_inf
@@ -177,7 +190,7 @@ def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
     """Return the mean loss over --eval-iters global batches of held-out data, on every rank, and
     the bytes of text of a token that counts in it.
 
-    With --full-validation they are of all of the data.
+    With --full-validation they are of all of the data. The loss is NaN where no token counts.
     """
     during = f"of the evaluation after iteration {run.iteration}"
     run.monitor.enter("evaluation", f"the data {during}")
@@ -191,15 +204,29 @@ def evaluate(run: Run, loader: Loader) -> tuple[float, float]:
     total[2] = text / (run.grid.cp.size * run.grid.pp.size)  # each of these ranks counts all of it
     run.monitor.action = f"the sum of the losses {during}"
     loss, tokens, size = sum_in_order(sum_in_order(total, run.grid.dp_cp), run.grid.pp).tolist()
-    return loss / max(tokens, 1), size / max(tokens, 1)
+    return (loss / tokens if tokens else math.nan), size / max(tokens, 1)
 
 
-def validate(run: Run, sets: Mapping[str, Loader], log: Log, name: str = "validation") -> None:
-    """Evaluate on each set of held-out data, and log its loss; --eval-iters 0 asks for none."""
-    for part, loader in sets.items():
-        if loader.dataset.length is None and run.config.run.eval_iters <= 0:
-            continue
-        log.validation(run.iteration, *evaluate(run, loader), name=name, part=part)
+def validate(run: Run, sets: Mapping[str, Loader], log: Log, saver: Saver) -> bool:
+    """Evaluate on each validation set, and log its loss; --eval-iters 0 asks for none.
+
+    Return whether the weights are the best so far, and so to be saved (--keep-best).
+    """
+    losses = {}
+    with log.timing("validation"):
+        for part, loader in sets.items():
+            if loader.dataset.length is None and run.config.run.eval_iters <= 0:
+                continue
+            losses[part], bytes_per_token = evaluate(run, loader)
+            log.validation(run.iteration, losses[part], bytes_per_token, part=part)
+    return saver.evaluated(run.iteration, losses)
+
+
+def evaluate_test(run: Run, loader: Loader | None, log: Log) -> None:
+    """Evaluate on the test split, where there is one; --eval-iters 0 asks for none."""
+    if loader is not None and run.config.run.eval_iters > 0:
+        with log.timing("test"):
+            log.validation(run.iteration, *evaluate(run, loader), name="test")
 
 
 def name_fork(argv: list[str]) -> list[str]:
@@ -227,7 +254,19 @@ def model_provider(
     as_configured(config, model, ctx)
     with blaming_file(file):
         name_groups(model, file.parameter_group)
+    if config.optimizer.param_group:
+        param_groups.apply(assigned(config), model, file.hf_names(model))
     return model
+
+
+@lru_cache(maxsize=16)
+def assigned(config: Config) -> dict[str, Assigned]:
+    """Return what --param-group says of each parameter of the whole model, by checkpoint name."""
+    o, file = config.optimizer, load_model_file(config.model.model_file)
+    whole: Any = whole_model(replace(config, optimizer=replace(o, param_group=())), model_provider)
+    with blaming_file(file):
+        names = file.hf_names(whole)
+    return param_groups.assign(o.param_group, whole, names, o.weight_decay)
 
 
 def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMonitor) -> LlamaRun:
@@ -319,18 +358,23 @@ def train(
             decision = after_step(step, watchers)
             if decision.back:  # the run is at a checkpoint again
                 continue
-            if decision.evaluate:
-                validate(run, loaders.valid, log)
+            best = decision.evaluate and validate(run, loaders.valid, log, saver)
             if decision.sample:
                 draw_sample(run, loaders, log)
-            if decision.save:
+            if decision.save or (best and not decision.skipped):
                 run.monitor.enter("save", f"saving iteration {run.iteration}")
-                saver.save(run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry)
+                with log.timing("save"):
+                    saver.save(
+                        run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry,
+                        only_best=not decision.save,
+                    )  # fmt: skip
             if decision.copy:
                 run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
-                saver.keep(run.iteration, run.consumed)
-            if decision.evaluate_after_save:
-                validate(run, loaders.valid, log)
+                with log.timing("copy"):
+                    saver.keep(run.iteration, run.consumed)
+            if decision.evaluate_after_save and validate(run, loaders.valid, log, saver):
+                run.monitor.enter("save", f"saving iteration {run.iteration} with its loss")
+                saver.save(run.iteration, run.consumed, must=True, hurry=True)
             if decision.stop:
                 if run.iteration < total:
                     done, next_stage = f"iteration {run.iteration} of {total}", ""
@@ -356,11 +400,12 @@ def main(
     report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
     by = launched_by()
     launcher = (parent or os.getppid()) if by else None
+    typed = sys.argv if argv is None else [PROGRAM, *argv]
     with StopSignal(launcher, 0 if by == "torchrun" else os.EX_TEMPFAIL) as stop_signal, activity:
         try:
             launch = activity.launch = Launch.from_env()
             activity.what = "reading the flags"
-            argv = name_fork(sys.argv[1:] if argv is None else argv)
+            argv = name_fork(typed[1:])
             if "--rehearse" in argv:  # another program runs this one, on a device without memory
                 activity.started()  # that one prints
                 tool = os.path.join(os.path.dirname(getfile(native)), "../tools/rehearse.py")
@@ -370,6 +415,8 @@ def main(
             if config.run.dry_run:
                 activity.what = "the dry run"
                 print(printable(report(config, model_provider), lines=True))
+                if config.run.memory_picture:
+                    print(memory_picture.draw(config, model_provider))
                 return 0
             config, device, loaders, digests = prepare(
                 config, grid, shares_cores(), note_of(grid), activity
@@ -385,7 +432,7 @@ def main(
             stop_signal.check()
         except (ValueError, OSError) as error:
             stop_signal.check()
-            return refuse(error, launch, 2, report_to, alone=True)
+            return refuse(error, launch, 2, report_to, alone=True, typed=typed)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
             activity.what = "meeting the other ranks"
@@ -422,23 +469,33 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
     run.monitor.action = "describing the run"
     describe(run, model_provider, note)
     file = load_model_file(config.model.model_file)
+    samples = config.run.eval_iters * config.batch.global_batch_size
+    evaluated_on = loaders.evaluated_on(samples) if config.checkpoint.keep_best is not None else {}
     saver = Saver(
         config, model.ctx, model, run.optimizer, file.hf_names(model), digests=digests, note=note,
         hf_config=file.hf_config, from_hf_config=file.from_hf_config,
-        activity=run.monitor.activity,
+        activity=run.monitor.activity, evaluated_on=evaluated_on,
     )  # fmt: skip
     run.monitor.action = "beginning, or loading a checkpoint"
     run.iteration, run.consumed = saver.begin()
     overlap = measure_and_warm_up(run, saver, model_provider, run_schedule, note)
     total = total_iterations(config, run.iteration, run.consumed)
     run.monitor.action = "opening the log"
-    log = log_of(run, model_provider, total)
+    log = log_of(run, model_provider, total, tested=loaders.test is not None)
     with log, saver:
-        train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
+        skip = config.run.skip_train
+        if skip or (config.run.eval_at_start and run.iteration < total):
+            if validate(run, loaders.valid, log, saver):
+                run.monitor.enter("save", "saving what the run begins with")
+                saver.save(run.iteration, run.consumed, must=False, only_best=True)
+        if not skip:
+            train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")
-        if config.run.eval_interval and run.iteration == total:
-            validate(run, {"": loaders.test} if loaders.test else {}, log, name="test")
-        log.finished(run.iteration)
+        if skip or (config.run.eval_interval and run.iteration == total):
+            evaluate_test(run, loaders.test, log)
+        if line := saver.best_line():
+            log.note(line)
+        log.finished(run.iteration, skip)
 
 
 if __name__ == "__main__":

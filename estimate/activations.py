@@ -10,20 +10,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
+from typing import NamedTuple
 
 from estimate import few_layers
 from estimate.model_profile import ModelProvider
 from estimate.pipeline_stages import rank_stages
 from estimate.rank_profile import RankProfile, StageProfile
 from estimate.simulate import peak_activations
-from mpu.pipeline.schedules import SPLIT, Schedule, build
+from mpu.pipeline.schedules import SPLIT, Action, Schedule, build
 from mpu.pipeline.steps import plan
 from training.config import Config
 from training.pipeline_schedule import micro_batch_counts, own_stages, schedule_of
 
 Chunks = tuple[int, ...]
-Fullest = tuple[int, int, int, int]  # activations, logits, working and under_way
 STEADY = 3  # micro-batches for each pipeline rank after which a schedule's fullest moment repeats
+
+
+class ActionPeak(NamedTuple):
+    """What a pipeline rank keeps for backward at the fullest moment of an action, in bytes.
+
+    activations, logits, working, under_way: as in ActivationPeak. begun: the chunks that have made
+    their first gradients before. apart: the action makes a chunk's first or last ones.
+    """
+
+    action: Action
+    begun: Chunks = ()
+    apart: bool = False
+    activations: int = 0
+    logits: int = 0
+    working: int = 0
+    under_way: int = 0
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all four."""
+        return self.activations + self.logits + self.working + self.under_way
 
 
 @dataclass(frozen=True)
@@ -34,12 +55,11 @@ class ActivationPeak:
     the peak of their sum. activations: both, plus what a recomputed layer needs. logits: not in
     these. working: what the running action has besides all that, and the messages that come and go
     under it. under_way: offloaded bytes that are being copied. in_host: the most in host memory.
-    ends: for each chunk, as the rank makes its last gradients of a step: (chunk, what other
-    micro-batches store then, the most in use in the actions that follow, up to the next end).
-    begins: for each chunk, as the rank makes its first gradients: (chunk, what other micro-batches
-    store then, the chunks that have made theirs). peaks: for each such tuple of chunks,
-    activations, logits, working and under_way at the fullest moment of all other actions, that is
-    of those that make neither the first nor the last gradients.
+    actions: what the rank does, in order, without F's that a B overlaps: those are in the B. ends:
+    for each chunk, as the rank makes its last gradients of a step: (that action, what other
+    micro-batches store then, the fullest of the actions that follow, up to the next end, and its
+    bytes). begins: for each chunk, as the rank makes its first gradients: (that action, what other
+    micro-batches store then, the chunks that have made theirs).
     """
 
     for_b: int
@@ -49,9 +69,9 @@ class ActivationPeak:
     working: int
     under_way: int
     in_host: int
-    ends: tuple[tuple[int, int, int], ...] = ()
-    begins: tuple[tuple[int, int, Chunks], ...] = ()
-    peaks: tuple[tuple[Chunks, Fullest], ...] = ()
+    actions: tuple[ActionPeak, ...] = ()
+    ends: tuple[tuple[Action, int, Action, int], ...] = ()
+    begins: tuple[tuple[Action, int, Chunks], ...] = ()
 
 
 def profile(config: Config, provider: ModelProvider, pp_rank: int = 0) -> RankProfile:
@@ -107,11 +127,11 @@ def peaks(config: Config, provider: ModelProvider) -> list[ActivationPeak]:
         ActivationPeak(
             int(stored[rank][0]),
             int(stored[rank][1]),
-            *walks[rank].fullest,
+            *walks[rank].fullest()[3:],
             in_host=int(in_host[rank]),
+            actions=tuple(walks[rank].actions),
             ends=tuple(walks[rank].ends),
             begins=tuple(walks[rank].begins),
-            peaks=tuple((chunks, own) for chunks, (_, own) in walks[rank].peaks.items()),
         )
         for rank in ranks
     ]
@@ -132,24 +152,22 @@ class _Walk:
     """A pipeline rank's way through its schedule, action by action, in bytes.
 
     stored, logits: what micro-batches store. messages: inputs that have arrived or are about to,
-    and the last output sent, which is freed when the next one is. most: at the fullest moment so
-    far. fullest: activations, logits, working and under_way of ActivationPeak then. ends, begins,
-    peaks: as there, in peaks with the sum. First gradients that are a chunk's last ones too, or are
-    made in W, count as there from the beginning.
+    and the last output sent, which is freed when the next one is. actions, ends, begins: as in
+    ActivationPeak. First gradients that are a chunk's last ones too, or are made in W, count as
+    there from the beginning.
 
     An F and the B that it overlaps alternate, part by part, the F first.
     """
 
     def __init__(self, schedule: Schedule, rank: int, stages: Sequence[StageProfile]) -> None:
-        self.stored = self.logits = self.messages = self.most = 0
-        self.fullest: Fullest = (0, 0, 0, 0)
-        self.ends: list[tuple[int, int, int]] = []
-        self.begins: list[tuple[int, int, Chunks]] = []
-        self.peaks: dict[Chunks, tuple[int, Fullest]] = {}
+        self.stored = self.logits = self.messages = 0
+        self.actions: list[ActionPeak] = []
+        self.ends: list[tuple[Action, int, Action, int]] = []
+        self.begins: list[tuple[Action, int, Chunks]] = []
         every = tuple(range(schedule.stages // len(schedule.ranks)))
         late = not schedule.split and schedule.micro_batches > 1
         self.begun: Chunks = () if late else every  # chunks that have gradients
-        last, deferred = schedule.stages - 1, 0
+        last, deferred = schedule.stages - 1, list[Action]()
         ending = "W" if schedule.split else "B", schedule.micro_batches - 1
         trains = any(action.kind == "B" for action in schedule.ranks[rank])
         sent = 0  # bytes of the last output that left
@@ -159,9 +177,9 @@ class _Walk:
             self.messages += stage.message * len(step.receives)
             if kind == "W":
                 if schedule.split:
-                    self._weight_gradient(stage)
+                    self._weight_gradient(step.action, stage)
                     if (kind, i) == ending:
-                        self._end(chunk)
+                        self._end(step.action)
                 continue  # else it ran with its B
             forward = kind == "F"
             if step.stage != (0 if forward else last):
@@ -170,7 +188,7 @@ class _Walk:
                 overlapped = stage
             elif forward:
                 self._store(stage.for_b, stage.logits)
-                self._note(stage.in_f - stage.for_b - stage.logits)
+                self._note(step.action, stage.in_f - stage.for_b - stage.logits)
             else:
                 most = stage.in_b if overlapped is None else in_turns(overlapped, stage)
                 first = chunk not in self.begun
@@ -178,55 +196,59 @@ class _Walk:
                     self.begun, first = (*self.begun, chunk), False
                 in_use = most - stage.for_b - stage.logits
                 apart = first or (overlapped is None and (kind, i) == ending)
-                self._note(in_use, stage.again, stage.under_way, apart)
+                self._note(step.action, in_use, stage.again, stage.under_way, apart)
                 self._store(-stage.for_b, -stage.logits)
                 if first:
                     others = self.stored + self.logits + self.messages
-                    self.begins.append((chunk, others, self.begun))
+                    self.begins.append((step.action, others, self.begun))
                     self.begun = *self.begun, chunk
                 if overlapped is not None:
                     self._store(overlapped.for_b, overlapped.logits)
                     overlapped = None
                 if (kind, i) == ending:
-                    self._end(chunk)
+                    self._end(step.action)
                 if schedule.split or (step.stage == last and i < schedule.deferred):
                     self._store(stage.for_w, stage.logits * (stage.for_w > 0))
-                    deferred += not schedule.split
+                    if not schedule.split:
+                        deferred.append(Action("W", chunk, i))
             if step.stage != (last if forward else 0):
                 same_rank = schedule.place(step.stage + (1 if forward else -1))[0] == rank
                 self.messages += stage.message - (0 if same_rank else sent)
                 sent = sent if same_rank else stage.message
-        for _ in range(deferred):
-            self._weight_gradient(stages[last])
+        for action in deferred:
+            self._weight_gradient(action, stages[last])
 
-    def _weight_gradient(self, stage: StageProfile) -> None:
-        self._note(stage.in_w)
+    def fullest(self) -> ActionPeak:
+        """Return the action that needs most, the last of several."""
+        nothing = ActionPeak(Action("F", 0, 0))
+        return max(reversed(self.actions), key=lambda peak: peak.total, default=nothing)
+
+    def _weight_gradient(self, action: Action, stage: StageProfile) -> None:
+        self._note(action, stage.in_w)
         self._store(-stage.for_w, -stage.logits * (stage.for_w > 0))
 
-    def _end(self, chunk: int) -> None:
-        """Note what is kept beside a chunk's last gradients, which the rank has just made."""
-        self.ends.append((chunk, self.stored + self.logits + self.messages, 0))
+    def _end(self, action: Action) -> None:
+        """Note what is kept beside a chunk's last gradients, which the action has just made."""
+        self.ends.append((action, self.stored + self.logits + self.messages, action, 0))
 
     def _store(self, stored: int, logits: int) -> None:
         self.stored += stored
         self.logits += logits
 
     def _note(
-        self, in_use: int, again: int = 0, under_way: int = 0, apart: bool = False
+        self, action: Action, in_use: int, again: int = 0, under_way: int = 0, apart: bool = False
     ) -> None:
-        """Compare a moment with the peak; in_use: what the action has besides what is stored.
+        """Note an action's fullest moment; in_use: what it has besides what is stored.
 
         apart: the action makes a chunk's first or last gradients.
         """
         total = self.stored + self.logits + self.messages + in_use
         if self.ends:
-            chunk, others, most = self.ends[-1]
-            self.ends[-1] = chunk, others, max(most, total)
+            end, others, _, most = self.ends[-1]
+            if total > most:
+                self.ends[-1] = end, others, action, total
         working = self.messages + in_use - again
         moving = max(0, min(under_way, working))
         stored = self.stored + again + min(working, 0)
-        fullest = (stored, self.logits, max(working, 0) - moving, moving)
-        if total >= self.most:
-            self.most, self.fullest = total, fullest
-        if not apart and total >= self.peaks.get(self.begun, (0,))[0]:
-            self.peaks[self.begun] = total, fullest
+        own = (stored, self.logits, max(working, 0) - moving, moving)
+        self.actions.append(ActionPeak(action, self.begun, apart, *own))

@@ -15,7 +15,7 @@ from estimate import activations, rank_memory
 from estimate.model_profile import ModelProvider
 from estimate.rank_memory import accumulate_bytes, gradient_bytes, level, moved_state
 from estimate.rank_profile import RankProfile
-from mpu.pipeline.schedules import SPLIT
+from mpu.pipeline.schedules import SPLIT, Action
 from mpu.zero.bucket_layout import BucketLayout, block_of
 from training.config import Config
 from training.pipeline_schedule import micro_batch_counts, schedule_of
@@ -23,6 +23,22 @@ from training.pipeline_schedule import micro_batch_counts, schedule_of
 # bytes of cuBLAS's workspace for a thread's handle and a stream, from Hopper on; before it 8.1 MiB
 # (pytorch aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize)
 CUBLAS_WORKSPACE = 4096 * 8 * 1024
+SUMS, UPDATE = "sums of gradients", "update"  # what follows a step's last action
+
+
+class Moment(NamedTuple):
+    """A moment of a step that may be the fullest of an action, or of SUMS or UPDATE.
+
+    kinds: bytes by kind of memory.
+    """
+
+    action: Action | str
+    kinds: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all kinds."""
+        return sum(self.kinds.values())
 
 
 def transient(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[str, int]:
@@ -232,16 +248,18 @@ def moments(
     provider: ModelProvider,
     peak: activations.ActivationPeak,
     ranks: Mapping[str, int] | None = None,
-) -> list[dict[str, int]]:
+) -> list[Moment]:
     """Return what lives at moments of a step without a pipeline, of the kinds that change in it.
 
     ranks: as bucket_layout.memory takes them.
 
-    The moments are the head's backward, when all activations and the logits are there, those of the
+    Those of a backward are the head's, when all activations and the logits are there, those of the
     last two layers, of the first one, and of the embedding: whole gradients, gathered weights, tied
     look-ups, activations and logits are not all at their fullest at one of them. Between the
     layers all of these change evenly. Below ZeRO stage 2 only the look-ups come late: the moments
-    are the step's fullest one without them, and the embedding's backward.
+    are each action's fullest one without them, and the embedding's backward. The first backward and
+    the last one have their own moments, those between them are alike; where gradients are summed
+    after each, all but the last are.
     """
     flats, layers = rank_memory.flats(config, provider), config.model.num_layers
     size, named = gradient_bytes(config), rank_memory.parameters(config, provider)
@@ -252,12 +270,15 @@ def moments(
     sums, moves = level(config) >= 2, config.parallel.optimizer_state_offload
     travels, each = _travels(config, flats), _each(config)
     if not (sums or moves or travels) and not (lookups and late):
-        return [{}]
+        return [_of_action(each) for each in peak.actions]
     sharded = {
         name: (n, flat.rows or flat.length * config.run.dtype.itemsize)
         for n, flat in enumerate(flats) if flat.by_use for name, _, _ in flat.params
     }  # fmt: skip
-    walk, found = _walk(config, provider, flats, 0), dict[str, dict[str, int]]()
+    walk, found = _walk(config, provider, flats, 0), dict[tuple[int, str], dict[str, int]]()
+    backwards = [each.action for each in peak.actions if each.action.kind == "B"]
+    if not each and len(backwards) > 1:
+        walk = _walk(config, provider, flats, 0, first=True) + walk * (len(backwards) - 1)
     begin = next((at for at, step in enumerate(walk) if block_of(step.name)), len(walk))
     living = activations.profile(config, provider).live_bytes
     names = [step.name for step in walk[-len(living) :]]
@@ -280,7 +301,7 @@ def moments(
             continue
         now = {
             "gathered weights": _together(config, sharded, in_use[at:] or in_use[-1:]),
-            "tied look-ups": lookups * (where == "embedding" or not late),
+            "tied look-ups": lookups * (where == "embedding" or not (late or at < len(living))),
         }
         k, live = at - len(walk) + len(living), living[at % len(living)]
         for leaves, lives, unsharded, made in (
@@ -299,10 +320,33 @@ def moments(
                 sent = {"sums of gradients": there.sums, "tied look-ups": waits}
                 whole = whole if each else there.whole * size
                 moments = [one] * (not each) + [one | sent | {"whole gradients": whole}]
+            key = at // len(living), where
             for one in moments:
-                if sum(one.values()) >= sum(found.get(where, {}).values()):
-                    found[where] = one
-    return [*([] if sums else [{"tied look-ups": 0}]), *found.values()]
+                if sum(one.values()) >= sum(found.get(key, {}).values()):
+                    found[key] = one
+    actions = [_of_action(each, {"tied look-ups": 0}) for each in peak.actions]
+    if sums:  # else a forward has no more than its activations
+        first = {"whole gradients": 0, "tied look-ups": 0}
+        first |= {"gathered weights": _together(config, sharded, in_use)}
+        later = {"whole gradients": walk[-len(living)].before * size}
+        later |= {"tied look-ups": lookups * (not late)}
+        actions = [
+            _of_action(each, first | later if each.action.micro_batch else first)
+            for each in peak.actions if each.action.kind == "F"
+        ]  # fmt: skip
+    before = len(backwards) - len(walk) // len(living)  # backwards like the first one in the walk
+    return actions + [
+        Moment(action, one)
+        for i, action in enumerate(backwards)
+        for (number, _), one in found.items() if number == max(0, i - before)
+    ]  # fmt: skip
+
+
+def _of_action(peak: activations.ActionPeak, more: Mapping[str, int] | None = None) -> Moment:
+    """Return an action's fullest moment, with more kinds that change."""
+    own = {"activations": peak.activations, "logits": peak.logits}
+    own |= {"working memory": peak.working, "offloaded": peak.under_way}
+    return Moment(peak.action, own | dict(more or {}))
 
 
 def pipeline_moments(
@@ -311,10 +355,11 @@ def pipeline_moments(
     pp_rank: int,
     peak: activations.ActivationPeak,
     ranks: Mapping[str, int] | None = None,
-) -> list[dict[str, int]]:
-    """Return what lives on a pipeline rank, of the kinds that change, at the fullest moment of the
-    last gradients: their sums travel, masters and moments come, the output layer's deferred one is
-    allocated, weights are gathered no more. None where nothing of this takes memory.
+) -> list[Moment]:
+    """Return what lives on a pipeline rank, of the kinds that change, at the fullest moments of the
+    last gradients and of the actions after these: their sums travel, masters and moments come, the
+    output layer's deferred one is allocated, weights are gathered no more. None where nothing of
+    this takes memory.
 
     ranks: as bucket_layout.memory takes them. A chunk's last gradients are made when other
     micro-batches of the rank may still wait for theirs (ActivationPeak.ends).
@@ -323,47 +368,47 @@ def pipeline_moments(
     late = deferred(config, provider, pp_rank)
     changes = moved_state(config, flats, ranks) or _travels(config, flats) or late
     if not changes and (level(config) < 2 or config.parallel.schedule in SPLIT):
-        return []  # else `peaks` of ActivationPeak leaves out the last gradients
+        return []  # else pipeline_peaks leaves out the last gradients
     gathered = _gathered(config, provider, flats)
     found = _with_live_bytes(config, provider, pp_rank)
     named, names = rank_memory.parameters(config, provider, pp_rank), found.gradients
     size = gradient_bytes(config)
     tied = {name: named[name].entry.numel * size for name in both_ends(config, provider, pp_rank)}
     come, leaving = _fetched(config, flats, names, ranks), _leaving(config, flats, names, tied)
-    moments: list[tuple[int, int, int, int, int, int]] = []
+    fullest = dict[Action, Moment]()
 
-    def note(lives: int, up: int, now: _Now, unopened: int = 0) -> None:
-        rest, whole = max(0, gathered - now.freed), (now.whole - unopened) * size
-        moments.append((lives, up, whole, now.sums, rest, now.lookups))
+    def note(action: Action, lives: int, up: int, now: _Now, unopened: int = 0) -> None:
+        kept = min(lives, peak.activations)
+        own = {"logits": 0, "offloaded": 0, "activations": kept, "working memory": lives - kept}
+        own |= {"whole gradients": (now.whole - unopened) * size, "fetched state": up}
+        own |= {"gathered weights": max(0, gathered - now.freed)}
+        moment = Moment(action, own | {"sums of gradients": now.sums, "tied look-ups": now.lookups})
+        if action not in fullest or moment.total > fullest[action].total:
+            fullest[action] = moment
 
-    for chunk, beside, after in peak.ends:
+    for end, beside, following, after in peak.ends:
+        chunk = end.chunk
         wait = sum(stage.for_b + stage.logits for stage in found.stages[:chunk])
         own = [k for k, name in enumerate(names) if named[name].entry.chunk == chunk]
         for k in own:
             most, ready = (beside + lives - wait for lives in found.live_bytes[k])
-            note(most, come[k], leaving[k][0], late)
-            note(ready, come[k + 1], leaving[k][1], late)
+            note(end, most, come[k], leaving[k][0], late)
+            note(end, ready, come[k + 1], leaving[k][1], late)
         if own:  # of what is deferred the output layer's gradient is the last one
-            end = own[-1] + (not config.parallel.defer_embedding_wgrad_compute)
-            note(after, come[end], leaving[end][1])
-    if not moments:
-        return []
-    lives, up, whole, sums, rest, waits = max(moments, key=sum)
-    kept = min(lives, peak.activations)
-    living = {"logits": 0, "offloaded": 0, "activations": kept, "working memory": lives - kept}
-    more = {"whole gradients": whole, "gathered weights": rest, "fetched state": up}
-    return [living | more | {"sums of gradients": sums, "tied look-ups": waits}]
+            k = own[-1] + (not config.parallel.defer_embedding_wgrad_compute)
+            note(following, after, come[k], leaving[k][1])
+    return [*fullest.values()]
 
 
 def pipeline_peaks(
     config: Config, provider: ModelProvider, pp_rank: int, peak: activations.ActivationPeak
-) -> list[dict[str, int]]:
-    """Return what lives on a pipeline rank, of the kinds that change, at the fullest moments before
-    its last gradients. Unsharded gradients of a chunk come with its first B; those of a deferred
-    output layer later (`pipeline_moments`).
+) -> list[Moment]:
+    """Return what lives on a pipeline rank, of the kinds that change, at the fullest moments of its
+    actions before its last gradients. Unsharded gradients of a chunk come with its first B; those
+    of a deferred output layer later (`pipeline_moments`).
     """
     if level(config) < 2:
-        return [{}]
+        return [_of_action(each) for each in peak.actions]
     flats = rank_memory.flats(config, provider, pp_rank)
     named, size = rank_memory.parameters(config, provider, pp_rank), gradient_bytes(config)
     chunk_of = {flat: named[flat.params[0][0]].entry.chunk for flat in flats}
@@ -376,12 +421,12 @@ def pipeline_peaks(
             | any(name in names for name, _, _ in flat.params)
         )  # fmt: skip
 
-    found = []
-    for chunks, (stored, logits, working, moving) in peak.peaks:
-        now = {"activations": stored, "logits": logits, "working memory": working}
-        found.append({**now, "offloaded": moving, "whole gradients": open_in(chunks)})
+    begun = {each.begun for each in peak.actions}
+    opened = {chunks: {"whole gradients": open_in(chunks)} for chunks in begun}
+    found = [_of_action(each, opened[each.begun]) for each in peak.actions if not each.apart]
     measured = _with_live_bytes(config, provider, pp_rank)
-    for chunk, others, chunks in peak.begins:
+    for begin, others, chunks in peak.begins:
+        chunk = begin.chunk
         wait = sum(stage.for_b + stage.logits for stage in measured.stages[:chunk])
         names = [n for n in measured.gradients if named[n].entry.chunk == chunk]
         lives = dict(zip(measured.gradients, measured.live_bytes, strict=True))
@@ -389,7 +434,8 @@ def pipeline_peaks(
         for k, name in enumerate(names):  # a gradient's bucket is allocated when it is written
             for end, live in enumerate(lives[name]):
                 whole = open_in(chunks, names[: k + end])
-                found.append({**now, "activations": others + live - wait, "whole gradients": whole})
+                own = {"activations": others + live - wait, "whole gradients": whole}
+                found.append(Moment(begin, now | own))
     return found
 
 
@@ -472,14 +518,22 @@ class _Step(NamedTuple):
 
 
 def _walk(
-    config: Config, provider: ModelProvider, flats: list[BucketLayout], pp_rank: int
+    config: Config,
+    provider: ModelProvider,
+    flats: list[BucketLayout],
+    pp_rank: int,
+    first: bool = False,
 ) -> list[_Step]:
-    """Return the parameters in the order of their gradients, and what lives of these then."""
+    """Return the parameters in the order of their gradients, and what lives of these then.
+
+    Of a step's last micro-batch, where gradients are summed after each of its last two. first: of
+    the first one of several, after which no bucket leaves.
+    """
     p, count = config.parallel, max(micro_batch_counts(config))
     total = sum(map(_buffer_numel, flats))
     done = activations.profile(config, provider, pp_rank).gradients
     each = _each(config)
-    if count > 1 and not each:
+    if count > 1 and not each and not first:
         return [_Step(name, total, total) for name in done] or [_Step("", total, total)]
     short = [flat for flat in flats if not flat.axes and (not each or _buffer_numel(flat))]
     bucket_of = {name: i for i, flat in enumerate(short) for name, _, _ in flat.params}
@@ -495,7 +549,7 @@ def _walk(
         for n in range(passes):
             last.pop(n * len(short) + bucket_of[name], None)
     in_use: set[int] = set()
-    if not (p.overlap_grad_reduce or each):  # none leaves before backward is over
+    if first or not (p.overlap_grad_reduce or each):  # none leaves before backward is over
         last, in_use = {}, {bucket_of[name] for name in unknown}
     steps, following, under_way = list[_Step](), 0, 0
     second_axis = sum(_buffer_numel(flat) for flat in flats if flat.axes)

@@ -88,7 +88,7 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
             hidden = torch.empty(shape, dtype=config.run.dtype, device=META)
             model(tokens, None, positions, documents, hidden=hidden, chunk=chunk)
             if not listener.over_cp:
-                line = ContextAttention.attend.__code__.co_firstlineno
+                line = ContextAttention.compute.__code__.co_firstlineno
                 raise ValueError(
                     f"--context-parallel-size {config.parallel.context_parallel_size}: layer "
                     f"{stage.first} of --model-file {config.model.model_file} sends nothing to the "

@@ -18,13 +18,15 @@ from estimate import (
     traffic,
 )
 from estimate.activations import ActivationPeak
+from estimate.buffers import SUMS, UPDATE, Moment
 from estimate.fit import fit_lines
-from estimate.model_profile import ModelProvider, grid_of, model_profile
+from estimate.model_profile import ModelProvider, grid_of, model_profile, whole_model
 from estimate.obeyed_flags import check_flags
 from estimate.rank_memory import Shapes
 from estimate.traffic import SMALL, Traffic
 from mpu.grid import Grid
-from training import batch_size
+from mpu.pipeline.schedules import Action
+from training import batch_size, param_groups
 from training.arguments import ParallelConfig
 from training.config import Config
 from training.data.tokenizer import tokenizer_for
@@ -41,14 +43,13 @@ REHEARSAL = (
     "and each byte, the peak of memory, the predicted time, and mistakes by file and line"
 )
 STATE = ("parameters", "gradients", "masters", "moments")  # persistent from step to step
+NOTHING = Moment("", {})
 PERSISTENT = (*STATE, "norm's index", "workspaces")  # on the device
 
 
 def report(config: Config, provider: ModelProvider) -> str:
     """Return the report of --dry-run. In a pipeline it details the rank that needs most memory."""
-    model = config.data.tokenizer_model
-    if config.model.vocab_size is None and model and os.path.exists(model):
-        config = config.with_vocab(tokenizer_for(config).vocab_size)
+    config = with_vocabulary(config)
     sections = [("Layout", _layout(config))]
     if config.model.vocab_size is None:
         sections += [("Batch", _batch(config)), ("Not known", [NO_VOCABULARY])]
@@ -64,6 +65,14 @@ def report(config: Config, provider: ModelProvider) -> str:
     return "\n\n".join(
         "\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines
     )
+
+
+def with_vocabulary(config: Config) -> Config:
+    """Return a config with the vocabulary's size, where it is given or its tokenizer is here."""
+    model = config.data.tokenizer_model
+    if config.model.vocab_size is None and model and os.path.exists(model):
+        return config.with_vocab(tokenizer_for(config).vocab_size)
+    return config
 
 
 def _differences(config: Config) -> list[str]:
@@ -87,7 +96,7 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
         ("Memory of each pipeline rank", _ranks(shapes, peaks, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes[fullest])),
         (f"Memory of {rank}", _memory(config, provider, peaks, kinds[fullest], fullest, start)),
-        ("Frozen parameters", _frozen(config, provider)),
+        ("Parameter groups", _groups(config, provider)),
         ("Optimizer", matrices.lines(config, provider)),
         ("Batch", _batch(config)),
         ("Work", _work(config, model_profile(config, provider).flops)),
@@ -101,17 +110,16 @@ def _of_the_model(config: Config, provider: ModelProvider) -> list[tuple[str, li
     ]
 
 
-def _frozen(config: Config, provider: ModelProvider) -> list[str]:
-    """Return what this report does not count of frozen parameters, if there are any."""
-    pp = range(config.parallel.pipeline_model_parallel_size)
-    every = [p for r in pp for p in rank_memory.parameters(config, provider, r).values()]
-    frozen = [each for each in every if each.frozen]
-    if not frozen:
-        return []
+def _groups(config: Config, provider: ModelProvider) -> list[str]:
+    """Return what trains and with which factors, and what is not counted of what is frozen."""
+    params = dict(whole_model(config, provider).named_parameters())
+    lines = param_groups.lines(params)
+    if all(param.requires_grad for param in params.values()):
+        return lines
     return [
-        f"{len(frozen)} of {len(every)} tensors are frozen (requires_grad is False)",
-        "they have no gradients, masters and moments above; all other memory, work, traffic and "
-        "time here are those of a run that trains them too: the run takes less",
+        *lines,
+        "what is frozen has no gradients, masters and moments above; all other memory, work, "
+        "traffic and time here are those of a run that trains it too: the run takes less",
     ]
 
 
@@ -126,18 +134,40 @@ def memory(
 
     grid: the rank's; None: of the rank there that needs most, as owners of matrices differ.
     """
-    found = memories(config, provider, pp_rank, peak, grid)
-    return max(found, key=lambda kinds: sum(kinds.values()))
+    found = step_memory(config, provider, pp_rank, peak, grid)
+    return max(found, key=lambda moment: moment.total).kinds
 
 
-def memories(
+def step_memory(
     config: Config,
     provider: ModelProvider,
     pp_rank: int,
     peak: ActivationPeak,
     grid: Grid | None = None,
-) -> list[dict[str, int]]:
-    """Return the bytes of each kind at every moment that may be a step's fullest."""
+) -> list[Moment]:
+    """Return the bytes of each kind on the device at the fullest moment of each action of a step,
+    in the actions' order, and in the sums and the update that follow.
+
+    pp_rank, peak, grid: as `memory` takes them, whose answer is the fullest of these.
+    """
+    fullest = dict[Action | str, Moment]()
+    for moment in _moments(config, provider, pp_rank, peak, grid):
+        if moment.total > fullest.get(moment.action, NOTHING).total:
+            fullest[moment.action] = moment
+    order = [*(each.action for each in peak.actions), SUMS, UPDATE]
+    return [fullest[action] for action in order if action in fullest]
+
+
+def _moments(
+    config: Config,
+    provider: ModelProvider,
+    pp_rank: int,
+    peak: ActivationPeak,
+    grid: Grid | None,
+) -> list[Moment]:
+    """Return the moments of a step that may be the fullest of an action, of the sums, or of the
+    update.
+    """
     flats = rank_memory.flats(config, provider, pp_rank)
     ranks = None if grid is None else rank_memory.places(grid)
     kept = rank_memory.flats(config, provider, pp_rank, frozen=True)
@@ -155,23 +185,22 @@ def memories(
     if moved:  # on a CPU its second place is in the same memory
         kinds |= {"masters": 0, "moments": 0} if config.parallel.device != "cpu" else {}
         kinds["fetched state"] = 0
-    found = [kinds]
     if config.parallel.pipeline_model_parallel_size == 1:
-        found = [kinds | now for now in buffers.moments(config, provider, peak, ranks)]
+        own = buffers.moments(config, provider, peak, ranks)
     else:
         own = buffers.pipeline_peaks(config, provider, pp_rank, peak)
         own += buffers.pipeline_moments(config, provider, pp_rank, peak, ranks)
-        found = [kinds | now for now in own]
+    found = [Moment(action, kinds | now) for action, now in own]
     moving = 0  # an offloaded update has its matrices in host memory
     if not rank_memory.offloaded(config):
         moving = matrices.memory(config, provider, pp_rank, grid)
-    if moving or moved:  # in the update
-        released = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
-        found.append(kinds | released | {"matrices": moving, "fetched state": moved})
+    released = dict.fromkeys(kinds.keys() - {*STATE, "norm's index", "workspaces"}, 0)
+    in_update = {"matrices": moving, "fetched state": moved} if moving or moved else {}
+    found.append(Moment(UPDATE, kinds | released | in_update))
     released = dict.fromkeys({*kinds} & {*activation_kinds, "working memory", "offloaded"}, 0)
     up = {"fetched state": moved} if moved else {}
     summed = buffers.after_backward(config, provider, pp_rank, kinds["tied look-ups"])
-    return found + [kinds | released | up | now for now in summed]
+    return found + [Moment(SUMS, kinds | released | up | now) for now in summed]
 
 
 def at_start(config: Config, provider: ModelProvider, pp_rank: int, kinds: dict[str, int]) -> int:
@@ -390,7 +419,8 @@ def _work(config: Config, per_token: float) -> list[str]:
     ranks = config.parallel.world_size
     total = per_token * tokens_at(config, batch_size.total_samples(config))
     return [
-        f"{per_token:.4g} FLOPs a token = 6 x weights in matmuls + 6 L s a d (causal attention)",
+        f"{per_token:.4g} FLOPs a token = 6 x weights in matmuls + 3 L s a (d_qk + d_v) of causal "
+        "attention",
         f"{per_token * tokens:.4g} FLOPs a step, {per_token * tokens / ranks:.4g} a rank",
         f"{total:.4g} FLOPs in all; at 400 TFLOP/s a rank {_days(total / ranks / 4e14)}",
     ]

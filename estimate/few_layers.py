@@ -219,7 +219,7 @@ def _parameters_of(
     config: Config, provider: ModelProvider, stages: tuple[Stage, ...], pp_rank: int
 ) -> dict[str, ParameterProfile]:
     short = None
-    if alike(config, provider):
+    if alike(config, provider) and not config.optimizer.param_group:
         short = _placed(config, stages, [min(1, len(stage.layers)) for stage in stages])
     if short is None:
         return rank_parameters(config, provider, stages, pp_rank)

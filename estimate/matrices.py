@@ -15,6 +15,7 @@ from mpu.grid import DATA, Grid
 from mpu.optim.interface import UpdateRule, rules_of
 from mpu.optim.muon import Muon
 from mpu.optim.owners import Plan, Round, members_of, plan_of
+from mpu.param import model_group
 from training.config import Config, UsageError
 from training.layer_options import accumulate_dtype
 from training.update_rules import optimizer_groups
@@ -199,7 +200,7 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
         for name, p in rank_memory.parameters(config, provider, rank).items():
             group = groups[p.entry.group]
             if not group.rule.needs_full_matrices:
-                kind = p.entry.group.partition("_")[0]
+                kind = model_group(p.entry.group).partition("_")[0]
                 _count(names, (group.rule.name, kind), name, [""])
     out = []
     for (rule_name, kind), counts in names.items():

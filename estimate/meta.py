@@ -127,10 +127,10 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kind == "reduction":
         return _reduction(func, args, kwargs)
     if kind == "block":
-        b, a, s, d = first.shape
+        (b, a, s, _), e = first.shape, args[2].shape[3]
         sums = torch.float64 if first.dtype == torch.float64 else torch.float32
         lse = first.new_empty((b, s, a), dtype=sums).transpose(1, 2)
-        return first.new_empty((b, s, a, d)).transpose(1, 2), lse
+        return first.new_empty((b, s, a, e)).transpose(1, 2), lse
     if kind == "like":
         dtype = kwargs.get("dtype") or first.dtype
         return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)

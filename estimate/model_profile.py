@@ -154,7 +154,8 @@ def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
         raise ValueError("the vocabulary size is not known before the tokenizer is read")
     model = replace(config.model, make_vocab_size_divisible_by=1)
     alone = ParallelConfig()  # of one rank, as the grid below: a cache key
-    one = replace(config, model=model, parallel=alone, batch=BatchConfig())
+    optimizer = replace(config.optimizer, param_group=())  # names layers, which a planner cuts off
+    one = replace(config, model=model, parallel=alone, batch=BatchConfig(), optimizer=optimizer)
     return _model_profile(one, provider)
 
 
@@ -208,7 +209,8 @@ def _same_blocks(model: StagedModel) -> bool:
             for key, value in sorted(vars(module).items())
         ]
         params = [
-            (key, tuple(param.shape), param.dtype, group_of(param), placement_of(param))
+            (key, tuple(param.shape), param.dtype, param.requires_grad, group_of(param),
+             placement_of(param))
             for key, param in module.named_parameters(recurse=False)
         ]
         blocks.setdefault(block, []).append((name[len(block) :], type(module), own, params))

@@ -41,6 +41,7 @@ from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
+from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.param import placement_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Blocks, Recompute
@@ -224,6 +225,21 @@ class _Listener:
 
     def run(self) -> nn.Module:
         """Run the whole model's forward, and return the model."""
+        attention: Any = CoreAttention
+        real, stats = attention.attend, cross_entropy.softmax_stats
+        attention.attend = self.noting_cores(real)  # before a layer keeps its core's
+        cross_entropy.softmax_stats = self.noting(Z_LOSS, stats)  # what every loss of ours calls
+        try:
+            model = self.run_forward()
+        finally:
+            attention.attend = real
+            cross_entropy.softmax_stats = stats
+        if LOSS in self.used:
+            self.used.add(Z_LOSS)
+        return model
+
+    def run_forward(self) -> nn.Module:
+        """Build the model and run its forward."""
         config = self.config
         stages = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
         recompute = recompute_of(config, META, recompute=partial(_Recompute, self))  # type: ignore[arg-type]
@@ -232,35 +248,36 @@ class _Listener:
         self.listen_to(model)
         size, positions, documents = rank_batch(config)
         tokens = torch.empty(size, dtype=torch.long, device=META)
-        attention: Any = CoreAttention
-        call = attention.__call__
+        with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
+            model(tokens, tokens, positions, documents)
+            if LOSS in self.used and hasattr(model, "logits"):
+                hidden = model.hidden_shape(*size)
+                self.own_logits = _own_logits(model, hidden, config.run.dtype)
+        return model
 
-        def attend(core: CoreAttention, *args: Any, **options: Any) -> Tensor:
+    def noting_cores(self, real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `CoreAttention.attend`, whose calls are recorded."""
+
+        def attend(
+            core: CoreAttention,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            packed: PackedSeqParams | None = None,
+            cache: list[Tensor] | None = None,
+            window: int = 0,
+            **options: Any,
+        ) -> Tensor:
             self.cores.add(id(core))
             self.used |= {CLIP, LOGIT}
-            if core.requested == config.parallel.attention_backend:
+            if core.requested == self.config.parallel.attention_backend:
                 self.used.add(ATTENTION)
-            if options.get("window"):
+            if window:
                 self.used.add(WINDOW)
             stand_in = core_attention if isinstance(core, TransformerEngineAttention) else core
-            found: Tensor = call(stand_in, *args, **options)
-            return found
+            return real(stand_in, q, k, v, packed, cache, window=window, **options)
 
-        attention.__call__ = attend
-        stats = cross_entropy.softmax_stats  # what every loss of ours calls
-        cross_entropy.softmax_stats = self.noting(Z_LOSS, stats)
-        try:
-            with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
-                model(tokens, tokens, positions, documents)
-                if LOSS in self.used and hasattr(model, "logits"):
-                    hidden = model.hidden_shape(*size)
-                    self.own_logits = _own_logits(model, hidden, config.run.dtype)
-        finally:
-            attention.__call__ = call
-            cross_entropy.softmax_stats = stats
-        if LOSS in self.used:
-            self.used.add(Z_LOSS)
-        return model
+        return attend
 
     def build(
         self,

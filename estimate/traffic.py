@@ -26,6 +26,7 @@ from mpu.grid import Grid
 from mpu.zero.bucket_layout import BLOCK, BucketLayout
 from training import batch_size
 from training.config import Config
+from training.data.loss_mask import is_masked
 from training.pipeline_schedule import own_stages, schedule_of
 
 SMALL = ("norm", "loss sum", "agreement")  # purposes that send a few numbers
@@ -306,7 +307,7 @@ def _ends(config: Config, grid: Grid, found: RankProfile) -> Iterator[Traffic]:
     for axis in found.auxiliary:
         nbytes = 8 * getattr(grid, axis).size
         yield _row(grid, axis, "all_gather", ("auxiliary_loss", "loss sum"), nbytes)
-    if config.data.eod_mask_loss:
+    if is_masked(config):
         nbytes = 8 * grid.dp_cp.size
         yield _row(grid, "dp_cp", "all_gather", ("token count", "loss sum"), nbytes)
     for axis in ("dp_cp", "pp"):

@@ -328,14 +328,17 @@ class SparseMLP(nn.Module):
 class Block(llama.Block):
     """One transformer layer, pre-norm, with experts or a dense MLP."""
 
+    attention_type: type[nn.Module] = Attention  # type: ignore[assignment]
+    sparse_type: type[SparseMLP] = SparseMLP
+
     def __init__(self, config: MoEConfig, ctx: LayerContext, recompute: Recompute) -> None:
         nn.Module.__init__(self)
         h, eps = config.hidden_size, config.norm_epsilon
         self.attention_norm = self.norm_type(h, ctx=ctx, eps=eps)
-        self.attention = Attention(config, ctx, recompute)
+        self.attention = self.attention_type(config, ctx, recompute)
         self.mlp_norm = self.norm_type(h, ctx=ctx, eps=eps)
         self.mlp: nn.Module = (
-            SparseMLP(config, ctx, recompute.decisions)
+            self.sparse_type(config, ctx, recompute.decisions)
             if config.sparse(0)
             else llama.MLP(config, ctx)
         )

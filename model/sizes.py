@@ -69,9 +69,9 @@ def _check_yarn(yarn: Any, base: float) -> None:
             f"yarn's original_max_position_embeddings is {length!r}: it must be a whole number "
             f"from 1 to {most}"
         )
-    if yarn.beta_fast <= yarn.beta_slow:
+    if yarn.beta_fast < yarn.beta_slow:
         raise ValueError(
-            f"yarn's beta_fast is {yarn.beta_fast:g}: it must be above beta_slow, "
+            f"yarn's beta_fast is {yarn.beta_fast:g}: it must be at least beta_slow, "
             f"{yarn.beta_slow:g}"
         )
     if base <= 1:

@@ -156,6 +156,7 @@ def placement_of(param: nn.Parameter) -> Placement:
 # The groups that a model may put a parameter in. The kind says which optimizer and which learning
 # rate are for it, the ending whether weight decay is (training/update_rules.py).
 GROUPS = ("matrix", "matrix_no_decay", "vector", "vector_decay", "embedding", "embedding_no_decay")
+PLAIN = ("matrix_no_decay", "vector", "embedding_no_decay")  # those without weight decay
 
 
 def name_groups(module: nn.Module, parameter_group: Callable[[str, nn.Parameter], object]) -> None:
@@ -182,6 +183,28 @@ def name_groups(module: nn.Module, parameter_group: Callable[[str, nn.Parameter]
 def group_of(param: nn.Parameter) -> str:
     """Return the parameter's group; without a name a matrix or a vector, by its dimensions."""
     return getattr(param, "group", "") or ("matrix" if param.dim() > 1 else "vector")
+
+
+def times(group: str, lr_mult: float, wd_mult: float) -> str:
+    """Return the name of a group whose learning rate and weight decay are multiplied by these."""
+    return group if lr_mult == wd_mult == 1 else f"{group} {lr_mult!r} {wd_mult!r}"
+
+
+def factors_of(group: str) -> tuple[float, float]:
+    """Return what the learning rate and the weight decay of a group are multiplied by."""
+    _, *factors = group.split(" ")
+    lr_mult, wd_mult = factors or (1.0, 1.0)
+    return float(lr_mult), float(wd_mult)
+
+
+def model_group(group: str) -> str:
+    """Return the one of GROUPS that the model named, of a group that `times` may have made."""
+    return group.partition(" ")[0]
+
+
+def decays(group: str) -> bool:
+    """Return whether weight decay is for a group."""
+    return model_group(group) not in PLAIN
 
 
 def tie(param: nn.Parameter, axis: Axis) -> None:

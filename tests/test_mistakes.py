@@ -7,6 +7,7 @@ where the time to import torch counts too.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -372,3 +373,58 @@ def test_a_disk_that_takes_nothing(place: Path) -> None:
     said, code, seconds = started(place, flags({"--save": "new/deep"}), wrap=limit)
     check_answer(said, code, "--save new/deep: rank 0: File too large", in_time(seconds))
     assert {entry[0] for entry in standing(place)} == before
+
+
+@pytest.mark.parametrize(
+    "more, begins",
+    [
+        ("", "torchrun --standalone --nproc-per-node 4 pretrain_llama.py "),
+        ("--dry-run", "WORLD_SIZE=4 python pretrain_llama.py "),
+    ],
+)
+def test_one_process_prints_the_line_that_starts_the_ranks(more, begins, capsys, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    argv = [*flags({**TP2, **PP2}), "--save", "my out", *more.split()]
+    assert pretrain_llama.main(argv) == 2
+    mistake_, start = capsys.readouterr().err.splitlines()
+    assert "WORLD_SIZE 1 is not a multiple of" in mistake_
+    line = start.removeprefix("start them with: ")
+    assert line.startswith(begins) and shlex.split(line.removeprefix(begins)) == argv
+
+
+WANDB = """
+class Error(Exception):
+    pass
+
+class setup:
+    class settings:
+        mode = "MODE"
+
+def login(prompt, verify):
+    assert not prompt and not verify
+    return False
+
+def init(**given):
+    raise Error("No API key configured.")
+"""
+
+
+@pytest.mark.parametrize(
+    "mode, says",
+    [
+        ("online", "--wandb-project llamas: W&B has no login here: call `wandb login`, set WANDB"),
+        ("offline", "--wandb-project llamas: No API key configured."),  # passes; init() then fails
+    ],
+)
+def test_wandb_without_a_login_is_one_sentence(mode, says, place, tmp_path, capsys, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/__init__.py").write_text(WANDB.replace("MODE", mode))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.chdir(place)
+    try:
+        assert pretrain_llama.main(flags({"--wandb-project": "llamas", "--device": "cpu"})) == 2
+    finally:
+        sys.modules.pop("wandb", None)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"pretrain_llama.py: {says}")

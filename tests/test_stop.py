@@ -15,32 +15,36 @@ from training.run.watch import guard
 
 # Of one step: heard of the step before (signal, over, skipped), heard of this very one (the same),
 # --on-nan stop, the last step, whether the flags make due: exit, save, evaluate; whether there is a
-# --save, and data to evaluate on.
-CASES = list(product((False, True), repeat=13))
+# --save, and data to evaluate on; whether there is --keep-best, and this step's loss is the lowest.
+CASES = [(*case, False) for case in product((False, True), repeat=13)]
+CASES += [(*case[:10], True, True, True, True) for case in product((False, True), repeat=10)]
 
 
 def by_hand(case):
     """Return what happens after a step, in order: the rules in full, one after the other."""
     told, over, skipped, now_told, now_over, now_skipped, on_nan, last, *flags = case
-    leave, keep, check, place, data = flags
+    leave, keep, check, place, data, best = flags
     if skipped and on_nan:
         return ["not finite at 0"]
     done = []
     ended = told or over or last or leave
     saving = place and (ended or keep)
     without = skipped  # the last that is known of was skipped
-    if ended or saving:
+    if ended or saving or best:
         done.append("hear of this step")
         if now_skipped and on_nan:
             return [*done, "not finite at 1"]
         told, ended, without = told or now_told, ended or now_told or now_over, now_skipped
     checking = check and data
+    saving = place and (ended or (keep and not without))
     if checking and not told:
         done.append("evaluate")
-    if saving and (ended or not without):
-        done.append(f"save, must {ended}, hurry {told or without}")
+    if saving or (best and not told and not without):
+        alone = ", for its loss alone" * (not saving)
+        done.append(f"save, must {ended}, hurry {told or without}{alone}")
     if checking and told:
         done.append("evaluate")
+        done += ["save, must True, hurry True"] * best
     if ended and not last:
         done.append(f"end, by a signal {told}")
     return done + ["return"] * ended
@@ -60,7 +64,7 @@ class Ends(Exception):
 
 def by_train(case, monkeypatch):
     """Return what pretrain_llama.train does after one step, with stand-ins around it."""
-    *heard, on_nan, last, leave, keep, check, place, data = case
+    *heard, on_nan, last, leave, keep, check, place, data, best = case
     done = []
 
     def interval(due):
@@ -71,8 +75,9 @@ def by_train(case, monkeypatch):
             raise Ends
         return []
 
-    def save(iteration, consumed, must, hurry):
-        done.append(f"save, must {must}, hurry {hurry}")
+    def save(iteration, consumed, must, hurry, only_best=False):
+        alone = ", for its loss alone" * only_best
+        done.append(f"save, must {must}, hurry {hurry}{alone}")
 
     def close():
         done.append("hear of this step")
@@ -82,10 +87,16 @@ def by_train(case, monkeypatch):
         on_nan="stop" if on_nan else "skip",
         exit_interval=interval(leave),
         eval_interval=interval(check) if check else None,
+        start_eval_at_iter=None,
+        eval_at_start=False,
         exit_duration_in_mins=None,
         manual_gc=False,
     )
-    kept = SimpleNamespace(save="runs/x" if place else None, save_interval=interval(keep))
+    kept = SimpleNamespace(
+        save="runs/x" if place else None,
+        save_interval=interval(keep),
+        keep_best="" if best else None,
+    )
     config = SimpleNamespace(
         run=settings,
         checkpoint=kept,
@@ -127,7 +138,8 @@ def by_train(case, monkeypatch):
         values=lambda *about: {},
         after_step=watcher.after_step,
         note=lambda text: None,
-        validation=lambda iteration, loss, loader, name, part: None,
+        timing=lambda kind: contextlib.nullcontext(),
+        validation=lambda iteration, loss, size, part: None,
     )
     signal = SimpleNamespace(
         begin=lambda verbose: None,
@@ -142,6 +154,7 @@ def by_train(case, monkeypatch):
                 poll=lambda: None,
                 failed=None,
                 save=save,
+                evaluated=lambda iteration, losses: best and losses == {"validation": 0.0},
                 passed_over=set(),
                 names={},
                 digests={},

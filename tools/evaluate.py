@@ -319,4 +319,4 @@ def main(argv: Iterable[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    as_process(main, None)
+    as_process(main, None, "evaluate")

@@ -237,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             running_node()
             experts = experts_of(model, own)
-            desk.sizes = sizes(options.full, experts)
+            config = load_model_file(model).ModelConfig
+            desk.sizes = sizes(options.full, experts, config.__dataclass_fields__)
             some = chosen(options.full, options.only, experts > 0)
             for case in some:
                 if case.oracle:

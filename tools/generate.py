@@ -14,9 +14,10 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
 
@@ -48,10 +49,11 @@ from training.untrusted import nothing_downloaded, printable, sentence
 
 TIMEOUT = timedelta(minutes=5)  # of a collective
 PARAMETERS_A_THREAD = 30_000_000
+NOT_WHOLE = "\ufffd"  # what tokenizers decode bytes to that are no whole character
 
 
 @torch.inference_mode()
-def generate(
+def new_tokens(
     model: Llama,
     prompt: Sequence[int],
     *,
@@ -61,34 +63,94 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 1234,
-    stop: int | None = None,
-    until: Callable[[list[int]], bool] | None = None,
-) -> list[list[int]]:
-    """Return `samples` continuations of the ids `prompt`, each cut before the token `stop`.
+) -> Iterator[Tensor]:
+    """Yield the next token [b] of each of `samples` continuations of the ids `prompt`.
 
-    until: asked about a continuation after each token; True ends it.
+    Where the text is longer than the model's context (max_position_embeddings), each token follows
+    from the last tokens that fit, at positions from 0 on. That is a forward over all of them, since
+    a cache holds what its tokens knew of those that are now left out.
     """
     config, device = model.config, model.ctx.device
+    context = config.max_position_embeddings
     generator = torch.Generator().manual_seed(seed)
-    caches: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
-    model.rope(None, len(prompt) + max_new_tokens)  # once, at full length
-    tokens = torch.tensor([list(prompt)] * samples, device=device)  # [b, n]
-    position = 0
-    ended = torch.zeros(samples, dtype=torch.bool)
-    chosen: list[Tensor] = []
-    while len(chosen) < max_new_tokens and not ended.all():
-        logits = model.decode(tokens, position, caches)  # [n, b, V/t]
-        position += tokens.shape[1]
+    model.rope(None, min(len(prompt) + max_new_tokens, context))  # once, at full length
+    text = torch.tensor([list(prompt)] * samples, device=device)  # [b, n]
+    caches: list[list[Tensor]] = []
+    position = context  # of the tokens that the caches hold; none yet
+    for _ in range(max_new_tokens):
+        if position >= context:
+            text, position = text[:, -context:], 0
+            caches = [[] for _ in range(config.num_layers)]
+        logits = model.decode(text[:, position:], position, caches)  # [n, b, V/t]
+        position = text.shape[1]
         logits = gather_logits(logits, model.ctx.tp, config.vocab_size)
-        new = pick(logits, temperature, top_k, top_p, generator)
-        chosen.append(new)
-        if stop is not None:
-            ended |= new == stop
-        if until is not None:
-            ended |= torch.tensor([until(row) for row in torch.stack(chosen, 1).tolist()])
-        tokens = new[:, None].to(device)
-    rows = torch.stack(chosen, 1).tolist() if chosen else [[] for _ in range(samples)]
-    return [row[: row.index(stop)] if stop in row else row for row in rows]
+        new = pick(logits, temperature, top_k, top_p, generator)  # [b]
+        text = torch.cat([text, new[:, None].to(device)], 1)
+        yield new
+
+
+def generate(
+    model: Llama,
+    prompt: Sequence[int],
+    *,
+    stop: int | None = None,
+    until: Callable[[list[int]], bool] | None = None,
+    on_token: Callable[[list[list[int]]], None] = lambda rows: None,
+    **sampling: Any,
+) -> list[list[int]]:
+    """Return continuations of the ids `prompt`, each cut before the token `stop`.
+
+    sampling: as `new_tokens` takes it. until: asked about a continuation after each token; True
+    ends it. on_token: called with the continuations so far after each token, cut in the same way.
+    """
+    rows: list[list[int]] = [[] for _ in range(sampling.get("samples", 1))]
+    open_rows = set(range(len(rows)))  # those without a `stop`
+    ended = set[int]()
+    for new in new_tokens(model, prompt, **sampling):
+        for i, token in enumerate(new.tolist()):
+            if token == stop:
+                open_rows.discard(i)
+            if i in open_rows:
+                rows[i].append(token)
+                if until is not None and until(rows[i]):
+                    ended.add(i)
+        on_token(rows)
+        if not open_rows - ended:
+            break
+    return rows
+
+
+class Stream:
+    """Print a text to stdout while its tokens come. decode: returns the text of ids.
+
+    The bytes of a character may come with several tokens: what is not whole yet is held back.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode, self._printed, self._next = decode, "", 0.0
+
+    def show(self, ids: list[int]) -> None:
+        """Print what is new; not each time where the text is so long that it takes long to decode.
+
+        Raises OSError.
+        """
+        began = time.monotonic()
+        if began >= self._next:
+            self._print(self._decode(ids).rstrip(NOT_WHOLE), "")
+            self._next = began + 20 * (time.monotonic() - began)
+
+    def end(self, ids: list[int]) -> None:
+        """Print the rest. Raises OSError."""
+        self._print(self._decode(ids), "\n")
+
+    def _print(self, text: str, end: str) -> None:
+        if not text.startswith(self._printed):  # a later token changed what is before it
+            if not end:
+                return
+            print()
+            self._printed = ""
+        print(text[len(self._printed) :], end=end, flush=True)
+        self._printed = text
 
 
 def tokenizer_of(args: argparse.Namespace, found: Checkpoint) -> Tokenizer:
@@ -115,7 +177,7 @@ def tokenizer_of(args: argparse.Namespace, found: Checkpoint) -> Tokenizer:
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, prompt: str, room: int, new: int) -> list[int]:
+def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the ids to start from; an empty prompt begins a document. Raises ValueError."""
     ids = tokenizer.encode(prompt, bos=tokenizer.starts_with_bos)
     if not ids:
@@ -123,11 +185,6 @@ def encode(tokenizer: Tokenizer, prompt: str, room: int, new: int) -> list[int]:
         if first is None:
             raise ValueError("--prompt is empty and the tokenizer has no token to begin with")
         ids = [first]
-    if len(ids) + new > room:
-        raise ValueError(
-            f"the prompt's {len(ids)} tokens and --max-new-tokens {new} are more than the model's "
-            f"max_position_embeddings ({room})"
-        )
     return ids
 
 
@@ -263,31 +320,54 @@ def run(args: argparse.Namespace, grid: Grid, device: torch.device) -> None:
         count = sum(param.numel() for param in model.parameters())
         cores = len(os.sched_getaffinity(0)) // grid.launch.local_world
         torch.set_num_threads(threads_for(count, cores))
-    ids = encode(tokenizer, args.prompt, model.config.max_position_embeddings, args.max_new_tokens)
-    begin = time.perf_counter()
-    rows = generate(
-        model,
-        ids,
-        samples=args.num_samples,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        stop=tokenizer.eod,
-    )
-    seconds = time.perf_counter() - begin
-    if grid.rank != 0:
-        return
+    ids = encode(tokenizer, args.prompt)
+    context = model.config.max_position_embeddings
+    if grid.rank == 0 and len(ids) + args.max_new_tokens > context:
+        print(
+            f"the prompt's {len(ids)} tokens and --max-new-tokens {args.max_new_tokens} are more "
+            f"than the model's context (max_position_embeddings {context}): beyond it each token "
+            f"follows from the last {context} alone, by a whole forward",
+            file=sys.stderr,
+        )
     start = ids[tokenizer.bos == ids[0] :]  # bos is no text
-    for i, row in enumerate(rows):
-        if len(rows) > 1:
-            print(f"--- {i + 1} of {len(rows)}")
-        print(tokenizer.decode([*start, *row]), flush=True)
+    stream = Stream(tokenizer.decode)
+    rows: list[list[int]] = [[] for _ in range(args.num_samples)]
+
+    def show(so_far: list[list[int]]) -> None:
+        rows[:] = so_far
+        if grid.rank == 0:
+            stream.show([*start, *rows[0]])
+
+    if grid.rank == 0 and args.num_samples > 1:
+        print(f"--- 1 of {args.num_samples}")
+    show(rows)
+    begin = time.perf_counter()
+    try:
+        generate(
+            model,
+            ids,
+            samples=args.num_samples,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            seed=args.seed,
+            stop=tokenizer.eod,
+            on_token=show,
+        )
+    finally:  # after Ctrl-C, too, what there is is printed
+        if grid.rank == 0:
+            stream.end([*start, *rows[0]])
+            for i, row in enumerate(rows[1:], 2):
+                print(f"--- {i} of {len(rows)}")
+                print(tokenizer.decode([*start, *row]), flush=True)
+    seconds = time.perf_counter() - begin
     count = sum(map(len, rows))
-    print(
-        f"{found.directory.name}: {count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr
-    )
+    if grid.rank == 0:
+        print(
+            f"{found.directory.name}: {count} tokens, {count / seconds:.1f} tokens/s",
+            file=sys.stderr,
+        )
 
 
 def main(argv: Iterable[str] | None = None) -> int:
@@ -306,6 +386,8 @@ def main(argv: Iterable[str] | None = None) -> int:
             launch.check_rendezvous()
             grid.connect(device, meet(TIMEOUT, launch), TIMEOUT)
         run(args, grid, device)
+    except BrokenPipeError:  # who reads the text has enough of it
+        return 1
     except (ValueError, OSError) as error:
         who = f"rank {launch.rank}: " if launch.rank else ""  # every rank prints its own
         print(f"generate: {who}{sentence(error)}", file=sys.stderr)
@@ -316,4 +398,4 @@ def main(argv: Iterable[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    as_process(main, None)
+    as_process(main, None, "generate")

@@ -12,6 +12,11 @@ lines. .txt and .jsonl may be compressed as .gz or .zst. A folder means all such
 for hidden ones, copies and the like, which are counted (docs/data.md). A .json is read as a .jsonl
 if it is named itself.
 
+    ... --json-keys prompt answer --loss-on answer
+
+makes one document of the texts of a line, one after another, and writes the mask of the loss beside
+data/corpus_prompt_answer_document.bin: training finds it, and counts the tokens of answers alone.
+
 An older pair is replaced where this command wrote it, as data/corpus.written.json says.
 
 The input is cut into shards, which the workers tokenize into a folder next to the output. If the
@@ -34,7 +39,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +52,7 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
+import numpy as np
 from tqdm import tqdm
 
 from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of
@@ -52,9 +60,10 @@ from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
 from training.data.indexed import IndexedTokens, IndexedWriter, token_dtype
+from training.data.loss_mask import ENDS, SUFFIX
 from training.data.made_with import is_record, record_of
 from training.data.shards import Shard, cut_files
-from training.data.text_files import find_files, stat_files
+from training.data.text_files import find_files, kind_of, stat_files
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.owned import plain_files, refuse
 from training.written import Written
@@ -62,6 +71,8 @@ from training.written import Written
 SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
 QUIET = 10.0  # seconds between progress lines in a log
 INPUT = ".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns"
+LOSS_ON = """keys of --json-keys whose tokens count in the loss, such as answers: the texts of all
+keys are one document, and a mask of the loss is written beside the pair"""
 BAD = """what to do with a document that is not UTF-8, not JSON, without a text, empty or longer
 than 1 GiB: skip leaves it out and counts it, error refuses it with its file, line and
 byte (default: empty ones are skipped, others refused)"""
@@ -85,9 +96,23 @@ class Job:
     merge_file: str | None
     vocab_size: int | None
     json_keys: tuple[str, ...]
+    loss_on: tuple[str, ...]
     append_eod: bool
     lines: bool
     on_bad_document: str | None
+
+    def pairs(self) -> dict[str, tuple[str, ...]]:
+        """Return {name: keys} of the pairs to write: one a key, or one of all with a loss mask."""
+        if self.loss_on:
+            return {"_".join(self.json_keys): self.json_keys}
+        return {key: (key,) for key in self.json_keys}
+
+    @property
+    def empty(self) -> str:
+        """Return what is wrong with a document without text, or without text that counts."""
+        if not self.loss_on:
+            return "an empty document"
+        return f"no text that counts in the loss: {' and '.join(map(repr, self.loss_on))} empty"
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer, once a process."""
@@ -114,6 +139,7 @@ def preprocess(
     *,
     merge_file: str | None = None,
     json_keys: Sequence[str] = ("text",),
+    loss_on: Sequence[str] = (),
     append_eod: bool = False,
     lines: bool = False,
     on_bad_document: str | None = None,
@@ -123,19 +149,32 @@ def preprocess(
 ) -> list[Summary]:
     """Tokenize files into {output_prefix}_{key}_document.bin/.idx, one pair for each key.
 
-    The result does not depend on workers, shards or interruptions. Raises ValueError naming the
-    flag, file or line that cannot be tokenized; shards complete by then are kept for the next call.
+    loss_on: of a document the keys whose tokens count in the loss. Then there is one pair, whose
+    documents have the texts of all keys, one after another, and its loss mask. The result does not
+    depend on workers, shards or interruptions. Raises ValueError naming the flag, file or line that
+    cannot be tokenized; shards complete by then are kept for the next call.
     """
     if workers < 1:
         raise ValueError(f"--workers {workers} must be at least 1")
     job = Job(
         *(tokenizer_type, tokenizer_model, merge_file, vocab_size, tuple(json_keys)),
-        *(append_eod, lines, on_bad_document),
+        *(tuple(loss_on), append_eod, lines, on_bad_document),
     )
+    for key in loss_on:
+        if key not in json_keys:
+            raise ValueError(
+                f"--loss-on {key}: --json-keys {' '.join(json_keys)} does not name this key"
+            )
     inputs = find_files(inputs, report=report)
+    if loss_on and (plain := [path for path in inputs if kind_of(path) == "txt"]):
+        raise ValueError(
+            f"--loss-on {' '.join(loss_on)}: {plain[0]} has no keys, which lines of a .jsonl and "
+            "rows of a .parquet have"
+        )
     files = stat_files(inputs)
     written = Written(Path(f"{output_prefix}.written.json"))
-    unknown = {key for key in job.json_keys if not _may_write(output_prefix, key, written)}
+    ends = (".bin", ".idx", *(ENDS if loss_on else ()))
+    unknown = {name for name in job.pairs() if not _may_write(output_prefix, name, written, ends)}
     tokenizer = job.tokenizer()
     if append_eod and tokenizer.eod is None:
         raise ValueError(
@@ -156,14 +195,23 @@ def preprocess(
     tokens = _run_all(missing, workers, report)
     seconds = time.monotonic() - started
     summaries = []
-    for key in job.json_keys:
-        prefix = f"{output_prefix}_{key}_document"
+    for name in job.pairs():
+        prefix = f"{output_prefix}_{name}_document"
         bad = BadDocuments(on_bad_document)
-        made = os.path.join(folder, f"whole_{key}") if key in unknown else prefix
+        made = os.path.join(folder, f"whole_{name}") if name in unknown else prefix
+        about_loss = ""
+        if loss_on:  # before the pair, whose record names the mask
+            with IndexedWriter(prefix + SUFFIX, np.dtype(np.uint8)) as mask_writer:
+                for task in tasks:
+                    mask_writer.add_file(task.output(name) + SUFFIX)
+            mask_of = IndexedTokens(prefix + SUFFIX)
+            record |= {"loss_mask": mask_of.digest, "loss_on": list(loss_on)}
+            counted = mask_of.occurrences(1)
+            about_loss = f"; the loss counts {counted:,} of them ({', '.join(loss_on)})"
         with IndexedWriter(made, token_dtype(tokenizer.vocab_size), record) as writer:
             for task in tasks:
-                writer.add_file(task.output(key))
-                bad.add(task.left_out(key))
+                writer.add_file(task.output(name))
+                bad.add(task.left_out(name))
             if writer.documents == 0:
                 left_out = f"; {bad.line()}" * bool(bad.kinds)
                 raise ValueError(
@@ -182,11 +230,11 @@ def preprocess(
                 )
             os.replace(f"{made}.json", f"{prefix}.json")  # what is there, if anything, is a record
             os.utime(f"{prefix}.idx")  # as if it had been written: make compares times
-        for end in (".bin", ".idx"):
+        for end in ends:
             written.add(os.path.basename(prefix) + end, Path(prefix + end), {})
             written.settle(latest=os.path.basename(prefix) + end)
         about = f"{len(tokens_of):,} documents, {tokens_of.count:,} tokens, {tokens_of.digest}"
-        report(f"{prefix}: {about}")
+        report(f"{prefix}: {about}{about_loss}")
         summaries.append(Summary(prefix, len(tokens_of), tokens_of.count))
     if _is_parts(Path(folder)):
         shutil.rmtree(folder)
@@ -195,20 +243,21 @@ def preprocess(
     return summaries
 
 
-def _may_write(output_prefix: str, key: str, written: Written) -> bool:
+def _may_write(output_prefix: str, name: str, written: Written, ends: Sequence[str]) -> bool:
     """Return whether a pair may be replaced: it is not there, or as this command wrote it.
 
-    Earlier versions left no record: a sound pair without one is compared in the end with what would
-    replace it. Raises ValueError for anything else.
+    ends: of its files, with those of a loss mask. Earlier versions left no record, and wrote no
+    mask: a sound pair without one is compared in the end with what would replace it. Raises
+    ValueError for anything else.
     """
-    prefix = f"{output_prefix}_{key}_document"
+    prefix = f"{output_prefix}_{name}_document"
     refuse("--output-prefix", f"{prefix}.json", is_record, "the record of a pair")
-    pair = [Path(prefix + end) for end in (".bin", ".idx")]
+    pair = [Path(prefix + end) for end in ends]
     if all(written.ours(path) for path in pair if os.path.lexists(path)):
         return True
     recorded = any(path.name in written.names() for path in pair)
     try:
-        if not recorded and not any(path.is_symlink() for path in pair):
+        if len(ends) == 2 and not recorded and not any(path.is_symlink() for path in pair):
             IndexedTokens(prefix)
             return False
     except ValueError:
@@ -232,9 +281,11 @@ class Task:
 
     def done(self) -> bool:
         """Return whether every pair is there, whole."""
+        masks = SUFFIX if self.job.loss_on else ""
         try:
-            for key in self.job.json_keys:
-                IndexedTokens(self.output(key))
+            for name in self.job.pairs():
+                for end in dict.fromkeys(("", masks)):
+                    IndexedTokens(self.output(name) + end)
         except ValueError:
             return False
         return True
@@ -252,21 +303,37 @@ class Task:
         tokenizer = self.job.tokenizer()
         eod = tokenizer.eod if self.job.append_eod else None  # not None: see preprocess
         tokens = 0
-        for key in self.job.json_keys:
+        for name, keys in self.job.pairs().items():
+            counts = [not self.job.loss_on or key in self.job.loss_on for key in keys]
             bad = BadDocuments(self.job.on_bad_document)
-            with IndexedWriter(self.output(key), token_dtype(tokenizer.vocab_size)) as writer:
-                for where, text in self.shard.texts(key, self.job.lines, bad):
+            with ExitStack() as open_writers:
+                opened = open_writers.enter_context
+                kind = token_dtype(tokenizer.vocab_size)
+                writer = opened(IndexedWriter(self.output(name), kind))
+                if self.job.loss_on:
+                    mask = opened(IndexedWriter(self.output(name) + SUFFIX, np.dtype(np.uint8)))
+                for where, texts in self.shard.texts_of(keys, self.job.lines, bad):
+                    place = functools.partial(self.shard.place, where)
+                    if not any(compress(texts, counts)):
+                        bad.found("empty", place, self.job.empty)
+                        continue
                     try:
-                        ids = tokenizer.encode(text, bos=tokenizer.starts_with_bos)
+                        parts = [
+                            tokenizer.encode(text, bos=tokenizer.starts_with_bos and not i)
+                            for i, text in enumerate(texts)
+                        ]
                     except ValueError as error:
-                        raise ValueError(f"{self.shard.place(where)}: {error}") from error
-                    if ids:
-                        writer.add(ids if eod is None else [*ids, eod])
-                    else:
-                        place = functools.partial(self.shard.place, where)
+                        raise ValueError(f"{place()}: {error}") from error
+                    if not any(compress(parts, counts)):
                         bad.found("empty", place, "a document without a token")
+                        continue
+                    if eod is not None:
+                        parts[-1].append(eod)
+                    writer.add(list(chain.from_iterable(parts)))
+                    if self.job.loss_on:
+                        mask.add(np.repeat(counts, list(map(len, parts))))
                 if bad.kinds:  # before the pair, which says that the shard is done
-                    with replacing(self.output(key) + ".bad") as file:
+                    with replacing(self.output(name) + ".bad") as file:
                         file.write(json.dumps(bad.kinds).encode())
                 tokens += writer.tokens
         return tokens
@@ -354,6 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--input", nargs="+", required=True, metavar="PATH", help=INPUT)
     add("--output-prefix", required=True, metavar="PREFIX", help="_KEY_document is appended to it")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to read (text)")
+    add("--loss-on", nargs="+", default=[], metavar="KEY", help=LOSS_ON)
     add_tokenizer(parser)
     add(
         "--vocab-size",

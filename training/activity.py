@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Know what this process does, in words; until its first step is done, print what takes long.
+"""Know what this process does, in words; until a run's first line of the log, print what takes
+long.
 
 A start waits: for imports from a slow file system, for another process that builds an index, for a
 checkpoint's files, for ranks that do not come. What takes longer than FIRST seconds gets a line on
@@ -24,7 +25,7 @@ from types import FrameType
 
 from mpu.launch import Launch
 
-FIRST, LONGEST = 10.0, 300.0  # seconds until the first line, and at most between two lines
+FIRST, LONGEST = 5.0, 300.0  # seconds until the first line, and at most between two lines
 LATER = 1.5  # times FIRST: when another rank prints what it does, unless rank 0 has done so
 LOOK = 0.5  # seconds between two looks at what is done
 IN_TURN = 0.02  # seconds by which a rank of a host is slower to speak than the one before it
@@ -81,6 +82,7 @@ class Activity:
         self._stage = self._begun("start-up")
         self._done, self._thread = threading.Event(), threading.Thread()
         self._voice: socket.socket | None = None
+        self._began = self._spoke = time.monotonic()
 
     @classmethod
     def of_process(cls) -> "Activity":
@@ -153,11 +155,12 @@ class Activity:
             yield
 
     def started(self) -> None:
-        """Print no more: the first step is done, or rank 0 prints all."""
+        """Print no more: the log has its first line, or rank 0 prints all."""
         self._done.set()
 
     def __enter__(self) -> "Activity":
         if not self._thread.is_alive() and not self._done.is_set():
+            self._began = self._spoke = time.monotonic()
             self._thread = threading.Thread(target=self._watch, name="slow start", daemon=True)
             self._thread.start()
         return self
@@ -175,30 +178,39 @@ class Activity:
 
     def _watch(self) -> None:
         while not self._done.wait(min(LOOK, FIRST / 4)):
-            stage = self._stage
-            seconds = time.monotonic() - stage.since
-            if seconds < stage.due or 0 < stage.limit < seconds + FIRST / 2:  # its error comes soon
-                continue
-            stage.due = seconds + FIRST
-            first = self.launch.rank == 0
-            line = self._line(stage) if first or self._aloud(stage) else ""
-            if not line:
-                continue
-            own = stage.aloud is None  # of what this rank does, one on a host prints, rank 0 first
-            alone = (first and not own) or self._alone_on_host()
-            if not (first or alone):
-                continue
-            if stage is not self._stage or self._done.is_set():
-                continue  # it has ended meanwhile
-            stage.due = seconds + min(seconds, LONGEST)
-            before, stage.told = stage.told, True
-            limit = f" of {stage.limit:.0f} s" if stage.limit else ""
-            waits = f"waited {seconds:.0f} s{limit}"
-            length = f"{seconds:.0f} s so far" if stage.now is None else waits
-            self._tell(f"{self._name()}{line}: {length}")
-            if stage.on_line is not None and not before:
-                stage.on_line()
+            self._look()
         self._hush()
+
+    def _look(self) -> None:
+        """Print a line where one is due."""
+        stage, now, first = self._stage, time.monotonic(), self.launch.rank == 0
+        seconds, lasted = now - stage.since, now - self._began
+        if 0 < stage.limit < seconds + FIRST / 2:  # its error comes soon
+            return
+        if seconds < stage.due:
+            patience = min(max(FIRST, self._spoke - self._began), LONGEST)
+            if first and stage.now is None and now - self._spoke >= patience:
+                self._speak(f"{self._line(stage)}: {lasted:.0f} s since the start")
+            return
+        stage.due = seconds + FIRST
+        line = self._line(stage) if first or self._aloud(stage) else ""
+        own = stage.aloud is None  # of what this rank does, one on a host prints, rank 0 first
+        if not line or not ((first and not own) or self._alone_on_host() or first):
+            return
+        if stage is not self._stage or self._done.is_set():
+            return  # it has ended meanwhile
+        stage.due = seconds + min(seconds, LONGEST)
+        before, stage.told = stage.told, True
+        limit = f" of {stage.limit:.0f} s" if stage.limit else ""
+        waits = f"waited {seconds:.0f} s{limit}"
+        length = f"{seconds:.0f} s so far" if stage.now is None else waits
+        self._speak(f"{line}: {length}")
+        if stage.on_line is not None and not before:
+            stage.on_line()
+
+    def _speak(self, text: str) -> None:
+        self._spoke = time.monotonic()
+        self._tell(f"{self._name()}{text}")
 
     def _line(self, stage: Stage) -> str:
         others = self.others() if stage.aloud is None else ""
@@ -222,7 +234,7 @@ class Activity:
         words = stage.over() if stage.over is not None else f"{stage.what}: done"
         self._hush()
         if words and not self._done.is_set():
-            self._tell(f"{self._name()}{words}, after {seconds:.0f} s")
+            self._speak(f"{words}, after {seconds:.0f} s")
 
     def _aloud(self, stage: Stage) -> bool:
         return self._awaited() if stage.aloud is None else stage.aloud()

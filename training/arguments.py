@@ -19,6 +19,7 @@ from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.rows import RECIPES
 from mpu.pipeline.schedules import NAMES as SCHEDULES
 from mpu.pipeline.schedules import SPLIT, V_SHAPED
+from training.param_groups import PARAM_GROUP
 from training.setting import (
     DIRECTORY,
     FILE,
@@ -26,6 +27,7 @@ from training.setting import (
     PATTERN,
     POSITIVE,
     REALS,
+    SET,
     SWITCH,
     TEXTS,
     TRIPLES,
@@ -919,6 +921,15 @@ class OptimizerConfig:
     weight_decay: float = setting(
         0.01, "AdamW's decay, of matrices only, not of norms", "per step, times lr", real(), off="0"
     )
+    param_group: tuple[str, ...] = setting(
+        (),
+        "what is different for parameters with names that fit a pattern (fnmatch; the model's name "
+        "or Hugging Face's): 'embedding.*' 'layers.0.*' frozen; '*norm*' lr-mult=0.1 wd-mult=0 "
+        "multiplies their learning rate and weight decay; may be repeated, and the last one counts",
+        rule=PARAM_GROUP,
+        ours=True,
+        older=(),
+    )
     adam_beta1: float = setting(0.9, "decay of the first moment", rule=FRACTION)
     adam_beta2: float = setting(0.999, "decay of the second moment", rule=FRACTION)
     adam_eps: float = setting(1e-8, "added to the root of the second moment", rule=POSITIVE)
@@ -1195,6 +1206,16 @@ class CheckpointConfig:
         needs="--save",
         ours=True,
     )
+    keep_best: str | None = setting(
+        None,
+        "save each step whose loss on this validation set is the lowest so far, and keep the best "
+        "one whatever else is deleted; without a name, the first set",
+        "name of a validation set",
+        SET,
+        off="left out, no step is saved for its loss",
+        needs="--save",
+        ours=True,
+    )
     async_save: bool = setting(
         False,
         "copy the state, and write the copy to disk in the background",
@@ -1375,6 +1396,22 @@ class RunConfig:
     eval_iters: int = setting(
         100, "global batches in one evaluation", "steps", integer(-1), off="0 or -1", reported=True
     )
+    start_eval_at_iter: int | None = setting(
+        None,
+        "first step after which --eval-interval may evaluate",
+        "step",
+        integer(),
+        off="left out or 0, from the start",
+        needs="--eval-interval",
+    )
+    eval_at_start: bool = setting(
+        False,
+        "evaluate before the first step too, and print the loss there and at the end",
+        ours=True,
+    )
+    skip_train: bool = setting(
+        False, "evaluate what --load holds, and end: nothing is trained and nothing is saved"
+    )
     exit_interval: int | None = setting(
         None,
         "save and stop after a step that is a multiple of this",
@@ -1407,6 +1444,20 @@ class RunConfig:
         "print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop",
         ours=True,
         start=True,
+    )
+    memory_picture: str | None = setting(
+        None,
+        "with --dry-run: draw the memory of a rank over a step, an .svg or a .png",
+        "file",
+        FILE,
+        ours=True,
+    )
+    memory_picture_rank: int | None = setting(
+        None,
+        "the pipeline rank that is drawn; default: the fullest",
+        "pipeline rank",
+        integer(0),
+        ours=True,
     )
     ignore_flags: tuple[str, ...] = setting(
         (),

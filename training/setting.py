@@ -8,7 +8,7 @@ import ast
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 MOST = (1 << 63) - 1  # the largest whole number that a flag takes
 INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
@@ -22,6 +22,7 @@ class Rule:
     metavar: str = "TEXT"  # how --help writes the value
     nargs: str | int | None = None  # argparse's: 0 a switch, "*" any number, "?" may be bare
     bare: str | None = None  # what the flag means without a value
+    repeated: ClassVar[bool] = False  # each use of the flag adds a value, of several words
 
     @property
     def what(self) -> str:
@@ -38,6 +39,7 @@ TEXT = Rule()
 TEXTS = Rule(nargs="*")
 FILE = Rule("FILE")
 DIRECTORY = Rule("DIRECTORY")
+SET = Rule("SET", "?", bare="")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,9 @@
 With --use-mup the model's file says by what --lr and --adam-eps are divided for each group.
 
 A name's ending says where a fork differs: matrix_no_decay, vector_decay, embedding_no_decay. An
-optimizer of whole matrices updates the groups of matrices, and AdamW the others.
+optimizer of whole matrices updates the groups of matrices, and AdamW the others. --param-group
+multiplies the learning rate and the weight decay of parameters by name, and each pair of factors
+makes groups of its own (training/param_groups.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -21,8 +23,9 @@ from mpu.optim.interface import Group, UpdateRule
 from mpu.optim.muon import Muon
 from mpu.optim.newton_schulz import coefficients_of
 from mpu.optim.owners import Split
-from mpu.param import GROUPS
+from mpu.param import GROUPS, decays, times
 from training.config import Config
+from training.param_groups import factors
 
 
 def _adamw(config: Config) -> UpdateRule:
@@ -84,14 +87,15 @@ def optimizer_groups(
     """
     rule, decay = RULES[config.optimizer.optimizer](config), config.optimizer.weight_decay
     rest = _adamw(config) if rule.needs_full_matrices else rule
-    plain = ("matrix_no_decay", "vector", "embedding_no_decay")
     own = [name for name in GROUPS if rule.needs_full_matrices and name.startswith("matrix")]
     return {
-        name: Group(
+        times(name, lr_mult, wd_mult): Group(
             rule if name.startswith("matrix") else rest,
-            weight_decay=0.0 if name in plain else decay,
+            weight_decay=decay * wd_mult if decays(name) else 0.0,
             decoupled=name.startswith("embedding"),
             divisor=1.0 if name in own else (divisors or {}).get(name, 1.0),
+            lr_mult=lr_mult,
         )
+        for lr_mult, wd_mult in factors(config.optimizer.param_group)
         for name in GROUPS
     }

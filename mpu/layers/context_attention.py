@@ -84,7 +84,7 @@ class ContextAttention(CoreAttention):
     ) -> None:
         """Leave it to `exchange`: this rank has not all keys of its queries yet."""
 
-    def attend(
+    def compute(
         self,
         q: Tensor,
         k: Tensor,
@@ -92,8 +92,10 @@ class ContextAttention(CoreAttention):
         packed: PackedSeqParams | None,
         cache: list[Tensor] | None,
         window: int,
+        sink: Tensor | None,
     ) -> Tensor:
-        """Attend to this rank's tokens: q [s/cp, b, a, d], k and v [s/cp, b, g, d] -> y.
+        """Attend to this rank's tokens: q [s/cp, b, a, d], k [s/cp, b, g, d], v [s/cp, b, g, e] ->
+        [s/cp, b, a e].
 
         packed: the documents of the whole rows [b, s]. Raises ValueError where they are not given
         or do not fill the rows, and where heads do not divide over the ranks of an all-to-all.
@@ -116,9 +118,9 @@ class ContextAttention(CoreAttention):
         documents = rows[0] if one_document else packed.lengths
         ranges = batch_shards(self.cp.size, rows[:1] if one_document else rows)
         one = None if one_document else packed
-        y = self.exchange(q, k, v, ranges, packed=one, documents=documents, window=window).flatten(
-            2
-        )
+        y = self.exchange(
+            q, k, v, ranges, packed=one, documents=documents, window=window, sink=sink
+        ).flatten(2)
         return y if one_document else y.view(b, s, -1).transpose(0, 1)
 
     def exchange(
@@ -130,31 +132,35 @@ class ContextAttention(CoreAttention):
         packed: PackedSeqParams | None,
         documents: tuple[int, ...],
         window: int,
+        sink: Tensor | None = None,
     ) -> Tensor:
-        """q [s, b, a, d], k and v [s, b, g, d] of this rank -> [s, b, a, d]."""
-        kernel = self.kernel(q, "blocks" if packed is None and not window else "documents")
+        """q [s, b, a, d], k [s, b, g, d], v [s, b, g, e] of this rank -> [s, b, a, e]."""
+        kernel = self.kernel(q, v, "blocks" if packed is None and not window else "documents")
         noted, heads = None, q.shape[2]
+        alone = self.kind in ("all_gather", "p2p")
+        own = heads if alone else heads // self.heads_axis.size
+        first = 0 if alone else own * self.heads_axis.rank
         if self.maxima is not None and torch.is_grad_enabled():
-            alone = self.kind in ("all_gather", "p2p")
-            own = heads if alone else heads // self.heads_axis.size
-            noted = self.maxima.of(own, 0 if alone else own * self.heads_axis.rank, heads)
-        if self.kind in ("all_gather", "p2p"):
+            noted = self.maxima.of(own, first, heads)
+        if alone:
             kind = Gather if self.kind == "all_gather" else Ring
             way = kind(self.cp, ranges, documents, window, kernel, noted)
-            return ContextExchange.apply(q, k, v, way)
+            return ContextExchange.apply(q, k, v, way, sink)
         axis, near = self.heads_axis, neighbours(ranges, self.heads_axis.size)
         tokens = near[self.cp.rank // axis.size]
         order = in_order(tokens, q.device), by_rank(tokens, q.device)
         q, k, v = heads_for_tokens(q, k, v, axis, order)
+        sink = None if sink is None else sink[first : first + own]
         if self.kind == "a2a":
             if noted is not None:
                 whole = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
                 note_rows(noted, *whole, packed, window)
-            y = super().attend(q, k, v, packed, None, window).unflatten(2, (q.shape[2], -1))
+            y = super().compute(q, k, v, packed, cache=None, window=window, sink=sink)
+            y = y.unflatten(2, (q.shape[2], -1))
         else:
             far = tuple(joined([r for each in group for r in each]) for group in near)
             way_of_keys = Ring(self.keys_axis, far, documents, window, kernel, noted)
-            y = ContextExchange.apply(q, k, v, way_of_keys)
+            y = ContextExchange.apply(q, k, v, way_of_keys, sink)
         return _Exchange.apply(y, axis, order, True)
 
 
@@ -181,14 +187,18 @@ def replicated(x: Tensor, heads: int, ranks: int) -> Tensor:
 def heads_for_tokens(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, order: Order
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exchange q [s, b, a, d], k and v [s, b, g, d] for 1/A of the heads of A ranks' tokens.
+    """Exchange q [s, b, a, d], k [s, b, g, d] and v [s, b, g, e] for 1/A of the heads of A ranks'
+    tokens.
 
-    [A s, b, a / A, d], and no fewer than one head of k and v. order: see `in_order`.
+    q [A s, b, a / A, d], and no fewer than one head of k and v. order: see `in_order`.
     """
     k, v = (replicated(x, q.shape[2], axis.size) for x in (k, v))
-    sizes = [x.shape[2] // axis.size for x in (q, k, v)]
-    x = torch.cat([x.unflatten(2, (axis.size, -1)) for x in (q, k, v)], 3)
-    q, k, v = _Exchange.apply(x.flatten(2, 3), axis, order, False).split(sizes, 2)
+    slices = [x.unflatten(2, (axis.size, -1)) for x in (q, k, v)]  # [s, b, A, n / A, d]
+    features = [x[0, 0, 0].numel() for x in slices]
+    x = torch.cat([x.flatten(3) for x in slices], 3)
+    parts = _Exchange.apply(x, axis, order, False)[:, :, 0].split(features, 2)
+    shaped = zip(parts, slices, strict=True)
+    q, k, v = (part.unflatten(2, each.shape[3:]) for part, each in shaped)
     return q, k, v
 
 

@@ -209,18 +209,26 @@ class Group:
     """What the flags say of a group of parameters, by the name that the model gives it.
 
     decoupled: its learning rate is the decoupled one, where a run has one. divisor: what its
-    learning rate is divided by, and AdamW's eps (mpu/mup.py).
+    learning rate is divided by, and AdamW's eps (mpu/mup.py). lr_mult: what its learning rate alone
+    is multiplied by.
     """
 
     rule: UpdateRule
     weight_decay: float = 0.0
     decoupled: bool = False
     divisor: float = 1.0
+    lr_mult: float = 1.0
 
 
 def divided(rate: float, group: Mapping[str, Any]) -> float:
     """Return a learning rate or eps of a group of Parts, which it may divide."""
     return rate / float(group.get("divisor", 1.0))
+
+
+def rate_of(group: Mapping[str, Any], lr: float, decoupled_lr: float | None = None) -> float:
+    """Return the learning rate of a group of Parts. decoupled_lr: None where a run has none."""
+    rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
+    return divided(rate, group) * float(group.get("lr_mult", 1.0))
 
 
 def state_bytes(groups: Mapping[str, Group], master: torch.dtype) -> dict[str, int]:

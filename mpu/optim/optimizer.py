@@ -21,8 +21,8 @@ from mpu.optim.interface import (
     Parts,
     Updater,
     UpdateRule,
-    divided,
     full_matrix_groups,
+    rate_of,
     rules_of,
 )
 from mpu.optim.offload import Offload
@@ -148,6 +148,7 @@ class Optimizer:
                         "weight_decay": group.weight_decay,
                         "decoupled": group.decoupled,
                         "divisor": group.divisor,
+                        "lr_mult": group.lr_mult,
                     },
                 )
                 if low >= high:
@@ -216,8 +217,7 @@ class Optimizer:
             self.sink.logits.end_step(found_inf)
         for updater in (updater for some in self.updaters for updater in some):
             for group in updater.groups:
-                rate = decoupled_lr if group["decoupled"] and decoupled_lr is not None else lr
-                group["lr"] = divided(rate, group)
+                group["lr"] = rate_of(group, lr, decoupled_lr)
         if self.offload:
             self.offload.update(self.updaters, factor, found_inf)
             self.offload.send(self._multiply_rows())

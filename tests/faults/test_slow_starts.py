@@ -20,7 +20,7 @@ MODEL = (
 # in `make test` a start is slow after less than a second
 TOLD = [
     pytest.param({"first": 0.4}, id="0.4 s"),
-    pytest.param({}, marks=pytest.mark.prove, id="10 s"),
+    pytest.param({}, marks=pytest.mark.prove, id="5 s"),
 ]
 POINT = r"MASTER_ADDR:MASTER_PORT \(127\.0\.0\.1:\d+\)"
 SECONDS = r": waited \d+ s of \d+ s$"
@@ -107,7 +107,7 @@ def test_a_rank_0_that_does_not_come_is_told_by_one_rank(
     launcher: Launcher, told: dict[str, float]
 ) -> None:
     argv = [*MODEL, "--mock-data", "--train-iters", "1", "--global-batch-size", "4"]
-    meeting = 2.0 if told else 13.0
+    meeting = 2.0 if told else 8.0
     launcher.start(4, argv, absent=[0], meeting=meeting, **told)
     result: Result = launcher.wait()
     lines = [line for rank in (1, 2, 3) for line in result.said(rank).splitlines()]

@@ -94,7 +94,7 @@ def test_blocks_are_merged_by_each_kernels_log_sum_exp(kernel):
         q, k, v = (part.contiguous() for part in each.split([8, 2, 2], 1))
         q, pull = q[:, :, 512:], dy.to(each)
         todo = blocks(range(512, 1024), (1024,))
-        out, lse = outputs(q, accumulate_dtype(q))
+        out, lse = outputs(q, v, accumulate_dtype(q))
         sums = [torch.zeros_like(y, dtype=accumulate_dtype(q)) for y in (q, k, v)]
         attend_blocks(todo, q, k, v, out, lse, kernel=how, before=512)
         saved = (q, k, v, out.to(q.dtype), lse)

@@ -103,6 +103,7 @@ def config_of(case: dict) -> Config:
             clip_grad=case.get("clip", 0.0),
             weight_decay=0.1,
             optimizer=case.get("optimizer", "adam"),
+            param_group=case.get("groups", ()),
             **case.get("muon", {}),
         ),
         DataConfig(eod_mask_loss=case.get("masks", False)),

@@ -2,10 +2,12 @@
 """Sampling: the cache changes nothing, layouts agree, and every rank picks the same token."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from mpu.grid import Grid
 from mpu.param import unique_parameters
 from tools import generate as module
 from tools.checkpoint import main as convert
-from tools.generate import generate, load_model, main, pick, threads_for
+from tools.generate import Stream, generate, load_model, main, pick, threads_for
 from training.checkpoint import find_latest, load, parameter_pieces, save
 from training.data.tokenizer import NullTokenizer
 
@@ -71,6 +73,110 @@ def test_the_cache_changes_nothing() -> None:
             for a, b in ((0, 3), (3, 4), (4, 6))
         ]
     assert (torch.cat(parts) - at_once).abs().max() < 1e-5
+
+
+def greedy_by_transformers(root: Path, folder: Path, ids: list[int], new: int) -> list[int]:
+    """Generate as nanoGPT's sample.py does: each token from the last ones that fit, anew."""
+    from transformers import LlamaForCausalLM
+
+    convert(["convert", "--to-hf", str(folder), "--load", str(root)])
+    model, ids = LlamaForCausalLM.from_pretrained(folder), list(ids)
+    with torch.no_grad():
+        for _ in range(new):
+            last = ids[-CONFIG.max_position_embeddings :]
+            ids.append(int(model(torch.tensor([last])).logits[0, -1].argmax()))
+    return ids[-new:]
+
+
+def of_words(checkpoint: Path, folder: Path) -> list[str]:
+    """Return flags that continue PROMPT in words, none of which ends the text."""
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    prompt = ["--prompt", " ".join(f"w{i}" for i in PROMPT), "--temperature", "0"]
+    where = str(words(folder / "words", CONFIG.vocab_size) / "tokenizer.json")
+    return ["--load", str(checkpoint), "--device", "cpu", *kind, where, *prompt]
+
+
+def test_beyond_the_context_the_last_tokens_are_continued(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = greedy_by_transformers(checkpoint, tmp_path / "hf", PROMPT, 90)
+    assert len(set(wanted[60:])) > 5
+    capsys.readouterr()
+    main([*of_words(checkpoint, tmp_path), "--max-new-tokens", "90"])
+    out, err = capsys.readouterr()
+    assert [int(word[1:]) for word in out.split()] == PROMPT + wanted
+    assert err.count("max_position_embeddings 64") == 1 and err.count("\n") == 2
+    long = PROMPT + wanted  # a prompt of 96 tokens
+    (row,) = generate(
+        load_model(str(checkpoint), Grid(), torch.device("cpu"), None)[0], long,
+        max_new_tokens=5, temperature=0,
+    )  # fmt: skip
+    assert row == greedy_by_transformers(checkpoint, tmp_path / "again", long, 5)
+
+
+def test_only_whole_characters_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is a byte; a character comes with its last one, and what is none at the end."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    text = "a\u00f1\u20ac\U0001f600b".encode() + b"\xf0\x9f"
+    stream = Stream(lambda ids: bytes(ids).decode(errors="replace"))
+    parts = []
+    for n in range(1, len(text) + 1):
+        stream.show(list(text[:n]))
+        parts.append(capsys.readouterr().out)
+    assert [p for p in parts if p] == ["a", "\u00f1", "\u20ac", "\U0001f600", "b"]
+    stream.end(list(text))
+    assert capsys.readouterr().out == "\ufffd\n"
+
+
+def test_a_long_text_is_not_decoded_for_each_token(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, decoded = [0.0], list[int]()
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(len(ids))
+        clock[0] += 1.0
+        return "x" * len(ids)
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    stream = Stream(decode)
+    for n in range(1, 101):
+        clock[0] += 1.0
+        stream.show([0] * n)
+    stream.end([0] * 100)
+    assert len(decoded) <= 7 and capsys.readouterr().out == "x" * 100 + "\n"
+
+
+@pytest.mark.parametrize("end", ["Ctrl-C", pytest.param("head", marks=pytest.mark.prove)])
+def test_tokens_are_printed_as_they_come_until_someone_stops_it(
+    checkpoint: Path, tmp_path: Path, end: str
+) -> None:
+    """It would take minutes to its last token; what there is at Ctrl-C is printed whole."""
+    command = [sys.executable, "tools/generate.py", *of_words(checkpoint, tmp_path)]
+    command += ["--max-new-tokens", "1000000"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as child:  # fmt: skip
+        assert child.stdout is not None and child.stderr is not None
+        text = child.stdout.read(400)
+        if end == "head":
+            child.stdout.close()
+            said = child.stderr.read()
+        else:
+            child.send_signal(signal.SIGINT)
+            rest, said = child.communicate(timeout=60)
+            text += rest
+        code = child.wait(60)
+    said = "".join(line for line in said.splitlines(True) if "max_position_embeddings" not in line)
+    assert (code, said) == {"Ctrl-C": (130, "generate: stopped by Ctrl-C\n"), "head": (1, "")}[end]
+    if end == "Ctrl-C":
+        model = Llama(CONFIG, LayerContext()).initialize(1)
+        ids = [int(word[1:]) for word in text.split()]
+        assert ids[:60] == PROMPT + greedy_by_full_forward(model, PROMPT, 54)
+        assert text.endswith("\n")
 
 
 def sample_in(comm: Any, root: str, temperature: float) -> list[list[int]]:
@@ -196,7 +302,6 @@ def test_two_processes_print_what_one_does(checkpoint: Path) -> None:
     [
         ({}, [], "names no tokenizer: give --tokenizer-type"),
         ({**NUMBERS, "tokenizer_digest": "0"}, [], "its SHA-256 differs"),
-        (NUMBERS, ["--max-new-tokens", "60"], "max_position_embeddings (64)"),
         (NUMBERS, ["--prompt", "7 x"], "reads numbers below"),
         ({"hf_config": None}, [], "hf_config must be a dict"),
         (NUMBERS, ["--tokenizer-type", "HuggingFaceTokenizer"], "needs --tokenizer-model"),

@@ -420,6 +420,17 @@ def test_megatron_core_goes_on_from_what_is_written(
     assert apart(said["losses"], saves / "plain" / "run.json") < TOLERANCE
 
 
+def test_an_export_says_that_factors_stay_behind(saves: Path, taken: Path, tmp_path: Path, capsys):
+    here, out = tmp_path / "here", tmp_path / "out"
+    words = [*flags(saves, taken).split(), *SCHEDULE.split(), "--save", str(here)]
+    words += ["--param-group", "*norm*", "lr-mult=0.5", "--exit-interval", "6"]
+    assert pretrain_llama.main(words) == 0
+    said = capsys.readouterr().out
+    assert "was made without --param-group and this run has --param-group ['*norm* lr" in said
+    assert main(["convert", "--to-mcore", str(out), "--load", str(here)]) == 0
+    assert "Megatron has no --param-group: there its factors" in capsys.readouterr().err
+
+
 @pytest.mark.prove
 def test_a_run_goes_there_and_back(saves: Path, taken: Path, tmp_path: Path):
     """Five steps of megatron-core, five here, and ten of megatron-core again: its own losses."""

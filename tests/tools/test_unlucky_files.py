@@ -100,7 +100,8 @@ def lines(path: Path, rows: list[Any]) -> Path:
 
 def a_log(rng: random.Random, folder: Path) -> Case:
     rows = [
-        {"iteration": i, "loss": 5.0 - i, "lr": 0.1, "tokens_per_second": 9.0, "step_seconds": 1.0,
+        {"iteration": i, "loss": 5.0 - i, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 9.0,
+         "step_seconds": 1.0,
          "consumed_tokens": 9 * i, "step_losses": [[i, 5.0 - i]]}
         for i in range(1, 4)
     ]  # fmt: skip
@@ -108,6 +109,7 @@ def a_log(rng: random.Random, folder: Path) -> Case:
     spoil(rng, path)
     axis = rng.choice(["iterations", "tokens", "time"])
     argv = ["tools/plot_loss.py", path, "--axis", axis, "--output", folder / "picture.svg"]
+    argv += rng.choice([[], ["--log-axis"], ["--panels", "lr", "grad-norm", "tokens-per-second"]])
     return Case(argv, (0, 1), "drawn: |plot_loss.py: .*log.jsonl", memory=MEMORY)
 
 

@@ -46,11 +46,35 @@ def test_long_work_is_told_at_growing_intervals_and_quick_work_is_not(
         activity.what = "going on"
     lines = [line for line in told if line.endswith(" s so far")]
     assert {line.split(":")[0].split(",")[0] for line in lines} <= {"opening", "going on"}
+    lines = [line for line in lines if line.startswith("opening")]
     assert any(line.startswith("opening: done, after ") for line in told)
     seconds = [int(line.split()[-4]) for line in lines[:8]]
-    assert 10 <= seconds[0] < 20
+    assert 5 <= seconds[0] < 15
     for before, after in itertools.pairwise(seconds):
         assert after >= before + min(before, 300) and after < before + min(before, 300) + 20
+
+
+def test_many_short_things_are_told_by_the_length_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """None of them lasts for five seconds, by a clock that is set by hand."""
+    clock, told = [0.0], list[str]()
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    first, second = (Activity(Launch(rank, 2, rank, 2), told.append) for rank in (0, 1))
+    for i in range(50):
+        for activity in (first, second):
+            activity.what = f"step {i}"
+        clock[0] += 1.0
+        first._look()
+        second._look()
+        clock[0] += 1.0
+    pattern = r"\[rank 0\] step (\d+)(, at .*)?: (\d+) s since the start"
+    lines = [re.fullmatch(pattern, line) for line in told]
+    assert [(int(line[1]), int(line[3])) for line in lines if line] == [
+        (2, 5), (5, 11), (11, 23), (23, 47), (47, 95),
+    ]  # fmt: skip
+    assert len(told) == 5
 
 
 def test_no_line_comes_once_the_start_is_over() -> None:

@@ -127,7 +127,9 @@ def _checked(name: str, values: list[str], flag: Any, live: bool) -> list[str]:
     if any(value.startswith("--") for value in values):
         raise ValueError(f"{name} has a flag for a value")
     if values and live:
-        flag.read(values if flag.rule.nargs == "*" else values[0])
+        several = flag.rule.nargs == "*"
+        repeated = getattr(flag.rule, "repeated", False)  # older commits have none
+        flag.read([values] if repeated else values if several else values[0])
     return values
 
 

@@ -67,6 +67,8 @@ def import_hf(source: Path, root: Path, own: str | None = None) -> Path:
     expected = expected_tensors(file, config)
     check_shapes(found, expected)
     found.check_names(expected)
+    if found.left_out:
+        warn(f"{source}: {found.left_out}")
     found.verify(found.manifest["files"])
     dtype = str(BY_NAME[found.index[EMBEDDING]["dtype"]]).removeprefix("torch.")
     ids = {k: found.config[k] for k in TOKEN_IDS if found.config.get(k) is not None}

@@ -126,6 +126,8 @@ def export_mcore(place: Path, root: Path, note: Callable[[str], None]) -> tuple[
     if not with_state:
         frozen = " of frozen parameters" if found.state.get("frozen_parameters") else ""
         note(f"{found.directory} has no optimizer's state{frozen}: give Megatron --finetune")
+    if with_state and saved and saved.get("optimizer.param_group"):
+        note("Megatron has no --param-group: there its factors of learning rate and decay are 1")
     if config.vocab_size % 128:
         note(
             f"Megatron pads the vocabulary of {config.vocab_size} to a multiple of "

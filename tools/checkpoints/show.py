@@ -14,7 +14,7 @@ from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.manifest import MANIFEST
 from training.checkpoint.pieces import is_state
-from training.checkpoint.retain import TRASH, UNFINISHED, step_directories
+from training.checkpoint.retain import TRASH, UNFINISHED, evaluations, step_directories
 
 WRITER = re.compile(r"rank_(\d+)-\d+\.safetensors")
 PROGRESS = ("consumed_samples", "consumed_tokens", "optimizer_steps")
@@ -57,7 +57,13 @@ def saved_at(directory: Path) -> str:
 
 
 def list_steps(root: Path) -> Iterator[str]:
-    """Yield a table of the checkpoints under `root`, and whether their files have their sizes."""
+    """Yield a table of the checkpoints under `root`, and whether their files have their sizes.
+
+    Those of --keep-best have their losses, too.
+    """
+    losses = {name: evaluation for name, (_, evaluation) in evaluations(root).items()}
+    in_order = sorted(losses, key=lambda name: (losses[name].loss, name), reverse=True)
+    lowest = {losses[name].comparable: name for name in in_order}.values()
     rows: list[tuple[str, ...]] = []
     rows.append(("step", "saved", "samples", "tokens", "size", "written by", "files"))
     for _, final, name in step_directories(root):
@@ -68,7 +74,12 @@ def list_steps(root: Path) -> Iterator[str]:
             row += [f"{n:,}" if isinstance(n, int) else "" for n in progress]
             row += [size_of(bytes_of(found)), layout_of(found.state)]
             found.check_sizes()
-            row.append("all there" if final else "all there, set aside")
+            there = "all there" if final else "all there, set aside"
+            if (evaluation := losses.get(name)) is not None:
+                of = evaluation.set and f"-{evaluation.set}"
+                there += f"; validation{of} loss {evaluation.loss:.4f}"
+                there += ", the lowest" * (name in lowest)
+            row.append(there)
         except (CheckpointError, OSError) as error:
             row += [""] * (6 - len(row)) + [f"DAMAGED: {error}"]
         rows.append(tuple(row))

@@ -112,13 +112,15 @@ def _after_saving(
     except ValueError:
         return ""  # hf_config refuses the value
     try:
-        got = getattr(read_sizes(file, written), name)
+        back = read_sizes(file, written)
+        got = getattr(back, name)
     except ValueError as error:
         return f"from_hf_config refuses what hf_config writes for {name} = {value!r}: {error}"
     if got == value:
         return ""
     if got != getattr(base, name):
-        other = logits_of(file, replace(config, **{name: got}), tokens)
+        of_run = {n: getattr(config, n) for n in OF_THE_RUN if hasattr(config, n)}
+        other = logits_of(file, replace(back, **of_run), tokens)
         if _same(other, logits_of(file, config, tokens)):
             return ""
     return (

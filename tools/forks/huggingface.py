@@ -51,7 +51,11 @@ def compare(
         try:
             return _Theirs(library, file, config, tokens).compare()
         except Exception:
-            square = replace(config, kv_channels=8, hidden_size=8 * config.num_attention_heads)
+            wide = {"hidden_size": 8 * config.num_attention_heads}
+            try:
+                square = replace(config, kv_channels=8, **wide)
+            except ValueError:  # the model's heads have one size
+                square = replace(config, **wide)
             return _Theirs(library, file, square, tokens).compare()
     except Exception as error:
         problem = f"transformers' {kind} fails with what hf_config writes, {type(error).__name__}: "

@@ -1,17 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layouts tools/fork_check.py tries, at which sizes, and what a pattern of failures means."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import cycle, product
 from typing import NamedTuple
 
 from mpu.pipeline.schedules import CHUNKS
 from tools.forks.case import Case
 
+LATENT = {  # of a model with latent attention: its own flags, and each head has a key
+    "--q-lora-rank": 10,
+    "--kv-lora-rank": 6,
+    "--qk-head-dim": 12,
+    "--qk-pos-emb-head-dim": 4,
+    "--v-head-dim": 7,
+    "--num-query-groups": 8,
+    "--rotary-base": 1e8,  # so that one of two pairs turns slowly enough for RoPE's scaling
+}
 
-def sizes(full: bool, experts: int = 0) -> tuple[str, ...]:
+
+def sizes(full: bool, experts: int = 0, fields: Container[str] = ()) -> tuple[str, ...]:
     """Return the flags of every case: small sizes, odd where they may be. At tp 4 two ranks share
-    a key/value head. experts: how many the model has.
+    a key/value head. experts: how many the model has. fields: of its config.
     """
     given = {
         "--num-layers": 8 if full else 4,
@@ -32,6 +42,7 @@ def sizes(full: bool, experts: int = 0) -> tuple[str, ...]:
         "--ddp-bucket-size": 1000,
         "--device": "cpu",
         **({"--num-experts": experts, "--expert-tensor-parallel-size": 1} if experts else {}),
+        **(LATENT if "kv_lora_rank" in fields else {}),
     }
     switches = ("--group-query-attention", "--mock-data", "--fp64", "--overlap-grad-reduce")
     return (*(str(word) for pair in given.items() for word in pair), *switches)

@@ -31,7 +31,7 @@ from estimate.traffic import traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
-from mpu.param import PlacementError
+from mpu.param import PlacementError, saved_buffers
 from mpu.zero.gradient_check import GradientCheck
 from pretrain_llama import LlamaRun, build, model_provider
 from tools.forks.case import (
@@ -195,6 +195,7 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
             report.findings.append(("initial", name, f"{name} is not finite after initialize()"))
             start[name] = start[name].nan_to_num(1.0)
     put(run, start)
+    buffers = {name: buffer.clone() for name, buffer in saved_buffers(run.model)}
     first, outputs = forward(run)
     report.findings += [("random", "", line) for line in draws(run, outputs, lambda: forward(run))]
     if report.findings:
@@ -215,6 +216,8 @@ def ask_one_rank(desk: Desk, case: Case, run: LlamaRun, report: Report) -> None:
     report.errors["loss"] = abs(first - losses[0])
     Oracle(tensors, losses, norms[0]).write(Path(desk.folder), case.tied)
     put(run, start)
+    for name, buffer in saved_buffers(run.model):  # a step may move them, as the bias of a choice
+        buffer.copy_(buffers[name])
     found = derivatives(list(rectangles(run)), tensors["gradients"], lambda: forward(run)[0])
     report.error("derivative", found[0])
     if names := run.sink.frozen.names:

@@ -12,6 +12,7 @@ from estimate.model_profile import model_profile
 from model.llama import read_rope
 from model.moe import from_hf_config
 from training.config import Config
+from training.flags.flag_table import live
 from training.flags.parse import parse
 from training.untrusted import read_json
 
@@ -161,11 +162,12 @@ def _experts_of(path: Path, content: dict[str, Any]) -> list[str]:
 
 
 def last_of_each(argv: list[str]) -> list[str]:
-    """Return flags without what a later one of the same name replaces."""
+    """Return flags without what a later one of the same name replaces; some only add to it."""
+    added = {flag.name for flag in live() if flag.rule.repeated}
     given = [n for n, word in enumerate(argv) if word.startswith("--")]
     latest = {argv[n]: n for n in given}
     arguments: list[str] = []
     for n, following in zip(given, [*given[1:], len(argv)], strict=True):
-        if latest[argv[n]] == n:
+        if latest[argv[n]] == n or argv[n] in added:
             arguments += argv[n:following]
     return arguments

@@ -283,8 +283,8 @@ def exactly(model: Model, each: Layout) -> list[Exact]:
     if each.pp > 1:
         count = activations.steady(each.schedule, each.pp, each.micro_batches, each.virtual)
         few = replace(each, micro_batches=count)
-    words = shlex.split(" ".join([*model.flags, few.flags(), REST]))
-    config = parse(words, each.tp * each.cp * each.dp * each.pp)
+    words = shlex.split(f"{few.flags()} {REST}")
+    config = parse([*model.flags, *words], each.tp * each.cp * each.dp * each.pp)
     found = list[Exact]()
     for rank, own in enumerate(activations.peaks(config, PROVIDER)):
         state = host_bytes(config, flats(config, PROVIDER, rank))

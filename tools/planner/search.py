@@ -6,6 +6,7 @@ tools/planner/step_time.py. How keys and values travel, and whether tp's transfe
 chosen once for each tp, cp and micro-batch: the way in which a layer takes the least time.
 """
 
+import shlex
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -120,7 +121,7 @@ class Plans:
 
     def command(self, n: int) -> str:
         """Return the flags of model and layout; data, learning rate and length are the user's."""
-        return f"{' '.join(self.model.flags)} --bf16 {self.layouts[n].flags()}"
+        return f"{shlex.join(self.model.flags)} --bf16 {self.layouts[n].flags()}"
 
     def order(self) -> npt.NDArray[np.intp]:
         """Return the layouts that fit, fastest first; of equals the one with more memory left."""

@@ -49,14 +49,17 @@ class Cuts:
         patches.replace(torch.autograd, "backward", begins)
 
     def note(self, made: type, given: Sequence[Any], out: Any) -> None:
-        """Note what a function's forward returns that is not one of its inputs."""
+        """Note what a function's forward returns that is not one of its inputs. An output without
+        elements has no memory that tells it from another one, and is left out.
+        """
         recorder = self.recorder
         if recorder.paused or not torch.is_grad_enabled():
             return
         layer = recorder.layers.running() if recorder.layers else ""
         taken = {self._storage(x) for x in given if isinstance(x, Tensor)}
         for x in out if isinstance(out, tuple) else (out,):
-            if isinstance(x, Tensor) and isinstance(x.grad_fn, BackwardCFunction):
+            made_here = isinstance(x, Tensor) and isinstance(x.grad_fn, BackwardCFunction)
+            if made_here and x.numel():
                 storage = self._storage(x)
                 if storage >= 0 and storage not in taken:
                     node, at = weakref.ref(x.grad_fn), len(recorder.events)

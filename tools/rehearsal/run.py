@@ -115,7 +115,9 @@ def rehearsable(config: Config, steps: int) -> Config:
     checkpoint = replace(
         config.checkpoint, save=None, load=None, pretrained_checkpoint=None, save_interval=None
     )
-    run = replace(config.run, exit_interval=steps, eval_interval=None)
+    run = replace(
+        config.run, exit_interval=steps, eval_interval=None, eval_at_start=False, skip_train=False
+    )  # fmt: skip
     log = replace(
         config.log, log_interval=1, tensorboard_dir=None, log_json=None, sample_interval=None,
         record_memory_history=False,

@@ -337,7 +337,7 @@ def beginning_of(seen: "Rehearsed", axis: str, what: str) -> str:
         "softmax": loss_of,
         "scales": Float8Gather.requantise if axis not in ("tp", "cp") else Float8.agree,
     }
-    by_axis: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION, ContextAttention.attend)
+    by_axis: dict[str, Callable[..., Any]] = dict.fromkeys(ATTENTION, ContextAttention.compute)
     by_axis["tp_kv"] = SharedHeadsLinear.whole_heads
     if what == "loss":
         return defined(seen.script.__file__ or "", "train_step")

@@ -16,6 +16,7 @@ lock         one writer a directory
 save         write aside, then rename
 stage        copy, and save in a thread while training continues
 retain       which checkpoints stay
+evaluated    the loss on held-out data that a checkpoint has
 find         the newest complete directory, the same on every rank, or why there is none
 load         fill local tensors from whatever files hold their rectangles
 huggingface  the same for a Hugging Face directory

@@ -57,6 +57,8 @@ OF_FUSED = {  # (fused tensor, whether in a Mixtral): the modules of an expert t
     ("gate_up_proj", True): ("w1", "w3"),
     ("down_proj", True): ("w2",),
 }
+PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of multi-token prediction
+MOST_PREDICTORS = 16
 Read = TypeVar("Read")
 ROWS = 1024  # of two embeddings, compared at a time
 
@@ -92,6 +94,7 @@ class HuggingFaceDirectory(Checkpoint):
             raise CheckpointError(f"{directory}: {error}") from None
         self.state = {"iteration": 0, "consumed_samples": 0, "hf_config": sizes}
         self.index = {n: e for n, e in self.index.items() if not DERIVED.fullmatch(n)}
+        self._leave_out_predictors()
         self.known_as((EMBEDDING, HEAD))
         head = self.index.pop(HEAD, None) if self.config.get("tie_word_embeddings") else None
         self._copy = head if EMBEDDING in self.index else None
@@ -110,6 +113,23 @@ class HuggingFaceDirectory(Checkpoint):
                     raise CheckpointError(f"{file} and {self.file_of(name)} both hold {name}")
                 parts = [[file, name, [0] * len(shape), shape]]
                 self.index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
+
+    def _leave_out_predictors(self) -> None:
+        """Take layers that predict further tokens out of the index, as transformers does: they
+        follow the model's own, and only config.json says how many there are (DeepSeek-V3).
+        """
+        counts = [self.config.get(name) for name in ("num_hidden_layers", *PREDICTORS)]
+        layers, more = counts[0], next((n for n in counts[1:] if type(n) is int), 0)
+        if type(layers) is not int or not 0 < more <= MOST_PREDICTORS:
+            return
+        first = tuple(f"{BASE}layers.{layers + i}." for i in range(more))
+        mine = [name for name in self.index if name.startswith(first)]
+        for name in mine:
+            del self.index[name]
+        if mine:
+            self.left_out = (
+                f"{len(mine)} tensors of multi-token prediction are left out: {mine[0]}, ..."
+            )
 
     def _cut_fused(self) -> None:
         """Enter each expert of a fused tensor under its own name, as transformers splits it.

@@ -25,6 +25,7 @@ from torch import Tensor
 from mpu.grid import Grid
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
+from training.checkpoint.evaluated import evaluation_in
 from training.checkpoint.files import check_file, check_size, open_directory
 from training.checkpoint.finite import check_tensors, fault_of
 from training.checkpoint.header import check_header
@@ -108,9 +109,11 @@ class Checkpoint:
 
     state: the contents of state.json. index: {tensor: {"dtype", "shape", "parts"}}. passed_over:
     newer directories that were not complete. links: whether files may be links (open_plain()).
+    left_out: a line on tensors that are not the model's and are not read; "": there are none.
     """
 
     passed_over: Sequence[str] = ()
+    left_out = ""
     links = False  # whether its files may be links
 
     def __init__(self, directory: Path) -> None:
@@ -314,6 +317,7 @@ def check_state(state: Mapping[str, Any]) -> None:
     frozen = state.get("frozen_parameters", [])
     if type(frozen) is not list or any(type(name) is not str for name in frozen):
         raise CheckpointError(f"{STATE}: frozen_parameters must be a list of names")
+    evaluation_in(state)
     stages = state.get("stages", [])
     kinds = {"name": str, "first_sample": int, "corpus": str, "seq_length": int}
     if type(stages) is not list or any(

@@ -8,6 +8,9 @@ moment. A damaged one does not count and, among the newest, is kept for inspecti
 than K complete ones no step is removed, and the only complete one never is. (A directory that was
 set aside is removed where its successor counts.)
 
+The complete one with the lowest loss on held-out data stays too (evaluated.py). One that was saved
+for its loss alone goes once another one has a lower loss and a newer one is complete.
+
 A directory is first renamed to step_00000123.trash-<random>, which nobody loads, then removed. One
 that holds anything that no save wrote stays as it is (`holds_a_save`).
 One rank does all this, without a message to the others.
@@ -17,10 +20,11 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from training.checkpoint.errors import CheckpointError
+from training.checkpoint.evaluated import Evaluation, evaluation_of
 from training.checkpoint.files import Hook
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import STEP, holds_a_save
@@ -42,22 +46,25 @@ def prune(
     note: Note,
     hook: Hook = lambda phase: None,
     among: Collection[str] | None = None,
+    outdone: bool = False,
 ) -> list[str]:
     """Remove the checkpoints under `root` that need not stay; return their names, oldest first.
 
     keep_last: how many complete ones stay, the newest. retain_interval: multiples of it stay too;
         without keep_last, which then is 1, it means what it means in Megatron-LM: only
-        multiples and the last stay. Both None: nothing is removed.
+        multiples and the last stay. Both None: nothing is removed, but for those of `outdone`.
     good: names known to be complete, as this run wrote or verified them; those verified here are
         added, so that the next call does not hash it again.
     note: called with a line for each damaged checkpoint and failed removal; neither is an error.
     hook(phase): "pruning" before each removal, "trash" once its directory is renamed.
     among: names of the directories to look at; None: all.
+    outdone: whether checkpoints are removed that were saved for a loss which is not the lowest any
+        more. Without keep_last and retain_interval nothing else is.
     """
     try:
         left = [name for name in os.listdir(root) if TRASH.fullmatch(name)]
         _clear(root, [name for name in left if holds_a_save(root / name)], note)
-        doomed = choose(root, keep_last, retain_interval, good, note, among)
+        doomed = choose(root, keep_last, retain_interval, good, note, among=among, outdone=outdone)
     except OSError as error:
         note(f"no checkpoint was removed: {error.strerror}: {error.filename}")
         return []
@@ -84,12 +91,17 @@ def choose(
     good: set[str],
     note: Note,
     among: Collection[str] | None = None,
+    outdone: bool = False,
 ) -> list[str]:
     """Return the names of what prune() would remove, oldest first."""
-    if keep_last is None and retain_interval is None:
+    others_stay = keep_last is None and retain_interval is None
+    if others_stay and not outdone:
         return []
     window = 1 if keep_last is None else keep_last
     assert window >= 1
+    found = {n: e for n, (_, e) in evaluations(root).items() if among is None or n in among}
+    for_loss = {name for name, each in found.items() if each.only}
+    best = best_of(root, found, good, note)
     doomed: list[str] = []
     counted: list[int] = []  # steps of the complete ones found so far
     for step, _, name in reversed(step_directories(root)):
@@ -103,12 +115,47 @@ def choose(
                 counted.append(step)
             except (CheckpointError, OSError) as error:
                 note(f"checkpoint {root / name} is left in place and not counted: {error}")
-        elif not retain_interval or step % retain_interval:
+        elif name in best:
+            continue
+        elif name in for_loss or not (
+            others_stay or (retain_interval and step % retain_interval == 0)
+        ):
             doomed.append(name)
     foreign = [name for name in doomed if not holds_a_save(root / name)]
     for name in foreign:
         note(f"checkpoint {root / name} is left in place: it holds what no save wrote")
     return [name for name in doomed[::-1] if name not in foreign]
+
+
+def evaluations(root: Path) -> dict[str, tuple[int, Evaluation]]:
+    """Return {name: (step, evaluation)} of the checkpoints under `root` that have one.
+
+    Of a step that was saved again it is the newer one's.
+    """
+    found = {}
+    for step, final, name in step_directories(root):
+        if final or not (root / name.partition(".old-")[0]).is_dir():
+            if (evaluation := evaluation_of(root / name)) is not None:
+                found[name] = step, evaluation
+    return found
+
+
+def best_of(root: Path, found: Mapping[str, Evaluation], good: set[str], note: Note) -> set[str]:
+    """Return the names of the complete checkpoints with the lowest loss on each held-out data.
+
+    Also those of lower losses that are damaged, for which `note` gets a line: they stay in place.
+    """
+    stay, known = set(), set()
+    for name, each in sorted(found.items(), key=lambda pair: (pair[1].loss, pair[0])):
+        if each.comparable in known:
+            continue
+        stay.add(name)
+        try:
+            check_complete(root / name, good)
+            known.add(each.comparable)
+        except (CheckpointError, OSError) as error:
+            note(f"checkpoint {root / name} is left in place and is not the best: {error}")
+    return stay
 
 
 def step_directories(root: Path) -> list[tuple[int, bool, str]]:

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +161,13 @@ def clear(root: Path, record: Written) -> None:
 
 
 def keep_newest(
-    root: Path, count: int | None, name: re.Pattern[str], record: Written
+    root: Path,
+    count: int | None,
+    name: re.Pattern[str],
+    record: Written,
+    stay: Collection[str] = (),
 ) -> tuple[list[str], list[str]]:
-    """Remove all but the newest `count` of the record's directories whose names fit.
+    """Remove all but the newest `count` of the record's directories whose names fit, and `stay`.
 
     Return the names of those removed, and of those that would be but are not as they were written:
     they stay, and do not count.
@@ -171,6 +175,8 @@ def keep_newest(
     known = [n for n in record.names() if name.fullmatch(n) and os.path.lexists(root / n)]
     removed, changed = list[str](), list[str]()
     for each in sorted(known, key=lambda name: (len(name), name))[: -count if count else 0]:
+        if each in stay:
+            continue
         if not record.ours(root / each):
             changed.append(each)
             continue

@@ -11,7 +11,7 @@ tokenizer    text to ids and back; hf_tokenizer, tik_tokenizer, gpt2_tokenizer; 
 hf_classes   what transformers makes of a tokenizer.json; auto_tokenizer: what it reads of ours
 token_texts  which bytes each id stands for; bytes_per_token counts them for bits per byte
 text_files   the files of text for preprocessing; shards, parquet, bad_documents
-made_with    PREFIX.json: which tokenizer made a pair
+made_with    PREFIX.json: which tokenizer made a pair; loss_mask: which of its tokens count
 not_tokens   what a --data-path names where it names no pair
 identity     whether two corpora are the same; same_data: which of a run's are
 """

@@ -41,11 +41,11 @@ class Batch:
     """A micro-batch of `b` rows of `s` tokens; every tensor is [b, s].
 
     tokens, labels: int64; labels[:, i] follows tokens[:, i]. loss_mask: float32, 0 where the loss
-    is ignored (None: nowhere). position_ids: int64 (None: 0 to s-1). packed_seq_params: the
-    documents of the rows; a token attends to its own document only (None: to every earlier token).
-    first_sample: number of row 0 in the global order. token_count: tokens whose loss counts.
-    text_bytes: of their text, for evaluations (0: not counted); of whole rows, whichever part of
-    them the tensors are.
+    is ignored (None: nowhere in the run). position_ids: int64 (None: 0 to s-1). packed_seq_params:
+    the documents of the rows; a token attends to its own document only (None: to every earlier
+    token). first_sample: number of row 0 in the global order. token_count: tokens whose loss
+    counts. text_bytes: of their text, for evaluations (0: not counted); of whole rows, whichever
+    part of them the tensors are.
     """
 
     tokens: Tensor
@@ -68,10 +68,13 @@ class Batch:
         return replace(self, packed_seq_params=packed, **moved)
 
 
-def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Batch:
+def make_batch(
+    rows: np.ndarray, rules: DocumentRules, first_sample: int, counted: np.ndarray | None = None
+) -> Batch:
     """Return the batch of these samples, int64 [b, s + 1].
 
-    The loss is ignored where the label is PAD; the model reads token 0 in its place.
+    counted: bool [b, s + 1], whether a token counts as a label (None: all do). The loss is ignored
+    where it does not, and where the label is PAD; the model reads token 0 in place of PAD.
     """
     padded = rows[:, 1:] == PAD
     rows = np.maximum(rows, 0) if padded.any() else rows
@@ -88,8 +91,10 @@ def make_batch(rows: np.ndarray, rules: DocumentRules, first_sample: int) -> Bat
     if rules.reset_attention_mask:
         begins[:, 0] = True
         packed = PackedSeqParams.of(np.diff(np.flatnonzero(begins), append=tokens.size).tolist())
-    if rules.eod_mask_loss or padded.any():
+    if rules.eod_mask_loss or padded.any() or counted is not None:
         counts = ~padded & (tokens != rules.eod) if rules.eod_mask_loss else ~padded
+        if counted is not None:
+            counts &= counted[:, 1:]
         loss_mask = torch.from_numpy(counts.astype(np.float32))
         token_count = int(counts.sum())
     return Batch(

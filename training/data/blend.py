@@ -33,6 +33,7 @@ class Blend:
         self.datasets = list(datasets)
         self.weights = [float(weight) for weight in weights]
         self.seq_length = datasets[0].seq_length
+        self.masked = any(dataset.masked for dataset in datasets)
         leaves = ((weight, i, i) for i, weight in enumerate(self.weights) if weight > 0)
         heap: list[tuple[float, int, Any]] = list(leaves)
         heapq.heapify(heap)
@@ -64,6 +65,11 @@ class Blend:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
         dataset, inner = self._locate_one(i)
         return self.datasets[dataset].sample(inner)
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """Return which tokens of sample i count in the loss, bool [seq_length + 1]."""
+        dataset, inner = self._locate_one(i)
+        return self.datasets[dataset].loss_mask(inner)
 
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (dataset, document, offset) of the first token of sample i."""

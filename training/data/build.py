@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpu import native
 from training.activity import Activity
@@ -20,6 +20,7 @@ from training.data.gpt import GPTDataset
 from training.data.indexed import IndexedTokens
 from training.data.loader import Loader
 from training.data.local_copy import local_copy
+from training.data.loss_mask import LossMask, find_loss_mask
 from training.data.made_with import MadeWith
 from training.data.megatron_order import (
     MegatronBlend,
@@ -60,14 +61,25 @@ class Loaders:
     test: Loader | None
     tokenizer: "Tokenizer | None" = None  # of all three
 
+    def evaluated_on(self, samples: int) -> dict[str, str]:
+        """Return {set: SHA-256 of what an evaluation reads}: so many samples, or all that end."""
+        facts = {
+            name: [loader.dataset.digest, loader.dataset.length or samples]
+            for name, loader in self.valid.items()
+        }
+        return {name: _sha256(each) for name, each in facts.items()}
+
     @property
     def digest(self) -> str:
         """Return a SHA-256 of the datasets' digests."""
         valid = {name: loader.dataset.digest for name, loader in self.valid.items()}
         held_out = valid[""] if valid.keys() == {""} else valid or None
         test = self.test and self.test.dataset.digest
-        digests = {"train": self.train.dataset.digest, "valid": held_out, "test": test}
-        return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+        return _sha256({"train": self.train.dataset.digest, "valid": held_out, "test": test})
+
+
+def _sha256(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def build_loaders(
@@ -121,8 +133,14 @@ def build_loaders(
     valid = {name: loader for name, loader in held_out.items() if loader is not None}
     for name in held_out.keys() - valid.keys() if data.multiple_validation_sets else ():
         raise ValueError(f"--multiple-validation-sets: the set {name} has no tokens that count")
-    evaluates = config.run.eval_iters > 0 or data.full_validation
-    if not valid and config.run.eval_interval and evaluates:
+    run = config.run
+    asked = {
+        "--skip-train": run.skip_train,
+        "--eval-at-start": run.eval_at_start,
+        f"--eval-interval {run.eval_interval}": run.eval_interval,
+    }
+    evaluates = run.eval_iters > 0 or data.full_validation
+    if not valid and evaluates and any(asked.values()):
         why = "--valid-data-path has no tokens that count"
         if data.data_path:
             why = (
@@ -130,9 +148,8 @@ def build_loaders(
                 "validation: raise its second number, or use --valid-data-path "
                 "(tools/build_corpus.py cuts a text and holds out a part of it)"
             )
-        raise ValueError(
-            f"--eval-interval {config.run.eval_interval} has nothing to evaluate on: {why}"
-        )
+        by = next(flag for flag, given in asked.items() if given)
+        raise ValueError(f"{by} has nothing to evaluate on: {why}")
     return Loaders(train, valid, load(datasets["test"], held_out_text), tokenizer)
 
 
@@ -200,43 +217,54 @@ def build_datasets(
         if train is None or begun is None or not begun(same.split, train):
             raise ValueError(f"{same.what}: {same.instead}")
         report(f"{same.what}; the run was begun so, and goes on in its order")
-    if data.eod_mask_loss:
-        for empty in _without_loss(opener.parts, tokenizer.eod, report):
-            found[empty] = None
+    for empty in _without_loss(opener.parts, tokenizer.eod if data.eod_mask_loss else None, report):
+        found[empty] = None
     made_with.tell(report)
+    opener.tell_masks()
     return found
 
 
 def _without_loss(
     parts: Sequence[Part], eod: int | None, report: Callable[[str], None]
 ) -> Iterator[str]:
-    """Yield each split to evaluate on in which --eod-mask-loss leaves no token in the loss.
+    """Yield each split to evaluate on in which --eod-mask-loss, or a loss mask, leaves no token in
+    the loss. eod: the token that --eod-mask-loss leaves out, None without the flag.
 
     Raises ValueError where that is so of what is trained on, or of a stage of it.
     """
+
+    def why(part: Part) -> str:
+        of = f"the {part.split} documents of " if part.split in SPLITS else ""
+        if eod is not None and part.file.holds_only(eod, part.documents):
+            return (
+                f"{part.flag}: {of}{part.prefix} hold only the end-of-document token {eod}, which "
+                "--eod-mask-loss leaves out of the loss"
+            )
+        if part.loss_mask and part.loss_mask.counts_none(part.documents):
+            return (
+                f"{part.flag}: {of}{part.prefix} have no token that {part.loss_mask.prefix} counts "
+                "in the loss"
+            )
+        return ""
+
     blends: dict[tuple[str, str], list[Part]] = {}
     for part in parts:
         blends.setdefault((part.split, part.flag), []).append(part)
-    for (split, flag), blend in blends.items():
-        masked = [part for part in blend if part.file.holds_only(eod, part.documents)]
-        of = f"{flag}: the {split} documents of" if split in SPLITS else f"{flag}:"
-        lines = [
-            f"{of} {part.prefix} hold only the end-of-document token {eod}, which --eod-mask-loss "
-            "leaves out of the loss"
-            for part in masked
-        ]
-        if len(masked) == len(blend) and split == "train":
+    for (split, _), blend in blends.items():
+        lines = [line for line in map(why, blend) if line]
+        if len(lines) == len(blend) and split == "train":
             raise ValueError(f"{lines[0]}, so no token would be trained on")
         for line in lines:
             report(line)
-        if len(masked) == len(blend):
+        if len(lines) == len(blend):
             yield split
 
 
 def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
     """Return how many samples of each split Megatron's order is made for, and how many are read.
 
-    Megatron's evaluations read on where the one before ended; these begin again.
+    Megatron's evaluations read on where the one before ended; these begin again. With --skip-train
+    they are as many as in a run of the same flags, so that the losses are that run's.
     """
     batch, run = config.batch, config.run
     size, steps = batch.global_batch_size, batch.train_iters
@@ -244,7 +272,10 @@ def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
     assert train is not None, "--train-iters or --train-samples is given"
     steps = train // size if steps is None else steps
     evaluation = max(0, run.eval_iters) * size
-    times = steps // run.eval_interval + 1 if run.eval_interval else 1
+    times = 1
+    if run.eval_interval:
+        left_out = (run.start_eval_at_iter or 0) // run.eval_interval
+        times = max(1, steps // run.eval_interval + 1 - left_out)
     return {
         "train": (train, train),
         "valid": (times * evaluation, evaluation),
@@ -289,6 +320,7 @@ class _Opener:
         self._report, self._made_with = report, made_with
         self.parts: list[Part] = []  # that are read
         self._files: dict[str, IndexedTokens] = {}
+        self._masks: dict[str, LossMask | None] = {}  # by the prefix of the file that is read
         self._caches: dict[tuple[str, int], IndexCache] = {}
 
     def open(
@@ -312,7 +344,7 @@ class _Opener:
             file, cut = self._cut(prefix, split, shares)
             if file.lengths[cut.start : cut.stop].any() and (weights is None or weights[i] > 0):
                 found.append(part := self._dataset(file, split, cut))
-                self.parts.append(Part(name, flag, prefix, file, cut, weights is not None))
+                self._add_part(name, flag, prefix, file, cut, weights is not None)
                 weights_left.append(float(part.tokens) if weights is None else weights[i])
             elif weights and weights[i] > 0 and split == "train":
                 raise ValueError(
@@ -337,7 +369,7 @@ class _Opener:
                 if not file.lengths[cut.start : cut.stop].any():
                     raise ValueError(f"{flag}: {prefix} has no tokens")
                 found.append(self._dataset(file, "train", cut, stage.length))
-                self.parts.append(Part("train", flag, prefix, file, cut, weights is not None))
+                self._add_part("train", flag, prefix, file, cut, weights is not None)
             shares = weights or [float(part.tokens) for part in found]
             keys = [os.path.realpath(prefix + ".bin") for prefix in prefixes]
             parts.append(StageData(found, shares, keys))
@@ -365,7 +397,7 @@ class _Opener:
             return None
         for prefix, (file, cut) in zip(prefixes, cuts, strict=True):
             if file.lengths[cut.start : cut.stop].any():
-                self.parts.append(Part(name, flag, prefix, file, cut, weights is not None))
+                self._add_part(name, flag, prefix, file, cut, weights is not None)
         if len(prefixes) == 1 and (weights is None or shares is None):
             return self._in_order(*cuts[0], split, samples)
         if weights is None:
@@ -398,6 +430,7 @@ class _Opener:
             samples=samples,
             cache=self._cache(file.prefix),
             library=native.load(),
+            loss_mask=self._masks[file.prefix],
         )
 
     def _cut(
@@ -408,19 +441,40 @@ class _Opener:
             at = prefix
             if self._local:
                 at = local_copy(prefix, self._local, self._report, self._activity)
-            self._files[prefix] = IndexedTokens(at, self._cache(at))
-            self._made_with.check(prefix, self._files[prefix].lengths)
-            self._files[prefix].check_vocabulary(self._vocab_size)
+            file = self._files[prefix] = IndexedTokens(at, self._cache(at))
+            record = self._made_with.check(prefix, file.lengths)
+            file.check_vocabulary(self._vocab_size)
+            self._masks[at] = find_loss_mask(prefix, file, record, self._cache(at))
         file = self._files[prefix]
         return file, split_documents(shares, len(file))[split] if shares else range(len(file))
 
     def _dataset(
         self, file: IndexedTokens, split: str, documents: range, seq_length: int | None = None
     ) -> GPTDataset:
-        cache, library, length = self._cache(file.prefix), native.load(), self._seq_length
         return GPTDataset(
-            file, split, documents, seq_length or length, self._seed, cache=cache, library=library
+            *(file, split, documents, seq_length or self._seq_length, self._seed),
+            cache=self._cache(file.prefix),
+            library=native.load(),
+            loss_mask=self._masks[file.prefix],
         )
+
+    def _add_part(
+        self, name: str, flag: str, prefix: str, file: IndexedTokens, cut: range, weighted: bool
+    ) -> None:
+        mask = self._masks[file.prefix]
+        self.parts.append(
+            Part(name, flag, prefix, file=file, documents=cut, weighted=weighted, loss_mask=mask)
+        )
+
+    def tell_masks(self) -> None:
+        """Report in a line which files have a loss mask."""
+        masked = [prefix for prefix, file in self._files.items() if self._masks[file.prefix]]
+        if masked:
+            more = len(masked) - 1
+            self._report(
+                f"data: the loss counts a part of the tokens of {masked[0]}"
+                f"{f' (and {more} more)' if more else ''}, as its .loss_mask says"
+            )
 
     def _cache(self, prefix: str) -> IndexCache:
         """Return the cache for a file, which believes what the file's owner wrote there."""

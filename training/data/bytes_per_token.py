@@ -35,15 +35,24 @@ class TextBytes:
         self._tokenizer, self._report, self._lock = tokenizer, report, Lock()
         self._sizes: np.ndarray | None = None
 
-    def count(self, rows: np.ndarray, rules: DocumentRules) -> int:
-        """Return the bytes of text of the labels whose loss counts; rows: int64 [b, s + 1]."""
+    def count(
+        self, rows: np.ndarray, rules: DocumentRules, counted: np.ndarray | None = None
+    ) -> int:
+        """Return the bytes of text of the labels whose loss counts; rows: int64 [b, s + 1].
+
+        counted: as make_batch takes it. Where it begins to count, a text begins, as a prompt and
+        its answer are two texts.
+        """
         with self._lock:  # loader threads share this object
             if self._sizes is None:
                 self._sizes = self._make()
         before, labels = rows[:, :-1], rows[:, 1:]
         sizes = self._sizes[labels]
         if self._fronts.any():
-            sizes -= self._fronts[labels] & np.isin(before, self._ends)
+            begins = np.isin(before, self._ends)
+            if counted is not None:
+                begins |= counted[:, 1:] & ~counted[:, :-1]
+            sizes -= self._fronts[labels] & begins
         if self._bytes_of_space:
             first, second, third = self._bytes_of_space
             spaces = (before == second) & (labels == third)
@@ -51,6 +60,8 @@ class TextBytes:
             sizes -= 2 * spaces
         if rules.eod_mask_loss:
             sizes[before == rules.eod] = 0
+        if counted is not None:
+            sizes[~counted[:, 1:]] = 0
         return int(sizes.sum())
 
     def _make(self) -> np.ndarray:

@@ -16,6 +16,7 @@ class Dataset(Protocol):
     """A sequence of samples in a fixed order; `digest` identifies that order."""
 
     seq_length: int
+    masked: bool  # whether a part of it has a loss mask
 
     @property
     def length(self) -> int | None:
@@ -42,6 +43,11 @@ class Dataset(Protocol):
 
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """Return for each token of sample i whether its prediction counts in the loss, bool
+        [seq_length + 1]: all do where there is no mask.
+        """
 
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (dataset, document, offset) of the first token of sample i."""

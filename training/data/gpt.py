@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import json
 import threading
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,10 +22,12 @@ from training.data.batch import PAD
 from training.data.cache import IndexCache
 from training.data.dataset import FULL_DIGEST, DataError
 from training.data.indexed import IndexedTokens
+from training.data.loss_mask import LossMask
 from training.data.sample_index import sample_index
 
 CACHE_FROM = 4096  # entries; building a smaller index is faster than reading it
 EPOCHS_CACHED = 4
+Piece = tuple[int, int, int]  # of a document: which one, from which token on, how many
 
 
 class Epoch(NamedTuple):
@@ -36,7 +39,7 @@ class Epoch(NamedTuple):
 
 
 class GPTDataset:
-    """The endless, shuffled samples of a range of documents of one file.
+    """The endless, shuffled samples of a range of documents of one file, and of its loss mask.
 
     Raises ValueError when the range has no tokens; sample() raises DataError where the file was
     changed since it was opened.
@@ -53,13 +56,15 @@ class GPTDataset:
         seed: int,
         cache: IndexCache,
         library: ctypes.CDLL | None = None,
+        loss_mask: LossMask | None = None,
     ) -> None:
         self.name = data.prefix
         self.seq_length = seq_length
         self.tokens = int(data.lengths[documents.start : documents.stop].sum(dtype=np.int64))
         if self.tokens == 0:
             raise ValueError(f"{data.prefix}: the {split} split has no tokens")
-        self._data = data
+        self._data, self._mask = data, loss_mask
+        self.masked = loss_mask is not None
         self._documents = documents
         self._cache = cache
         self._library = library
@@ -77,35 +82,58 @@ class GPTDataset:
     @property
     def digest(self) -> str:
         """Return a SHA-256 of everything that decides which tokens sample i holds."""
-        return _sha256({**self._facts, "data": self._data.digest})
+        return _sha256({**self._facts, **self._identity()})
 
     @property
     def corpus(self) -> str:
         """Return a SHA-256 of the same without the seed: of the data and how it is cut."""
         facts = {key: value for key, value in self._facts.items() if key != "seed"}
-        return FULL_DIGEST + _sha256({**facts, "data": self._data.digest})
+        return FULL_DIGEST + _sha256({**facts, **self._identity()})
 
     @property
     def sketch(self) -> str:
         """Return the corpus as older checkpoints know it, by 64 blocks of the file."""
-        return _sha256({key: value for key, value in self._facts.items() if key != "seed"})
+        facts = {key: value for key, value in self._facts.items() if key != "seed"}
+        return _sha256(facts if self._mask is None else {**facts, "loss_mask": self._mask.sketch})
+
+    def _identity(self) -> dict[str, object]:
+        """Return what every token, and every value of the mask, decides."""
+        mask = {} if self._mask is None else {"loss_mask": self._mask.digest}
+        return {"data": self._data.digest, **mask}
 
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
         out = np.empty(self.seq_length + 1, np.int64)
-        epoch, place, offset = self._start(i)
-        done = 0
-        while done < len(out):
-            documents = self._epoch(epoch).documents
-            for document in documents[place:]:
-                count = min(int(self._data.lengths[document]) - offset, len(out) - done)
-                out[done : done + count] = self._data.read(document, offset, count)
-                done, offset = done + count, 0
-                if done == len(out):
-                    break
-            epoch, place = epoch + 1, 0
+        _fill(out, self._pieces(i), self._data.read)
         self._data.check()  # after the reads: what was read is what was there at the start
         return out
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """Return which tokens of sample i count in the loss, bool [seq_length + 1]."""
+        return self._counted(self._pieces(i))
+
+    def _counted(self, pieces: Iterable[Piece]) -> np.ndarray:
+        """Return what the mask says of pieces, bool [seq_length + 1]; False after the last one."""
+        if self._mask is None:
+            return np.ones(self.seq_length + 1, bool)
+        out = np.zeros(self.seq_length + 1, bool)
+        _fill(out, pieces, self._mask.read)
+        self._mask.check()
+        return out
+
+    def _pieces(self, i: int) -> Iterator[Piece]:
+        """Yield the pieces of documents that are sample i."""
+        epoch, place, offset = self._start(i)
+        left = self.seq_length + 1
+        while left:
+            documents = self._epoch(epoch).documents
+            for document in documents[place:]:
+                count = min(int(self._data.lengths[document]) - offset, left)
+                yield document, offset, count
+                left, offset = left - count, 0
+                if not left:
+                    break
+            epoch, place = epoch + 1, 0
 
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (0, document, offset) of the first token of sample i."""
@@ -119,7 +147,7 @@ class GPTDataset:
 
     def under_way(self) -> str:
         """Return the file and the byte of the longest read under way, or ""."""
-        return self._data.under_way()
+        return self._data.under_way() or (self._mask.under_way() if self._mask else "")
 
     def place_in_order(self, i: int) -> tuple[int, int]:
         """Return (document, offset) of token i * seq_length in the order of the file."""
@@ -133,16 +161,29 @@ class GPTDataset:
         int64 [seq_length + 1], PAD after the last token. Raises DataError for a negative token.
         """
         out = np.full(self.seq_length + 1, PAD, np.int64)
-        document, offset = self.place_in_order(i)
-        done = 0
-        while done < len(out) and document < self._documents.stop:
-            count = min(int(self._data.lengths[document]) - offset, len(out) - done)
-            out[done : done + count] = self._data.read(document, offset, count)
-            if count and out[done : done + count].min() < 0:
+
+        def read(document: int, offset: int, count: int) -> np.ndarray:
+            found = self._data.read(document, offset, count)
+            if count and found.min() < 0:
                 raise DataError(f"{self.name}: document {document} holds a negative token")
-            done, document, offset = done + count, document + 1, 0
+            return found
+
+        _fill(out, self._pieces_in_order(i), read)
         self._data.check()
         return out
+
+    def loss_mask_in_order(self, i: int) -> np.ndarray:
+        """Return for the tokens of in_order(i) whether they count in the loss: bool."""
+        return self._counted(self._pieces_in_order(i))
+
+    def _pieces_in_order(self, i: int) -> Iterator[Piece]:
+        """Yield the pieces of documents that are in_order(i)."""
+        document, offset = self.place_in_order(i)
+        left = self.seq_length + 1
+        while left and document < self._documents.stop:
+            count = min(int(self._data.lengths[document]) - offset, left)
+            yield document, offset, count
+            left, document, offset = left - count, document + 1, 0
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -192,6 +233,16 @@ class GPTDataset:
             self._data.lengths, documents, first, self.seq_length, n, self._library
         )
         return np.concatenate((documents, starts.reshape(-1), shuffle))
+
+
+def _fill(
+    out: np.ndarray, pieces: Iterable[Piece], read: Callable[[int, int, int], np.ndarray]
+) -> None:
+    """Fill an array with pieces of documents, one after another."""
+    done = 0
+    for piece in pieces:
+        out[done : done + piece[2]] = read(*piece)
+        done += piece[2]
 
 
 def _sha256(facts: dict[str, object]) -> str:

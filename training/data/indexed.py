@@ -127,6 +127,13 @@ class IndexedTokens:
             at, size = at + size, min(2 * size, BLOCK)
         return True
 
+    def occurrences(self, token: int) -> int:
+        """Return how many of all tokens are this one, read now."""
+        blocks = (
+            self._tokens(at, min(BLOCK, self.count - at)) for at in range(0, self.count, BLOCK)
+        )
+        return sum(int(np.count_nonzero(block == token)) for block in blocks)
+
     def check(self) -> None:
         """Raise DataError where the tokens were written to, or cut, since they were opened.
 
@@ -185,13 +192,19 @@ class IndexedTokens:
             np.array_equal(self._tokens(*part), other._tokens(*part)) for part in parts
         )
 
+    @property
+    def range_of_ids(self) -> tuple[int, int]:
+        """Return the least and the greatest id of 64 blocks; (0, 0) of a file without tokens."""
+        _, found = self._blocks
+        return min(found, default=0), max(found, default=0)
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError where one of 64 blocks of the file has ids outside the vocabulary."""
-        _, found = self._blocks
-        if found and (min(found) < 0 or max(found) >= vocab_size):
+        least, greatest = self.range_of_ids
+        if self.count and (least < 0 or greatest >= vocab_size):
             self._refuse(
                 "tokens",
-                f"ids from {min(found)} to {max(found)} are not those of a vocabulary of "
+                f"ids from {least} to {greatest} are not those of a vocabulary of "
                 f"{vocab_size}; was the file made with this tokenizer?",
                 suffix=".bin",
             )

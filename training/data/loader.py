@@ -80,7 +80,8 @@ class Loader:
             )
         starts = range(consumed, consumed + global_batch_size, self._stride)
         batches = self._next_batches(consumed, starts)
-        if self._rules.eod_mask_loss and not any(batch.token_count for batch in batches):
+        masked = self._rules.eod_mask_loss or self.dataset.masked
+        if masked and not any(batch.token_count for batch in batches):
             self._tell_masked(consumed, global_batch_size)
         return batches
 
@@ -109,13 +110,17 @@ class Loader:
         This rank's part has none; the other ranks' are read, too.
         """
         for i in range(consumed, consumed + size):
-            if make_batch(self.dataset.sample(i)[None], self._rules, i).token_count:
+            rows, counted = self._samples(range(i, i + 1))
+            if make_batch(rows, self._rules, i, counted).token_count:
                 return
         self._masked += 1
         if self._masked & (self._masked - 1) == 0:
             more = f"; it is the {self._masked}th such batch" if self._masked > 2 else ""
+            why = ["--eod-mask-loss"] * self._rules.eod_mask_loss
+            why += ["the loss mask"] * self.dataset.masked
+            leaves = "leave" if len(why) > 1 else "leaves"
             self._report(
-                f"data: --eod-mask-loss leaves no token of samples {consumed} to "
+                f"data: {' and '.join(why)} {leaves} no token of samples {consumed} to "
                 f"{consumed + size - 1} in the loss, so the loss of this batch is 0 and so are its "
                 f"gradients; the first is {self.dataset.describe(consumed)}{more}"
             )
@@ -178,7 +183,7 @@ class Loader:
         Raises DataError for a token outside of the vocabulary.
         """
         first = start + self._first_row
-        rows = np.stack([self.dataset.sample(i) for i in range(first, first + self._rows)])
+        rows, counted = self._samples(range(first, first + self._rows))
         least = 0 if self.dataset.length is None else PAD
         if rows.min() < least or rows.max() >= self._vocab_size:
             bad = int(np.argmax(((rows < least) | (rows >= self._vocab_size)).any(axis=1)))
@@ -187,7 +192,14 @@ class Loader:
                 f"{self.dataset.describe(first + bad)}: token id {worst} is outside of the "
                 f"vocabulary of {self._vocab_size}; was the file made with this tokenizer?"
             )
-        batch = make_batch(rows, self._rules, first)
+        batch = make_batch(rows, self._rules, first, counted)
         if self._text is not None:
-            batch = replace(batch, text_bytes=self._text.count(rows, self._rules))
+            batch = replace(batch, text_bytes=self._text.count(rows, self._rules, counted))
         return context_part(batch, *self._context)
+
+    def _samples(self, which: range) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return samples, int64 [b, s + 1], and of masked data which of their tokens count."""
+        rows = np.stack([self.dataset.sample(i) for i in which])
+        if not self.dataset.masked:
+            return rows, None
+        return rows, np.stack([self.dataset.loss_mask(i) for i in which])

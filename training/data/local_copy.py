@@ -18,6 +18,7 @@ from contextlib import suppress
 from training.activity import Activity
 from training.data.dataset import DataError
 from training.data.files import replacing
+from training.data.loss_mask import ENDS
 from training.untrusted import open_plain, trusted
 
 BLOCK = 16 << 20  # bytes of one read
@@ -31,13 +32,15 @@ def local_copy(
     report: Callable[[str], None] = print,
     activity: Activity | None = None,
 ) -> str:
-    """Return the prefix of this host's copy of a .bin/.idx pair, once it is there.
+    """Return the prefix of this host's copy of a .bin/.idx pair, and its loss mask, once it is
+    there.
 
     activity: prints that another process takes long to make it. Raises ValueError
     naming the flag where it cannot be made, DataError where the original changes meanwhile.
     """
     try:
-        found = {end: os.stat(prefix + end) for end in (".idx", ".bin")}
+        mask = [end for end in ENDS if os.path.lexists(prefix + end)]
+        found = {end: os.stat(prefix + end) for end in (".idx", ".bin", *mask)}
     except OSError as error:
         raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from error
     times = ((s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in found.values())

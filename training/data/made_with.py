@@ -3,7 +3,8 @@
 
 PREFIX.json has the tokenizer's type, its digest (`Tokenizer.digest`), the size of its vocabulary
 and the id that ends each document, and documents, tokens and lengths of the pair that it is of.
-tools/preprocess_data.py writes it. A pair may lack it, as Megatron's does.
+tools/preprocess_data.py writes it. A pair may lack it, as Megatron's does. Where the loss is on a
+part of the tokens, it has the digest of the mask too, and which texts count.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ FIELDS: Mapping[str, tuple[type, ...]] = {
     "tokens": (int,),
     "lengths": (str,),
 }
+MASK: Mapping[str, tuple[type, ...]] = {"loss_mask": (str,), "loss_on": (list,)}  # or neither
 Record = dict[str, Any]
 is_record = json_with("format", *FIELDS)
 
@@ -61,11 +63,12 @@ class MadeWith:
         self._records: dict[str, Record] = {}
         self._without: list[str] = []  # pairs, each with the reason
 
-    def check(self, prefix: str, lengths: np.ndarray) -> None:
-        """Raise ValueError where a pair was made by another tokenizer, naming file and values.
+    def check(self, prefix: str, lengths: np.ndarray) -> Record | None:
+        """Return what PREFIX.json says of a pair, None where it says nothing of these tokens.
 
         lengths: of its documents. NullTokenizer, which knows no text, takes the ids of any one
-        tokenizer.
+        tokenizer. Raises ValueError where the pair was made by another tokenizer, naming file and
+        values.
         """
         path = f"{prefix}.json"
         found, why = _read(path)
@@ -73,7 +76,7 @@ class MadeWith:
             found, why = None, f"{path} is of other tokens than its .bin"
         if not found:
             self._without.append(why)
-            return
+            return None
         self._records[path] = found
         tokenizer, digest = self._tokenizer, found["tokenizer_digest"]
         if tokenizer.name != "NullTokenizer" or found["tokenizer_type"] == tokenizer.name:
@@ -84,7 +87,7 @@ class MadeWith:
                     "that made it, or tokenize the text again (without this file the tokens are "
                     "taken as they are)"
                 )
-            return
+            return found
         first, known = next(iter(self._records.items()))
         if digest != known["tokenizer_digest"]:
             raise ValueError(
@@ -102,6 +105,7 @@ class MadeWith:
                 f"{tokenizer.eod} for the end: --reset-position-ids, --reset-attention-mask and "
                 f"--eod-mask-loss need --vocab-size {found['eod'] + 1}, or the tokenizer"
             )
+        return found
 
     def tell(self, report: Callable[[str], None]) -> None:
         """Report in a line what could not be compared."""
@@ -126,7 +130,8 @@ def _read(path: str) -> tuple[Record | None, str]:
         other = True
     if other:
         return None, f"{path} is not of tools/preprocess_data.py and says no tokenizer"
-    for field, kinds in FIELDS.items():
+    fields = FIELDS if found.keys().isdisjoint(MASK) else {**FIELDS, **MASK}
+    for field, kinds in fields.items():
         if type(found.get(field)) not in kinds:
             raise ValueError(
                 f"{path}: {field}: {found.get(field)!r} is not {kinds[0].__name__}; without the "

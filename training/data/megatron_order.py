@@ -22,6 +22,7 @@ from training.data.cache import IndexCache
 from training.data.dataset import FULL_DIGEST, DataError
 from training.data.gpt import CACHE_FROM, Epoch, GPTDataset
 from training.data.indexed import IndexedTokens
+from training.data.loss_mask import LossMask
 from training.data.sample_index import sample_index
 
 SURPLUS = 0.005  # more samples than a blend needs of each data set: mid_level_dataset_surplus
@@ -44,9 +45,11 @@ class MegatronDataset(GPTDataset):
         samples: int | None,
         cache: IndexCache,
         library: ctypes.CDLL | None = None,
+        loss_mask: LossMask | None = None,
     ) -> None:
         super().__init__(
-            data, split, documents, seq_length, seed, cache=cache, library=library
+            data, split, documents, seq_length, seed,
+            cache=cache, library=library, loss_mask=loss_mask,
         )  # fmt: skip
         needed = 0 if samples is None else samples * seq_length + 1
         self.epochs = max(1, -(-needed // self.tokens))

@@ -16,6 +16,7 @@ class MockDataset:
     """
 
     length = None
+    masked = False
 
     def __init__(
         self, split: str, seq_length: int, seed: int, vocab_size: int, eod: int | None
@@ -54,6 +55,10 @@ class MockDataset:
         tokens = (first + np.arange(n)) % (self._vocab_size - 1)
         tokens += tokens >= self._eod  # skip the end-of-document token
         return np.where(ends, self._eod, tokens)
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """Return True for each token of sample i."""
+        return np.ones(self.seq_length + 1, bool)
 
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (0, i, 0): each sample is its own document."""

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterable
 
+from training.data.loss_mask import SUFFIX
 from training.data.text_files import any_text
 from training.untrusted import first_of
 
@@ -41,7 +42,8 @@ def instead(prefix: str, kind: str | None, model: str | None, merges: str | None
 def _pairs(names: Iterable[str]) -> list[str]:
     """Return the prefixes of those .bin files that have an .idx."""
     stems = sorted(name.removesuffix(".bin") for name in names)
-    return [each for each in stems if os.path.exists(f"{each}.idx")]
+    pairs = [each for each in stems if os.path.exists(f"{each}.idx")]
+    return [each for each in pairs if not each.endswith(SUFFIX)]
 
 
 def _text(prefix: str) -> str:

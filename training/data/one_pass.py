@@ -23,6 +23,7 @@ class OnePass:
     def __init__(self, files: Sequence[GPTDataset]) -> None:
         self.files = [file for file in files if file.tokens > 1]
         self.seq_length = files[0].seq_length
+        self.masked = any(file.masked for file in self.files)
         counts = [-(-(file.tokens - 1) // self.seq_length) for file in self.files]
         self._ends = np.cumsum(counts, dtype=np.int64)
         self.length: int | None = int(sum(counts))
@@ -49,6 +50,14 @@ class OnePass:
             return np.full(self.seq_length + 1, PAD, np.int64)
         file, inner = self._locate(i)
         return self.files[file].in_order(inner)
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """Return which tokens of sample i count in the loss, bool [seq_length + 1]."""
+        assert self.length is not None
+        if i >= self.length:
+            return np.zeros(self.seq_length + 1, bool)
+        file, inner = self._locate(i)
+        return self.files[file].loss_mask_in_order(inner)
 
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (file, document, offset) of the first token of sample i."""

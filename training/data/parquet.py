@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the texts of a column of a .parquet file with pyarrow, where it is installed."""
+"""Read the texts of columns of a .parquet file with pyarrow, where it is installed."""
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from training.data.text_files import need_package
@@ -12,15 +12,29 @@ ROWS = 256  # read at a time
 TEXT = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
 
 
-def rows(path: str, file: BinaryIO, column: str) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (row, from 1, and the bytes of its text, or None where it has none).
+def rows(
+    path: str, file: BinaryIO, columns: Sequence[str]
+) -> Iterator[tuple[int, tuple[bytes | None, ...]]]:
+    """Yield (row, from 1, and for each column the bytes of its text, or None where it has none).
 
-    Raises ValueError where the column is not there or holds no text.
+    Raises ValueError where a column is not there or holds no text.
     """
     need_package(path)
     pyarrow: Any = importlib.import_module("pyarrow")
     table = importlib.import_module("pyarrow.parquet").ParquetFile(file)
-    schema = table.schema_arrow
+    for column in columns:
+        _check(path, pyarrow, table.schema_arrow, column)
+    number = 0
+    for batch in table.iter_batches(ROWS, columns=list(dict.fromkeys(columns)), use_threads=False):
+        names = batch.schema.names  # in the order of the file
+        texts = [_texts(pyarrow, batch.column(names.index(column))) for column in columns]
+        for values in zip(*texts, strict=True):
+            number += 1
+            yield number, tuple(value.as_py() for value in values)
+
+
+def _check(path: str, pyarrow: Any, schema: Any, column: str) -> None:
+    """Raise ValueError where a column is not there or holds no text."""
     if schema.names.count(column) != 1:
         found = "several columns" if column in schema.names else "no column"
         raise ValueError(
@@ -33,13 +47,12 @@ def rows(path: str, file: BinaryIO, column: str) -> Iterator[tuple[int, bytes | 
     text = text.storage_type if isinstance(text, pyarrow.BaseExtensionType) else text
     if str(text) not in TEXT:
         raise ValueError(f"{path}: the column {column!r} holds {stored}, which is not text")
-    number = 0
-    for batch in table.iter_batches(ROWS, columns=[column], use_threads=False):
-        values = batch.column(0)
-        if pyarrow.types.is_dictionary(values.type):
-            values = values.dictionary_decode()
-        if isinstance(values, pyarrow.ExtensionArray):
-            values = values.storage
-        for value in values.cast(pyarrow.large_binary()):
-            number += 1
-            yield number, value.as_py()
+
+
+def _texts(pyarrow: Any, values: Any) -> Any:
+    """Return a column of a batch as bytes."""
+    if pyarrow.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if isinstance(values, pyarrow.ExtensionArray):
+        values = values.storage
+    return values.cast(pyarrow.large_binary())

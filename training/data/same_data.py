@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from training.data.indexed import IndexedTokens
+from training.data.loss_mask import LossMask
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Part:
     file: IndexedTokens
     documents: range
     weighted: bool
+    loss_mask: LossMask | None = None
 
 
 @dataclass(frozen=True)

@@ -55,25 +55,43 @@ class Shard:
 
         A document is `key` of a line of a .jsonl or of a row of a .parquet, a whole .txt, or with
         `lines` a line of a .txt that is not blank. bad: takes or refuses those that cannot be read.
-        tell: called with the file's bytes read since the last call. Raises ValueError with file,
+        report: called with the file's bytes read since the last call. Raises ValueError with file,
         line and byte.
         """
-        bad, kind = bad or BadDocuments(), kind_of(self.path)
+        bad = bad or BadDocuments()
+        for where, (text,) in self.texts_of((key,), lines, bad, report):
+            if text:
+                yield where, text
+            else:
+                bad.found("empty", partial(self.place, where), "an empty document")
+
+    def texts_of(
+        self,
+        keys: Sequence[str],
+        lines: bool,
+        bad: BadDocuments,
+        report: Callable[[int], object] = int,
+    ) -> Iterator[tuple[Where, tuple[str, ...]]]:
+        """Yield (where, the texts of all keys) of each document as `texts` does, with empty ones.
+
+        A .txt has one text, whatever the key.
+        """
+        kind = kind_of(self.path)
         try:
             with opened(self.path) as (file, raw):
                 last = 0
-                for where, found in self._documents(file, key, lines, kind, bad):
+                for where, found in self._documents(file, keys, lines, kind, bad):
                     before, last = last, raw.tell()
                     report(last - before)
-                    text = self._decode(where, found, bad)
-                    if kind == "jsonl" and text is not None:
-                        text = self._value(where, text, key, bad) if text.strip() else None
-                    elif kind == "txt" and lines and text is not None:
-                        text = text.rstrip("\r\n") or None
-                    if text == "":
-                        bad.found("empty", partial(self.place, where), "an empty document")
-                    elif text is not None:
-                        yield where, text
+                    texts = self._decode(where, found, bad)
+                    if kind == "jsonl" and texts is not None:
+                        (text,) = texts
+                        texts = self._values(where, text, keys, bad) if text.strip() else None
+                    elif kind == "txt" and lines and texts is not None:
+                        texts = tuple(text.rstrip("\r\n") for text in texts)
+                        texts = texts if any(texts) else None
+                    if texts is not None:
+                        yield where, texts
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{self.path}: cannot be read ({error})") from error
         except Exception as error:
@@ -98,20 +116,22 @@ class Shard:
         return f"{self.path}, line {number}, byte {where.byte}"
 
     def _documents(
-        self, file: BinaryIO, key: str, lines: bool, kind: str, bad: BadDocuments
-    ) -> Iterator[tuple[Where, bytes | None]]:
-        """Yield the bytes of each line, of each row's text, or of the whole file."""
+        self, file: BinaryIO, keys: Sequence[str], lines: bool, kind: str, bad: BadDocuments
+    ) -> Iterator[tuple[Where, tuple[bytes | None, ...]]]:
+        """Yield the bytes of each line, of each row's texts, or of the whole file."""
         if kind == "parquet":
-            for number, value in rows(self.path, file, key):
-                yield Where(number, 0), value
+            for number, values in rows(self.path, file, keys):
+                yield Where(number, 0), values
         elif kind == "txt" and not lines:
             raw = file.read(MOST + 1)
             if len(raw) > MOST:
                 bad.found("too long", lambda: self.path, TOO_LONG.format(MOST))
             else:
-                yield _text_of(Where(0, 0), raw)
+                where, raw = _text_of(Where(0, 0), raw)
+                yield where, (raw,)
         else:
-            yield from self._lines(file, bad)
+            for where, raw in self._lines(file, bad):
+                yield where, (raw,)
 
     def _lines(self, file: BinaryIO, bad: BadDocuments) -> Iterator[tuple[Where, bytes]]:
         at, number = self.begin, 0
@@ -132,27 +152,38 @@ class Shard:
                 line = file.readline(1 << 24)
                 at += len(line)
 
-    def _decode(self, where: Where, raw: bytes | None, bad: BadDocuments) -> str | None:
-        if raw is None:
-            kind = "without a text, but null"
-            bad.found(kind, partial(self.place, where), "no text in this row, but null")
-            return None
+    def _decode(
+        self, where: Where, raws: Sequence[bytes | None], bad: BadDocuments
+    ) -> tuple[str, ...] | None:
+        found, raw = list[str](), b""
         try:
-            return raw.decode("utf-8")
+            for each in raws:
+                if each is None:
+                    kind = "without a text, but null"
+                    bad.found(kind, partial(self.place, where), "no text in this row, but null")
+                    return None
+                raw = each
+                found.append(raw.decode("utf-8"))
+            return tuple(found)
         except UnicodeDecodeError as error:
             line = where.line or 1 + raw.count(b"\n", 0, error.start)
             at, why = Where(line, where.byte + error.start), f"not UTF-8 ({error.reason})"
             bad.found("not UTF-8", partial(self.place, at), why)
             return None
 
-    def _value(self, where: Where, text: str, key: str, bad: BadDocuments) -> str | None:
-        kind = "without a text"
+    def _values(
+        self, where: Where, text: str, keys: Sequence[str], bad: BadDocuments
+    ) -> tuple[str, ...] | None:
+        kind, key, value = "without a text", keys[0], ""
         try:
             found = json.loads(text)
-            if type(value := found[key]) is str:
+            for key in keys:
+                if type(value := found[key]) is not str:
+                    break
                 if "\\u" in text:
                     value.encode()  # half of a surrogate pair is no text
-                return value
+            else:
+                return tuple(found[key] for key in keys)
             kind += f", but {_json_type(value)}"
             why = f"{key!r} is {_json_type(value)}"
         except json.JSONDecodeError as error:

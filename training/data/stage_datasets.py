@@ -28,12 +28,16 @@ class DatasetFrom:
 
     def __init__(self, dataset: GPTDataset, first: int) -> None:
         self.dataset, self.first = dataset, first
-        self.seq_length = dataset.seq_length
+        self.seq_length, self.masked = dataset.seq_length, dataset.masked
         self.digest, self.corpus, self.sketch = dataset.digest, dataset.corpus, dataset.sketch
 
     def sample(self, i: int) -> np.ndarray:
         """Return the tokens of sample i, int64 [seq_length + 1]."""
         return self.dataset.sample(self.first + i)
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """Return which tokens of sample i count in the loss, bool [seq_length + 1]."""
+        return self.dataset.loss_mask(self.first + i)
 
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (0, document, offset) of the first token of sample i."""
@@ -88,6 +92,7 @@ class Staged:
             self._numbers.append([numbers.setdefault(key, len(numbers)) for key in part.keys])
             self.starts.append(starts)
             self.blends.append(blend)
+        self.masked = any(each.masked for each in self.blends)
 
     @property
     def digest(self) -> str:
@@ -110,6 +115,11 @@ class Staged:
         """Return the tokens of sample i, int64 [length of its stage + 1]."""
         stage, inner = self._locate(i)
         return self.blends[stage].sample(inner)
+
+    def loss_mask(self, i: int) -> np.ndarray:
+        """Return for each token of sample i whether it counts in the loss: bool."""
+        stage, inner = self._locate(i)
+        return self.blends[stage].loss_mask(inner)
 
     def origin(self, i: int) -> tuple[int, int, int]:
         """Return (dataset, document, offset) of the first token of sample i; data sets are counted

@@ -187,8 +187,6 @@ class FailureMonitor:
     def enter(self, phase: str, action: str) -> None:
         """Begin a phase ("data", "step", "evaluation", "save", "load") with an action."""
         first = self.watch.phase == "set-up"
-        if self.watch.phase == "step":
-            self.activity.started()
         self.watch.enter(phase)
         self.action = action
         if first and self._connection is not None:  # at once: rank 0 is less patient from now on
@@ -343,6 +341,8 @@ class FailureMonitor:
             wait = self._grace
         elif isinstance(error, SystemExit) and isinstance(error.code, str):
             why = text
+        elif isinstance(error, KeyboardInterrupt) and not error.args:
+            why, wait = "stopped by Ctrl-C", SIGNAL_WAIT
         elif isinstance(error, (SystemExit, KeyboardInterrupt)):
             why, wait = f"ended by a signal (exit code {text})", SIGNAL_WAIT
         why = wire.printable(why)

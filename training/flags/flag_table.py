@@ -61,9 +61,14 @@ class Flag:
         return self.kind in (LIVE_KIND, CHECKED_KIND)
 
     def read(self, given: Any) -> Any:
-        """Return the value of a text, or of several. Raises UsageError: flag, text and rule."""
+        """Return the value of a text, or of several. Raises UsageError: flag, text and rule.
+
+        given: of a flag that may be repeated, the words of each use.
+        """
         if self.rule.nargs == 0:
             return True
+        if self.rule.repeated:
+            return tuple(self._read(" ".join(words)) for words in given)
         return tuple(map(self._read, given)) if self.rule.nargs == "*" else self._read(given)
 
     def _read(self, text: str) -> Any:

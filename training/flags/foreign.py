@@ -9,54 +9,79 @@ the pen for a flag of this program: nothing that this program would do is left u
 """
 
 import difflib
+import math
 import os
 import re
+import shlex
+from collections import Counter
 from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
+from functools import cache
 
 from training.config import UsageError
 from training.flags import flag_table
-from training.flags.trees import SYNONYMS, TREES, VALUES
+from training.flags.names import ELSEWHERE, FALSE, SYNONYMS, TRUE, VALUES
+from training.flags.trees import TREES
 from training.untrusted import first_of
 
 FLAG = "--ignore-flags"
-ELSEWHERE = {  # flags of other programs, and what Megatron-LM and this program call them
-    "--context-parallel-algo": "--cp-comm-type",
-}
+SETTINGS_FILE = re.compile(r".*\.(py|json|ya?ml|toml|cfg|ini)")
+# words that mean the same in a flag's name
+SAME_WORDS = {
+    "step": "iters", "steps": "iters", "iter": "iters", "iteration": "iters", "iterations": "iters",
+    "len": "length", "layer": "layers", "head": "heads", "expert": "experts", "dim": "size",
+    "number": "num", "n": "num", "learning": "lr", "rate": "", "embedding": "embeddings",
+    "embed": "embeddings", "ckpt": "checkpoint", "eps": "epsilon", "val": "eval", "valid": "eval",
+    "validation": "eval", "gradient": "grad", "gradients": "grad", "seq": "sequence",
+    "optim": "optimizer", "scheduler": "style", "schedule": "style", "every": "interval",
+    "freq": "interval", "frequency": "interval", "intermediate": "ffn", "mlp": "ffn", "vocabulary":
+    "vocab", "gbs": "global", "checkpointing": "recompute", "minimum": "min", "maximum": "max",
+    "beta": "adam", "clipping": "clip", "tokenizers": "tokenizer", "parallelism": "parallel",
+}  # fmt: skip
+LIKE = 0.5  # how much of the words two names share, of which one may mean the other
 
 
 def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str], list[str]]:
     """Return the words with the names of other programs in this one's, and a line on each.
 
-    own_names: flags of a fork of this program, which stay.
+    A switch may have the value true or false, which leaves it out. own_names: flags of a fork of
+    this program, which stay.
     """
-    words, notes, flag, ignoring = list[str](), list[str](), "", False
-    for word in argv:
+    words, notes, waiting = list[str](), list[str](), list(argv)
+    while waiting:
+        word = waiting.pop(0)
         name, equals, value = word.partition("=")
-        ignoring = ignoring and not word.startswith("--") or word == FLAG
-        if ignoring or name in own_names:
+        if not word.startswith("--") or word == FLAG or name in own_names:
             words.append(word)
-            flag = ""
             continue
-        if not word.startswith("--"):
-            here = VALUES.get((flag, word.lower()))
-            if here is not None:
-                notes.append(f"{flag} {word} is taken as {here}")
-                words[-1:] = here.split() if here.startswith("--") else [words[-1], here]
-            else:
-                words.append(word)
-            flag = ""
+        after = waiting[0] if waiting and not waiting[0].startswith("--") else ""
+        spelled, takes_next = in_our_words(name, value if equals else after)
+        if takes_next and not equals:
+            waiting.pop(0)
+        if spelled is None:
+            words.append(word)
             continue
-        flag = _here(name)
-        spelled = SYNONYMS.get(flag, [flag])
-        if spelled != [name]:
-            notes.append(f"{name} is taken as {' '.join(spelled)}")
-        words += [*spelled[:-1], f"{spelled[-1]}={value}" if equals else spelled[-1]]
-        flag = spelled[-1]
-        here = VALUES.get((flag, value.lower())) if equals else None
-        if here is not None:
-            notes.append(f"{flag} {value} is taken as {here}")
-            words[-1:] = here.split() if here.startswith("--") else [f"{flag}={here}"]
+        there = f"{name} {value or after}" if takes_next else name
+        here = "nothing, as it is so here" if not spelled else " ".join(spelled)
+        notes.append(f"{there} is taken as {here}")
+        joined = bool(equals and not takes_next)
+        words += [*spelled[:-1], f"{spelled[-1]}={value}"] if joined else spelled
     return words, notes
+
+
+def in_our_words(name: str, value: str) -> tuple[list[str] | None, bool]:
+    """Return the words of this program for a flag, None where it stays as it is, and whether they
+    stand for its value too.
+    """
+    flag, known = _here(name), flag_table.known_flags()
+    words = [flag] if flag in known else [*SYNONYMS.get(flag, (flag,))]
+    if (here := VALUES.get((words[-1], value.lower()))) is not None:
+        return [*words[:-1], *here], True
+    last = known.get(words[-1])
+    complete = not words[-1].startswith("--") or last is not None and last.rule.nargs == 0
+    if complete and value.lower() in (TRUE, FALSE):
+        return words if value.lower() == TRUE else [], True
+    return (None if words == [name] else words), False
 
 
 def _here(name: str) -> str:
@@ -148,14 +173,24 @@ def unknown(argv: Sequence[str], own_names: Collection[str] = ()) -> list[str]:
 
 
 def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
-    """Raise UsageError for unknown flags: the first typo of a known flag, else all of them at once.
+    """Raise UsageError for unknown flags: what there is in place of each, as far as that is known.
     """
     found = unknown(argv, own_names)
     names = ["--" + each.rpartition(":")[0] for each in found]
-    reasons = {name: _what_else(name) for name in names}
-    if name := next((name for name in names if reasons[name]), None):
-        raise UsageError(reasons[name])
+    for name in names:
+        if " " in name and name.split()[0] in flag_table.known_flags():
+            short = f"{name[:60]}{' ...' * (len(name) > 60)}"
+            raise UsageError(
+                f"{short!r} came as one word: leave out the quotes that hold flags together"
+            )
+    values, reasons = _values(argv), dict[str, list[str]]()
+    for name in names:
+        reasons.setdefault(_what_else(name, values.get(name, "")), []).append(name)
     of = [tree for tree, flags in TREES.items() if all(name in flags for name in names)]
+    others = reasons.pop("", [])
+    told = "; ".join(f"{', '.join(typed)}{reason}" for reason, typed in reasons.items())
+    if told and not (of and others):
+        raise UsageError(told)
     given = " ".join(of[:1] or found)
     whose = f", but of {' and '.join(of[:3])}" if of else ""
     if len(found) == 1:
@@ -167,7 +202,52 @@ def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
         raise UsageError(
             f"{len(found)} flags are not flags of this program nor of Megatron-LM{whose}; "
             f"--help all lists the flags, and this ignores them: {FLAG} {given}"
+            + f"; {told}" * bool(told)
         )
+
+
+def _values(argv: Sequence[str]) -> dict[str, str]:
+    """Return the value of each flag, "" where it has none."""
+    out: dict[str, str] = {}
+    for word, after in zip(argv, [*argv, "--"][1:], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            out[name] = value if equals else "" if after.startswith("--") else after
+    return out
+
+
+def refuse_strays(stray: Sequence[str]) -> None:
+    """Raise UsageError for words that belong to no flag: what their writer may have meant."""
+    first = stray[0]
+    if SETTINGS_FILE.fullmatch(first):
+        raise UsageError(f"{first}: a configuration file is not read: give its settings as flags")
+    meant = [each for word in stray if (each := _as_flag(word))]
+    flags = [words for words, _ in meant if words]
+    reasons = [reason for _, reason in meant if reason]
+    text = f"{first}: a value that belongs to no flag"
+    if meant or re.match(r"-\D|[\u2013\u2014]", first):
+        text += "; flags begin with --" + f": {' '.join(flags)}" * bool(flags)
+    raise UsageError("; ".join([text, *reasons]))
+
+
+def _as_flag(word: str) -> tuple[str, str] | None:
+    """Return (this program's flag, "") for a word such as -lr or trainer.max_steps=9, or
+    ("", what there is in its place); None for another word.
+    """
+    name, equals, value = word.lstrip("-\u2013\u2014").partition("=")
+    if not (equals or re.match(r"-\D|[\u2013\u2014]", word)):
+        return None
+    for flag in (f"--{name}", f"--{name.rpartition('.')[2]}"):
+        spelled, whole = in_our_words(flag, value)
+        known = flag_table.known_flags().get(_here(flag))
+        if known is not None and not known.usable:
+            return "", f"{name}: {known.text}"
+        spelled = [flag] if spelled is None and known else spelled
+        if spelled is not None:
+            return " ".join([*spelled, shlex.quote(value)] if value and not whole else spelled), ""
+        if reason := instead(flag, value):
+            return "", f"{name}: {reason}"
+    return None
 
 
 def refuse_unavailable(argv: Sequence[str], own_names: Collection[str]) -> None:
@@ -182,18 +262,33 @@ def refuse_unavailable(argv: Sequence[str], own_names: Collection[str]) -> None:
         raise UsageError(f"{first.name} {was}: {first.text}{more}")
 
 
-def _what_else(name: str) -> str:
-    """Return the sentence on a flag that was not meant, or that has another name here, or ""."""
-    flag, *rest = name.split()
-    if rest and flag in flag_table.known_flags():
-        short = f"{name[:60]}{' ...' * (len(name) > 60)}"
-        return f"{short!r} came as one word: leave out the quotes that hold flags together"
-    if other := ELSEWHERE.get(name.replace("_", "-")):
-        return f"{name} is not a flag of this program; here and in Megatron-LM it is {other}"
+def instead(name: str, value: str = "") -> str:
+    """Return what there is in place of a flag of other programs, "" where it is in no table."""
+    plain = name.replace("_", "-").lower()
+    found = ELSEWHERE.get(plain)
+    if found is None:
+        patterns = (text for pattern, text in ELSEWHERE.items() if fnmatchcase(plain, pattern))
+        found = next(patterns, "")
+    return found.replace("{}", value or "the number")
+
+
+def _what_else(name: str, value: str) -> str:
+    """Return the rest of the sentence on a flag that was not meant, or that has another name here;
+    "" where nothing is like it.
+    """
+    last = f"--{name.rpartition('.')[2]}" if "." in name else name  # --training.steps
+    for each in (name, last):
+        if text := instead(each, value):
+            return f": {text}"
+    if last != name and (_here(last) in flag_table.known_flags() or _here(last) in SYNONYMS):
+        here = SYNONYMS.get(_here(last), (_here(last),))
+        return f" is not a flag of this program; did you mean {' '.join(here)}?"
     close = suggest(name)
-    if not close or any(name in flags for flags in TREES.values()):
+    if any(name in flags for flags in TREES.values()):
         return ""  # a flag of a tree is no slip
-    return f"{name} is not a flag of this program{close}"
+    if not close and (alike := alike_in_words(last)):
+        close = f"; did you mean {' or '.join(alike)}?"
+    return f" is not a flag of this program{close}" if close else ""
 
 
 def _refuse_known(name: str, own_names: Collection[str]) -> None:
@@ -227,6 +322,39 @@ def _without(words: list[str], counts: dict[str, int]) -> list[str]:
                 f"{FLAG} {name[2:]}:{counts[name]}: {words[0]} follows, a value more than that"
             )
     return remaining
+
+
+def alike_in_words(name: str) -> list[str]:
+    """Return up to 2 live flags that may mean the same as `name`, the likeliest first.
+
+    Two names are alike where they share half of their words, each counted by how few of this
+    program's flags have it (the inverse document frequency of text retrieval).
+    """
+    documents = _documents()
+    seen = Counter(word for _, words in documents for word in words)
+    weight = {word: math.log(1 + len(documents) / n) for word, n in seen.items()}
+    typed, usual = _words(name), math.log(1 + len(documents) / 20)
+    scores: dict[str, float] = {}
+    for flag, words in documents:
+        both = sum(weight[word] for word in words & typed)
+        either = sum(weight.get(word, usual) for word in words | typed)
+        scores[flag] = max(scores.get(flag, 0.0), both / either if either else 0.0)
+    best = sorted(scores, key=lambda flag: -scores[flag])[:2]
+    return [flag for flag in best if scores[flag] >= max(LIKE, 0.8 * scores[best[0]])]
+
+
+@cache
+def _documents() -> tuple[tuple[str, frozenset[str]], ...]:
+    """Return (what to write, words of a name) of each live flag, and of its other names."""
+    out = [(flag.name, _words(flag.name)) for flag in flag_table.live()]
+    out += [(" ".join(here), _words(name)) for name, here in SYNONYMS.items()]
+    return tuple(out)
+
+
+def _words(name: str) -> frozenset[str]:
+    """Return the words of a flag's name, those that mean the same as one."""
+    parts = re.split(r"[-_.]+", name.lower().strip("-"))
+    return frozenset(SAME_WORDS.get(part, part) for part in parts) - {""}
 
 
 def suggest(name: str) -> str:

@@ -11,8 +11,9 @@ from training.flags import flag_table
 from training.flags.flag_table import Flag
 from training.flags.foreign import like, refuse_unknown
 from training.flags.megatron import DIFFERENCES
+from training.flags.names import SYNONYMS
 from training.flags.rules import EXCLUDE
-from training.flags.trees import SYNONYMS, TREES
+from training.flags.trees import TREES
 
 ALL = "all"
 TITLE = "Pretrain a Llama. Flags have Megatron-LM's names and meanings."

@@ -932,7 +932,7 @@ REFUSED = (
     ),
     Refused(
         "another attention than a Llama's",
-        """--multi-latent-attention --experimental-attention-variant --dsa-indexer-n-heads
+        """--experimental-attention-variant --dsa-indexer-n-heads
         --dsa-indexer-head-dim --dsa-indexer-topk --dsa-indexer-topk-freq
         --dsa-indexer-skip-topk-offset --dsa-indexer-loss-coeff
         --dsa-indexer-use-sparse-loss --dsa-kernel-backend --dsa-indexer-rope-interleaved
@@ -941,8 +941,13 @@ REFUSED = (
         --dsa-indexer-k-norm-epsilon --dsa-indexer-k-norm-fp32 --linear-conv-kernel-dim
         --linear-key-head-dim --linear-value-head-dim --linear-num-key-heads
         --linear-num-value-heads --use-kitchen-attention --kitchen-attention-backend
-        --cache-mla-latents --mla-down-proj-fusion --linear-attention-freq""",
+        --linear-attention-freq""",
         "fork model/llama.py for that",
+    ),
+    Refused(
+        "another attention than a Llama's",
+        "--multi-latent-attention --cache-mla-latents --mla-down-proj-fusion",
+        "--model-file examples/forks/deepseek.py has multi-head latent attention",
     ),
     Refused(
         "a state-space or hybrid model",
@@ -1000,9 +1005,9 @@ REFUSED = (
         "--data-stages has the blend of every stage",
     ),
     Refused(
-        "freezing of layers by a flag",
+        "a flag that freezes all layers",
         "--freeze-all-layers",
-        "a --model-file freezes parameters (docs/forking.md)",
+        "--param-group 'layers.*' frozen does that, and patterns freeze any others (docs/zero.md)",
     ),
     Refused(
         "a layout from a checkpoint",
@@ -1058,8 +1063,8 @@ REFUSED = (
     ),
     Refused(
         "another way to evaluate",
-        "--start-eval-at-iter --skip-train --test-mode",
-        "use --eval-interval and --eval-iters, which take batches of the validation split",
+        "--test-mode",
+        "use --skip-train, which evaluates what --load holds",
     ),
     Refused(
         "data in an object store or listed in a file for each split",
@@ -1069,8 +1074,13 @@ REFUSED = (
     ),
     Refused(
         "another objective than next-token prediction on plain text",
-        """--sample-rate --allow-ambiguous-pad-tokens --fim-data --chat-template --sft
-        --sft-tokenizer-prompt-format""",
+        "--sample-rate --allow-ambiguous-pad-tokens --fim-data",
+    ),
+    Refused(
+        "reading conversations as they are",
+        "--sft --sft-tokenizer-prompt-format --chat-template",
+        "write prompts and answers as texts of JSON lines, of which tools/preprocess_data.py "
+        "--loss-on makes data whose loss counts answers alone",
     ),
     Refused(
         "another setting of the tokenizer",

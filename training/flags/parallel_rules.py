@@ -36,6 +36,14 @@ SHARING = (
 )
 
 
+class WrongWorldError(UsageError):
+    """A world that cannot hold copies of the model, each of which needs `copy` ranks."""
+
+    def __init__(self, text: str, copy: int) -> None:
+        super().__init__(text)
+        self.copy = copy
+
+
 def check_world(layout: ParallelConfig) -> None:
     """Refuse a world that does not hold a whole number of model copies."""
     if layout.world_size < 1 or layout.world_size % layout.model_parallel_size:
@@ -46,9 +54,10 @@ def check_world(layout: ParallelConfig) -> None:
         }
         sizes_given = [f"{flag} {n}" for flag, n in sizes.items() if n > 1 or "tensor" in flag]
         copy = " x ".join(sizes_given) + f" = {layout.model_parallel_size}" * (len(sizes_given) > 1)
-        raise UsageError(
+        raise WrongWorldError(
             f"WORLD_SIZE {layout.world_size} is not a multiple of {copy}: every copy of the model "
-            "needs that many ranks"
+            "needs that many ranks",
+            layout.model_parallel_size,
         )
 
 

@@ -6,7 +6,6 @@ the rules between flags. Parsing happens before the first collective and writes 
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -82,6 +81,8 @@ def parse(
     if made.data.data_stages:
         made = _in_stage(given, world_size, notes, own, stage)
     rules.check(made)
+    if made.run.skip_train:  # the flags of a run may be given as they are
+        made = replace(made, checkpoint=replace(made.checkpoint, save=None, save_hf=None))
     for word in argv if made.checkpoint.save else ():
         if any("\ud800" <= c <= "\udfff" for c in word):  # as Python spells other bytes
             raise UsageError(f"{word!a} is not UTF-8, in which a checkpoint keeps the command line")
@@ -152,7 +153,8 @@ def _add(parser: _Parser, flag: Flag, group: "argparse._ArgumentGroup | None") -
         options["action"] = "store_true"
     else:
         options |= {"nargs": flag.rule.nargs, "metavar": flag.rule.metavar}
-        options |= {"const": flag.rule.bare} if flag.rule.bare else {}
+        options |= {} if flag.rule.bare is None else {"const": flag.rule.bare}
+        options |= {"action": "append"} if flag.rule.repeated else {}
     help_text = argparse.SUPPRESS if group is None else effect(flag).replace("%", "%%")
     (parser if group is None else group).add_argument(flag.name, help=help_text, **options)
 
@@ -179,19 +181,18 @@ def _read(
     """
     parser = build_parser(extra) if extra else _plain_parser()
     own_names = parser.own_names
-    argv, notes = foreign.translate(argv, own_names)
-    argv, ignored, left_out = foreign.take_out(argv, own_names)
-    foreign.refuse_unknown(argv, own_names)
-    foreign.refuse_unavailable(argv, own_names)
+    ours, notes = foreign.translate(argv, own_names)
+    ours, ignored, left_out = foreign.take_out(ours, own_names)
+    foreign.refuse_unknown(ours, own_names)
+    foreign.refuse_unavailable(ours, own_names)
     _refuse_two_names(argv, own_names)
-    words = [word for token in argv for word in _expand(token, own_names)]
+    words = [word for token in ours for word in _expand(token, own_names)]
     try:
         found, stray = parser.parse_known_args(_join_negatives(words))
     except argparse.ArgumentError as error:  # a fork's own type may raise it
         raise UsageError(str(error)) from None
     if stray:
-        dash = "; flags begin with --" if re.match(r"-\D|[\u2013\u2014]", stray[0]) else ""
-        raise UsageError(f"{stray[0]}: a value that belongs to no flag{dash}")
+        foreign.refuse_strays(stray)
     given: dict[str, Any] = {"--ignore-flags": ignored} if ignored else {}
     notes += left_out
     own: dict[str, Any] = {}
@@ -216,26 +217,40 @@ def _read(
 
 
 def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:
-    """Raise UsageError where a flag and another name of it are given with different values."""
-    values: dict[str, tuple[str, Any]] = {}  # of each flag: how it was given first, and its value
+    """Raise UsageError where two names set one flag to different values.
+
+    argv: as typed, with the names of other programs. One name may be repeated, and its last value
+    counts: so a script's flags are changed by what follows it.
+    """
+    known = flag_table.known_flags()
+    values: dict[str, tuple[str, str, Any]] = {}  # of each flag: the name, what is typed, the value
     for token, after in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = token.partition("=")
-        flag = flag_table.known_flags().get(name)
-        if flag is None or name in own_names:
+        if not name.startswith("--") or name in own_names:
             continue
-        real, *fixed = flag.alias_of or [name]
-        meant = flag_table.known_flags()[real]
-        if meant.rule.nargs is not None or meant.kind != flag_table.LIVE_KIND:
-            continue
-        text = fixed[0] if fixed else value if equals else after
-        given = name if fixed else f"{name} {text}"
-        try:
-            found = meant.rule.read(text)
-        except ValueError:
-            continue  # what it must be is said later
-        other, before = values.setdefault(real, (given, found))
-        if before != found and other.split()[0] != name:
-            raise UsageError(f"{other} and {given} set the same: give one of them")
+        value = value if equals else "" if after.startswith("--") else after
+        here, whole = foreign.in_our_words(name, value)
+        words = [part for word in here or [name] for part in _alias(word) or [word]]
+        fixed = whole or not words[-1].startswith("--")
+        words += [] if fixed else [value]
+        typed = name if fixed and not whole else f"{name} {value}"
+        for flag, text in zip(words, words[1:], strict=False):
+            meant = known.get(flag)
+            if meant is None or meant.kind != flag_table.LIVE_KIND or meant.rule.nargs is not None:
+                continue
+            try:
+                found = meant.rule.read(text)
+            except ValueError:
+                continue  # what it must be is said later
+            first, other, before = values.setdefault(flag, (name, typed, found))
+            if before != found and first != name:
+                raise UsageError(f"{other} and {typed} set the same: give one of them")
+
+
+def _alias(word: str) -> tuple[str, ...]:
+    """Return the words of the live flag that a flag is another name of, () for other words."""
+    flag = flag_table.known_flags().get(word)
+    return flag.alias_of if flag else ()
 
 
 def _expand(token: str, own_names: Collection[str]) -> list[str]:
@@ -245,7 +260,7 @@ def _expand(token: str, own_names: Collection[str]) -> list[str]:
         raise UsageError(f"{token}: -- is not a value")
     if not token.startswith("--") or name in own_names:
         return [token]
-    if spelled := flag_table.known_flags()[name].alias_of:
+    if spelled := _alias(name):
         return [*spelled, value] if equals else [*spelled]
     return [token]
 
@@ -410,6 +425,12 @@ def _assemble(
         notes.append(
             f"--eval-interval {run.pop('eval_interval')} has nothing to evaluate on, so there is "
             "no evaluation: give the second number of --split a share, or --valid-data-path"
+        )
+    alone = run.get("skip_train") and not run.get("eval_interval")
+    if alone and data.get("data_order") == "megatron":
+        notes.append(
+            "--skip-train without --eval-interval: --data-order megatron draws the samples of one "
+            "evaluation, which are others than those of a run with more of them"
         )
     if data.get("mock_data"):
         data.setdefault("tokenizer_type", "NullTokenizer")

@@ -89,9 +89,10 @@ def check_given(given: dict[str, Any]) -> None:
         # An off-value (0 steps of warm-up) excludes nothing.
         if given.get(one) not in (None, 0, ()) and given.get(other) not in (None, 0, ()):
             raise UsageError(f"{one} and {other} exclude each other: give one of them")
-    if given.get("--on-nan") == "stop" and "--no-check-for-nan-in-loss-and-grad" in given:
+    on_nan = given.get("--on-nan", "skip")
+    if on_nan != "skip" and "--no-check-for-nan-in-loss-and-grad" in given:
         raise UsageError(
-            "--on-nan stop and --no-check-for-nan-in-loss-and-grad contradict each other: the "
+            f"--on-nan {on_nan} and --no-check-for-nan-in-loss-and-grad contradict each other: the "
             "latter is --on-nan skip"
         )
     if given.get("--main-grads-dtype") == "bf16" and ACCUMULATE in given:

@@ -18,6 +18,8 @@ from training.checkpoint import refuse_to_save
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.config import Config, UsageError
 from training.data.blend import parse_blend
+from training.data.build import validation_sets
+from training.data.loss_mask import SUFFIX
 from training.data.not_tokens import instead
 from training.data.split import parse_split
 from training.owned import json_lines, refuse
@@ -101,6 +103,7 @@ def check_run(config: Config) -> None:
         if what not in CHANGES:
             raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
     _branch(checkpoint)
+    _evaluation(config)
     if checkpoint.ckpt_step is not None and checkpoint.load is None:
         raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
     if log.profile and log.profile_step_start >= log.profile_step_end:
@@ -113,6 +116,16 @@ def check_run(config: Config) -> None:
             raise UsageError(
                 f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
             )
+    picture, rank = config.run.memory_picture, config.run.memory_picture_rank
+    if picture is not None and not picture.endswith((".svg", ".png")):
+        raise UsageError(f"--memory-picture {picture}: a picture is a .png or an .svg")
+    if picture is not None and not config.run.dry_run:
+        raise UsageError(f"--memory-picture {picture} needs --dry-run, which knows the memory")
+    if rank is not None and picture is None:
+        raise UsageError(f"--memory-picture-rank {rank} needs --memory-picture")
+    ranks = config.parallel.pipeline_model_parallel_size
+    if rank is not None and rank >= ranks:
+        raise UsageError(f"--memory-picture-rank {rank}: pipeline ranks go from 0 to {ranks - 1}")
     here = config.parallel.device is None and not config.run.dry_run  # a dry run knows no machine
     if (every := log.log_layer_rms_interval) and every % log.log_interval:
         raise UsageError(
@@ -132,6 +145,50 @@ def check_run(config: Config) -> None:
             memory_history()
         except TorchLacks as error:
             raise UsageError(f"{error}: omit the flag") from None
+
+
+def _evaluation(config: Config) -> None:
+    """Raise UsageError for a flag that asks for an evaluation where there is nothing to evaluate
+    on.
+    """
+    run, d, c = config.run, config.data, config.checkpoint
+    if c.keep_best is not None:
+        _best(f"--keep-best {c.keep_best}".rstrip(), config)
+    asked = {
+        "--eval-at-start": run.eval_at_start,
+        "--skip-train": run.skip_train,
+        "--keep-best": c.keep_best is not None,
+    }
+    for flag in (flag for flag, given in asked.items() if given):
+        if run.eval_iters <= 0 and not d.full_validation:
+            raise UsageError(
+                f"{flag} evaluates on --eval-iters batches, and --eval-iters {run.eval_iters} asks "
+                "for none: give a number >= 1, or --full-validation"
+            )
+        train = bool(d.train_data_path or d.data_stages)
+        if not has_validation(d.split, train, bool(d.valid_data_path)):
+            raise UsageError(
+                f"{flag} has nothing to evaluate on: give the second number of --split a share, or "
+                "--valid-data-path"
+            )
+
+
+def _best(flag: str, config: Config) -> None:
+    """Raise UsageError where no checkpoint could be the best by this set."""
+    d, c = config.data, config.checkpoint
+    if not c.save:
+        raise UsageError(f"{flag} needs --save, where the best checkpoint is kept")
+    if not config.run.eval_interval:
+        raise UsageError(f"{flag} needs --eval-interval, whose losses it compares")
+    sets = list(validation_sets(d.valid_data_path, d.validation_set_names))
+    if not d.multiple_validation_sets:
+        sets = []
+    if c.keep_best and c.keep_best not in sets:
+        there = f"the sets are {', '.join(sets)}" if sets else "give it without a name: there is "
+        raise UsageError(
+            f"{flag}: no validation set has this name; {there}"
+            + "one set, without --multiple-validation-sets" * (not sets)
+        )
 
 
 def _branch(c: CheckpointConfig) -> None:
@@ -301,15 +358,19 @@ def _blend(flag: str, paths: tuple[str, ...], d: DataConfig, dry: bool) -> None:
         if stem != prefix:
             ending = prefix.removeprefix(stem)
             raise UsageError(f"{flag} {prefix}: give the prefix, without {ending}")
+        if stem.endswith(SUFFIX):
+            pair = stem.removesuffix(SUFFIX)
+            raise UsageError(f"{flag} {prefix}: it is the loss mask of {pair}: name {pair} alone")
 
 
 def _directories(config: Config) -> None:
     """Refuse outputs that could not be written."""
     log = config.log
     history = log.memory_snapshot_path
+    saves = None if config.run.skip_train else config.checkpoint
     directories = {
-        "--save": config.checkpoint.save,
-        "--save-hf": config.checkpoint.save_hf,
+        "--save": saves and saves.save,
+        "--save-hf": saves and saves.save_hf,
         "--tensorboard-dir": log.tensorboard_dir,
         "--data-cache-path": _to_make(config.data.data_cache_path),
         "--data-local-copy": _to_make(config.data.data_local_copy),
@@ -326,7 +387,8 @@ def _directories(config: Config) -> None:
     try:
         if log.log_json:
             refuse("--log-json", log.log_json, json_lines("iteration"), "the log of a run")
-        _checkpoints(config.checkpoint)
+        if saves is not None:
+            _checkpoints(saves)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

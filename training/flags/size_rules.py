@@ -48,9 +48,9 @@ def _yarn(m: ModelConfig) -> None:
         raise UsageError(
             f"--rotary-base {m.rotary_base:g} must be above 1 with --position-embedding-type yarn"
         )
-    if m.yarn_beta_fast <= m.yarn_beta_slow:
+    if m.yarn_beta_fast < m.yarn_beta_slow:
         raise UsageError(
-            f"--yarn-beta-fast {m.yarn_beta_fast:g} must be above --yarn-beta-slow "
+            f"--yarn-beta-fast {m.yarn_beta_fast:g} must be at least --yarn-beta-slow "
             f"{m.yarn_beta_slow:g}"
         )
 

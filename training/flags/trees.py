@@ -1,66 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other names of flags, and the flags of trees that are derived from Megatron-LM.
+"""The flags of trees that are derived from Megatron-LM.
 
 Facts about their argument parsers, read at the commits that are next to them.
 """
-
-# {flag: the words of this program}. It is obeyed, its value follows, and a line says so.
-# _ may stand for - in any flag.
-SYNONYMS = {
-    "--wandb-name": ("--wandb-exp-name",),
-    "--num-key-value-heads": ("--group-query-attention", "--num-query-groups"),
-    "--num-attention-heads-kv": ("--group-query-attention", "--num-query-groups"),
-    "--n-head-kv": ("--group-query-attention", "--num-query-groups"),
-    "--num-kv-heads": ("--group-query-attention", "--num-query-groups"),
-    "--rope-theta": ("--rotary-base",),
-    "--rope-base": ("--rotary-base",),
-    "--rotary-position-embeddings-theta": ("--rotary-base",),
-    "--partial-rotary-factor": ("--rotary-percent",),
-    "--learning-rate": ("--lr",),
-    "--max-steps": ("--train-iters",),
-    "--tp-size": ("--tensor-model-parallel-size",),
-    "--pp-size": ("--pipeline-model-parallel-size",),
-    "--cp-size": ("--context-parallel-size",),
-    "--ds-sequence-parallel-size": ("--cp-comm-type", "a2a", "--context-parallel-size"),
-    "--tokenizer-name-or-path": ("--tokenizer-model",),
-    "--hf-tokenizer-path": ("--tokenizer-model",),
-    "--tokenizer-path": ("--tokenizer-model",),
-    "--RMSNorm": ("--normalization", "RMSNorm"),
-    "--use-rms-norm": ("--normalization", "RMSNorm"),
-    "--use-llama2-rotary-position-embeddings": ("--position-embedding-type", "rope"),
-    "--use-mistral-rotary-position-embeddings": ("--position-embedding-type", "rope"),
-    "--use-rotary-pos-emb": ("--position-embedding-type", "rope"),
-    "--disable-gloo-group": ("--disable-gloo-process-groups",),
-    "--no-bias": ("--disable-bias-linear",),
-    "--no-add-bias": ("--disable-bias-linear",),
-    "--no-tie-embed-logits": ("--untie-embeddings-and-output-weights",),
-    "--no-tie-embedding-weights": ("--untie-embeddings-and-output-weights",),
-    "--rms-norm-eps": ("--norm-epsilon",),
-    "--layernorm-eps": ("--norm-epsilon",),
-    "--activations-checkpoint-granularity": ("--recompute-granularity",),
-    "--offload-optimizer-states": ("--optimizer-state-offload",),  # Megatron-LM's, before it left
-    "--enable-zbh1-pipeline": ("--pipeline-schedule", "zb-h1"),
-}
-# {(flag, value in lower case): the value of this program, or the words in place of both}
-VALUES = {
-    ("--tokenizer-type", "pretrainedfromhf"): "HuggingFaceTokenizer",
-    ("--tokenizer-type", "hftokenizer"): "HuggingFaceTokenizer",
-    ("--tokenizer-type", "autotokenizer"): "HuggingFaceTokenizer",
-    ("--tokenizer-type", "hfpretrainedtokenizer"): "HuggingFaceTokenizer",
-    ("--optimizer", "adamw"): "adam",
-    ("--optimizer", "fusedadamw"): "adam",
-    ("--optimizer", "fused-adam"): "adam",
-    ("--optimizer", "fusedadam"): "adam",
-    ("--optimizer", "apex-fused-adam"): "adam",
-    ("--position-embedding-type", "rotary"): "rope",
-    ("--glu-activation", "swiglu"): "--swiglu",
-    ("--rope-scaling-type", "llama3"): "--use-rope-scaling",
-    ("--context-parallel-algo", "megatron_cp_algo"): "--cp-comm-type p2p",
-    ("--context-parallel-algo", "ulysses_cp_algo"): "--cp-comm-type a2a",
-} | {  # of Pai: the tokenizer in the Hugging Face folder of --load
-    ("--patch-tokenizer-type", f"{name}tokenizer"): "--tokenizer-type HuggingFaceTokenizer"
-    for name in "llama llama2 llama3 mistral mixtral qwen qwen2 qwen3 yi baichuan".split()
-}
 
 
 def _tree(switches: str, others: str) -> dict[str, bool]:
@@ -437,7 +379,7 @@ TREES = {
             --moba-topk --model-config-file --model-configs --model-index-file --model-name
             --model-name-or-path --model-type --model-type-hf
             --moe-adaptive-recompute-activation-scale --moe-comm-aux-loss-coeff
-            --moe-device-level-aux-loss-coeff --moe-intermediate-size --moe-model-type
+            --moe-device-level-aux-loss-coeff --moe-model-type
             --moe-train-capacity-factor --moe-zero-memory --moe-zero-memory-num-layers
             --mtp-spec --n-group --n-hash-layers --n-shared-experts --n-subs --nd1-dim1-size
             --nd2-dim1-size --next-tockens --nnodes --node-rank --noisy-gate-policy

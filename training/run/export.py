@@ -8,7 +8,7 @@ rank reads and writes a part of the files. tools/checkpoint.py convert --to-hf w
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,10 +82,11 @@ class HuggingFaceSaves:
         """Return whether the folder of a step is there; it is whole then."""
         return (self.root / step).is_dir()
 
-    def write(self, saved: Path, world: Axis) -> None:
+    def write(self, saved: Path, world: Axis, best: Collection[str] = ()) -> None:
         """Write the folder of a checkpoint, collectively; remove those that need not stay.
 
-        world: the axis over which a background thread may talk. Raises SaveError.
+        world: the axis over which a background thread may talk. best: names of folders that stay
+        however old they are. Raises SaveError.
         """
         found = Checkpoint(saved)
 
@@ -110,7 +111,7 @@ class HuggingFaceSaves:
                 self.note(f"--save-hf {self.root}: {why}")
         try:
             count = self.config.save_hf_keep_last_k
-            _, changed = keep_newest(self.root, count, STEP, self._record)
+            _, changed = keep_newest(self.root, count, STEP, self._record, best)
             for name in set(changed) - self._told:
                 self.note(f"{self.root / name} stays: it is not as this run wrote it")
             self._told.update(changed)

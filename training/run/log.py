@@ -11,9 +11,8 @@ import math
 import resource
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from training.run.output import (
 )
 from training.run.peak_flops import peak_flops
 from training.run.step import CONTINUE, Decision, Step
+from training.run.time_left import TimeLeft
 from training.untrusted import printable
 
 WIDTH = 100  # columns of a step's line
@@ -51,7 +51,8 @@ class Log:
     `total_samples` (of a run counted in samples) takes precedence over `total_iterations` in the
     estimate of the time left. `start_iteration`: the iteration of the checkpoint, 0 for a new run;
     later TensorBoard events, left by a run that went further, are hidden. tokens_at, stage_at: of
-    samples consumed.
+    samples consumed. still_due: how often each kind of work between steps is still to be done from
+    the end of an iteration on. on_line: called at each step's line.
     Raises ValueError where a file cannot be written or a package that was asked for is missing.
     """
 
@@ -70,18 +71,21 @@ class Log:
         run_config: dict[str, Any] | None = None,
         tokens_at: Callable[[int], int] | None = None,
         stage_at: Callable[[int], str] = lambda samples: "",
+        still_due: Callable[[int], Mapping[str, int]] = lambda iteration: {},
+        on_line: Callable[[], None] = lambda: None,
     ) -> None:
         self.writes = rank == 0
         self.config, self.device = config, torch.device(device)
         self.flops_per_token = flops_per_token
         self.total_iterations, self.total_samples = total_iterations, total_samples
         self.steps, self.tokens, self.seconds, self.data_wait = 0, 0, 0.0, 0.0
-        self.recent: deque[float] = deque(maxlen=10)
+        self.left, self.still_due, self.on_line = TimeLeft(), still_due, on_line
         self.losses: dict[int, Tensor] = {}  # of the steps since the last line, by iteration
         self.mean_loss, self.began, self.trained = math.nan, time.monotonic(), False
         self.saved_in = (run_config or {}).get("checkpoint.save")
         self.length = (run_config or {}).get("model.seq_length", 0)
-        self.last_samples = 0
+        self.start_iteration = start_iteration
+        self.held_out: dict[str, list[tuple[int, float]]] = {}  # of a set: (iteration, loss)
         self.stage_at, self.stage = stage_at, ""
         self.tokens_at = tokens_at or (lambda samples: samples * self.length)
         self.json = self.tensorboard = self.wandb = self.bar = None
@@ -111,6 +115,7 @@ class Log:
         self.step(
             iteration=step.iteration,
             consumed_samples=step.consumed + step.size,
+            samples=step.size,
             tokens=step.size * self.length,
             seconds=time.perf_counter() - step.begin,
             data_wait_seconds=step.waited,
@@ -155,6 +160,7 @@ class Log:
         *,
         iteration: int,
         consumed_samples: int,
+        samples: int,
         tokens: int,
         seconds: float,
         data_wait_seconds: float = 0.0,
@@ -165,17 +171,15 @@ class Log:
     ) -> None:
         """Count one step; every --log-interval iterations, write what was counted since.
 
-        loss, grad_norm and lr belong to this very step, not to the interval, and are read only
-        where due(iteration). step_seconds and data_wait_seconds are means over the steps of the
-        interval; tokens_per_second counts all ranks. more: mean_loss and step_losses of `values`,
-        and other numbers.
+        samples, loss, grad_norm and lr belong to this very step, not to the interval, and are read
+        only where at_interval(iteration). step_seconds and data_wait_seconds are means over the
+        steps of the interval; tokens_per_second counts all ranks. more: mean_loss and step_losses
+        of `values`, and other numbers.
         """
         if not self.writes:
             return
         self.steps, self.tokens = self.steps + 1, self.tokens + tokens
         self.seconds, self.data_wait = self.seconds + seconds, self.data_wait + data_wait_seconds
-        samples = consumed_samples - self.last_samples
-        self.last_samples = consumed_samples
         done = consumed_samples if self.total_samples else iteration
         if self.bar:
             self._try("bar", lambda bar: bar.advance(done))
@@ -198,20 +202,20 @@ class Log:
             "mfu": rate * self.flops_per_token / self.peak,
             **more,
         }
-        self.recent.append(record["step_seconds"])
+        self.left.step(record["step_seconds"])
         self.trained, self.mean_loss = True, more.get("mean_loss", loss)
         self.steps, self.tokens, self.seconds, self.data_wait = 0, 0, 0.0, 0.0
-        self.print(step_line(record, self.total_iterations, self.time_left(done, samples)))
+        steps: float = self.total_iterations - iteration
+        if self.total_samples:
+            steps = (self.total_samples - consumed_samples) / samples
+        left = self.left.seconds(max(0, steps), self.still_due(iteration))
+        self.on_line()
+        self.print(step_line(record, self.total_iterations, left))
         self.write(record)
 
-    def time_left(self, done: int, samples_a_step: int) -> float | None:
-        """Return the seconds to the end at the speed of the last ten log steps, None if unknown."""
-        total, a_step = self.total_iterations, 1
-        if self.total_samples:
-            total, a_step = self.total_samples, samples_a_step
-        if a_step <= 0:
-            return None
-        return max(0, total - done) / a_step * sum(self.recent) / len(self.recent)
+    def timing(self, kind: str) -> AbstractContextManager[None]:
+        """Measure in the block how long a kind of work between steps takes: see `still_due`."""
+        return self.left.measuring(kind)
 
     def validation(
         self,
@@ -232,6 +236,8 @@ class Log:
         of = f"/{part}" if part else ""
         line = f"{name}{part and f'-{part}'} at iteration {iteration} | loss {loss:.4f}"
         line += f" | perplexity {math.exp(min(loss, 700.0)):.2f}"
+        if name == "validation":  # the first one and the last one count
+            self.held_out[part] = [*self.held_out.get(part, ())[:1], (iteration, loss)]
         record = {"iteration": iteration, f"{name}_loss{of}": loss}
         if bytes_per_token:
             record[f"{name}_bits_per_byte{of}"] = bits = loss / math.log(2) / bytes_per_token
@@ -239,9 +245,24 @@ class Log:
         self.print(line)
         self.write(record)
 
-    def finished(self, iteration: int) -> None:
-        """Say that the run is over, where it is, and where its result lies."""
-        if not self.writes or iteration < self.total_iterations:
+    def finished(self, iteration: int, only_evaluated: bool = False) -> None:
+        """Say that the run is over, where it is, and where its result lies.
+
+        With --eval-at-start also what became of each loss on held-out data.
+        """
+        if not self.writes:
+            return
+        if only_evaluated:
+            self.print(f"evaluated at iteration {iteration}: --skip-train trains and saves nothing")
+            return
+        for part, ((begin, before), *later) in self.held_out.items():
+            if begin == self.start_iteration and later:
+                step = f"iteration {begin + 1}" if begin else "the first step"
+                at, after = later[-1]
+                end = "at the end" if at == self.total_iterations else f"at iteration {at}"
+                of = part and f"-{part}"
+                self.print(f"validation{of} loss {before:.4f} before {step}, {after:.4f} {end}")
+        if iteration < self.total_iterations:
             return
         where = f"; saved in {self.saved_in}" if self.saved_in else "; not saved (no --save)"
         if self.trained:
@@ -356,10 +377,10 @@ def cuda_memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
+def step_line(record: dict[str, Any], total: int, left: float) -> str:
     """Return the line of one log step: mean loss of its steps, lr, norm, speed, time left.
 
-    record: as `Log.step` makes it. left: seconds to the end, None where unknown. A run of five
+    record: as `Log.step` makes it. left: seconds to the end. A run of five
     digits of iterations leaves the first word out. Where numbers are so long that the line would
     not fit all the same, the word goes, then the bars, then MFU.
     """
@@ -386,7 +407,7 @@ def step_line(record: dict[str, Any], total: int, left: float | None) -> str:
         *logits,
         f"{rounded(record['tokens_per_second'])} tokens/s",
         f"MFU {mfu:.1%}" if mfu < 0.1 else f"MFU {mfu:.0%}",
-        f"ETA {'?' if left is None else duration(left)}",
+        f"ETA {duration(left)}",
     ]
     bare = " | ".join(parts).removeprefix("iteration ")
     close = bare.replace(" | ", "  ")

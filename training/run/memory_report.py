@@ -43,38 +43,39 @@ class MemoryReport:
 
 def report(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
     """Measure this rank; return one line where all is as the formulas state, else `in_full`."""
-    return brief(in_full(config, provider, optimizer))
+    return brief(in_full(config, provider, optimizer), optimizer.grid.rank)
 
 
-def brief(report: list[str]) -> list[str]:
-    """Return the report as one line where every kind is equal to its formula."""
-    buckets, *kinds = report
+def brief(kinds: list[str], rank: int) -> list[str]:
+    """Return the lines of the kinds as one where each is equal to its formula."""
     if not all(line.endswith(EQUAL) for line in kinds):
-        return report
+        return kinds
     sizes = [line.removesuffix(f" bytes{EQUAL}").rpartition(" ") for line in kinds]
     shown = ", ".join(f"{kind.strip()} {size}" for kind, _, size in sizes if size != "0")
-    return [f"{buckets}; bytes, as --dry-run computes them: {shown}"]
+    return [f"memory of rank {rank} in bytes, as --dry-run computes it: {shown}"]
+
+
+def buckets(config: Config, sink: ParamAndGradBuffer, rank: int) -> str:
+    """Return a line about the buckets that hold this rank's weights."""
+    count = len(sink.weight_buckets)
+    text = f"rank {rank} has its weights in {count} bucket{'s' * (count != 1)}"
+    if sink.zero_stage == 3:
+        return f"{text}, one transformer block each, and the parameters outside of blocks"
+    how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "the default"
+    return f"{text} of about {sink.bucket_size:,} elements ({how})"
 
 
 def in_full(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
-    """Measure this rank and return the lines: the buckets, then one a kind of memory.
+    """Measure this rank and return a line for each kind of memory.
 
     Call it after a run's second step: in the first, ZeRO stage 3 still learns the order of its
     blocks and gathers none ahead. It does not wait for the device.
     """
     sink = optimizer.sink
-    peaks = transient(sink)
-    count = len(sink.weight_buckets)
-    text = f"rank {optimizer.grid.rank} has its weights in {count} bucket{'s' * (count > 1)}"
-    if sink.zero_stage == 3:
-        text += ", one transformer block each, and the parameters outside of blocks"
-    else:
-        how = "--ddp-bucket-size" if config.parallel.ddp_bucket_size else "the default"
-        text += f" of about {sink.bucket_size:,} elements ({how})"
-    buckets = sink.weight_buckets
-    ranks = {b.layout.sharing.cut: b.shard.rank for b in buckets if b.shard is not None}
-    found = optimizer.memory()
-    return [text, *lines(config, provider, found, peaks, optimizer.grid.pp.rank, ranks)]
+    each = sink.weight_buckets
+    ranks = {b.layout.sharing.cut: b.shard.rank for b in each if b.shard is not None}
+    found, peaks = optimizer.memory(), transient(sink)
+    return lines(config, provider, found, peaks, optimizer.grid.pp.rank, ranks)
 
 
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:

@@ -108,5 +108,32 @@ def open_wandb(project: str, name: str | None, run_config: dict[str, Any] | None
             f"--wandb-project {project}: the package wandb is not installed; pip install wandb,"
             " or omit the flag"
         ) from None
-    with owner_only():
-        return wandb.init(project=project, name=name, config=run_config)
+    try:
+        with owner_only():
+            return wandb.init(project=project, name=name, config=run_config)
+    except wandb.Error as error:
+        raise ValueError(f"--wandb-project {project}: {error}") from None
+
+
+def check_wandb_login(project: str) -> None:
+    """Raise ValueError where W&B would upload the run and no login is on this machine.
+
+    It asks wandb, which looks at WANDB_API_KEY, its settings and .netrc; it asks no server and no
+    user.
+    """
+    import wandb
+
+    try:
+        if wandb.setup().settings.mode not in ("online", "run", "shared"):
+            return
+        try:
+            found = wandb.login(prompt=False, verify=False)
+        except TypeError:  # a wandb whose login() would ask the user
+            found = wandb.api.api_key is not None
+    except wandb.Error as error:
+        raise ValueError(f"--wandb-project {project}: {error}") from None
+    if not found:
+        raise ValueError(
+            f"--wandb-project {project}: W&B has no login here: call `wandb login`, set "
+            "WANDB_API_KEY, or set WANDB_MODE=offline, which writes the run to files"
+        )

@@ -27,6 +27,7 @@ from training.layer_options import accumulate_dtype
 from training.run import same_run
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
+from training.run.output import check_wandb_login
 from training.run.trial import try_calls
 from training.untrusted import nothing_downloaded
 
@@ -116,12 +117,16 @@ def begun(config: Config, split: str, train: Dataset) -> bool:
 def check_early(config: Config) -> None:
     """Raise ValueError for what would otherwise be found after the ranks met and built a model.
 
-    It looks at names only: where checkpoints should be, and which packages are installed.
+    It looks at names only: where checkpoints should be, which packages are installed, and whether
+    W&B has a login.
     """
     c, log = config.checkpoint, config.log
     found: list[str] = []
     for flag, root, step in places(c.load, c.branch_from, c.ckpt_step, c.pretrained_checkpoint):
         found += candidates(root, step, flag)[0]
+    if config.run.skip_train and c.load and not found:
+        why = nothing_downloaded(c.load)
+        raise UsageError(f"--skip-train --load {c.load}: no checkpoint there ({why})")
     if c.branch_from is not None and not found:
         raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there")
     if c.pretrained_checkpoint is not None and not (found or config.fault.peer_checkpoint):
@@ -137,3 +142,5 @@ def check_early(config: Config) -> None:
                 f"{flag} {wanted}: the package {package} is not installed; pip install {package}, "
                 "or omit the flag"
             )
+    if log.wandb_project:
+        check_wandb_login(log.wandb_project)

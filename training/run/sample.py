@@ -58,7 +58,8 @@ def draw_sample(run: Run, loaders: Loaders, log: Log) -> None:
     run.monitor.enter("evaluation", f"a sample after iteration {run.iteration}")
     tokenizer, prompt = loaders.tokenizer, prompt_of(run.config, loaders)
     assert tokenizer is not None
-    made = continue_prompt(run, prompt, min(NEW, run.config.model.seq_length - len(prompt)))
+    with log.timing("sample"):
+        made = continue_prompt(run, prompt, min(NEW, run.config.model.seq_length - len(prompt)))
     if tokenizer.eod in made:
         made = made[: made.index(tokenizer.eod)]
     before = tokenizer.decode(prompt)

@@ -33,6 +33,7 @@ from training.checkpoint.retain import prune, step_directories
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.run import resumable, same_run
+from training.run.best import Best
 from training.run.export import HuggingFaceSaves
 from training.run.step import CONTINUE, Decision, Step
 from training.stages import waits_for
@@ -50,8 +51,9 @@ class Saver:
 
     names: the model's table of canonical names. hf_config(model.config, dtype): its sizes in
     Hugging Face's terms; from_hf_config: the inverse. digests: hashes of the tokenizer and of the
-    data, kept with the state. activity: prints what takes long at a start. As a context
-    manager it waits for the save under way, except after an error that other ranks may not share.
+    data, kept with the state. activity: prints what takes long at a start. evaluated_on: {set of
+    held-out data: hash of what an evaluation reads of it}, for --keep-best. As a context manager it
+    waits for the save under way, except after an error that other ranks may not share.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Saver:
         digests: Mapping[str, str],
         note: Callable[[str], None],
         activity: Activity | None = None,
+        evaluated_on: Mapping[str, str] | None = None,
     ) -> None:
         self.activity = activity or Activity(ctx.grid.launch, note)
         self.config, self.ctx, self.model, self.optimizer = config, ctx, model, optimizer
@@ -86,6 +89,9 @@ class Saver:
         c = config.checkpoint
         self._hf = HuggingFaceSaves(c, ctx.grid, note) if c.save and c.save_hf else None
         self._lock: DirectoryLock | None = None
+        self.best: Best | None = None
+        if c.save and c.keep_best is not None:
+            self.best = Best(c.keep_best, evaluated_on or {}, self._wait)
         self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
         self._attach = same_run.tokenizer_files(config.data)
@@ -172,11 +178,35 @@ class Saver:
                 with suppress(OSError):
                     path.rmdir()
             raise
+        self._find_best(iteration)
         if c.async_save:
             self._staging = Staging(pieces)
         if self._hf is not None and iteration and not self._later:
             self._background.start(lambda: self._export(root / step_name(iteration), False))
         return iteration, consumed
+
+    def _find_best(self, iteration: int) -> None:
+        """Learn which checkpoint of --save, up to a step, is the best one so far."""
+        if (best := self.best) is None:
+            return
+        root, rank = Path(self.config.checkpoint.save or ""), self.ctx.grid.rank
+        if not iteration and self._from != root.resolve():  # the run begins here
+            best.begin(None)
+            return
+        found, line = self._together(lambda: None if rank else best.find(root, iteration))[0]
+        best.begin(found)
+        if line:
+            self.note(line)
+        if best.saved is not None:
+            self.note(f"--keep-best: {self.best_line()}")
+
+    def best_line(self) -> str:
+        """Return which checkpoint is the best one so far, "" where there is none."""
+        if self.best is None or (found := self.best.saved) is None:
+            return ""
+        of, root = self.best.set and f"-{self.best.set}", self.config.checkpoint.save
+        where = Path(root or "") / step_name(found.step)
+        return f"lowest validation{of} loss {found.loss:.4f}, of iteration {found.step}: {where}"
 
     def _refuse_later(self, root: Path, iteration: int) -> None:
         if self.ctx.grid.rank:
@@ -196,22 +226,32 @@ class Saver:
     def _refuse_to_prune(self, root: Path) -> None:
         """Raise SaveError where the flags that remove checkpoints would meet another run's."""
         c = self.config.checkpoint
-        flag = "--keep-last-k" if c.keep_last_k else "--save-retain-interval"
-        if not (c.keep_last_k or c.save_retain_interval) or self.ctx.grid.launch.attempt:
+        flags = {
+            "--keep-last-k": c.keep_last_k,
+            "--save-retain-interval": c.save_retain_interval,
+            "--keep-best": c.keep_best is not None,
+        }
+        flag = next((flag for flag, given in flags.items() if given), None)
+        if flag is None or self.ctx.grid.launch.attempt:
             return
-        found = [name for _, _, name in step_directories(root)]
+        # of step 0 that is evaluated: it is made again, with its loss
+        begun = c.keep_best is not None and self.config.run.eval_at_start
+        found = [name for step, _, name in step_directories(root) if step or not begun]
         if found and self._from != root.resolve() and not self.ctx.grid.rank:
             raise checkpoint.SaveError(
                 f"it has checkpoints ({', '.join(found[:3])}) of another run than the one that is "
                 f"continued, and {flag} would remove them: use another --save, or move them away"
             )
 
-    def _together(self, work: Callable[[], None], flag: str = "") -> None:
+    def _together(self, work: Callable[[], Any], flag: str = "") -> list[Any]:
+        """Return what work() is on each rank. Raises SaveError, on every rank, if one fails."""
         world, device = self.ctx.grid.world, self.ctx.device
-        failed = checkpoint.first_error(checkpoint.together(work, world, device))
+        outcomes = checkpoint.together(work, world, device)
+        failed = checkpoint.first_error(outcomes)
         if failed is not None:
             flag = flag or f"--save {self.config.checkpoint.save}"
             raise checkpoint.SaveError(f"{flag}: {failed.error}")
+        return [outcome.value for outcome in outcomes]
 
     def after_step(self, step: Step) -> Decision:
         """Report to the supervisor that the step is done."""
@@ -224,16 +264,37 @@ class Saver:
             record = PROGRESS.pack(*self._first, iteration, time.monotonic(), self._source)
             os.pwrite(self._progress, record, 0)
 
-    def save(self, iteration: int, consumed: int, must: bool, hurry: bool = False) -> None:
+    def evaluated(self, iteration: int, losses: Mapping[str, float]) -> bool:
+        """Take the losses after this step, by the names of the validation sets; return whether the
+        step is to be saved for them (--keep-best). On every rank.
+        """
+        return self.best is not None and self.best.evaluated(iteration, losses)
+
+    def _wait(self) -> None:
+        """Wait for the save under way; print its failure."""
+        self._report_failure(self._background.wait)
+
+    def save(
+        self,
+        iteration: int,
+        consumed: int,
+        must: bool,
+        hurry: bool = False,
+        only_best: bool = False,
+    ) -> None:
         """Save, in the background with --async-save unless it is the last one (`must`).
 
         A failure is printed and training continues, unless --on-save-failure or `must` forbids it.
         One save is under way at a time: this waits for the one before. hurry: prune nothing
-        afterwards, as a signal's grace may be short.
+        afterwards, as a signal's grace may be short. only_best: evaluated() alone asks for it.
         """
         self._hurry = hurry
-        self._report_failure(self._background.wait)
+        self._wait()
         pieces, state = self.pieces(), self._state(iteration, consumed)
+        if self.best is not None:
+            self.best.settle()
+            there = (Path(self.config.checkpoint.save or "") / step_name(iteration)).is_dir()
+            state |= self.best.saving(iteration, only_best and not there)
         if self._staging is not None and self.config.checkpoint.async_save and not must:
             staged = self._staging.copy(pieces)
 
@@ -249,6 +310,8 @@ class Saver:
             self._report_failure(
                 lambda: written.append(self._write(iteration, pieces, state, False)), must
             )
+            if self.best is not None:
+                self.best.settle()
             self._prune()
             if self._hf is not None and written and hurry:
                 self.note(f"--save-hf: the next start writes the folder of {written[0].name}")
@@ -267,7 +330,7 @@ class Saver:
             return saved.is_dir() and (again or not hf.has(saved.name))
 
         if checkpoint.together(needed, world)[0].value:
-            hf.write(saved, world)
+            hf.write(saved, world, self.best.names if self.best else ())
 
     def poll(self) -> None:
         """Print the failure of a background save that has ended; never wait for one."""
@@ -305,6 +368,8 @@ class Saver:
         )
         self.note(f"saved {path}")
         self._good.add(path.name)
+        if self.best is not None:
+            self.best.written = iteration
         return path
 
     def _prune(self) -> None:
@@ -326,8 +391,9 @@ class Saver:
 
         def work() -> None:
             removed = prune(
-                root, c.keep_last_k, c.save_retain_interval, self._good, self.note, among=now
-            )
+                root, c.keep_last_k, c.save_retain_interval, self._good, self.note, among=now,
+                outdone=self.best is not None,
+            )  # fmt: skip
             if removed:
                 self.note(f"removed {', '.join(removed)}")
 
@@ -402,8 +468,10 @@ class Saver:
         """
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"
-        self._report_failure(self._background.wait)
+        self._wait()
         found, memory = self._find("--save", c.save, fresh=False), self._memory
+        if found is not None:
+            self._find_best(found[0])
         if found is not None and memory is not None and self.ctx.grid.launch.local_rank == 0:
             for path in memory.glob("step_*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -459,6 +527,8 @@ class Saver:
             self._good.add(found.directory.name)
         self._later = found.passed_over
         self._from = found.directory.resolve().parent
+        if found.left_out:
+            self.note(f"{found.directory}: {found.left_out}")
         if fresh:
             self.note(f"loaded the weights of {found.directory}; starting at sample 0")
             return 0, 0
@@ -514,7 +584,7 @@ class Saver:
         Where it fails, training continues with a line about it.
         """
         assert self._staging is not None and self._memory is not None
-        self._report_failure(self._background.wait)
+        self._wait()
         pieces, state = self.pieces(), self._state(iteration, consumed)
         staged = self._staging.copy(pieces)
         self._background.start(lambda: self._keep(iteration, pieces, staged, state))
@@ -567,7 +637,7 @@ class Saver:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None or issubclass(kind, FloatingPointError):  # every rank comes here
-            self._report_failure(self._background.wait)
+            self._wait()
             if not self._hurry:  # else it dies with the process, which harms nothing
                 self._pruning.wait()
             if self._lock is not None:  # on other ways out the threads may still write

@@ -30,10 +30,11 @@ KEYS = {"--" + key.rpartition(".")[2].replace("_", "-"): key for key in SETTINGS
 def difference(key: str, there: Any, here: Any) -> str:
     """Return how a setting of a checkpoint differs from this run's: the rest of a sentence."""
     flag = _flag(key)
-    if there is None:
+    none: tuple[Any, ...] = (None, [])
+    if there in none:
         return f"was made without {flag} and this run has {flag} {here!r}"
     return (
-        f"was made with {flag} {there!r} and this run has {'none' if here is None else repr(here)}"
+        f"was made with {flag} {there!r} and this run has {'none' if here in none else repr(here)}"
     )
 
 

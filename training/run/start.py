@@ -5,14 +5,16 @@ from collections.abc import Callable
 from functools import partial
 
 from estimate import context_parallel, matrices, pipeline_stages
-from estimate.model_profile import ModelProvider, model_profile
+from estimate.model_profile import ModelProvider, model_profile, whole_model
 from mpu.grid import Grid
 from mpu.layers import fused_gpu
 from mpu.param import PlacementError
 from mpu.zero.gradient_check import GradientCheck
+from training import param_groups
 from training.checkpoint import CheckpointError
 from training.config import UsageError
 from training.data.dataset import DataError
+from training.run import memory_report
 from training.run.autotune import overlap
 from training.run.autotune.overlap import Note, Overlap
 from training.run.log import Log
@@ -20,6 +22,7 @@ from training.run.output import say
 from training.run.saver import Saver
 from training.run.state import Run, RunSchedule
 from training.run.warm_up import warm_up
+from training.run.watch.intervals import still_due
 from training.stages import name_at, tokens_at
 
 # errors that a user can do something about: one sentence, no traceback
@@ -44,8 +47,10 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     fixed = sum(p.numel() for p in run.module.parameters() if not p.requires_grad)
     of_them = f" ({fixed:,} of them frozen)" if fixed else ""
     note(f"{run.grid}; {count:,} parameters on this rank{of_them}, {run.device}")
-    if names := run.sink.frozen.names:
-        note(f"{len(names)} frozen tensors (requires_grad is False), such as {names[0]}")
+    note(memory_report.buckets(run.config, run.sink, run.grid.rank))
+    whole = whole_model(run.config, provider)
+    for line in param_groups.lines(dict(whole.named_parameters())):
+        note(line)
     for name in run.sink.frozen.overruled:
         note(
             f"{name} is tied to an embedding of which --model-file says something else: the "
@@ -73,14 +78,18 @@ def measure_and_warm_up(
     return found
 
 
-def log_of(run: Run, provider: ModelProvider, total: int) -> Log:
-    """Return the log of a run that ends at iteration `total`."""
+def log_of(run: Run, provider: ModelProvider, total: int, tested: bool = False) -> Log:
+    """Return the log of a run that ends at iteration `total`. tested: there is a test set."""
     config = run.config
+    tests = {"test": int(tested and bool(config.run.eval_interval))}
     return Log(
         config.log, rank=run.grid.rank, world_size=run.grid.world_size,
         flops_per_token=model_profile(config, provider).flops,
         dtype=config.run.dtype, device=run.device, total_iterations=total,
-        total_samples=config.batch.train_samples, start_iteration=run.iteration,
+        total_samples=config.batch.train_samples,
+        start_iteration=0 if config.run.skip_train else run.iteration,
         run_config=config.flat(), tokens_at=partial(tokens_at, config),
         stage_at=partial(name_at, config),
+        still_due=lambda iteration: still_due(config, iteration, total) | tests,
+        on_line=run.monitor.activity.started,
     )  # fmt: skip

@@ -11,11 +11,13 @@ import hashlib
 import json
 import os
 import platform
+import shlex
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +38,7 @@ from training.faults.monitor import FailureMonitor, exited_early
 from training.faults.store import await_key, late_ranks, poll
 from training.faults.wire import printable
 from training.flags.flag_table import known_flags
+from training.flags.parallel_rules import WrongWorldError
 from training.run import output
 from training.run.rendezvous import ABSENT, ACKNOWLEDGED, MARGIN, SHORT, RendezvousError, meet
 from training.untrusted import sentence
@@ -259,13 +262,19 @@ def connect(
 
 
 def refuse(
-    error: Exception, launch: Launch, code: int, error_file: str | None, alone: bool = False
+    error: Exception,
+    launch: Launch,
+    code: int,
+    error_file: str | None,
+    alone: bool = False,
+    typed: Sequence[str] = (),
 ) -> int:
     """Print what is wrong in one sentence, once a node, and return `code`.
 
     All ranks fail with the same message, so the first rank of a node prints it. The code is 1 where
     ranks stayed away, which is no mistake. alone: the ranks have not compared yet; this one tells
-    those that wait in `compare`, or prints where it cannot.
+    those that wait in `compare`, or prints where it cannot. typed: the program and its flags; one
+    process that needs more ranks also prints the line which starts them.
     """
     text = sentence(error)
     write_error_file(text, error_file)
@@ -273,9 +282,21 @@ def refuse(
     untold = isinstance(error, RendezvousError) and not error.reported
     if launch.local_rank == 0 or untold:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+        if isinstance(error, WrongWorldError) and launch.world == 1 and typed:
+            line = f"start them with: {start_line(typed, error.copy)}"
+            print(printable(line), file=sys.stderr, flush=True)
     if alone and launch.world > 1 and not _refuse_others(text, launch) and launch.local_rank:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
     return 1 if absent else code
+
+
+def start_line(typed: Sequence[str], ranks: int) -> str:
+    """Return the command, quoted for a shell, that starts a program with so many ranks on this
+    host, or that lets --dry-run say what they would do.
+    """
+    if "--dry-run" in typed:
+        return f"WORLD_SIZE={ranks} python {shlex.join(typed)}"
+    return f"torchrun --standalone --nproc-per-node {ranks} {shlex.join(typed)}"
 
 
 def _refuse_others(text: str, launch: Launch) -> bool:
@@ -297,8 +318,12 @@ def write_error_file(text: str, error_file: str | None) -> None:
             json.dump({"message": {"message": text, "extraInfo": more}}, file)
 
 
-def as_process(main: Callable[[], int], error_file: str | None) -> None:
+def as_process(
+    main: Callable[[], int], error_file: str | None, program: str = PROGRAM
+) -> None:
     """Run main(), print the traceback of a bug, flush, and end the process at once.
+
+    program: its name, for the lines about it. Ctrl-C gets a line, and exit code 130.
 
     The interpreter's shutdown is skipped. In it a failed run may wait for ranks that are gone, and
     a good one may abort: a gloo thread that asks for Python's lock is then unwound through C++ code
@@ -323,7 +348,7 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
         leave(1)
 
     def failed(text: str) -> int:
-        print(f"{PROGRAM}: {printable(text)}", file=sys.stderr)
+        print(f"{program}: {printable(text)}", file=sys.stderr)
         write_error_file(text, error_file)
         return 1
 
@@ -336,6 +361,9 @@ def as_process(main: Callable[[], int], error_file: str | None) -> None:
             code = failed(text) if text else (end.code or 0) % 256
         else:
             code = failed(str(end.code))
+    except KeyboardInterrupt:
+        failed("stopped by Ctrl-C")
+        code = 128 + signal.SIGINT
     except BaseException as error:  # where Rust panics it is no Exception
         if isinstance(error.__cause__, SystemExit):  # told to the other ranks (FailureMonitor)
             code = failed(str(error))

@@ -206,7 +206,7 @@ def _attention(config: Config, ctx: LayerContext, work: Work) -> None:
         ranges = batch_shards(2, ((2 * TOKENS,),))
         core = CoreAttention(config.parallel.attention_backend, card_of(ctx.device))
         q, k, v = (_numbers(ctx, TOKENS, 1, n, d) for n in (heads, groups, groups))
-        way = Ring(ctx.grid.cp, ranges, (2 * TOKENS,), 0, core.kernel(q, "blocks"))
+        way = Ring(ctx.grid.cp, ranges, (2 * TOKENS,), 0, core.kernel(q, v, "blocks"))
         y = ContextExchange.apply(q, k, v, way)
         y.backward(torch.ones_like(y))
         return

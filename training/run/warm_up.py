@@ -34,6 +34,7 @@ from mpu.pipeline.stage_layout import Stage
 from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
+from training.data.loss_mask import is_masked
 from training.layer_options import context_of, main_grads_dtype, recompute_of
 from training.run.cuda_graph import Graphs
 from training.run.state import Run, RunSchedule
@@ -176,5 +177,6 @@ def batches_of_zeros(config: Config, grid: Grid, device: torch.device) -> list[B
     flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     rules = DocumentRules(eod=-1, **{flag: getattr(config.data, flag) for flag in flags})
     rows = np.zeros((config.batch.micro_batch_size, config.model.seq_length + 1), np.int64)
-    batches, cp = [make_batch(rows, rules, 0) for _ in range(MICRO_BATCHES)], grid.cp
+    counted = np.ones(rows.shape, bool) if is_masked(config) else None
+    batches, cp = [make_batch(rows, rules, 0, counted) for _ in range(MICRO_BATCHES)], grid.cp
     return [context_part(batch, cp.rank, cp.size).to(device) for batch in batches]

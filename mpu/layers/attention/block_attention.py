@@ -9,13 +9,16 @@ and log-sum-exp:
 
     lse = log(exp(lse_1) + exp(lse_2))    out = out_1 exp(lse_1 - lse) + out_2 exp(lse_2 - lse)
 
-That is the backward of the whole, in parts (Dao et al. 2022, appendix B).
+That is the backward of the whole, in parts (Dao et al. 2022, appendix B). An attention sink is
+merged in the same way, as a block of one key. Kernels but matrix products take one head size, so
+zeros follow the smaller of q's and v's, block by block: what is kept for backward has its own size.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mpu import torch_private
@@ -33,15 +36,18 @@ def block_attention(
     packed: PackedSeqParams | None,
     window: int,
     kernel: Kernel | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [b, a, s, d].
+    """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] ->
+    [b, a, s, e].
 
     The queries are the last s of the S tokens of a row. packed: the documents in the row (b is 1
-    then); None: each row is one. window: see `CoreAttention`. kernel: None leaves it open. Raises
-    ValueError where the documents do not fill the row.
+    then); None: each row is one. window, sink: see `CoreAttention`. kernel: None leaves it open.
+    Raises ValueError where the documents do not fill the row.
     """
     if kernel is None:
-        kernel = kernel_of("auto", card_of(q.device), q.dtype, q.shape[3], "documents")
+        widest = max(q.shape[3], v.shape[3])
+        kernel = kernel_of("auto", card_of(q.device), q.dtype, widest, "documents")
     s, keys = q.shape[2], k.shape[2]
     documents = (keys,) if packed is None else packed.lengths
     if packed is not None and sum(documents) != keys:
@@ -51,12 +57,13 @@ def block_attention(
             f"{cut and cut + 'takes the place of core_attention in a --model-file'}"
         )
     rows = packed is None and not window and s == keys
-    if kernel in ("cudnn", "flash") and rows and torch_private.has_attention(kernel):
-        return _attention_of_rows(q, k, v, kernel)
-    if kernel == "flash" and torch_private.operator(torch_private.VARLEN) is not None:
-        return _flash_attention(q, k, v, packed, window)
+    e, one_call = v.shape[3], sink is None  # torch's formulas have no gradient of a log-sum-exp
+    if one_call and kernel in ("cudnn", "flash") and rows and torch_private.has_attention(kernel):
+        return _first(_attention_of_rows(*_of_one_size(q, k, v), kernel), e)
+    if one_call and kernel == "flash" and torch_private.operator(torch_private.VARLEN) is not None:
+        return _first(_flash_attention(*_of_one_size(q, k, v), packed, window), e)
     todo = blocks(range(keys - s, keys), documents, window)
-    return _BlockAttention.apply(q, k, v, todo, kernel)
+    return _BlockAttention.apply(q, k, v, todo, kernel, sink)
 
 
 def _flash_attention(
@@ -82,31 +89,66 @@ def _attention_of_rows(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel) -> Tenso
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor, todo: tuple[Block, ...], kernel: Kernel
+        saved_ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        todo: tuple[Block, ...],
+        kernel: Kernel,
+        sink: Tensor | None = None,
     ) -> Tensor:
         before = k.shape[2] - q.shape[2]
-        out, lse = outputs(q, _sums(q, todo))
+        out, lse = outputs(q, v, _sums(q, todo) if sink is None else accumulate_dtype(q))
         attend(todo, q, k, v, out, lse, kernel=kernel, before=before)
+        if sink is not None:
+            merge_sink(out, lse, sink)
         out = out.to(q.dtype)
         saved_ctx.todo, saved_ctx.before, saved_ctx.kernel = todo, before, kernel
-        saved_ctx.save_for_backward(q, k, v, out, lse)
+        saved_ctx.save_for_backward(q, k, v, out, lse, sink)
         return out
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *_ = saved = saved_ctx.saved_tensors
+        *saved, sink = saved_ctx.saved_tensors
+        q, k, v, out, lse = saved
         kind = _sums(q, saved_ctx.todo)
         sums = tuple(torch.zeros_like(x, dtype=kind) for x in (q, k, v))
         kernel, before = saved_ctx.kernel, saved_ctx.before
         attend_backward(saved_ctx.todo, dy, saved, sums, kernel, before=before)
         dq, dk, dv = (x.to(q.dtype) for x in sums)
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, sink_gradient(dy, out, lse, sink)
 
 
-def outputs(q: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return memory for the output, of dtype `kind`, and the log-sum-exp of q [b, a, s, d]."""
-    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=accumulate_dtype(q))
-    return _empty(q, kind), lse.transpose(1, 2)
+def outputs(q: Tensor, v: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return memory for the output [b, a, s, e], of dtype `kind`, and the log-sum-exp [b, a, s] of
+    q [b, a, s, d] and v [b, g, S, e].
+    """
+    b, a, s, _ = q.shape
+    lse = q.new_empty((b, s, a), dtype=accumulate_dtype(q))
+    out = q.new_empty((b, s, a, v.shape[3]), dtype=kind)
+    return out.transpose(1, 2), lse.transpose(1, 2)
+
+
+def merge_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
+    """Merge a sink [a] into the output and the log-sum-exp of all blocks: it is one more key, with
+    a value of 0.
+    """
+    both = torch.logaddexp(lse, sink.to(lse.dtype)[:, None])
+    out.mul_((lse - both).exp_()[..., None])
+    lse.copy_(both)
+
+
+def sink_gradient(dy: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor | None:
+    """Return the gradient of a sink [a] from what `merge_sink` has left; None where there is none.
+
+    With p = exp(sink - lse), its share of the softmax, and a value of 0, it is -sum p (dy out).
+    """
+    if sink is None:
+        return None
+    wide = lse.dtype
+    pull = (dy.to(wide) * out.to(wide)).sum(-1)  # [b, a, s]
+    share = (sink.to(wide)[:, None] - lse).exp_()
+    return (share * pull).sum((0, 2)).neg_().to(sink.dtype)
 
 
 def _empty(x: Tensor, kind: torch.dtype) -> Tensor:
@@ -128,8 +170,9 @@ def attend(
 ) -> None:
     """Do the forward of blocks: set out and lse, or merge into what is there.
 
-    q [b, a, s, d]; k and v [b, g, S, d]. A block's ranges are places in dim 2; `before` is taken
-    off those of queries. A "tril" is a query's first block, and sets. noted: see max_logits.py.
+    q [b, a, s, d], k [b, g, S, d], v [b, g, S, e]. A block's ranges are places in dim 2; `before`
+    is taken off those of queries. A "tril" is a query's first block, and sets. noted: see
+    max_logits.py.
     """
     if noted is not None:
         note_maxima(noted, q, k, todo, before)
@@ -208,6 +251,9 @@ def _forward(kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tup
         return out.flip(2), lse.flip(2)
     causal = part == "tril"
     way = _way(kernel, k)
+    if _takes_one_size(way) and q.shape[3] != v.shape[3] and not q.is_meta:  # a plan counts its own
+        out, lse = _forward(kernel, part, *_of_one_size(q, k, v))
+        return _first(out, v.shape[3]), lse
     if way == "cpu" and _native_takes(q, k, v):
         return _native_forward(q, k, v, causal)
     if torch_private.has_attention(way):
@@ -217,6 +263,28 @@ def _forward(kernel: Kernel, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tup
         attend = torch_private.flash_attention if way == "flash" else torch_private.cpu_attention
         return attend(q, k, v, causal)
     return products_forward(q, k, v, causal)
+
+
+def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v with heads of one size: zeros follow what is smaller.
+
+    The output's first elements are those of v. A kernel that divides by the root of the new size
+    gets queries that make up for it.
+    """
+    (d, e), size = (q.shape[3], v.shape[3]), max(q.shape[3], v.shape[3])
+    if d < size:
+        q, k = F.pad(q * (size / d) ** 0.5, (0, size - d)), F.pad(k, (0, size - d))
+    return q, k, F.pad(v, (0, size - e)) if e < size else v
+
+
+def _first(x: Tensor, size: int) -> Tensor:
+    """Return the first elements of heads [..., n]."""
+    return x if x.shape[-1] == size else x[..., :size]
+
+
+def _takes_one_size(way: Kernel) -> bool:
+    """Return whether a block's kernel takes q, k and v of one head size alone: all but products."""
+    return torch_private.has_attention(way)
 
 
 def _way(kernel: Kernel, k: Tensor) -> Kernel:
@@ -240,7 +308,13 @@ def _backward(
         dq, dk, dv = _backward(kernel, "tril", *flipped)
         return dq.flip(2), dk.flip(2), dv.flip(2)
     causal = part == "tril"
-    way = _way(kernel, k)
+    way, (d, e) = _way(kernel, k), (q.shape[3], v.shape[3])
+    if d != e and _takes_one_size(way):
+        size = max(d, e)
+        dy, out = (F.pad(x, (0, size - e)) for x in (dy, out))
+        dq, dk, dv = _backward(kernel, part, dy, *_of_one_size(q, k, v), out, lse)
+        dq = _first(dq, d) if d == size else _first(dq, d) * (size / d) ** 0.5
+        return dq, _first(dk, d), _first(dv, e)
     if way == "cpu" and _native_takes(q, k, v):
         return _native_backward(dy, q, k, v, out, lse, causal=causal)
     if torch_private.has_attention(way):
@@ -258,7 +332,7 @@ def _native_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def _native_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Do `_forward` by csrc/attention.h."""
-    out, lse = outputs(q, q.dtype)
+    out, lse = outputs(q, v, q.dtype)
     call("block_forward", q.dtype, q, k, v, out, lse, *_native_sizes(q, k, out, lse, out, causal))
     return out, lse
 

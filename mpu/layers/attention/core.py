@@ -3,10 +3,11 @@
 
 attention/backends.py chooses the kernel that computes it. On a CPU with AVX-512 it is
 csrc/attention.h; on CUDA, where the flag leaves it open, torch's scaled_dot_product_attention
-chooses. Documents, windows, and a requested kernel, go to block_attention.py. There is no
-mask.
+chooses. Documents, windows, a requested kernel, values of another head size than the keys', and
+attention sinks go to block_attention.py. There is no mask.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 
 
 class CoreAttention:
-    """A layer's core attention. Subclasses attend in another way: by `attend` alone.
+    """A layer's core attention: a call takes q, k and v before RoPE, packed, as `qkv_linear` makes
+    them; `attend` takes them apart, with v's head size its own, as latent attention has them.
+
+    Both do the same after RoPE. Subclasses attend in another way: by `compute`, and `note`.
 
     requested: --attention-backend. card: what the choice of a kernel depends on, found once; None:
     it is read from torch at each call. maxima: where the largest logits are noted, if they are.
@@ -57,9 +61,35 @@ class CoreAttention:
         requested kernel cannot do it.
         """
         q, k, v = apply_rope(qkv, cos, sin, heads, groups, rotary)  # each [s, b, n, d]
+        return self.attend(q, k, v, packed, cache, window)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packed: PackedSeqParams | None = None,
+        cache: list[Tensor] | None = None,
+        window: int = 0,
+        *,
+        scale: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """Return softmax(scale q k^T) v of heads whose values have a size of their own.
+
+        q [s, b, a, d], k [s, b, g, d], v [s, b, g, e], those of this rank, rotated by the caller ->
+        [s, b, a e]. packed, cache, window: see `__call__`. scale: above 0; None: 1 / sqrt(d).
+        sink: a logit of each of this rank's query heads, [a], that takes part in the softmax and
+        has a value of 0 (Xiao et al. 2023; gpt-oss): y = sum_j exp(x_j) v_j / (exp(sink) +
+        sum_j exp(x_j)). Raises ValueError where sizes, window, scale or sink cannot be, and where
+        the requested kernel cannot do it.
+        """
+        check_attention(q, k, v, window, scale, sink)
+        if scale is not None:  # on the queries, so that no kernel need know it
+            q = q * (scale * q.shape[3] ** 0.5)
         if self.maxima is not None and torch.is_grad_enabled():  # once, also where recomputed
             self.note(self.maxima, q, k, packed, window)
-        return self.attend(q, k, v, packed, cache, window)
+        return self.compute(q, k, v, packed, cache, window=window, sink=sink)
 
     def note(
         self,
@@ -75,7 +105,7 @@ class CoreAttention:
         q, k = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)  # each [b, n, s, d]
         note_rows(maxima.of(q.shape[1]), q, k, packed, window)
 
-    def attend(
+    def compute(
         self,
         q: Tensor,
         k: Tensor,
@@ -83,10 +113,12 @@ class CoreAttention:
         packed: PackedSeqParams | None,
         cache: list[Tensor] | None,
         window: int,
+        sink: Tensor | None,
     ) -> Tensor:
-        """q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
-        if packed is None and cache is None and not window:
-            return self.attend_rows(q, k, v)
+        """Do `attend` with a scale of 1 / sqrt(d), and without its checks."""
+        whole = packed is None and not window  # rows of one document
+        if whole and cache is None and sink is None:
+            return self.compute_rows(q, k, v)
         s, b = q.shape[:2]
         if packed is not None:
             q, k, v = (one_row(x) for x in (q, k, v))
@@ -95,32 +127,62 @@ class CoreAttention:
             if cache:
                 k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)  # [b, g, S, d]
             cache[:] = [k, v]
-        kernel = self.kernel(q, "documents" if cache is None else "cache")
-        square = q.shape[2] == k.shape[2]
-        plain = packed is None and not window and (square or s == 1)
+        work: Work = "cache" if cache is not None else "blocks" if whole else "documents"
+        kernel = self.kernel(q, v, work)
+        square, alike = q.shape[2] == k.shape[2], k.shape[3] == v.shape[3]
+        plain = whole and sink is None and (s == 1 or square and (alike or kernel == "efficient"))
         if plain and kernel != "flash" and self.requested not in ("unfused", "local"):
             y = dot_product_attention(q, k, v, causal=square, alike=kernel == "efficient")
         else:
-            y = block_attention(q, k, v, packed, window, kernel).permute(2, 0, 1, 3).flatten(2)
+            y = block_attention(q, k, v, packed, window, kernel=kernel, sink=sink)
+            y = y.permute(2, 0, 1, 3).flatten(2)
         return y if packed is None else y.view(b, s, -1).transpose(0, 1)
 
-    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend to whole rows: q [s, b, a, d], k and v [s, b, g, d] -> [s, b, a d]."""
-        kernel = self.kernel(q, "rows")
+    def compute_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend to whole rows: q [s, b, a, d], k [s, b, g, d], v [s, b, g, e] -> [s, b, a e]."""
+        kernel = self.kernel(q, v, "rows")
         if kernel == "cpu" and takes_native(q, k, v):
             return CausalAttention.apply(q, k, v)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))  # each [b, n, s, d]
-        if kernel == "cpu" or self.requested == "auto":  # torch chooses
+        alike = k.shape[3] == v.shape[3]  # else most of torch's kernels do not take them
+        torch_chooses = kernel == "cpu" or self.requested == "auto"
+        if kernel == "efficient" or (alike and torch_chooses):
             return dot_product_attention(q, k, v, alike=kernel == "efficient")
         return block_attention(q, k, v, None, 0, kernel).permute(2, 0, 1, 3).flatten(2)
 
-    def kernel(self, q: Tensor, work: Work) -> Kernel:
-        """Return which kernel does some work on queries [..., d]."""
+    def kernel(self, q: Tensor, v: Tensor, work: Work) -> Kernel:
+        """Return which kernel does some work on queries [..., d] and values [..., e]."""
         card = card_of(q.device) if self.card is None else self.card
-        return kernel_of(self.requested, card, q.dtype, q.shape[-1], work)
+        return kernel_of(self.requested, card, q.dtype, max(q.shape[-1], v.shape[-1]), work)
 
 
 core_attention = CoreAttention()  # for a layer that takes no flag
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None, sink: Tensor | None
+) -> None:
+    """Raise ValueError where `CoreAttention.attend` cannot be what is meant."""
+    shapes = [list(x.shape) for x in (q, k, v)]
+    if {len(shape) for shape in shapes} != {4}:
+        raise ValueError(f"attend: q, k and v are [s, b, heads, size], not {shapes}")
+    (s, b, a, d), (keys, rows, g, of_keys), of_values = shapes
+    if (s, b, d) != (keys, rows, of_keys) or [keys, rows, g] != of_values[:3]:
+        raise ValueError(
+            f"attend: q {shapes[0]}, k {shapes[1]} and v {shapes[2]} must have the same tokens and "
+            "rows, q and k the same head size, and k and v the same heads"
+        )
+    if not g or a % g:
+        raise ValueError(f"attend: {a} query heads must be a multiple of {g} key/value heads")
+    if type(window) is not int or window < 0:
+        raise ValueError(f"attend: window is {window!r}: it must be a whole number, 0 for none")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"attend: scale is {scale!r}: it must be a finite number above 0")
+    if sink is not None and list(sink.shape) != [a]:
+        raise ValueError(
+            f"attend: sink is {list(sink.shape)}: it must have a logit of each of the rank's {a} "
+            "query heads"
+        )
 
 
 def one_row(x: Tensor) -> Tensor:
@@ -136,7 +198,7 @@ def one_row(x: Tensor) -> Tensor:
 def dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, alike: bool = False
 ) -> Tensor:
-    """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], k and v [b, g, S, d] -> [s, b, a d].
+    """Return softmax(q k^T / sqrt(d)) v: q [b, a, s, d], v [b, g, S, e] -> [s, b, a e].
 
     causal: whether a query looks at earlier keys only; then s must be S. torch chooses the kernel.
     alike: repeat k and v for each head of q. torch's memory-efficient kernel takes no fewer of them

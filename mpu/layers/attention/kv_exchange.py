@@ -10,7 +10,8 @@
                         keys; dK, dV follow other ranks' keys a turn behind, home to their rank
 
 Both are the inside of one autograd function, `ContextExchange`, which saves this rank's q, k, v,
-output and log-sum-exp alone. K and V travel as one tensor [s, b, 2 g, d].
+output and log-sum-exp alone. K and V travel as one tensor [s, b, g, d + e], d being the size of a
+key and e that of a value.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,9 @@ from mpu.layers.attention.block_attention import (
     attend,
     attend_backward,
     block_gradients,
+    merge_sink,
     outputs,
+    sink_gradient,
 )
 from mpu.layers.attention.shards import Ranges, gather_blocks, halves, ring_blocks
 
@@ -44,30 +47,36 @@ class Way(Protocol):
         """Fill out and lse."""
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
-        """Add to dq; return dK and dV of this rank's tokens, [s, b, 2 g, d]. saved: q to lse."""
+        """Add to dq; return dK and dV of this rank's tokens, [s, b, g, d + e]. saved: q to lse."""
 
 
 class ContextExchange(torch.autograd.Function):
-    """q [s, b, a, d], k and v [s, b, g, d] of this rank's tokens, way -> [s, b, a, d]."""
+    """q [s, b, a, d], k [s, b, g, d], v [s, b, g, e] of this rank's tokens, way, sink [a] or None
+    -> [s, b, a, e].
+    """
 
     @staticmethod
-    def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor, way: Way) -> Tensor:
-        heads = _heads(q)
-        out, lse = outputs(heads, accumulate_dtype(q))
-        way.forward(heads, _heads(k), _heads(v), out, lse)
+    def forward(
+        saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor, way: Way, sink: Tensor | None = None
+    ) -> Tensor:
+        heads, values = _heads(q), _heads(v)
+        out, lse = outputs(heads, values, accumulate_dtype(q))
+        way.forward(heads, _heads(k), values, out, lse)
+        if sink is not None:
+            merge_sink(out, lse, sink)
         out = out.to(q.dtype)
         saved_ctx.way = way
-        saved_ctx.save_for_backward(q, k, v, out, lse)
+        saved_ctx.save_for_backward(q, k, v, out, lse, sink)
         return out.permute(2, 0, 1, 3)
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = saved_ctx.saved_tensors
+        q, k, v, out, lse, sink = saved_ctx.saved_tensors
         dq = q.new_zeros(q.shape, dtype=accumulate_dtype(q))
         saved = (_heads(q), _heads(k), _heads(v), out, lse)
         dkv = saved_ctx.way.backward(_heads(dy), saved, _heads(dq)).to(q.dtype)
-        dk, dv = dkv.split(k.shape[2], 2)
-        return dq.to(q.dtype), dk, dv, None
+        dk, dv = dkv.split([k.shape[3], v.shape[3]], 3)
+        return dq.to(q.dtype), dk, dv, None, sink_gradient(_heads(dy), out, lse, sink)
 
 
 class Gather:
@@ -96,7 +105,8 @@ class Gather:
         del mine
         every = parts.index_select(0, in_order(self.ranges, q.device))
         del parts
-        attend(self.blocks.far, q, *_unstack(every), out, lse, kernel=self.kernel, noted=self.noted)
+        theirs = _unstack(every, k)
+        attend(self.blocks.far, q, *theirs, out, lse, kernel=self.kernel, noted=self.noted)
 
     def backward(self, dy: Tensor, saved: Saved, dq: Tensor) -> Tensor:
         """Gather again. Of other ranks' dK and dV one piece at a time is summed, in wide numbers,
@@ -116,8 +126,8 @@ class Gather:
         for first, todo in zip(range(0, len(order), size), self.blocks.pieces, strict=True):
             keys = every[first : first + size]
             part = torch.zeros_like(keys, dtype=dq.dtype)
-            sums = (dq, *_unstack(part))
-            attend_backward(todo, dy, (q, *_unstack(keys), out, lse), sums, self.kernel)
+            sums = (dq, *_unstack(part, k))
+            attend_backward(todo, dy, (q, *_unstack(keys, k), out, lse), sums, self.kernel)
             keys.copy_(part)  # their gradients, from here on
             del keys, part, sums
         sent = every.index_select(0, back)
@@ -126,7 +136,7 @@ class Gather:
         del sent
         found += block_gradients(late, dy, saved, dq, self.kernel)
         handle.wait()
-        return _added(found, theirs.to(dq.dtype))
+        return _added(found, theirs.to(dq.dtype), k)
 
 
 class Ring:
@@ -160,7 +170,7 @@ class Ring:
             if step + 1 < size:
                 coming, handle = self._pass_on(here, FORWARD)
             todo = self.blocks[(self.axis.rank - step) % size]
-            attend(todo, q, *_unstack(here), out, lse, kernel=self.kernel, noted=self.noted)
+            attend(todo, q, *_unstack(here, k), out, lse, kernel=self.kernel, noted=self.noted)
             handle.wait()
             here = coming
 
@@ -180,16 +190,16 @@ class Ring:
             if step + 1 < size:
                 coming, handle = self._pass_on(here, BACKWARD)
             todo = self.blocks[(rank - step) % size]
-            tensors = (q, *_unstack(here), out, lse)
+            tensors = (q, *_unstack(here, k), out, lse)
             theirs = [*block_gradients(todo, dy, tensors, dq, self.kernel)]
             arrives.wait()
-            sums = _added(theirs, _zeros(k, dq.dtype) if sums is None else sums)
+            sums = _added(theirs, _zeros(k, v, dq.dtype) if sums is None else sums, k)
             del here, tensors, theirs
             sums, arrives = self._pass_on(sums, BACKWARD)
         del coming
         found += block_gradients(late, dy, saved, dq, self.kernel)
         arrives.wait()
-        return _added(found, _zeros(k, dq.dtype) if sums is None else sums)
+        return _added(found, _zeros(k, v, dq.dtype) if sums is None else sums, k)
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -197,24 +207,26 @@ def _heads(x: Tensor) -> Tensor:
 
 
 def _together(k: Tensor, v: Tensor) -> Tensor:
-    """Return K and V [b, g, s, d] as they travel, [s, b, 2 g, d]: a copy."""
-    return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], 2)
+    """Return K [b, g, s, d] and V [b, g, s, e] as they travel, [s, b, g, d + e]: a copy."""
+    return torch.cat([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], 3)
 
 
-def _zeros(k: Tensor, kind: torch.dtype) -> Tensor:
+def _zeros(k: Tensor, v: Tensor, kind: torch.dtype) -> Tensor:
     b, g, s, d = k.shape
-    return k.new_zeros((s, b, 2 * g, d), dtype=kind)
+    return k.new_zeros((s, b, g, d + v.shape[3]), dtype=kind)
 
 
-def _unstack(kv: Tensor) -> tuple[Tensor, Tensor]:
-    k, v = _heads(kv).chunk(2, 1)
-    return k, v
+def _unstack(kv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what travels as K and V again, [b, g, s, d] and [b, g, s, e]. k: keys of size d."""
+    d = k.shape[3]
+    keys, values = _heads(kv).split([d, kv.shape[3] - d], 3)
+    return keys, values
 
 
-def _added(found: Sequence[tuple[slice, Tensor, Tensor]], dkv: Tensor) -> Tensor:
-    """Add blocks' dk and dv to sums [s, b, 2 g, d], which are returned."""
+def _added(found: Sequence[tuple[slice, Tensor, Tensor]], dkv: Tensor, k: Tensor) -> Tensor:
+    """Add blocks' dk and dv to sums [s, b, g, d + e], which are returned. k: keys of size d."""
     for at, *parts in found:
-        for total, part in zip(_unstack(dkv), parts, strict=True):
+        for total, part in zip(_unstack(dkv, k), parts, strict=True):
             total[:, :, at] += part
     return dkv
 

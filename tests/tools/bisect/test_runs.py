@@ -13,6 +13,7 @@ from tests.tools.bisect import planted as cases
 from tools import bisect_runs
 from tools.bisect.compare import Allowed
 from tools.bisect.lines import Lines, first_step, read
+from tools.bisect.recorded import _kept
 from tools.bisect.sides import named, without
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -107,6 +108,14 @@ def test_what_cannot_be_told_is_said(tmp_path):
     assert "step 2 is the first that differs, in its loss; flags that differ: data_digest" in (
         found.sentence)  # fmt: skip
     assert "A cannot be run again: its command line is not recorded there" in found.sentence
+
+
+def test_each_use_of_a_repeated_flag_is_run_again():
+    given = "--param-group *norm* frozen --lr 1 --param-group head.* lr-mult=2"
+    words = (*given.split(),)
+    assert _kept(words, ROOT, "A", None) == words
+    with pytest.raises(ValueError, match="--param-group head.*: there is no property"):
+        _kept(words[:-1], ROOT, "A", None)
 
 
 def digests(loss=1.0, weight="0" * 16, sketch=1.0):

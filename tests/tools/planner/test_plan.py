@@ -3,6 +3,7 @@
 
 import json
 import random
+import shlex
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -106,6 +107,21 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
         kinds = [float(word) for word in lines[memory_at + 1 + number].split()[1:]]
         assert sum(kinds) == pytest.approx(plans.exact(n) / 1e9, abs=0.04)
     assert plans.command(plans.best(1)[0]) in lines[-1]
+
+
+def test_groups_of_parameters_are_planned_and_printed_for_a_shell() -> None:
+    """A flag that may be repeated stays, and what is frozen takes less memory."""
+    groups = ("*norm* lr-mult=0.5", "layers.[4-7].* frozen")
+    flags = " ".join(f"--param-group '{group}'" for group in groups)
+    plain, some = (
+        plan.plans_of(f"{SMALL} {more}", read_cluster("h100_8_nodes").of(2), {"seq-length": 1024})
+        for more in ("", flags)
+    )
+    assert read_model(f"{SMALL} {flags}", 1024, "muon").config.optimizer.param_group == groups
+    n = some.best(1)[0]
+    words = [*shlex.split(some.command(n)), *REST.replace("--bf16 ", "").split()]
+    assert parse(words, some.cluster.gpus).optimizer.param_group == groups
+    assert some.exact(n) < plain.exact(n)
 
 
 def test_layouts_within_the_error_of_a_comparison_are_one_row(plans: Plans) -> None:

@@ -23,12 +23,12 @@ class Splits(torch.autograd.Function):
         return first if second is None else second
 
 
-def of_forward(uses, reads=(0, 1), taken=None):
+def of_forward(uses, reads=(0, 1), taken=None, size=4):
     """Return what is found where forward reads outputs and `uses` makes the loss of the two."""
     recorder = Recorder("cpu")
     with Patches() as patches:
         cuts = Cuts(recorder, patches)
-        x = torch.ones(4, requires_grad=True)
+        x = torch.ones(size, requires_grad=True)
         pair = Splits.apply(x)
         numbers = [recorder.number(each) for each in pair]
         cuts.note(Splits, (x,) if taken is None else (pair[taken],), pair)
@@ -54,6 +54,11 @@ def test_what_nothing_reads_or_what_was_given_is_not_cut():
     """The last norm of a model returns its stream, too, with which nothing goes on."""
     assert of_forward(lambda a, b: a.sum(), reads=(0,)) == []
     assert of_forward(lambda a, b: a.sum(), taken=1) == []
+
+
+def test_an_output_without_elements_is_not_cut():
+    """Experts that got no token: nothing is lost where no gradient comes."""
+    assert of_forward(lambda a, b: (a + b.detach()).sum(), size=0) == []
 
 
 def test_a_graph_of_another_micro_batch_waits_for_its_own_backward():

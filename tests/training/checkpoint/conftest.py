@@ -23,9 +23,9 @@ def _tensors(value: float) -> list[NamedPiece]:
 def write() -> Callable[..., Path]:
     """write(root, step) -> the directory of a new checkpoint."""
 
-    def write(root: Path, step: int, **more: Any) -> Path:
-        state = {"step": step}
-        return save(root, step=step, pieces=_tensors(step), state=state, grid=Grid(), **more)
+    def write(root: Path, step: int, more: dict[str, Any] | None = None, **how: Any) -> Path:
+        state = {"step": step, **(more or {})}
+        return save(root, step=step, pieces=_tensors(step), state=state, grid=Grid(), **how)
 
     return write
 

@@ -85,6 +85,24 @@ def test_a_tensor_that_the_model_does_not_know(tmp_path: Path) -> None:
         found.check_names({"a", "b"})
 
 
+def test_layers_that_predict_further_tokens_are_left_out_with_a_line(tmp_path: Path) -> None:
+    """They follow the model's own layers, as in DeepSeek-V3's folder."""
+    names = ("model.layers.1.w", "model.layers.2.w", "model.layers.2.eh_proj.weight")
+    sizes = SIZES | {"num_nextn_predict_layers": 1}
+    found = HuggingFaceDirectory(
+        make(tmp_path, config=sizes, one={name: torch.ones(2) for name in names})
+    )
+    found.check_names(names[:1])
+    assert found.left_out == f"2 tensors of multi-token prediction are left out: {names[2]}, ..."
+    (tmp_path / "none").mkdir()
+    other = HuggingFaceDirectory(
+        make(tmp_path / "none", config=SIZES, one={name: torch.ones(2) for name in names})
+    )
+    assert not other.left_out
+    with pytest.raises(CheckpointError, match="eh_proj.weight is not a tensor of the Llama"):
+        other.check_names(names[:1])
+
+
 def test_a_file_that_shrinks_after_it_was_opened(tmp_path: Path) -> None:
     found = HuggingFaceDirectory(two(tmp_path))
     os.truncate(tmp_path / "two.safetensors", 90)
@@ -142,7 +160,7 @@ def test_numbers_that_nobody_reads_may_be_what_python_writes(tmp_path: Path) -> 
         ),
         (
             {**SIZES, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 40}},
-            "yarn's beta_fast is 32: it must be above beta_slow, 40",
+            "yarn's beta_fast is 32: it must be at least beta_slow, 40",
         ),
     ],
 )

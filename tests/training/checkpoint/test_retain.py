@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpu.grid import Grid
-from training.checkpoint import Checkpoint, find_latest, save
+from training.checkpoint import Checkpoint, CheckpointError, find_latest, save
 from training.checkpoint.manifest import step_name
 from training.checkpoint.pieces import whole
-from training.checkpoint.retain import clear_rubbish, prune
+from training.checkpoint.retain import clear_rubbish, evaluations, prune
 
 SHARD = "rank_00000-000.safetensors"
 
@@ -330,3 +330,69 @@ def test_any_directory_keeps_what_it_should(
     else:
         edge = whole_steps[-window]
         assert left == {n for n in found if n >= edge or (interval and n % interval == 0)}
+
+
+@pytest.fixture
+def lossy(tmp_path: Path, write: Any) -> Callable[..., Path]:
+    """lossy({10: (4.0, True), ...}) -> a directory with checkpoints of these losses; True: saved
+    for its loss alone; None in place of a pair: without a loss.
+    """
+
+    def lossy(found: dict[int, tuple[float, bool] | None], of: str = "a") -> Path:
+        for n, pair in found.items():
+            entry = {"set": "", "digest": of}
+            more = {"evaluation": {**entry, "loss": pair[0], "only": pair[1]}} if pair else {}
+            write(tmp_path, n, more=more)
+        return tmp_path
+
+    return lossy
+
+
+LOSSES = {10: (4.0, False), 20: (2.0, False), 30: (3.0, True), 40: None, 50: (2.0, False)}
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "interval", "outdone", "left"),
+    [
+        (1, None, False, "20 50"),  # of equal losses the first is the best
+        (2, None, True, "20 40 50"),
+        (3, None, True, "20 30 40 50"),  # the newest stay, whatever they were saved for
+        (None, 30, True, "20 50"),  # one saved for its loss alone is no multiple
+        (None, None, True, "10 20 40 50"),  # only what was saved for its loss goes
+        (None, None, False, "10 20 30 40 50"),
+    ],
+)
+def test_the_lowest_loss_stays(
+    lossy: Any, keep_last: int | None, interval: int | None, outdone: bool, left: str
+) -> None:
+    root = lossy(LOSSES)
+    prune(root, keep_last, interval, set(), silent, outdone=outdone)
+    assert steps(root) == left.split()
+
+
+def test_the_lowest_loss_of_each_held_out_data_stays(lossy: Any) -> None:
+    lossy({10: (4.0, False), 20: (5.0, False)})
+    root = lossy({30: (7.0, False), 40: (8.0, False), 50: (9.0, False)}, of="b")
+    prune(root, 1, None, set(), silent)
+    assert steps(root) == ["10", "30", "50"]
+
+
+def test_a_damaged_one_is_not_the_best(lossy: Any) -> None:
+    """It stays for inspection, and the next one is the best of those that can be loaded."""
+    root, notes = lossy(LOSSES), list[str]()
+    flip(root / step_name(20))
+    prune(root, 1, None, known(50), notes.append)
+    assert steps(root) == ["20", "50"]
+    (note,) = notes
+    assert "step_00000020 is left in place and is not the best" in note
+    flip(root / step_name(50))
+    assert prune(root, 1, None, set(), lambda line: None) == []
+
+
+@pytest.mark.parametrize("loss", ["2.0", 2, None])
+def test_a_false_loss_is_refused(lossy: Any, loss: Any) -> None:
+    """The checkpoint is none that a run loads, nor is it the best."""
+    root = lossy({10: (9.0, False), 20: (loss, False)})
+    with pytest.raises(CheckpointError, match="evaluation must hold set, digest, loss, only"):
+        Checkpoint(root / step_name(20))
+    assert [*evaluations(root)] == [step_name(10)]

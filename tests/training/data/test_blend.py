@@ -10,7 +10,7 @@ from training.data.blend import Blend, parse_blend
 class Fake:
     """A dataset that says who it is."""
 
-    seq_length = 1
+    seq_length, masked = 1, False
 
     def __init__(self, name):
         self.name = self.digest = name

@@ -14,7 +14,7 @@ from training.arguments import GROUPS
 from training.flags import flag_table
 from training.flags.help import effect, heading, of_group
 from training.flags.megatron import DIFFERENCES
-from training.flags.trees import SYNONYMS, VALUES
+from training.flags.names import SYNONYMS, VALUES
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 HEAD = """# All flags
@@ -79,7 +79,7 @@ def _of_trees() -> Iterator[str]:
                 "| there | here |", "|---|---|")  # fmt: skip
     yield from (f"| `{name}` | `{' '.join(words)}` |" for name, words in SYNONYMS.items())
     for (flag, value), here in VALUES.items():
-        yield f"| `{flag} {value}` | `{here if here.startswith('--') else f'{flag} {here}'}` |"
+        yield f"| `{flag} {value}` | {f'`{chr(32).join(here)}`' if here else 'left out'} |"
 
 
 def _cell(text: str) -> str:

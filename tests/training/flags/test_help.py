@@ -81,7 +81,8 @@ def test_a_flag_is_explained(
     [
         ("zeros", r"--help zeros: there is no group .* model, .*did you mean zero\?"),
         ("num-layer", r"--help num-layer: .*did you mean --num-layers\?"),
-        ("deepspeed_config", r"--deepspeed_config is not .* but of argonne"),
+        ("deepspeed_config", r"--deepspeed_config: DeepSpeed is not used and its file is not read"),
+        ("universal-checkpoint", r"--universal-checkpoint is not .* but of argonne"),
         ("--context-parallel-algo", r"here and in Megatron-LM it is --cp-comm-type"),
         ("--nonsense", r"--nonsense is not a flag of this program nor of Megatron-LM"),
     ],

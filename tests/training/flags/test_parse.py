@@ -264,7 +264,7 @@ MISTAKES = [
     ("--lr 1 -lr 1", 1, "-lr: a value that belongs to no flag; flags begin with --"),
     ("\u2014lr 1", 1, "\u2014lr: a value that belongs to no flag; flags begin with --"),
     ("stray", 1, "stray: a value that belongs to no flag"),
-    ("--bf16=true", 1, "--bf16: a switch takes no value, not 'true'"),
+    ("--bf16=maybe", 1, "--bf16: a switch takes no value, not 'maybe'"),
     ("--num-layer 3", 1, "--num-layer is not a flag of this program; did you mean --num-layers"),
     ("--fp16", 1, FP16),
     ("--moe-layer-freq [1+1]", 1, "--moe-layer-freq [1+1]: must be a whole number >= 1, or a"),
@@ -273,9 +273,9 @@ MISTAKES = [
     ("--tp-comm-overlap-cache c.json", 1, "was removed: a checkpoint records what"),
     ("--fp8-auto", 1, "--fp8-auto was removed: --fp8-format puts every projection in float8"),
     (
-        "--deepspeed",
+        "--universal-checkpoint",
         1,
-        "--deepspeed is not a flag of this program nor of Megatron-LM, but of argonne and",
+        "--universal-checkpoint is not a flag of this program nor of Megatron-LM, but of argonne",
     ),
     (  # a script of another program: all of its flags at once, with what leaves them out
         "--use-mpi --use-z-loss 0.1 --label=a",

@@ -33,7 +33,8 @@ OFF = {
 
 
 def make(rank=0, total=4, world_size=2, **config):
-    more = {key: config.pop(key) for key in ("start_iteration", "total_samples") if key in config}
+    names = ("start_iteration", "total_samples", "on_line")
+    more = {key: config.pop(key) for key in names if key in config}
     return Log(
         SimpleNamespace(**{**OFF, **config}),
         rank=rank,
@@ -51,6 +52,7 @@ def step(log, iteration, **more):
     log.step(
         iteration=iteration,
         consumed_samples=8 * iteration,
+        samples=8,
         tokens=1000,
         seconds=0.5,
         data_wait_seconds=0.125,
@@ -103,7 +105,7 @@ LONG = {"iteration": 999_999, "loss": 12.3456, "grad_norm": 9999.0, "tokens_per_
 
 USUAL = {"grad_norm": 0.617, "tokens_per_second": 123_456.0, "mfu": 0.4123, "loss": 2.34567}
 LINES = {
-    "short": ({"mean_loss": 2.75}, 100, None, "iteration   7/100 | loss 2.7500 | lr 3.00e-4 | "),
+    "short": ({"mean_loss": 2.75}, 100, 60.0, "iteration   7/100 | loss 2.7500 | lr 3.00e-4 | "),
     "usual": (
         USUAL, 1000, 3 * 3600.0, "iteration    7/1000 | loss 2.3457 | lr 3.00e-4 | norm 0.62 | "
         "123k tokens/s | MFU 41% | ETA 3:00:00",
@@ -205,6 +207,14 @@ def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_on_the_line(tmp_path,
         step(log, 1, loss=math.nan)
     assert records(path)[0]["loss"] is None
     assert "loss nan" in capsys.readouterr().out
+
+
+def test_the_first_line_ends_the_start():
+    lines = []
+    with make(log_interval=3, total=4, on_line=lambda: lines.append(log.steps)) as log:
+        for iteration in (1, 2, 3):
+            step(log, iteration)
+            assert len(lines) == (iteration == 3)
 
 
 def test_other_ranks_write_nothing(tmp_path, capsys):
@@ -363,7 +373,10 @@ config = SimpleNamespace(**{config!r})
 log = Log(config, rank=0, world_size=1, flops_per_token=1e6, dtype=torch.float32, device="cpu",
           total_iterations=3)
 for i in (1, 2, 3):
-    log.step(iteration=i, consumed_samples=i, tokens=8, seconds=0.5, loss=1 / 3, grad_norm=1, lr=1)
+    log.step(
+        iteration=i, consumed_samples=i, samples=1, tokens=8, seconds=0.5, loss=1 / 3, grad_norm=1,
+        lr=1,
+    )
 log.close()
 """
 

@@ -13,6 +13,7 @@ from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read
 from training.faults.monitor import FailureMonitor
 from training.run import memory_report
+from training.run.start import describe
 from training.update_rules import optimizer_groups
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
@@ -55,13 +56,15 @@ def test_the_lines_are_of_the_pipeline_rank():
 
 
 def reported(comm, case: dict) -> list[str]:
-    """Train two steps and report."""
+    """Train two steps and report, after what is noted before the first of them."""
     config = config_of(case)
     grid = comm.grid(case["tp"], pp=case.get("pp", 1))
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
+    noted: list[str] = []
+    describe(run, model_provider, noted.append)
     for step in range(2):
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
-    return memory_report.in_full(config, model_provider, run.optimizer)
+    return [noted[1], *memory_report.in_full(config, model_provider, run.optimizer)]
 
 
 @pytest.mark.parametrize(
@@ -91,16 +94,16 @@ def test_masters_in_host_memory_are_apart_from_the_weights(dtype):
     optimizer = pretrain_llama.Optimizer(run.model, run.sink, grid, groups, cpu_offload=True)
     config = replace(config, parallel=replace(config.parallel, optimizer_cpu_offload=True))
     lines = memory_report.in_full(config, model_provider, optimizer)
-    assert all("equal to the formula" in line for line in lines[1:]), lines
-    assert f" {optimizer.memory()['moments'] // 2:,} bytes" in lines[3]
+    assert all("equal to the formula" in line for line in lines), lines
+    assert f" {optimizer.memory()['moments'] // 2:,} bytes" in lines[2]
 
 
 def test_where_all_is_equal_it_is_one_line():
     """Else every kind has its own."""
     sizes = {"parameters": 610304, "masters": 0, "gathered weights, at most": 8}
     kinds = [f"{k:<25} {size:>15,} bytes, equal to the formula" for k, size in sizes.items()]
-    (line,) = memory_report.brief(["rank 0 has its weights in 1 bucket", *kinds])
-    said = "rank 0 has its weights in 1 bucket; bytes, as --dry-run computes them: "
+    (line,) = memory_report.brief(kinds, 3)
+    said = "memory of rank 3 in bytes, as --dry-run computes it: "
     assert line == f"{said}parameters 610,304, gathered weights, at most 8"
     differs = [*kinds, "moments 3 bytes, 1 more than the formula's 2: why"]
-    assert memory_report.brief(["b", *differs]) == ["b", *differs]
+    assert memory_report.brief(differs, 0) == differs

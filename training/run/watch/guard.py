@@ -65,7 +65,7 @@ class Guard:
         return (self._spikes.flag(step.iteration, step.loss, step.norm),)
 
     def after_step(self, step: Step) -> Decision:
-        """Judge the step before; judge this one too where it is the last, or a save follows.
+        """Judge the step before; judge this one too where it is the last, or a save may follow.
 
         So no step is saved, nor copied, that the ranks have not agreed on. A step is judged once.
         """
@@ -73,7 +73,9 @@ class Guard:
         if self._before is not None and self._rolls_back(self._before, agreed):
             return BACK
         self._before = step
-        if decided.stop or decided.save or decided.copy or agreed.signal or agreed.over:
+        may_save = decided.evaluate and self.run.config.checkpoint.keep_best is not None
+        save = decided.save or decided.copy or may_save
+        if decided.stop or save or agreed.signal or agreed.over:
             now = self.agreement.close()
             if self._rolls_back(step, now):
                 return BACK

@@ -8,14 +8,46 @@ from training.run.step import CONTINUE, Decision, Step
 from training.stages import waits_for
 
 
-def due(interval: int | None, iteration: int, last: bool = False) -> bool:
-    """Return whether what is done every `interval` steps (None: never) is due after this one.
+def due(interval: int | None, iteration: int) -> bool:
+    """Return whether what is done every `interval` steps (None: never) is due after this one."""
+    return bool(interval) and _times(interval, iteration - 1, iteration) > 0
 
-    last: it is the last step, after which it is done too.
+
+def evaluations_due(config: Config, after: int, until: int, total: int) -> int:
+    """Return how often held-out data are evaluated after the steps from after + 1 to `until`.
+
+    One follows the run's last step, `total`, too. That of --eval-at-start comes before a step and
+    is not among them. With --eval-iters 0 an evaluation that is due takes no data.
     """
-    if not interval:
-        return False
-    return last or iteration % interval == 0
+    run = config.run
+    every, start = run.eval_interval, run.start_eval_at_iter or 0
+    times = _times(every, max(after, start - 1), until)
+    if not every and not run.eval_at_start or not after < total <= until:
+        return times
+    return times + (total < start or not due(every, total))
+
+
+def still_due(config: Config, iteration: int, total: int) -> dict[str, int]:
+    """Return how often each kind of work between steps is due from this iteration's end on."""
+    after = iteration - 1  # what follows this very step is not done yet
+    every = config.checkpoint.save_interval or total
+    saves = _times(every, after, total) + _ends_between(every, after, total, total)
+    return {
+        "validation": evaluations_due(config, after, total, total),
+        "sample": _times(config.log.sample_interval, after, total),
+        "save": saves if config.checkpoint.save else 0,
+        "copy": _times(config.fault.peer_checkpoint, after, total),
+    }
+
+
+def _times(interval: int | None, after: int, until: int) -> int:
+    """Return how many multiples of the interval are in after + 1 ... until."""
+    return max(0, until // interval - after // interval) if interval else 0
+
+
+def _ends_between(interval: int | None, after: int, until: int, total: int) -> int:
+    """Return 1 where the last step is among these, and is no multiple of the interval."""
+    return int(after < total <= until and total % interval != 0) if interval else 0
 
 
 class Intervals:
@@ -35,7 +67,7 @@ class Intervals:
             stop=stop,
             save=save and bool(config.checkpoint.save),
             copy=due(config.fault.peer_checkpoint, i),
-            evaluate=due(config.run.eval_interval, i, last),
+            evaluate=evaluations_due(config, i - 1, i, self.total) > 0,
             sample=due(config.log.sample_interval, i),
         )
 

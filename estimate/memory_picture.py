@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Have the memory of a rank over a step drawn, for `--dry-run --memory-picture FILE`.
+
+The numbers are dry_run.step_memory's, of which the report prints the fullest. tools/draw_memory.py
+draws them: it is another program, as tools stand above this room.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from estimate import activations
+from estimate.buffers import Moment
+from estimate.dry_run import in_units, step_memory, with_vocabulary
+from estimate.model_profile import ModelProvider
+from mpu.pipeline.schedules import Action
+from training.config import Config
+from training.pipeline_schedule import micro_batch_counts
+
+TOOL = Path(__file__).resolve().parent.parent / "tools" / "draw_memory.py"
+
+
+def record(config: Config, provider: ModelProvider) -> dict[str, Any]:
+    """Return what is drawn: the bytes of each kind in each action of a step, and words about them.
+
+    Of --memory-picture-rank, without it of the pipeline rank that needs most. Raises ValueError
+    where the vocabulary is not known.
+    """
+    config = with_vocabulary(config)
+    if config.model.vocab_size is None:
+        raise ValueError(
+            f"--memory-picture {config.run.memory_picture}: memory depends on the vocabulary, and "
+            "no file of a tokenizer is here; give --vocab-size"
+        )
+    size, rank = config.parallel.pipeline_model_parallel_size, config.run.memory_picture_rank
+    peaks = activations.peaks(config, provider)
+    ranks = range(size) if rank is None else [rank]
+    steps = {r: step_memory(config, provider, r, peaks[r]) for r in ranks}
+    rank = max(ranks, key=lambda r: peak_of(steps[r]).total)
+    peak, p, drawn = peak_of(steps[rank]), config.parallel, peaks[rank].actions
+    count = 1 + max(each.action.micro_batch for each in drawn)
+    every = max(micro_batch_counts(config))
+    chunks = 1 + max(each.action.chunk for each in drawn)
+    which = f"Pipeline rank {rank} of {size} ({p.schedule})" if size > 1 else "One rank"
+    about = "the fullest moment of each action"
+    if count < every:
+        about += f"; {count} of {every:,} micro-batches: those in the middle repeat"
+    return {
+        "title": f"{which}: memory over a step",
+        "subtitle": about,
+        "peak": f"peak {in_units(peak.total)}, {said(peak, chunks)}",
+        "steps": [[short(each, chunks), each.kinds] for each in steps[rank]],
+    }
+
+
+def peak_of(step: list[Moment]) -> Moment:
+    """Return the moment of which --dry-run prints the bytes."""
+    return max(step, key=lambda moment: moment.total)
+
+
+def said(moment: Moment, chunks: int) -> str:
+    """Return a moment's action as words."""
+    if not isinstance(action := moment.action, Action):
+        return action
+    of_chunk = f" of chunk {action.chunk}" * (chunks > 1)
+    return f"{action.kind}{of_chunk}, micro-batch {action.micro_batch}"
+
+
+def short(moment: Moment, chunks: int) -> str:
+    """Return an action as a few letters: F0, of several chunks F0.1; else "sums" or "update"."""
+    if not isinstance(action := moment.action, Action):
+        return action.partition(" ")[0]
+    return f"{action.kind}{action.micro_batch}" + f".{action.chunk}" * (chunks > 1)
+
+
+def draw(config: Config, provider: ModelProvider) -> str:
+    """Write --memory-picture; return a line that says so. Raises ValueError where the tool refuses,
+    with its sentence.
+    """
+    file = str(config.run.memory_picture)
+    words = json.dumps(record(config, provider))
+    done = subprocess.run(
+        [sys.executable, str(TOOL), file], input=words, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"{TOOL.name} ended with {done.returncode}"]
+        raise ValueError(f"--memory-picture {lines[-1]}")
+    return f"\ndrawn: {file}"

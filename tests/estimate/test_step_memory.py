@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory over a step: its fullest moment is the dry run's number, and the picture shows just that.
+
+Layouts are drawn as for the rehearsal (tests/tools/rehearsal/drawn_layouts.py).
+"""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+import pretrain_llama
+from estimate import activations, dry_run, memory_picture
+from estimate.buffers import SUMS, UPDATE
+from estimate.dry_run import in_units, step_memory
+from estimate.pipeline_stages import rank_stages
+from estimate.simulate import Costs, simulate
+from mpu.pipeline.schedules import Action
+from pretrain_llama import model_provider
+from tests.tools.rehearsal.drawn_layouts import accepted
+from tests.tools.rehearsal.test_drawn_memory import MODEL, WITHOUT
+from tests.training.small_llama import read
+from tools.pictures.timeline import in_flight, rows
+from training.flags.parse import parse
+from training.pipeline_schedule import schedule_of
+
+PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 4 --micro-batch-size 1"
+
+
+def steps_of(config):
+    peaks = activations.peaks(config, model_provider)
+    return peaks, [step_memory(config, model_provider, r, peak) for r, peak in enumerate(peaks)]
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[] if n % 24 == 0 else pytest.mark.prove) for n in range(120)]
+)
+def test_the_fullest_moment_of_a_drawn_layout_is_the_dry_runs_number(seed):
+    world, _, flags = accepted(seed, MODEL, WITHOUT)
+    config = parse([*MODEL, *flags.split(), "--dry-run"], world)
+    peaks, steps = steps_of(config)
+    text = dry_run.report(config, model_provider)
+    totals = [max(moment.total for moment in step) for step in steps]
+    told = re.findall(r"^  total +(\S+ \S+)", text, re.M)
+    assert told == [in_units(max(totals))]
+    if len(steps) > 1:
+        table = text.split("Memory of each pipeline rank\n")[1].split("\n\n")[0].splitlines()[1:]
+        assert all(row.endswith(in_units(n)) for row, n in zip(table, totals, strict=True))
+    for rank, (peak, step) in enumerate(zip(peaks, steps, strict=True)):
+        found = dry_run.memory(config, model_provider, rank, peak)
+        assert sum(found.values()) == totals[rank]
+        held = max(each.total for each in peak.actions)
+        assert held == peak.activations + peak.logits + peak.working + peak.under_way
+        schedule = schedule_of(config, 1 + max(each.action.micro_batch for each in peak.actions))
+        order = [*schedule.ranks[rank], SUMS, UPDATE]
+        places = [order.index(moment.action) for moment in step if moment.action in order]
+        assert places == sorted(places) and step[-1].action == UPDATE
+        missing = {*schedule.ranks[rank]} - {moment.action for moment in step}
+        pairs = {schedule.ranks[rank][n] for n in schedule.overlapped_forwards(rank)}
+        with_b = {a for a in missing if a.kind == "W" and not schedule.split}
+        assert missing == pairs | with_b
+
+
+@pytest.mark.parametrize(
+    "schedule, chunks", [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zb-h1", 1)]
+)
+def test_what_is_stored_follows_the_schedule(schedule, chunks):
+    """Of middle ranks, whose stages are alike: as many micro-batches as the timeline has."""
+    more = f"{PIPELINE} --global-batch-size 8 --pipeline-schedule {schedule}"
+    more += " --num-virtual-stages-per-pipeline-rank 2" * (chunks > 1)
+    config = read(more, 4)
+    peaks, steps = steps_of(config)
+    count = 1 + max(each.action.micro_batch for each in peaks[1].actions)
+    plan = schedule_of(config, count)
+    cost = [1.0] * plan.stages
+    ranks = rows(simulate(plan, Costs(cost, cost, cost)).timeline, plan)
+    for rank in (1, 2):
+        stages = activations.profile(config, model_provider, rank).stages
+        assert len({(s.for_b, s.for_w) for s in stages}) == 1 and not any(
+            stage.embedding or stage.loss for stage in rank_stages(config, model_provider, rank)
+        )
+        one, moments = stages[0], {moment.action: moment.kinds for moment in steps[rank]}
+        before = 0
+        for box, now in zip(ranks[rank], in_flight(ranks[rank])[1:], strict=True):
+            kind, chunk, i = box.action
+            held = now.for_b * one.for_b + now.for_w * one.for_w
+            stored = moments[Action(kind[0], chunk, i)]["activations"]
+            # an F stores what it ends with, a B and a W have what they begin with
+            assert stored == (held if kind == "F" else before)
+            before = held
+
+
+def bars(svg):
+    """Return {action: {kind: height}} of a picture's bars, in its own units."""
+    found = {}
+    for group in ElementTree.parse(svg).getroot().iter("{http://www.w3.org/2000/svg}g"):
+        if match := re.fullmatch(r"(.+)-([FBW][\d.]+|sums|update)", group.get("id", "")):
+            (path,) = group.iter("{http://www.w3.org/2000/svg}path")
+            ys = [float(y) for y in re.findall(r"[-\d.]+ ([-\d.]+)", path.get("d"))]
+            found.setdefault(match[2], {})[match[1]] = max(ys) - min(ys)
+    return found
+
+
+def draw(path, more, world=8):
+    """Return the exit code of a dry run of the model that draws its memory."""
+    words = f"--mock-data --vocab-size 32768 --dry-run --memory-picture {path} {more}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(world))
+        return pretrain_llama.main([*MODEL, *words.split(), "--num-layers", "8"])
+
+
+def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
+    svg = tmp_path / "memory.svg"
+    flags = "--pipeline-model-parallel-size 4 --zero-stage 2 --global-batch-size 16"
+    assert draw(svg, flags) == 0
+    out = capsys.readouterr().out
+    (told,) = re.findall(r"^  total +(\S+ \S+)", out, re.M)
+    words = svg.read_text()
+    assert f"peak {told}, B, micro-batch" in words and "Pipeline rank 0 of 4 (1f1b)" in words
+    assert out.endswith(f"drawn: {svg}\n")
+    config = parse([*MODEL, *flags.split(), "--num-layers", "8", "--dry-run",
+                    "--memory-picture", str(svg)], 8)  # fmt: skip
+    steps = memory_picture.record(config, model_provider)["steps"]
+    drawn = bars(svg)
+    assert [*drawn] == [*dict.fromkeys(drawn)] and {*drawn} == {name for name, _ in steps}
+    heights = {name: sum(drawn[name].values()) for name, _ in steps}
+    unit = max(heights.values()) / max(sum(kinds.values()) for _, kinds in steps)
+    for name, kinds in steps:
+        assert heights[name] == pytest.approx(unit * sum(kinds.values()), rel=1e-3)
+        weights = kinds["parameters"] + kinds["gathered weights"]
+        assert drawn[name]["weights"] == pytest.approx(unit * weights, rel=1e-3)
+    assert draw(svg, f"{flags} --memory-picture-rank 3") == 0  # over its own picture
+    assert "Pipeline rank 3 of 4" in svg.read_text()
+
+
+def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
+    mine = tmp_path / "mine.svg"
+    mine.write_text("<svg>drawn by somebody</svg>")
+    for path, more, said in (
+        (mine, "", f"--memory-picture {mine}: it exists and is not a picture that matplotlib drew"),
+        (tmp_path / "a.pdf", "", "a.pdf: a picture is a .png or an .svg"),
+        (tmp_path / "a.svg", "--memory-picture-rank 1", "pipeline ranks go from 0 to 0"),
+    ):
+        assert draw(path, f"--global-batch-size 8 {more}") == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+    assert mine.read_text() == "<svg>drawn by somebody</svg>" and len([*tmp_path.iterdir()]) == 1
+    words = [*MODEL, "--num-layers", "8", "--global-batch-size", "8", "--device", "cpu"]
+    with pytest.raises(ValueError, match="--memory-picture a.svg needs --dry-run"):
+        parse([*words, "--memory-picture", "a.svg"], 8)
+    with pytest.raises(ValueError, match="--memory-picture-rank 0 needs --memory-picture"):
+        parse([*words, "--dry-run", "--memory-picture-rank", "0"], 8)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever comes from another trainer gets this program's flag: obeyed, or named in the message."""
+
+import re
+import shlex
+
+import pytest
+
+from training.config import UsageError
+from training.flags.flag_table import known_flags
+from training.flags.names import ELSEWHERE, SYNONYMS
+from training.flags.parse import parse
+
+BASE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 "
+    "--train-iters 2 --mock-data --vocab-size 100"
+)
+NANOGPT = (  # its README, for a laptop, without the file of settings
+    "--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12 "
+    "--n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+)
+OWN = {  # flags of tools and launchers, which a message names too
+    "--input", "--output-prefix", "--loss-on", "--nproc-per-node",
+    "--param-group", "--skip-train", "--eval-at-start", "--keep-best",
+}  # fmt: skip
+
+
+def test_no_name_is_in_two_tables_and_each_names_a_flag():
+    known = known_flags()
+    assert not SYNONYMS.keys() & ELSEWHERE.keys() and not ELSEWHERE.keys() & known.keys()
+    for name, text in ELSEWHERE.items():
+        assert name == name.lower() and "_" not in name and text[-1] not in ".; ", name
+        named = {*re.findall(r"--[a-z][\w-]*\w", text)}
+        assert all(word in known and known[word].usable for word in named - OWN), (name, named)
+
+
+SAME = [  # what is typed, what it is here
+    ("--n_layer 3 --n_head=2", "--num-layers 3 --num-attention-heads 2"),
+    ("--block-size 32 --max_iters 7", "--seq-length 32 --train-iters 7"),
+    ("--bf16 True", "--bf16"),
+    ("--bf16 False --fp16 false", ""),
+    ("--gradient_checkpointing True", "--recompute-granularity full"),
+    ("--gradient_checkpointing False --packing=false", ""),
+    ("--mixed_precision bf16", "--bf16"),
+    ("--dtype=float32", ""),
+    ("--lr_scheduler_type constant_with_warmup", "--lr-decay-style constant"),
+    ("--optim adamw_torch", "--optimizer adam"),
+    ("--warmup_ratio 0.5", "--lr-warmup-fraction 0.5"),
+    ("--max_grad_norm 0.5 --beta2=0.95", "--clip-grad 0.5 --adam-beta2 0.95"),
+    ("--training.steps 7 --training.seq_len 32", "--train-iters 7 --seq-length 32"),
+    ("--tie_word_embeddings false", "--untie-embeddings-and-output-weights"),
+    ("--decay_lr False", "--lr-decay-style constant"),
+]
+
+
+def read(words, without=""):
+    """Parse BASE with `words` after it, which replace what BASE says of the same flags."""
+    base = BASE
+    for flag in without.split():
+        base = re.sub(rf"{flag} \S+ ?", "", base)
+    return parse(shlex.split(f"{base} {words}"), 1)
+
+
+@pytest.mark.parametrize("there, here", SAME)
+def test_a_name_of_another_trainer_is_obeyed(there, here):
+    flags = " ".join(re.findall(r"--[a-z-]+", here))
+    found, wanted = read(there, flags), read(here, flags)
+    assert found.digest() == wanted.digest() and found.flat() == wanted.flat()
+    assert any("is taken as" in note for note in found.notes)
+
+
+def test_nanogpt_s_own_command_line_needs_data_and_a_learning_rate_alone():
+    config = parse(shlex.split(f"{NANOGPT} --mock-data --vocab-size 65 --learning_rate=1e-3"), 1)
+    assert config.model.num_layers == 4 and config.batch.train_iters == 2000
+    assert "--compile False is taken as nothing, as it is so here" in config.notes
+
+
+TYPED = [  # what is typed, what the sentence holds
+    ("--gradient_accumulation_steps=8", "--global-batch-size: 8 x --micro-batch-size x the number"),
+    ("--gradient-accumulation-steps 8", "--global-batch-size: 8 x --micro-batch-size"),
+    ("--num_train_epochs 3", "--train-samples, 3 x the samples"),
+    ("--num-epochs 3", "--train-samples, 3 x"),
+    ("--train-tokens 1000000", "--train-samples: 1000000 / --seq-length"),
+    ("--compile", "nothing is compiled here"),
+    ("--torch_compile True", "nothing is compiled here"),
+    ("--lora-rank 8", "Weft has no LoRA: train a part of the weights itself by --param-group"),
+    ("--lora_r 8 --lora_alpha 16", "--lora_r, --lora_alpha: Weft has no LoRA"),
+    ("--peft lora", "Weft has no LoRA"),
+    ("--freeze-embeddings", "--param-group 'PATTERN' frozen"),
+    ("--lr-mult 0.1", "--param-group 'PATTERN' lr-mult=X"),
+    ("--eval-only", "--skip-train"),
+    ("--eval_on_start True", "--eval-at-start"),
+    ("--load_best_model_at_end", "--keep-best"),
+    ("--train_on_inputs False", "tools/preprocess_data.py --loss-on"),
+    ("--dataset_name wikitext", "tools/preprocess_data.py"),
+    ("--model_name_or_path gpt2", "--pretrained-checkpoint DIRECTORY --use-checkpoint-args"),
+    ("--init_from=gpt2", "--pretrained-checkpoint DIRECTORY"),
+    ("--fsdp full_shard", "--zero-stage 3 shards what FSDP does"),
+    ("--deepspeed ds.json", "DeepSpeed is not used and its file is not read"),
+    ("--resume_from_checkpoint x", "--load DIRECTORY"),
+    ("--dtype=float16", "--bf16"),
+    ("--dropout 0.1", "a Llama has no dropout"),
+    ("--nproc_per_node 2", "torchrun --nproc-per-node N pretrain_llama.py"),
+    ("--use_wandb", "--wandb-project NAME"),
+    ("--activation_checkpoint.mode full", "--recompute-granularity full or selective"),
+    ("--optimizer.lr 1e-3", "did you mean --lr?"),
+    ("--train.global_batch_size 8", "did you mean --global-batch-size?"),
+    ("--job.config_file x.toml", "a configuration file is not read"),
+    ("config/train_gpt2.py", "a configuration file is not read: give its settings as flags"),
+    ("n_layer=3", "flags begin with --: --num-layers 3"),
+    ("trainer.max_steps=9 model.micro_batch_size=2", "--: --train-iters 9 --micro-batch-size 2"),
+    ("trainer.devices=8", "the launcher starts the ranks: torchrun"),
+    ("-n_layer 3", "flags begin with --: --num-layers"),
+    # in no table: by the words that a name shares with a flag
+    ("--num-transformer-layers 2", "did you mean --num-layers?"),
+    ("--learning-rate-decay-steps 9", "did you mean --lr-decay-iters"),
+    ("--zero-optimization-stage 3", "did you mean --zero-stage?"),
+    ("--random-seed 1", "did you mean --seed?"),
+    ("--eval_iterations 4", "or --eval-iters?"),
+    ("--adam-eps-value 1e-8", "did you mean --adam-eps"),
+    ("--optimizer-weight-decay 0.1", "did you mean --weight-decay"),
+    ("--global-train-batch-size 8", "did you mean --global-batch-size"),
+]
+
+
+@pytest.mark.parametrize("typed, says", TYPED, ids=[typed for typed, _ in TYPED])
+def test_the_message_names_what_there_is_instead(typed, says):
+    with pytest.raises(UsageError) as mistake:
+        read(typed)
+    said = str(mistake.value)
+    assert says in said and "\n" not in said and "--ignore-flags" not in said
+
+
+def test_all_flags_of_another_trainer_are_answered_at_once():
+    typed = "--model_name_or_path gpt2 --do_train --per_device_eval_batch_size 8 --num-layer 3"
+    with pytest.raises(UsageError) as mistake:
+        read(typed)
+    parts = str(mistake.value).split("; ")
+    for name in ("--model_name_or_path", "--do_train", "--per_device_eval", "--num-layer is not"):
+        assert any(part.startswith(name) for part in parts), name
+
+
+TWO = [  # two names of one flag with different values: before, the last one counted
+    ("--max-steps 3", "--train-iters 2 and --max-steps 3 set the same"),
+    ("--max_iters=3", "--train-iters 2 and --max_iters 3 set the same"),
+    ("--learning_rate 1e-2", "--lr 1e-3 and --learning_rate 1e-2 set the same"),
+    ("--save a --output_dir b", "--save a and --output_dir b set the same"),
+    ("--n-kv-heads 2 --group-query-attention --num-query-groups 4", "--n-kv-heads 2 and --num-q"),
+    ("--gradient_checkpointing --recompute-granularity selective", "--gradient_checkpointing and"),
+    ("--optim adamw_torch --optimizer muon", "--optim adamw_torch and --optimizer muon set the s"),
+    ("--warmup_iters 1 --lr-warmup-iters 0", "--warmup_iters 1 and --lr-warmup-iters 0 set the"),
+    ("--warmup_ratio 0.1 --warmup_steps 1", "--lr-warmup-fraction and --lr-warmup-iters exclude"),
+    ("--on-nan rewind --save a --no-check-for-nan-in-loss-and-grad", "--on-nan rewind and --no-ch"),
+]
+
+
+@pytest.mark.parametrize("typed, says", TWO, ids=[typed for typed, _ in TWO])
+def test_two_names_of_one_flag_with_different_values_are_a_mistake(typed, says):
+    with pytest.raises(UsageError, match=re.escape(says)):
+        read(typed)
+
+
+def test_two_names_of_one_flag_with_the_same_value_and_one_name_twice_are_none():
+    assert read("--max_iters=2 --learning_rate 0.001").batch.train_iters == 2
+    assert read("--train-iters 7").batch.train_iters == 7
