@@ -12,9 +12,11 @@ def test_the_picture_is_the_pages_ratios(tmp_path):
     draw_ratios.draw(found, tmp_path / "a.svg")
     assert shapes(tmp_path / "a.svg") == shapes(draw_ratios.PICTURE)
     text = draw_ratios.PICTURE.read_text()
-    dots = [text.split(f'<g id="{label}">')[1].split("</g>")[0].count("<use") for label in found]
+    groups = [text.split(f'<g id="{label}, {peer}">')[1].split("</g>")[0] for label, peer in found]
+    dots = [group.count("<use") for group in groups]
     assert dots == [len(values) for values in found.values()] and sum(dots) > 40
-    found["one rank"][0] *= 1.01  # a range that is printed the same: a dot lies elsewhere
+    # a range that is printed the same: a dot lies elsewhere
+    found["one rank", "torch, eager"][0] *= 1.01
     draw_ratios.draw(found, tmp_path / "b.svg")
     assert shapes(tmp_path / "b.svg") != shapes(draw_ratios.PICTURE)
 
@@ -25,6 +27,8 @@ def test_seconds_are_turned_over_and_a_table_without_ratios_is_named():
         for heading, *_ in draw_ratios.TABLES
     )
     found = draw_ratios.ratios(page)
-    assert found["pipeline 2"] == [2.0] and found["one rank"] == [0.5]
+    assert found["pipeline 2", "torch pipelining"] == [2.0]
+    assert found["one rank", "torch.compile"] == [0.5]
+    assert draw_ratios.span([2.0, 1.5]) == "1.50 to 2.00" and draw_ratios.span([1.5]) == "1.50"
     with pytest.raises(ValueError, match="'ZeRO' has no bold ratio"):
         draw_ratios.ratios(page.replace("## ZeRO", "## Zero"))
