@@ -487,7 +487,8 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
         if skip or (config.run.eval_at_start and run.iteration < total):
             if validate(run, loaders.valid, log, saver):
                 run.monitor.enter("save", "saving what the run begins with")
-                saver.save(run.iteration, run.consumed, must=False, only_best=True)
+                with log.timing("save"):
+                    saver.save(run.iteration, run.consumed, must=False, only_best=True)
         if not skip:
             train(run, loaders, saver, log, overlap, total=total, stop_signal=stop_signal)
         run.monitor.enter("save", "the end of the run")

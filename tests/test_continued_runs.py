@@ -345,6 +345,30 @@ def test_no_kill_loses_the_best_one(kill, data, whole, launcher: Launcher):
     assert steps(folder) == [best, 8] and recorded(folder, best)["loss"] == found[best]
 
 
+def test_where_training_makes_it_worse_the_begin_is_the_best(data, launcher: Launcher):
+    """Step 0 is saved with its loss. A run that was killed in its first step begins again there."""
+    flags = "--lr 5 --save {dir}/saved --keep-best --keep-last-k 1 --eval-at-start"
+    fault = {"point": "step", "rank": 0, "call": 1, "how": "kill"}
+    folder = launcher.start(1, words(data, flags), fault=fault)
+    assert launcher.wait().codes == [-9] and steps(folder) == [0]
+    result = launcher.run(1, words(data, flags), folder=folder)
+    assert result.codes == [0], result.said(0)
+    found = losses(folder / "log.jsonl")
+    assert lowest(found) == 0 and steps(folder) == [0, 4]
+    assert recorded(folder, 0)["loss"] == found[0]
+    line = f"lowest validation loss {found[0]:.4f}, of iteration 0: {folder}/saved/step_00000000"
+    assert line in result.said(0, "out").splitlines()
+
+
+def test_checkpoints_of_another_run_are_not_removed(data, tmp_path, capsys):
+    assert pretrain_llama.main(words(data, f"--save {tmp_path}/b --train-iters 2")) == 0
+    assert pretrain_llama.main(words(data, f"--save {tmp_path}/a --train-iters 3")) == 0
+    more = f"--load {tmp_path}/a --save {tmp_path}/b --keep-best"
+    assert pretrain_llama.main(words(data, more)) == 2
+    said = capsys.readouterr().err
+    assert "of another run" in said and "--keep-best would remove them" in said
+
+
 def test_a_signal_saves_first_and_then_the_loss(data, launcher: Launcher):
     fault = {"point": "step", "rank": 0, "call": 2, "how": "term"}
     flags = f"{LONG} --keep-best --load {{dir}}/saved"
