@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags of Megatron-LM that are not live here, and where the same flag means something else.
 
-Facts about Megatron-LM 0.20 (838 flags in 876 spellings), and a few flags that older scripts have.
+Facts about Megatron-LM 0.20 (838 flags in 876 spellings), and the flags of the releases before it:
+755 that the argument parsers of its tags v1.0 to core_v0.19.0 add.
 docs/flags.md shows these tables.
 """
 
@@ -65,6 +66,9 @@ WITH_EXPERTS = {
     "--moe-deepep-num-sms": "the dispatchers are allgather and alltoall",
     "--moe-apply-probs-on-input": "weights multiply the outputs of experts",
     "--moe-input-jitter-eps": "nothing here draws random numbers",
+    "--moe-extended-tp": "give --expert-tensor-parallel-size, which cuts experts",
+    "--moe-token-dropping": "give --moe-expert-capacity-factor, which drops tokens",
+    "--moe-router-topk-limited-devices": "give --moe-router-num-groups, --moe-router-group-topk",
 }
 
 
@@ -105,6 +109,7 @@ SPELLED = {
         "uniform",
     ),
     "--activations-checkpoint-method": ("--recompute-granularity", "full", "--recompute-method"),
+    "--offload-optimizer-states": ("--optimizer-state-offload",),
     "--check-for-spiky-loss": ("--on-spike", "report"),
     "--check-for-large-grads": ("--on-spike", "report"),
 }
@@ -139,6 +144,18 @@ ACCEPTED = (
         TEXT,
         only=("1",),
     ),
+    Accepted(
+        "--encoder-tensor-model-parallel-size --encoder-pipeline-model-parallel-size",
+        "a Llama has no encoder",
+        TEXT,
+        only=("0",),
+    ),
+    Accepted(
+        "--hybrid-attention-ratio --hybrid-mlp-ratio",
+        "every layer of a Llama has attention and a feed-forward",
+        TEXT,
+        only=("0.0",),
+    ),
     Accepted("--group-query-attention", "key/value heads are counted by --num-query-groups"),
     Accepted("--attention-dropout", "a Llama has no dropout", TEXT, only=("0.0",)),
     Accepted("--hidden-dropout", "a Llama has no dropout", TEXT, only=("0.0",)),
@@ -166,7 +183,10 @@ ACCEPTED = (
         note_for=True,
     ),
     Accepted("--vocab-extra-ids", "there are no span tokens", TEXT, only=("0",)),
-    Accepted("--moe-grouped-gemm", "the matrices of a rank's experts are one parameter, always"),
+    Accepted(
+        "--moe-grouped-gemm --moe-use-legacy-grouped-gemm",
+        "the matrices of a rank's experts are one parameter, always",
+    ),
     Accepted("--moe-permute-fusion", "the permutation of tokens is one gather, always"),
     Accepted(
         "--moe-shared-expert-overlap",
@@ -193,7 +213,8 @@ ACCEPTED = (
         note_for=True,
     ),
     Accepted(
-        "--no-overlap-p2p-communication --overlap-p2p-communication-warmup-flush",
+        "--no-overlap-p2p-communication --overlap-p2p-communication "
+        "--overlap-p2p-communication-warmup-flush",
         "pipeline messages always travel while the ranks compute: the same numbers",
         note_for=True,
     ),
@@ -203,7 +224,8 @@ ACCEPTED = (
         note_for=True,
     ),
     Accepted(
-        "--no-align-param-gather --no-align-grad-reduce --disable-align-grad-reduce",
+        "--align-param-gather --no-align-param-gather --no-align-grad-reduce "
+        "--disable-align-grad-reduce",
         "stages never wait for one another to reduce: a bucket is sent when it is complete",
     ),
     Accepted(
@@ -297,7 +319,7 @@ ACCEPTED = (
     ),
     Accepted("--attention-softmax-in-fp32", "softmax is always computed in fp32 or better"),
     Accepted(
-        "--accumulate-allreduce-grads-in-fp32",
+        "--accumulate-allreduce-grads-in-fp32 --fp32-allreduce",
         "gradients are accumulated and reduced in fp32 or better unless --grad-reduce-in-bf16"
         " or --main-grads-dtype says otherwise",
     ),
@@ -317,7 +339,7 @@ ACCEPTED = (
         "--output-logit-dtype", "the loss is computed in fp32 or better", TEXT, only=("fp32",)
     ),
     Accepted(
-        "--initial-loss-scale --loss-scale --min-loss-scale --loss-scale-window",
+        "--initial-loss-scale --loss-scale --min-loss-scale --min-scale --loss-scale-window",
         "loss scaling belongs to --fp16; bf16 and fp32 need none",
         TEXT,
     ),
@@ -328,7 +350,8 @@ ACCEPTED = (
         "the loss is always the mean over the tokens of the global batch",
     ),
     Accepted(
-        "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
+        "--no-masked-softmax-fusion --no-scaled-masked-softmax-fusion --no-bias-gelu-fusion "
+        "--no-bias-swiglu-fusion "
         "--no-bias-dropout-fusion",
         "picks an implementation with the same mathematics",
     ),
@@ -349,6 +372,11 @@ ACCEPTED = (
     Accepted(
         "--disable-bf16-reduced-precision-matmul",
         "the parts of a split product are always added in fp32, never in bf16",
+    ),
+    Accepted(
+        "--scaled-upper-triang-masked-softmax-fusion",
+        "picks an implementation with the same mathematics",
+        TEXT,
     ),
     Accepted("--batch-invariant-backend", "there is no batch-invariant mode", TEXT),
     Accepted("--no-query-key-layer-scaling", "there is no query-key layer scaling"),
@@ -514,6 +542,11 @@ ACCEPTED = (
         TEXT,
         note_for=True,
     ),
+    Accepted(
+        "--renormalize-blend-weights",
+        "a blend asks each dataset for exactly the samples it needs",
+        note_for=True,
+    ),
     Accepted("--data-impl", "files are Megatron's .bin/.idx", TEXT, only=("mmap", "infer")),
     Accepted(
         "--tiktoken-pattern",
@@ -523,7 +556,8 @@ ACCEPTED = (
         note_for=True,
     ),
     Accepted(
-        "--tokenizer-hf-no-use-fast --tokenizer-hf-no-include-special-tokens "
+        "--tokenizer-hf-no-use-fast --tokenizer-hf-use-fast --legacy-tokenizer "
+        "--tokenizer-hf-no-include-special-tokens --tokenizer-hf-include-special-tokens "
         "--tokenizer-sentencepiece-legacy",
         "tokens in .bin files are fixed already; tools/preprocess_data.py says how they are made",
         note_for=True,
@@ -647,9 +681,13 @@ ACCEPTED = (
         "the torch trace of --profile holds operator names and times",
         note_for=True,
     ),
-    Accepted("--no-one-logger --disable-msc", "nothing is reported anywhere unless asked for"),
     Accepted(
-        "--one-logger-project --one-logger-run-name --app-tag-run-name --app-tag-run-version",
+        "--no-one-logger --enable-one-logger --disable-msc",
+        "nothing is reported anywhere unless asked for",
+    ),
+    Accepted(
+        "--one-logger-project --one-logger-entity --one-logger-run-name --app-tag-run-name "
+        "--app-tag-run-version",
         "One Logger is not used: nothing is reported anywhere unless asked for",
         TEXT,
         note_for=True,
@@ -688,8 +726,8 @@ IDLE = (
         """--moe-shared-expert-gate
         --moe-router-padding-for-quantization --moe-router-padding-for-fp8
         --moe-enable-deepep
-        --moe-apply-probs-on-input""",
-        values="""--moe-input-jitter-eps
+        --moe-apply-probs-on-input --moe-extended-tp --moe-token-dropping""",
+        values="""--moe-input-jitter-eps --moe-router-topk-limited-devices
         --moe-deepep-num-sms --moe-flex-dispatcher-backend""",
     ),
     Idle(
@@ -732,6 +770,15 @@ IDLE = (
         --inprocess-active-world-size""",
     ),
     Idle("--adlr-autoresume", "", values="""--adlr-autoresume-interval"""),
+    Idle(
+        "--retro-add-retriever",
+        """--retro-no-verify-neighbor-count --retro-return-doc-ids""",
+        values="""--retro-attention-gate --retro-cyclic-train-iters
+        --retro-encoder-attention-dropout --retro-encoder-hidden-dropout --retro-encoder-layers
+        --retro-num-neighbors --retro-num-retrieved-chunks --retro-project-dir --retro-workdir""",
+    ),
+    Idle("--biencoder-projection-dim", "", values="""--retriever-seq-length"""),
+    Idle("an encoder", "", values="""--pipeline-model-parallel-split-rank"""),
     Idle("BERT", """--bert-no-binary-head""", values="""--mask-prob --short-seq-prob"""),
 )
 REFUSED = (
@@ -759,7 +806,13 @@ REFUSED = (
         --no-rl-offload-inference-model-weights-when-idle --refit-method
         --rl-verify-model-weights-swap --no-rl-verify-model-weights-swap
         --rl-skip-bos-token --no-rl-skip-bos-token --rl-profile --rl-profile-dir
-        --rl-inference-parsers""",
+        --rl-inference-parsers --grpo-default-temperature --grpo-default-top-p
+        --langrl-external-server --langrl-inference-server-type
+        --langrl-inference-server-conversation-template --rl-calculate-intra-group-similarity
+        --rl-generation-batch-size --rl-num-parallel-generation-batches
+        --rl-num-parallel-generations --rl-offload-kv-cache-during-training
+        --rl-parallel-generation-tasks --rl-remove-kv-cache-during-training
+        --rl-reset-cuda-graphs --rl-sequence-packing-bin-size""",
     ),
     Refused(
         "inference",
@@ -798,7 +851,14 @@ REFUSED = (
         --inference-coordinator-port --mamba-inference-conv-states-dtype
         --mamba-inference-ssm-states-dtype --inference-use-synchronous-zmq-collectives
         --no-inference-use-synchronous-zmq-collectives --inference-disable-ep-consensus
-        --no-inference-disable-ep-consensus --inference-shards""",
+        --no-inference-disable-ep-consensus --inference-shards
+        --disable-chunked-prefill --initialize-socket-comms --inference-max-batch-size
+        --inference-dynamic-batching-buffer-guaranteed-fraction
+        --inference-dynamic-batching-buffer-overflow-factor
+        --inference-dynamic-batching-chunk-size
+        --inference-dynamic-batching-cuda-graph-max-tokens
+        --inference-dynamic-batching-max-requests-override
+        --inference-dynamic-batching-max-tokens-override""",
         "use tools/generate.py to sample from a checkpoint",
     ),
     Refused(
@@ -878,13 +938,22 @@ REFUSED = (
     ),
     Refused(
         "memory that float8 weights share",
-        "--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache",
+        """--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
+        --keep-fp8-transpose-cache-when-using-custom-fsdp""",
         "weights gathered in float8 have memory of their own, and w^T is made of w at each use",
     ),
+    Refused("an embedding in another precision than the layers", "--embedding-weights-in-fp32"),
+    Refused(
+        "a pipeline stage for the embedding alone",
+        "--standalone-embedding-stage",
+        "use --pipeline-model-parallel-layout, which says what each stage has",
+    ),
+    Refused("retrieval (RETRO)", "--retro-add-retriever"),
     Refused("an output layer in float8", "--fp8-output-proj"),
     Refused(
         "a file of float8 recipes",
-        "--fp8-quantizer-factory --te-precision-config-file",
+        """--fp8-quantizer-factory --te-precision-config-file --kitchen-config-file
+        --kitchen-recipe-number""",
         "use --fp8-recipe, and --first-last-layers-bf16 for layers that are not in float8",
     ),
     Refused(
@@ -1042,7 +1111,8 @@ REFUSED = (
         --no-ckpt-load-validate-sharding-integrity
         --disable-ckpt-load-validate-sharding-integrity --dist-ckpt-save-pre-mcore-014
         --distrib-optim-fully-reshardable-mem-efficient --dist-ckpt-workers
-        --ckpt-drop-redundant-extra-state""",
+        --ckpt-drop-redundant-extra-state
+        --load-model-opt-format""",
         "checkpoints are safetensors and JSON: convert with tools/checkpoint.py",
     ),
     Refused(
@@ -1069,7 +1139,7 @@ REFUSED = (
     Refused(
         "data in an object store or listed in a file for each split",
         """--per-split-data-args-path --per-dataset-sequences-path --object-storage-cache-path
-        --enable-msc""",
+        --enable-msc --s3-cache-path""",
         "use --data-path or the --train-, --valid- and --test-data-path flags, with prefixes",
     ),
     Refused(
@@ -1078,13 +1148,14 @@ REFUSED = (
     ),
     Refused(
         "reading conversations as they are",
-        "--sft --sft-tokenizer-prompt-format --chat-template",
+        "--sft --sft-tokenizer-prompt-format --sft-mock-dataset-config-json --chat-template",
         "write prompts and answers as texts of JSON lines, of which tools/preprocess_data.py "
         "--loss-on makes data whose loss counts answers alone",
     ),
     Refused(
         "another setting of the tokenizer",
         """--tokenizer-metadata --tokenizer-special-tokens --tiktoken-num-special-tokens
+        --tiktoken-special-tokens
         --no-tokenizer-sentencepiece-ignore-extra-whitespaces
         --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --use-gigatoken""",
         "use SentencePieceTokenizer, TikTokenizer or HuggingFaceTokenizer with one file in "
@@ -1134,7 +1205,8 @@ REFUSED = (
         --mask-factor --iter-per-epoch --dino-local-img-size --dino-local-crops-number
         --dino-head-hidden-size --dino-bottleneck-size --dino-freeze-last-layer
         --dino-norm-last-layer --dino-warmup-teacher-temp --dino-teacher-temp
-        --dino-warmup-teacher-temp-epochs""",
+        --dino-warmup-teacher-temp-epochs --img-dim --faiss-use-gpu
+        --report-topk-accuracies""",
     ),
 )
 LR = tuple(

@@ -68,8 +68,6 @@ SYNONYMS = {
         "--recompute-granularity": "--activations-checkpoint-granularity",
         "--recompute-granularity full": """--gradient-checkpointing --activation-checkpointing
             --use-gradient-checkpointing --grad-checkpointing""",
-        # Megatron-LM's, before it left
-        "--optimizer-state-offload": "--offload-optimizer-states",
         "--bf16": "--use-bf16",
         "--allow-tf32": "--tf32",
         # data, files and the log

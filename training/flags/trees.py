@@ -19,18 +19,15 @@ TREES = {
             --data-efficiency-curriculum-learning --deepscale --deepspeed
             --deepspeed-activation-checkpointing --deepspeed_mpi --disable-mem-efficient-ln
             --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --ds-inference
-            --ds_fused_adam --embedding-weights-in-fp32 --enable-expert-tensor-parallelism
-            --enable-zbh1-exact-semantics --force-ds-sequence-parallel
-            --inference --kd --log-optimizer-states-to-tensorboard --lr-finder
-            --lr_constant_plus_cooldown --memory-centric-tiled-linear --mos --no-load-lr-state
-            --no-pipeline-parallel --overlap-p2p-communication --partition-activations
-            --profile-backward --random-ltd --repeated-dataloader --reset-iteration
-            --retro-add-retriever --retro-return-doc-ids --return-data-index
+            --ds_fused_adam --enable-expert-tensor-parallelism --enable-zbh1-exact-semantics
+            --force-ds-sequence-parallel --inference --kd --log-optimizer-states-to-tensorboard
+            --lr-finder --lr_constant_plus_cooldown --memory-centric-tiled-linear --mos
+            --no-load-lr-state --no-pipeline-parallel --partition-activations --profile-backward
+            --random-ltd --repeated-dataloader --reset-iteration --return-data-index
             --scattered-embeddings --schedulefree-for-each --shuffle-sample-in-corpus
-            --split-transformers --standalone-embedding-stage --synchronize-each-layer
-            --universal-checkpoint --use-flash-attn-builder --use-flash-attn-triton
-            --use-flash-attn-v1 --use-mics --use-pin-memory --use-tutel
-            --zero-contigious-gradients --zero-reduce-scatter""",
+            --split-transformers --synchronize-each-layer --universal-checkpoint
+            --use-flash-attn-builder --use-flash-attn-triton --use-flash-attn-v1 --use-mics
+            --use-pin-memory --use-tutel --zero-contigious-gradients --zero-reduce-scatter""",
         """--aml-data-download-path --constant-lr --data-file-list --deepscale_config
             --deepspeed_config --dshampooadamw-eps --dshampooadamw-max-preconditioner-dim
             --dshampooadamw-precondition-freq --dshampooadamw-use-decoupled-weight-decay
@@ -41,16 +38,13 @@ TREES = {
             --moe-eval-capacity-factor --moe-expert-parallel-size --moe-loss-coeff
             --moe-min-capacity --moe-train-capacity-factor --multiprocessing-context
             --muon-ns-steps --muonadamw-beta1 --muonadamw-beta2 --muonadamw-eps --muonclip-alpha
-            --muonclip-t --num-attention-heads-teacher --num-experts-switch
-            --num-experts-teacher --num-layers-teacher --pipeline-model-parallel-split-rank
-            --profile_steps --remote-device --retriever-seq-length --retro-cyclic-train-iters
-            --retro-encoder-attention-dropout --retro-encoder-hidden-dropout
-            --retro-encoder-layers --retro-num-neighbors --retro-num-retrieved-chunks
-            --retro-workdir --sophiag-beta1 --sophiag-beta2 --sophiag-rho --tile-factor
-            --timescale --topk --trace-dir --train-data-exact-num-epochs --train-desc-path
-            --train-doc-idx-path --train-idx-path --train-iters-to-skip --train-range-to-skip
-            --train-sample-idx-path --train-shuffle-idx-path --train-tokens --use-dataset-only
-            --word-embedding-init-std --zero-allgather-bucket-size --zero-reduce-bucket-size""",
+            --muonclip-t --num-attention-heads-teacher --num-experts-switch --num-experts-teacher
+            --num-layers-teacher --profile_steps --remote-device --sophiag-beta1 --sophiag-beta2
+            --sophiag-rho --tile-factor --timescale --topk --trace-dir
+            --train-data-exact-num-epochs --train-desc-path --train-doc-idx-path --train-idx-path
+            --train-iters-to-skip --train-range-to-skip --train-sample-idx-path
+            --train-shuffle-idx-path --train-tokens --use-dataset-only --word-embedding-init-std
+            --zero-allgather-bucket-size --zero-reduce-bucket-size""",
     ),
     "bigscience": _tree(  # bigscience-workshop/Megatron-DeepSpeed 8387ae17c470
         """--abort-on-unmet-fused-kernel-constraints --checkpoint-in-cpu
@@ -61,44 +55,39 @@ TREES = {
             --scattered-embeddings --split-transformers --sync-tp-duplicated-parameters
             --synchronize-each-layer --universal-checkpoint --use-bnb-optimizer --use-pin-memory
             --zero-contigious-gradients --zero-reduce-scatter""",
-        """--codecarbon-dir --deepscale_config --deepspeed_config --eval-only --img-dim
-            --kill-switch-path --log-level --log-level-replica --log-path --lr-decay-tokens
-            --mean-noise-span-length --noise-density --pad-vocab-size-to --pp-partition-method
-            --remote-device --retriever-seq-length --skip-train-iteration-range
-            --test-weighted-split-paths --test-weighted-split-paths-path --tile-factor
-            --train-tokens --train-weighted-split-paths --train-weighted-split-paths-path
-            --valid-num-workers --valid-weighted-split-paths --valid-weighted-split-paths-path
+        """--codecarbon-dir --deepscale_config --deepspeed_config --eval-only --kill-switch-path
+            --log-level --log-level-replica --log-path --lr-decay-tokens --mean-noise-span-length
+            --noise-density --pad-vocab-size-to --pp-partition-method --remote-device
+            --skip-train-iteration-range --test-weighted-split-paths
+            --test-weighted-split-paths-path --tile-factor --train-tokens
+            --train-weighted-split-paths --train-weighted-split-paths-path --valid-num-workers
+            --valid-weighted-split-paths --valid-weighted-split-paths-path
             --zero-allgather-bucket-size --zero-reduce-bucket-size""",
     ),
     "deepspark": _tree(
         # Deep-Spark/DeepSparkHub 1338302894e9 (toolbox/Megatron-DeepSpeed)
         """--RLHF --checkpoint-in-cpu --contigious-checkpointing --cpu-optimizer --cpu_torch_adam
-            --create-moe-param-group --data-efficiency-curriculum-learning --deepscale
-            --deepspeed --deepspeed-activation-checkpointing --deepspeed_mpi
-            --disable-mem-efficient-ln --disable-moe-token-dropping
-            --disable-moe-top2-2nd-expert-sampling --ds-inference --ds_fused_adam
-            --embedding-weights-in-fp32 --enable-expert-tensor-parallelism
-            --enable-zbh1-exact-semantics --force-ds-sequence-parallel --inference
-            --log-optimizer-states-to-tensorboard --memory-centric-tiled-linear
-            --no-load-lr-state --no-pipeline-parallel --partition-activations
-            --pp-delay --profile-backward --random-ltd --repeated-dataloader
-            --retro-return-doc-ids --return-data-index --scattered-embeddings
-            --split-transformers --synchronize-each-layer --universal-checkpoint
-            --use-flash-attn-builder --use-flash-attn-triton --use-flash-attn-v1
-            --use-pin-memory --use-tutel --zero-contigious-gradients
-            --zero-reduce-scatter""",
+            --create-moe-param-group --data-efficiency-curriculum-learning --deepscale --deepspeed
+            --deepspeed-activation-checkpointing --deepspeed_mpi --disable-mem-efficient-ln
+            --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --ds-inference
+            --ds_fused_adam --enable-expert-tensor-parallelism --enable-zbh1-exact-semantics
+            --force-ds-sequence-parallel --inference --log-optimizer-states-to-tensorboard
+            --memory-centric-tiled-linear --no-load-lr-state --no-pipeline-parallel
+            --partition-activations --pp-delay --profile-backward --random-ltd
+            --repeated-dataloader --return-data-index --scattered-embeddings --split-transformers
+            --synchronize-each-layer --universal-checkpoint --use-flash-attn-builder
+            --use-flash-attn-triton --use-flash-attn-v1 --use-pin-memory --use-tutel
+            --zero-contigious-gradients --zero-reduce-scatter""",
         """--actor-learning-rate --actor-weight-decay --actor_model_name_or_path
             --aml-data-download-path --critic-learning-rate --critic-weight-decay
-            --critic_model_name_or_path --custom-partition
-            --custom-recompute-layers-per-stage --deepscale_config --deepspeed_config
-            --ds-num-experts --expert-interval --kill-switch-file --load-tag
-            --lr-decay-tokens --lr-warmup-tokens --max-prompt-seq-len --mlp-type
-            --moe-eval-capacity-factor --moe-expert-parallel-size --moe-loss-coeff
-            --moe-min-capacity --moe-train-capacity-factor --num-experts-switch
-            --partition-method --pp-split-size --ppo-epoches --remote-device
-            --retro-workdir --rlhf-train-mbs --special-tokens-file --tile-factor
-            --topk --train-data-exact-num-epochs --train-desc-path
-            --train-doc-idx-path --train-idx-path --train-sample-idx-path
+            --critic_model_name_or_path --custom-partition --custom-recompute-layers-per-stage
+            --deepscale_config --deepspeed_config --ds-num-experts --expert-interval
+            --kill-switch-file --load-tag --lr-decay-tokens --lr-warmup-tokens
+            --max-prompt-seq-len --mlp-type --moe-eval-capacity-factor --moe-expert-parallel-size
+            --moe-loss-coeff --moe-min-capacity --moe-train-capacity-factor --num-experts-switch
+            --partition-method --pp-split-size --ppo-epoches --remote-device --rlhf-train-mbs
+            --special-tokens-file --tile-factor --topk --train-data-exact-num-epochs
+            --train-desc-path --train-doc-idx-path --train-idx-path --train-sample-idx-path
             --train-shuffle-idx-path --train-tokens --use-dataset-only
             --zero-allgather-bucket-size --zero-reduce-bucket-size""",
     ),
@@ -114,11 +103,9 @@ TREES = {
     "flagscale": _tree(
         # FlagOpen/FlagScale da4935ec6019
         """--apply-sft-dataset-separated-loss-mask-if-existed --auto-skip-spiky-loss --auto-tune
-            --enable-hetero --hetero-use-cpu-communication --moe-fb-overlap
-            --no-shared-fs --qk-layernorm-hidden-dim
-            --save-when-num-microbatches-change --standalone-embedding-stage
-            --use-dualpipev --use-partial-reduce-for-shared-embedding
-            --wandb-log-model""",
+            --enable-hetero --hetero-use-cpu-communication --moe-fb-overlap --no-shared-fs
+            --qk-layernorm-hidden-dim --save-when-num-microbatches-change --use-dualpipev
+            --use-partial-reduce-for-shared-embedding --wandb-log-model""",
         """--expert-tensor-parallel-size-per-process-mesh --extra-eval-interval
             --extra-valid-data-path --finetune-dataset-type
             --hetero-current-device-type --hetero-device-types
@@ -140,50 +127,38 @@ TREES = {
     "habana": _tree(  # HabanaAI/Megatron-LM 13c28deafab0, HabanaAI/Megatron-DeepSpeed 891d6db95279
         """--apply-norm-post-sub-block --attention-per-layer-logging --check-tp-norm
             --checkpoint-in-cpu --contigious-checkpointing --cpu-optimizer --cpu_torch_adam
-            --create-moe-param-group --data-efficiency-curriculum-learning --deepscale
-            --deepspeed --deepspeed-activation-checkpointing --deepspeed_mpi
-            --disable-doc-shuffling --disable-mem-efficient-ln --disable-moe-token-dropping
+            --create-moe-param-group --data-efficiency-curriculum-learning --deepscale --deepspeed
+            --deepspeed-activation-checkpointing --deepspeed_mpi --disable-doc-shuffling
+            --disable-mem-efficient-ln --disable-moe-token-dropping
             --disable-moe-top2-2nd-expert-sampling --do-norm-bias-weight-decay --ds-inference
-            --ds_fused_adam --embed-layernorm --embedding-weights-in-fp32
-            --enable-expert-tensor-parallelism --eval-add-bos --eval-hf-rope
-            --export-force-local-attention --export-kv-cache-quant --export-legacy-megatron
-            --export-moe-apply-probs-on-input --export-qk-l2-norm --export-te-mcore-model
-            --fix-position-emb-redundant-alloc --force-ds-sequence-parallel --fp8-amax-reduce
-            --fp8-e5m2 --fp8-smooth-swiglu --inference --kd
-            --keep-fp8-transpose-cache-when-using-custom-fsdp --load-model-opt-format
-            --log-bwd-grads --log-fwd-activations --log-model-inputs
+            --ds_fused_adam --embed-layernorm --enable-expert-tensor-parallelism --eval-add-bos
+            --eval-hf-rope --export-force-local-attention --export-kv-cache-quant
+            --export-legacy-megatron --export-moe-apply-probs-on-input --export-qk-l2-norm
+            --export-te-mcore-model --fix-position-emb-redundant-alloc
+            --force-ds-sequence-parallel --fp8-amax-reduce --fp8-e5m2 --fp8-smooth-swiglu
+            --inference --kd --log-bwd-grads --log-fwd-activations --log-model-inputs
             --log-optimizer-states-to-tensorboard --mask-tensor-adding
-            --memory-centric-tiled-linear --moe-dynamic-hpu --moe-extended-tp
-            --moe-fused-weights --moe-permuted-weights --moe-router-fp32
-            --moe-token-distribution-logging --moe-use-legacy-grouped-gemm --mos
+            --memory-centric-tiled-linear --moe-dynamic-hpu --moe-fused-weights
+            --moe-permuted-weights --moe-router-fp32 --moe-token-distribution-logging --mos
             --no-load-lr-state --no-load-strict --no-pipeline-parallel --no-scaled-init
-            --no-seq-len-plus-one-tokens --overlap-p2p-communication --partition-activations
-            --profile-backward --pytorch-activation-checkpointing --random-ltd
-            --repeated-dataloader --reset-iteration --retro-add-retriever
-            --retro-no-verify-neighbor-count --retro-return-doc-ids --return-data-index
-            --scattered-embeddings --shuffle-each-epoch-separately --split-transformers
-            --standalone-embedding-stage --synchronize-each-layer --universal-checkpoint
-            --use-alibi-position-embeddings --use-flash-attn-builder --use-flash-attn-triton
-            --use-flash-attn-v1 --use-pin-memory --use-tutel --verify-checkpoint
-            --zero-contigious-gradients --zero-reduce-scatter""",
+            --no-seq-len-plus-one-tokens --partition-activations --profile-backward
+            --pytorch-activation-checkpointing --random-ltd --repeated-dataloader
+            --reset-iteration --return-data-index --scattered-embeddings
+            --shuffle-each-epoch-separately --split-transformers --synchronize-each-layer
+            --universal-checkpoint --use-alibi-position-embeddings --use-flash-attn-builder
+            --use-flash-attn-triton --use-flash-attn-v1 --use-pin-memory --use-tutel
+            --verify-checkpoint --zero-contigious-gradients --zero-reduce-scatter""",
         """--allow-unspec-int-on-nn-module --aml-data-download-path --attention-z-loss-coeff
             --batch-sched-samples --cache-fp8-weight --cache-fp8-weight-fwd --cache-size-limit
             --check-tp-norm-type --compile-from-sec-mini-batch --compiled-autograd-fallback-mode
-            --deepscale_config --deepspeed_config --encoder-pipeline-model-parallel-size
-            --encoder-tensor-model-parallel-size --end-check-tp-norm-iter --eval-loss-exit-value
+            --deepscale_config --deepspeed_config --end-check-tp-norm-iter --eval-loss-exit-value
             --expert-interval --export-draft-vocab-size --export-eagle-algorithm
             --export-freeze-mtp --export-kd-cfg --export-kd-teacher-ckpt-format
             --export-kd-teacher-load --export-model-type --export-num-eagle-layers
-            --export-num-medusa-heads --export-num-mtp --export-quant-cfg
-            --export-real-quant-cfg --finetune-data-split --finetune-hf-dataset --fp8-coverage
-            --fp8-manual-mode --hidden-size-teacher --hybrid-attention-ratio --hybrid-mlp-ratio
-            --inference-dynamic-batching-buffer-guaranteed-fraction
-            --inference-dynamic-batching-buffer-overflow-factor
-            --inference-dynamic-batching-chunk-size
-            --inference-dynamic-batching-max-requests-override
-            --inference-dynamic-batching-max-tokens-override --kd-alpha-ce --kd-beta-ce
-            --kd-temp --kill-switch-file --kill-switch-path --kitchen-config-file
-            --kitchen-recipe-number --load-distrib-optimizer-method --load-tag --load-teacher
+            --export-num-medusa-heads --export-num-mtp --export-quant-cfg --export-real-quant-cfg
+            --finetune-data-split --finetune-hf-dataset --fp8-coverage --fp8-manual-mode
+            --hidden-size-teacher --kd-alpha-ce --kd-beta-ce --kd-temp --kill-switch-file
+            --kill-switch-path --load-distrib-optimizer-method --load-tag --load-teacher
             --lr-decay-tokens --lr-warmup-tokens --micro-batch-sync-interval --mlp-type
             --moe-capacity-bins --moe-capacity-bins-alignment --moe-capacity-bins-exp-base
             --moe-capacity-bins-max-overhead-factor --moe-capacity-bins-num
@@ -192,67 +167,41 @@ TREES = {
             --moe-loss-coeff --moe-min-capacity --moe-num-capacity-bins
             --moe-token-distribution-logging-interval --moe-train-capacity-factor
             --num-attention-heads-teacher --num-experts-switch --num-experts-teacher
-            --num-layers-teacher --pipeline-model-parallel-split-rank --profile-steps
-            --profile-type --remote-device --retriever-seq-length --retro-attention-gate
-            --retro-cyclic-train-iters --retro-encoder-attention-dropout
-            --retro-encoder-hidden-dropout --retro-encoder-layers --retro-num-neighbors
-            --retro-num-retrieved-chunks --retro-project-dir --retro-workdir
+            --num-layers-teacher --profile-steps --profile-type --remote-device
             --save-distrib-optimizer-method --scheduler-batch-size --start-check-tp-norm-iter
             --stop-after-num-samples --tensor-logger-end-iter --tensor-logger-path
-            --tensor-logger-start-iter --tiktoken-special-tokens --tile-factor --topk
-            --torch-compile-dynamic --train-data-exact-num-epochs --train-desc-path
-            --train-doc-idx-path --train-idx-path --train-sample-idx-path
-            --train-shuffle-idx-path --train-tokens --use-dataset-only --use-fast-softmax
-            --use-fused-rmsnorm --use-fused-sdpa --use-fused-sdpa-with-recompute
-            --use-regional-compilation --use-te-custom-op --use-torch-compile
-            --use-torch-compiled-autograd --verify-checkpoint-model-type
+            --tensor-logger-start-iter --tile-factor --topk --torch-compile-dynamic
+            --train-data-exact-num-epochs --train-desc-path --train-doc-idx-path --train-idx-path
+            --train-sample-idx-path --train-shuffle-idx-path --train-tokens --use-dataset-only
+            --use-fast-softmax --use-fused-rmsnorm --use-fused-sdpa
+            --use-fused-sdpa-with-recompute --use-regional-compilation --use-te-custom-op
+            --use-torch-compile --use-torch-compiled-autograd --verify-checkpoint-model-type
             --zero-allgather-bucket-size --zero-reduce-bucket-size""",
     ),
     "llm-jp": _tree(
         # llm-jp/Megatron-LM ea80de7979dc, and what the scripts of llm-jp/scripts
         # 0a703870cc26 give
         """--export-force-local-attention --export-kd-finalize --export-kv-cache-quant
-            --export-legacy-megatron --export-te-mcore-model
-            --keep-fp8-transpose-cache-when-using-custom-fsdp --moe-extended-tp
-            --moe-use-legacy-grouped-gemm --retro-add-retriever
-            --retro-no-verify-neighbor-count --use-mpi --use-z-loss""",
-        """--encoder-pipeline-model-parallel-size --encoder-tensor-model-parallel-size
-            --export-kd-cfg --export-kd-teacher-load --export-model-type
-            --export-num-eagle-layers --export-num-medusa-heads --export-quant-cfg
-            --export-real-quant-cfg --finetune-hf-dataset --hybrid-attention-ratio
-            --hybrid-mlp-ratio --inference-dynamic-batching-buffer-guaranteed-fraction
-            --inference-dynamic-batching-buffer-overflow-factor
-            --inference-dynamic-batching-max-requests-override
-            --inference-dynamic-batching-max-tokens-override
-            --pipeline-model-parallel-split-rank --retriever-seq-length
-            --retro-attention-gate --retro-cyclic-train-iters
-            --retro-encoder-attention-dropout --retro-encoder-hidden-dropout
-            --retro-encoder-layers --retro-num-neighbors --retro-num-retrieved-chunks
-            --retro-project-dir --s3-cache-path --tiktoken-special-tokens
-            --z-loss-strength""",
+            --export-legacy-megatron --export-te-mcore-model --use-mpi --use-z-loss""",
+        """--export-kd-cfg --export-kd-teacher-load --export-model-type --export-num-eagle-layers
+            --export-num-medusa-heads --export-quant-cfg --export-real-quant-cfg
+            --finetune-hf-dataset --z-loss-strength""",
     ),
     "lumi": _tree(  # LumiOpen/Megatron-LM-lumi e0ce1d999dee
-        """--expert-parallel --overlap-p2p-communication --retro-add-retriever
-            --retro-return-doc-ids --standalone-embedding-stage""",
-        """--model-spec --pipeline-model-parallel-split-rank
-            --retriever-seq-length --retro-cyclic-train-iters --retro-encoder-attention-dropout
-            --retro-encoder-hidden-dropout --retro-encoder-layers --retro-num-neighbors
-            --retro-num-retrieved-chunks --retro-workdir --wandb-step-offset""",
+        """--expert-parallel""",
+        """--model-spec --wandb-step-offset""",
     ),
     "megatron-deepspeed": _tree(  # deepspeedai/Megatron-DeepSpeed 4efb479d5317
         """--checkpoint-in-cpu --contigious-checkpointing --cpu-optimizer --cpu_torch_adam
-            --create-moe-param-group --data-efficiency-curriculum-learning --deepscale
-            --deepspeed --deepspeed-activation-checkpointing --deepspeed_mpi
-            --disable-mem-efficient-ln --disable-moe-token-dropping
-            --disable-moe-top2-2nd-expert-sampling --ds-inference --ds-sequence-parallel-fpdt
-            --ds-sequence-parallel-fpdt-offloading --ds_fused_adam --embedding-weights-in-fp32
+            --create-moe-param-group --data-efficiency-curriculum-learning --deepscale --deepspeed
+            --deepspeed-activation-checkpointing --deepspeed_mpi --disable-mem-efficient-ln
+            --disable-moe-token-dropping --disable-moe-top2-2nd-expert-sampling --ds-inference
+            --ds-sequence-parallel-fpdt --ds-sequence-parallel-fpdt-offloading --ds_fused_adam
             --enable-expert-tensor-parallelism --enable-zbh1-exact-semantics
-            --force-ds-sequence-parallel --inference --kd
-            --log-optimizer-states-to-tensorboard --memory-centric-tiled-linear --mos
-            --no-load-lr-state --no-pipeline-parallel --overlap-p2p-communication
+            --force-ds-sequence-parallel --inference --kd --log-optimizer-states-to-tensorboard
+            --memory-centric-tiled-linear --mos --no-load-lr-state --no-pipeline-parallel
             --partition-activations --profile-backward --random-ltd --repeated-dataloader
-            --reset-iteration --retro-add-retriever --retro-return-doc-ids --return-data-index
-            --scattered-embeddings --split-transformers --standalone-embedding-stage
+            --reset-iteration --return-data-index --scattered-embeddings --split-transformers
             --synchronize-each-layer --universal-checkpoint --use-flash-attn-builder
             --use-flash-attn-triton --use-flash-attn-v1 --use-pin-memory --use-tutel
             --zero-contigious-gradients --zero-reduce-scatter""",
@@ -262,24 +211,16 @@ TREES = {
             --lr-decay-tokens --lr-warmup-tokens --mlp-type --moe-eval-capacity-factor
             --moe-expert-parallel-size --moe-loss-coeff --moe-min-capacity
             --moe-train-capacity-factor --num-attention-heads-teacher --num-experts-switch
-            --num-experts-teacher --num-layers-teacher --pipeline-model-parallel-split-rank
-            --profile_steps --remote-device --retriever-seq-length --retro-cyclic-train-iters
-            --retro-encoder-attention-dropout --retro-encoder-hidden-dropout
-            --retro-encoder-layers --retro-num-neighbors --retro-num-retrieved-chunks
-            --retro-workdir --tile-factor --topk --train-data-exact-num-epochs --train-desc-path
-            --train-doc-idx-path --train-idx-path --train-sample-idx-path
-            --train-shuffle-idx-path --train-tokens --use-dataset-only
-            --zero-allgather-bucket-size --zero-reduce-bucket-size""",
+            --num-experts-teacher --num-layers-teacher --profile_steps --remote-device
+            --tile-factor --topk --train-data-exact-num-epochs --train-desc-path
+            --train-doc-idx-path --train-idx-path --train-sample-idx-path --train-shuffle-idx-path
+            --train-tokens --use-dataset-only --zero-allgather-bucket-size
+            --zero-reduce-bucket-size""",
     ),
     "megatron-llama": _tree(  # alibaba/Megatron-LLaMA 25306de84d30
         """--causal-lm --distributed-checkpointing --overlapped-distributed-optimizer
-            --retro-add-retriever --retro-return-doc-ids --standalone-embedding-stage
             --verify-grad-order""",
-        """--checkpoint-dir-name --job-name --last-bucket-split-count
-            --pipeline-model-parallel-split-rank --reduce-bucket-size --retriever-seq-length
-            --retro-cyclic-train-iters --retro-encoder-attention-dropout
-            --retro-encoder-hidden-dropout --retro-encoder-layers --retro-num-neighbors
-            --retro-num-retrieved-chunks --retro-workdir""",
+        """--checkpoint-dir-name --job-name --last-bucket-split-count --reduce-bucket-size""",
     ),
     "mindspeed": _tree(  # Ascend/MindSpeed-LLM c77308a14bfc, Ascend/MindSpeed 028de58ca629
         """--adaptive-cp-dynamic-attn-mask --adaptive-cp-manually-set-mask-list
@@ -417,13 +358,11 @@ TREES = {
     ),
     "musa": _tree(
         # MooreThreads/MT-MegatronLM e53585ccb7a4
-        """--moe-complementary-seq-aux-loss --moe-device-level-capacity --moe-extended-tp
-            --moe-router-norm-topk-prob --moe-router-use-sigmoid
-            --moe-use-legacy-grouped-gemm --q-rms-recompute
+        """--moe-complementary-seq-aux-loss --moe-device-level-capacity
+            --moe-router-norm-topk-prob --moe-router-use-sigmoid --q-rms-recompute
             --use-multi-token-prediction""",
         """--moe-comm-aux-loss-coeff --moe-device-level-aux-loss-coeff --moe-noaux-gamma
-            --moe-router-num-node-group --moe-router-topk-limited-devices --mtp-coeff
-            --mtp-depth""",
+            --moe-router-num-node-group --mtp-coeff --mtp-depth""",
     ),
     "pai": _tree(  # alibaba/Pai-Megatron-Patch a098ca5acbde
         """--adaptive-seq-len --allow-missing-vision-projection-checkpoint
@@ -453,86 +392,45 @@ TREES = {
             --vision-tower --z-loss-weight""",
     ),
     "rocm": _tree(  # ROCm/Megatron-LM 2b855bafe238
-        """--disable-te-fused-rope --export-legacy-megatron --export-te-mcore-model
-            --moe-extended-tp --renormalize-blend-weights --retro-add-retriever
-            --retro-no-verify-neighbor-count --standalone-embedding-stage""",
-        """--encoder-pipeline-model-parallel-size --encoder-tensor-model-parallel-size
-            --export-quant-cfg --hybrid-attention-ratio --hybrid-mlp-ratio
-            --pipeline-model-parallel-split-rank --retriever-seq-length --retro-attention-gate
-            --retro-cyclic-train-iters --retro-encoder-attention-dropout
-            --retro-encoder-hidden-dropout --retro-encoder-layers --retro-num-neighbors
-            --retro-num-retrieved-chunks --retro-project-dir --s3-cache-path
-            --tiktoken-special-tokens""",
+        """--disable-te-fused-rope --export-legacy-megatron --export-te-mcore-model""",
+        """--export-quant-cfg""",
     ),
     "swiss-ai": _tree(
         # swiss-ai/Megatron-LM 81d44dbe25c2, haeggee/Megatron-LM 3d4cf43ba706
-        """--differential-attention --disable-chunked-prefill --export-kd-finalize
-            --export-legacy-megatron --export-te-mcore-model --final-layernorm-no-gain
-            --fix-old-xielu --fp8-dot-product-attention --goldfish-loss
-            --hypersphere-embeddings --hypersphere-no-update
-            --hypersphere-no-update-embeddings --hypersphere-project
-            --hypersphere-soft --hypersphere-split-heads
-            --hypersphere-split-heads-update --internals-weights-on-gpu
-            --legacy-tokenizer --log-activation-stats --log-angular-metrics
-            --log-delta-y --log-gradient-stats --log-model-internals
-            --log-params-norm-per-param --log-relative-updates --log-update-step-stats
-            --moe-extended-tp --moe-use-legacy-grouped-gemm
-            --no-attn-layernorm --no-final-layernorm --no-learnable-norms
-            --no-mlp-layernorm --no-pre-norm --no-use-orthogonal-embeddings
-            --poor-mans-ortho --post-block-norm --post-layer-norm --post-norm
-            --post-norm-no-gain --qk-layernorm-frozen --retro-add-retriever
-            --retro-no-verify-neighbor-count --tokenizer-hf-include-special-tokens
-            --tokenizer-hf-use-fast --use-orthogonal-updates
+        """--differential-attention --export-kd-finalize --export-legacy-megatron
+            --export-te-mcore-model --final-layernorm-no-gain --fix-old-xielu
+            --fp8-dot-product-attention --goldfish-loss --hypersphere-embeddings
+            --hypersphere-no-update --hypersphere-no-update-embeddings --hypersphere-project
+            --hypersphere-soft --hypersphere-split-heads --hypersphere-split-heads-update
+            --internals-weights-on-gpu --log-activation-stats --log-angular-metrics --log-delta-y
+            --log-gradient-stats --log-model-internals --log-params-norm-per-param
+            --log-relative-updates --log-update-step-stats --no-attn-layernorm
+            --no-final-layernorm --no-learnable-norms --no-mlp-layernorm --no-pre-norm
+            --no-use-orthogonal-embeddings --poor-mans-ortho --post-block-norm --post-layer-norm
+            --post-norm --post-norm-no-gain --qk-layernorm-frozen --use-orthogonal-updates
             --use-stream-minus-residual --xielu --xiprelu --xiprelup --xssslur2""",
         """--ademamix-alpha --ademamix-alpha-warmup --ademamix-beta3 --ademamix-beta3-warmup
-            --embedding-lr-multiplier --encoder-pipeline-model-parallel-size
-            --encoder-tensor-model-parallel-size --export-kd-cfg
-            --export-kd-teacher-load --export-quant-cfg --fixed-layer-scale
-            --goldfish-h --goldfish-k --hybrid-attention-ratio --hybrid-mlp-ratio
-            --hypersphere-embedding-mode --hypersphere-kind --hypersphere-mode
-            --hypersphere-radius --inference-dynamic-batching-cuda-graph-max-tokens
-            --inference-max-batch-size --input-embeddings-multiplier
-            --internals-log-interval --internals-log-layers --kitchen-config-file
-            --kitchen-recipe-number --langrl-external-server
-            --langrl-inference-server-conversation-template
-            --langrl-inference-server-type --layer-scale --layer-scale-scale
-            --layernorm-init --logits-layer-scale --logits-layer-scale-scale
-            --mlp-layer-scale --mlp-layer-scale-gate-scale --mlp-out-scale
-            --moe-router-topk-limited-devices --muon-lr-factor
-            --pipeline-model-parallel-split-rank --qk-layer-scale
-            --qk-layer-scale-scale --qknorm-impl --residual-layer-scale
-            --residual-layer-scale-scale --retriever-seq-length --retro-attention-gate
-            --retro-cyclic-train-iters --retro-encoder-attention-dropout
-            --retro-encoder-hidden-dropout --retro-encoder-layers
-            --retro-num-neighbors --retro-num-retrieved-chunks --retro-project-dir
-            --rl-calculate-intra-group-similarity
-            --rl-offload-kv-cache-during-training --rl-parallel-generation-tasks
-            --rl-remove-kv-cache-during-training --rl-reset-cuda-graphs
-            --s3-cache-path --seednorm-activation --seednorm-init --softmax-scale
-            --tiktoken-special-tokens --trigger-path --upscale-embedding
+            --embedding-lr-multiplier --export-kd-cfg --export-kd-teacher-load --export-quant-cfg
+            --fixed-layer-scale --goldfish-h --goldfish-k --hypersphere-embedding-mode
+            --hypersphere-kind --hypersphere-mode --hypersphere-radius
+            --input-embeddings-multiplier --internals-log-interval --internals-log-layers
+            --layer-scale --layer-scale-scale --layernorm-init --logits-layer-scale
+            --logits-layer-scale-scale --mlp-layer-scale --mlp-layer-scale-gate-scale
+            --mlp-out-scale --muon-lr-factor --qk-layer-scale --qk-layer-scale-scale --qknorm-impl
+            --residual-layer-scale --residual-layer-scale-scale --seednorm-activation
+            --seednorm-init --softmax-scale --trigger-path --upscale-embedding
             --weight-decay-method""",
     ),
     "zero-bubble": _tree(
         # sail-sg/zero-bubble-pipeline-parallelism 39f2c186a275, Cuiym715/zero-
         # bubble-pipeline-parallelism c1b9372e5544
         """--allow-padding-num-layers --cpu-offload --enable-chimera --enable-dynamic-pp
-            --enable-exactly-numeric-match --enable-gpipe
-            --enable-optimizer-post-validation --enable-zero-bubble
-            --measure-activation-memory --moe-extended-tp --no-paired-barrier
-            --offload-continuous-buffers --recompute-lgd --retro-add-retriever
-            --retro-no-verify-neighbor-count --retro-return-doc-ids
-            --standalone-embedding-stage --zero-bubble-v-schedule""",
-        """--encoder-pipeline-model-parallel-size --hybrid-attention-ratio --hybrid-mlp-ratio
-            --num-seq-splits --num-waves-per-pipeline
-            --pipeline-model-parallel-split-rank --retriever-seq-length
-            --retro-attention-gate --retro-cyclic-train-iters
-            --retro-encoder-attention-dropout --retro-encoder-hidden-dropout
-            --retro-encoder-layers --retro-num-neighbors --retro-num-retrieved-chunks
-            --retro-project-dir --retro-workdir --s3-cache-path
-            --tiktoken-special-tokens --timers-save
-            --zero-bubble-adaptive-memory-limit-percentile
-            --zero-bubble-max-pending-backward --zero-bubble-pipeline-timers-end-iter
-            --zero-bubble-pipeline-timers-start-iter
+            --enable-exactly-numeric-match --enable-gpipe --enable-optimizer-post-validation
+            --enable-zero-bubble --measure-activation-memory --no-paired-barrier
+            --offload-continuous-buffers --recompute-lgd --zero-bubble-v-schedule""",
+        """--num-seq-splits --num-waves-per-pipeline --timers-save
+            --zero-bubble-adaptive-memory-limit-percentile --zero-bubble-max-pending-backward
+            --zero-bubble-pipeline-timers-end-iter --zero-bubble-pipeline-timers-start-iter
             --zero-bubble-v-schedule-mem-setup""",
     ),
 }

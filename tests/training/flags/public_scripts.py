@@ -110,7 +110,7 @@ KINDS = {
     "parses as published": r"parses$",
     "parses with one `--ignore-flags`": r".*it parses$",
     "needs a file of the cluster: a checkpoint": r".*--use-checkpoint-args",
-    "asks for fp16": r".*--fp16",
+    "asks for fp16, or an embedding in fp32": r".*--(fp16|embedding-weights-in-fp32 is refused)",
     "names a tokenizer of its own tree": r".*--tokenizer-type",
     "has a mistake: batch size, data flags, a stray word": r"",
 }
