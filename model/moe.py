@@ -328,7 +328,7 @@ class SparseMLP(nn.Module):
 class Block(llama.Block):
     """One transformer layer, pre-norm, with experts or a dense MLP."""
 
-    attention_type: type[nn.Module] = Attention  # type: ignore[assignment]
+    attention_type = Attention
     sparse_type: type[SparseMLP] = SparseMLP
 
     def __init__(self, config: MoEConfig, ctx: LayerContext, recompute: Recompute) -> None:

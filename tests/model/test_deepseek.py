@@ -372,3 +372,13 @@ def test_a_plan_counts_the_sizes_of_q_and_v():
     heads = 10 * 80 + 6 * 8 * (6 + 7) + 56 * 28  # q_b, kv_b and proj
     latents = 28 * (10 + 6 + 4)
     assert profile.layers[0] - profile.core[0] == 2 * (heads + latents + 3 * 28 * 20)
+
+
+def test_dense_layers_on_tensor_ranks_without_sequence_parallelism(world):
+    """The latents' gradients come from every rank's heads, and are summed where heads begin."""
+    dense = {"moe": EXPERTS | ROUTERS["v2"] | {"moe_layer_freq": 0}}
+    (one,) = world(1).run(run_cases, [case("v3") | dense], 2)[0]
+    ways = [dict(tp=2, recompute=kind) for kind in (None, "selective")]
+    for rank in world(2).run(run_cases, [case("v3") | dense | way for way in ways], 2):
+        for way, got in zip(ways, rank, strict=True):
+            equal(got, one, f"dense, {way}")

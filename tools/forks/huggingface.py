@@ -51,11 +51,11 @@ def compare(
         try:
             return _Theirs(library, file, config, tokens).compare()
         except Exception:
-            wide = {"hidden_size": 8 * config.num_attention_heads}
+            width = 8 * config.num_attention_heads
             try:
-                square = replace(config, kv_channels=8, **wide)
+                square = replace(config, kv_channels=8, hidden_size=width)
             except ValueError:  # the model's heads have one size
-                square = replace(config, **wide)
+                square = replace(config, hidden_size=width)
             return _Theirs(library, file, square, tokens).compare()
     except Exception as error:
         problem = f"transformers' {kind} fails with what hf_config writes, {type(error).__name__}: "

@@ -75,19 +75,21 @@ def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma, /):
 class DotProductAttention(torch.nn.Module):
     """Takes sbhd, or thd with cu_seqlens; each token sees its document, and its window of it."""
 
-    def __init__(self, num_attention_heads: int, kv_channels: int,
+    def __init__(self, num_attention_heads: int, kv_channels: int | tuple[int, int],
                  num_gqa_groups: int | None = None, attention_dropout: float = 0.0,
                  qkv_format: str = "sbhd", attn_mask_type: str = "causal") -> None:  # fmt: skip
         super().__init__()
-        self.sizes, self.qkv_format = (num_attention_heads, kv_channels, num_gqa_groups), qkv_format
+        both = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        self.sizes, self.qkv_format = (num_attention_heads, *both, num_gqa_groups), qkv_format
         assert attention_dropout == 0.0 and attn_mask_type == "causal"
 
     def forward(self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None,
                 cu_seqlens_q=None, cu_seqlens_kv=None, cu_seqlens_q_padded=None,
                 cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
                 attn_mask_type=None, window_size=None):  # fmt: skip
-        heads, size, groups = self.sizes
+        heads, size, of_values, groups = self.sizes
         assert query_layer.shape[-2:] == (heads, size) and key_layer.shape[-2:] == (groups, size)
+        assert value_layer.shape[-2:] == (groups, of_values)
         q, k, v = query_layer, key_layer, value_layer
         if (qkv_format or self.qkv_format) == "thd":
             assert attn_mask_type == "padding_causal" and q.dim() == 3
@@ -179,6 +181,18 @@ def test_attention_is_that_of_torch(packages, documents, window, heads, groups):
     assert type(core_attention_of(ours)) is type(core_attention)
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [None, (5, 9)])
+def test_values_have_a_size_of_their_own_and_sinks_are_refused(packages, documents):
+    packed = None if documents is None else PackedSeqParams.of(documents)
+    q, k, v = (torch.randn(14, 1, n, d) for n, d in ((4, 12), (2, 12), (2, 8)))
+    te = core_attention_of(LayerContext(attention_backend="te"))
+    want = core_attention.attend(q, k, v, packed, scale=0.4)
+    got = te.attend(q, k, v, packed, scale=0.4)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="^--attention-backend te: attention sinks are not"):
+        te.attend(q, k, v, packed, sink=torch.zeros(4))
 
 
 def test_text_is_generated_by_torch(packages):

@@ -310,9 +310,9 @@ MISTAKES = [
         "--hidden-dropout 0.1: only 0.0 is accepted; a Llama has no dropout",
     ),
     (
-        "--position-embedding-type yarn --yarn-beta-fast 1",
+        "--position-embedding-type yarn --yarn-beta-fast 0.5",
         1,
-        "--yarn-beta-fast 1 must be above --yarn-beta-slow 1",
+        "--yarn-beta-fast 0.5 must be at least --yarn-beta-slow 1",
     ),
     ("--position-embedding-type yarn --rotary-base 1", 1, "--rotary-base 1 must be above 1"),
     ("--position-embedding-type yarn --use-rope-scaling", 1, "exclude each other"),
