@@ -284,6 +284,12 @@ def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, la
     assert told in result.said(0, kind)
 
 
+DEEPSEEK = "../examples/forks/deepseek"
+LATENT = "--num-experts 4 --moe-shared-expert-intermediate-size 20".split()
+SIGMOID = """--moe-router-score-function sigmoid --moe-router-enable-expert-bias
+    --moe-router-num-groups 2 --moe-router-group-topk 1""".split()
+
+
 @pytest.mark.parametrize(
     "model, only",
     [
@@ -297,6 +303,10 @@ def test_an_ordinary_run_tells_of_a_mistake(name, code, kind, told, tmp_path, la
         pytest.param("qwen3", [], marks=pytest.mark.prove),
         pytest.param("moe", [], marks=pytest.mark.prove),
         pytest.param("moe", "-- --num-experts 4 --qk-layernorm".split(), marks=pytest.mark.prove),
+        *(
+            pytest.param(DEEPSEEK, ["--", *LATENT, *more], marks=pytest.mark.prove)
+            for more in (SIGMOID, ["--moe-router-pre-softmax", "--q-lora-rank", "0"])
+        ),
     ],
 )
 def test_the_models_pass(model, only, capfd, monkeypatch):
