@@ -124,8 +124,7 @@ def check_early(config: Config) -> None:
     for flag, root, step in places(c.load, c.branch_from, c.ckpt_step, c.pretrained_checkpoint):
         found += candidates(root, step, flag)[0]
     if config.run.skip_train and c.load and not found:
-        why = nothing_downloaded(c.load)
-        raise UsageError(f"--skip-train --load {c.load}: no checkpoint there ({why})")
+        raise UsageError(f"--skip-train --load {c.load}: no checkpoint there ({why_none(c.load)})")
     if c.branch_from is not None and not found:
         why = f" ({why_none(c.branch_from)})" if below(c.branch_from) else ""
         raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there{why}")
