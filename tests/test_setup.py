@@ -399,3 +399,21 @@ def test_ci_runs_make_test_and_nothing_else():
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
     commands = [line for line in lines if line and not line.startswith("#")]
     assert commands == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
+
+
+def test_a_linked_environment_of_the_same_packages_is_used_as_it_is(monkeypatch, tmp_path, capsys):
+    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    monkeypatch.setattr(setup_env, "VENV", str(tmp_path / ".venv"))
+    for name in ("pip", "make_venv", "add_torchrun"):
+        monkeypatch.setattr(setup_env, name, lambda *_: pytest.fail("it is another checkout's"))
+    monkeypatch.setattr(setup_env, "build_native", lambda: None)
+    monkeypatch.setattr(setup_env, "probe", lambda _: ((3, 11), "2.13.0+cpu", "/x/torch"))
+    here = setup_env.key()
+    monkeypatch.setattr(setup_env, "read_stamp", lambda: {**here, "root": "/another"})
+    setup_env.prepare(chosen=False)
+    assert f"a link to {os.path.realpath(ROOT / '.venv')}, as it is" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr(setup_env, "VENV", str(tmp_path / ".venv"))
+    monkeypatch.setattr(setup_env, "read_stamp", lambda: {**here, "pyproject": "", "root": "/a"})
+    with pytest.raises(setup_env.SetupError, match="not made for this pyproject.toml: make setup"):
+        setup_env.prepare(chosen=False)

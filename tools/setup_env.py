@@ -182,8 +182,9 @@ def make_venv(torch: "list[Any]") -> None:
     """
     if os.path.islink(VENV):
         raise SetupError(
-            f".venv is a link to {os.path.realpath(VENV)}, which is not cleared here: make setup"
-            " there, or rm .venv to make one for this checkout"
+            f".venv is a link to {os.path.realpath(VENV)}, which is not cleared here, and it was "
+            "not made for this pyproject.toml: make setup there, or rm .venv to make one for this "
+            "checkout"
         )
     inherit = ["--system-site-packages"] if supported(torch[1]) else []
     clear_venv()
@@ -291,6 +292,11 @@ def prepare(chosen: bool) -> None:
         raise SetupError(
             f".venv was made from {stamp.get('python')}, not {here}: rm -r .venv to make it again"
         )
+    if os.path.islink(VENV) and present and supported(present[1]):
+        if stamp.get("pyproject") == expected["pyproject"]:  # of another checkout
+            print(f"using .venv, a link to {os.path.realpath(VENV)}, as it is", flush=True)
+            build_native()
+            return
     moved = bool(stamp) and stamp.get("root") != expected["root"]
     if present is not None and (tuple(present[0]) < MINIMUM or moved):
         present = None  # of no use

@@ -385,7 +385,7 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
     [
         (legacy, "mp_rank_* directories are pickles, which can run code; only Megatron's torch_di"),
         (lambda place: write_format(place, "zarr"), "says 'zarr'; only the format torch_dist"),
-        (beside(EXPERT, L, 4), f"{EXPERT} is not a tensor of the dense Llama in config.json"),
+        (beside(EXPERT, L, 4), f"ckpt: it is a mixture of experts ({EXPERT}), and dense Llamas al"),
         (beside(BIAS, L, 80), f"{BIAS} is not a tensor of the dense Llama"),
         (without("output_layer.weight"), "the tensor output_layer.weight is missing; it has "),
         (beside("embedding.word_embeddings.weight", 250, H), "asks for at least [251, 48]"),
@@ -409,6 +409,10 @@ BIAS = "decoder.layers.self_attention.linear_qkv.bias"
         (started, "latest_checkpointed_iteration.txt is missing, which Megatron writes after a sa"),
         (tracked, "names iter_0000009, which is not there; there are iter_0000007"),
         (emptied, "there is no metadata.json, no .metadata and no .distcp file"),
+        (
+            beside("decoder.layers.mlp.router.weight", L, 4, H),
+            "ckpt: it is a mixture of experts (decoder.layers.mlp.router.weight), and dense Llamas",
+        ),
     ],
 )
 def test_what_is_refused(tmp_path, sound, capsys, change, said):

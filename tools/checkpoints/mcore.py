@@ -8,6 +8,7 @@ Not opened: _extra_state, states of random numbers.
 """
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ ARGUMENTS = {
         lr_warmup_iters lr_warmup_samples lr_warmup_fraction lr_decay_iters lr_decay_samples
         lr_warmup_init""",
 }
+# in the name of a tensor of experts, of their router or of a shared expert
+EXPERT = re.compile(r"\.mlp\.(router|experts|shared_experts)\.")
 
 
 def import_mcore(
@@ -70,10 +73,16 @@ def import_mcore(
     hf: a directory with the model's config.json and, if there are any, its tokenizer's files.
     Raises CheckpointError and ValueError.
     """
+    found = McoreCheckpoint(source, with_optimizer)
+    if name := next((name for name in found.index if EXPERT.search(name)), ""):
+        raise CheckpointError(
+            f"{found.directory}: it is a mixture of experts ({name}), and dense Llamas alone come "
+            "from Megatron's format: write it in Hugging Face's format with Megatron-Bridge or "
+            "Megatron's own tools, and convert that with --from-hf"
+        )
     foreign = read_json(hf / CONFIG)
     file, config = spelt(foreign, str(hf / CONFIG), _model)
     names = Names(file, config)
-    found = McoreCheckpoint(source, with_optimizer)
     weights = Weights(found, names)
     ids = {k: foreign[k] for k in TOKEN_IDS if foreign.get(k) is not None}
     files = tokenizer_files(hf)

@@ -149,20 +149,19 @@ _INSTEAD = {
     "--lora* --qlora* --use-lora --*-lora --peft* --use-peft --adapter-* --dora* --*-lora-*": """
         Weft has no LoRA: train a part of the weights itself by --param-group 'PATTERN' frozen,
         which names those that stay as they are""",
-    "--freeze* --unfreeze* --frozen* --trainable* --*-freeze": """--param-group 'PATTERN' frozen
-        keeps the parameters whose name matches as they are""",
+    "--freeze* --unfreeze* --frozen* --trainable* --*-freeze --finetuning-type": """
+        --param-group 'PATTERN' frozen keeps the parameters whose name matches as they are""",
     "--lr-mult* --layerwise-lr* --layer-lr* --llrd* --*-lr-mult --embedding-lr* --lm-head-lr":
         "--param-group 'PATTERN' lr-mult=X gives parameters a learning rate of their own",
     "--eval-only --evaluate-only --only-eval --val-only": "--skip-train evaluates and stops",
     "--eval-on-start --eval-first --val-at-start --eval-before-train* --val-before-train*":
         "--eval-at-start evaluates before the first step",
     """--load-best-model-at-end --metric-for-best-model --save-best* --keep-best-* --early-stop*
-        --greater-is-better --always-save-checkpoint --save-only-best""":
+        --greater-is-better --save-top-k --always-save-checkpoint --save-only-best""":
         "--keep-best keeps the checkpoint with the lowest held-out loss beside the newest ones",
     """--mask-prompt* --train-on-inputs --train-on-prompt* --completion-only-loss
-        --assistant-only-loss --loss-on-targets-only --answer-only-loss --only-loss-on*
-        --finetuning-type""": """tools/preprocess_data.py --loss-on says which texts of
-        instruction data the loss counts""",
+        --assistant-only-loss --loss-on-targets-only --answer-only-loss --only-loss-on*""": """
+        tools/preprocess_data.py --loss-on says which texts of instruction data the loss counts""",
     "--compile* --torch-compile* --use-torch-compile --use-compile --no-compile --*.compile": """
         nothing is compiled here, so leave it out; on a GPU --cuda-graph spares the launches of
         kernels""",
@@ -245,6 +244,8 @@ _INSTEAD = {
         texts are tokenized once, by tools/preprocess_data.py, and packed to --seq-length""",
     "--config* --cfg --yaml* --job.config-file --job-config* --hparams* --module": """a
         configuration file is not read: give its settings as flags""",
+    "--val-set-size --validation-split* --eval-split --val-split --val-fraction": """give --split,
+        shares of training, validation and test such as 98,2,0""",
     "--do-train": "a run always trains: leave it out",
     "--do-eval --eval-strategy --evaluation-strategy --validate --eval --do-predict --do-test": """
         --eval-interval N evaluates every N steps""",

@@ -274,17 +274,16 @@ def refuse(
     All ranks fail with the same message, so the first rank of a node prints it. The code is 1 where
     ranks stayed away, which is no mistake. alone: the ranks have not compared yet; this one tells
     those that wait in `compare`, or prints where it cannot. typed: the program and its flags; one
-    process that needs more ranks also prints the line which starts them.
+    process that needs more ranks prints the line which starts them.
     """
     text = sentence(error)
+    if isinstance(error, WrongWorldError) and launch.world == 1 and typed:  # of any length
+        text += f"; start them with: {printable(start_line(typed, error.copy))}"
     write_error_file(text, error_file)
     absent = isinstance(error, RendezvousError)
     untold = isinstance(error, RendezvousError) and not error.reported
     if launch.local_rank == 0 or untold:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
-        if isinstance(error, WrongWorldError) and launch.world == 1 and typed:
-            line = f"start them with: {start_line(typed, error.copy)}"
-            print(printable(line), file=sys.stderr, flush=True)
     if alone and launch.world > 1 and not _refuse_others(text, launch) and launch.local_rank:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
     return 1 if absent else code
