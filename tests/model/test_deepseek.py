@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from estimate.model_profile import model_profile
+from estimate.obeyed_flags import check_flags
 from model.load import load_model_file, model_file_of
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
@@ -27,6 +28,7 @@ from tests.model.test_worked_forks import equal
 from tests.model.twin import config_of, run_cases
 from tools.checkpoint import main as convert
 from tools.generate import load_model
+from training.flags.parse import parse
 
 PATH = str(Path(__file__).resolve().parents[2] / "examples/forks/deepseek.py")
 FILE = load_model_file(PATH)
@@ -371,6 +373,26 @@ def test_a_plan_counts_the_sizes_of_q_and_v():
     heads = 10 * 80 + 6 * 8 * (6 + 7) + 56 * 28  # q_b, kv_b and proj
     latents = 28 * (10 + 6 + 4)
     assert profile.layers[0] - profile.core[0] == 2 * (heads + latents + 3 * 28 * 20)
+
+
+def test_flags_of_attention_are_obeyed_or_refused_by_name():
+    """A layer that keeps its core's `attend` is heard; QK-clip has no rows of W_q and W_k."""
+    own = [f"--{name.replace('_', '-')} {size}" for name, size in OWN.items()]
+    router = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    line = f"""--mock-data --vocab-size 97 --num-layers 2 --hidden-size 32 --ffn-hidden-size 24
+        --num-attention-heads 4 --kv-channels 10 --num-experts 4 {router} {" ".join(own)}
+        --seq-length 16 --global-batch-size 2 --lr 1e-3 --train-iters 1 --model-file {PATH}"""
+
+    def checked(flags: str) -> None:
+        argv = [*line.split(), *flags.split()]
+        check_flags(parse(argv, 1, FILE.extra_args_provider), model_provider)
+
+    for flags in ("--log-max-attention-logit", "--recompute-granularity selective",
+                  "--attention-backend flash --bf16 --device cuda --dry-run --v-head-dim 8"
+                  " --qk-head-dim 12 --kv-channels 16"):  # fmt: skip
+        checked(f"--device cpu {flags}" if "cuda" not in flags else flags)
+    with pytest.raises(ValueError, match="^--qk-clip: .*makes queries and keys by qkv_linear"):
+        checked("--device cpu --qk-clip")
 
 
 def test_dense_layers_on_tensor_ranks_without_sequence_parallelism(world):

@@ -35,8 +35,8 @@ NAMES = {
     "mpu.layers.rope": ("Yarn", "rope_frequencies", "rope_table"),
     "mpu.mup": ("MuP", "Widths"),
     "mpu.param": (
-        "GROUPS", "Region", "draw_normal", "parameter", "placement_of", "saved_buffers", "tie",
-        "unique_parameters",
+        "GROUPS", "Region", "divide", "draw_normal", "parameter", "placement_of", "saved_buffers",
+        "tie", "unique_parameters",
     ),
     "mpu.param_grad": ("ParamGrad",),
     "mpu.pipeline.stage_layout": ("Stage",),

@@ -269,12 +269,17 @@ def _of_one_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tenso
     """Return q, k and v with heads of one size: zeros follow what is smaller.
 
     The output's first elements are those of v. A kernel that divides by the root of the new size
-    gets queries that make up for it.
+    gets queries that make up for it. On a CPU keys and values get the same strides, by which
+    csrc/attention.h reads them.
     """
     (d, e), size = (q.shape[3], v.shape[3]), max(q.shape[3], v.shape[3])
     if d < size:
         q, k = F.pad(q * (size / d) ** 0.5, (0, size - d)), F.pad(k, (0, size - d))
-    return q, k, F.pad(v, (0, size - e)) if e < size else v
+    if e < size:
+        v = F.pad(v, (0, size - e))
+    if d != e and v.device.type == "cpu":
+        k, v = k.contiguous(), v.contiguous()
+    return q, k, v
 
 
 def _first(x: Tensor, size: int) -> Tensor:
