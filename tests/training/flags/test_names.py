@@ -21,7 +21,6 @@ NANOGPT = (  # its README, for a laptop, without the file of settings
 )
 OWN = {  # flags of tools and launchers, which a message names too
     "--input", "--output-prefix", "--loss-on", "--nproc-per-node",
-    "--param-group", "--skip-train", "--eval-at-start", "--keep-best",
 }  # fmt: skip
 
 
