@@ -596,8 +596,8 @@ def _rotary(rope: Mapping[str, Any], positions: int) -> dict[str, Any]:
     attention, truncate = 0.0, bool(rope.get("truncate", True))
     if rope.get("attention_factor") is not None:
         attention = number("attention_factor")
-    elif (own := rope.get("mscale")) and (every := rope.get("mscale_all_dim")):
-        attention = Yarn.suggested(factor, own, every)
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        attention = Yarn.suggested(factor, number("mscale"), number("mscale_all_dim"))
     fast = number("beta_fast") if rope.get("beta_fast") else 32.0
     slow = number("beta_slow") if rope.get("beta_slow") else 1.0
     return found | {"yarn": Yarn(factor, length, fast, slow, attention, truncate)}

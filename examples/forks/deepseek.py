@@ -14,6 +14,7 @@ DeepSeek-V3 technical report, 2024)
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +85,9 @@ class DeepseekConfig(MoEConfig):
         rule = f"{heads}, as each head has a key (leave --group-query-attention out)"
         self._rule("num_query_groups", self.num_query_groups == heads, rule)
         self._rule("qk_layernorm", not self.qk_layernorm, "left out: latents are normalised anyway")
-        self._rule("softmax_mscale", 0 <= self.softmax_mscale < float("inf"), "from 0 on")
-        if self.softmax_mscale and self.yarn is None:
+        m = self.softmax_mscale
+        self._rule("softmax_mscale", type(m) in (int, float) and 0 <= m < math.inf, "from 0 on")
+        if m and self.yarn is None:
             raise ValueError("softmax_mscale is of yarn's scaling of positions: give that too")
         for name, plain in (("embedding_mult", 1), ("logits_divisor", 1), ("softmax_scale", 0)):
             self._rule(name, getattr(self, name) == plain, f"{plain}: there is no muP here")

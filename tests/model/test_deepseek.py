@@ -146,6 +146,25 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.parametrize(
+    "scaling, message",
+    [
+        (
+            dict(mscale="1.0"),
+            "^config.json: mscale of rope_type 'yarn' is '1.0': it must be a finite",
+        ),
+        (
+            dict(mscale_all_dim=[1]),
+            r"^config.json: mscale_all_dim of rope_type 'yarn' is \[1\]: it",
+        ),
+        (dict(mscale=None, mscale_all_dim="1.0"), "^softmax_mscale is '1.0': it must be from 0 on"),
+    ],
+)
+def test_a_scale_that_is_no_number_is_named(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        FILE.from_hf_config(V3 | dict(rope_scaling=YARN | scaling))
+
+
 @pytest.mark.parametrize("change, message", MISTAKES)
 def test_sizes_that_cannot_be_are_one_sentence(change, message):
     with pytest.raises(ValueError, match=message):
