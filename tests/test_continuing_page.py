@@ -58,4 +58,4 @@ def test_the_commands_print_what_the_page_shows(tmp_path):
             losses, exact = numbers(line)
             found_there = [numbers(m[0]) for m in re.finditer(pattern(line), flat(said[i]))]
             same = [there for there, counts in found_there if counts == exact]
-            assert pytest.approx(losses, rel=0.02) in same, f"not printed: {line}\n{said[i]}"
+            assert pytest.approx(losses, rel=0.05) in same, f"not printed: {line}\n{said[i]}"
