@@ -3,7 +3,7 @@
 
 import pytest
 
-from tools import checkpoint, evaluate, generate, plot_loss, preprocess_data
+from tools import checkpoint, evaluate, explain, generate, plot_loss, preprocess_data
 
 TYPED = [  # a tool, what is typed, what the message holds
     (generate, "--out_dir=out --start=hi", "--out_dir (did you mean --load?); --start (did"),
@@ -14,6 +14,7 @@ TYPED = [  # a tool, what is typed, what the message holds
     (plot_loss, "a.jsonl --out a.png", "--out (did you mean --output?)"),
     (preprocess_data, "--input a --output b", "--output (did you mean --output-prefix?)"),
     (checkpoint, "convert --load-dir a", "--load-dir (did you mean --load?)"),
+    (explain, "--tensor-model-parallel-size 2 --zero-stage 1", "(did you mean --tp?); --zero-stag"),
     (generate, "--load x --banana 3", "not a flag of this tool: --banana\n"),
 ]
 
