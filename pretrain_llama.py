@@ -24,7 +24,7 @@ from inspect import getfile
 from typing import Any
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
-from mpu.needs import explain_missing_packages
+from mpu.needs import end_at_once, explain_missing_packages
 from training.activity import Activity
 
 os.environ.update(environment_defaults(os.environ, sys.argv))
@@ -32,8 +32,7 @@ if __name__ == "__main__":
     explain_missing_packages()
     ACTIVITY = Activity.of_process()  # now, as imports from a slow file system take minutes
     ACTIVITY.what = "importing torch and the program"
-    # Ctrl-C while torch is imported: exit without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, end_at_once)  # while torch is imported, whose code may catch it
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
 
 import torch

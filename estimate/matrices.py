@@ -30,16 +30,21 @@ class Exchange(NamedTuple):
     sent: int
 
 
-def plans(config: Config, provider: ModelProvider, pp_rank: int = 0) -> dict[UpdateRule, Plan]:
+def plans(
+    config: Config, provider: ModelProvider, pp_rank: int = 0, frozen: bool = False
+) -> dict[UpdateRule, Plan]:
     """Return the owners of matrices of a pipeline rank, for each rule of full matrices.
 
-    Raises UsageError where a parameter is no matrix, or its sections are not known.
+    frozen: leave out frozen parameters, as a run does; else they count as trained. Raises
+    UsageError where a parameter is no matrix, or its sections are not known.
     """
-    return _plans(config, provider, pp_rank)
+    return _plans(config, provider, pp_rank, frozen)
 
 
 @lru_cache(maxsize=16)
-def _plans(config: Config, provider: ModelProvider, pp_rank: int) -> dict[UpdateRule, Plan]:
+def _plans(
+    config: Config, provider: ModelProvider, pp_rank: int, frozen: bool
+) -> dict[UpdateRule, Plan]:
     groups, found = optimizer_groups(config), dict[UpdateRule, Plan]()
     rules = [rule for rule in rules_of(groups) if rule.needs_full_matrices]
     if not rules:
@@ -47,7 +52,8 @@ def _plans(config: Config, provider: ModelProvider, pp_rank: int) -> dict[Update
     named = rank_memory.parameters(config, provider, pp_rank)
     placements = {name: (p.place, p.shape) for name, p in named.items()}
     members = members_of(grid_of(config, pp_rank))
-    flats = rank_memory.flats(config, provider, pp_rank)
+    flats = rank_memory.flats(config, provider, pp_rank, frozen)
+    flats = [flat for flat in flats if not flat.frozen]
     for rule in rules:
         of_rule = {name for name, group in groups.items() if group.rule == rule}
         try:
@@ -94,15 +100,19 @@ def exchanges(
 
 
 def memory(
-    config: Config, provider: ModelProvider, pp_rank: int, grid: Grid | None = None
+    config: Config,
+    provider: ModelProvider,
+    pp_rank: int,
+    grid: Grid | None = None,
+    frozen: bool = False,
 ) -> int:
     """Return the most bytes that an update has of matrices on a rank, beside its state.
 
-    grid: the rank's; None: of the rank that has most. It is a walk through MatrixUpdater.step
-    (mpu/optim/matrix_exchange.py).
+    grid: the rank's; None: of the rank that has most. frozen: as `plans` takes it. It is
+    a walk through MatrixUpdater.step (mpu/optim/matrix_exchange.py).
     """
     acc, most = accumulate_dtype(config).itemsize, 0
-    for rule, plan in plans(config, provider, pp_rank).items():
+    for rule, plan in plans(config, provider, pp_rank, frozen).items():
         members = {round_.cut: len(plan.members[round_.cut]) for round_ in plan.rounds}
         if not members:
             continue  # a stage without layers
@@ -183,14 +193,17 @@ def _largest(plan: Plan, round_: Round, me: int) -> int:
 
 
 def lines(config: Config, provider: ModelProvider) -> list[str]:
-    """Return which parameters go where, the owners' load, and what the flags of Muon come to."""
+    """Return which parameters go where, the owners' load, and what the flags of Muon come to.
+
+    Of parameters that train, as a run has no others to update.
+    """
     groups = optimizer_groups(config)
     if not any(rule.needs_full_matrices for rule in rules_of(groups)):
         return []
     names: dict[tuple[str, str], dict[str, int]] = {}
     found = []
     for rank in range(config.parallel.pipeline_model_parallel_size):
-        for rule, plan in plans(config, provider, rank).items():
+        for rule, plan in plans(config, provider, rank, frozen=True).items():
             found.append((rank, rule, plan))
             labels: dict[str, list[str]] = {}
             for matrix in plan.matrices:
@@ -199,14 +212,14 @@ def lines(config: Config, provider: ModelProvider) -> list[str]:
                 _count(names, (rule.name, "matrix"), name, own)
         for name, p in rank_memory.parameters(config, provider, rank).items():
             group = groups[p.entry.group]
-            if not group.rule.needs_full_matrices:
+            if not p.frozen and not group.rule.needs_full_matrices:
                 kind = model_group(p.entry.group).partition("_")[0]
                 _count(names, (group.rule.name, kind), name, [""])
     out = []
     for (rule_name, kind), counts in names.items():
         listed = ", ".join(name + f" x {n}" * (n > 1) for name, n in counts.items())
         out.append(f"{rule_name}, group {kind}: {listed}")
-    most = max(memory(config, provider, rank) for rank, _, _ in found)
+    most = max(memory(config, provider, rank, frozen=True) for rank, _, _ in found)
     out += [_load(config, rank, rule, plan) for rank, rule, plan in found]
     moving = f"an update has at most {most / 1e6:,.1f} MB of matrices on a rank, besides the state"
     return [*out, moving, *_scale(found)]

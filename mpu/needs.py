@@ -9,10 +9,11 @@ import atexit
 import os
 import re
 import select
+import signal
 import sys
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 ROOT = Path(__file__).resolve().parent.parent
 MISTAKE = 2  # the exit code
@@ -84,7 +85,7 @@ def explain_missing_packages() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, KeyboardInterrupt):
-            print(f"{_program()}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+            _say_stopped()
             return
         if isinstance(error, BrokenPipeError) and _reader_left():
             return
@@ -95,6 +96,18 @@ def explain_missing_packages() -> None:
         os._exit(_ended(sentence(name)))
 
     sys.excepthook = hook
+
+
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C by a line and the end by this signal, past any `except` of the code it meets.
+    """
+    _say_stopped()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _say_stopped() -> None:
+    print(f"{_program()}: stopped by Ctrl-C", file=sys.stderr, flush=True)
 
 
 def _reader_left() -> bool:

@@ -164,6 +164,22 @@ def test_weights_of_hugging_face_are_evaluated_alone(data, tmp_path, capsys):
     assert f"--skip-train --load {tmp_path}/none: no checkpoint there" in capsys.readouterr().err
 
 
+def test_a_checkpoint_of_any_run_is_evaluated_alone(data, tmp_path, capsys):
+    """What only matters to go on training may be another's: data, batch, optimizer, frozen."""
+    log, alone = tmp_path / "log.jsonl", tmp_path / "alone.jsonl"
+    more = f"--save {tmp_path}/saved --log-json {log} --full-validation --param-group *norm* frozen"
+    assert pretrain_llama.main(words(data, more)) == 0
+    capsys.readouterr()
+    others = "--optimizer muon --seed 7 --global-batch-size 2 --train-iters 9 --full-validation"
+    more = f"--skip-train --load {tmp_path}/saved --log-json {alone} {others}"
+    trained_on = ["--train-data-path", f"{data}/other"]
+    assert pretrain_llama.main([*words(data, more), *trained_on]) == 0
+    (found,), wanted = evaluations(alone).items(), evaluations(log)[4, ""]
+    assert found[0] == (4, "")
+    assert math.isclose(found[1], wanted, rel_tol=1e-6)
+    assert " was made with " not in capsys.readouterr().out
+
+
 def test_an_earlier_step_evaluated_alone_leaves_the_picture(data, tmp_path):
     log = tmp_path / "log.jsonl"
     more = f"--save {tmp_path}/saved --load {tmp_path}/saved --save-interval 2 --log-json {log}"

@@ -168,6 +168,11 @@ def test_tied_embeddings_are_one(
     argv = [*tied, "--dry-run", "--param-group"]
     assert main([*argv, "head.*", "lr-mult=2"]) == 2
     assert "head.weight is tied to another parameter, whose name counts" in capsys.readouterr().err
+    assert main([*argv, "lm_head.*", "frozen"]) == 2
+    assert "fits no parameter; the parameters are embedding.weight" in (
+        said := capsys.readouterr().err
+    )
+    assert said.rstrip().endswith("norm.weight; head.weight is tied to one of them")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert (
         main([*argv[:-1], "--pipeline-model-parallel-size", "2", *argv[-1:], "embed*", "frozen"])

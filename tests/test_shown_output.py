@@ -137,6 +137,7 @@ ELSEWHERE = [
     ("docs/reliability.md", "[rank 0] rank 1 hangs", "tests/faults/test_hangs.py", "hangs"),
     ("docs/reliability.md", "[rank 0 on node0] waiting", "tests/faults", "connected, after"),
     ("docs/reliability.md", "run again, the first", "tests/training", "the first value that is"),
+    ("docs/continuing.md", "validation at iteration 0", "tests/test_continuing_page.py", "shows"),
     ("docs/overlap.md", "overlap: ", "tests/training/run", "less time expected"),
 ]
 

@@ -2,14 +2,34 @@
 """What the tools' command lines share: messages fit to print, bounds, a tokenizer's flags."""
 
 import argparse
+import difflib
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from training.data.tokenizer import OTHER_TYPE, TOKENIZER_TYPES
 from training.untrusted import printable, sentence, trust_owners
 
 MOST = (1 << 63) - 1
+# {flag of these tools: what nanoGPT, litgpt, transformers, lm-eval and Megatron-LM call it}
+OTHER_NAMES = {
+    "--prompt": "--start --prompts --text --input-text",
+    "--max-new-tokens": "--max-tokens --max-gen-len --max-length --num-tokens-to-generate --length",
+    "--num-samples": "--num-return-sequences --n-samples",
+    "--load": """--model --model-args --model-path --model-name-or-path --pretrained --checkpoint
+        --checkpoint-dir --checkpoint-path --ckpt --ckpt-dir --out-dir --load-dir""",
+    "--save": "--save-dir --output-dir --out-dir",
+    "--output": "--out --output-path --output-file --output-dir --save",
+    "--tp": "--tensor-model-parallel-size --tensor-parallel-size --tp-size",
+    "--pp": "--pipeline-model-parallel-size --pipeline-parallel-size --pp-size",
+    "--cp": "--context-parallel-size --cp-size",
+    "--ep": "--expert-model-parallel-size --ep-size",
+    "--zero": "--zero-stage",
+    "--output-prefix": "--output --output-path --output-dir --out",
+    "--tokenizer-model": "--tokenizer --tokenizer-path --tokenizer-dir --tokenizer-name-or-path",
+    "--json-keys": "--text-column --text-key --dataset-text-field",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,6 +37,39 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         super().error(printable(message))
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Do what argparse does, with _ for - in flags; an unknown flag is named before others that
+        are missing, with the one that may be meant.
+        """
+        known = self._flags()
+        words, unknown = list[str](), list[str]()
+        given = list(sys.argv[1:] if args is None else args)
+        for i, word in enumerate(given):
+            if word == "--":
+                words += given[i:]
+                break
+            name, equals, value = word.partition("=")
+            dashed = name.replace("_", "-")
+            if name not in known and dashed in known:
+                word = f"{dashed}{equals}{value}"
+            elif word.startswith("--") and name not in known and not self._shortens(name, known):
+                unknown.append(name + _meant(dashed, known))
+            words.append(word)
+        if unknown:
+            self.error("not a flag of this tool: " + "; ".join(unknown))
+        return super().parse_args(words, namespace)
+
+    def _shortens(self, name: str, known: Sequence[str]) -> bool:
+        return self.allow_abbrev and any(flag.startswith(name) for flag in known)
+
+    def _flags(self) -> list[str]:
+        """Return the flags of this parser and of its commands."""
+        flags = list(self._option_string_actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                flags += [flag for each in action.choices.values() for flag in each._flags()]
+        return flags
 
     def add_trust_owner(self) -> None:
         """Add the flag that names users whose checkpoints are read, besides this one and root."""
@@ -31,6 +84,14 @@ class Parser(argparse.ArgumentParser):
         except ValueError as error:
             self.error(str(error))
         return found, rest
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    """Return the question whether a flag of `known` is meant by a name, "" where none is like it.
+    """
+    found = [flag for flag, names in OTHER_NAMES.items() if flag in known and name in names.split()]
+    found = found or difflib.get_close_matches(name, known, 1, 0.75)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def error_line(program: str, error: BaseException) -> str:

@@ -342,7 +342,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return store.get("now").decode() if store.check(["now"]) else "importing torch"
 
     with waiting(f"one step on {world} rank(s)", state):
-        mp.get_context("forkserver").set_forkserver_preload(["tools.explain"])
+        preloaded = ["tools.forkserver_start", "tools.explain"]
+        mp.get_context("forkserver").set_forkserver_preload(preloaded)
         args = (config, store.port)
         mp.start_processes(_rank, args, world, daemon=True, start_method="forkserver")
     text = store.get("text").decode()

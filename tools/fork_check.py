@@ -49,8 +49,8 @@ from tools.forks.rank import work
 from tools.forks.results_table import Row, head, row_of, table
 from tools.waiting import time_left, waiting
 
-# Imported once for all ranks: optimizers import the second, a comparison the third, if it is there.
-PRELOADED = ["tools.forks.rank", COMPILER, "transformers.modeling_utils"]
+# Imported once for all ranks: optimizers import the third, a comparison the fourth, if it is there.
+PRELOADED = ["tools.forkserver_start", "tools.forks.rank", COMPILER, "transformers.modeling_utils"]
 GRACE = 3.0  # seconds for the other ranks to answer when one has failed
 Answer = dict[str, Any] | None  # a Report, {"error": ...}, or None: the rank died or hung
 

@@ -99,14 +99,18 @@ class Run:
 def read_log(path: Path) -> Run:
     """Return the losses of a run as it went.
 
-    Where a resumed run repeats iterations, the later line counts and what it replaces is dropped.
+    Where a resumed run repeats iterations, the later line counts and what it replaces is dropped. A
+    last line that is torn, of a run that goes on or was killed, is left out.
     """
     legs: list[list[_Line]] = [[]]  # a new one where the run went back
     last = trained = 0  # the iterations of the line before, and of this leg's last with a loss
-    for number, line in enumerate(read_plain(path, LARGEST).splitlines(), 1):
+    lines = read_plain(path, LARGEST).splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
         try:
             read = _read(parse_json(line, ""))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            if 1 < number == len(lines) and not line.endswith(b"\n"):
+                break
             raise ValueError(f"{path}, line {number}: not a line of a --log-json file") from None
         # a line of several steps begins before an evaluation that came in between: that is no
         # resume, but to train twice on one iteration is

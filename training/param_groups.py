@@ -205,6 +205,7 @@ def _check_names(
         there = f"did you mean {' or '.join(near)}?"
     else:
         there = f"the parameters are {_some(params)}"
+        there += f"; {other} is tied to one of them" if (other := _some(tied)) else ""
     raise ValueError(f"{FLAG} {text}: {pattern} fits no parameter; {there}")
 
 

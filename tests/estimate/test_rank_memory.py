@@ -193,6 +193,19 @@ def test_a_stage_without_layers_has_no_matrices():
     assert "pipeline rank 0: Muon has 0 matrices" in matrices.lines(config, model_provider)
 
 
+def test_frozen_matrices_are_not_named_among_those_to_update():
+    plain, frozen = (
+        matrices.lines(read(f"--optimizer muon {UNTIED} {more}"), model_provider)
+        for more in ("", "--param-group layers.0.* embedding.* frozen")
+    )
+    assert any("embedding.weight" in line for line in plain)
+    assert not any("embedding.weight" in line for line in frozen)
+    assert "layers.*.mlp.down.weight x 3" in plain[0]
+    assert "layers.*.mlp.down.weight x 2" in frozen[0]
+    for lines, layers in ((plain, 3), (frozen, 2)):
+        assert f"Muon has {layers * 7} matrices" in lines
+
+
 def test_the_rank_with_most_matrices_is_named_without_a_grid():
     config = read(f"--optimizer muon --zero-stage 1 --bf16 {UNTIED}", 4)
     ranks = [

@@ -84,6 +84,21 @@ def test_ctrl_c_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "plan.py: stopped by Ctrl-C\n")
 
 
+def test_ctrl_c_while_a_run_imports_torch_is_one_line_though_an_import_catches_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "except BaseException:\n    raise ImportError\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "pretrain_llama.py"], cwd=ROOT, capture_output=True, text=True,
+        check=False, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=120,
+    )  # fmt: skip
+    said = "pretrain_llama.py: stopped by Ctrl-C\n"
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, said)
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step sends what estimate/traffic.py works out, and `make explain` prints where."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -401,3 +406,24 @@ def test_one_rank_sends_nothing():
     found = explain(tiny(1, 1, layers=1), Grid())
     assert found.counted == found.stated == {}
     assert found.text.endswith("One rank: every collective is the identity, and nothing is sent.")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_while_the_ranks_import_torch_is_one_line():
+    """Before, their forkserver printed a traceback."""
+    command = [sys.executable, "tools/explain.py", "--tp", "2"]
+    run = subprocess.Popen(
+        command, cwd=ROOT, text=True, stderr=subprocess.PIPE, start_new_session=True
+    )
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+
+    def imports() -> bool:
+        """Return whether the forkserver has begun to import torch: its library is mapped."""
+        maps = [Path(f"/proc/{child}/maps") for child in children.read_text().split()]
+        return any("libtorch" in each.read_text() for each in maps)
+
+    while run.poll() is None and not imports():
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)
+    said = run.communicate(timeout=60)[1]
+    assert (run.returncode, said) == (-signal.SIGINT, "explain.py: stopped by Ctrl-C\n")

@@ -90,6 +90,19 @@ def test_a_log_keeps_all_its_evaluations(tmp_path, log_interval, eval_interval):
         assert run.curve("loss")[-1][1] == 1000.0
 
 
+def test_a_last_line_that_is_torn_is_left_out(tmp_path):
+    path = tmp_path / "log.jsonl"
+    write(path, [{"iteration": i, "loss": 5.0 - i} for i in (1, 2)])
+    whole = path.read_text()
+    path.write_text(whole[:-9])
+    assert read_log(path).curves["loss"] == {1: 4.0}
+    path.write_text(whole[:-1])  # whole, but for its end
+    assert read_log(path).curves["loss"] == {1: 4.0, 2: 3.0}
+    path.write_text("{torn\n" + whole)  # a torn line elsewhere is a mistake
+    with pytest.raises(ValueError, match="line 1: not a line of a --log-json file"):
+        read_log(path)
+
+
 def test_a_loss_that_was_not_finite_leaves_a_gap(tmp_path):
     log = write(tmp_path / "log", [{"iteration": 1, "loss": None}, {"iteration": 2, "loss": 1.0}])
     assert read_log(log).curve("loss") == [(2, 1.0)]

@@ -106,7 +106,7 @@ def test_flat_names_every_field_of_every_part():
     muon = (f.name for f in fields(CONFIG.optimizer) if f.name.startswith("muon_"))
     left_out |= {f"optimizer.{name}" for name in muon}  # at their defaults
     clips = ("qk_clip", "qk_clip_alpha", "qk_clip_threshold", "output_z_loss_coeff")
-    left_out |= {f"optimizer.{name}" for name in clips}
+    left_out |= {f"optimizer.{name}" for name in (*clips, "param_group")}
     left_out |= {f"model.{f.name}" for f in fields(CONFIG.model) if "mup" in f.name}
     assert set(CONFIG.flat()) == expected - left_out
     other = replace(CONFIG, optimizer=replace(CONFIG.optimizer, optimizer="other"))

@@ -7,16 +7,18 @@ mask, so that a mask of other tokens, or none, is not taken for it (training/dat
 """
 
 import os
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from training.config import Config
 from training.data.blend import parse_blend
 from training.data.cache import IndexCache
 from training.data.dataset import DataError
 from training.data.indexed import IndexedTokens
 from training.data.made_with import Record
+
+if TYPE_CHECKING:
+    from training.config import Config
 
 SUFFIX = ".loss_mask"  # of a mask's prefix, after its pair's
 ENDS = (f"{SUFFIX}.bin", f"{SUFFIX}.idx")
@@ -89,7 +91,7 @@ class LossMask:
         raise ValueError(f"{self.prefix}{end}: {why}; {AGAIN}")
 
 
-def is_masked(config: Config) -> bool:
+def is_masked(config: "Config") -> bool:
     """Return whether a run leaves tokens out of the loss that it trains on: --eod-mask-loss does,
     and a mask beside a pair, which is looked for by its name alone.
     """

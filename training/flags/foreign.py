@@ -45,7 +45,7 @@ def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str
     """Return the words with the names of other programs in this one's, and a line on each.
 
     A switch may have the value true or false, which leaves it out. own_names: flags of a fork of
-    this program, which stay.
+    this program, which stay. Raises UsageError where false would turn off what is always on.
     """
     words, notes, waiting = list[str](), list[str](), list(argv)
     while waiting:
@@ -62,6 +62,11 @@ def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str
             words.append(word)
             continue
         there = f"{name} {value or after}" if takes_next else name
+        for flag in [] if spelled else map(flag_table.known_flags().get, turned_off(name)):
+            # one that changes the run when it is given (note_for) is right to be left out
+            always = flag and flag.kind == flag_table.CHECKED_KIND and not flag.note_for
+            if flag and always and not flag.alias_of:
+                raise UsageError(f"{there}: leave it out: {flag.text}")
         here = "nothing, as it is so here" if not spelled else " ".join(spelled)
         notes.append(f"{there} is taken as {here}")
         joined = bool(equals and not takes_next)
@@ -82,6 +87,13 @@ def in_our_words(name: str, value: str) -> tuple[list[str] | None, bool]:
     if complete and value.lower() in (TRUE, FALSE):
         return words if value.lower() == TRUE else [], True
     return (None if words == [name] else words), False
+
+
+def turned_off(name: str) -> list[str]:
+    """Return the flags of this program that a flag turns off, where it is taken as nothing."""
+    flag = _here(name)
+    others = [words[0] for (of, _), words in VALUES.items() if of == flag and words]
+    return list(dict.fromkeys(others)) or [SYNONYMS.get(flag, (flag,))[0]]
 
 
 def _here(name: str) -> str:

@@ -154,7 +154,8 @@ _INSTEAD = {
     "--lr-mult* --layerwise-lr* --layer-lr* --llrd* --*-lr-mult --embedding-lr* --lm-head-lr":
         "--param-group 'PATTERN' lr-mult=X gives parameters a learning rate of their own",
     "--eval-only --evaluate-only --only-eval --val-only": "--skip-train evaluates and stops",
-    "--eval-on-start --eval-first --val-at-start --eval-before-train* --val-before-train*":
+    """--eval-on-start --eval.initial-validation --eval-first --val-at-start --eval-before-train*
+        --val-before-train*""":
         "--eval-at-start evaluates before the first step",
     """--load-best-model-at-end --metric-for-best-model --save-best* --keep-best-* --early-stop*
         --greater-is-better --save-top-k --always-save-checkpoint --save-only-best""":
@@ -187,18 +188,24 @@ _INSTEAD = {
     "--dropout --attn-dropout --resid-dropout --embd-dropout --attn-pdrop --resid-pdrop": """a Llama
         has no dropout: leave it out""",
     "--bias": "a Llama's linear layers have no bias; fork model/llama.py for that",
-    "--tie-word-embeddings": "embeddings are tied unless --untie-embeddings-and-output-weights",
+    "--tie-word-embeddings --*tie-embeddings": """embeddings are tied unless
+        --untie-embeddings-and-output-weights""",
     "--rope-scaling": "give --use-rope-scaling, or --position-embedding-type yarn",
     "--sliding-window*": "fork model/llama.py for another attention",
-    "--dtype --torch-dtype --precision --mixed-precision --amp --amp-dtype --use-amp": """
+    """--training.mixed-precision-reduce --grad-reduce-dtype --reduce-dtype --fsdp-reduce-dtype""":
+        "gradients are summed in fp32 unless --grad-reduce-in-bf16",
+    """--dtype --*.dtype --*mixed-precision-param --torch-dtype --precision --mixed-precision --amp
+        --amp-dtype --use-amp""": """
         give --bf16 for bfloat16, and nothing for fp32""",
     "--load-in-8bit --load-in-4bit --quantization* --bnb-*": """weights are bf16 or fp32;
         --fp8-format lets matmuls take float8""",
     "--attn-implementation --use-flash-attention* --flash-attention --flash-attn* --attn-impl": """
         --attention-backend chooses the kernel; auto takes FlashAttention where it can""",
-    "--optimizer-type --optimizer-name": "give --optimizer adam or muon",
+    "--optimizer-type --optimizer-name --optimizer.name --optimizer.type": """give
+        --optimizer adam or muon""",
     "--decay-lr": "give --lr-decay-style: cosine, linear, constant or WSD",
-    "--lr-decay-ratio --warmdown* --cooldown-* --lr-cooldown*": """--lr-decay-style WSD with
+    """--lr-decay-ratio --lr-scheduler.decay-ratio --warmdown* --cooldown-*
+        --lr-cooldown*""": """--lr-decay-style WSD with
         --lr-wsd-decay-iters decays in the last steps""",
     "--ddp --fsdp* --use-fsdp --sharding-strategy --shard-strategy --fully-shard --hsdp*": """
         data-parallel ranks are those that the other sizes leave; --zero-stage 3 shards what FSDP
@@ -221,7 +228,8 @@ _INSTEAD = {
     """--model-name-or-path --model-name --model --pretrained-model* --base-model --hf-model*
         --init-from --model-id --checkpoint-name --initial-checkpoint* --hf-assets-path
         --model.hf-assets-path --model.name --model.flavor --model-size --model-type
-        --config-overrides""": """for weights give the folder of a downloaded Hugging Face model:
+        --config-overrides --checkpoint.initial-load*""": """for weights give the
+        folder of a downloaded Hugging Face model:
         --pretrained-checkpoint DIRECTORY --use-checkpoint-args; for sizes --num-layers,
         --hidden-size and the others""",
     "--resume* --resume-from-checkpoint --load-checkpoint --ckpt-path --auto-resume --load-from":
@@ -247,10 +255,13 @@ _INSTEAD = {
     "--val-set-size --validation-split* --eval-split --val-split --val-fraction": """give --split,
         shares of training, validation and test such as 98,2,0""",
     "--do-train": "a run always trains: leave it out",
-    "--do-eval --eval-strategy --evaluation-strategy --validate --eval --do-predict --do-test": """
+    """--do-eval --eval-strategy --evaluation-strategy --validate --eval --do-predict --do-test
+        --validation.enable""": """
         --eval-interval N evaluates every N steps""",
-    "--eval.interval --val-check-interval --validator.freq": "give --eval-interval, in steps",
-    "--eval.max-iters --limit-val-batches --validator.steps": "give --eval-iters, in batches",
+    "--eval.interval --val-check-interval --validator.freq --validation.freq": """give
+        --eval-interval, in steps""",
+    """--eval.max-iters --limit-val-batches --validator.steps --validation.steps
+        --max-eval-samples --max-val-samples""": "give --eval-iters, in batches",
     "--per-device-eval-batch-size --eval-batch-size --val-batch-size": """evaluation takes
         --micro-batch-size: leave it out""",
     "--overwrite-output-dir --overwrite": """nothing is overwritten: give another --save, or --load
@@ -268,7 +279,28 @@ _INSTEAD = {
         give --tensorboard-dir DIRECTORY""",
     "--push-to-hub* --hub-*": """nothing is uploaded: --save-hf DIRECTORY writes Hugging Face's
         folders""",
-    "--ddp-timeout": "give --distributed-timeout-minutes: {} seconds / 60",
+    "--ddp-timeout --comm.*-timeout-seconds": """give --distributed-timeout-minutes: {} seconds /
+        60""",
+    "--use-cpu --no-cuda --cpu": "give --device cpu",
+    "--fp16* --half-precision*": "fp16 is not available here: give --bf16",
+    "--bf16-full-eval": "evaluation computes as training does: leave it out",
+    "--betas --optimizer.betas --adam-betas": "give --adam-beta1 and --adam-beta2",
+    "--optimizer.eps": "give --adam-eps",
+    "--lr-scheduler.decay-type": "give --lr-decay-style: cosine, linear, constant or WSD",
+    "--lr-scheduler.min-lr-factor --min-lr-ratio --lr-min-ratio": "give --min-lr: {} x --lr",
+    "--float8.* --fp8-recipe-name --model.converters": "--fp8-format lets matmuls take float8",
+    "--*enable-async-tensor-parallel --async-tp": """--tp-comm-overlap runs the collectives of
+        tensor parallelism under matmuls""",
+    "--*enable-loss-parallel": "the loss is always computed on shards of the vocabulary",
+    "--*pipeline-parallel-schedule": "give --pipeline-schedule",
+    "--*pipeline-parallel-microbatch*": """micro-batches are counted by --global-batch-size, which
+        is --micro-batch-size x micro-batches x data-parallel ranks""",
+    "--checkpoint.async-mode": "give --async-save",
+    "--checkpoint.last-save-model-only --save-only-model": """--save-hf DIRECTORY writes the weights
+        alone""",
+    "--checkpoint.load-step": "give --ckpt-step",
+    "--job.dump-folder": "give --save, and --tensorboard-dir for the log",
+    "--logging-strategy --logging-first-step": "--log-interval N prints every N steps",
     "--enable-profiling --profiling.enable*": "give --profile",
     "--context-parallel-algo": "here and in Megatron-LM it is --cp-comm-type",
 }

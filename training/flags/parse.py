@@ -217,23 +217,29 @@ def _read(
 
 
 def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:
-    """Raise UsageError where two names set one flag to different values.
+    """Raise UsageError where two names set one flag to different values, or where one turns a
+    switch off that another turns on.
 
     argv: as typed, with the names of other programs. One name may be repeated, and its last value
     counts: so a script's flags are changed by what follows it.
     """
     known = flag_table.known_flags()
     values: dict[str, tuple[str, str, Any]] = {}  # of each flag: the name, what is typed, the value
+    on, off = dict[str, str](), dict[str, str]()  # of each flag: what is typed
     for token, after in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = token.partition("=")
         if not name.startswith("--") or name in own_names:
             continue
         value = value if equals else "" if after.startswith("--") else after
         here, whole = foreign.in_our_words(name, value)
+        if here == []:
+            off |= dict.fromkeys(foreign.turned_off(name), f"{name} {value}")
+            continue
         words = [part for word in here or [name] for part in _alias(word) or [word]]
         fixed = whole or not words[-1].startswith("--")
         words += [] if fixed else [value]
-        typed = name if fixed and not whole else f"{name} {value}"
+        typed = name if fixed and not whole else f"{name} {value}".strip()
+        on |= dict.fromkeys([word for word in words if word.startswith("--")], typed)
         for flag, text in zip(words, words[1:], strict=False):
             meant = known.get(flag)
             if meant is None or meant.kind != flag_table.LIVE_KIND or meant.rule.nargs is not None:
@@ -245,6 +251,8 @@ def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:
             first, other, before = values.setdefault(flag, (name, typed, found))
             if before != found and first != name:
                 raise UsageError(f"{other} and {typed} set the same: give one of them")
+    for flag in on.keys() & off.keys():
+        raise UsageError(f"{on[flag]} and {off[flag]} set the same: give one of them")
 
 
 def _alias(word: str) -> tuple[str, ...]:

@@ -100,7 +100,8 @@ class Saver:
         self._progress, self._first = -1, (0, 0.0)  # the supervisor's file; the first iteration
 
     def pieces(self, with_state: bool = True, to_load: bool = False) -> list[checkpoint.NamedPiece]:
-        """List this rank's rectangles of the weights, and of the optimizer's state.
+        """List this rank's rectangles of the weights, and of the state: the optimizer's, which
+        --skip-train does without, and what float8 and a router have noted.
 
         to_load: of weights that are gathered after each update only the part that is gathered from
         here; gather_weights() must follow. So a data-parallel group reads them once together.
@@ -113,7 +114,7 @@ class Saver:
         unsharded_params = [p for p in parameters if p[0] in unsharded]
         pieces = checkpoint.parameter_pieces(unsharded_params, self.names, self.ctx.grid)
         pieces += checkpoint.buffer_pieces(self.model, self.names, self.ctx.grid)
-        if with_state:
+        if with_state and not self.config.run.skip_train:
             parts += optimizer.named_state()
         if with_state and sink.amaxes is not None:
             amaxes = zip(sink.amaxes.names, sink.amaxes.history, strict=True)
@@ -535,8 +536,9 @@ class Saver:
         auto = self.config.parallel.tp_comm_overlap == "auto"
         if auto and recorded.get("tp") == self.ctx.tp.size:
             self.overlap_choices = recorded["choices"]
-        for line in same_run.lines(found, self.config, self.digests):
-            self.note(line)
+        if not self.config.run.skip_train:
+            for line in same_run.lines(found, self.config, self.digests):
+                self.note(line)
         if no_optim:
             line = same_run.other_frozen(found, self._frozen)
             self.note(f"{line or found.directory}: --no-load-optim begins the optimizer anew")
@@ -553,10 +555,14 @@ class Saver:
 
     def _check_resume(self, found: Checkpoint) -> None:
         """Raise MismatchError where the checkpoint is of another run, unless --allow-change names
-        the difference, and CheckpointError where its state lacks a count to resume from."""
+        the difference, and CheckpointError where its state lacks a count to resume from.
+
+        With --skip-train no run goes on, so any run's will do."""
         missing = [name for name in COUNTS if name not in found.state]
         if missing:
             raise checkpoint.CheckpointError(f"{STATE} has no {', '.join(missing)}")
+        if self.config.run.skip_train:
+            return
         line = same_run.other_frozen(found, self._frozen)
         if line and not self.config.checkpoint.no_load_optim:
             raise checkpoint.MismatchError(

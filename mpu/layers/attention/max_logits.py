@@ -205,6 +205,9 @@ class MaxLogits:
         if shared.size > 1:  # its ranks have other queries of the same key
             tops = all_reduce(tops, shared, op=MAX, label=LABEL)[0]
         over = (tops > clip.threshold) & torch.isfinite(tops) & (found_inf == 0)
+        for part, linear in zip(over.split([len(g) for g in groups]), self.linears, strict=True):
+            if not linear.weight.requires_grad:  # frozen
+                part.fill_(False)
         eta = torch.where(over, clip.threshold / tops, torch.ones_like(tops))
         self.clipped = over.sum()
         self._eta = list(eta.split([len(each) for each in groups]))

@@ -119,6 +119,16 @@ TYPED = [  # what is typed, what the sentence holds
     ("--adam-eps-value 1e-8", "did you mean --adam-eps"),
     ("--optimizer-weight-decay 0.1", "did you mean --weight-decay"),
     ("--global-train-batch-size 8", "did you mean --global-batch-size"),
+    ("--optimizer.name AdamW", "give --optimizer adam or muon"),
+    ("--optimizer.eps 1e-8", "give --adam-eps"),
+    ("--validation.steps 10", "give --eval-iters, in batches"),
+    ("--lr_scheduler.min_lr_factor 0.1", "give --min-lr: 0.1 x --lr"),
+    ("--parallelism.pipeline_parallel_schedule 1F1B", "give --pipeline-schedule"),
+    ("--parallelism.pipeline_parallel_microbatches 8", "counted by --global-batch-size"),
+    ("--checkpoint.load_step 10", "give --ckpt-step"),
+    ("--checkpoint.async_mode async", "give --async-save"),
+    ("--use_cpu", "give --device cpu"),
+    ("--fp16_full_eval", "fp16 is not available here: give --bf16"),
 ]
 
 
@@ -148,9 +158,29 @@ TWO = [  # two names of one flag with different values: before, the last one cou
     ("--gradient_checkpointing --recompute-granularity selective", "--gradient_checkpointing and"),
     ("--optim adamw_torch --optimizer muon", "--optim adamw_torch and --optimizer muon set the s"),
     ("--warmup_iters 1 --lr-warmup-iters 0", "--warmup_iters 1 and --lr-warmup-iters 0 set the"),
+    ("--bf16 --dtype float32", "--bf16 and --dtype float32 set the same"),
+    ("--precision bf16-true --dtype fp32", "--precision bf16-true and --dtype fp32 set the same"),
+    ("--bf16 --bf16 False", "--bf16 and --bf16 False set the same"),
+    ("--recompute-granularity full --gradient_checkpointing False", "full and --gradient_checkp"),
+    ("--tie_word_embeddings true --untie-embeddings-and-output-weights", "true set the same"),
     ("--warmup_ratio 0.1 --warmup_steps 1", "--lr-warmup-fraction and --lr-warmup-iters exclude"),
     ("--on-nan rewind --save a --no-check-for-nan-in-loss-and-grad", "--on-nan rewind and --no-ch"),
 ]
+
+
+@pytest.mark.parametrize(
+    "typed, says",
+    [
+        ("--swiglu False", "--swiglu False: leave it out: a Llama's feed-forward is SwiGLU"),
+        ("--disable_bias_linear=False", "--disable_bias_linear False: leave it out: a Llama's lin"),
+        ("--use-rms-norm False", "--use-rms-norm False: leave it out: a Llama's norm is RMSNorm"),
+    ],
+)
+def test_what_is_always_on_cannot_be_turned_off(typed, says):
+    """Before, a line said that it is so here."""
+    with pytest.raises(UsageError, match=re.escape(says)):
+        read(typed)
+    assert read("--no-save-optim False").notes  # one that is right to be left out
 
 
 @pytest.mark.parametrize("typed, says", TWO, ids=[typed for typed, _ in TWO])

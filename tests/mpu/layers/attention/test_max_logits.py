@@ -118,12 +118,14 @@ def test_without_a_flag_nothing_is_noted() -> None:
     assert head_maxima_of(ctx) is None and ctx.sink.logits is None
 
 
-def clipped(maxima: list[float], found_inf: float = 0.0, **more: Any) -> MaxLogits:
+def clipped(
+    maxima: list[float], found_inf: float = 0.0, frozen: bool = False, **more: Any
+) -> MaxLogits:
     """Return what notes the maxima of a layer with a bias, after a step."""
     ctx = LayerContext(qk_clip=QKClip(10.0, 0.25))
     noted = head_maxima_of(ctx)
     assert noted is not None
-    qkv_linear(8, (4 * 2, 2 * 2, 2 * 2), ctx=ctx, **more)
+    qkv_linear(8, (4 * 2, 2 * 2, 2 * 2), ctx=ctx, **more).requires_grad_(not frozen)
     noted.of(len(maxima)).copy_(torch.tensor(maxima))
     assert isinstance(ctx.sink.logits, MaxLogits)
     ctx.sink.logits.end_step(torch.tensor(found_inf))
@@ -151,6 +153,12 @@ def test_what_is_not_above_the_threshold_is_left(top: float) -> None:
 def test_a_skipped_step_clips_nothing() -> None:
     ((_, factors),) = clipped([20.0] * 4, found_inf=1.0).rows()
     assert torch.equal(factors, torch.ones(16))
+
+
+def test_a_frozen_layer_is_not_clipped() -> None:
+    logits = clipped([20.0] * 4, frozen=True)
+    assert logits.clipped is not None and not logits.clipped.item()
+    assert all(torch.equal(factors, torch.ones(16)) for _, factors in logits.rows())
 
 
 def test_layers_that_do_not_pair_are_refused() -> None:

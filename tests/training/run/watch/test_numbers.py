@@ -257,8 +257,8 @@ def test_the_first_tensor_that_is_not_finite_is_named(
 
     firsts: dict[tuple[int, ...], int] = {}
 
-    def remember(rows: Any, rules: Any, first: int) -> Any:
-        batch = make_batch(rows, rules, first)
+    def remember(rows: Any, rules: Any, first: int, counted: Any) -> Any:
+        batch = make_batch(rows, rules, first, counted)
         firsts[tuple(batch.tokens.view(-1).tolist())] = first
         return batch
 

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tool's flags may be typed with _, and an unknown one is answered with the one that is meant."""
+
+import pytest
+
+from tools import checkpoint, evaluate, explain, generate, plot_loss, preprocess_data
+
+TYPED = [  # a tool, what is typed, what the message holds
+    (generate, "--out_dir=out --start=hi", "--out_dir (did you mean --load?); --start (did"),
+    (generate, "--load x --max_tokens 9", "--max_tokens (did you mean --max-new-tokens?)"),
+    (generate, "--load x --num_sample 3", "--num_sample (did you mean --num-samples?)"),
+    (evaluate, "--model hf --tasks a", "--model (did you mean --load?)"),
+    (evaluate, "--load x --tasks a --output_path b", "--output_path (did you mean --output?)"),
+    (plot_loss, "a.jsonl --out a.png", "--out (did you mean --output?)"),
+    (preprocess_data, "--input a --output b", "--output (did you mean --output-prefix?)"),
+    (checkpoint, "convert --load-dir a", "--load-dir (did you mean --load?)"),
+    (explain, "--tensor-model-parallel-size 2 --zero-stage 1", "(did you mean --tp?); --zero-stag"),
+    (generate, "--load x --banana 3", "not a flag of this tool: --banana\n"),
+]
+
+
+@pytest.mark.parametrize("tool, typed, says", TYPED, ids=[typed for _, typed, _ in TYPED])
+def test_an_unknown_flag_is_answered_with_the_one_that_is_meant(
+    tool, typed, says, capsys, monkeypatch
+):
+    monkeypatch.setattr("sys.argv", [tool.__name__, *typed.split()])
+    with pytest.raises(SystemExit) as end:
+        tool.main()
+    assert end.value.code == 2 and says in capsys.readouterr().err
+
+
+def test_a_flag_may_be_typed_with_underscores(tmp_path, capsys):
+    """It goes as far as with dashes: to the folder in which there is no checkpoint."""
+    said = set()
+    for flags in ("--num_samples 2 --max_new_tokens=3", "--num-samples 2 --max-new-tokens=3"):
+        with pytest.raises(SystemExit):
+            generate.main(f"--load {tmp_path} --prompt a_b {flags}".split())
+        said.add(capsys.readouterr().err)
+    assert len(said) == 1 and "there is no checkpoint" in said.pop()
