@@ -58,6 +58,16 @@ SIZES = {  # fields, as Megatron-LM names them: config.json's, what it means tha
     "qk_pos_emb_head_dim": ("qk_rope_head_dim", 64, "what RoPE turns of a head"),
     "v_head_dim": ("v_head_dim", 128, "a head of v"),
 }
+# what a config.json means that does not say it, as in transformers
+V2 = dict(
+    first_k_dense_replace=0, moe_intermediate_size=1407, n_routed_experts=64, n_shared_experts=2,
+    norm_topk_prob=False, rms_norm_eps=1e-6, routed_scaling_factor=1.0, topk_group=None,
+)  # fmt: skip
+V3 = dict(
+    first_k_dense_replace=3, moe_intermediate_size=2048, n_group=8, n_routed_experts=256,
+    n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, rms_norm_eps=1e-6,
+    routed_scaling_factor=2.5, topk_group=4,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -249,9 +259,9 @@ def hf_config(config: DeepseekConfig, dtype: str = "float32") -> dict[str, Any]:
 def from_hf_config(hf: dict[str, Any]) -> DeepseekConfig:
     """Read a config.json of model_type deepseek_v2, deepseek_v3 or kimi_k2."""
     kind = hf.get("model_type")
-    v3, k = kind != "deepseek_v2", hf.get("num_experts_per_tok") or 8
-    absent = dict(norm_topk_prob=v3, n_shared_experts=1 if v3 else 2, rms_norm_eps=1e-6)
-    hf = filled(hf, absent)
+    v3 = kind != "deepseek_v2"
+    hf = filled(hf, V3 if v3 else V2)
+    k = hf["num_experts_per_tok"]
     groups, best = hf.get("n_group") or 1, hf.get("topk_group") or 1
     limits = groups > 1 and (v3 or hf.get("topk_method", "greedy") == "group_limited_greedy")
     methods = ("noaux_tc",) if v3 else ("greedy", "group_limited_greedy")
@@ -259,10 +269,11 @@ def from_hf_config(hf: dict[str, Any]) -> DeepseekConfig:
         "model_type": lambda v: v in ("deepseek_v2", "deepseek_v3", "kimi_k2"),
         "scoring_func": lambda v: v == ("sigmoid" if v3 else "softmax"),
         "topk_method": lambda v: v in methods,
-        "norm_topk_prob": lambda v: bool(v) == (v3 and k > 1),
+        "norm_topk_prob": lambda v: (False if v is None else v) is (v3 and k > 1),
+        "routed_scaling_factor": lambda v: type(v) in (int, float) and v > 0,
         "moe_layer_freq": lambda v: v == 1,
         "rope_interleave": lambda v: v is True or not v3,
-        "topk_group": lambda v: not limits or 1 <= v <= groups,
+        "topk_group": lambda v: not limits or type(v) is int and 1 <= v <= groups,
         "head_dim": lambda v: v in (None, own["qk_pos_emb_head_dim"]),  # transformers 5 writes it
         "n_shared_experts": lambda v: v is None or type(v) is int and v >= 0,
         "num_key_value_heads": lambda v: v in (None, hf["num_attention_heads"]),
@@ -272,7 +283,7 @@ def from_hf_config(hf: dict[str, Any]) -> DeepseekConfig:
     sizes = SIZES.items()
     own: dict[str, Any] = {ours: hf.get(name, size) or 0 for ours, (name, size, _) in sizes}
     rope, layers = llama.read_rope(hf), range(hf["num_hidden_layers"])
-    first, f = hf.get("first_k_dense_replace", 3 if v3 else 0) or 0, hf["moe_intermediate_size"]
+    first, f = hf["first_k_dense_replace"] or 0, hf["moe_intermediate_size"]
     own |= {
         "softmax_mscale": rope.get("mscale_all_dim") or 0.0 if rope["rope_type"] == "yarn" else 0.0,
         "num_experts": hf["n_routed_experts"],
@@ -285,7 +296,7 @@ def from_hf_config(hf: dict[str, Any]) -> DeepseekConfig:
         "moe_router_score_function": "sigmoid" if v3 else "softmax",
         "moe_router_enable_expert_bias": v3,
         "moe_router_pre_softmax": not v3,
-        "moe_router_topk_scaling_factor": float(hf.get("routed_scaling_factor") or 1.0),
+        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
     }
 
     def make(**sizes: Any) -> DeepseekConfig:

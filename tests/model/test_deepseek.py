@@ -114,6 +114,9 @@ def test_the_parameters_of_v2_lite() -> None:
         (V3, "quantization_config", {"quant_method": "fp8"}),
         (V3, "rope_interleave", False),
         (V3, "norm_topk_prob", False),
+        (V3, "norm_topk_prob", "x"),
+        (V3, "routed_scaling_factor", 0),
+        (V3, "routed_scaling_factor", None),
         (V3, "topk_method", "greedy"),
         (V3, "topk_group", 9),
         (V3, "moe_layer_freq", 2),
@@ -129,6 +132,24 @@ def test_the_parameters_of_v2_lite() -> None:
 def test_what_is_not_computed_is_refused_by_name(hf, field, value):
     with pytest.raises(ValueError, match=f"^config.json: {field} is "):
         FILE.from_hf_config(hf | {field: value})
+
+
+@pytest.mark.parametrize("hf, published", [(V2, "DeepseekV2Config"), (V3, "DeepseekV3Config")])
+def test_a_field_that_is_left_out_has_the_value_of_transformers(hf, published):
+    there = getattr(pytest.importorskip("transformers"), published)()
+    fields = """n_group topk_group routed_scaling_factor norm_topk_prob n_routed_experts
+        n_shared_experts first_k_dense_replace moe_intermediate_size q_lora_rank kv_lora_rank
+        qk_nope_head_dim qk_rope_head_dim v_head_dim rms_norm_eps""".split()
+
+    def read(config: dict[str, Any]) -> Any:
+        try:
+            return FILE.from_hf_config(config)
+        except ValueError as error:  # V2's groups without a number of them
+            return str(error)
+
+    for field in fields:
+        said = read(hf | {field: getattr(there, field)})
+        assert read({k: hf[k] for k in hf if k != field}) == said, field
 
 
 MISTAKES = [
