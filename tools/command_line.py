@@ -53,6 +53,8 @@ class Parser(argparse.ArgumentParser):
             dashed = name.replace("_", "-")
             if name not in known and dashed in known:
                 word = f"{dashed}{equals}{value}"
+            elif " " in word:  # to argparse, too: a value, such as the flags of another program
+                pass
             elif word.startswith("--") and name not in known and not self._shortens(name, known):
                 unknown.append(name + _meant(dashed, known))
             words.append(word)

@@ -60,7 +60,7 @@ def test_what_is_no_whole_number(text):
     "line", ["[" * 9999, "3", '{"iteration": 1e999}', '{"iteration": 1, "loss": "a"}']
 )
 def test_a_log_that_is_none(tmp_path, line):
-    (tmp_path / "log").write_text(json.dumps({"iteration": 1, "loss": 2.0}) + "\n" + line)
+    (tmp_path / "log").write_text(json.dumps({"iteration": 1, "loss": 2.0}) + f"\n{line}\n")
     with pytest.raises(ValueError, match="log, line 2: not a line"):
         plot_loss.read_log(tmp_path / "log")
 
