@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/continuing.md: its commands run one after another in a copy of the tree, and print what it
 shows.
+
+The losses of the page are those of one processor. Others, which round in another way, have them
+within NATS: torch's kernels with and without AVX2 and AVX-512 differ by 0.003 at most. Of one run,
+the losses of Weft and of transformers agree to the last digit, up to its rounding.
 """
 
 import os
@@ -15,7 +19,7 @@ from tests.test_shown_output import flat, pattern
 
 PAGE = (ROOT / "docs/continuing.md").read_text()
 END = "-- end of a block --"
-# losses of 200 steps in fp32, which another processor rounds in another way
+NATS = 0.02
 LOSS = re.compile(r"loss (\d+\.\d+)|first step, (\d+\.\d+) at")
 EXACT = re.compile(r"\d[\d,]* (?:of|tokens|documents|parameters|texts|tensors?)\b|iteration \d+")
 
@@ -58,4 +62,10 @@ def test_the_commands_print_what_the_page_shows(tmp_path):
             losses, exact = numbers(line)
             found_there = [numbers(m[0]) for m in re.finditer(pattern(line), flat(said[i]))]
             same = [there for there, counts in found_there if counts == exact]
-            assert pytest.approx(losses, rel=0.05) in same, f"not printed: {line}\n{said[i]}"
+            assert pytest.approx(losses, rel=0, abs=NATS) in same, f"not printed: {line}\n{said[i]}"
+    ours, theirs = (
+        re.search(rf"{words} loss (\d+\.\d+)", run.stdout)
+        for words in ("lowest validation", "transformers has the")
+    )
+    assert ours and theirs
+    assert float(theirs[1]) == pytest.approx(float(ours[1]), rel=0, abs=1.01e-4)
