@@ -113,6 +113,7 @@ def contexts(words: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]
     return values(run.model.ctx), found
 
 
+@pytest.mark.prove
 def test_all_contexts_of_a_run_are_its_own() -> None:
     """But for tokens that are spread evenly where weights are zeros, and for kernels of other
     libraries on meta tensors.

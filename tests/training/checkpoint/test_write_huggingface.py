@@ -64,7 +64,8 @@ def check_whole(target: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.prove), True])
+@pytest.mark.prove
+@pytest.mark.parametrize("again", [False, True])
 def test_killed_at_twenty_moments_there_is_no_half_folder(
     saved: Checkpoint, tmp_path: Path, again: bool
 ) -> None:
