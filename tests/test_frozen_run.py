@@ -61,6 +61,25 @@ def check_rows(here: list[dict[str, Any]], there: list[dict[str, Any]], rel: flo
             assert same or value == pytest.approx(theirs[key], rel=rel), (key, mine, theirs)
 
 
+def check_resume(runs: Any, name: str, layout: str) -> Result:
+    """Resume a run in its own layout: the rest has the bits of the run. Return the resumed one."""
+    here = runs.run(name, layout)
+    resumed: Result = runs.run(name, layout, load=here.folder / "saved")
+    check_rows(rows(resumed, AT), rows(here, AT), 0)
+    last, again = (tensors(run.folder / "saved", STEPS) for run in (here, resumed))
+    assert all(torch.equal(again[name], last[name]) for name in last)
+    return resumed
+
+
+def check_resumes_of_all(runs: Any, name: str) -> None:
+    """Resume the run of each layout in every layout: the rest is that of one rank."""
+    for written in LAYOUTS:
+        saved = runs.run(name, written).folder / "saved"
+        for layout in LAYOUTS:
+            resumed = runs.run(name, layout, load=saved)
+            check_rows(rows(resumed, AT), rows(runs.run(name, "one"), AT), 1e-10)
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("layout", ["ZeRO 3", "pp 2", "tp 2"])
 @pytest.mark.parametrize("fork", sorted(FORKS))
@@ -78,20 +97,13 @@ def test_a_fork_trains_its_part_and_resumes(runs: Runs, fork: str, layout: str) 
     assert 0 < len(moved) < len(weights)
     for name in weights:
         assert torch.allclose(last[name], tensors(one.folder / "saved", STEPS)[name], atol=1e-9)
-    resumed = runs.run(fork, layout, load=here.folder / "saved")
-    check_rows(rows(resumed, AT), rows(here, AT), 0)
-    again = tensors(resumed.folder / "saved", STEPS)
-    assert all(torch.equal(again[name], last[name]) for name in last)
+    check_resume(runs, fork, layout)
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("fork", sorted(FORKS))
 def test_any_layout_resumes_any_other(runs: Runs, fork: str) -> None:
-    for written in LAYOUTS:
-        saved = runs.run(fork, written).folder / "saved"
-        for layout in LAYOUTS:
-            resumed = runs.run(fork, layout, load=saved)
-            check_rows(rows(resumed, AT), rows(runs.run(fork, "one"), AT), 1e-10)
+    check_resumes_of_all(runs, fork)
 
 
 def test_another_subset_is_refused(runs: Runs, launcher: Launcher) -> None:

@@ -13,7 +13,17 @@ from tests.cached_runs import CachedRuns
 from tests.launcher import Launcher, Result
 from tests.sampling import sampled
 from tests.saved import tensors
-from tests.test_frozen_run import AT, KINDS, LAYOUTS, MORE, STEPS, check_rows, rows
+from tests.test_frozen_run import (
+    AT,
+    KINDS,
+    LAYOUTS,
+    MORE,
+    STEPS,
+    check_resume,
+    check_resumes_of_all,
+    check_rows,
+    rows,
+)
 from tests.test_frozen_run import MODEL as FROZEN_MODEL
 from training.flags.parse import UsageError, parse
 
@@ -62,21 +72,14 @@ def test_groups_train_and_resume(runs: Runs, name: str, layout: str) -> None:
     state = json.loads((here.folder / "saved/step_00000004/state.json").read_text())
     assert state["config"]["optimizer.param_group"] == GROUPS[name]
     assert ("frozen_parameters" in state) == (name != "factors")
-    resumed = runs.run(name, layout, load=here.folder / "saved")
-    check_rows(rows(resumed, AT), rows(here, AT), 0)
-    again = tensors(resumed.folder / "saved", STEPS)
-    assert all(torch.equal(again[n], last[n]) for n in last)
+    resumed = check_resume(runs, name, layout)
     assert "--param-group" not in resumed.said(0, "out"), "nothing has changed"
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", sorted(GROUPS))
 def test_any_layout_resumes_any_other(runs: Runs, name: str) -> None:
-    for written in LAYOUTS:
-        saved = runs.run(name, written).folder / "saved"
-        for layout in LAYOUTS:
-            resumed = runs.run(name, layout, load=saved)
-            check_rows(rows(resumed, AT), rows(runs.run(name, "one"), AT), 1e-10)
+    check_resumes_of_all(runs, name)
 
 
 def test_a_change_is_said_or_refused(runs: Runs, launcher: Launcher) -> None:

@@ -48,9 +48,10 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
     of_them = f" ({fixed:,} of them frozen)" if fixed else ""
     note(f"{run.grid}; {count:,} parameters on this rank{of_them}, {run.device}")
     note(memory_report.buckets(run.config, run.sink, run.grid.rank))
-    whole = whole_model(run.config, provider)
-    for line in param_groups.lines(dict(whole.named_parameters())):
-        note(line)
+    if run.sink.frozen.names or run.config.optimizer.param_group:  # else all parameters are alike
+        whole = whole_model(run.config, provider)
+        for line in param_groups.lines(dict(whole.named_parameters())):
+            note(line)
     for name in run.sink.frozen.overruled:
         note(
             f"{name} is tied to an embedding of which --model-file says something else: the "
