@@ -135,8 +135,12 @@ def memory(
 
     grid: the rank's; None: of the rank there that needs most, as owners of matrices differ.
     """
-    found = step_memory(config, provider, pp_rank, peak, grid)
-    return max(found, key=lambda moment: moment.total).kinds
+    return fullest(step_memory(config, provider, pp_rank, peak, grid)).kinds
+
+
+def fullest(step: Sequence[Moment]) -> Moment:
+    """Return the moment of a step that needs most, of which the report has the bytes."""
+    return max(step, key=lambda moment: moment.total)
 
 
 def step_memory(

@@ -13,7 +13,7 @@ from typing import Any
 
 from estimate import activations
 from estimate.buffers import Moment
-from estimate.dry_run import in_units, step_memory, with_vocabulary
+from estimate.dry_run import fullest, in_units, step_memory, with_vocabulary
 from estimate.model_profile import ModelProvider
 from mpu.pipeline.schedules import Action
 from training.config import Config
@@ -38,8 +38,8 @@ def record(config: Config, provider: ModelProvider) -> dict[str, Any]:
     peaks = activations.peaks(config, provider)
     ranks = range(size) if rank is None else [rank]
     steps = {r: step_memory(config, provider, r, peaks[r]) for r in ranks}
-    rank = max(ranks, key=lambda r: peak_of(steps[r]).total)
-    peak, p, drawn = peak_of(steps[rank]), config.parallel, peaks[rank].actions
+    rank = max(ranks, key=lambda r: fullest(steps[r]).total)
+    peak, p, drawn = fullest(steps[rank]), config.parallel, peaks[rank].actions
     count = 1 + max(each.action.micro_batch for each in drawn)
     every = max(micro_batch_counts(config))
     chunks = 1 + max(each.action.chunk for each in drawn)
@@ -53,11 +53,6 @@ def record(config: Config, provider: ModelProvider) -> dict[str, Any]:
         "peak": f"peak {in_units(peak.total)}, {said(peak, chunks)}",
         "steps": [[short(each, chunks), each.kinds] for each in steps[rank]],
     }
-
-
-def peak_of(step: list[Moment]) -> Moment:
-    """Return the moment of which --dry-run prints the bytes."""
-    return max(step, key=lambda moment: moment.total)
 
 
 def said(moment: Moment, chunks: int) -> str:
