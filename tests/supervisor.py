@@ -14,7 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # argv[1]: {"ATTEMPT.RANK": what to do, or ".RANK", or "": in every other case}
 PROGRAM = """
-import json, os, signal, struct, sys, time
+import glob, json, os, signal, struct, sys, time
 plan = json.loads(sys.argv[1])
 if "--dry-run" in sys.argv:
     sys.exit(0 if int(os.environ["WORLD_SIZE"]) in plan["fits"] else 2)
@@ -29,7 +29,11 @@ if rank == "0" and "step" in plan:
         file.write(struct.pack("=qdqdq", 0, now, plan["step"], now, 0))
 if do == "wait":
     time.sleep(60)
-time.sleep(0.1)
+here, count = f"{os.environ['WEFT_SUPERVISOR']}/started.{attempt}.", int(os.environ["LOCAL_WORLD_SIZE"])
+open(here + rank, "w").close()  # a fault ends all ranks: first they have all said that they started
+until = time.monotonic() + 20
+while len(glob.glob(here + "*")) < count and time.monotonic() < until:
+    time.sleep(0.01)
 if isinstance(do, str):
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": {"message": do}}, file)

@@ -214,10 +214,16 @@ def dot_product_attention(
 
 def takes_native(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether csrc/attention.h takes these, fast, and has work for all threads."""
-    alike = q.stride() == k.stride() == v.stride()  # slices of one tensor
-    alike = alike and k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    contiguous = q.stride()[2:] == (q.shape[3], 1) and (len(q), q.shape[3]) == (len(k), k.shape[3])
-    return alike and contiguous and attention_is_fast(q, q.shape[1] * k.shape[2])
+    alike = k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    alike = alike and (len(q), q.shape[3]) == (len(k), k.shape[3])
+    slices = _strides(q)[:2] == _strides(k)[:2] == _strides(v)[:2]  # of one tensor
+    dense = all(_strides(x)[2:] in ([q.shape[3], 1], [-1, 1], [-1, -1]) for x in (q, k, v))
+    return alike and slices and dense and attention_is_fast(q, q.shape[1] * k.shape[2])
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Return a tensor's strides, -1 for a dimension of one element, where it says nothing."""
+    return [-1 if n == 1 else step for n, step in zip(x.shape, x.stride(), strict=True)]
 
 
 class CausalAttention(torch.autograd.Function):

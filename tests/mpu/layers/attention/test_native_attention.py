@@ -133,3 +133,17 @@ def test_core_attention_calls_it_where_it_can(monkeypatch, threads):
     threads(1)
     monkeypatch.setattr(fast, "weft_attention_is_fast", staticmethod(lambda: 0))
     assert not uses(qkv)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_slices_of_features_are_taken_as_slices_of_heads_are(shape, monkeypatch):
+    """Micro-batches of one row, one key/value head: a stride there is of a single element."""
+    monkeypatch.setattr(attention, "attention_is_fast", lambda q, units: True)
+    (_, _, a, g, d), (qkv, dy) = shape, draw(shape, torch.float32)
+    flat = qkv.flatten(2)  # what an exchange of heads has sent
+    parts = flat.split([a * d, g * d, g * d], 2)
+    parts = [part.unflatten(2, (-1, d)) for part in parts]
+    assert attention.takes_native(*parts) and attention.takes_native(*qkv.split((a, g, g), 2))
+    assert torch.equal(attention.CausalAttention.apply(*parts), ours(qkv, dy, a, g)[0])
+    apart = parts[0].contiguous()  # rows that lie elsewhere than those of keys and values
+    assert attention.takes_native(apart, *parts[1:]) == (shape[:2] == (1, 1))
