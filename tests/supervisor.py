@@ -29,9 +29,9 @@ if rank == "0" and "step" in plan:
         file.write(struct.pack("=qdqdq", 0, now, plan["step"], now, 0))
 if do == "wait":
     time.sleep(60)
-here, count = f"{os.environ['WEFT_SUPERVISOR']}/started.{attempt}.", int(os.environ["LOCAL_WORLD_SIZE"])
-open(here + rank, "w").close()  # a fault ends all ranks: first they have all said that they started
-until = time.monotonic() + 20
+here, count = f"{os.environ['WEFT_SUPERVISOR']}/started.{attempt}.", os.environ["LOCAL_WORLD_SIZE"]
+open(here + rank, "w").close()
+count, until = int(count), time.monotonic() + 20  # a fault ends all ranks: first all have started
 while len(glob.glob(here + "*")) < count and time.monotonic() < until:
     time.sleep(0.01)
 if isinstance(do, str):
