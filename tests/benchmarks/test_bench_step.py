@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/bench_step.py --compile: the peer is measured twice, each with its ratio."""
+"""benchmarks/bench_step.py: with --compile the peer is measured twice, each with its ratio."""
 
 import sys
 
@@ -32,3 +32,14 @@ def test_a_compiled_peer_has_columns_of_its_own(monkeypatch, capsys, compiled):
     last = ["10240", "50%", "400", "600"]
     assert row.split() == ["tiny-fp32-1", "5120", "2560", "2.00", *more, *last]
     assert asked == ["", "--compile"][: 1 + compiled] * 2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_bound_has_the_products_of_a_layer_and_of_the_head(monkeypatch, dtype):
+    monkeypatch.setitem(bench_step.SIZES, "least", (32, 2, 4, 2, 48, 64, 16))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    timed = []
+    monkeypatch.setattr(bench_step, "fastest", lambda *kernels: timed.append(kernels) or 1.0)
+    assert bench_step.bound_of_this_process("least", dtype, "2", "1") == 2 * 13.0 + 3.0
+    for kernel in (kernel for kernels in timed for kernel in kernels):
+        kernel()
