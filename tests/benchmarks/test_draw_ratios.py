@@ -28,7 +28,7 @@ def test_seconds_are_turned_over_and_a_table_without_ratios_is_named():
     )
     found = draw_ratios.ratios(page)
     assert found["pipeline 2", "torch pipelining"] == [2.0]
-    assert found["one rank", "torch.compile"] == [0.5]
+    assert found["one rank", "eager, compiled"] == [0.5]
     assert draw_ratios.span([2.0, 1.5]) == "1.50 to 2.00" and draw_ratios.span([1.5]) == "1.50"
     with pytest.raises(ValueError, match="'ZeRO' has no bold ratio"):
         draw_ratios.ratios(page.replace("## ZeRO", "## Zero"))
