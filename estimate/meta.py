@@ -70,7 +70,7 @@ class MetaOperations(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = _answer(func, args, kwargs)
+        found = answer(func, args, kwargs)
         return func(*args, **kwargs) if found is None else found
 
 
@@ -81,7 +81,7 @@ def is_block(func: Any) -> bool:
 
 @lru_cache(maxsize=1024)
 def _kind(func: Any) -> str:
-    """Return which of _answer's cases an operation is; "" for none."""
+    """Return which of answer's cases an operation is; "" for none."""
     aten, name = torch.ops.aten, func.overloadpacket.__name__
     if name == "arange" or func is aten.cat.default:
         return name
@@ -101,7 +101,7 @@ def _kind(func: Any) -> str:
     return name if func in known else ""
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what an operation returns, or None where torch must say it."""
     kind = _kind(func)
     if not kind:

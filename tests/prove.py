@@ -3,20 +3,27 @@
 
     python tests/prove.py              all parts, one after another
     python tests/prove.py kills model  these
+    python tests/prove.py --kept       print how each part last went, and at which commit
 
-Exits 1 if a part fails, after all of them have run.
+Exits 1 if a part fails, after all of them have run. tests/proved.csv keeps each part's last result
+with its commit, so that parts which ran on several days make one whole.
 """
 
+import csv
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
+KEPT = ROOT / "tests" / "proved.csv"
+COLUMNS = ("part", "tests", "failed", "skipped", "seconds", "commit", "date", "torch")
 GPU = "tests/gpu"  # `make gpu-check` runs it
 # A test file belongs to the part that names it, or else to the one that names the nearest folder.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -114,8 +121,54 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([head, *map(str, outcomes), last])
 
 
+def commit() -> str:
+    """Return the commit that is checked out, with a "+" where files differ from it."""
+    words = ("rev-parse", "--short=8", "HEAD"), ("status", "--porcelain", "-uno")
+    head, changed = (
+        subprocess.run(["git", *each], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        for each in words
+    )
+    return head + "+" * bool(changed)
+
+
+def kept() -> dict[str, dict[str, str]]:
+    """Return the last result of each part that has one, by COLUMNS."""
+    if not KEPT.exists():
+        return {}
+    with open(KEPT, newline="") as file:
+        return {row["part"]: row for row in csv.DictReader(file)}
+
+
+def keep(outcome: Outcome, of: str) -> None:
+    """Write a part's result, of the commit `of`, in place of an earlier one."""
+    counts, rows = outcome.counts, kept()
+    values = (
+        outcome.part, counts["tests"],
+        max(counts["failures"] + counts["errors"], int(outcome.code != 0)), counts["skipped"],
+        round(outcome.seconds), of, date.today().isoformat(), version("torch"),
+    )  # fmt: skip
+    rows[outcome.part] = dict(zip(COLUMNS, map(str, values), strict=True))
+    with open(KEPT, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[part] for part in PARTS if part in rows)
+
+
+def kept_table() -> str:
+    """Write one line a part: how it last went, and at which commit; or that it has not run."""
+    rows, missing = kept(), dict.fromkeys(COLUMNS, "")
+    table = [{name: name for name in COLUMNS}]
+    table += [rows.get(part, {**missing, "part": part, "tests": "never"}) for part in PARTS]
+    widths = {name: max(len(row[name]) for row in table) for name in COLUMNS}
+    lines = ("  ".join(row[name].ljust(widths[name]) for name in COLUMNS) for row in table)
+    return "\n".join(map(str.rstrip, lines))
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the parts that are named, or all; return 1 if one fails, 2 for a name of no part."""
+    if argv == ["--kept"]:
+        print(kept_table())
+        return 0
     for part in argv:
         if part not in PARTS:
             print(f"make prove: PART {part} is none of {', '.join(PARTS)}", file=sys.stderr)
@@ -124,7 +177,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         for part in argv or PARTS:
             print(f"make prove: {part}", flush=True)
+            of = commit()  # before it runs, which may take an hour
             outcomes.append(run(part, files_of(part)))
+            keep(outcomes[-1], of)
             print(outcomes[-1], flush=True)
     finally:  # also after Ctrl-C
         print(f"\n{table(outcomes)}", flush=True)

@@ -31,11 +31,12 @@ def test_a_part_that_fails_is_told(tmp_path, monkeypatch, capfd):
     bad.write_text("def test_a(): pass\ndef test_b(): assert False, 'seen'\n")
     empty.write_text("")
     files = {"good": [str(good)], "bad": [str(bad)], "empty": [str(empty)]}
-    monkeypatch.setattr(prove, "PARTS", dict.fromkeys(files, ()))
+    monkeypatch.setattr(prove, "PARTS", dict.fromkeys((*files, "later"), ()))
+    monkeypatch.setattr(prove, "KEPT", tmp_path / "proved.csv")
     monkeypatch.setattr(prove, "files_of", files.__getitem__)
     assert prove.main(["good"]) == 0
     capfd.readouterr()
-    assert prove.main([]) == 1
+    assert prove.main(["good", "bad", "empty"]) == 1
     out = capfd.readouterr().out
     assert "AssertionError: seen" in out
     rows = [" ".join(line.split()[:-1]) for line in out.splitlines()[-5:]]  # but for the seconds
@@ -47,4 +48,14 @@ def test_a_part_that_fails_is_told(tmp_path, monkeypatch, capfd):
         "all 4 2 of 3 parts FAILED",
     ]
     assert prove.main(["nothing"]) == 2
-    assert "PART nothing is none of good, bad, empty" in capfd.readouterr().err
+    assert "PART nothing is none of good, bad, empty, later" in capfd.readouterr().err
+    assert prove.main(["--kept"]) == 0
+    rows = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert [row[:4] for row in rows] == [
+        ["part", "tests", "failed", "skipped"],
+        ["good", "2", "0", "0"],
+        ["bad", "2", "1", "0"],
+        ["empty", "0", "1", "0"],
+        ["later", "never"],
+    ]
+    assert all(len(row) == len(prove.COLUMNS) for row in rows[:4])

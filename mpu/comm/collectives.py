@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpu.comm.transport import DONE, Axis, Handle, Label, Splits, Transport
+from mpu.device_type import on_gpu
 
 MAX = dist.ReduceOp.MAX
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 have only the old ones
@@ -113,7 +114,7 @@ def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Te
     """
     if axis.size == 1:
         return x
-    if x.is_cuda and not axis.staged:
+    if on_gpu(x) and not axis.staged:
         return all_reduce(x, axis, label=label)[0]
     flat = x.reshape(-1)
     pad = -flat.numel() % axis.size
@@ -143,13 +144,7 @@ def gather_bytes(data: bytes, axis: Axis, device: torch.device | None = None) ->
     """Return the bytes of every rank, in axis order. Nothing is unpickled."""
     if axis.size == 1:
         return [data]
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    sizes = all_gather(size, axis)[0].tolist()
-    padded = torch.zeros(max([*sizes, 1]), dtype=torch.uint8, device=device)
-    if data:
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = all_gather(padded[None], axis)[0].cpu()
-    return [row[:n].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
+    return axis.required_transport.gather_bytes(data, axis, device)
 
 
 class ProcessGroupTransport(Transport):
@@ -162,12 +157,20 @@ class ProcessGroupTransport(Transport):
     def __init__(self, group: Any, staged: bool = False, why_not: str = "") -> None:
         self.group, self.staged, self.why_not = group, staged, why_not
 
+    def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Callable[..., Any]:
+        """Return what starts a verb of torch.distributed (mpu/comm/meta.py starts none)."""
+        return partial(verb, *args, **named)
+
+    def adds(self, x: Tensor, out: Tensor) -> bool:
+        """Return whether the backend adds the ranks' x as it sends them: NCCL, in one dtype."""
+        return on_gpu(x) and not self.staged and out.dtype == x.dtype
+
     def all_reduce(
         self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Sum x in place, in the backend's own order."""
         wire = to_wire(x, axis)
-        call = partial(dist.all_reduce, wire, op=op, group=self.group, async_op=True)
+        call = self.call(dist.all_reduce, wire, op=op, group=self.group, async_op=True)
         home = _copy_back(wire, x)
         return x, axis.start("all_reduce", x, call, (wire,), home, async_op=async_op, label=label)
 
@@ -179,11 +182,8 @@ class ProcessGroupTransport(Transport):
         result = into if into is not None else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
         out = torch.empty_like(result, device=wire.device) if self.staged else result
 
-        def finish() -> None:
-            if result is not out:
-                result.copy_(out)
-
-        call = partial(_all_gather, out, wire, group=self.group, async_op=True)
+        finish = _copy_to(result, out)
+        call = self.call(_all_gather, out, wire, group=self.group, async_op=True)
         handle = axis.start(
             "all_gather", x, call, (wire, out), finish, async_op=async_op, label=label
         )
@@ -196,20 +196,20 @@ class ProcessGroupTransport(Transport):
         shape = (x.shape[0] // axis.size, *x.shape[1:])
         wire = to_wire(x, axis)
         out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
-        if x.is_cuda and not self.staged and out.dtype == x.dtype:
-            call = partial(_reduce_scatter, out, wire, group=self.group, async_op=True)
+        if self.adds(x, out):
+            call = self.call(_reduce_scatter, out, wire, group=self.group, async_op=True)
             handle = axis.start(
                 "reduce_scatter", x, call, (wire, out), None, async_op=async_op, label=label
             )
             return out, handle
         parts = torch.empty_like(wire)
-        call = partial(dist.all_to_all_single, parts, wire, group=self.group, async_op=True)
+        call = self.call(dist.all_to_all_single, parts, wire, group=self.group, async_op=True)
 
         def finish() -> None:
             sum_of_parts(parts.view(axis.size, *shape), out)
 
         keep = (wire, parts)
-        verb = "all_to_all" if x.is_cuda and not self.staged else "reduce_scatter"
+        verb = "all_to_all" if on_gpu(x) and not self.staged else "reduce_scatter"
         handle = axis.start(verb, x, call, keep, finish, async_op=async_op, label=label)
         return out, handle
 
@@ -220,20 +220,71 @@ class ProcessGroupTransport(Transport):
         wire = to_wire(x, axis)
         out = x.new_empty((len(x) if splits is None else sum(splits.output), *x.shape[1:]))
         arrived = torch.empty_like(out, device=wire.device) if self.staged else out
-        call = partial(dist.all_to_all_single, arrived, wire, group=self.group, async_op=True)
+        call = self.call(dist.all_to_all_single, arrived, wire, group=self.group, async_op=True)
         if splits is not None:
             sizes = dict(output_split_sizes=splits.output, input_split_sizes=splits.input)
-            call = partial(call, **{name: list(rows) for name, rows in sizes.items()})
+            call = self.call(call, **{name: list(rows) for name, rows in sizes.items()})
 
-        def finish() -> None:
-            if arrived is not out:
-                out.copy_(arrived)
-
-        keep = (wire, arrived)
+        keep, finish = (wire, arrived), _copy_to(out, arrived)
         handle = axis.start(
             "all_to_all", x, call, keep, finish, async_op=async_op, label=label, splits=splits
         )
         return out, handle
+
+
+    def send(self, x: Tensor, axis: Axis, to: int, label: Label | None) -> Handle:
+        """Send by the backend's own verb."""
+        wire, peer = to_wire(x, axis), axis.ranks[to]
+        call = self.call(dist.isend, wire, peer, group=self.group)
+        return axis.start("send", x, call, (wire,), async_op=True, label=label, peer=peer)
+
+    def receive(self, out: Tensor, axis: Axis, source: int, label: Label | None) -> Handle:
+        """Receive by the backend's own verb."""
+        wire, peer = _room(out, axis), axis.ranks[source]
+        call = self.call(dist.irecv, wire, peer, group=self.group)
+        return axis.start(
+            "receive", out, call, (wire,), _copy_to(out, wire), async_op=True, label=label,
+            peer=peer,
+        )  # fmt: skip
+
+    def exchange(
+        self, x: Tensor, axis: Axis, to: int, source: int, into: Tensor, label: Label | None
+    ) -> Handle:
+        """Start both as one batch, so that neither waits for the other."""
+        wire, out, peer = to_wire(x, axis), _room(into, axis), axis.ranks[source]
+
+        call = self.call(_exchange, wire, axis.ranks[to], out, peer, self.group)
+        keep, finish = (wire, out), _copy_to(into, out)
+        return axis.start("send", x, call, keep, finish, async_op=True, label=label, peer=peer)
+
+    def gather_bytes(self, data: bytes, axis: Axis, device: torch.device | None) -> list[bytes]:
+        """Gather the sizes first, then rows of the largest."""
+        size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+        sizes = all_gather(size, axis)[0].tolist()
+        padded = torch.zeros(max([*sizes, 1]), dtype=torch.uint8, device=device)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = all_gather(padded[None], axis)[0].cpu()
+        return [row[:n].numpy().tobytes() for row, n in zip(rows, sizes, strict=True)]
+
+
+def _exchange(x: Tensor, to: int, out: Tensor, source: int, group: Any) -> "_Both":
+    send, receive = dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, out, source, group)
+    return _Both(dist.batch_isend_irecv([send, receive]))
+
+
+class _Both:
+    """Two messages, waited for as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 def by_process_group(axis: Axis, why_not: str = "") -> Axis:
@@ -252,6 +303,21 @@ def group_of(axis: Axis) -> Any:
 def to_wire(x: Tensor, axis: Axis) -> Tensor:
     """Return x as the backend needs it: contiguous, in host memory where the axis is staged."""
     return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
+
+
+def _room(out: Tensor, axis: Axis) -> Tensor:
+    """Return memory in which a message like `out` can arrive: `out` itself where it can."""
+    return torch.empty_like(out, device="cpu") if axis.staged else out
+
+
+def _copy_to(out: Tensor, arrived: Tensor) -> Callable[[], None]:
+    """Return a function that copies what has arrived to `out`, if it is elsewhere."""
+
+    def finish() -> None:
+        if arrived is not out:
+            out.copy_(arrived)
+
+    return finish
 
 
 def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], None]:

@@ -1,53 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run any layout in one process, without numbers: collectives of meta tensors."""
+"""Run any layout in one process, without numbers: the process groups' verbs, which send nothing."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mpu.comm.transport import Axis, Handle, Label, Splits, Transport
+from mpu.comm.collectives import ProcessGroupTransport
+from mpu.comm.transport import Axis
+from mpu.device_type import on_gpu
+
+Answers = Callable[[bytes, Axis], list[bytes]]
 
 
-class MetaTransport(Transport):
+def alike(data: bytes, axis: Axis) -> list[bytes]:
+    """Answer for ranks that say what this one says."""
+    return [data] * axis.size
+
+
+class MetaTransport(ProcessGroupTransport):
     """Carries shapes alone: a model of meta tensors runs any layout in one process.
 
-    A trace receives each collective as in a real run. Every result is a meta tensor.
+    A trace receives each collective and message, with the verb, the dtype and the memory that a
+    process group would take. answers: what the ranks of an axis say where this one says some bytes.
     """
 
-    def all_reduce(
-        self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
-    ) -> tuple[Tensor, Handle]:
-        """Return x."""
-        assert x.is_meta
-        return x, axis.start("all_reduce", x, _nothing, (), None, async_op=async_op, label=label)
+    def __init__(self, answers: Answers = alike) -> None:
+        super().__init__(None)
+        self.answers = answers
 
-    def all_gather(
-        self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
-    ) -> tuple[Tensor, Handle]:
-        """Return a tensor with axis.size times the rows of x."""
-        assert x.is_meta
-        out = x.new_empty((axis.size * x.shape[0], *x.shape[1:])) if into is None else into
-        return out, axis.start("all_gather", x, _nothing, (), None, async_op=async_op, label=label)
+    def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Callable[..., Any]:
+        """Start nothing."""
+        return _nothing
 
-    def reduce_scatter(
-        self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
-    ) -> tuple[Tensor, Handle]:
-        """Return a tensor with 1 / axis.size of the rows of x."""
-        assert x.is_meta and x.shape[0] % axis.size == 0
-        out = x.new_empty((x.shape[0] // axis.size, *x.shape[1:])) if into is None else into
-        handle = axis.start("reduce_scatter", x, _nothing, (), None, async_op=async_op, label=label)
-        return out, handle
+    def adds(self, x: Tensor, out: Tensor) -> bool:
+        """Return whether the sum takes no memory: on a CPU ranks add in memory that they share."""
+        return not on_gpu(x) or super().adds(x, out)
 
-    def all_to_all(
-        self, x: Tensor, axis: Axis, async_op: bool, splits: Splits | None, label: Label | None
-    ) -> tuple[Tensor, Handle]:
-        """Return a tensor with the rows that the other ranks would send."""
-        assert x.is_meta
-        out = x.new_empty((len(x) if splits is None else sum(splits.output), *x.shape[1:]))
-        handle = axis.start(
-            "all_to_all", x, _nothing, (), async_op=async_op, label=label, splits=splits
-        )
-        return out, handle
+    def gather_bytes(self, data: bytes, axis: Axis, device: torch.device | None) -> list[bytes]:
+        """Return what the ranks say."""
+        return self.answers(data, axis)
 
 
 def _nothing() -> None:

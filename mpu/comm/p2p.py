@@ -11,24 +11,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mpu.comm.collectives import group_of, to_wire
-from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Handle, Label
 from mpu.worker import Worker
 
 
 def send(x: Tensor, axis: Axis, to: int, label: Label | None = None) -> Handle:
     """Start sending x to the axis' rank `to`; x must not change before the handle is waited for."""
-    wire = to_wire(x, axis)
-
-    def call() -> Any:
-        return dist.isend(wire, axis.ranks[to], group=group_of(axis))
-
-    peer = axis.ranks[to]
-    return axis.start("send", x, call, (wire,), async_op=True, label=label, peer=peer)
+    return axis.required_transport.send(x, axis, to, label)
 
 
 def receive(
@@ -41,38 +32,7 @@ def receive(
 ) -> tuple[Tensor, Handle]:
     """Post a receive from the axis' rank `source`; the data is there after the handle's wait."""
     out = torch.empty(shape, dtype=dtype, device=device)
-    wire = _room(out, axis)
-
-    def call() -> Any:
-        return dist.irecv(wire, axis.ranks[source], group=group_of(axis))
-
-    def finish() -> None:
-        if wire is not out:
-            out.copy_(wire)
-
-    handle = axis.start(
-        "receive", out, call, (wire,), finish, async_op=True, label=label, peer=axis.ranks[source]
-    )
-    return out, handle
-
-
-def _room(out: Tensor, axis: Axis) -> Tensor:
-    """Return memory in which a message like `out` can arrive: `out` itself where it can."""
-    return torch.empty_like(out, device="cpu") if axis.staged else out
-
-
-class _Both:
-    """Two messages, waited for as one."""
-
-    def __init__(self, works: list[Any]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self.works)
+    return out, axis.required_transport.receive(out, axis, source, label)
 
 
 def exchange(
@@ -82,22 +42,7 @@ def exchange(
 
     Every rank of the axis makes the same step. The handle waits for both.
     """
-    peer = axis.ranks[source]
-    if isinstance(axis.required_transport, MetaTransport):  # shapes do not travel
-        return axis.start("send", x, lambda: None, (x,), async_op=True, label=label, peer=peer)
-    wire, out = to_wire(x, axis), _room(into, axis)
-
-    def call() -> Any:
-        send = dist.P2POp(dist.isend, wire, axis.ranks[to], group_of(axis))
-        receive = dist.P2POp(dist.irecv, out, peer, group_of(axis))
-        return _Both(dist.batch_isend_irecv([send, receive]))
-
-    def finish() -> None:
-        if out is not into:
-            into.copy_(out)
-
-    keep = (wire, out)
-    return axis.start("send", x, call, keep, finish, async_op=True, label=label, peer=peer)
+    return axis.required_transport.exchange(x, axis, to, source, into, label)
 
 
 class SendQueue:

@@ -19,6 +19,7 @@ from functools import cached_property
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from mpu.comm.waits import MESSAGES, Wait, Waits
@@ -187,6 +188,24 @@ class Transport(ABC):
         self, x: Tensor, axis: "Axis", async_op: bool, splits: Splits | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Send each rank its rows of dim 0: equal parts, unless `splits` are given."""
+
+    @abstractmethod
+    def send(self, x: Tensor, axis: "Axis", to: int, label: Label | None) -> Handle:
+        """Start sending x to the axis' rank `to`."""
+
+    @abstractmethod
+    def receive(self, out: Tensor, axis: "Axis", source: int, label: Label | None) -> Handle:
+        """Post a receive of `out` from the axis' rank `source`."""
+
+    @abstractmethod
+    def exchange(
+        self, x: Tensor, axis: "Axis", to: int, source: int, into: Tensor, label: Label | None
+    ) -> Handle:
+        """Start sending x to one rank and receiving `into` from another."""
+
+    @abstractmethod
+    def gather_bytes(self, data: bytes, axis: "Axis", device: torch.device | None) -> list[bytes]:
+        """Return the bytes of every rank, in axis order."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -108,7 +108,7 @@ class Engine:
         self.schedule, clock = schedule, None
         if self.spans is not None:
             clock = _CudaClock() if self.device.type == "cuda" else _Clock()
-        polls = self.device.type == "cuda" and not self.grid.pp.staged
+        polls = self.device.type != "cpu" and not self.grid.pp.staged
         queue = SendQueue(polls, self._sender) if self.grid.pp.size > 1 else nullcontext()
         with queue as send_queue:
             during = f" {during}" if during else ""

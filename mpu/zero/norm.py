@@ -76,31 +76,32 @@ class _Part:
         self._at = [i for i, bucket in enumerate(buckets) if bucket.layout.sharing == how]
         mine = [buckets[i] for i in self._at]
         self._shard = mine[0].shard
-        where: dict[nn.Parameter, list[int]] = {}  # its blocks among all that are gathered
+        where: dict[nn.Parameter, Tensor] = {}  # its blocks among all that are gathered: int64 [n]
         total = sum(bucket.high - bucket.low for bucket in mine) // BLOCK
         base = 0
         for bucket in mine:
             part = (bucket.high - bucket.low) // BLOCK
             for _, param, start in bucket.params:
-                blocks = range(start // BLOCK, -(-(start + param.numel()) // BLOCK))
-                where[param] = [block // part * total + base + block % part for block in blocks]
+                blocks = torch.arange(start // BLOCK, -(-(start + param.numel()) // BLOCK))
+                where[param] = blocks // part * total + base + blocks % part
             base += part
         self.names: list[str] = []
-        order: list[int] = []
-        counted: list[bool] = []
+        order: list[Tensor] = []
+        counted: list[bool] = []  # of each parameter, as its length in blocks
         lengths: list[int] = []
         for name, param in module.named_parameters():
             placement = placement_of(param)
             if param not in where or any(axis.rank for axis in placement.copies):
                 continue  # only the first rank of such an axis counts its copy
-            order += where[param]
-            counted += [placement.first_holder] * len(where[param])
+            order.append(where[param])
+            counted.append(placement.first_holder)
             lengths.append(len(where[param]))
             self.names.append(name)
         device = mine[0].param_shard.device
-        self._order = torch.tensor(order, device=device)
-        self._counted = torch.tensor(counted, device=device)
-        self._lengths = torch.tensor(lengths, device=device)
+        each = torch.tensor(lengths)
+        self._order = torch.cat([torch.empty(0, dtype=torch.int64), *order]).to(device)
+        self._counted = torch.tensor(counted).repeat_interleave(each).to(device)
+        self._lengths = each.to(device)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the square of each parameter's norm, of all ranks that have a part of it."""
