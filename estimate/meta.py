@@ -42,6 +42,7 @@ PRODUCTS = {  # [..., n, k] x [..., k, m]: the place of the first of the two arg
     torch.ops.aten.addmm.default: 1,
     torch.ops.aten.baddbmm.default: 1,
 }
+UNKNOWN = object()  # what `answer` returns where torch must say
 _REDUCE = {"sum", "mean", "amax", "amin", "linalg_vector_norm"}
 
 
@@ -71,7 +72,7 @@ class MetaOperations(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         found = answer(func, args, kwargs)
-        return func(*args, **kwargs) if found is None else found
+        return func(*args, **kwargs) if found is UNKNOWN else found
 
 
 def is_block(func: Any) -> bool:
@@ -85,6 +86,14 @@ def _kind(func: Any) -> str:
     aten, name = torch.ops.aten, func.overloadpacket.__name__
     if name == "arange" or func is aten.cat.default:
         return name
+    if name.startswith(("_fused_", "_foreach_")) and name.endswith("_"):
+        return "lists in place"
+    if func._overloadname.endswith("out"):
+        return "out"
+    if name in ("select_backward", "slice_backward"):
+        return "backward of a view"
+    if name in ("_softmax", "_softmax_backward_data", "cumsum"):
+        return name
     if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
         return "in place"
     if torch.Tag.pointwise in func.tags:
@@ -97,31 +106,47 @@ def _kind(func: Any) -> str:
         return "like"
     if func in PRODUCTS or name in ("mm", "addmm"):
         return "product"
-    known = (aten.mv.default, aten.index.Tensor, aten.gather.default, aten.embedding.default)
+    known = (
+        aten.mv.default, aten.index.Tensor, aten.gather.default, aten.embedding.default,
+        aten.new_empty.default, aten._unsafe_view.default, aten.permute.default,
+    )  # fmt: skip
     return name if func in known else ""
 
 
 def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what an operation returns, or None where torch must say it."""
+    """Return what an operation returns, or UNKNOWN where torch must say it."""
     kind = _kind(func)
     if not kind:
+        return UNKNOWN
+    if kind == "lists in place":
         return None
     first: Any = args[0] if args else None
     if kind == "arange":
         if kwargs.get("device") == META and {*map(type, args)} <= {int}:
             dtype = kwargs.get("dtype") or torch.long
             return torch.empty(len(range(*args)), dtype=dtype, device=META)
-        return None
+        return UNKNOWN
     if kind == "cat":
         if not first[0].is_meta:
-            return None
+            return UNKNOWN
         shape, dim = list(first[0].shape), args[1] if len(args) > 1 else 0
         shape[dim] = sum(part.shape[dim] for part in first)
         return torch.empty(shape, dtype=_common(first), device=META)
     if not (isinstance(first, Tensor) and first.is_meta):
-        return None
+        return UNKNOWN
     if kind == "in place":
         return first
+    if kind == "out":
+        return kwargs.get("out", UNKNOWN)
+    if kind == "backward of a view":
+        return _new(first, args[1])
+    if kind == "_softmax":
+        return torch.empty(first.shape, dtype=torch.float32 if args[2] else first.dtype, device=META)
+    if kind == "_softmax_backward_data":
+        return torch.empty(first.shape, dtype=args[3], device=META)
+    if kind == "cumsum":
+        kept = kwargs.get("dtype") or (first.dtype if first.is_floating_point() else torch.long)
+        return torch.empty(first.shape, dtype=kept, device=META)
     if kind == "elementwise":
         return _elementwise(func, args, kwargs)
     if kind == "reduction":
@@ -129,8 +154,8 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kind == "block":
         (b, a, s, _), e = first.shape, args[2].shape[3]
         sums = torch.float64 if first.dtype == torch.float64 else torch.float32
-        lse = first.new_empty((b, s, a), dtype=sums).transpose(1, 2)
-        return first.new_empty((b, s, a, e)).transpose(1, 2), lse
+        lse = torch.empty((b, s, a), dtype=sums, device=META).transpose(1, 2)
+        return _new(first, (b, s, a, e)).transpose(1, 2), lse
     if kind == "like":
         dtype = kwargs.get("dtype") or first.dtype
         return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
@@ -138,18 +163,34 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "out" in kwargs:
             return kwargs["out"]
         if func not in PRODUCTS:
-            return None
+            return UNKNOWN
         x, y = args[PRODUCTS[func] :][:2]
-        return x.new_empty((*x.shape[:-1], y.shape[-1]))
+        return _new(x, (*x.shape[:-1], y.shape[-1]))
+    if kind == "new_empty":
+        device = kwargs.get("device")
+        if device is not None and device.type != "meta":
+            return UNKNOWN
+        return torch.empty(args[1], dtype=kwargs.get("dtype") or first.dtype, device=META)
+    if kind == "_unsafe_view":
+        return first.view(args[1])
+    if kind == "permute":
+        dims, shape, strides = args[1], first.shape, first.stride()
+        sizes, steps = [shape[d] for d in dims], [strides[d] for d in dims]
+        return first.as_strided(sizes, steps, first.storage_offset())
     if kind == "mv":
-        return first.new_empty(first.shape[:1])
+        return _new(first, first.shape[:1])
     if kind == "index":
         if not all(i is not None and i.dtype == torch.long for i in args[1]):
-            return None
-        return first.new_empty((*_broadcast(args[1]), *first.shape[len(args[1]) :]))
+            return UNKNOWN
+        return _new(first, (*_broadcast(args[1]), *first.shape[len(args[1]) :]))
     if kind == "gather":
-        return first.new_empty(args[2].shape)
-    return first.new_empty((*args[1].shape, first.shape[1]))  # embedding
+        return _new(first, args[2].shape)
+    return _new(first, (*args[1].shape, first.shape[1]))  # embedding
+
+
+def _new(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor of another's dtype; `new_empty` is written in Python for meta tensors."""
+    return torch.empty(shape, dtype=like.dtype, device=META)
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -227,6 +268,19 @@ class MetaAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             func = self.dot_product_attention
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def meta_attention() -> Iterator[None]:
+    """Let F.scaled_dot_product_attention of meta tensors be a flash kernel's meanwhile, also where
+    backward computes it again.
+    """
+    kernel = torch.library.Library("aten", "IMPL", "AutogradMeta")
+    kernel.impl("scaled_dot_product_attention", flash_attention)
+    try:
+        yield
+    finally:
+        kernel._destroy()
 
 
 def flash_attention(

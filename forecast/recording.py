@@ -1,56 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the program's own `build` and `train_step` as one rank of any world, and record the step.
 
-Tensors are meta tensors: they have shapes and no memory. Collectives and messages go through the
-verbs of a process group and are sent nowhere (mpu/comm/meta.py); what ranks of a pipeline say to
-each other while they start they really say, as each is built in a thread of its own.
+Tensors are meta tensors: they have shapes and no memory, and stand for those of the run's device
+(mpu/device_type.py). Collectives and messages go through the verbs of a process group, which sends
+nothing (mpu/comm/meta.py). What ranks of a pipeline say to each other while they are built they
+really say: each is built, in a thread of its own.
 
-    build (all ranks of a pipeline)     bucket sizes, frozen stages, names of the norm's parameters
-    a first step                        what comes once: state, and the order of ZeRO 3's gathers
-    the recorded step                   storages, collectives, and the actions of the schedule
+    build              buckets, optimizer, norm: of all ranks of a pipeline
+    warm-up            on GPUs in a pipeline, each chunk once (training/run/warm_up.py)
+    a step             before the recorded one, where that is not like the first (ZeRO 3's gathers)
+    the recorded step  storages as they come and go, collectives and messages, the schedule's actions
 
-A storage has a kind (KINDS), which may be known only later: what autograd saves is an activation, a
-bucket's gradient is known when its sum starts. So events hold the storage, and sums by kind are
-made when they are asked for (`Recording.moments`).
+A step has few micro-batches (`few_micro_batches`): as many as a schedule needs to repeat itself.
 """
 
 import contextlib
 import gc
+import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from estimate.meta import META, MetaAttention, answer, flash_attention, meta_kernels
+from estimate.meta import META, UNKNOWN, answer, meta_attention, meta_kernels
+from estimate.simulate import peak_activations
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Label
 from mpu.device_type import meta_stands_for, on_gpu
 from mpu.grid import Grid
 from mpu.host_memory import HostMemory
 from mpu.launch import Launch
+from mpu.layers.linear import use_overlap
 from mpu.module_tracker import tensors_of
+from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Payload
+from mpu.pipeline.schedules import Action, build
 from mpu.torch_private import DispatchMode
+from training.batch_size import micro_batches
 from training.config import Config
 from training.faults.monitor import FailureMonitor
 from training.pipeline_schedule import micro_batch_counts
-from training.run.warm_up import batches_of_zeros
+from training.run.warm_up import batches_of_zeros, run_chunks
 
-# kinds of a rank's memory
-STATE = ("parameters", "gradients", "masters", "moments")  # these persist from step to step
-OTHER_STATE = "other state"  # persists too: the norm's index, tables of RoPE
+# Kinds of memory. The first five persist from step to step.
+STATE = ("parameters", "gradients", "masters", "moments")
+OTHER_STATE = "other state"  # the norm's index, tables of RoPE, the batch
 UNSHARDED, GATHERED = "unsharded gradients", "gathered weights"
-ACTIVATIONS, LOGITS, MESSAGES, WORKING = "activations", "logits", "messages", "working memory"
+ACTIVATIONS, LOGITS, MESSAGES = "activations", "logits", "messages"
+WORKING = "working memory"  # what one action makes and frees
 HOST = "host memory"
-UPDATE = "update"  # the action after the schedule's, with the sums that are still to come
+KINDS = (*STATE, OTHER_STATE, UNSHARDED, GATHERED, ACTIVATIONS, LOGITS, MESSAGES, WORKING)
+SUMS, UPDATE = "sums of gradients", "update"  # what follows the schedule's last action
+ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
+PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 
 
 class Storage:
@@ -63,10 +72,11 @@ class Storage:
 
 
 class Transfer(NamedTuple):
-    """A collective or message. bytes: of the whole tensor. sent: bytes that leave this rank.
+    """A collective or message.
 
-    who: the layer (its number as "*"), the bucket or the message that it belongs to. purpose: as in
-    its label. peer: of a message, the other rank's place on pp. action: as of the schedule.
+    who: the layer (with "*" for its number), the bucket or the message that it belongs to. purpose:
+    as in the label of its call. bytes: of the whole tensor. sent: those that leave this rank. size:
+    ranks of the axis. peer: of a message, the other rank's place on pp; else -1. action: under way.
     """
 
     axis: str
@@ -79,14 +89,26 @@ class Transfer(NamedTuple):
     peer: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    action: str
+    action: Action | str
+
+
+class Moment(NamedTuple):
+    """The fullest moment of an action. kinds: bytes on the device, by kind."""
+
+    action: Action | str
+    kinds: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Return the bytes of all kinds."""
+        return sum(self.kinds.values())
 
 
 class Monitor(FailureMonitor):
-    """A FailureMonitor without a connection: passes each action on."""
+    """A FailureMonitor without a connection, which gives each action to a recorder."""
 
-    def __init__(self, begins: Callable[[str], None]) -> None:
-        self._begins = begins
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder = recorder
         super().__init__()
         self.action = "start-up"
 
@@ -98,195 +120,223 @@ class Monitor(FailureMonitor):
     @action.setter
     def action(self, words: str) -> None:
         self._action = words
-        self._begins(words)
+        self._recorder.begins(words)
 
 
 class Recorder(DispatchMode):
-    """Answers operations on meta tensors, and notes each storage from its first tensor to its last.
+    """Answers operations on meta tensors from their shapes, and notes what a step does.
 
-    events: (storage, +1 or -1) and the words of actions, in order. now: bytes on the device.
-    transfers: collectives and messages since `begin`.
+    events: in order, (storage, 1 as it comes or -1 as it goes), or an action that begins.
+    transfers: in order. down, up: bytes copied to host memory and from there. run: once there is
+    one.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Any] = []
+        self.events: list[tuple[Storage, int] | Action | str] = []
         self.transfers: list[Transfer] = []
-        self.storages: dict[int, Storage] = {}
-        self.action = ""
-        self.names: dict[int, str] = {}
-        self.pp_rank_of: dict[int, int] = {}
+        self.down = self.up = 0
+        self.run: Any = None
+        self.action: Action | str = ""
+        self.storages: dict[int, Storage] = {}  # those that live, by id
+        self._logits = 0  # elements of a micro-batch's logits
         self._references: dict[int, Any] = {}
-        self._kinds: list[str] = [""]
+        self._new: list[Storage] = []  # since the action began
+        self._names: dict[int, str] = {}
+        self._has_host = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = answer(func, args, kwargs or {})
-        if out is None:
+        if out is UNKNOWN:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        made = (out,) if isinstance(out, Tensor) else () if out is None else tensors_of((out,))
-        for tensor in made:
+        for tensor in (out,) if isinstance(out, Tensor) else () if out is None else tensors_of((out,)):
             if tensor.is_meta:
                 storage = tensor.untyped_storage()
                 if id(storage) not in self.storages:
-                    self._made(storage, args)
+                    self._made(storage, tensor, args)
+        if self._has_host and func is torch.ops.aten.copy_.default:
+            self._copied(*args[:2])
         return out
 
-    def _made(self, storage: torch.UntypedStorage, args: Any) -> None:
-        """Note a new storage; what is computed of host memory is host memory."""
-        key, given = id(storage), [self.kind_of(x) for x in tensors_of(args) if x.is_meta]
-        kind = HOST if given and all(each == HOST for each in given) else ""
+    def _made(self, storage: torch.UntypedStorage, tensor: Tensor, args: Any) -> None:
+        """Note a new storage. What is computed of host memory alone is host memory."""
+        key, kind = id(storage), ""
+        if self._has_host:
+            given = [self.kind_of(x) for x in tensors_of(args) if x.is_meta]
+            kind = HOST if given and all(each == HOST for each in given) else ""
         made = self.storages[key] = Storage(storage.nbytes(), kind)
+        if tensor.numel() == self._logits and tensor.is_floating_point():
+            made.kind = LOGITS
+        self._new.append(made)
         self.events.append((made, 1))
         self._references[key] = weakref.ref(storage, partial(self._freed, key))
+
+    def _freed(self, key: int, _: Any) -> None:
+        del self._references[key]
+        made = self.storages.pop(key)
+        made.kind = made.kind or WORKING  # it was gone before its action was over
+        self.events.append((made, -1))
+
+    def _copied(self, to: Tensor, source: Tensor) -> None:
+        if to.is_meta and source.is_meta:
+            kinds = self.kind_of(to) == HOST, self.kind_of(source) == HOST
+            self.down += source.nbytes * (kinds == (True, False))
+            self.up += to.nbytes * (kinds == (False, True))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has lost its memory, or got it back."""
+        if (old := self.storages.get(id(storage))) is not None:
+            made = self.storages[id(storage)] = Storage(storage.nbytes(), old.kind)
+            self.events += [(old, -1), (made, 1)]
+
+    def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of host memory: apart from the device's, unless that is a CPU."""
+        out = torch.empty(shape, dtype=dtype, device=META)
+        if on_gpu(META):
+            self._has_host = True
+            self.storages[id(out.untyped_storage())].kind = HOST
+        return out
 
     def kind_of(self, tensor: Tensor) -> str:
         """Return the kind of a tensor's storage, as far as it is known."""
         found = self.storages.get(id(tensor.untyped_storage()))
         return found.kind if found else ""
 
-    def _freed(self, key: int, _: Any) -> None:
-        del self._references[key]
-        self.events.append((self.storages.pop(key), -1))
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has lost its memory, or got it back."""
-        key = id(storage)
-        if key in self.storages:
-            old = self.storages[key]
-            self.events.append((old, -1))
-            made = self.storages[key] = Storage(storage.nbytes(), old.kind)
-            self.events.append((made, 1))
-
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of host memory: apart from the device's, unless that is a CPU."""
-        out = torch.empty(shape, dtype=dtype, device=META)
-        if on_gpu(META):
-            self.mark(out, HOST)
-        return out
-
     def mark(self, tensor: Tensor | None, kind: str) -> None:
         """Say of which kind a tensor's storage is, unless that is known."""
         if tensor is not None and tensor.is_meta:
             found = self.storages.get(id(tensor.untyped_storage()))
-            if found is not None and not found.kind:
-                found.kind = kind
+            if found is not None:
+                found.kind = found.kind or kind
+
+    def know(self, run: Any) -> None:
+        """Note what a run has: the names of its modules and buckets, and the kinds of its state."""
+        self.run = run
+        self._names = {
+            id(module): ".".join("*" if part.isdigit() else part for part in name.split("."))
+            for name, module in run.model.named_modules()
+        }
+        self._names |= {id(b): f"bucket {n}" for n, b in enumerate(run.sink.weight_buckets)}
+        for kind, tensors in run.optimizer.tensors_by_kind().items():
+            for tensor in tensors:
+                self.mark(tensor, kind)
+        config = run.config
+        tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+        tokens = config.batch.micro_batch_size * config.model.seq_length // cp
+        self._logits = tokens * config.model.padded_vocab_size(tp) // tp
+
+    def settle(self, kind: str) -> None:
+        """Say of which kind all is that lives and is not known yet."""
+        for storage in self.storages.values():
+            storage.kind = storage.kind or kind
+        self._new.clear()
 
     def begins(self, words: str) -> None:
-        """Note that an action begins."""
-        self.action = words
-        self.events.append(words)
+        """Note that an action begins: what the one before has left is kept for a later one."""
+        if words.startswith("waiting"):
+            return
+        if self.run is not None:  # else it is being built
+            for bucket in self.run.sink.buckets:
+                self.mark(bucket.grad, UNSHARDED)
+            for bucket in self.run.sink.weight_buckets:
+                self.mark(bucket.weights, GATHERED)
+            for storage in self._new:
+                storage.kind = storage.kind or ACTIVATIONS
+            self._new.clear()
+        found = ACTION.findall(words)  # of an F with a B, the B
+        if found:
+            kind, chunk, i = found[-1]
+            self.action = Action(kind[0], int(chunk), int(i))
+        else:
+            update = words.startswith("the update")
+            self.action = UPDATE if update else SUMS if "gradient sums" in words else words
+        self.events.append(self.action)
 
     def issued(
         self, verb: str, axis: Axis, tensor: Tensor, sent: int, is_async: bool, label: Label | None
     ) -> None:
         """Note a collective or message that is about to start, as a trace of the grid's axes."""
         who, purpose = label or Label("", "")
-        peer = -1
+        name, peer = who, -1
         if isinstance(who, Payload):
-            peer, purpose = who.peer, "message"
-            name = "activation" if who.kind == "F" else "gradient"
+            name, purpose, peer = {"F": "activation", "B": "gradient"}[who.kind], "message", who.peer
             self.mark(tensor, MESSAGES)
-        elif isinstance(who, str):
-            name = who
-        else:
-            name = self.names.get(id(who), type(who).__name__)
-            if purpose == "grad sum":
-                self.mark(tensor, UNSHARDED)
-            elif purpose == "gather":
-                self.mark(who.weights, GATHERED)  # type: ignore[attr-defined]
+        elif not isinstance(who, str):
+            name = self._names.get(id(who), type(who).__name__)
+        if not label and isinstance(self.action, Action):
+            purpose = PHASES[self.action.kind]
         self.transfers.append(
             Transfer(
-                axis.name, verb, name, purpose, tensor.nbytes, sent, axis.size, peer,
+                axis.name, verb, str(name), purpose, tensor.nbytes, sent, axis.size, peer,
                 tensor.dtype, tuple(tensor.shape), self.action,
             )
         )  # fmt: skip
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Note what autograd saves."""
-        if tensor.is_floating_point() or tensor.dtype == torch.uint8:
-            self.mark(tensor, ACTIVATIONS)
-        return tensor
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-class Moment(NamedTuple):
-    """The fullest moment of an action: bytes by kind."""
-
-    action: str
-    kinds: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Return the bytes of all kinds on the device."""
-        return sum(self.kinds.values())
-
 
 @dataclass
 class Recording:
-    """One step of one rank. run: what the program has built."""
+    """A step of one rank. run: what the program has built.
+
+    count: micro-batches of the step of which `few` are recorded. start: bytes by kind as it begins.
+    warm_up: the most bytes before it, where each chunk runs once.
+    """
 
     run: Any
     recorder: Recorder
-    state: dict[str, int] = field(default_factory=dict)
-    persistent: dict[str, int] = field(default_factory=dict)
-    start: dict[str, int] = field(default_factory=dict)  # bytes by kind as the step begins
-
-    @property
-    def transfers(self) -> list[Transfer]:
-        """Return the collectives and messages of the step."""
-        return self.recorder.transfers
+    few: int
+    start: dict[str, int] = field(default_factory=dict)
+    warm_up: int = 0
 
     def moments(self) -> list[Moment]:
-        """Return the fullest moment of each action of the step, in order."""
+        """Return the fullest moment of each action, in order."""
         found: list[Moment] = []
-        now, action, most, kinds = dict(self.start), "", -1, dict[str, int]()
-        total = sum(n for kind, n in now.items() if kind != HOST)
+        now = {kind: n for kind, n in self.start.items() if kind != HOST}
+        total = most = sum(now.values())
+        action: Action | str = ""
+        kinds = dict(now)
         for event in self.recorder.events:
-            if isinstance(event, str):
-                if most >= 0 and not action.startswith("waiting"):
-                    found.append(Moment(action, kinds))
+            if not isinstance(event, tuple) or isinstance(event, Action):
+                found.append(Moment(action, kinds))
                 action, most, kinds = event, total, dict(now)
                 continue
             storage, sign = event
-            kind, n = storage.kind or WORKING, sign * storage.nbytes
-            now[kind] = now.get(kind, 0) + n
-            if kind != HOST:
-                total += n
+            if (kind := storage.kind or WORKING) == HOST:
+                continue
+            now[kind] = now.get(kind, 0) + sign * storage.nbytes
+            total += sign * storage.nbytes
             if total > most:
                 most, kinds = total, dict(now)
-        found.append(Moment(action, kinds))
-        for each in found:
-            each.kinds.pop(HOST, None)
-        return found
+        return [*found[1:], Moment(action, kinds)]
 
     @property
-    def peak(self) -> Moment:
-        """Return the moment of the step that needs most."""
-        return max(self.moments(), key=lambda moment: moment.total)
+    def host(self) -> int:
+        """Return the most bytes of host memory."""
+        now = most = self.start.get(HOST, 0)
+        for event in self.recorder.events:
+            if isinstance(event, tuple) and not isinstance(event, Action) and event[0].kind == HOST:
+                now += event[1] * event[0].nbytes
+                most = max(most, now)
+        return most
 
 
 class _Meeting:
-    """Ranks of a pipeline, one in each thread, that tell each other bytes; one runs at a time."""
+    """Ranks of a pipeline, each in a thread, that tell each other bytes. One runs at a time."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self._said: list[bytes] = [b""] * size
         self._barrier = threading.Barrier(size)
         self.turn = threading.Lock()
 
     def answers(self, rank: int, data: bytes, axis: Axis) -> list[bytes]:
-        """Return what each rank of an axis says; other axes have ranks that say the same."""
-        if axis.name != "pp" or self.size == 1:
+        """Return what each rank of an axis says; ranks of other axes than pp say the same."""
+        if axis.name != "pp":
             return [data] * axis.size
         self._said[rank] = data
         self.turn.release()
         try:
-            self._barrier.wait()
+            self._barrier.wait()  # all have spoken
             said = list(self._said)
-            self._barrier.wait()
+            self._barrier.wait()  # all have heard
         finally:
             self.turn.acquire()
         return said
@@ -296,9 +346,113 @@ class _Meeting:
         self._barrier.abort()
 
 
+def record(
+    config: Config, script: ModuleType, ranks: Sequence[int] | None = None, few: int = 0
+) -> dict[int, Recording]:
+    """Return the recordings of ranks of a pipeline, the first ones at their places on pp.
+
+    script: pretrain_llama.py, or a fork of it. ranks: places; None: all. few: micro-batches that
+    are recorded; 0: `few_micro_batches`. Raises what the program raises, before its first step too.
+    """
+    size = config.parallel.pipeline_model_parallel_size
+    wanted = range(size) if ranks is None else ranks
+    meeting, found, errors = _Meeting(size), dict[int, Recording](), list[BaseException]()
+
+    def work(rank: int) -> None:
+        with meeting.turn:
+            try:
+                found[rank] = _record(config, script, rank, meeting, few if rank in wanted else -1)
+            except threading.BrokenBarrierError:
+                pass
+            except BaseException as error:
+                errors.append(error)
+                meeting.abort()
+
+    kind = "cpu" if config.parallel.device == "cpu" else "cuda"
+    with (
+        meta_stands_for(kind),
+        meta_kernels(kind == "cuda"),
+        meta_attention(),
+        patch.object(script.Llama, "initialize", lambda self, *drawn: self),
+    ):
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, size)]
+        for thread in threads:
+            thread.start()
+        work(0)
+        for thread in threads:
+            thread.join()
+    if errors:
+        raise errors[0]
+    return {rank: found[rank] for rank in wanted}
+
+
+def _record(
+    config: Config, script: ModuleType, rank: int, meeting: _Meeting, few: int
+) -> Recording:
+    """Build a rank; record a step of it too, unless `few` is negative."""
+    recorder = Recorder()
+    transport = MetaTransport(partial(meeting.answers, rank))
+    world = config.parallel.world_size
+    place = script.make_grid(config, Launch(0, world)).pp.ranks[rank]
+    grid = script.make_grid(config, Launch(place, world)).carried_by(transport).traced(recorder)
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        out = resize(storage, nbytes)
+        recorder.resized(storage)
+        return out
+
+    def host(self: HostMemory, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return recorder.host(shape, dtype)
+
+    with (
+        patch.object(HostMemory, "empty", host),
+        patch.object(HostMemory, "zeros", host),
+        patch.object(torch.UntypedStorage, "resize_", resized),
+        recorder,
+    ):
+        run = script.build(config, grid, META, Monitor(recorder))
+        use_overlap(run.model, overlap_of(config))
+        recording = Recording(run, recorder, few or few_micro_batches(config))
+        if few >= 0:
+            with _without_collections():
+                _record_steps(recording, script, grid)
+    return recording
+
+
+def _record_steps(recording: Recording, script: ModuleType, grid: Grid) -> None:
+    run, recorder, config = recording.run, recording.recorder, recording.run.config
+    batches = batches_of_zeros(config, grid, META)[:1] * recording.few
+    recorder.know(run)
+    recorder.settle(OTHER_STATE)
+
+    def begin() -> None:
+        recorder.events.clear()
+        recorder.transfers.clear()
+        recorder.down = recorder.up = 0
+        recording.start = dict.fromkeys(STATE, 0)
+        for storage in recorder.storages.values():
+            kind = storage.kind or OTHER_STATE
+            recording.start[kind] = recording.start.get(kind, 0) + storage.nbytes
+
+    begin()
+    if grid.pp.size > 1 and on_gpu(META):
+        run_chunks(run, script.model_provider, script.run_schedule, overlap_of(config))
+        recording.warm_up = max(moment.total for moment in recording.moments())
+        gc.collect()
+    for step in range(2 if run.sink.zero_stage >= 3 else 1):
+        if step:
+            gc.collect()
+            recorder.know(run)
+            recorder.settle(OTHER_STATE)
+        begin()
+        script.train_step(run, batches, 1e-3)
+        run.iteration += 1
+
+
 @contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """Collect garbage now, and not meanwhile: when it happens is chance."""
+def _without_collections() -> Iterator[None]:
+    """Collect garbage now, and not meanwhile: when that happens is chance."""
     gc.collect()
     gc.disable()
     try:
@@ -307,103 +461,46 @@ def without_collections() -> Iterator[None]:
         gc.enable()
 
 
-@contextlib.contextmanager
-def stood_in(config: Config) -> Iterator[None]:
-    """Let meta tensors stand for those of the run's device."""
-    kind = "cpu" if config.parallel.device == "cpu" else "cuda"
-    with meta_kernels(kind == "cuda"), meta_stands_for(kind):
-        yield
-
-
-def place_of(config: Config, script: ModuleType, pp_rank: int) -> Grid:
-    """Return the grid of the first of the ranks at a place of the pipeline."""
-    world = config.parallel.world_size
-    first = script.make_grid(config, Launch(0, world))
-    return script.make_grid(config, Launch(first.pp.ranks[pp_rank], world))
-
-
-def record(config: Config, script: ModuleType, ranks: Sequence[int] | None = None) -> dict[int, Recording]:
-    """Return the recordings of these ranks of a pipeline, None for all, by place on pp.
-
-    script: pretrain_llama.py or a fork of it.
+def overlap_of(config: Config) -> OverlapMap:
+    """Return how tp's transfers travel: by messages where the flags ask for a ring, which is also
+    how rows of float8 travel on GPUs under `symmetric`; else by collectives. What `auto` chooses is
+    not known before the run.
     """
-    size = config.parallel.pipeline_model_parallel_size
-    meeting, found = _Meeting(size), dict[int, Recording]()
-    errors: list[BaseException] = []
-    wanted = range(size) if ranks is None else ranks
-
-    def work(rank: int) -> None:
-        with meeting.turn:
-            try:
-                found[rank] = _record(config, script, rank, meeting, rank in wanted)
-            except threading.BrokenBarrierError:
-                pass
-            except BaseException as error:
-                errors.append(error)
-                meeting.abort()
-
-    with stood_in(config), patch.object(script.Llama, "initialize", lambda self, *a: self):
-        if size == 1:
-            work(0)
-        else:
-            threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    if errors:
-        raise errors[0]
-    return {rank: found[rank] for rank in wanted}
+    p = config.parallel
+    low = config.float8.fp8_format is not None and p.device != "cpu"
+    ring = p.tp_comm_overlap == "ring" or (p.tp_comm_overlap == "symmetric" and low)
+    return OverlapMap("ring" if ring else "none")
 
 
-def _record(
-    config: Config, script: ModuleType, rank: int, meeting: _Meeting, steps: bool
-) -> Recording:
-    recorder = Recorder()
-    transport = MetaTransport(partial(meeting.answers, rank))
-    grid = place_of(config, script, rank).carried_by(transport).traced(recorder)
-    monitor = Monitor(recorder.begins)
-    host = recorder.host
-    resize = torch.UntypedStorage.resize_
+def few_micro_batches(config: Config) -> int:
+    """Return as few micro-batches as have each kind of moment that a step of all of them has."""
+    p, count = config.parallel, max(micro_batch_counts(config))
+    if p.defer_embedding_wgrad_compute:  # each keeps what it defers until the step's end
+        return count
+    group = p.microbatch_group_size_per_virtual_pipeline_stage
+    return _few(p.schedule, p.pipeline_model_parallel_size, count, p.virtual_stages, group)
 
-    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        out = resize(storage, nbytes)
-        recorder.resized(storage)
-        return out
 
-    with (
-        patch.object(HostMemory, "empty", lambda self, shape, dtype: host(shape, dtype)),
-        patch.object(HostMemory, "zeros", lambda self, shape, dtype: host(shape, dtype)),
-        patch.object(torch.UntypedStorage, "resize_", resized),
-        MetaAttention(flash_attention),
-        recorder,
-    ):
-        run = script.build(config, grid, META, monitor)
-        recording = Recording(run, recorder)
-        for name, module in run.model.named_modules():
-            recorder.names[id(module)] = name
-        for number, bucket in enumerate(run.sink.weight_buckets):
-            recorder.names[id(bucket)] = f"bucket {number}"
-        for kind, tensors in run.optimizer.tensors_by_kind().items():
-            for tensor in tensors:
-                recorder.mark(tensor, kind)
-        if not steps:
-            return recording
-        batches = batches_of_zeros(config, grid, META)[:1] * max(micro_batch_counts(config))
-        with saved_tensors_hooks(recorder.pack, _same), without_collections():
-            for step in range(2):
-                recorder.events.clear()
-                recorder.transfers.clear()
-                recording.start = dict[str, int]()
-                for storage in recorder.storages.values():
-                    kind = storage.kind or OTHER_STATE
-                    recording.start[kind] = recording.start.get(kind, 0) + storage.nbytes
-                script.train_step(run, batches, 1e-3)
-                run.iteration += 1
-                if not step:
-                    for kind, tensors in run.optimizer.tensors_by_kind().items():
-                        for tensor in tensors:
-                            recorder.mark(tensor, kind)
-                    for storage in recorder.storages.values():
-                        storage.kind = storage.kind or OTHER_STATE
-    return recording
+@lru_cache(maxsize=64)
+def _few(name: str, p: int, count: int, v: int, group: int | None) -> int:
+    """Return the least multiple of a group after which a rank holds no more, at least 3: a first
+    micro-batch, a last one, and one between them.
+    """
+    unit = max(p, group or p)
+    sizes = [n for n in (2 * unit, 3 * unit, 4 * unit) if 3 <= n < count]
+    most = [_most(name, p, n, v, group) for n in sizes]
+    for n, here, more in zip(sizes, most, most[1:], strict=False):
+        if here == more:
+            return n
+    return min(count, 3) if p == 1 else count
+
+
+def _most(name: str, p: int, count: int, v: int, group: int | None) -> list[Any]:
+    schedule = build(name, p, count, v, group)
+    ones = [1.0] * schedule.stages
+    return peak_activations(schedule, ones, ones)
+
+
+def steps_of(config: Config) -> int:
+    """Return the micro-batches of a data-parallel rank in the first step."""
+    return micro_batches(config, 0)
