@@ -137,6 +137,7 @@ class Node:
         self.directory, self._lock_fd = memory_directory()
         self.memory = self.directory / "memory"
         self._copied, self._closed, self.port = dict[str, int](), False, 0
+        self._progress, self._reported = threading.Lock(), tuple[Any, ...]()
 
         def met(channel: Channel, number: int | None, seat: Seat | None) -> None:
             if number is None or seat is None:
@@ -187,6 +188,7 @@ class Node:
                 self._ready = self._ready or "ready" in message
                 if "ended" in message:
                     rank, code = message["ended"]
+                    self._report_progress()  # of steps since the last look
                     message = {"ended": [rank, code, self._cause(rank)], "attempt": self.attempt}
                 self.event(message)
         if not self._closed:  # killed, and so are its ranks
@@ -256,7 +258,7 @@ class Node:
 
     def _watch(self) -> None:
         """Report rank 0's progress and the complete copies; end a starter that is stuck."""
-        last, events, quiet, looked, woken = None, 0, 0.0, time.monotonic(), False
+        events, quiet, looked, woken = 0, 0.0, time.monotonic(), False
         while not self._closed:
             now = time.monotonic()
             if events != self._events:
@@ -274,11 +276,7 @@ class Node:
                 )
                 quiet = 0.0
                 self._process.kill()
-            with suppress(OSError, ValueError, struct.error):
-                record = PROGRESS.unpack(read_plain(self.directory / "progress", PROGRESS.size))
-                if record != last and any(record):  # zeros: nothing is reported yet
-                    self.event({"progress": list(record)})
-                    last = record
+            self._report_progress()
             for entry in os.scandir(self.memory):
                 match = NEEDS.fullmatch(entry.name)
                 inode = entry.inode()
@@ -287,6 +285,14 @@ class Node:
                     with suppress(OSError, ValueError, KeyError):  # it is no copy, then
                         self._report(int(match[1]), read_json(entry.path))
             time.sleep(POLL)
+
+    def _report_progress(self) -> None:
+        """Report rank 0's progress, where there is more than was reported."""
+        with self._progress, suppress(OSError, ValueError, struct.error):
+            record = PROGRESS.unpack(read_plain(self.directory / "progress", PROGRESS.size))
+            if record != self._reported and any(record):  # zeros: nothing is there yet
+                self.event({"progress": list(record)})
+                self._reported = record
 
     def _report(self, step: int, needs: Any) -> None:
         """Report a copy. Raises OSError, ValueError, KeyError for what no run writes."""
