@@ -43,10 +43,10 @@ from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Payload
 from mpu.pipeline.schedules import Action, build
 from mpu.torch_private import DispatchMode
-from training.batch_size import micro_batches
 from training.config import Config
 from training.faults.monitor import FailureMonitor
 from training.pipeline_schedule import micro_batch_counts
+from training.run.stop import Agreement
 from training.run.warm_up import batches_of_zeros, run_chunks
 
 # Kinds of memory. The first five persist from step to step.
@@ -265,9 +265,10 @@ class Recorder(DispatchMode):
             name = self._names.get(id(who), type(who).__name__)
         if not label and isinstance(self.action, Action):
             purpose = PHASES[self.action.kind]
+        whole = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
         self.transfers.append(
             Transfer(
-                axis.name, verb, str(name), purpose, tensor.nbytes, sent, axis.size, peer,
+                axis.name, verb, str(name), purpose, whole, sent, axis.size, peer,
                 tensor.dtype, tuple(tensor.shape), self.action,
             )
         )  # fmt: skip
@@ -347,21 +348,27 @@ class _Meeting:
 
 
 def record(
-    config: Config, script: ModuleType, ranks: Sequence[int] | None = None, few: int = 0
+    config: Config,
+    script: ModuleType,
+    ranks: Sequence[int] | None = None,
+    few: int = 0,
+    member: int = 0,
 ) -> dict[int, Recording]:
-    """Return the recordings of ranks of a pipeline, the first ones at their places on pp.
+    """Return the recordings of ranks of a pipeline, by their places on pp.
 
     script: pretrain_llama.py, or a fork of it. ranks: places; None: all. few: micro-batches that
-    are recorded; 0: `few_micro_batches`. Raises what the program raises, before its first step too.
+    are recorded; 0: `few_micro_batches`. member: a rank of the world that is in the pipeline.
+    Raises what the program raises, before its first step too.
     """
     size = config.parallel.pipeline_model_parallel_size
     wanted = range(size) if ranks is None else ranks
+    places = script.make_grid(config, Launch(member, config.parallel.world_size)).pp.ranks
     meeting, found, errors = _Meeting(size), dict[int, Recording](), list[BaseException]()
 
     def work(rank: int) -> None:
         with meeting.turn:
             try:
-                found[rank] = _record(config, script, rank, meeting, few if rank in wanted else -1)
+                found[rank] = _record(config, script, places[rank], meeting, few if rank in wanted else -1)
             except threading.BrokenBarrierError:
                 pass
             except BaseException as error:
@@ -389,12 +396,11 @@ def record(
 def _record(
     config: Config, script: ModuleType, rank: int, meeting: _Meeting, few: int
 ) -> Recording:
-    """Build a rank; record a step of it too, unless `few` is negative."""
-    recorder = Recorder()
-    transport = MetaTransport(partial(meeting.answers, rank))
-    world = config.parallel.world_size
-    place = script.make_grid(config, Launch(0, world)).pp.ranks[rank]
-    grid = script.make_grid(config, Launch(place, world)).carried_by(transport).traced(recorder)
+    """Build a rank of the world; record a step of it too, unless `few` is negative."""
+    recorder, launch = Recorder(), Launch(rank, config.parallel.world_size)
+    grid = script.make_grid(config, launch)
+    transport = MetaTransport(partial(meeting.answers, grid.pp.rank))
+    grid = grid.carried_by(transport).traced(recorder)
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
@@ -446,8 +452,13 @@ def _record_steps(recording: Recording, script: ModuleType, grid: Grid) -> None:
             recorder.know(run)
             recorder.settle(OTHER_STATE)
         begin()
-        script.train_step(run, batches, 1e-3)
+        _, _, found_inf = script.train_step(run, batches, 1e-3)
         run.iteration += 1
+    # what the loop sends in each step, besides
+    spiked = [found_inf.bool()] * (config.fault.on_spike is not None)
+    Agreement(grid.world).ask(False, False, found_inf, *spiked)
+    if config.log.log_params_norm:
+        run.optimizer.params_norm()
 
 
 @contextlib.contextmanager
@@ -499,8 +510,3 @@ def _most(name: str, p: int, count: int, v: int, group: int | None) -> list[Any]
     schedule = build(name, p, count, v, group)
     ones = [1.0] * schedule.stages
     return peak_activations(schedule, ones, ones)
-
-
-def steps_of(config: Config) -> int:
-    """Return the micro-batches of a data-parallel rank in the first step."""
-    return micro_batches(config, 0)

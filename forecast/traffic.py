@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List what one rank sends in a step: each collective and message, its bytes, and by whom.
+
+The list is a recording of the step (forecast/recording.py), and so has a fork's own collectives
+too. The dry run, `make explain`, the planner's bytes over each link, the rehearsal and fork-check
+read it. Bytes are those of the best algorithm (sent_bytes in mpu/comm/transport.py). Left out is
+what is not in every step: checks of replicas, evaluation, saves, start-up.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+
+from forecast.recording import Recording, Transfer, record
+from mpu.pipeline.schedules import Action
+from training.batch_size import micro_batches
+from training.config import Config
+
+SMALL = ("norm", "loss sum", "go on?")  # purposes that send a few numbers
+Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, bytes sent
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives or messages of one kind in a step.
+
+    axis: as the grid names it. verb: as a trace names it. who, purpose, peer: as in Transfer. times:
+    how many. bytes: of each whole tensor. sent: bytes that leave this rank, all times together.
+    size: ranks of the axis.
+    """
+
+    axis: str
+    verb: str
+    who: str
+    purpose: str
+    times: int
+    bytes: int
+    sent: int
+    size: int
+    peer: int = -1
+
+
+def traffic(
+    config: Config, script: ModuleType, pp_rank: int = 0, member: int = 0
+) -> list[Traffic]:
+    """Return what a rank at a place of the pipeline sends in a step that is not the first.
+
+    script, member: as `record` takes them. The pipeline that has the first rank of the world sends
+    as much as others do, but for owners of matrices.
+    """
+    return rows(record(config, script, [pp_rank], member=member)[pp_rank])
+
+
+def rows(recording: Recording) -> list[Traffic]:
+    """Return a row for each kind of collective and message, in the order of the first of each.
+
+    A step of more micro-batches repeats one in the middle.
+    """
+    more, middle = micro_batches(recording.run.config, 0) - recording.few, recording.few // 2
+    found: dict[Transfer, int] = {}
+    for each in recording.recorder.transfers:
+        if each.size > 1:
+            repeats = isinstance(each.action, Action) and each.action.micro_batch == middle
+            key = each._replace(action="")
+            found[key] = found.get(key, 0) + 1 + more * repeats
+    return [
+        Traffic(
+            each.axis, each.verb, each.who, each.purpose, times=times, bytes=each.bytes,
+            sent=times * each.sent, size=each.size, peer=each.peer,
+        )
+        for each, times in found.items() if times
+    ]  # fmt: skip
+
+
+def totals(rows: Iterable[Traffic]) -> Totals:
+    """Return collectives and bytes sent, by axis and verb."""
+    found: Totals = {}
+    for row in rows:
+        times, sent = found.get((row.axis, row.verb), (0, 0))
+        found[row.axis, row.verb] = times + row.times, sent + row.sent
+    return found
