@@ -330,7 +330,7 @@ def train(
         GarbageCollection(config),
         OverlapNotes(overlap, log),
     ]
-    stop_signal.begin(verbose=run.grid.rank == 0)
+    stop_signal.begin()
     with profile, slow:
         rewind.begin()  # saves the start, where a run may go back to it
         while rewind.unfinished(total):  # counts the steps that are passed over
@@ -404,6 +404,7 @@ def main(
     with StopSignal(launcher, 0 if by == "torchrun" else os.EX_TEMPFAIL) as stop_signal, activity:
         try:
             launch = activity.launch = Launch.from_env()
+            stop_signal.verbose = launch.rank == 0
             activity.what = "reading the flags"
             argv = name_fork(typed[1:])
             if "--rehearse" in argv:  # another program runs this one, on a device without memory

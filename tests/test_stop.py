@@ -142,7 +142,7 @@ def by_train(case, monkeypatch):
         validation=lambda iteration, loss, size, part: None,
     )
     signal = SimpleNamespace(
-        begin=lambda verbose: None,
+        begin=lambda: None,
         received=False,
         end=lambda told, how_far, saved, next_stage: done.append(f"end, by a signal {told}"),
     )

@@ -111,10 +111,11 @@ def integer(low: int = -MOST, high: int = MOST) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         digits = text.removeprefix("-")
-        if not (digits.isascii() and digits.isdigit() and len(digits) < 20):
+        if not (digits.isascii() and digits.isdigit()):
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number")
-        if not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"{text} must be a whole number from {low} to {high}")
+        if len(digits) >= 20 or not low <= int(text) <= high:
+            rule = f"must be a whole number from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text[:40]} {rule}")
         return int(text)
 
     return read

@@ -292,10 +292,14 @@ def parse(argv: Iterable[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     args = parser.parse_args(None if argv is None else list(argv))
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError as error:  # the command line's bytes that Python could not decode
+        parser.error(f"--prompt is not UTF-8 after {args.prompt[: error.start][-40:]!r}")
     rules = {
         "--max-new-tokens": (args.max_new_tokens, args.max_new_tokens >= 1, "at least 1"),
         "--num-samples": (args.num_samples, args.num_samples >= 1, "at least 1"),
-        "--temperature": (args.temperature, 0 <= args.temperature < 1e9, "0 or more"),
+        "--temperature": (args.temperature, 0 <= args.temperature < 1e9, "from 0 to 1e9"),
         "--top-k": (args.top_k, args.top_k >= 0, "0 or more"),
         "--top-p": (args.top_p, 0 < args.top_p <= 1, "in (0, 1]"),
         "--expert-model-parallel-size": (

@@ -164,6 +164,8 @@ def test_a_second_ctrl_c_ends_the_run_at_once(ranks: Ranks) -> None:
 def test_ctrl_c_during_start_up_ends_it_without_a_trace(ranks: Ranks, point: str) -> None:
     result = ranks.run(2, 2, fault(point, -1, "int"))
     assert result.codes == [130, 130]
+    assert "SIGINT: stopped at once\n" in result.said(0)
+    assert "SIGINT: stopped" not in result.said(1)  # one rank speaks
     assert "Traceback" not in result.said(0) + result.said(1)
     assert not (result.folder / "saved").exists()
 

@@ -28,6 +28,8 @@ from tests.model.test_worked_forks import equal
 from tests.model.twin import config_of, run_cases
 from tools.checkpoint import main as convert
 from tools.generate import load_model
+from training.checkpoint.errors import CheckpointError
+from training.checkpoint.huggingface import spelt
 from training.flags.parse import parse
 
 PATH = str(Path(__file__).resolve().parents[2] / "examples/forks/deepseek.py")
@@ -132,6 +134,14 @@ def test_the_parameters_of_v2_lite() -> None:
 def test_what_is_not_computed_is_refused_by_name(hf, field, value):
     with pytest.raises(ValueError, match=f"^config.json: {field} is "):
         FILE.from_hf_config(hf | {field: value})
+
+
+@pytest.mark.parametrize("field", ["n_routed_experts", "qk_rope_head_dim", "num_attention_heads"])
+def test_a_number_that_is_a_text_is_named(field):
+    hf = V3 | {field: str(V3[field]), "transformers_version": "4.33.1"}
+    said = rf"{field} is '{V3[field]}': a text, where a number may be meant\)$"
+    with pytest.raises(CheckpointError, match=said):
+        spelt(hf, "config.json", FILE.from_hf_config)
 
 
 @pytest.mark.parametrize("hf, published", [(V2, "DeepseekV2Config"), (V3, "DeepseekV3Config")])

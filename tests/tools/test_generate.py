@@ -373,12 +373,21 @@ def test_no_checkpoint_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
-    "flag", [("--top-p", "0"), ("--temperature", "-1"), ("--num-samples", "0")]
+    ("flag", "value", "rule"),
+    [
+        ("--top-p", "0", "0.0 must be in (0, 1]"),
+        ("--temperature", "-1", "-1.0 must be from 0 to 1e9"),
+        ("--temperature", "inf", "inf must be from 0 to 1e9"),
+        ("--num-samples", "0", "0 must be at least 1"),
+        ("--prompt", "caf\udce9", "is not UTF-8 after 'caf'"),
+    ],
 )
-def test_flags_have_rules(flag: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_have_rules(
+    flag: str, value: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["--load", "x", *flag])
-    assert end.value.code == 2 and f"{flag[0]} " in capsys.readouterr().err
+        main(["--load", "x", flag, value])
+    assert end.value.code == 2 and f"{flag} {rule}" in capsys.readouterr().err
 
 
 def test_a_small_model_is_decoded_by_one_thread(

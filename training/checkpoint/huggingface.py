@@ -59,6 +59,7 @@ OF_FUSED = {  # (fused tensor, whether in a Mixtral): the modules of an expert t
 }
 PREDICTORS = ("num_nextn_predict_layers", "num_mtp_layers")  # of multi-token prediction
 MOST_PREDICTORS = 16
+NUMBER = re.compile(r"-?[0-9]{1,20}(\.[0-9]{1,20})?(e-?[0-9]{1,3})?", re.IGNORECASE)
 Read = TypeVar("Read")
 ROWS = 1024  # of two embeddings, compared at a time
 
@@ -283,9 +284,20 @@ def spelt(config: dict[str, Any], name: str, read: Callable[[dict[str, Any]], Re
     try:
         return read(config)
     except ValueError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointError(f"{error}{_texts(config, str(error))}") from None
     except Exception as error:  # a model's file reads it, which may be anybody's
-        raise CheckpointError(f"{name}: missing or bad field: {error}") from None
+        why = f"{name}: missing or bad field: {error}"
+        raise CheckpointError(f"{why}{_texts(config, why)}") from None
+
+
+def _texts(config: dict[str, Any], why: str) -> str:
+    """Return which fields, not named in `why`, are texts of a number, to end a message."""
+    found = [
+        f"{field} is {value!r}"
+        for field, value in dict.items(config)
+        if isinstance(value, str) and NUMBER.fullmatch(value) and field not in why
+    ]
+    return f" ({first_of(found)}: a text, where a number may be meant)" if found else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:

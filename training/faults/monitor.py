@@ -313,6 +313,7 @@ class FailureMonitor:
                 return
             doing = f" {at(self.action)}" if cause.rank != self.rank else ""
             self._on_failure(str(cause))
+            self.activity.started()  # what this rank waits for no longer counts
             say(f"[rank {self.rank}] stopping{doing}: {cause}")
 
     def _leave(self) -> None:

@@ -26,6 +26,7 @@ from mpu.param import unique_parameters
 from training import checkpoint
 from training.activity import Activity
 from training.checkpoint.files import write_json
+from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.lock import PATIENCE, DirectoryLock
 from training.checkpoint.manifest import STATE, STEP, step_name
@@ -558,6 +559,11 @@ class Saver:
         the difference, and CheckpointError where its state lacks a count to resume from.
 
         With --skip-train no run goes on, so any run's will do."""
+        if isinstance(found, HuggingFaceDirectory):
+            raise checkpoint.MismatchError(
+                f"{found.directory} is a Hugging Face directory: it has weights, and nothing to "
+                f"resume from; --load {found.directory} or --finetune begins with them at sample 0"
+            )
         missing = [name for name in COUNTS if name not in found.state]
         if missing:
             raise checkpoint.CheckpointError(f"{STATE} has no {', '.join(missing)}")

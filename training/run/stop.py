@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch import Tensor
 from mpu.comm.collectives import all_reduce
 from mpu.comm.transport import Axis, Label
 from training.arguments import CheckpointConfig, RunConfig
+
+AT_ONCE = "stopped at once"
 
 
 class StopSignal:
@@ -25,28 +27,31 @@ class StopSignal:
     run was started to outlive it, by nohup.
 
     Before begin(), a signal ends the run at once: KeyboardInterrupt in the main thread, which no
-    code takes for a mistake of its own, and where this is left SystemExit with the shell's exit
-    code for that signal, 128 + its number. Whatever the interrupted code makes of it (it may be a
-    model's file at its imports), that is the exit code, and training does not begin: the guard ends
-    a run that is still there LEAVING seconds later. While training, the first signal sets
-    `received`, and the run saves and ends after the current step. Later signals change nothing:
-    srun, slurmstepd and torchrun each send one, and no save may be cut short. The exception is a
-    Ctrl-C more than ECHO seconds after the first, which ends the run at once. (Within ECHO it is
-    the same key press: the terminal signals every process, and torchrun forwards its own.) Where
-    the main thread is stuck in a wait and cannot raise, a guard ends it after PATIENCE seconds.
+    code takes for a mistake of its own, and where this is left a line, and SystemExit with the
+    shell's exit code for that signal, 128 + its number. Whatever the interrupted code makes of it
+    (it may be a model's file at its imports), that is the exit code, and training does not begin:
+    the guard ends a run that is still there LEAVING seconds later. While training, the first signal
+    sets `received`, and the run saves and ends after the current step. Later signals change
+    nothing: srun, slurmstepd and torchrun each send one, and no save may be cut short. The
+    exception is a Ctrl-C more than ECHO seconds after the first, which ends the run at once.
+    (Within ECHO it is the same key press: the terminal signals every process, and torchrun forwards
+    its own.) Where the main thread is stuck in a wait and cannot raise, a guard ends it after
+    PATIENCE seconds.
     A first step may last for minutes, for instance on a host that swaps, and has nothing to save
     before it is done (`stepped`): the guard ends the run FIRST seconds after a signal.
 
     launcher: the process id of a parent whose death counts as a SIGTERM, so that no rank outlives
     a torchrun or a slurmstepd that was killed. stopped: the exit code of a run that a signal
-    stopped early. code: the exit code of this run.
+    stopped early. code: the exit code of this run. verbose: whether this rank prints a line about a
+    signal, which the caller sets where it knows the rank.
     """
 
     ECHO, PATIENCE, FIRST, LEAVING = 1.0, 3.0, 10.0, 12.0
     NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
     def __init__(self, launcher: int | None = None, stopped: int = os.EX_TEMPFAIL) -> None:
-        self.received = self.training = self.stepped = self._verbose = False
+        self.received = self.training = self.stepped = False
+        self.verbose = True
         self.code, self._stopped = 0, stopped
         self._name = "a signal to another rank"
         self._launcher = launcher
@@ -71,6 +76,7 @@ class StopSignal:
         signal.set_wakeup_fd(self._wakeup)
         self._sockets[0].close()
         if self._ending.is_set():
+            self._say(self._by, AT_ONCE)
             raise SystemExit(128 + self._by) from None
 
     def check(self) -> None:
@@ -80,13 +86,12 @@ class StopSignal:
         if self._ending.is_set():
             raise KeyboardInterrupt(128 + self._by)
 
-    def begin(self, verbose: bool) -> None:
-        """Begin training: signals now wait for the step. speak: this rank prints the first one.
-
-        The caller sets `stepped` when the first step is done.
+    def begin(self) -> None:
+        """Begin training: signals now wait for the step. The caller sets `stepped` when the first
+        one is done.
         """
         self.check()
-        self.training, self._verbose = True, verbose
+        self.training = True
 
     def end(self, by_signal: bool, done: str, saved: CheckpointConfig, stage: str = "") -> str:
         """Set the exit code of a run that ends early, and return the line to print about it.
@@ -117,7 +122,7 @@ class StopSignal:
         now, first = time.monotonic(), self._first
         if self._ending.is_set():
             if first is not None and now - first > self.ECHO:
-                os._exit(128 + number)  # asked once more, on the way out
+                self._leave(number)  # asked once more, on the way out
             return
         if self._at_once(number, first):
             self._first, self._by = now, number
@@ -132,9 +137,13 @@ class StopSignal:
 
     def _say(self, number: int, text: str) -> None:
         """Print a line where this rank speaks; not by print(): a signal may come within one."""
-        if self._verbose:
+        if self.verbose:
             with suppress(OSError):  # a full disk, or a terminal that is gone
                 os.write(2, f"\n{signal.Signals(number).name}: {text}\n".encode())
+
+    def _leave(self, number: int, why: str = AT_ONCE) -> NoReturn:
+        self._say(number, why)
+        os._exit(128 + number)
 
     def _guard(self) -> None:
         first: float | None = None
@@ -147,10 +156,10 @@ class StopSignal:
                 except TimeoutError:
                     began = self._first if self._ending.is_set() else None
                     if began is not None and time.monotonic() > began + self.LEAVING:
-                        os._exit(128 + self._by)
+                        self._leave(self._by)
                     if not self.stepped and time.monotonic() > end_at:
-                        self._say(last, f"the first step took more than {self.FIRST:g} s: stopped")
-                        os._exit(128 + last)
+                        long = f"the first step took more than {self.FIRST:g} s: stopped"
+                        self._leave(last, long)
                     if self._launcher not in (None, os.getppid()):
                         self._launcher = None
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -161,7 +170,7 @@ class StopSignal:
                     if self.training and not self.stepped:
                         end_at, last = min(end_at, time.monotonic() + self.FIRST), number[0]
                     if self._at_once(number[0], first) and not self._ending.wait(self.PATIENCE):
-                        os._exit(128 + number[0])
+                        self._leave(number[0])
                     if number[0] == signal.SIGINT:
                         first = first or time.monotonic()
 

@@ -359,6 +359,21 @@ def test_a_state_that_says_not_where_to_go_on_is_passed_over(
     assert "step_00000005 is skipped" in output and f"state.json has no {lost}" in output
 
 
+@pytest.mark.parametrize("more", ["", "--skip-train"])
+def test_a_folder_of_exports_is_not_a_run_to_resume(tmp_path: Path, capsys: Any, more: str) -> None:
+    run(tmp_path, "--train-iters 2 --save {tmp}/saved --save-hf {tmp}/hf")
+    capsys.readouterr()
+    folder = tmp_path / "hf"
+    export = folder / step_name(2)
+    flags = f"--train-iters 3 --eval-iters 1 --eval-interval 2 {more} --load".split()
+    assert pretrain_llama.main([*SIZES, *FLAGS, *flags, str(folder)]) == 2
+    said = capsys.readouterr()
+    assert f"--load: {export} is a Hugging Face directory: it has weights, and" in said.err
+    assert "move them away" not in said.out + said.err
+    for other in ([str(export)], [str(folder), "--finetune"]):  # what the message says
+        assert pretrain_llama.main([*SIZES, *FLAGS, *flags, *other]) == 0
+
+
 def test_a_name_that_leaves_the_checkpoint_is_no_tokenizer(begun: Path, capsys: Any) -> None:
     state = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "../../secret.json"}
     (begun / "secret.json").write_text("{}")

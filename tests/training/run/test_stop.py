@@ -108,16 +108,17 @@ def send(*numbers):
 
 
 @pytest.mark.parametrize("number", [USR1, TERM, INT, HUP])
-def test_before_the_first_step_a_signal_ends_the_run_at_once(stop, number):
+def test_before_the_first_step_a_signal_ends_the_run_at_once(stop, capfd, number):
     with pytest.raises(KeyboardInterrupt):
         send(number)
         time.sleep(5)
     assert not stop.received
     with pytest.raises(KeyboardInterrupt):  # who took the first one does not train
-        stop.begin(verbose=True)
+        stop.begin()
     with pytest.raises(SystemExit) as ended:
         stop.__exit__()
     assert ended.value.code == 128 + number
+    assert capfd.readouterr().err == f"\n{signal.Signals(number).name}: stopped at once\n"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_before_the_first_step_a_signal_ends_the_run_at_once(stop, number):
     ],
 )
 def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd):
-    stop.begin(verbose=True)
+    stop.begin()
     send(*numbers)
     time.sleep(0.15)
     assert stop.received
@@ -160,7 +161,7 @@ import time
 from training.run.stop import StopSignal
 StopSignal.FIRST = 0.1
 with StopSignal() as stop:
-    stop.begin(verbose=True)
+    stop.begin()
     stop.stepped = {stepped}
     os.kill(os.getpid(), {int(number)})
     end = time.monotonic() + 2.5  # seconds: the guard looks once a second
@@ -192,13 +193,14 @@ with StopSignal() as stop:
 """
     done = launcher.python("-c", program)
     assert done.returncode == 128 + number, done.stderr
+    assert f"{signal.Signals(number).name}: stopped at once\n" in done.stderr
 
 
 def test_a_run_under_nohup_outlives_its_terminal():
     before = signal.signal(HUP, signal.SIG_IGN)
     try:
         with StopSignal() as stop:
-            stop.begin(verbose=True)
+            stop.begin()
             send(HUP)
             time.sleep(0.1)
             assert not stop.received and signal.getsignal(HUP) == signal.SIG_IGN
@@ -208,7 +210,7 @@ def test_a_run_under_nohup_outlives_its_terminal():
 
 
 def test_a_second_ctrl_c_ends_the_run_and_its_echo_does_not(stop, capfd):
-    stop.begin(verbose=True)
+    stop.begin()
     os.kill(os.getpid(), INT)
     os.kill(os.getpid(), INT)  # what torchrun passes on of the same one
     time.sleep(0.05)
