@@ -23,7 +23,6 @@ from functools import lru_cache, partial
 from inspect import getfile
 from typing import Any
 
-from mpu.device_type import on_gpu
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
 from mpu.needs import end_at_once, explain_missing_packages
 from training.activity import Activity
@@ -288,7 +287,7 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     optimizer = Optimizer(
         model, sink, grid, optimizer_groups(config, widths(config).divisors),
         clip=config.optimizer.clip_grad,
-        cpu_offload=p.optimizer_cpu_offload and on_gpu(device),
+        cpu_offload=p.optimizer_cpu_offload and p.device != "cpu",
         state_offload=p.optimizer_state_offload,
     )  # fmt: skip
     engine = Engine(

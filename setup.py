@@ -27,6 +27,7 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trap
 FLAGS += ["-Wall", "-Wextra"]
 PACKAGES = [
     "estimate",
+    "forecast",
     "model",
     "mpu",
     "mpu.comm",

@@ -28,6 +28,7 @@ from mpu.gradients import GradientSink
 from mpu.layers import fused_gpu, softmax_rows
 from mpu.layers.float8 import cuda as float8_cuda
 from mpu.layers.float8 import rows as float8_rows
+from mpu.layers.linear import Recipe
 from mpu.overlap import ring
 from mpu.recompute import Blocks, Recompute
 from mpu.torch_private import FORWARD, DispatchMode, schema
@@ -119,7 +120,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not kind:
         return UNKNOWN
     if kind == "lists in place":
-        return None
+        return None if all(x.is_meta for x in args[0]) else UNKNOWN
     first: Any = args[0] if args else None
     if kind == "arange":
         if kwargs.get("device") == META and {*map(type, args)} <= {int}:
@@ -141,7 +142,8 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kind == "backward of a view":
         return _new(first, args[1])
     if kind == "_softmax":
-        return torch.empty(first.shape, dtype=torch.float32 if args[2] else first.dtype, device=META)
+        kept = torch.float32 if args[2] else first.dtype
+        return torch.empty(first.shape, dtype=kept, device=META)
     if kind == "_softmax_backward_data":
         return torch.empty(first.shape, dtype=args[3], device=META)
     if kind == "cumsum":
@@ -174,8 +176,8 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kind == "_unsafe_view":
         return first.view(args[1])
     if kind == "permute":
-        dims, shape, strides = args[1], first.shape, first.stride()
-        sizes, steps = [shape[d] for d in dims], [strides[d] for d in dims]
+        own, strides, dims = first.shape, first.stride(), args[1]
+        sizes, steps = [own[d] for d in dims], [strides[d] for d in dims]
         return first.as_strided(sizes, steps, first.storage_offset())
     if kind == "mv":
         return _new(first, first.shape[:1])
@@ -411,6 +413,13 @@ KERNELS: list[tuple[Any, str, Any]] = [
     (softmax_rows, "stats", nothing), (softmax_rows, "gradient", nothing),
     (ring, "sum_of_parts", nothing),
 ]  # fmt: skip
+def accumulate(self: Recipe, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
+    """Stand in for Recipe.accumulate on a CPU, where a product is made and then added."""
+    product = torch.empty((dy.shape[1], x.shape[1]), dtype=x.dtype, device=META)
+    main_grad.copy_(product) if fresh else main_grad.add_(product)
+
+
+ON_CPUS: list[tuple[Any, str, Any]] = [(Recipe, "accumulate", accumulate)]
 ON_GPUS: list[tuple[Any, str, Any]] = [
     (float8_rows, "on_triton", lambda x: x.dtype != torch.float64),
     (float8_rows, "triton_kernels", lambda: Float8Kernels),
@@ -422,9 +431,9 @@ ON_GPUS: list[tuple[Any, str, Any]] = [
 def meta_kernels(gpu: bool) -> Iterator[None]:
     """Let mpu/layers call these kernels meanwhile, where csrc/ does not take a tensor.
 
-    gpu: also those that only GPUs have.
+    gpu: also those that only GPUs have; else those of a CPU.
     """
-    kernels = KERNELS + ON_GPUS if gpu else KERNELS
+    kernels = KERNELS + (ON_GPUS if gpu else ON_CPUS)
     before = [(module, name, getattr(module, name)) for module, name, _ in kernels]
     try:
         for each in kernels:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the program's own `build` and `train_step` as one rank of any world, and record the step.
 
-Tensors are meta tensors: they have shapes and no memory, and stand for those of the run's device
-(mpu/device_type.py). Collectives and messages go through the verbs of a process group, which sends
-nothing (mpu/comm/meta.py). What ranks of a pipeline say to each other while they are built they
-really say: each is built, in a thread of its own.
+Tensors are meta tensors: they have shapes and no memory. Collectives and messages go through the
+verbs of a process group, which sends nothing (mpu/comm/meta.py). What ranks of a pipeline say to
+each other while they are built they really say: each is built, in a thread of its own.
 
     build              buckets, optimizer, norm: of all ranks of a pipeline
     warm-up            on GPUs in a pipeline, each chunk once (training/run/warm_up.py)
-    a step             before the recorded one, where that is not like the first (ZeRO 3's gathers)
-    the recorded step  storages as they come and go, collectives and messages, the schedule's actions
+    a step             before the recorded one, where the first is another: ZeRO 3's gathers, and
+                       state that leaves for host memory
+    the recorded step  storages that come and go, collectives and messages, the schedule's actions
 
 A step has few micro-batches (`few_micro_batches`): as many as a schedule needs to repeat itself.
 """
@@ -33,7 +33,6 @@ from estimate.meta import META, UNKNOWN, answer, meta_attention, meta_kernels
 from estimate.simulate import peak_activations
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Label
-from mpu.device_type import meta_stands_for, on_gpu
 from mpu.grid import Grid
 from mpu.host_memory import HostMemory
 from mpu.launch import Launch
@@ -59,6 +58,7 @@ HOST = "host memory"
 KINDS = (*STATE, OTHER_STATE, UNSHARDED, GATHERED, ACTIVATIONS, LOGITS, MESSAGES, WORKING)
 SUMS, UPDATE = "sums of gradients", "update"  # what follows the schedule's last action
 ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
+MADE = {"F": "activation", "B": "gradient"}  # what a message carries
 PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 
 
@@ -128,11 +128,12 @@ class Recorder(DispatchMode):
 
     events: in order, (storage, 1 as it comes or -1 as it goes), or an action that begins.
     transfers: in order. down, up: bytes copied to host memory and from there. run: once there is
-    one.
+    one. gpu: whether tensors stand for those of a GPU, apart from which there is host memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: bool = False) -> None:
         super().__init__()
+        self.gpu = gpu
         self.events: list[tuple[Storage, int] | Action | str] = []
         self.transfers: list[Transfer] = []
         self.down = self.up = 0
@@ -149,14 +150,19 @@ class Recorder(DispatchMode):
         out = answer(func, args, kwargs or {})
         if out is UNKNOWN:
             out = func(*args, **kwargs) if kwargs else func(*args)
-        for tensor in (out,) if isinstance(out, Tensor) else () if out is None else tensors_of((out,)):
-            if tensor.is_meta:
+        made = (out,) if isinstance(out, Tensor) else () if out is None else tensors_of((out,))
+        for tensor in made:
+            if self.counts(tensor):
                 storage = tensor.untyped_storage()
                 if id(storage) not in self.storages:
                     self._made(storage, tensor, args)
         if self._has_host and func is torch.ops.aten.copy_.default:
             self._copied(*args[:2])
         return out
+
+    def counts(self, tensor: Tensor) -> bool:
+        """Return whether a tensor's memory is the run's: tables of the program's own are not."""
+        return tensor.is_meta
 
     def _made(self, storage: torch.UntypedStorage, tensor: Tensor, args: Any) -> None:
         """Note a new storage. What is computed of host memory alone is host memory."""
@@ -192,7 +198,7 @@ class Recorder(DispatchMode):
     def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a tensor of host memory: apart from the device's, unless that is a CPU."""
         out = torch.empty(shape, dtype=dtype, device=META)
-        if on_gpu(META):
+        if self.gpu:
             self._has_host = True
             self.storages[id(out.untyped_storage())].kind = HOST
         return out
@@ -204,7 +210,7 @@ class Recorder(DispatchMode):
 
     def mark(self, tensor: Tensor | None, kind: str) -> None:
         """Say of which kind a tensor's storage is, unless that is known."""
-        if tensor is not None and tensor.is_meta:
+        if tensor is not None and self.counts(tensor):
             found = self.storages.get(id(tensor.untyped_storage()))
             if found is not None:
                 found.kind = found.kind or kind
@@ -259,17 +265,25 @@ class Recorder(DispatchMode):
         who, purpose = label or Label("", "")
         name, peer = who, -1
         if isinstance(who, Payload):
-            name, purpose, peer = {"F": "activation", "B": "gradient"}[who.kind], "message", who.peer
+            name, purpose, peer = (
+                {"F": "activation", "B": "gradient"}[who.kind],
+                "message",
+                who.peer,
+            )
             self.mark(tensor, MESSAGES)
         elif not isinstance(who, str):
             name = self._names.get(id(who), type(who).__name__)
+            if purpose == "grad sum":
+                self.mark(tensor, UNSHARDED)
+            elif purpose == "gather":
+                self.mark(getattr(who, "weights", None), GATHERED)
         if not label and isinstance(self.action, Action):
             purpose = PHASES[self.action.kind]
         whole = tensor.nbytes * (axis.size if verb == "all_gather" else 1)
         self.transfers.append(
             Transfer(
-                axis.name, verb, str(name), purpose, whole, sent, axis.size, peer,
-                tensor.dtype, tuple(tensor.shape), self.action,
+                axis.name, verb, str(name), purpose, bytes=whole, sent=sent, size=axis.size,
+                peer=peer, dtype=tensor.dtype, shape=tuple(tensor.shape), action=self.action,
             )
         )  # fmt: skip
 
@@ -309,13 +323,13 @@ class Recording:
                 most, kinds = total, dict(now)
         return [*found[1:], Moment(action, kinds)]
 
-    @property
-    def host(self) -> int:
-        """Return the most bytes of host memory."""
-        now = most = self.start.get(HOST, 0)
+    def most(self, kind: str) -> int:
+        """Return the most bytes of one kind at a moment of the step."""
+        now = most = self.start.get(kind, 0)
         for event in self.recorder.events:
-            if isinstance(event, tuple) and not isinstance(event, Action) and event[0].kind == HOST:
-                now += event[1] * event[0].nbytes
+            if isinstance(event, tuple) and not isinstance(event, Action):
+                storage, sign = event
+                now += sign * storage.nbytes * ((storage.kind or WORKING) == kind)
                 most = max(most, now)
         return most
 
@@ -368,19 +382,18 @@ def record(
     def work(rank: int) -> None:
         with meeting.turn:
             try:
-                found[rank] = _record(config, script, places[rank], meeting, few if rank in wanted else -1)
+                found[rank] = _record(
+                    config, script, places[rank], meeting, few if rank in wanted else -1
+                )
             except threading.BrokenBarrierError:
                 pass
             except BaseException as error:
                 errors.append(error)
                 meeting.abort()
 
-    kind = "cpu" if config.parallel.device == "cpu" else "cuda"
     with (
-        meta_stands_for(kind),
-        meta_kernels(kind == "cuda"),
+        meta_kernels(config.parallel.device != "cpu"),
         meta_attention(),
-        patch.object(script.Llama, "initialize", lambda self, *drawn: self),
     ):
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, size)]
         for thread in threads:
@@ -397,9 +410,10 @@ def _record(
     config: Config, script: ModuleType, rank: int, meeting: _Meeting, few: int
 ) -> Recording:
     """Build a rank of the world; record a step of it too, unless `few` is negative."""
-    recorder, launch = Recorder(), Launch(rank, config.parallel.world_size)
+    gpu = config.parallel.device != "cpu"
+    recorder, launch = Recorder(gpu), Launch(rank, config.parallel.world_size)
     grid = script.make_grid(config, launch)
-    transport = MetaTransport(partial(meeting.answers, grid.pp.rank))
+    transport = MetaTransport(gpu, partial(meeting.answers, grid.pp.rank))
     grid = grid.carried_by(transport).traced(recorder)
     resize = torch.UntypedStorage.resize_
 
@@ -442,11 +456,12 @@ def _record_steps(recording: Recording, script: ModuleType, grid: Grid) -> None:
             recording.start[kind] = recording.start.get(kind, 0) + storage.nbytes
 
     begin()
-    if grid.pp.size > 1 and on_gpu(META):
+    if grid.pp.size > 1 and recorder.gpu:
         run_chunks(run, script.model_provider, script.run_schedule, overlap_of(config))
         recording.warm_up = max(moment.total for moment in recording.moments())
         gc.collect()
-    for step in range(2 if run.sink.zero_stage >= 3 else 1):
+    learns = run.sink.zero_stage >= 3 or run.optimizer.state_offload is not None
+    for step in range(1 + learns):
         if step:
             gc.collect()
             recorder.know(run)

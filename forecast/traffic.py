@@ -24,9 +24,9 @@ Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, 
 class Traffic:
     """Collectives or messages of one kind in a step.
 
-    axis: as the grid names it. verb: as a trace names it. who, purpose, peer: as in Transfer. times:
-    how many. bytes: of each whole tensor. sent: bytes that leave this rank, all times together.
-    size: ranks of the axis.
+    axis: as the grid names it. verb: as a trace names it. who, purpose, peer: as in Transfer.
+    times: how many. bytes: of each whole tensor. sent: bytes that leave this rank, all times
+    together. size: ranks of the axis.
     """
 
     axis: str
@@ -40,9 +40,7 @@ class Traffic:
     peer: int = -1
 
 
-def traffic(
-    config: Config, script: ModuleType, pp_rank: int = 0, member: int = 0
-) -> list[Traffic]:
+def traffic(config: Config, script: ModuleType, pp_rank: int = 0, member: int = 0) -> list[Traffic]:
     """Return what a rank at a place of the pipeline sends in a step that is not the first.
 
     script, member: as `record` takes them. The pipeline that has the first rank of the world sends

@@ -242,9 +242,11 @@ def draw_normal(param: nn.Parameter, names: Sequence[str], std: float, seed: int
 
     The initial model is thus the same, bit for bit, for every layout (per device type and torch
     version). Each block of rows has its own generator, so a rank draws only the blocks of which it
-    holds a part. Padding is 0.
+    holds a part. Padding is 0. A meta tensor has no numbers to draw.
     """
     param.zero_()
+    if param.is_meta:
+        return
     for piece in placement_of(param).pieces(names):
         rows, width = piece.shape[0], max(1, torch.Size(piece.shape[1:]).numel())
         block = max(1, (1 << 20) // width)

@@ -29,13 +29,13 @@ GPU = "tests/gpu"  # `make gpu-check` runs it
 PARTS: dict[str, tuple[str, ...]] = {
     "house": ("tests",),
     "mpu": ("tests/mpu",),
-    "training": ("tests/training", "tests/estimate"),
+    "training": ("tests/training", "tests/estimate", "tests/forecast"),
     "checkpoint": ("tests/training/checkpoint",),
     "tools": ("tests/tools", "tests/benchmarks"),
     "model": ("tests/model",),
     "zero": (
         "tests/mpu/zero/test_order.py",
-        "tests/estimate/test_memory_of_runs.py",
+        "tests/forecast/test_recording.py",
         "tests/mpu/zero/test_waits.py",
     ),
     "runs": (

@@ -37,7 +37,8 @@ FILES = (
     "mpu/optim/adam.py", "mpu/zero/bucket.py", "mpu/optim/offload.py", "mpu/optim/optimizer.py",
     "mpu/zero/param_and_grad_buffer.py", "mpu/zero/reduce.py", "mpu/zero/gather.py",
 )  # fmt: skip
-COPIED = ("mpu", "model", "estimate", "training", "tools", "csrc", "docs", "pretrain_llama.py")
+COPIED = ("mpu", "model", "estimate", "training", "forecast", "tools", "csrc", "docs")
+COPIED += ("pretrain_llama.py",)
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 2 --hidden-size 64
     --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 96
@@ -396,7 +397,7 @@ def prepare() -> None:
     import torch.utils.flop_counter  # noqa: F401
 
     for name in list(sys.modules):
-        if name.split(".")[0] in ("tools", "mpu", "estimate", "training", "model"):
+        if name.split(".")[0] in ("tools", "mpu", "estimate", "training", "model", "forecast"):
             del sys.modules[name]
 
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = ("mpu", "model", "estimate", "training", "tools", "pretrain_llama", "tests", "benchmarks")
+OURS = (
+    "mpu", "model", "estimate", "training", "pretrain_llama", "forecast", "tools", "tests",
+    "benchmarks",
+)  # fmt: skip
 
 # the first prefix that fits a file says what it may import of ours
 MAY = {
@@ -95,7 +98,8 @@ MAY = {
                  "mpu"),
     "training/run": ("training", "estimate", "mpu"),
     "pretrain_llama.py": ("training", "estimate", "model", "mpu"),
-    "tools": ("training", "estimate", "model", "mpu", "tools", "pretrain_llama"),
+    "forecast": ("training", "estimate", "model", "mpu", "forecast", "pretrain_llama"),
+    "tools": ("training", "estimate", "model", "mpu", "tools", "pretrain_llama", "forecast"),
 }  # fmt: skip
 # rooms from the ground up: a file imports from floors below its own, and from its own room
 FLOORS = (
@@ -136,6 +140,7 @@ FLOORS = (
     ("estimate",),
     ("training/run",),
     ("pretrain_llama.py",),
+    ("forecast",),
     ("tools",),
 )
 COLLECTIVES = {
@@ -161,7 +166,7 @@ RUNS_WITH = {
 }  # fmt: skip
 # who may write a pickle: Megatron reads no other common.pt and no other .distcp file
 WRITES = {("tools/checkpoints/mcore_export.py", "torch.save")}
-ROOMS = ("mpu", "model", "estimate", "training", "tools")
+ROOMS = ("mpu", "model", "estimate", "training", "forecast", "tools")
 PRODUCT = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 PRODUCT.append(ROOT / "pretrain_llama.py")
 

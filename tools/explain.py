@@ -14,7 +14,8 @@ It starts tp x cp x dp x pp processes on this machine, builds a small Llama with
 pretrain_llama.build and runs pretrain_llama.train_step. What is printed was observed, not computed:
 a trace of the grid records each collective and message, with the label that its caller gave it, and
 a TorchDispatchMode records the operations around it. At the end, the totals are compared with what
-estimate/traffic.py computes. At ZeRO stages 1 to 3 the step printed is the second one.
+a recording of the step without ranks has (forecast/traffic.py). At ZeRO stages 1 to 3 the step
+printed is the second one.
 """
 
 import json
@@ -37,9 +38,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import pretrain_llama
 from estimate.model_profile import make_grid
 from estimate.pipeline_stages import describe_stages
-from estimate.traffic import Totals, totals, traffic
+from forecast.traffic import Totals, totals, traffic
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
@@ -47,7 +49,7 @@ from mpu.layers.context_attention import COMM_TYPES
 from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from mpu.torch_private import running_node
-from pretrain_llama import build, model_provider, train_step
+from pretrain_llama import build, train_step
 from tools.command_line import Parser, error_line
 from tools.explainer.ops import Operations
 from tools.explainer.text import head, in_order, pipeline, rule, story, sums
@@ -74,7 +76,7 @@ NOTHING = ["", "One rank: every collective is the identity, and nothing is sent.
 
 
 class Explained(NamedTuple):
-    """What one step sent, what estimate/traffic.py states, and the text that shows both.
+    """What one step sent, what forecast/traffic.py states, and the text that shows both.
 
     equal: whether the two agree, on every rank of this pipeline. streams: of each of its ranks, for
     --timeline.
@@ -187,7 +189,7 @@ def explain(config: Config, grid: Grid) -> Explained:
             agreement.close()
     finally:
         grid.traced(None)
-    rows = traffic(config, model_provider, grid.pp.rank, grid)
+    rows = traffic(config, pretrain_llama, grid.pp.rank, member=grid.rank)
     stated = totals(rows)
     counted: Totals = {}
     for event in explainer.events:

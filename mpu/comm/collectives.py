@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpu.comm.transport import DONE, Axis, Handle, Label, Splits, Transport
-from mpu.device_type import on_gpu
 
 MAX = dist.ReduceOp.MAX
 # torch 2.13 renames these two and warns of the old names; 2.11 and 2.12 have only the old ones
@@ -114,7 +113,7 @@ def all_reduce_in_order(x: Tensor, axis: Axis, label: Label | None = None) -> Te
     """
     if axis.size == 1:
         return x
-    if on_gpu(x) and not axis.staged:
+    if axis.on_gpu(x) and not axis.staged:
         return all_reduce(x, axis, label=label)[0]
     flat = x.reshape(-1)
     pad = -flat.numel() % axis.size
@@ -163,7 +162,7 @@ class ProcessGroupTransport(Transport):
 
     def adds(self, x: Tensor, out: Tensor) -> bool:
         """Return whether the backend adds the ranks' x as it sends them: NCCL, in one dtype."""
-        return on_gpu(x) and not self.staged and out.dtype == x.dtype
+        return self.on_gpu(x) and not self.staged and out.dtype == x.dtype
 
     def all_reduce(
         self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
@@ -209,7 +208,7 @@ class ProcessGroupTransport(Transport):
             sum_of_parts(parts.view(axis.size, *shape), out)
 
         keep = (wire, parts)
-        verb = "all_to_all" if on_gpu(x) and not self.staged else "reduce_scatter"
+        verb = "all_to_all" if self.on_gpu(x) and not self.staged else "reduce_scatter"
         handle = axis.start(verb, x, call, keep, finish, async_op=async_op, label=label)
         return out, handle
 
@@ -230,7 +229,6 @@ class ProcessGroupTransport(Transport):
             "all_to_all", x, call, keep, finish, async_op=async_op, label=label, splits=splits
         )
         return out, handle
-
 
     def send(self, x: Tensor, axis: Axis, to: int, label: Label | None) -> Handle:
         """Send by the backend's own verb."""

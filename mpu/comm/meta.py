@@ -9,7 +9,6 @@ from torch import Tensor
 
 from mpu.comm.collectives import ProcessGroupTransport
 from mpu.comm.transport import Axis
-from mpu.device_type import on_gpu
 
 Answers = Callable[[bytes, Axis], list[bytes]]
 
@@ -23,12 +22,17 @@ class MetaTransport(ProcessGroupTransport):
     """Carries shapes alone: a model of meta tensors runs any layout in one process.
 
     A trace receives each collective and message, with the verb, the dtype and the memory that a
-    process group would take. answers: what the ranks of an axis say where this one says some bytes.
+    process group would take. gpu: the tensors stand for those of GPUs. answers: what the ranks of
+    an axis say where this one says some bytes.
     """
 
-    def __init__(self, answers: Answers = alike) -> None:
+    def __init__(self, gpu: bool = False, answers: Answers = alike) -> None:
         super().__init__(None)
-        self.answers = answers
+        self.gpu, self.answers = gpu, answers
+
+    def on_gpu(self, x: Tensor) -> bool:
+        """Return whether the run's tensors are on GPUs."""
+        return self.gpu
 
     def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Callable[..., Any]:
         """Start nothing."""
@@ -36,7 +40,7 @@ class MetaTransport(ProcessGroupTransport):
 
     def adds(self, x: Tensor, out: Tensor) -> bool:
         """Return whether the sum takes no memory: on a CPU ranks add in memory that they share."""
-        return not on_gpu(x) or super().adds(x, out)
+        return not self.gpu or super().adds(x, out)
 
     def gather_bytes(self, data: bytes, axis: Axis, device: torch.device | None) -> list[bytes]:
         """Return what the ranks say."""

@@ -165,6 +165,10 @@ class Transport(ABC):
     symmetric = False
     why_not = ""
 
+    def on_gpu(self, x: Tensor) -> bool:
+        """Return whether a tensor is on a GPU, or stands for one that is (mpu/comm/meta.py)."""
+        return x.is_cuda
+
     @abstractmethod
     def all_reduce(
         self, x: Tensor, axis: "Axis", async_op: bool, op: Any, label: Label | None
@@ -243,6 +247,10 @@ class Axis:
     def symmetric(self) -> bool:
         """Return whether the ranks reach one another's memory."""
         return self.transport is not None and self.transport.symmetric
+
+    def on_gpu(self, x: Tensor) -> bool:
+        """Return whether a tensor that the ranks send is on a GPU."""
+        return x.is_cuda if self.transport is None else self.transport.on_gpu(x)
 
     @property
     def required_transport(self) -> Transport:

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpu.context import LayerContext
-from mpu.device_type import device_type
 from mpu.layers.fused import swiglu
 from mpu.layers.linear import Recipe
 from mpu.param import Placement, Region, divide, parameter
@@ -77,7 +76,7 @@ def padded_rows(rows: int) -> int:
 
 def pads(x: Tensor) -> bool:
     """Return whether products of these rows are of a few sizes only."""
-    return device_type(x) == "cpu" and x.dtype != torch.float64
+    return x.device.type == "cpu" and x.dtype != torch.float64
 
 
 def _padded(x: Tensor) -> Tensor:

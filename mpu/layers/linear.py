@@ -37,7 +37,6 @@ from torch import Tensor, nn
 
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
-from mpu.device_type import device_type
 from mpu.gradients import use
 from mpu.overlap.choices import OverlapMap
 from mpu.overlap.method import OverlapMethod
@@ -51,10 +50,8 @@ def onednn_linear(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     It is the operator that torch's own compiler emits there. F.linear and torch.mm call MKL's
     sgemm, which takes 1.1 to 2 times as long on the shapes of a step.
     """
-    if device_type(x) != "cpu" or x.dtype != torch.float32:
+    if x.device.type != "cpu" or x.dtype != torch.float32:
         return None
-    if x.is_meta:
-        return F.linear
     onednn = linear_pointwise()
     return onednn and partial(onednn, B=None, attr="none", scalars=[], algorithm="")
 
@@ -107,7 +104,7 @@ class Recipe:
             main_grad.copy_(product) if fresh else main_grad.add_(product)
         elif x.dtype == main_grad.dtype:
             torch.mm(dy.t(), x, out=main_grad) if fresh else main_grad.addmm_(dy.t(), x)
-        elif device_type(x) == "cpu" or (x.itemsize, main_grad.dtype) != (2, torch.float32):
+        elif x.device.type == "cpu" or (x.itemsize, main_grad.dtype) != (2, torch.float32):
             product = torch.mm(dy.t(), x)
             main_grad.copy_(product) if fresh else main_grad.add_(product)
         elif fresh:

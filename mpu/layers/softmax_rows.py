@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mpu.device_type import on_gpu
 from mpu.layers.fused_gpu import on_triton
 
 ROWS = 64  # rows at a time on a CPU: they stay in the cache through every pass over them
@@ -78,5 +77,5 @@ def _places(targets: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 
 def _slices(rows: Tensor) -> Iterator[slice]:
-    step = max(ROWS, PASS_BYTES // (4 * rows.shape[1])) if on_gpu(rows) else ROWS
+    step = max(ROWS, PASS_BYTES // (4 * rows.shape[1])) if rows.is_cuda else ROWS
     return (slice(i, i + step) for i in range(0, len(rows), step))

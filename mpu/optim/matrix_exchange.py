@@ -23,7 +23,6 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_to_all, gather_bytes
 from mpu.comm.transport import Axis, Handle, Label, Splits
-from mpu.device_type import on_gpu
 from mpu.optim.interface import Matrix, Parts, SegmentUpdater, UpdateRule
 from mpu.optim.owners import FullMatrix, Plan, Round, part_at
 
@@ -150,7 +149,7 @@ class MatrixUpdater(SegmentUpdater):
 
 def _put(new: Tensor, into: Tensor, found_inf: Tensor) -> None:
     """Write new values, unless found_inf is 1; on a GPU the host does not wait for it."""
-    if on_gpu(found_inf) or found_inf.is_meta:
+    if found_inf.is_cuda or found_inf.is_meta:
         torch.where(found_inf == 1, into, new, out=into)
     elif not found_inf:
         into.copy_(new)

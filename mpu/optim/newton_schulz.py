@@ -16,8 +16,6 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from mpu.device_type import device_type
-
 EPS = 1e-7  # torch.optim.Muon's
 # rows of a block of the symmetric products: on a CPU, and elsewhere, where each must be worth its
 # launches
@@ -133,7 +131,7 @@ def _symmetric(size: int, like: Tensor, product: Callable[[slice, slice], Tensor
 
 def block_rows(device: torch.device) -> int:
     """Return the rows of a block of the symmetric products on a device."""
-    return BLOCK if device_type(device) == "cpu" else LARGE_BLOCK
+    return BLOCK if device.type == "cpu" else LARGE_BLOCK
 
 
 def flops(shapes: Sequence[tuple[int, int]], steps: int) -> int:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_gather, all_reduce, all_reduce_in_order, reduce_scatter
 from mpu.comm.transport import Axis, Handle, Label
-from mpu.device_type import on_gpu
 
 
 class Reduction(NamedTuple):
@@ -58,7 +57,7 @@ def sum_over_data(
     if not stage:
         part = grad.numel() // shard.size
         own = grad[shard.rank * part : (shard.rank + 1) * part]
-    if stage or not on_gpu(grad) or shard.staged or narrow or replicate.size > 1:
+    if stage or not shard.on_gpu(grad) or shard.staged or narrow or replicate.size > 1:
         into = torch.empty_like(own) if earlier else own
         put = grad.to(how.wire_dtype) if narrow else grad
         _, handle = reduce_scatter(put, shard, async_op=True, into=into, label=label)

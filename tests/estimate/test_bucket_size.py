@@ -18,7 +18,8 @@ from estimate.bucket_size import (
     exposed_sums,
     seconds_of,
 )
-from mpu.comm.transport import Handle, Transport
+from mpu.comm.meta import MetaTransport
+from mpu.comm.transport import Handle
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.optim.adam import AdamW
@@ -141,10 +142,11 @@ class Clock:
         self.now, self.free = 0.0, 0.0
 
 
-class Timed(Transport):
+class Timed(MetaTransport):
     """Carries nothing, and takes what a link of some cost would, one collective after another."""
 
     def __init__(self, clock: Clock, scatter: Cost, gather: Cost) -> None:
+        super().__init__()
         self.clock, self.scatter, self.gather = clock, scatter, gather
 
     def _start(self, cost: Cost, elements: int) -> Handle:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step sends what estimate/traffic.py works out, and `make explain` prints where."""
+"""A step sends what forecast/traffic.py lists, and `make explain` prints where."""
 
 import os
 import re
@@ -333,7 +333,7 @@ def test_the_document_tells_what_the_schedules_cost():
 def test_a_difference_is_said():
     row = Traffic("tp", "all_gather", "layers.*.mlp.gate_up", "forward", 2, 64, 96, 4)
     lines = sums({("tp", "all_gather"): (3, 96)}, [row])
-    assert "DIFFERS: traffic.py computes 2 and 96 bytes" in lines[3]
+    assert "DIFFERS: the recording has 2 and 96 bytes" in lines[3]
     assert lines[4].split() == "forward layers.*.mlp.gate_up 2 of 64 bytes, 96 sent".split()
     assert lines[-1] == "DIFFERENT: tp all_gather"
 

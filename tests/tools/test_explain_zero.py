@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step at ZeRO levels 1 to 3 sends what estimate/traffic.py works out.
+"""A step at ZeRO levels 1 to 3 sends what forecast/traffic.py lists.
 
 `make explain` shows what runs during each gather, and which gradients each sum leaves before.
 """

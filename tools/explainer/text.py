@@ -8,7 +8,7 @@ from typing import Any
 
 from estimate import rank_memory
 from estimate.pipeline_stages import describe_stages, rank_stages
-from estimate.traffic import Totals, Traffic, totals
+from forecast.traffic import Totals, Traffic, totals
 from mpu.pipeline.schedules import table
 from pretrain_llama import model_provider
 from tools.explainer.trace import Explainer, Seen
@@ -183,14 +183,14 @@ def _hidden(event: Seen) -> str:
 
 
 def sums(counted: Totals, rows: Sequence[Traffic], who: str = "rank 0") -> list[str]:
-    """Compare the totals of the trace with those that estimate/traffic.py computes."""
+    """Compare the totals of the trace with those of a recording without ranks."""
     stated, differ = totals(rows), []
-    lines = ["", rule(f"what {who} sent in this step, and what estimate/traffic.py computes")]
+    lines = ["", rule(f"what {who} sent in this step, and what a recording without ranks has")]
     for key in dict.fromkeys([*counted, *stated]):
         (count, sent), (times, size) = counted.get(key, (0, 0)), stated.get(key, (0, 0))
         verdict = "equal"
         if (count, sent) != (times, size):
-            verdict = f"DIFFERS: traffic.py computes {times:,} and {size:,} bytes"
+            verdict = f"DIFFERS: the recording has {times:,} and {size:,} bytes"
             differ.append(" ".join(key))
         lines += ["", f"{key[0]:<11} {key[1]:<15} {count:>4,} x {sent:>12,} bytes   {verdict}"]
         lines += [

@@ -25,15 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from estimate import rank_memory
+import pretrain_llama
 from estimate.model_profile import make_grid
-from estimate.traffic import traffic
+from forecast import recording
+from forecast.traffic import rows
 from model.load import load_model_file
 from mpu.comm.transport import Axis, Label
 from mpu.launch import Launch
 from mpu.param import PlacementError, saved_buffers
 from mpu.zero.gradient_check import GradientCheck
-from pretrain_llama import LlamaRun, build, model_provider
+from pretrain_llama import LlamaRun, build
 from tools.forks.case import (
     Case,
     Desk,
@@ -361,20 +362,13 @@ def plan(run: LlamaRun, sent: Sent, report: Report) -> None:
 def plan_differs(run: LlamaRun, sent: Sent, report: Report) -> None:
     """Compare bytes by kind of memory, and by axis. Raises what the dry run raises."""
     config, at = run.config, run.grid.pp.rank
-    flats = rank_memory.flats(config, model_provider, at, frozen=True)
-    planned = rank_memory.state(config, flats, rank_memory.places(run.grid))
+    planned = recording.record(config, pretrain_llama, [at], member=run.grid.rank)[at]
     for kind, found in run.optimizer.memory().items():
-        if found != planned[kind]:
-            line = f"it keeps {found:,} bytes of {kind}, and the dry run says {planned[kind]:,}"
+        if (kept := planned.start[kind]) != found:
+            line = f"it keeps {found:,} bytes of {kind}, and the dry run says {kept:,}"
             report.findings.append(("plan", "", line))
-    if run.sink.frozen.names:
-        report.notes.append(
-            "bytes of a step were not compared with the dry run's, which counts what is frozen as "
-            "trained"
-        )
-        return
     stated: Counter[str] = Counter()
-    for row in traffic(config, model_provider, at, run.grid):
+    for row in rows(planned):
         stated[row.axis] += row.sent
     m, parallel = config.model, config.parallel
     tokens = m.seq_length * config.batch.micro_batch_size

@@ -2,7 +2,7 @@
 """Rank the orders in which ranks may count along the axes, by what crosses which level of links.
 
 `across` is a pure function of the order, the sizes of the axes, the levels and what each rank
-sends; `ledger` reads the latter from estimate/traffic.py, which is exact. In a
+sends; `ledger` reads the latter from forecast/traffic.py, which is exact. In a
 ring each rank of a group sends to the next one, the ranks in ascending order; a verb that goes in
 pairs sends an equal part to every other rank. On gloo a reduce-scatter does (docs/numerics.md).
 
@@ -20,12 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+import pretrain_llama
 from estimate.dry_run import aligned, in_units
-from estimate.traffic import traffic
+from forecast.recording import record
+from forecast.traffic import rows
 from mpu.grid import ORDER
 from tools.planner.cluster import Cluster, Level
 from tools.planner.model import REST, Model
-from tools.planner.rank_bytes import PROVIDER
 from tools.rehearsal.links import ROUNDS, Links, Way, collective, message, spans
 from training.config import Config
 from training.flags.parse import parse
@@ -87,8 +88,8 @@ class Sizes:
 def ledger(config: Config) -> list[Flow]:
     """Return what the ranks of a run send in a step, its scalars too."""
     found = Counter[tuple[str, str, int, int]](), Counter[tuple[str, str, int, int]]()
-    for rank in range(config.parallel.pipeline_model_parallel_size):
-        for row in traffic(config, PROVIDER, rank):
+    for rank, recording in record(config, pretrain_llama).items():
+        for row in rows(recording):
             if row.sent:
                 key = AXES.get(row.axis, row.axis), row.verb, rank, row.peer
                 found[0][key] += row.times

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from mpu.comm.collectives import MAX, all_reduce
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
-from mpu.device_type import device_type, on_gpu
 from mpu.kernels import available
 from mpu.layers.attention.backends import HALVES
 from mpu.layers.attention.blocks import Block, Part, blocks
@@ -121,7 +120,7 @@ def launch(q: Tensor, k: Tensor, noted: Tensor, **how: Any) -> None:
 def largest(q: Tensor, k: Tensor, part: Part, kind: torch.dtype) -> Tensor:
     """Return the largest logit of each head in one block, of dtype `kind`: [a]."""
     (b, a, s, d), (g, keys) = q.shape, k.shape[1:3]
-    chunk = CHUNK if device_type(q) == "cpu" else CHUNK_BYTES // kind.itemsize
+    chunk = CHUNK if q.device.type == "cpu" else CHUNK_BYTES // kind.itemsize
     step = max(1, chunk // max(1, b * a * keys))
     found = torch.full((a,), -torch.inf, dtype=kind, device=q.device)
     for first in range(0, s, step):
@@ -142,7 +141,7 @@ def largest(q: Tensor, k: Tensor, part: Part, kind: torch.dtype) -> Tensor:
 
 def _products(q: Tensor, k: Tensor, kind: torch.dtype) -> Tensor:
     """Return q k^T of [n, s, d] and [n, S, d], summed in `kind`."""
-    if on_gpu(q) and q.dtype != kind:
+    if q.is_cuda and q.dtype != kind:
         return torch.bmm(q, k.mT, out_dtype=kind)
     return torch.bmm(q.to(kind), k.to(kind).mT)
 
