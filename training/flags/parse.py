@@ -167,7 +167,10 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if name in ("-h", "--help"):
-            found = page_of(value if equals else after, build_parser(extra).own_names)
+            asked = value if equals else after
+            if name == "-h" and asked.isdecimal():
+                raise UsageError(f"-h {asked}: -h is --help here, and takes a group or a flag")
+            found = page_of(asked, build_parser(extra).own_names)
             parser = build_parser(extra, found)
             parser.print_help()
             parser.exit()

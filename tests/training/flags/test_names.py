@@ -49,6 +49,9 @@ SAME = [  # what is typed, what it is here
     ("--training.steps 7 --training.seq_len 32", "--train-iters 7 --seq-length 32"),
     ("--tie_word_embeddings false", "--untie-embeddings-and-output-weights"),
     ("--decay_lr False", "--lr-decay-style constant"),
+    ("--tokens-per-sample 32 --max-update 7", "--seq-length 32 --train-iters 7"),
+    ("--device_train_microbatch_size=2", "--micro-batch-size 2"),
+    ("--warmup-updates 1 --total-num-update 2", "--lr-warmup-iters 1 --lr-decay-iters 2"),
 ]
 
 
@@ -128,6 +131,13 @@ TYPED = [  # what is typed, what the sentence holds
     ("--checkpoint.load_step 10", "give --ckpt-step"),
     ("--checkpoint.async_mode async", "give --async-save"),
     ("--use_cpu", "give --device cpu"),
+    ("--update-freq 4", "--global-batch-size: 4 x --micro-batch-size"),
+    ("--optimizer.accumulate_gradient_steps=4", "--global-batch-size: 4 x --micro-batch-size"),
+    ("--mesh_dim=1,-1,1 --load_llama_config=7b", "the sizes of the axes give the layout"),
+    ("--load_llama_config=7b", "for sizes --num-layers"),
+    ("--max_duration=2e12T", "--train-iters, in steps, or --train-samples"),
+    ("--deepspeed-activation-checkpointing", "--recompute-granularity full or selective"),
+    ("-b 4 -h 1", "-h 1: -h is --help here"),
     ("--fp16_full_eval", "fp16 is not available here: give --bf16"),
 ]
 
