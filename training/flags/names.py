@@ -90,6 +90,7 @@ SYNONYMS = {
     for name in names.split()
 }
 TRUE, FALSE = "true", "false"  # values of a switch in other programs
+SPELT = {"1": TRUE, "yes": TRUE, "0": FALSE, "no": FALSE}  # as Hugging Face's Trainer reads them
 # {(flag, value in lower case): the words in place of both}
 VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     **{

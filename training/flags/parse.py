@@ -209,7 +209,11 @@ def _read(
                     "number, a string or a tuple of these"
                 )
         elif flag.kind == flag_table.LIVE_KIND:
-            given[name] = flag.read(text)
+            try:
+                given[name] = flag.read(text)
+            except UsageError as error:
+                meant = [f" ({note})" for note in notes if note.endswith(f" is taken as {name}")]
+                raise UsageError(f"{error}{meant[0] if meant else ''}") from None
         else:
             _accept(flag, text, notes)
             given[name] = True

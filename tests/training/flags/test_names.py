@@ -38,6 +38,7 @@ SAME = [  # what is typed, what it is here
     ("--block-size 32 --max_iters 7", "--seq-length 32 --train-iters 7"),
     ("--bf16 True", "--bf16"),
     ("--bf16 False --fp16 false", ""),
+    ("--bf16 1 --tf32 0 --gradient_checkpointing no", "--bf16"),
     ("--gradient_checkpointing True", "--recompute-granularity full"),
     ("--gradient_checkpointing False --packing=false", ""),
     ("--mixed_precision bf16", "--bf16"),
@@ -191,6 +192,12 @@ def test_what_is_always_on_cannot_be_turned_off(typed, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         read(typed)
     assert read("--no-save-optim False").notes  # one that is right to be left out
+
+
+def test_a_wrong_value_is_reported_with_the_name_that_was_typed():
+    said = "--train-iters 1e3: must be a whole number >= 1 (--max_steps is taken as --train-iters)"
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+        read("--max_steps=1e3", "--train-iters")
 
 
 @pytest.mark.parametrize("typed, says", TWO, ids=[typed for typed, _ in TWO])
