@@ -46,7 +46,8 @@ def record(config: Config, provider: ModelProvider) -> dict[str, Any]:
     which = f"Pipeline rank {rank} of {size} ({p.schedule})" if size > 1 else "One rank"
     about = "the fullest moment of each action"
     if count < every:
-        about += f"; {count} of {every:,} micro-batches: those in the middle repeat"
+        about += f"; drawn with {count} micro-batches for {every:,}: "
+        about += "more repeat those in the middle"
     return {
         "title": f"{which}: memory over a step",
         "subtitle": about,

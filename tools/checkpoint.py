@@ -73,8 +73,14 @@ def run_directory(root: Path) -> Path:
     refuse_foreign(root, names, "checkpoint")
     if "config.json" in names:
         raise ValueError(f"{root} is a Hugging Face directory: only show, diff and convert read it")
-    if not step_directories(root):
+    steps = [name for _, _, name in step_directories(root)]
+    if not steps:
         raise ValueError(f"{root}: there is no checkpoint ({why_none(root)})")
+    for name in steps:
+        there = os.listdir(root / name)
+        if MANIFEST not in there and "config.json" in there:  # --save-hf names them so
+            read = "only show, diff and convert read it"
+            raise ValueError(f"{root / name} is a Hugging Face directory: {read}")
     return root
 
 

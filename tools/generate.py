@@ -40,7 +40,7 @@ from mpu.grid import Grid
 from tools.command_line import Parser, add_tokenizer, integer, model_of
 from tools.waiting import waiting
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
-from training.checkpoint.find import at_or_below
+from training.checkpoint.find import at_or_below, why_none
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
@@ -48,7 +48,7 @@ from training.run.device import set_arithmetic
 from training.run.rendezvous import meet
 from training.run.sample import gather_logits, pick
 from training.run.startup import as_process
-from training.untrusted import nothing_downloaded, printable, sentence
+from training.untrusted import printable, sentence
 
 TIMEOUT = timedelta(minutes=5)  # of a collective
 PARAMETERS_A_THREAD = 30_000_000
@@ -214,7 +214,7 @@ def load_model(
     root = str(at_or_below(root))
     newest = find_latest(root, grid, note=lambda line: None, device=at)
     if newest is None:
-        raise ValueError(f"--load {root}: there is no checkpoint ({nothing_downloaded(root)})")
+        raise ValueError(f"--load {root}: there is no checkpoint ({why_none(root)})")
     sizes = newest.state.get("hf_config")
     if not isinstance(sizes, dict):
         raise ValueError(f"--load {root}: state.json has no hf_config, the model's sizes")

@@ -98,6 +98,14 @@ def test_what_is_stored_follows_the_schedule(schedule, chunks):
             before = held
 
 
+def test_fewer_micro_batches_than_the_step_has_are_named_as_such():
+    """They are numbered from 0 on, so the last one drawn is not the last one of the step."""
+    about = memory_picture.record(read(f"{PIPELINE} --global-batch-size 64", 4), model_provider)
+    names = [name for name, _ in about["steps"]]
+    drawn = 1 + max(int(name[1:]) for name in names if name[0] in "FB")
+    assert drawn < 64 and f"drawn with {drawn} micro-batches for 64: more" in about["subtitle"]
+
+
 def bars(svg):
     """Return {action: {kind: height}} of a picture's bars, in its own units."""
     found = {}

@@ -162,6 +162,10 @@ REFUSED = [
     (["list", "{dir}/hf"], "is a Hugging Face directory: only show, diff and convert read it"),
     (["verify", "{dir}/no"], "{dir}/no is not a directory"),
     (["verify", "{dir}/megatron"], "holds a Megatron-LM checkpoint"),
+    (["list", "{dir}/exports"], "step_00000001 is a Hugging Face directory: only show, diff and"),
+    (["verify", "{dir}/exports"], "step_00000001 is a Hugging Face directory: only show, diff and"),
+    (["list", "{dir}/deepspeed"], "(it has global_step10: DeepSpeed's save, of pickles"),
+    (["show", "{dir}/deepspeed"], "global_step10: DeepSpeed's save, of pickles"),
     (["show", "{dir}/no"], "{dir}/no: there is no checkpoint"),
     (["show", "{dir}/file"], "{dir}/file is not a directory"),
     (["show", "{dir}/megatron"], "checkpoint: {dir}/megatron holds a Megatron-LM checkpoint"),
@@ -184,8 +188,12 @@ def test_bad_input_is_a_sentence(
     tmp_path: Path, tool: Any, write: Any, argv: list[str], sentence: str
 ) -> None:
     write(tmp_path / "run", 1)
-    for name, file in (("hf", "config.json"), ("megatron", "common.pt")):
-        (tmp_path / name).mkdir()
+    files = {
+        "hf": "config.json", "exports/step_00000001": "config.json", "megatron": "common.pt",
+        "deepspeed/global_step10": "mp_rank_00_model_states.pt",
+    }  # fmt: skip
+    for name, file in files.items():
+        (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / file).write_text("{}")
     (tmp_path / "file").write_text("")
     there = sorted(tmp_path.rglob("*"))

@@ -20,11 +20,11 @@ from training.checkpoint import (
     refuse_to_save,
 )
 from training.checkpoint import save as save_checkpoint
-from training.checkpoint.find import at_or_below, candidates
+from training.checkpoint.find import at_or_below, candidates, why_none
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.stream import attached, stream
-from training.untrusted import nothing_downloaded, printable
+from training.untrusted import printable
 
 Say = Callable[[str], None]
 
@@ -63,7 +63,7 @@ def open_newest(
     place = at_or_below(place, "checkpoint")
     found = find_latest(place, Grid(), flag="checkpoint", suits=suits, from_hf=from_hf, note=note)
     if found is None:
-        raise CheckpointError(f"{place}: there is no checkpoint ({nothing_downloaded(place)})")
+        raise CheckpointError(f"{place}: there is no checkpoint ({why_none(place)})")
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from mpu.grid import Grid
 from training.checkpoint.agree import Outcome, first_error, together
 from training.checkpoint.errors import CheckpointError, MismatchError
-from training.checkpoint.huggingface import CONFIG, HuggingFaceDirectory, is_model
+from training.checkpoint.huggingface import CONFIG, HuggingFaceDirectory, instead, is_model
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import MANIFEST, STEP, holds_a_save
 from training.checkpoint.pieces import NamedPiece
@@ -311,9 +311,14 @@ def at_or_below(root: str | os.PathLike[str], flag: str = "--load") -> Path:
 
 
 def why_none(root: str | os.PathLike[str]) -> str:
-    """Return why no checkpoint is at `root`: those below it, or that nothing is downloaded."""
+    """Return why no checkpoint is at `root`: those below it, what is there of other programs, or
+    that nothing is downloaded.
+    """
     if found := below(root):
         return f"checkpoints are in folders below it: give one, such as {first_of(found)}"
+    with suppress(OSError):
+        if others := instead(sorted(os.listdir(root))):
+            return f"it has {others}"
     return nothing_downloaded(root)
 
 

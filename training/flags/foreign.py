@@ -20,7 +20,7 @@ from functools import cache
 
 from training.config import UsageError
 from training.flags import flag_table
-from training.flags.names import ELSEWHERE, FALSE, SYNONYMS, TRUE, VALUES
+from training.flags.names import ELSEWHERE, FALSE, SPELT, SYNONYMS, TRUE, VALUES
 from training.flags.trees import TREES
 from training.untrusted import first_of
 
@@ -84,8 +84,9 @@ def in_our_words(name: str, value: str) -> tuple[list[str] | None, bool]:
         return [*words[:-1], *here], True
     last = known.get(words[-1])
     complete = not words[-1].startswith("--") or last is not None and last.rule.nargs == 0
-    if complete and value.lower() in (TRUE, FALSE):
-        return words if value.lower() == TRUE else [], True
+    said = SPELT.get(value.lower(), value.lower())
+    if complete and said in (TRUE, FALSE):
+        return words if said == TRUE else [], True
     return (None if words == [name] else words), False
 
 

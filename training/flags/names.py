@@ -20,7 +20,7 @@ SYNONYMS = {
         "--kv-channels": "--head-dim --head-size",
         "--seq-length": """--block-size --seq-len --sequence-length --max-seq-len
             --max-seq-length --max-sequence-length --context-length --n-ctx --cutoff-len
-            --model-max-length --training.seq-len""",
+            --model-max-length --tokens-per-sample --training.seq-len""",
         "--rotary-base": "--rope-theta --rope-base --rotary-position-embeddings-theta",
         "--rotary-percent": "--partial-rotary-factor",
         "--norm-epsilon": "--rms-norm-eps --layernorm-eps",
@@ -34,15 +34,18 @@ SYNONYMS = {
         "--untie-embeddings-and-output-weights": "--no-tie-embed-logits --no-tie-embedding-weights",
         # the batch, and how long a run is
         "--train-iters": """--max-iters --max-steps --max-train-steps --num-steps --num-iterations
-            --max-iterations --iterations --total-steps --steps --training.steps""",
+            --max-iterations --iterations --total-steps --steps --max-update --training.steps""",
         "--micro-batch-size": """--per-device-train-batch-size --train-micro-batch-size-per-gpu
-            --device-batch-size --mbs --local-batch-size --training.local-batch-size""",
+            --device-batch-size --device-train-microbatch-size --mbs --local-batch-size
+            --training.local-batch-size""",
         "--global-batch-size": "--gbs --train-batch-size",
         # the update
         "--lr": "--learning-rate --max-lr",
         "--min-lr": """--lr-min --final-lr --lr-end --min-learning-rate --learning-rate-min
             --eta-min""",
-        "--lr-warmup-iters": "--warmup-iters --warmup-steps --num-warmup-steps --lr-warmup-steps",
+        "--lr-warmup-iters": """--warmup-iters --warmup-steps --num-warmup-steps --lr-warmup-steps
+            --warmup-updates""",
+        "--lr-decay-iters": "--total-num-update",
         "--lr-warmup-fraction": "--warmup-ratio --warmup-fraction",
         "--lr-decay-style": """--lr-scheduler-type --lr-scheduler --lr-schedule
             --learning-rate-schedule""",
@@ -56,7 +59,7 @@ SYNONYMS = {
         "--tensor-model-parallel-size": """--tp --tp-size --tensor-parallel-size
             --tensor-parallel-degree --tensor-parallel --parallelism.tensor-parallel-degree""",
         "--pipeline-model-parallel-size": """--pp --pp-size --pipeline-parallel-size
-            --pipeline-parallel-degree --pipeline-parallel
+            --pipeline-parallel-degree --pipeline-parallel --pipe-parallel-size
             --parallelism.pipeline-parallel-degree""",
         "--context-parallel-size": """--cp --cp-size --context-parallel-degree
             --parallelism.context-parallel-degree""",
@@ -87,6 +90,7 @@ SYNONYMS = {
     for name in names.split()
 }
 TRUE, FALSE = "true", "false"  # values of a switch in other programs
+SPELT = {"1": TRUE, "yes": TRUE, "0": FALSE, "no": FALSE}  # as Hugging Face's Trainer reads them
 # {(flag, value in lower case): the words in place of both}
 VALUES: dict[tuple[str, str], tuple[str, ...]] = {
     **{
@@ -167,11 +171,13 @@ _INSTEAD = {
         nothing is compiled here, so leave it out; on a GPU --cuda-graph spares the launches of
         kernels""",
     """--gradient-accumulation-steps --grad-accum* --gradient-accumulation --accumulate-grad-batches
-        --accumulation-steps --num-accumulation-steps --gradient-accumulate*""": """give
+        --accumulation-steps --num-accumulation-steps --gradient-accumulate* --update-freq
+        --*accumulate-gradient-steps""": """give
         --global-batch-size: {} x --micro-batch-size x the number of data-parallel ranks""",
     "--num-train-epochs --num-epochs --epochs --epoch --max-epochs --n-epochs --train-epochs": """
         give --train-samples, {} x the samples of --seq-length tokens in the data, which is read
         again in another order at its end; or --train-iters, in steps""",
+    "--max-duration": "give --train-iters, in steps, or --train-samples: tokens / --seq-length",
     "--train-tokens --max-tokens --total-tokens --num-tokens --train.max-tokens --token-budget": """
         give --train-samples: {} / --seq-length""",
     "--total-batch-size --batch-size-tokens --tokens-per-batch --global-batch-tokens": """give
@@ -216,7 +222,8 @@ _INSTEAD = {
         over them""",
     "--deepspeed --deepspeed-config --ds-config": """DeepSpeed is not used and its file is not read:
         give --zero-stage 1, 2 or 3, --micro-batch-size, --global-batch-size and --bf16""",
-    "--accelerator --strategy --plugins": "--zero-stage and the sizes of the axes give the layout",
+    "--accelerator --strategy --plugins --mesh --mesh-dim":
+        "--zero-stage and the sizes of the axes give the layout",
     "--cpu-offload --offload --offload-optimizer* --optimizer-offload --fsdp-offload*": """
         --optimizer-cpu-offload moves optimizer state to the host, --cpu-offload-activations
         activations""",
@@ -224,11 +231,12 @@ _INSTEAD = {
         --num-processes --num-nodes --devices --hostfile --world-size --n-gpus --gpus-per-node
         --rdzv-*""": """the launcher starts the ranks: torchrun --nproc-per-node N pretrain_llama.py
         FLAGS""",
-    "--activation-checkpoint* --ac-mode": "give --recompute-granularity full or selective",
+    "--activation-checkpoint* --deepspeed-activation-checkpoint* --ac-mode":
+        "give --recompute-granularity full or selective",
     """--model-name-or-path --model-name --model --pretrained-model* --base-model --hf-model*
         --init-from --model-id --checkpoint-name --initial-checkpoint* --hf-assets-path
         --model.hf-assets-path --model.name --model.flavor --model-size --model-type
-        --config-overrides --checkpoint.initial-load*""": """for weights give the
+        --config-overrides --load-*-config --checkpoint.initial-load*""": """for weights give the
         folder of a downloaded Hugging Face model:
         --pretrained-checkpoint DIRECTORY --use-checkpoint-args; for sizes --num-layers,
         --hidden-size and the others""",

@@ -167,7 +167,10 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
     for word, after in zip(argv, [*argv, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if name in ("-h", "--help"):
-            found = page_of(value if equals else after, build_parser(extra).own_names)
+            asked = value if equals else after
+            if name == "-h" and asked.isdecimal():
+                raise UsageError(f"-h {asked}: -h is --help here, and takes a group or a flag")
+            found = page_of(asked, build_parser(extra).own_names)
             parser = build_parser(extra, found)
             parser.print_help()
             parser.exit()
@@ -206,7 +209,11 @@ def _read(
                     "number, a string or a tuple of these"
                 )
         elif flag.kind == flag_table.LIVE_KIND:
-            given[name] = flag.read(text)
+            try:
+                given[name] = flag.read(text)
+            except UsageError as error:
+                meant = [f" ({note})" for note in notes if note.endswith(f" is taken as {name}")]
+                raise UsageError(f"{error}{meant[0] if meant else ''}") from None
         else:
             _accept(flag, text, notes)
             given[name] = True

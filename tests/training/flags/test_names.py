@@ -38,6 +38,7 @@ SAME = [  # what is typed, what it is here
     ("--block-size 32 --max_iters 7", "--seq-length 32 --train-iters 7"),
     ("--bf16 True", "--bf16"),
     ("--bf16 False --fp16 false", ""),
+    ("--bf16 1 --tf32 0 --gradient_checkpointing no", "--bf16"),
     ("--gradient_checkpointing True", "--recompute-granularity full"),
     ("--gradient_checkpointing False --packing=false", ""),
     ("--mixed_precision bf16", "--bf16"),
@@ -49,6 +50,9 @@ SAME = [  # what is typed, what it is here
     ("--training.steps 7 --training.seq_len 32", "--train-iters 7 --seq-length 32"),
     ("--tie_word_embeddings false", "--untie-embeddings-and-output-weights"),
     ("--decay_lr False", "--lr-decay-style constant"),
+    ("--tokens-per-sample 32 --max-update 7", "--seq-length 32 --train-iters 7"),
+    ("--device_train_microbatch_size=2", "--micro-batch-size 2"),
+    ("--warmup-updates 1 --total-num-update 2", "--lr-warmup-iters 1 --lr-decay-iters 2"),
 ]
 
 
@@ -128,6 +132,13 @@ TYPED = [  # what is typed, what the sentence holds
     ("--checkpoint.load_step 10", "give --ckpt-step"),
     ("--checkpoint.async_mode async", "give --async-save"),
     ("--use_cpu", "give --device cpu"),
+    ("--update-freq 4", "--global-batch-size: 4 x --micro-batch-size"),
+    ("--optimizer.accumulate_gradient_steps=4", "--global-batch-size: 4 x --micro-batch-size"),
+    ("--mesh_dim=1,-1,1 --load_llama_config=7b", "the sizes of the axes give the layout"),
+    ("--load_llama_config=7b", "for sizes --num-layers"),
+    ("--max_duration=2e12T", "--train-iters, in steps, or --train-samples"),
+    ("--deepspeed-activation-checkpointing", "--recompute-granularity full or selective"),
+    ("-b 4 -h 1", "-h 1: -h is --help here"),
     ("--fp16_full_eval", "fp16 is not available here: give --bf16"),
 ]
 
@@ -181,6 +192,12 @@ def test_what_is_always_on_cannot_be_turned_off(typed, says):
     with pytest.raises(UsageError, match=re.escape(says)):
         read(typed)
     assert read("--no-save-optim False").notes  # one that is right to be left out
+
+
+def test_a_wrong_value_is_reported_with_the_name_that_was_typed():
+    said = "--train-iters 1e3: must be a whole number >= 1 (--max_steps is taken as --train-iters)"
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+        read("--max_steps=1e3", "--train-iters")
 
 
 @pytest.mark.parametrize("typed, says", TWO, ids=[typed for typed, _ in TWO])
