@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
+from importlib import import_module
 from inspect import getfile
 from typing import Any
 
@@ -38,9 +39,8 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from estimate import matrices, memory_picture
+from estimate import matrices
 from estimate.context_parallel import check_attention
-from estimate.dry_run import report
 from estimate.model_profile import make_grid, whole_model
 from estimate.obeyed_flags import check_flags
 from estimate.pipeline_stages import rank_stages, uses_of
@@ -320,7 +320,7 @@ def train(
         slow,  # which rank is slow: numbers for the log
         log,  # the step's line
         saver,  # how far the run is, for a supervisor
-        MemoryReport(run, model_provider, log),  # once
+        MemoryReport(run, log),  # once
         Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
         guard,  # signals, time, bad numbers: stops, or goes back; reads what Intervals asked for
         profile,
@@ -414,15 +414,19 @@ def main(
             grid = make_grid(config, launch)
             if config.run.dry_run:
                 activity.what = "the dry run"
-                print(printable(report(config, model_provider), lines=True))
+                text = forecast("dry_run").report(config, sys.modules[__name__])
+                print(printable(text, lines=True))
                 if config.run.memory_picture:
-                    print(memory_picture.draw(config, model_provider))
+                    print(forecast("memory_picture").draw(config, sys.modules[__name__]))
                 return 0
             config, device, loaders, digests = prepare(
                 config, grid, shares_cores(), note_of(grid), activity
             )
             activity.what = "comparing the memory of this host with what the run needs"
-            memory_report.check_host(config, model_provider, grid, device)
+            memory_report.check_host(
+                config, grid, device,
+                lambda: forecast("dry_run").memory_of_ranks(config, sys.modules[__name__]),
+            )  # fmt: skip
             activity.what = "checking whether the run can be resumed"
             file = load_model_file(config.model.model_file)
             whole = whole_model(config, model_provider)
@@ -461,6 +465,11 @@ def main(
             write_error_file(str(monitor.first), report_to)
             return 1
     return stop_signal.code
+
+
+def forecast(file: str) -> Any:
+    """Return a module of the room above this program, which records its step (forecast/)."""
+    return import_module(f"forecast.{file}")
 
 
 def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: StopSignal) -> None:

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from estimate.dry_run import aligned  # noqa: E402
 from tools.plan import plans_of  # noqa: E402
 from tools.planner import own, search, table  # noqa: E402
 from tools.planner.cluster import read_cluster  # noqa: E402
 from tools.planner.model import read_model  # noqa: E402
+from training.text import aligned  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = (

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from estimate.meta import META, UNKNOWN, answer, meta_attention, meta_kernels
+from estimate.pipeline_stages import rank_stages
 from estimate.simulate import peak_activations
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Label
@@ -59,6 +60,7 @@ KINDS = (*STATE, OTHER_STATE, UNSHARDED, GATHERED, ACTIVATIONS, LOGITS, MESSAGES
 SUMS, UPDATE = "sums of gradients", "update"  # what follows the schedule's last action
 ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
 MADE = {"F": "activation", "B": "gradient"}  # what a message carries
+LINEAR = ("1f1b", "interleaved")
 PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 
 
@@ -292,13 +294,15 @@ class Recorder(DispatchMode):
 class Recording:
     """A step of one rank. run: what the program has built.
 
-    count: micro-batches of the step of which `few` are recorded. start: bytes by kind as it begins.
-    warm_up: the most bytes before it, where each chunk runs once.
+    few: micro-batches that are recorded. recorded: whether a step was, or the rank only built.
+    start: bytes by kind as the step begins. warm_up: the most bytes before it, where each chunk
+    runs once.
     """
 
     run: Any
     recorder: Recorder
     few: int
+    recorded: bool = True
     start: dict[str, int] = field(default_factory=dict)
     warm_up: int = 0
 
@@ -368,7 +372,8 @@ def record(
     few: int = 0,
     member: int = 0,
 ) -> dict[int, Recording]:
-    """Return the recordings of ranks of a pipeline, by their places on pp.
+    """Return the recordings of a pipeline's ranks, by their places on pp. Others than `ranks` are
+    built, and no step of theirs is recorded.
 
     script: pretrain_llama.py, or a fork of it. ranks: places; None: all. few: micro-batches that
     are recorded; 0: `few_micro_batches`. member: a rank of the world that is in the pipeline.
@@ -403,7 +408,27 @@ def record(
             thread.join()
     if errors:
         raise errors[0]
-    return {rank: found[rank] for rank in wanted}
+    return found
+
+
+def recordings_of(config: Config, script: ModuleType) -> list[Recording]:
+    """Return the recordings of all ranks of a pipeline, in order.
+
+    Of ranks in a row whose stages are as long, under 1F1B with more micro-batches than a rank has
+    in flight, the first and the last are recorded: from one to the next a rank has as many bytes
+    less. The others are only built.
+    """
+    p, size = config.parallel, config.parallel.pipeline_model_parallel_size
+    wanted = list(range(size))
+    if p.schedule in LINEAR and few_micro_batches(config) < max(micro_batch_counts(config)):
+        stages = [rank_stages(config, script.model_provider, rank) for rank in wanted]
+        kinds = [[(len(s.layers), s.embedding, s.loss) for s in own] for own in stages]
+        wanted = [
+            rank for rank in wanted
+            if rank in (0, size - 1) or not kinds[rank - 1] == kinds[rank] == kinds[rank + 1]
+        ]  # fmt: skip
+    found = record(config, script, wanted)
+    return [found[rank] for rank in range(size)]
 
 
 def _record(
@@ -433,7 +458,7 @@ def _record(
     ):
         run = script.build(config, grid, META, Monitor(recorder))
         use_overlap(run.model, overlap_of(config))
-        recording = Recording(run, recorder, few or few_micro_batches(config))
+        recording = Recording(run, recorder, few or few_micro_batches(config), few >= 0)
         if few >= 0:
             with _without_collections():
                 _record_steps(recording, script, grid)

@@ -18,12 +18,11 @@ import numpy as np
 import torch
 
 import pretrain_llama
-from estimate import activations
-from estimate.buffers import matmul_workspaces
-from estimate.dry_run import memory
 from estimate.model_profile import ParameterProfile, rank_parameters
-from estimate.rank_memory import flats, host_bytes, norm_bytes
+from estimate.rank_memory import norm_bytes
 from estimate.rank_profile import StageProfile, rank_profile
+from forecast.dry_run import matmul_workspaces, of_ranks_kinds
+from forecast.recording import HOST, recordings_of
 from mpu.optim.interface import state_bytes
 from mpu.pipeline.stage_layout import Stage
 from mpu.zero import bucket_layout
@@ -277,17 +276,11 @@ class Exact(NamedTuple):
 def exactly(model: Model, each: Layout) -> list[Exact]:
     """Return the bytes of each pipeline rank, as --dry-run has them.
 
-    A pipeline is measured with the fewest micro-batches that reach its peak.
+    Host memory is that of the rank with most.
     """
-    few = each
-    if each.pp > 1:
-        count = activations.steady(each.schedule, each.pp, each.micro_batches, each.virtual)
-        few = replace(each, micro_batches=count)
-    words = shlex.split(f"{few.flags()} {REST}")
+    words = shlex.split(f"{each.flags()} {REST}")
     config = parse([*model.flags, *words], each.tp * each.cp * each.dp * each.pp)
-    found = list[Exact]()
-    for rank, own in enumerate(activations.peaks(config, PROVIDER)):
-        state = host_bytes(config, flats(config, PROVIDER, rank))
-        found.append(Exact(memory(config, PROVIDER, rank, own), own.in_host + state))
-    return found
-
+    found = recordings_of(config, pretrain_llama)
+    kinds = of_ranks_kinds(config, found)
+    most = max(recording.most(HOST) for recording in found)
+    return [Exact(own, most) for own in kinds]

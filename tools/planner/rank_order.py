@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 import pretrain_llama
-from estimate.dry_run import aligned, in_units
 from forecast.recording import record
 from forecast.traffic import rows
 from mpu.grid import ORDER
@@ -30,6 +29,7 @@ from tools.planner.model import REST, Model
 from tools.rehearsal.links import ROUNDS, Links, Way, collective, message, spans
 from training.config import Config
 from training.flags.parse import parse
+from training.text import aligned, in_units
 
 NCCL, GLOO = frozenset({"all_to_all"}), frozenset({"all_to_all", "reduce_scatter"})
 AXES = {"pp_back": "pp"}  # the ranks of both are a pipeline's

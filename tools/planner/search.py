@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from estimate.fit import available
+from forecast.fit import available
 from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import stage_layout
 from tools.planner import matrices, transfers

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from estimate.dry_run import aligned
 from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline import schedules
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
 from tools.planner.search import COMPARISON_ERROR, Plans
+from training.text import aligned
 
 ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
 MILLION = 1_000_000

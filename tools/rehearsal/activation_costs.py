@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from estimate.dry_run import in_units
 from estimate.model_profile import ModelProvider
 from estimate.saved_by_module import saved_by_module
 from tools.rehearsal.clock import HOST_LINK, Timing
@@ -13,6 +12,7 @@ from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Action, Event, Launch, Wait
 from tools.rehearsal.roofline import launch_seconds
 from training.config import Config
+from training.text import in_units
 
 OFFLOAD, PLACE = "offload", "mpu/activation_offload.py"
 

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from estimate.dry_run import in_units
 from tools.rehearsal.events import Event, Launch, Transfer
+from training.text import in_units
 
 
 def launches(events: Sequence[Event]) -> list[dict[str, Any]]:

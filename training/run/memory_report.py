@@ -1,20 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuse what a host has no memory for, and report what a rank was measured to use.
-
-Both go by the dry run's formulas: estimate/rank_memory.py for what stays from step to step,
-estimate/buffers.py for the most that a step allocates on top, estimate/activations.py for what a
-backward reads.
-"""
+"""Refuse what a host has no memory for, and report what a rank was measured to use."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from estimate import activations, buffers, dry_run, rank_memory
-from estimate.model_profile import ModelProvider
 from mpu.grid import Grid
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
@@ -22,37 +15,31 @@ from training.config import Config, UsageError
 from training.run.log import Log
 from training.run.state import Run
 from training.run.step import CONTINUE, Decision, Step
+from training.text import in_units
 
-EQUAL = ", equal to the formula"
+STATE = ("parameters", "gradients", "masters", "moments")  # their size is the model's
 
 
 class MemoryReport:
     """Notes this rank's memory after the second step; by then every buffer has been in use."""
 
-    def __init__(self, run: Run, provider: ModelProvider, log: Log) -> None:
-        self.run, self.provider, self.log = run, provider, log
+    def __init__(self, run: Run, log: Log) -> None:
+        self.run, self.log = run, log
         self._at = run.iteration + 2
 
     def after_step(self, step: Step) -> Decision:
         """Note it where that step was made."""
         if step.iteration == self._at:
-            for line in report(self.run.config, self.provider, self.run.optimizer):
-                self.log.note(line)
+            self.log.note(report(self.run.optimizer))
         return CONTINUE
 
 
-def report(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
-    """Measure this rank; return one line where all is as the formulas state, else `in_full`."""
-    return brief(in_full(config, provider, optimizer), optimizer.grid.rank)
-
-
-def brief(kinds: list[str], rank: int) -> list[str]:
-    """Return the lines of the kinds as one where each is equal to its formula."""
-    if not all(line.endswith(EQUAL) for line in kinds):
-        return kinds
-    sizes = [line.removesuffix(f" bytes{EQUAL}").rpartition(" ") for line in kinds]
-    shown = ", ".join(f"{kind.strip()} {size}" for kind, _, size in sizes if size != "0")
-    return [f"memory of rank {rank} in bytes, as --dry-run computes it: {shown}"]
+def report(optimizer: Optimizer) -> str:
+    """Return a line with the bytes of this rank's state, and the most of what a step allocates."""
+    found = optimizer.memory()
+    found |= {f"{kind} at most": n for kind, n in transient(optimizer.sink).items()}
+    shown = ", ".join(f"{kind} {size:,}" for kind, size in found.items() if size)
+    return f"memory of rank {optimizer.grid.rank} in bytes: {shown}"
 
 
 def buckets(config: Config, sink: ParamAndGradBuffer, rank: int) -> str:
@@ -65,71 +52,23 @@ def buckets(config: Config, sink: ParamAndGradBuffer, rank: int) -> str:
     return f"{text} of about {sink.bucket_size:,} elements ({how})"
 
 
-def in_full(config: Config, provider: ModelProvider, optimizer: Optimizer) -> list[str]:
-    """Measure this rank and return a line for each kind of memory.
-
-    Call it after a run's second step: in the first, ZeRO stage 3 still learns the order of its
-    blocks and gathers none ahead. It does not wait for the device.
-    """
-    sink = optimizer.sink
-    each = sink.weight_buckets
-    ranks = {b.layout.sharing.cut: b.shard.rank for b in each if b.shard is not None}
-    found, peaks = optimizer.memory(), transient(sink)
-    return lines(config, provider, found, peaks, optimizer.grid.pp.rank, ranks)
-
-
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
-    """Return the peak bytes that a step allocated on top, named as in buffers.transient."""
+    """Return the peak bytes that a step allocated on top of what a rank keeps."""
     gathered = sink.gatherer.peak if sink.gatherer else 0
     return {"whole gradients": sink.live.peak, "gathered weights": gathered}
 
 
-def lines(
+def check_host(
     config: Config,
-    provider: ModelProvider,
-    measured: Mapping[str, int],
-    peaks: Mapping[str, int],
-    pp_rank: int = 0,
-    ranks: Mapping[str, int] | None = None,
-) -> list[str]:
-    """Return one line a kind: bytes measured and stated, and why they might differ.
-
-    measured: Optimizer.memory(). peaks: transient(sink); of these, a kind that is neither measured
-    nor stated has no line. ranks: as bucket_layout.memory takes them.
-    """
-    kept = rank_memory.flats(config, provider, pp_rank, frozen=True)
-    of_kinds = rank_memory.state(config, kept, ranks)
-    stated = dict.fromkeys(peaks, 0)
-    if rank_memory.level(config) >= 2:  # below stage 2 a step allocates neither
-        stated = buffers.transient(config, provider, pp_rank)
-    out = []
-    for kind, found in measured.items():
-        why = "the formula is for the model as built on meta tensors"
-        out.append(_line(kind, found, of_kinds[kind], why))
-    for kind, found in peaks.items():
-        if found or stated[kind]:
-            why = (
-                "the formula is for the second step on, with the most micro-batches; "
-                "a block read by mpu.gradients.use stays gathered until its backward"
-            )
-            out.append(_line(f"{kind}, at most", found, stated[kind], why))
-    return out
-
-
-def _line(kind: str, found: int, stated: int, why: str) -> str:
-    text = f"{kind:<25} {found:>15,} bytes"
-    if found == stated:
-        return f"{text}{EQUAL}"
-    more = f"{abs(found - stated):,} {'more' if found > stated else 'fewer'}"
-    return f"{text}, {more} than the formula's {stated:,}: {why}"
-
-
-def check_host(config: Config, provider: ModelProvider, grid: Grid, device: torch.device) -> None:
+    grid: Grid,
+    device: torch.device,
+    forecast: Callable[[], Sequence[Mapping[str, int]]],
+) -> None:
     """Raise UsageError where the ranks of this host need more memory than it has available.
 
     It is asked before anything is allocated, of a CPU's memory only: a host that swaps does not
-    answer for minutes, while a GPU refuses at once. A run that is far too small for that is not
-    traced, which takes a second (`at_most`).
+    answer for minutes, while a GPU refuses at once. forecast: returns the bytes of each pipeline
+    rank by kind, in a second; it is not asked for a run that is far too small (`at_most`).
     """
     launch = grid.launch
     free = available() if device.type == "cpu" else None
@@ -138,20 +77,18 @@ def check_host(config: Config, provider: ModelProvider, grid: Grid, device: torc
     places = {rank: i for row in grid.groups("pp") for i, rank in enumerate(row)}
     first = launch.rank - launch.local_rank
     ranks = [places[r] for r in range(first, first + launch.local_world) if r in places]
-    peaks = activations.peaks(config, provider)
-    kinds = {r: dry_run.memory(config, provider, r, peaks[r]) for r in set(ranks)}
+    kinds = forecast()
     total = sum(sum(kinds[r].values()) for r in ranks)
     if total <= free:
         return
-    fullest = max(kinds.values(), key=lambda each: sum(each.values()))
-    kind = max(fullest, key=lambda name: fullest[name])
-    units, b, m = dry_run.in_units, config.batch, config.model
+    largest = max((kinds[r] for r in ranks), key=lambda each: sum(each.values()))
+    kind, b, m = max(largest, key=lambda name: largest[name]), config.batch, config.model
     sizes = f"--num-layers {m.num_layers} or --hidden-size {m.hidden_size}"
-    if kind not in dry_run.STATE:
+    if kind not in STATE:
         sizes = f"--micro-batch-size {b.micro_batch_size} or --seq-length {m.seq_length}"
     raise UsageError(
-        f"this host has {units(free)} of memory available, and its {len(ranks)} rank(s) need "
-        f"{units(total)}, {units(fullest[kind])} of each for {kind}: lower {sizes} "
+        f"this host has {in_units(free)} of memory available, and its {len(ranks)} rank(s) need "
+        f"{in_units(total)}, {in_units(largest[kind])} of each for {kind}: lower {sizes} "
         "(--dry-run prints each kind)"
     )
 

@@ -9,20 +9,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from estimate import activations
-from estimate.buffers import Moment
-from estimate.dry_run import fullest, in_units, step_memory, with_vocabulary
-from estimate.model_profile import ModelProvider
+from forecast.dry_run import fullest, step_memory, with_vocabulary
+from forecast.recording import Moment, record, recordings_of
 from mpu.pipeline.schedules import Action
 from training.config import Config
 from training.pipeline_schedule import micro_batch_counts
+from training.text import in_units
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "draw_memory.py"
 
 
-def record(config: Config, provider: ModelProvider) -> dict[str, Any]:
+def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
     """Return what is drawn: the bytes of each kind in each action of a step, and words about them.
 
     Of --memory-picture-rank, without it of the pipeline rank that needs most. Raises ValueError
@@ -35,14 +35,17 @@ def record(config: Config, provider: ModelProvider) -> dict[str, Any]:
             "no file of a tokenizer is here; give --vocab-size"
         )
     size, rank = config.parallel.pipeline_model_parallel_size, config.run.memory_picture_rank
-    peaks = activations.peaks(config, provider)
-    ranks = range(size) if rank is None else [rank]
-    steps = {r: step_memory(config, provider, r, peaks[r]) for r in ranks}
-    rank = max(ranks, key=lambda r: fullest(steps[r]).total)
-    peak, p, drawn = fullest(steps[rank]), config.parallel, peaks[rank].actions
-    count = 1 + max(each.action.micro_batch for each in drawn)
+    if rank is None:
+        recordings = [each for each in recordings_of(config, script) if each.recorded]
+    else:
+        recordings = [record(config, script, [rank])[rank]]
+    steps = {each.run.grid.pp.rank: step_memory(config, each) for each in recordings}
+    rank = max(steps, key=lambda r: fullest(steps[r]).total)
+    peak, p = fullest(steps[rank]), config.parallel
+    drawn = [each.action for each in steps[rank] if isinstance(each.action, Action)]
+    count = recordings[0].few
     every = max(micro_batch_counts(config))
-    chunks = 1 + max(each.action.chunk for each in drawn)
+    chunks = 1 + max(each.chunk for each in drawn)
     which = f"Pipeline rank {rank} of {size} ({p.schedule})" if size > 1 else "One rank"
     about = "the fullest moment of each action"
     if count < every:
@@ -71,12 +74,12 @@ def short(moment: Moment, chunks: int) -> str:
     return f"{action.kind}{action.micro_batch}" + f".{action.chunk}" * (chunks > 1)
 
 
-def draw(config: Config, provider: ModelProvider) -> str:
+def draw(config: Config, script: ModuleType) -> str:
     """Write --memory-picture; return a line that says so. Raises ValueError where the tool refuses,
     with its sentence.
     """
     file = str(config.run.memory_picture)
-    words = json.dumps(record(config, provider))
+    words = json.dumps(drawn_of(config, script))
     done = subprocess.run(
         [sys.executable, str(TOOL), file], input=words, capture_output=True, text=True, check=False
     )

@@ -4,7 +4,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from training.arguments import ParallelConfig
 from training.config import Config, UsageError
 from training.flags import parallel_rules, rules
 
@@ -20,11 +19,11 @@ def available(gpu_bytes: float) -> float:
 def fit_lines(
     config: Config,
     total: float,
-    peak: Callable[[Config, bool], float],
+    peak: Callable[[Config], float],
     in_units: Callable[[float], str],
 ) -> list[str]:
     """Return "fits", or what each measure saves. total: bytes of the fullest rank; peak: the same
-    of another config, which may keep the same activations; in_units: writes bytes.
+    of another config; in_units: writes bytes.
     """
     if config.parallel.device == "cpu":
         return []
@@ -34,13 +33,11 @@ def fit_lines(
         return [f"fits a GPU of {gpu}, with {in_units(limit - total)} to spare"]
     rows = []
     for name, other in measures(config):
-        p = other.parallel
-        same = state_of(p) != state_of(config.parallel)
         try:
             rules.check(other)
         except UsageError:
             continue  # it does not go with this run's other flags
-        if (size := peak(other, same)) < total:
+        if (size := peak(other)) < total:
             rows.append((size, name, f"saves {in_units(total - size)}"))
     if not rows:
         return [f"does NOT fit a GPU of {gpu}, and no single flag saves memory"]
@@ -56,11 +53,6 @@ def fit_lines(
     if config.parallel.gradient_ranks == 1:
         lines.append("  with one data-parallel rank --zero-stage shards nothing")
     return lines
-
-
-def state_of(p: ParallelConfig) -> tuple[int, bool, bool]:
-    """Return the flags that say where state lies; activations do not depend on them."""
-    return p.zero, p.optimizer_cpu_offload, p.optimizer_state_offload
 
 
 def measures(config: Config) -> Iterator[tuple[str, Config]]:
