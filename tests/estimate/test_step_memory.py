@@ -11,11 +11,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from estimate.buffers import SUMS, UPDATE
 from estimate.dry_run import in_units, step_memory
 
 import pretrain_llama
 from estimate import activations, dry_run, memory_picture
-from estimate.buffers import SUMS, UPDATE
 from estimate.pipeline_stages import rank_stages
 from estimate.simulate import Costs, simulate
 from mpu.pipeline.schedules import Action

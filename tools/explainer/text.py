@@ -15,6 +15,7 @@ from tools.explainer.trace import Explainer, Seen
 from tools.explainer.zero import WIDTH
 from training import batch_size
 from training.config import Config
+from training.layer_options import main_grads_dtype
 from training.pipeline_schedule import schedule_of
 
 BEFORE = (
@@ -54,7 +55,7 @@ def head(config: Config) -> list[str]:
         f"  of a rank: s sequence {m.seq_length // cp}, b micro-batch "
         f"{config.batch.micro_batch_size}, h hidden {m.hidden_size}; layers of the model "
         f"{m.num_layers}, micro-batches {batch_size.micro_batches(config, 0)}; bytes of a "
-        f"number {e}, of a gradient {rank_memory.gradient_bytes(config)}",
+        f"number {e}, of a gradient {main_grads_dtype(config).itemsize}",
         "  hidden states are [s/t, b, h] between the layers, [s, b, h] inside attention and MLP"
         if sp
         else "  hidden states are [s, b, h], the same on every rank of tp",

@@ -19,7 +19,6 @@ import torch
 
 import pretrain_llama
 from estimate.model_profile import ParameterProfile, rank_parameters
-from estimate.rank_memory import norm_bytes
 from estimate.rank_profile import StageProfile, rank_profile
 from forecast.dry_run import matmul_workspaces, of_ranks_kinds
 from forecast.recording import HOST, recordings_of
@@ -36,6 +35,7 @@ from training.flags.parse import parse
 from training.update_rules import optimizer_groups
 
 PROVIDER = pretrain_llama.model_provider
+NORM_BYTES = 9  # of a block in the norm's index: int64 and bool
 Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
 
@@ -260,7 +260,7 @@ def _state(
     kinds["moments"] = kinds["moments"] * moments / np.maximum(numbers, 1)
     low, high = bucket_layout.SMALLEST, bucket_layout.LARGEST
     two = 8 * np.clip(numbers / 8, low, high) if zero >= 2 else 0
-    total = sum(kinds.values()) + norm_bytes([unsharded])
+    total = sum(kinds.values()) + unsharded.length // bucket_layout.BLOCK * NORM_BYTES
     total = total + (0 if again else matmul_workspaces(model.config))
     moved = kinds["masters"] + kinds["moments"]
     return np.asarray(total + np.minimum(two, 4 * numbers)), np.asarray(moved)

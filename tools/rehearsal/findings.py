@@ -18,7 +18,6 @@ from tools.rehearsal.traffic_rules import (
     left_out,
     one_way,
     out_of_order,
-    unlike_formulas,
     unlike_layers,
 )
 from tools.rehearsal.work_rules import loss_scale, stand_ins, work_of_layers
@@ -102,7 +101,6 @@ WIDER = (
 OF_STEPS = (
     one_way,
     out_of_order,
-    unlike_formulas,
     unlike_layers,
     left_out,
     unwritten,

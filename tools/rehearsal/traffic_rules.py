@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare what a rehearsed rank sends in a step with estimate/traffic.py and with its layers.
+"""Compare what a rehearsed rank sends in a step with what its layers need.
 
-Bytes are compared for each axis and purpose, whatever the verbs: by the ideal algorithm a
-reduce-scatter and an all-gather send what an all-reduce does, and a ring of messages what a gather
-does. A layer without the transfer that its class makes is named by the line of its matmul.
+Bytes are compared whatever the verbs: by the ideal algorithm a reduce-scatter and an all-gather
+send what an all-reduce does, and a ring of messages what a gather does. A layer without the
+transfer that its class makes is named by the line of its matmul.
 
 A torch.autograd.Function is compared with itself, too, in any model: what its forward gathers its
 backward must sum, what its forward scatters its backward must gather, and what its forward
@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from estimate.traffic import traffic
 from mpu.layers.embedding import VocabParallelEmbedding
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.param import placement_of
-from pretrain_llama import model_provider
 from tools.rehearsal.events import Launch, Transfer
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import beginning, defined, end_of, on_lines
@@ -61,43 +59,8 @@ SORTS = {
 REORDERS = ("flip", "roll", "sort", "argsort", "rot90", "randperm")
 
 
-def unlike_formulas(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the purposes for which other bytes are sent in the last step than are worked out."""
-    if not is_own_llama(seen):
-        return  # a fork's exchanges may depend on its data
-    sent: dict[Purpose, int] = {}
-    at: dict[Purpose, list[int]] = {}
-    events = seen.recorder.events
-    for index in range(seen.first, len(events)):
-        event = events[index]
-        if type(event) is Transfer and (purpose := purpose_of(event)) is not None:
-            sent[purpose] = sent.get(purpose, 0) + event.sent
-            at.setdefault(purpose, []).append(index)
-    stated: dict[Purpose, int] = {}
-    rows: dict[Purpose, list[str]] = {}
-    for row in traffic(seen.config, model_provider, seen.grid.pp.rank, seen.grid):
-        if (known := of_words(row.axis, row.verb, row.who, row.purpose)) is not None:
-            stated[known] = stated.get(known, 0) + row.sent
-            rows.setdefault(known, []).append(f"{row.who}: {row.purpose}")
-    ep = seen.grid.ep
-    for purpose in {**stated, **sent}:
-        if purpose[0] == "ep" and ep.rank and seen.config.rehearse.rehearse_expert_skew != 1.0:
-            continue  # the estimate is of the first rank, which has the most rows; see expert_rules
-        found, expected = sent.get(purpose, 0), stated.get(purpose, 0)
-        indices = at.get(purpose, [])
-        if abs(found - expected) > ROUNDING * max(len(indices), 1):
-            axis, what = purpose
-            words = f"{found:,} bytes are sent over {axis} in a step, purpose {what}; "
-            purposes = "; ".join([*dict.fromkeys(rows.get(purpose, ("nobody",)))][:5])
-            words += f"estimate/traffic.py computes {expected:,} ({purposes})"
-            yield at_line(seen, purpose, words, indices, found < expected)
-
-
 def unlike_layers(seen: "Rehearsed") -> Iterator[Finding]:
     """Yield the layers that send another number of bytes over tp than SENDS has for their class.
-
-    The estimate measures what the model sends, so a sum that the model leaves out is missing there,
-    too.
     """
     tp, model, config = seen.grid.tp, seen.run.model, seen.config
     if not is_own_llama(seen) or tp.size == 1:
@@ -257,18 +220,9 @@ def purpose_of(event: Transfer) -> Purpose | None:
     if event.axis == "background":
         return None
     who, _, what = event.label.rpartition(": ")
-    forward = event.where.phase in ("forward", "recompute")
-    return of_words(event.axis, event.verb, who, what, "forward" if forward else "backward")
-
-
-def of_words(axis: str, verb: str, who: str, what: str, phase: str = "") -> Purpose | None:
-    """Return the axis of what is sent, and for what. phase: what else says whether it is forward.
-
-    who, what: of its label.
-    """
-    if verb == "receive" or axis == "world" or what == "log":  # of a step that writes a line
+    if event.verb == "receive" or event.axis == "world" or what == "log":  # a step's line
         return None
-    axis = {"pp_back": "pp"}.get(axis, axis)
+    axis = {"pp_back": "pp"}.get(event.axis, event.axis)
     if what in PURPOSES:
         return axis, PURPOSES[what]
     if who == "cross_entropy":
@@ -277,45 +231,7 @@ def of_words(axis: str, verb: str, who: str, what: str, phase: str = "") -> Purp
         return axis, "messages"
     if axis in ATTENTION:
         return axis, "attention"
-    return axis, phase or ("forward" if what == "forward" else "backward")
-
-
-def at_line(
-    seen: "Rehearsed", purpose: Purpose, words: str, indices: list[int], missing: bool
-) -> Finding:
-    """Return the finding, at the line of a layer that sends nothing, or at those that send."""
-    recorder, (axis, what) = seen.recorder, purpose
-    through = lines_of_all(seen, indices)
-    if missing and what == "messages":
-        return Finding("traffic", *of_stage(seen, indices, words), through)
-    places = [recorder.events[i].where.place for i in indices]  # type: ignore[union-attr]
-    place = (
-        max(dict.fromkeys(places), key=places.count) if places else beginning_of(seen, axis, what)
-    )
-    also = caller(seen, indices[0]) if indices else ""
-    return Finding("traffic", place, words, also, through)
-
-
-def caller(seen: "Rehearsed", index: int) -> str:
-    """Return the line that called what an event's line is in, of those that led to it."""
-    chain = seen.recorder.chains.get(index, ())
-    place = seen.recorder.events[index].where.place  # type: ignore[union-attr]
-    at = chain.index(place) + 1 if place in chain else len(chain)
-    return (*chain[at : at + 1], "")[0]
-
-
-def of_stage(seen: "Rehearsed", indices: list[int], words: str) -> tuple[str, str, str]:
-    """Return where a stage sends what is missing, the words, and where its input comes in.
-
-    A gradient leaves where the stage's input required one, in its forward.
-    """
-    from mpu.pipeline.engine import Engine, _Run
-
-    labels = Counter(seen.recorder.events[i].label.rpartition(": ")[2] for i in indices)  # type: ignore[union-attr]
-    back = labels["backward"] < labels["forward"] or seen.grid.pp.rank == seen.grid.pp.size - 1
-    run: Any = next(one for one in _Run.__mro__ if one.__module__ == Engine.__module__)
-    sends = run._backward if back else run._give
-    return beginning(sends), words, beginning(run._forward)
+    return axis, "forward" if event.where.phase in ("forward", "recompute") else "backward"
 
 
 def beginning_of(seen: "Rehearsed", axis: str, what: str) -> str:

@@ -8,7 +8,7 @@ and not how large it is, or lies outside of that allocator, is named instead: `n
 from collections.abc import Sequence
 from math import prod
 
-from estimate.buffers import CUBLAS_WORKSPACE
+from forecast.dry_run import CUBLAS_WORKSPACE
 from tools.rehearsal.events import Event, Launch, Transfer
 from tools.rehearsal.roofline import MATMULS, short_name
 
