@@ -234,6 +234,14 @@ def purpose_of(event: Transfer) -> Purpose | None:
     return axis, "forward" if event.where.phase in ("forward", "recompute") else "backward"
 
 
+def caller(seen: "Rehearsed", index: int) -> str:
+    """Return the line that called what an event's line is in, of those that led to it."""
+    chain = seen.recorder.chains.get(index, ())
+    place = seen.recorder.events[index].where.place  # type: ignore[union-attr]
+    at = chain.index(place) + 1 if place in chain else len(chain)
+    return (*chain[at : at + 1], "")[0]
+
+
 def beginning_of(seen: "Rehearsed", axis: str, what: str) -> str:
     """Return the line where what is missing would begin."""
     from mpu.comm import mappings
