@@ -85,7 +85,7 @@ def is_block(func: Any) -> bool:
 def _kind(func: Any) -> str:
     """Return which of answer's cases an operation is; "" for none."""
     aten, name = torch.ops.aten, func.overloadpacket.__name__
-    if name == "arange" or func is aten.cat.default:
+    if name in ("arange", "stack") or func is aten.cat.default:
         return name
     if name.startswith(("_fused_", "_foreach_")) and name.endswith("_"):
         return "lists in place"
@@ -109,7 +109,8 @@ def _kind(func: Any) -> str:
         return "product"
     known = (
         aten.mv.default, aten.index.Tensor, aten.gather.default, aten.embedding.default,
-        aten.new_empty.default, aten._unsafe_view.default, aten.permute.default,
+        aten.new_empty.default, aten.new_full.default, aten.new_zeros.default,
+        aten._unsafe_view.default, aten.permute.default,
     )  # fmt: skip
     return name if func in known else ""
 
@@ -127,7 +128,11 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             dtype = kwargs.get("dtype") or torch.long
             return torch.empty(len(range(*args)), dtype=dtype, device=META)
         return UNKNOWN
-    if kind == "cat":
+    if kind == "stack" and first[0].is_meta:
+        shape, dim = list(first[0].shape), args[1] if len(args) > 1 else 0
+        shape.insert(dim % (len(shape) + 1), len(first))
+        return torch.empty(shape, dtype=_common(first), device=META)
+    if kind in ("cat", "stack"):
         if not first[0].is_meta:
             return UNKNOWN
         shape, dim = list(first[0].shape), args[1] if len(args) > 1 else 0
@@ -168,7 +173,7 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return UNKNOWN
         x, y = args[PRODUCTS[func] :][:2]
         return _new(x, (*x.shape[:-1], y.shape[-1]))
-    if kind == "new_empty":
+    if kind in ("new_empty", "new_full", "new_zeros"):
         device = kwargs.get("device")
         if device is not None and device.type != "meta":
             return UNKNOWN
