@@ -143,7 +143,7 @@ class Recorder(DispatchMode):
         self.run: Any = None
         self.action: Action | str = ""
         self.storages: dict[int, Storage] = {}  # those that live, by id
-        self._logits = 0  # elements of a micro-batch's logits
+        self._logits = (0, 0)  # elements of a micro-batch's logits, and columns
         self._references: dict[int, Any] = {}
         self._new: list[Storage] = []  # since the action began
         self._names: dict[int, str] = {}
@@ -174,7 +174,7 @@ class Recorder(DispatchMode):
             given = [self.kind_of(x) for x in tensors_of(args) if x.is_meta]
             kind = HOST if given and all(each == HOST for each in given) else ""
         made = self.storages[key] = Storage(storage.nbytes(), kind)
-        if tensor.numel() == self._logits and tensor.is_floating_point():
+        if tensor.is_floating_point() and (tensor.numel(), *tensor.shape[-1:]) == self._logits:
             made.kind = LOGITS
         self._new.append(made)
         self.events.append((made, 1))
@@ -232,7 +232,8 @@ class Recorder(DispatchMode):
         config = run.config
         tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
         tokens = config.batch.micro_batch_size * config.model.seq_length // cp
-        self._logits = tokens * config.model.padded_vocab_size(tp) // tp
+        columns = config.model.padded_vocab_size(tp) // tp
+        self._logits = tokens * columns, columns
 
     def settle(self, kind: str) -> None:
         """Say of which kind all is that lives and is not known yet."""

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from estimate import activations
+import pretrain_llama
 from estimate.meta import META, MetaAttention, MetaOperations
 from estimate.storages import LiveStorages
+from forecast.recording import ACTIVATIONS, LOGITS, WORKING, record
 from mpu.comm.meta import MetaTransport
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.attention.shards import shards
 from mpu.layers.context_attention import COMM_TYPES, ContextAttention
-from pretrain_llama import model_provider
 from tests.estimate.attention_costs import AttentionSizes, memory, traffic
 from training.flags.parse import parse
 
@@ -128,8 +128,9 @@ LLAMA = f"""
 def peak(flags: str, cp: int = 1) -> int:
     """Return the most bytes of activations that a rank of a run has at once in a step."""
     config = parse(f"{LLAMA} {flags} --context-parallel-size {cp}".split(), cp)
-    (held,) = activations.peaks(config, model_provider)
-    return held.activations + held.logits + held.working
+    found = record(config, pretrain_llama)[0].moments()
+    kinds = (ACTIVATIONS, LOGITS, WORKING)
+    return max(sum(moment.kinds.get(kind, 0) for kind in kinds) for moment in found)
 
 
 @pytest.mark.prove

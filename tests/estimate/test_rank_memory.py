@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank keeps from step to step: shapes, buckets and bytes, the latter worked out by hand.
+"""A rank's parameters and their buckets, worked out by hand.
 
 The small Llama (tests/training/small_llama.py) in blocks of 1,024 elements: the embedding 19, a
 layer's matrices 8 + 4 + 12 + 6 = 30 and its two norms 1 each, the last norm 1, an untied head 19.
@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from estimate import activations, dry_run, matrices, rank_memory
-from estimate.model_profile import make_grid, model_profile
+from estimate import matrices, rank_memory
+from estimate.model_profile import model_profile
 from model.llama import SIZES
-from mpu.launch import Launch
 from mpu.param import placement_of
 from pretrain_llama import model_provider
 from tests.training.small_llama import TIES, build, read
@@ -74,7 +73,7 @@ def test_buckets_hold_what_the_model_says_of_its_parameters(line, world, tie):
     config = read(f"{line} {tie} --global-batch-size 16", world)
     for rank in range(config.parallel.pipeline_model_parallel_size):
         model = build(config, "meta", rank)
-        flats = rank_memory.flats(config, model_provider, rank)
+        flats = rank_memory.trained(config, model_provider, rank)
         named = dict(model.named_parameters())
         found = {name: (flat, n) for flat in flats for name, _, n in flat.params}
         assert found.keys() == named.keys()
@@ -88,24 +87,24 @@ def test_buckets_hold_what_the_model_says_of_its_parameters(line, world, tie):
 
 def test_buckets_by_hand():
     layer = ["mlp.down", "mlp.gate_up", "mlp_norm", "attention.proj", "attention.qkv"]
-    flats = rank_memory.flats(read(f"--ddp-bucket-size 30000 {UNTIED}", 4), model_provider)
+    flats = rank_memory.trained(read(f"--ddp-bucket-size 30000 {UNTIED}", 4), model_provider)
     names = [[name.removesuffix(".weight") for name, _, _ in flat.params] for flat in flats]
     assert names[0] == ["head", "norm", "layers.2.mlp.down", "layers.2.mlp.gate_up"]
     assert names[3] == [*(f"layers.0.{n}" for n in [*layer[2:], "attention_norm"]), "embedding"]
     assert blocks(flats) == [40, 32, 32, 36]  # 38, 32, 32, 33, rounded up to 4 ranks
-    assert blocks(rank_memory.flats(read(UNTIED, 4), model_provider)) == [136]  # 135
-    assert blocks(rank_memory.flats(read("", 8), model_provider)) == [120]  # 116
+    assert blocks(rank_memory.trained(read(UNTIED, 4), model_provider)) == [136]  # 135
+    assert blocks(rank_memory.trained(read("", 8), model_provider)) == [120]  # 116
     by_block = read(f"{UNTIED} --zero-stage 3", 4)
-    assert blocks(rank_memory.flats(by_block, model_provider)) == [20, 32, 32, 32, 20]
+    assert blocks(rank_memory.trained(by_block, model_provider)) == [20, 32, 32, 32, 20]
     norms_apart = read(f"{SP} --zero-stage 3", 4)
-    assert blocks(rank_memory.flats(norms_apart, model_provider)) == [16, 16, 16, 10, 8]
+    assert blocks(rank_memory.trained(norms_apart, model_provider)) == [16, 16, 16, 10, 8]
     ends = read(f"{ENDS} --zero-stage 3", 4)
-    first, last = (rank_memory.flats(ends, model_provider, rank) for rank in (0, 1))
+    first, last = (rank_memory.trained(ends, model_provider, rank) for rank in (0, 1))
     assert blocks(first) == [32, 32, 20] and blocks(last) == [2, 32, 32, 20]
     assert [f.axes for f in last] == [(), (), (), ("embd",)]
     chunks = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
     virtual = read(f"{chunks} --pipeline-model-parallel-layout Et|t|t|tL {UNTIED}", 2)
-    own = rank_memory.flats(virtual, model_provider)
+    own = rank_memory.trained(virtual, model_provider)
     assert blocks(own) == [32, 51] and own[0].params[0][0].startswith("layers.2.")
 
 
@@ -116,80 +115,14 @@ def test_the_fullest_pipeline_rank_sets_the_automatic_size():
     )
     config = read(line, 2)
     # by itself it would be cut in buckets of 2^21
-    (small,) = rank_memory.flats(config, model_provider, 1)
+    (small,) = rank_memory.trained(config, model_provider, 1)
     assert small.length > 8 * 2**20
-    assert len(rank_memory.flats(config, model_provider, 0)) == 8
-
-
-# level, flags, ranks, pipeline rank; blocks of weights, gradients, masters, moments times bytes
-HELD = [
-    ("", 1, 0, (116 * 4, 116 * 4, 0, 116 * 8)),
-    (f"--bf16 {UNTIED}", 4, 0, (136 * 2, 136 * 4, 136 * 4, 136 * 8)),
-    ("--fp64", 8, 0, (120 * 8, 120 * 8, 0, 120 * 16)),
-    ("--zero-stage 1", 4, 0, (116 * 4, 116 * 4, 0, 29 * 8)),
-    ("--zero-stage 1 --bf16", 8, 0, (120 * 2, 120 * 4, 15 * 4, 15 * 8)),
-    (
-        "--zero-stage 1 --bf16 --main-grads-dtype bf16",
-        4,
-        0,
-        (116 * 2, 116 * 2 + 29 * 4, 29 * 4, 29 * 8),
-    ),
-    (f"{ENDS} --zero-stage 1", 4, 1, (86 * 4, 86 * 4, 0, 43 * 8)),
-    ("--zero-stage 2 --bf16", 4, 0, (116 * 2, 29 * 4, 29 * 4, 29 * 8)),
-    (f"--zero-stage 2 {SP}", 4, 0, (64 * 4, 32 * 4, 0, 32 * 8)),
-    (
-        "--zero-stage 2 --num-distributed-optimizer-instances 2 --main-grads-dtype bf16 --bf16",
-        8,
-        0,
-        (120 * 2, 30 * 4, 30 * 4, 30 * 8),
-    ),
-    (f"--zero-stage 3 --bf16 {UNTIED}", 4, 0, (34 * 2, 34 * 4, 34 * 4, 34 * 8)),
-    # one rank alone: nothing is shared, but bf16 gradients still need a sum in fp32
-    (f"--zero-stage 3 {UNTIED}", 1, 0, (135 * 4, 135 * 4, 0, 135 * 8)),
-    (
-        f"--zero-stage 2 --bf16 --main-grads-dtype bf16 {UNTIED}",
-        1,
-        0,
-        (135 * 2, 135 * (2 + 4), 135 * 4, 135 * 8),
-    ),
-    # norms stand apart, whole: 58 blocks over 2 ranks, and 8
-    (f"--zero-stage 3 {SP}", 4, 0, ((29 + 8) * 4, 33 * 4, 0, 33 * 8)),
-    (f"--zero-stage 3 {ENDS}", 4, 1, ((33 + 20) * 4, 43 * 4, 0, 43 * 8)),
-]
-
-
-@pytest.mark.parametrize("more,world,rank,sizes", HELD, ids=[h[0] or "plain" for h in HELD])
-def test_memory_by_hand(more, world, rank, sizes):
-    config = read(more, world)
-    held = rank_memory.state(config, rank_memory.flats(config, model_provider, rank))
-    assert list(held) == ["parameters", "gradients", "masters", "moments"]
-    assert tuple(held.values()) == tuple(size * K for size in sizes)
-
-
-def test_memory_on_the_host():
-    """A gradient, a master and two moments in fp32, and bf16 weights on their way up."""
-    flats = rank_memory.flats(read("--zero-stage 1", 4), model_provider)
-    offload = "--optimizer-cpu-offload --zero-stage 1"
-    assert rank_memory.host_bytes(read(f"{offload} --bf16", 4), flats) == 29 * K * (4 * 4 + 2)
-    assert rank_memory.host_bytes(read(f"{offload}", 4), flats) == 29 * K * 4 * 4
-    assert rank_memory.host_bytes(read("--zero-stage 1", 4), flats) == 0
-    assert rank_memory.host_bytes(read(f"{offload} --device cpu", 4), flats) == 0
-
-
-@pytest.mark.parametrize("more, there", [("", True), ("--optimizer-cpu-offload", False)])
-def test_an_offloaded_update_has_its_matrices_in_host_memory(more, there):
-    config = read(f"--optimizer muon --zero-stage 1 --bf16 {UNTIED} {more}", 4)
-    (held,) = activations.peaks(config, model_provider)
-    moments = dry_run.step_memory(config, model_provider, 0, held)
-    assert any(moment.kinds.get("matrices") for moment in moments) == there
+    assert len(rank_memory.trained(config, model_provider, 0)) == 8
 
 
 def test_a_stage_without_layers_has_no_matrices():
     more = "--num-layers 3 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout"
     config = read(f"--optimizer muon --bf16 {UNTIED} {more} E|tt|t|L", 4)
-    assert [matrices.memory(config, model_provider, rank) > 0 for rank in range(4)] == [
-        False, True, True, False,
-    ]  # fmt: skip
     assert "pipeline rank 0: Muon has 0 matrices" in matrices.lines(config, model_provider)
 
 
@@ -204,12 +137,3 @@ def test_frozen_matrices_are_not_named_among_those_to_update():
     assert "layers.*.mlp.down.weight x 2" in frozen[0]
     for lines, layers in ((plain, 3), (frozen, 2)):
         assert f"Muon has {layers * 7} matrices" in lines
-
-
-def test_the_rank_with_most_matrices_is_named_without_a_grid():
-    config = read(f"--optimizer muon --zero-stage 1 --bf16 {UNTIED}", 4)
-    ranks = [
-        matrices.memory(config, model_provider, 0, make_grid(config, Launch(rank, 4)))
-        for rank in range(4)
-    ]
-    assert max(ranks) == matrices.memory(config, model_provider, 0) > min(ranks)

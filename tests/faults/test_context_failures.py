@@ -11,7 +11,8 @@ import signal
 import pytest
 
 import pretrain_llama
-from estimate import activations
+from forecast.recording import record
+from mpu.pipeline.schedules import Action
 from tests.faults.small_run import MODEL, Ranks, check_blame, fault_during
 from tests.launcher import Launcher
 from training.flags.parse import parse
@@ -35,12 +36,11 @@ GLOO = " --no-shared-memory"
 
 @functools.cache
 def collectives(kind: str, phase: str) -> int:
-    """Return how many a rank starts in a micro-batch, as the plan counts them."""
+    """Return how many a rank starts in a micro-batch, as a recording has them."""
     ranks, flags = KINDS[kind]
     config = parse([*MODEL, *flags.split(), "--device", "cpu"], ranks)
-    model = activations.profile(config, pretrain_llama.model_provider)
-    every = [c for stage in model.stages for c in stage.collectives]
-    return sum(c.axis in AXES and c.phase == phase for c in every)
+    sent = record(config, pretrain_llama)[0].recorder.transfers
+    return sum(each.axis in AXES and each.action == Action(phase, 0, 0) for each in sent)
 
 
 def kill(ranks: Ranks, kind: str, phase: str, call: int, victim: int, more: str = "") -> None:

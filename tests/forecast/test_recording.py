@@ -8,8 +8,9 @@ import torch
 
 import pretrain_llama
 from forecast.dry_run import memory_of_ranks
-from forecast.recording import GATHERED, STATE, UNSHARDED, Monitor, Recorder, Recording, record
+from forecast.recording import Monitor, Recorder, Recording
 from mpu.pipeline.schedules import Action
+from tests.forecast.recorded import memory, recorded
 from tests.gpu import steps
 from tests.gpu.row import LLAMA
 from tests.model.twin import config_of, micro_batches
@@ -44,7 +45,6 @@ LARGER = {
 }
 
 
-
 class Real(Recorder):
     """Notes the storages of a run whose tensors have memory."""
 
@@ -69,12 +69,10 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int], list, li
             start = {"": sum(storage.nbytes for storage in recorder.storages.values())}
             pretrain_llama.train_step(run, batches, 1e-2)
     found = run.optimizer.memory() | memory_report.transient(run.sink)
-    said = record(config, pretrain_llama, [grid.pp.rank], case["m"], grid.rank)[grid.pp.rank]
-    kinds = {kind: said.start[kind] for kind in STATE}
-    kinds |= {"whole gradients": said.most(UNSHARDED), "gathered weights": said.most(GATHERED)}
+    said = recorded(config, grid, case["m"])
     real = Recording(SimpleNamespace(config=config), recorder, case["m"], start)
     both = [[(m.action, m.total) for m in each.moments()] for each in (real, said)]
-    return found, kinds, *both
+    return found, memory(said), *both
 
 
 def hold(world, size: int, case: dict) -> None:
@@ -82,13 +80,13 @@ def hold(world, size: int, case: dict) -> None:
     run's gloo sums in memory of its own, where ranks of a host add in memory that they share.
     """
     case = BASE | {"dtype": "float32"} | case
-    for found, said, real, recorded in world(size).run(measured, case):
+    for found, said, real, told in world(size).run(measured, case):
         assert found == said
         assert found["parameters"] and found["gradients"] and found["moments"]
         if case.get("states"):
             continue  # memory that is given back by `resize_` is not followed in a run
-        assert [action for action, _ in real] == [action for action, _ in recorded]
-        for (action, had), (_, has) in zip(real, recorded, strict=True):
+        assert [action for action, _ in real] == [action for action, _ in told]
+        for (action, had), (_, has) in zip(real, told, strict=True):
             if isinstance(action, Action) and action.kind == "F" and not action.micro_batch:
                 assert abs(had - has) < 2000, (action, had, has)
             assert abs(had - has) < 0.1 * had or action == "sums of gradients", (action, had, has)

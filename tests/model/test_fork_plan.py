@@ -8,7 +8,6 @@ a second output layer with a loss of its own. Nothing else is changed.
 import importlib.util
 import sys
 from collections import Counter
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -16,11 +15,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from estimate import activations, pipeline_stages, rank_memory
-from estimate.dry_run import report
+import pretrain_llama
+from estimate import pipeline_stages, rank_memory
 from estimate.model_profile import model_profile
 from estimate.pipeline_stages import stages_of
-from estimate.traffic import SMALL, traffic
+from forecast.dry_run import report, shapes
+from forecast.recording import ACTIVATIONS, LOGITS, WORKING, Recording, record
+from forecast.traffic import SMALL, traffic
 from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
@@ -83,8 +84,18 @@ def provider_of(path: str):
 
 
 @pytest.fixture(scope="module")
-def fork(tmp_path_factory):
-    return provider_of(write_fork(tmp_path_factory.mktemp("fork")))
+def path(tmp_path_factory):
+    return write_fork(tmp_path_factory.mktemp("fork"))
+
+
+@pytest.fixture(scope="module")
+def fork(path):
+    return provider_of(path)
+
+
+def recorded(path: str, flags: str) -> Recording:
+    """Return the recording of the fork on one rank."""
+    return record(read(f"{FLAGS} {flags} --model-file {path}"), pretrain_llama)[0]
 
 
 def real(config, provider, grid=None):
@@ -133,14 +144,12 @@ def test_the_balance_knows_each_layer(fork, p):
 
 
 @pytest.mark.parametrize("more", ["", "--recompute-granularity full --recompute-num-layers 2"])
-def test_what_is_kept_for_backward(fork, more):
+def test_what_is_kept_for_backward(fork, path, more):
     """Against what autograd keeps in a real forward: three norms a layer, both heads' logits."""
-    config = read(f"{FLAGS} --fp64 {more}")
-    (stage,) = activations.profile(config, fork).stages
-    plain = replace(config, parallel=replace(config.parallel, recompute_granularity=None))
-    (whole,) = activations.profile(plain, fork).stages
+    stage, whole = recorded(path, f"--fp64 {more}"), recorded(path, "--fp64")
+    config = read(f"{FLAGS} --fp64")
     tokens = tokens_of(config)
-    assert stage.logits == 2 * tokens.numel() * 300 * 8
+    assert stage.most(LOGITS) == 2 * tokens.numel() * 300 * 8
     kept, model = {}, real(config, fork)
     model.rope(None, 32)
     known = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model._rope]}
@@ -154,9 +163,12 @@ def test_what_is_kept_for_backward(fork, more):
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(tokens, tokens)
     sums = 7 * tokens.numel() * 8 * 4  # a CPU keeps softmax sums in fp64, a flash kernel in fp32
-    assert whole.for_b + whole.logits == sum(kept.values()) - sums
+    # three numbers, tables of 4 sines and 4 cosines, tokens, labels and the other labels
+    beside = 3 * 8 + 2 * 4 * 32 * 8 + 3 * 8 * tokens.numel()
+    most = whole.most(ACTIVATIONS)
+    assert most + whole.most(LOGITS) == sum(kept.values()) - sums + beside
     if more:
-        assert stage.for_b < whole.for_b and stage.again > 2 * whole.for_b / 8
+        assert stage.most(ACTIVATIONS) < most and stage.most(WORKING) > 2 * most / 8
 
 
 def traced(comm, path: str, flags: str) -> tuple[Counter, list[str]]:
@@ -182,7 +194,7 @@ def test_traffic_is_what_two_ranks_send(world, tmp_path, sp):
     path = write_fork(tmp_path)
     flags = f"{FLAGS} --tensor-model-parallel-size 2 {sp} --fp64"
     seen, norms = world(2).run(traced, path, flags)[0]
-    rows = traffic(read(flags, 2), provider_of(path))
+    rows = traffic(read(f"{flags} --model-file {path}", 2), pretrain_llama)
     once = ("grad sum", *SMALL)
     found = Counter[tuple[str, str, int]]()
     for row in rows:
@@ -198,10 +210,10 @@ def test_traffic_is_what_two_ranks_send(world, tmp_path, sp):
     assert len(norms) == (3 * 7 + 1 if sp else 0)
 
 
-def test_the_dry_run_tells_of_the_fork(fork):
+def test_the_dry_run_tells_of_the_fork(fork, path):
     flags = f"{FLAGS} --pipeline-model-parallel-size 2 --global-batch-size 16 --zero-stage 1"
-    config = read(flags, 4)
-    text = report(config, fork)
+    config = read(f"{flags} --model-file {path}", 4)
+    text = report(config, pretrain_llama)
     profile = model_profile(config, fork)
     for line in (
         f"{profile.parameters:,} in all",
@@ -209,8 +221,8 @@ def test_the_dry_run_tells_of_the_fork(fork):
         *pipeline_stages.lines(config, fork),
     ):
         assert line in text, line
-    flags = f"{FLAGS} --zero-stage 3"
-    lines = report(read(flags, 2), fork).splitlines()
+    flags = f"{FLAGS} --zero-stage 3 --model-file {path}"
+    lines = report(read(flags, 2), pretrain_llama).splitlines()
     assert f"  {'second.weight':<34} [300, 64]" in lines
     assert f"  {'layers.*.last_norm.weight':<34} {'[64]':<18} x 7" in lines
     for width, times in ((96, 3), (288, 2), (480, 2)):
@@ -218,11 +230,10 @@ def test_the_dry_run_tells_of_the_fork(fork):
         assert f"  {name:<34} {shape:<18} x {times}" in lines
 
 
-def test_buckets_are_the_forks(fork):
-    config = read(f"{FLAGS} --zero-stage 3", 2)
-    shapes = rank_memory.shapes(config, fork)
-    flats = rank_memory.flats(config, fork)
-    held = {name: n for flat in flats for name, _, n in flat.params}
-    model = real(config, fork)
+def test_buckets_are_the_forks(fork, path):
+    config = read(f"{FLAGS} --zero-stage 3 --model-file {path}", 2)
+    layouts = rank_memory.trained(config, fork)
+    held = {name: n for layout in layouts for name, _, n in layout.params}
+    model, found = real(config, fork), record(config, pretrain_llama)[0]
     assert held == {name: p.numel() for name, p in model.named_parameters()}
-    assert shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert shapes(found) == {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate import buffers, rank_memory
-from estimate.traffic import totals, traffic
+from estimate import rank_memory
+from forecast.traffic import rows, totals
 from model.load import load_model_file
 from mpu.comm.transport import Axis
+from tests.forecast.recorded import memory, recorded
 from tests.model.moe_twin import SPARSE
 from tests.model.test_moe_parity import BASE, KINDS, STEPS, held
 from tests.model.twin import batch_of, config_of, micro_batches, run_layout, same_bits
@@ -234,15 +235,13 @@ def measured(comm: Any, case: dict[str, Any]) -> Any:
     run.sink.wait_for_weights()
     grid.traced(None)
     provider, rank = pretrain_llama.model_provider, grid.pp.rank
-    flats = rank_memory.flats(config, provider, rank)
-    assert [flat.length for flat in flats] == [bucket.length for bucket in run.sink.buckets]
-    said = rank_memory.state(config, flats) | buffers.transient(config, provider, rank)
-    said.pop("tied look-ups")
+    layouts = rank_memory.trained(config, provider, rank)
+    assert [each.length for each in layouts] == [bucket.length for bucket in run.sink.buckets]
     here = replace(config, parallel=replace(config.parallel, device="cpu"))
-    rows = totals(traffic(here, provider, rank))
-    planned = {key: sent for key, (_, sent) in rows.items() if key[0] != "world"}
+    said = recorded(here, grid)
+    planned = {key: sent for key, (_, sent) in totals(rows(said)).items() if key[0] != "world"}
     have = run.optimizer.memory() | memory_report.transient(run.sink)
-    return (have, said), (dict(sent.bytes), planned)
+    return (have, memory(said)), (dict(sent.bytes), planned)
 
 
 EVEN = SPARSE | dict(moe_router_force_load_balancing=True, moe_aux_loss_coeff=(0.5,))

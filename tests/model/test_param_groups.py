@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate import rank_memory
 from mpu.grid import Grid
+from tests.forecast.recorded import recorded, state
 from tests.model import test_frozen
 from tests.model.moe_twin import ExpertTwin
 from tests.model.test_moe_parity import SAMPLE, size_of
@@ -300,9 +300,7 @@ def kept(comm, case: dict) -> tuple[dict, dict]:
     grid = grid_of(comm, config)
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank), 1e-2)
-    flats = rank_memory.flats(config, pretrain_llama.model_provider, grid.pp.rank, frozen=True)
-    ranks = rank_memory.places(grid)
-    return run.optimizer.memory(), rank_memory.state(config, flats, ranks)
+    return run.optimizer.memory(), state(recorded(config, grid))
 
 
 @pytest.mark.parametrize("subset", ["every second layer trains", "the middle layer trains"])

@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate import buffers, rank_memory
-from estimate.dry_run import report
-from estimate.traffic import SMALL, totals, traffic
+from estimate import rank_memory
+from forecast.dry_run import report
+from forecast.traffic import SMALL, rows, totals, traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
@@ -35,6 +35,7 @@ from mpu.zero.bucket_layout import BLOCK, ParamEntry, ZeroConfig, make_buckets, 
 from mpu.zero.gradient_check import GradientCheck
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from mpu.zero.replica_check import ReplicaCheck
+from tests.forecast.recorded import memory, recorded
 from tests.model.twin import Twin, check, config_of, micro_batches, run_layout
 from tests.mpu.zero.test_replica_check import flip
 from tests.sampling import sampled
@@ -364,16 +365,13 @@ def measured(comm: Any, case: dict[str, Any]) -> dict[str, Any]:
     train(run, case, 1)
     run.sink.wait_for_weights()
     seen.traced(None)
-    flats = rank_memory.flats(config, pretrain_llama.model_provider, run.grid.pp.rank)
-    assert [flat.length for flat in flats] == [bucket.length for bucket in run.sink.buckets]
-    said = rank_memory.state(config, flats)
-    said |= buffers.transient(config, pretrain_llama.model_provider, run.grid.pp.rank)
-    said.pop("tied look-ups")
+    layouts = rank_memory.trained(config, pretrain_llama.model_provider, run.grid.pp.rank)
+    assert [each.length for each in layouts] == [bucket.length for bucket in run.sink.buckets]
     here = replace(config, parallel=replace(config.parallel, device="cpu"))
-    rows = traffic(here, pretrain_llama.model_provider, run.grid.pp.rank)
-    planned = {key: sent for key, (_, sent) in totals(rows).items() if key[0] != "world"}
+    said = recorded(here, run.grid)
+    planned = {key: sent for key, (_, sent) in totals(rows(said)).items() if key[0] != "world"}
     return {
-        "memory": (run.optimizer.memory() | memory_report.transient(run.sink), said),
+        "memory": (run.optimizer.memory() | memory_report.transient(run.sink), memory(said)),
         "sent": (dict(sent.bytes), dict(planned)),
         "phases": sent.phases,
     }
@@ -406,17 +404,17 @@ def test_a_collective_of_a_new_kind_is_in_every_list(fork: str) -> None:
     planner's bytes over each link have it, and the sums of gradients over edp beside it.
     """
     config = parsed(fork, "--zero-stage 1")
-    rows = [row for row in traffic(config, pretrain_llama.model_provider) if row.axis == "ep"]
-    assert any(row.purpose not in SMALL for row in rows)
-    text = report(config, pretrain_llama.model_provider)
+    over_ep = [row for row in traffic(config, pretrain_llama) if row.axis == "ep"]
+    assert any(row.purpose not in SMALL for row in over_ep)
+    text = report(config, pretrain_llama)
     assert re.search(r"edp +reduce-scatter", text) and re.search(r"ep +all-gather", text)
     assert "AdamW's two, a share of 1/4, of experts 1/2" in text
-    assert any(line.startswith("ep ") for line in sums({}, rows))
+    assert any(line.startswith("ep ") for line in sums({}, over_ep))
     flows = ledger(config)
     assert {flow.axis for flow in flows} >= {"ep", "edp"}
     levels = [Level("pair", 2, 1e9, 0.0), Level("all", 0, 1e9, 0.0)]
     over = across(ORDER, Sizes.of(config), levels, flows)
-    assert over["ep"] == [4 * sum(row.sent for row in rows), 0]  # neighbours
+    assert over["ep"] == [4 * sum(row.sent for row in over_ep), 0]  # neighbours
     assert not over["edp"][0] and over["edp"][1]
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from estimate import traffic
+import pretrain_llama
 from estimate.model_profile import grid_of
-from pretrain_llama import model_provider
+from forecast.traffic import traffic
 from tests.training.small_llama import SMALL, read
 from training.config import UsageError
 from training.data.batch import DocumentRules, make_batch
@@ -328,7 +328,7 @@ def test_a_dry_run_and_a_warm_up_know_masks_by_their_names():
         assert is_masked(config) == wanted, words
         (batch, *_) = batches_of_zeros(config, grid_of(config, 0), torch.device("cpu"))
         assert (batch.loss_mask is not None) == wanted
-        rows = traffic.traffic(config, model_provider)
+        rows = traffic(config, pretrain_llama)
         assert any(row.who == "token count" for row in rows) == wanted, words
 
 

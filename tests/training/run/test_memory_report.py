@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's memory report: what was measured, beside what the formulas state."""
+"""A run's memory report: what is counted on its own buckets, after its second step."""
 
-from dataclasses import replace
+import re
 
 import pytest
 import torch
 
 import pretrain_llama
-from estimate import buffers, rank_memory
-from pretrain_llama import model_provider
+from tests.forecast.recorded import memory, recorded
 from tests.model.twin import config_of, micro_batches
-from tests.training.small_llama import read
 from training.faults.monitor import FailureMonitor
 from training.run import memory_report
 from training.run.start import describe
@@ -18,53 +16,27 @@ from training.update_rules import optimizer_groups
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 KINDS = ("parameters", "gradients", "masters", "moments")
-FORK = "the formula is for the model as built on meta tensors"
 
 
-def said(config, measured: dict, peaks: dict, pp_rank: int = 0) -> dict[str, str]:
-    """Return what a line says of a kind, by its first words."""
-    every = memory_report.lines(config, model_provider, measured, peaks, pp_rank)
-    return {line[:25].rstrip(): line[25:].lstrip() for line in every}
+def told(line: str) -> dict[str, int]:
+    """Return the bytes of a report's line, by kind."""
+    _, _, sizes = line.partition(" in bytes: ")
+    found = re.findall(r"([a-z ]+?) ([\d,]+)(?:, |$)", sizes)
+    return {kind: int(size.replace(",", "")) for kind, size in found}
 
 
-def test_a_line_a_kind():
-    config = read("--zero-stage 2 --bf16 --overlap-grad-reduce", 4)
-    kept = rank_memory.state(config, rank_memory.flats(config, model_provider))
-    gradients = buffers.transient(config, model_provider)["whole gradients"]
-    peaks = {"whole gradients": gradients, "gathered weights": 0}
-    found = said(config, kept, peaks)
-    assert list(found) == [*KINDS, "whole gradients, at most"]
-    assert found["parameters"] == f"{116 * 1024 * 2:,} bytes, equal to the formula"
-    assert all(text.endswith(" bytes, equal to the formula") for text in found.values())
-    more = kept | {"parameters": kept["parameters"] + 4096, "moments": kept["moments"] - 8}
-    found = said(config, more, peaks | {"whole gradients": gradients // 2})
-    number = f"{116 * 1024 * 2:,}"
-    assert found["parameters"] == f"241,664 bytes, 4,096 more than the formula's {number}: {FORK}"
-    assert "bytes, 8 fewer than the formula's" in found["moments"] and FORK in found["moments"]
-    assert "for the second step on, with the most" in found["whole gradients, at most"]
-    assert found["gradients"].endswith("equal to the formula")
-
-
-def test_the_lines_are_of_the_pipeline_rank():
-    more = "--pipeline-model-parallel-size 2 --num-layers 4 --zero-stage 3"
-    config = read(f"{more} --decoder-last-pipeline-num-layers 1", 4)
-    kept = rank_memory.state(config, rank_memory.flats(config, model_provider, 1))
-    peaks = buffers.transient(config, model_provider, 1)
-    del peaks["tied look-ups"]  # not measured
-    assert all("equal" in text for text in said(config, kept, peaks, 1).values())
-    assert not all("equal" in text for text in said(config, kept, peaks, 0).values())
-
-
-def reported(comm, case: dict) -> list[str]:
-    """Train two steps and report, after what is noted before the first of them."""
+def reported(comm, case: dict) -> tuple[list[str], dict[str, int]]:
+    """Train two steps; return what is noted before the first of them and after the second, and the
+    bytes of a recording.
+    """
     config = config_of(case)
     grid = comm.grid(case["tp"], pp=case.get("pp", 1))
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     noted: list[str] = []
-    describe(run, model_provider, noted.append)
+    describe(run, pretrain_llama.model_provider, noted.append)
     for step in range(2):
         pretrain_llama.train_step(run, micro_batches(case, grid.dp.rank, step), 1e-2)
-    return [noted[1], *memory_report.in_full(config, model_provider, run.optimizer)]
+    return [noted[1], memory_report.report(run.optimizer)], memory(recorded(config, grid))
 
 
 @pytest.mark.parametrize(
@@ -77,11 +49,17 @@ def reported(comm, case: dict) -> list[str]:
     ],
     ids=["level 0", "level 1, automatic", "level 2", "level 3"],
 )
-def test_two_steps_are_what_the_formulas_state(world, case, buckets, peaks):
-    for lines in world(2).run(reported, BASE | {"dtype": "bfloat16"} | case):
+def test_two_steps_are_what_was_recorded(world, case, buckets, peaks):
+    for rank, (lines, said) in enumerate(
+        world(2).run(reported, BASE | {"dtype": "bfloat16"} | case)
+    ):
         assert buckets in lines[0]
-        assert len(lines) == 1 + len(KINDS) + peaks
-        assert all(line.endswith("bytes, equal to the formula") for line in lines[1:])
+        assert lines[1].startswith(f"memory of rank {rank} in bytes: parameters ")
+        names = {"whole gradients at most": "whole gradients",
+                 "gathered weights at most": "gathered weights"}  # fmt: skip
+        found = {names.get(kind, kind): size for kind, size in told(lines[1]).items()}
+        assert list(found) == [*KINDS, *list(names.values())[:peaks]]
+        assert found == {kind: size for kind, size in said.items() if size}
     assert ("the default" in lines[0]) == ("bucket" in case and case["bucket"] is None)
 
 
@@ -92,18 +70,8 @@ def test_masters_in_host_memory_are_apart_from_the_weights(dtype):
     run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
     groups = optimizer_groups(config)
     optimizer = pretrain_llama.Optimizer(run.model, run.sink, grid, groups, cpu_offload=True)
-    config = replace(config, parallel=replace(config.parallel, optimizer_cpu_offload=True))
-    lines = memory_report.in_full(config, model_provider, optimizer)
-    assert all("equal to the formula" in line for line in lines), lines
-    assert f" {optimizer.memory()['moments'] // 2:,} bytes" in lines[2]
-
-
-def test_where_all_is_equal_it_is_one_line():
-    """Else every kind has its own."""
-    sizes = {"parameters": 610304, "masters": 0, "gathered weights, at most": 8}
-    kinds = [f"{k:<25} {size:>15,} bytes, equal to the formula" for k, size in sizes.items()]
-    (line,) = memory_report.brief(kinds, 3)
-    said = "memory of rank 3 in bytes, as --dry-run computes it: "
-    assert line == f"{said}parameters 610,304, gathered weights, at most 8"
-    differs = [*kinds, "moments 3 bytes, 1 more than the formula's 2: why"]
-    assert memory_report.brief(differs, 0) == differs
+    found = told(memory_report.report(optimizer))
+    assert list(found) == [*KINDS]
+    assert found["moments"] == 2 * found["masters"]
+    elements = sum(bucket.length for bucket in run.sink.buckets)
+    assert found["masters"] == elements * (8 if dtype == "float64" else 4)

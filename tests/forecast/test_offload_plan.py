@@ -2,9 +2,9 @@
 """What a dry run states of activations in host memory: what leaves the device is there."""
 
 import pytest
+from estimate.dry_run import report
 
 from estimate import activations
-from estimate.dry_run import report
 from estimate.saved_by_module import saved_by_module
 from pretrain_llama import model_provider
 from tests.training.small_llama import read

@@ -5,10 +5,10 @@ import base64
 import re
 
 import pytest
-
-from estimate import activations, buffers, dry_run, rank_memory
 from estimate.dry_run import in_units
 from estimate.fit import GPU_BYTES, fit_lines
+
+from estimate import activations, buffers, dry_run, rank_memory
 from pretrain_llama import model_provider
 from tests.training.small_llama import PIPELINE, SMALL, read
 from tools.planner.cluster import read_cluster
