@@ -306,7 +306,9 @@ class Distributed:
             recorder.callers[transfer.id] = self.trace_who
         return Work(recorder, transfer)
 
-    def handle(self, work: Any, keep: tuple[Tensor, ...], *args: Any, **named: Any) -> Handle:
+    def handle(
+        self, work: Any = None, keep: tuple[Tensor, ...] = (), *args: Any, **named: Any
+    ) -> Handle:
         """Make a Handle, which must keep the tensors of its transfers until they are over."""
         recorder = self.recorder
         referenced = {recorder.number(x) for x in keep}
