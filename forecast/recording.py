@@ -62,6 +62,7 @@ ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
 MADE = {"F": "activation", "B": "gradient"}  # what a message carries
 LINEAR = ("1f1b", "interleaved")
 PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
+_thread = threading.local()  # recorder: of the rank that a thread is
 
 
 class Storage:
@@ -396,10 +397,7 @@ def record(
                 errors.append(error)
                 meeting.abort()
 
-    with (
-        meta_kernels(config.parallel.device != "cpu"),
-        meta_attention(),
-    ):
+    with meta_kernels(config.parallel.device != "cpu"), meta_attention(), _noting_storages():
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, size)]
         for thread in threads:
             thread.start()
@@ -440,22 +438,8 @@ def _record(
     grid = script.make_grid(config, launch)
     transport = MetaTransport(gpu, partial(meeting.answers, grid.pp.rank))
     grid = grid.carried_by(transport).traced(recorder)
-    resize = torch.UntypedStorage.resize_
-
-    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        out = resize(storage, nbytes)
-        recorder.resized(storage)
-        return out
-
-    def host(self: HostMemory, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return recorder.host(shape, dtype)
-
-    with (
-        patch.object(HostMemory, "empty", host),
-        patch.object(HostMemory, "zeros", host),
-        patch.object(torch.UntypedStorage, "resize_", resized),
-        recorder,
-    ):
+    _thread.recorder = recorder
+    with recorder:
         run = script.build(config, grid, META, Monitor(recorder))
         use_overlap(run.model, overlap_of(config))
         recording = Recording(run, recorder, few or few_micro_batches(config), few >= 0)
@@ -463,6 +447,28 @@ def _record(
             with _without_collections():
                 _record_steps(recording, script, grid)
     return recording
+
+
+@contextlib.contextmanager
+def _noting_storages() -> Iterator[None]:
+    """Give a thread's recorder the storages that it resizes, and the host memory that it makes."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        out = resize(storage, nbytes)
+        _thread.recorder.resized(storage)
+        return out
+
+    def host(self: HostMemory, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        made: Tensor = _thread.recorder.host(shape, dtype)
+        return made
+
+    with (
+        patch.object(HostMemory, "empty", host),
+        patch.object(HostMemory, "zeros", host),
+        patch.object(torch.UntypedStorage, "resize_", resized),
+    ):
+        yield
 
 
 def _record_steps(recording: Recording, script: ModuleType, grid: Grid) -> None:

@@ -100,7 +100,8 @@ class _Part:
         device = mine[0].param_shard.device
         each = torch.tensor(lengths)
         self._order = torch.cat([torch.empty(0, dtype=torch.int64), *order]).to(device)
-        self._counted = torch.tensor(counted).repeat_interleave(each).to(device)
+        every = torch.tensor(counted).repeat_interleave(each, output_size=sum(lengths))
+        self._counted = every.to(device)
         self._lengths = each.to(device)
 
     def squares(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from estimate.simulate import Costs, simulate
-from estimate.traffic import Traffic
+from forecast.traffic import Traffic
 from mpu.grid import Grid
 from mpu.pipeline.schedules import NAMES, build
 from mpu.pipeline.steps import plan

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the collectives of a model's layers and ends that the formulas of step_time.py do not name.
 
-The list is the one that --dry-run reads (estimate/traffic.py): the collectives that the model calls
+The list is the one that --dry-run reads (forecast/traffic.py): the collectives that the model calls
 for in a micro-batch on meta tensors. What the formulas count is taken from it, by axis, verb and
 phase; the rest, such as a fork's own collective, is timed by the same links, and nothing hides it.
 It is measured once for each tp, with and without cp, and each ep: in bf16, with sequence

@@ -68,7 +68,7 @@ ENGINE = "mpu/recompute.py"  # the innermost line of what autograd itself runs i
 IN_SINGLE = ("_Router", "_Router.backward")  # autograd functions that multiply in fp32
 # Where tensors are made in host memory: tables that are copied once, and what the host updates.
 ON_HOST = (
-    "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/",
+    "mpu/layers/rope.py", "mpu/gradients.py", "mpu/optim/", "mpu/zero/norm.py",
     "mpu/comm/collectives.py", "mpu/comm/symmetric", "mpu/kernels/", "training/",
     "mpu/layers/packed_seq_params.py", "mpu/layers/attention/kv_exchange.py",
     "mpu/host_memory.py", "mpu/activation_offload.py", "estimate/",

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pretrain_llama
 from benchmarks.planning import experts
-from estimate import activations, dry_run
 from estimate.model_profile import model_profile
+from forecast import dry_run
+from forecast.recording import record
 from pretrain_llama import model_provider
 from tests.sampling import sampled
 from tools.planner import own, search
@@ -89,8 +91,8 @@ def test_a_forward_during_a_backward_hides_some_of_the_exchanges(
     assert 0 < plans.times.step[0] - plans.times.step[1] < exchanges[0]
     config = own.config_of(model, cluster, plans.layouts[1].flags())
     assert own.layout_of(config) == plans.layouts[1]
-    kept = activations.peaks(config, model_provider)
-    told = [dry_run.memory(config, model_provider, rank, kept[rank]) for rank in range(pp)]
+    recordings = record(config, pretrain_llama)
+    told = [dry_run.memory(config, recordings[rank]) for rank in range(pp)]
     assert plans.ranks(1) == told and plans.exact(1) > plans.exact(0)
     assert plans.bytes[1] == pytest.approx(plans.exact(1), rel=0.1)
 

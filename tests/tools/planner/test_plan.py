@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from estimate import activations, rank_memory
-from estimate.dry_run import memory
-from pretrain_llama import model_provider
+import pretrain_llama
+from forecast.dry_run import memory
+from forecast.recording import HOST, record
 from tools import plan
 from tools.planner import own, picture, search, table
 from tools.planner.cluster import FOLDER, ClusterError, read_cluster
@@ -54,10 +54,9 @@ def config_of(plans: Plans, n: int) -> Config:
 
 
 def dry_run_bytes(plans: Plans, n: int) -> float:
-    """Return the bytes of a layout's fullest pipeline rank, as --dry-run has them."""
+    """Return the bytes of a layout's fullest pipeline rank, each of which is recorded."""
     config = config_of(plans, n)
-    held = activations.peaks(config, model_provider)
-    ranks = [memory(config, model_provider, rank, each) for rank, each in enumerate(held)]
+    ranks = [memory(config, each) for each in record(config, pretrain_llama).values()]
     return max(float(sum(kinds.values())) for kinds in ranks)
 
 
@@ -168,8 +167,8 @@ def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:
         plans = plan.plans_of(UNTIED, read_cluster(str(path)).of(2), asked)
         mine = own_plan(plans, flags)
         device, share, host, host_share, busy = table.edges_of(mine, [0])[-1].split()[1:]
-        ranks = activations.peaks(config_of(mine, 0), model_provider)
-        kept = 8 * max(rank.in_host for rank in ranks)
+        ranks = record(config_of(mine, 0), pretrain_llama).values()
+        kept = 8 * max(rank.most(HOST) for rank in ranks)
         assert kept > 2e8 and float(host) == pytest.approx((8e9 - kept) / 1e9, abs=0.06)
         assert float(host_share.rstrip("%")) == pytest.approx(100 - kept / 0.8e8, abs=0.2)
         left = mine.limit - dry_run_bytes(mine, 0)
@@ -206,9 +205,8 @@ def test_state_in_host_memory_is_tried_where_a_layout_does_not_fit_without() -> 
     n = min(away, key=lambda n: plans.times.step[n] if plans.fits[n] else np.inf)
     assert plans.bytes[n] == pytest.approx(dry_run_bytes(plans, n), rel=0.05)
     assert plans.exact(n) == pytest.approx(dry_run_bytes(plans, n), rel=0.02)
-    config = config_of(plans, n)
-    flats = rank_memory.flats(config, model_provider)
-    assert plans.in_host(n) == 8 * rank_memory.host_traffic(config, flats)[0]
+    ranks = record(config_of(plans, n), pretrain_llama).values()
+    assert plans.in_host(n) == 8 * max(rank.recorder.down for rank in ranks) > 0
     own = own_plan(plans, plans.layouts[n].flags())
     assert own.times.step[0] == pytest.approx(plans.times.step[n])
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's formulas count all that the repository's models send; the rest is timed.
 
-The list is the measured one of estimate/traffic.py: where a layer sends more than the formulas
+The list is the measured one of forecast/traffic.py: where a layer sends more than the formulas
 count, this test fails, or the planner's seconds grow.
 """
 

@@ -11,6 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import pretrain_llama
+from forecast import dry_run
+from forecast.recording import record
+from mpu.launch import Launch
+from training.config import Config
+
 SMALL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 4 --hidden-size 64
     --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 176
@@ -25,6 +31,13 @@ class Rehearsal(NamedTuple):
     code: int
     report: dict[str, Any]
     text: str
+
+
+def stated(config: Config, rank: int = 0) -> dict[str, int]:
+    """Return the bytes of each kind that the dry run has for a rank of the world."""
+    grid = pretrain_llama.make_grid(config, Launch(rank, config.parallel.world_size))
+    recorded = record(config, pretrain_llama, [grid.pp.rank], member=rank)
+    return dry_run.memory(config, recorded[grid.pp.rank])
 
 
 class Process:

@@ -4,8 +4,8 @@
 import pytest
 
 import pretrain_llama
-from estimate import activations
-from estimate.dry_run import memory
+from forecast.dry_run import memory
+from forecast.recording import record
 from tests.tools.rehearsal.conftest import SMALL
 from training.flags.parse import parse
 
@@ -31,26 +31,24 @@ REAL = """
 
 
 def stated(flags, world):
-    """Return what the dry run states of pipeline rank 0."""
+    """Return what the dry run states of pipeline rank 0: bytes that go down and up, and all."""
     config = parse([*SMALL, *flags.split()], world)
-    provider = pretrain_llama.model_provider
-    held = activations.peaks(config, provider)[0]
-    profile = activations.profile(config, provider)
-    sent = sum(stage.offloaded for stage in profile.stages)
-    return sent, sum(memory(config, provider, 0, held).values())
+    recording = record(config, pretrain_llama, [0])[0]
+    copied = recording.recorder.down, recording.recorder.up
+    return copied, recording.few, sum(memory(config, recording).values())
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_bytes_are_those_of_the_formula(rehearse, layout):
+def test_bytes_are_those_of_the_dry_run(rehearse, layout):
     world, flags, count = LAYOUTS[layout]
     plain = flags.replace("--offload-modules mlp", "")
     away, kept = rehearse(f"{flags} {ON}", world), rehearse(plain, world)
     assert away.code == kept.code == 0, away.text
     carried = away.report["activations"]["carried"]
-    sent, total = stated(f"{flags} {ON}", world)
-    assert carried["down"] == carried["up"] == sent * count > 0
-    said = stated(plain, world)[1] - total
+    (down, up), few, total = stated(f"{flags} {ON}", world)
+    assert down == up and carried["down"] == carried["up"] == down * count / few > 0
+    said = stated(plain, world)[2] - total
     peaks = [each.report["memory"]["peak_bytes"] for each in (kept, away)]
     found = peaks[0] - peaks[1]
     if layout in ("zb-v", "interleaved", "ZB-H1"):  # the fullest moment is another one then

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from estimate import activations, traffic
-from estimate.dry_run import memory
-from estimate.model_profile import make_grid, model_profile
+import pretrain_llama
+from estimate.model_profile import model_profile
 from estimate.pipeline_stages import rank_stages
+from forecast import traffic
+from forecast.dry_run import memory
+from forecast.recording import record
 from mpu.launch import Launch
 from pretrain_llama import model_provider
 from tests.tools.rehearsal.drawn_layouts import accepted
@@ -61,10 +63,10 @@ def test_a_drawn_layout_keeps_and_sends_what_is_said(seed: int, rehearse: Any) -
     world, rank, flags = accepted(seed, MODEL, WITHOUT)
     words = [*MODEL, *flags.split()]
     config = parse([*words, "--dry-run"], world)
-    grid = make_grid(config, Launch(rank, world))
-    held = activations.peaks(config, model_provider)[grid.pp.rank]
-    stated = sum(memory(config, model_provider, grid.pp.rank, held, grid).values())
-    rows = traffic.totals(traffic.traffic(config, model_provider, grid.pp.rank, grid))
+    pp_rank = pretrain_llama.make_grid(config, Launch(rank, world)).pp.rank
+    recording = record(config, pretrain_llama, [pp_rank], member=rank)[pp_rank]
+    stated = sum(memory(config, recording).values())
+    rows = traffic.totals(traffic.rows(recording))
     code, report, text = rehearse(" ".join([*words, "--rehearse-rank", str(rank)]), world, False)
     assert report, text[-2000:]
     sent = dict.fromkeys(rows, 0)
@@ -75,7 +77,7 @@ def test_a_drawn_layout_keeps_and_sends_what_is_said(seed: int, rehearse: Any) -
     rows_of_model = (row for row in report["launches"] if row["part"] not in ("glue", "optimizer"))
     done = sum(row["flops"] for row in rows_of_model)
     equal = {k: n for k, n in sent.items() if n} == {k: n for k, (_, n) in rows.items() if n}
-    work = (flops(config, grid.pp.rank) or 1) / (done or 1)
+    work = (flops(config, pp_rank) or 1) / (done or 1)
     ratio = stated / report["memory"]["peak_bytes"]
     print(f"\n{seed} {'equal' if equal else 'OTHER'} {work:.4f} {ratio:.4f} {world} {rank} {flags}")
     assert (code, report.get("findings")) == (0, []), text[-2000:]

@@ -15,22 +15,23 @@ from pathlib import Path
 import pytest
 
 import pretrain_llama
-from estimate import activations
-from estimate.dry_run import memory, step_memory
+from forecast.dry_run import step_memory
+from forecast.recording import record
 from tests.tools.rehearsal.conftest import SMALL as LITTLE
+from tests.tools.rehearsal.conftest import stated
 from tests.tools.rehearsal.test_drawn_memory import MODEL
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[3]
 MORE = "--mock-data --tokenizer-type NullTokenizer --vocab-size 128256"
-RANKS = [  # example, ranks, a rank, its pipeline rank, samples a step
-    ("llama3_8b_one_node.sh", 8, 1, 0, 8),
-    ("llama3_70b_16_nodes.slurm", 128, 0, 0, 16),
-    ("llama3_70b_16_nodes.slurm", 128, 33, 1, 16),
-    ("llama3_70b_16_nodes.slurm", 128, 127, 3, 16),
-    ("llama3_405b_64_nodes.slurm", 512, 0, 0, 64),
-    ("llama3_405b_64_nodes.slurm", 512, 256, 8, 64),
-    ("llama3_405b_64_nodes.slurm", 512, 511, 15, 64),
+RANKS = [  # example, ranks, a rank, samples a step
+    ("llama3_8b_one_node.sh", 8, 1, 8),
+    ("llama3_70b_16_nodes.slurm", 128, 0, 16),
+    ("llama3_70b_16_nodes.slurm", 128, 33, 16),
+    ("llama3_70b_16_nodes.slurm", 128, 127, 16),
+    ("llama3_405b_64_nodes.slurm", 512, 0, 64),
+    ("llama3_405b_64_nodes.slurm", 512, 256, 64),
+    ("llama3_405b_64_nodes.slurm", 512, 511, 64),
 ]
 SIZES = (
     "num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups",
@@ -57,8 +58,8 @@ def flags(example, samples):
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("example, world, rank, pp_rank, samples", RANKS)
-def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, pp_rank, samples):
+@pytest.mark.parametrize("example, world, rank, samples", RANKS)
+def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, samples):
     argv, file = flags(example, samples), tmp_path / "report.json"
     rehearse = ["--rehearse", "--rehearse-full", "--rehearse-rank", str(rank)]
     done = subprocess.run(
@@ -69,10 +70,8 @@ def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, pp_ra
     assert file.exists(), done.stderr[-2000:]
     counted = json.loads(file.read_text())["memory"]["peak_bytes"]
     config = parse([*argv, "--dry-run"], world)
-    provider = pretrain_llama.model_provider
-    held = activations.peaks(config, provider)[pp_rank]
-    stated = sum(memory(config, provider, pp_rank, held).values())
-    assert abs(stated - counted) <= 0.02 * counted, (stated / 1e9, counted / 1e9)
+    told = sum(stated(config, rank).values())
+    assert abs(told - counted) <= 0.02 * counted, (told / 1e9, counted / 1e9)
 
 
 PP = "--pipeline-model-parallel-size"
@@ -95,17 +94,17 @@ def test_each_action_has_the_bytes_that_are_said(rehearse, flags):
     flags = " ".join([*MODEL, "--num-layers 4 --micro-batch-size 1", flags])
     code, report, text = rehearse(f"{flags} --rehearse-full", 8, False)
     assert (code, report["findings"]) == (0, []), text
-    config, provider = parse([*flags.split(), "--dry-run"], 8), pretrain_llama.model_provider
-    said = step_memory(config, provider, 0, activations.peaks(config, provider)[0])
-    stated = {str(moment.action): moment.total for moment in said}
+    config = parse([*flags.split(), "--dry-run"], 8)
+    said = step_memory(config, record(config, pretrain_llama, [0])[0])
+    told = {str(moment.action): moment.total for moment in said}
     counted = {}
     for words, nbytes in report["actions"]:
         if match := re.match(r"([FBW])W? (chunk \d+ micro-batch \d+) in", words):
             counted[f"{match[1]} {match[2]}"] = nbytes
-    both = counted.keys() & stated.keys()
-    assert len(both) > 1 and both == {a for a in stated if " chunk " in a}
+    both = counted.keys() & told.keys()
+    assert len(both) > 1 and both == {a for a in told if " chunk " in a}
     most = report["memory"]["peak_bytes"]
-    apart = {a: (stated[a] / most, counted[a] / most) for a in both}
+    apart = {a: (told[a] / most, counted[a] / most) for a in both}
     assert all(abs(a - b) <= 0.02 for a, b in apart.values()), apart
 
 
@@ -129,8 +128,6 @@ def test_unsharded_gradients_come_bucket_by_bucket_where_none_leaves_early(rehea
     code, report, text = rehearse(f"{flags} --max-position-embeddings 1024", 4)
     assert (code, report["findings"]) == (0, []), text
     config = parse([*LITTLE, *flags.split(), "--max-position-embeddings", "1024", "--dry-run"], 4)
-    provider = pretrain_llama.model_provider
-    stated = memory(config, provider, 0, activations.peaks(config, provider)[0])
-    counted = report["memory"]["peak_bytes"]
-    fixed = stated["workspaces"]  # larger than the model
-    assert abs(sum(stated.values()) - counted) <= 0.02 * (counted - fixed), (stated, counted)
+    told, counted = stated(config), report["memory"]["peak_bytes"]
+    fixed = told["workspaces"]  # larger than the model
+    assert abs(sum(told.values()) - counted) <= 0.02 * (counted - fixed), (told, counted)

@@ -8,11 +8,7 @@ import random
 
 import pytest
 
-import pretrain_llama
-from estimate import activations
-from estimate.dry_run import memory
-from estimate.model_profile import make_grid
-from mpu.launch import Launch
+from tests.tools.rehearsal.conftest import stated
 from training.flags.parse import parse
 
 MODEL = """
@@ -89,12 +85,9 @@ def held(rehearse, world, rank, flags, within=0.02):
         return False
     assert (report["findings"], code) == ([], 0), (world, rank, flags, report["findings"])
     config = parse([*words.split(), "--dry-run"], world)
-    pp, provider = make_grid(config, Launch(rank, world)).pp.rank, pretrain_llama.model_provider
-    kept = activations.peaks(config, provider)[pp]
-    stated = memory(config, provider, pp, kept)
-    counted = report["memory"]["peak_bytes"]
-    assert abs(sum(stated.values()) - counted) <= within * counted, (
-        world, rank, flags, stated, sum(stated.values()), counted, report["memory"]["by_kind"],
+    told, counted = stated(config, rank), report["memory"]["peak_bytes"]
+    assert abs(sum(told.values()) - counted) <= within * counted, (
+        world, rank, flags, told, sum(told.values()), counted, report["memory"]["by_kind"],
     )  # fmt: skip
     return True
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_llama
-from estimate.dry_run import report
+from forecast.dry_run import report
 from tools.explain import explain
 from tools.planner import search
 from tools.planner.cluster import read_cluster
@@ -129,7 +129,7 @@ def test_a_new_collective_enters_every_reader(axis, world, rehearse, tmp_path):
     assert times == BATCHES * LAYERS * 2 * each and sent > 0  # forward and backward
 
     config = parse([*WORDS, *more], 2)
-    listed = [line.split() for line in report(config, pretrain_llama.model_provider).splitlines()]
+    listed = [line.split() for line in report(config, pretrain_llama).splitlines()]
     assert [axis, "all-to-all"] in [line[:2] for line in listed if f"{times}" in line]
 
     flows = [flow for flow in ledger(config) if flow[:2] == key]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from estimate.traffic import totals, traffic
-from pretrain_llama import model_provider
+import pretrain_llama
+from forecast.traffic import totals, traffic
 from tests.sampling import sampled
 from tests.tools.rehearsal.conftest import SMALL
 from tools.rehearsal.device_file import path_of
@@ -79,7 +79,7 @@ def test_traffic_is_worked_out(rehearse, world, flags):
     for row in report["collectives"]:
         times, sent = counted.get((row["axis"], row["verb"]), (0, 0))
         counted[row["axis"], row["verb"]] = times + 1, sent + row["sent"]
-    assert counted == totals(traffic(config, model_provider, report["rank"] // ranks))
+    assert counted == totals(traffic(config, pretrain_llama, report["rank"] // ranks))
 
 
 def test_each_transfer_has_its_turn_on_its_communicator(rehearse):

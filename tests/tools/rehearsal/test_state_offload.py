@@ -4,8 +4,8 @@
 import pytest
 
 import pretrain_llama
-from estimate import activations, rank_memory
-from estimate.dry_run import memory
+from forecast.dry_run import memory
+from forecast.recording import record
 from tests.tools.rehearsal.conftest import SMALL, Process
 from training.flags.parse import parse
 
@@ -26,11 +26,9 @@ PIPELINE = (4, ZERO + "1 --pipeline-model-parallel-size 2 --micro-batch-size 1")
 def told(world: int, flags: str):
     """Return what the dry run says: the peak, and the bytes that go down and come up."""
     config = parse([*SMALL, *flags.split(), "--dry-run"], world)
-    provider = pretrain_llama.model_provider
-    held = activations.peaks(config, provider)[0]
-    flats = rank_memory.flats(config, provider)
-    peak = sum(memory(config, provider, 0, held).values())
-    return peak, rank_memory.host_traffic(config, flats, {"tp": 0})
+    recording = record(config, pretrain_llama, [0])[0]
+    moved = recording.recorder.down, recording.recorder.up
+    return sum(memory(config, recording).values()), moved
 
 
 def check(rehearse, world: int, flags: str, within: float) -> int:
