@@ -40,9 +40,7 @@ import torch
 from torch import Tensor
 
 from estimate import matrices
-from estimate.context_parallel import check_attention
 from estimate.model_profile import make_grid, whole_model
-from estimate.obeyed_flags import check_flags
 from estimate.pipeline_stages import rank_stages, uses_of
 from model.llama import Llama
 from model.load import (
@@ -274,8 +272,6 @@ def build(config: Config, grid: Grid, device: torch.device, monitor: FailureMoni
     sink = ParamAndGradBuffer(grid, accumulate_dtype(config), zero_config(config))
     ctx = context_of(config, grid, device, sink)
     recompute = recompute_of(config, device)
-    check_attention(config, model_provider)
-    check_flags(config, model_provider)
     matrices.check(config, model_provider)
     stages = rank_stages(config, model_provider, grid.pp.rank)
     uses = uses_of(config, model_provider, grid.pp.rank)

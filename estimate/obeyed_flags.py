@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find flags that a model does not obey, before the first step: its forward runs on meta tensors.
+"""Find flags that a model does not obey: its forward runs on meta tensors. A dry run and fork-check
+ask this; a run does not.
 
 A flag that chooses a kernel, an arithmetic or what is kept acts inside functions and modules of
 mpu. A --model-file with a module of its own in their place would go on without the flag, and

@@ -14,6 +14,7 @@ from typing import Any
 
 from estimate import context_parallel, matrices, pipeline_stages
 from estimate.model_profile import grid_of, model_profile, whole_model
+from estimate.obeyed_flags import check_flags
 from forecast.fit import fit_lines
 from forecast.recording import (
     ACTIVATIONS,
@@ -98,6 +99,8 @@ def _differences(config: Config) -> list[str]:
 def _of_the_model(config: Config, script: ModuleType) -> list[tuple[str, list[str]]]:
     """Return the sections that depend on the model's shapes."""
     size, provider = config.parallel.pipeline_model_parallel_size, script.model_provider
+    context_parallel.check_attention(config, provider)
+    check_flags(config, provider)
     found = recordings_of(config, script)
     kinds = of_ranks_kinds(config, found)
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))

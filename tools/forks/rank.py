@@ -26,7 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pretrain_llama
+from estimate.context_parallel import check_attention
 from estimate.model_profile import make_grid
+from estimate.obeyed_flags import check_flags
 from forecast import recording
 from forecast.traffic import rows
 from model.load import load_model_file
@@ -115,6 +117,8 @@ def started(
 ) -> Iterator[tuple[LlamaRun, Sent]]:
     """Connect the ranks of a case, build the run, and leave the group at the end."""
     config = desk.config(case)
+    check_attention(config, pretrain_llama.model_provider)
+    check_flags(config, pretrain_llama.model_provider)
     grid = make_grid(config, Launch(rank, case.ranks, rank, case.ranks))
     timeout = timedelta(seconds=2 * limit)
     connect(config, grid, CPU, dist.PrefixStore(case.name, store), timeout, lambda line: None)
