@@ -3,11 +3,9 @@
 
 model_profile, rank_profile, saved_by_module    what is measured of the model on meta tensors (meta,
                         storages): parameters, FLOPs, what a stage keeps and sends
-rank_memory             what a rank holds from step to step
-activations, buffers    what comes and goes in a step
-traffic                 what a rank sends in a step
+rank_memory, matrices   a rank's parameters and how they are shared; the owners of full matrices
 context_parallel        a rank's part of a row; a check that attention reaches the rest
-pipeline_stages, simulate    pipeline stages by cost; a schedule proved and timed
+obeyed_flags            flags that a model does not obey
+pipeline_stages, simulate, play    pipeline stages by cost; a schedule proved and timed
 bucket_size             the size of gradient buckets, by simulation
-dry_run, fit            the report of --dry-run, and which flag would make a run fit
 """

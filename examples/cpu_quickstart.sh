@@ -4,8 +4,8 @@
 #
 #   3.3e6 parameters, 1.65e7 FLOPs a token; 8 x 256 = 2,048 tokens a step: 3.4e10 FLOPs a step.
 #   100 steps = 2e5 tokens: 3.4e12 FLOPs, about a minute on two cores. Memory of a rank: 1.7e6
-#   parameters x 16 bytes = 27 MB + 52 MB activations + 17 MB logits + 4 MB at
-#   work in one operation = 100 MB.
+#   parameters x 16 bytes = 27 MB + 52 MB activations + 17 MB logits + 5 MB at
+#   work in one action = 101 MB.
 #
 #   bash examples/cpu_quickstart.sh                      made-up tokens, to show that it runs
 #   DATA=prefix TOKENIZER=file.model bash examples/cpu_quickstart.sh --train-iters 1000

@@ -6,7 +6,8 @@
 #   a step: 6.2e17 FLOPs, 194 s at 400 TFLOP/s on each of 8 GPUs, and a fifth more as 20 of 32 layers
 #   run again in backward. 1,000 steps = 4.2e9 tokens: 6.2e20 FLOPs, 2.2 days, or 2.7 with that fifth.
 #   Memory of a GPU, ZeRO 3 over a node: 8.03e9 parameters x (2 + 4 + 12 bytes) / 8 = 18 GB,
-#   + 6 GB of whole gradients and gathered weights, + 32.4 GB activations = 57 GB.
+#   + 4.2 GB of unsharded gradients, + 1.5 GB of gathered weights, + 32.3 GB activations
+#   + 0.7 GB at work in one action = 57 GB.
 #   A layer's attention sends 294 MB (a2a: fewer bytes than gathered keys, and each rank has full
 #   rows of 4 query heads, so that documents are cut by one flash kernel).
 #

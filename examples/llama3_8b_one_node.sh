@@ -6,7 +6,7 @@
 #   17 s a step at 400 TFLOP/s a GPU. 47,684 steps = 5e10 tokens: 2.6e21 FLOPs, 9.3 days.
 #   Memory of a GPU: 2.0e9 parameters x (2 + 4 bytes for weight and gradient, 12 / 2 for master and
 #   moments, shared by 2 data-parallel ranks) = 24 GB, + 9.2 GB activations + 0.5 GB logits
-#   + 0.2 GB for what one operation has at work = 34 GB.
+#   + 0.2 GB for what one action has at work = 34 GB.
 #
 #   --numa-binding=node (torchrun's) keeps a rank's threads on the cores near its GPU.
 #
