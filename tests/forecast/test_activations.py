@@ -15,6 +15,7 @@ from forecast.recording import ACTIVATIONS, LOGITS, MESSAGES, WORKING, record
 from mpu.pipeline.schedules import Action
 from tests.training.small_llama import PIPELINE, build, read
 
+UNTIED = "--untie-embeddings-and-output-weights"
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ROPE = 32 * 8 * 4  # the small Llama's tables: rows, sines and cosines of a head, in fp32
 IDS = 2 * 32 * 8  # a micro-batch's tokens, or its labels
@@ -214,3 +215,21 @@ def test_recomputed_layers_are_kept_once_while_they_run_again():
     # the layer that is kept is gone when the other one, whose input it had, runs again
     (fullest,) = {max(m.kinds.get(WORKING, 0) for m in first.moments())}
     assert layer < fullest < layer + 3 * gradients(config)
+
+
+@pytest.mark.parametrize("limit,most", [(0, 8), (2, 3)])
+@pytest.mark.parametrize("v", [1, 2])
+def test_what_the_output_layer_defers(v, limit, most):
+    """The gradient of its logits and its input, of each micro-batch that waits; and beside those
+    the logits of one that does not wait.
+    """
+    more = f"--num-virtual-stages-per-pipeline-rank {v} " * (v > 1) + UNTIED
+    defer = f"--defer-embedding-wgrad-compute --wgrad-deferral-limit {limit}"
+    config, ranks = recorded(f"{PIPELINE} 16 {more} {defer}", 4)
+    logits, one_input, waiting = 32 * 2 * 16 * 4, 32 * 2 * 64 * 4, limit or 8
+    assert [rank.most(LOGITS) // logits for rank in ranks] == [0, 0, 0, most]
+    late = [m for m in ranks[3].moments() if str(m.action).startswith("the output layer's")]
+    assert len(late) == waiting
+    for n, (_, kinds) in enumerate(late):
+        assert kinds[LOGITS] == (waiting - n) * logits
+        assert is_few(kinds[ACTIVATIONS] - (waiting - n) * one_input - ROPE)
