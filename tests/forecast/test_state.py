@@ -77,7 +77,9 @@ def test_state_in_host_memory(more, each):
 
 
 def test_ranks_of_a_pipeline_have_host_memory_of_their_own():
-    """Two layers each, 64 blocks, the embedding, 1, at both ends, and the last norm, 1; and nothing stays replaced."""
+    """Two layers each, 64 blocks, the embedding, 1, at both ends, and the last norm, 1. Nothing of
+    the process stays replaced.
+    """
     before = HostMemory.empty, HostMemory.zeros, torch.UntypedStorage.resize_
     found = record(read(f"{PIPELINE} 16 --optimizer-cpu-offload", 4), pretrain_llama)
     blocks = {rank: found[rank].most(HOST) // (K * 4 * 4) for rank in sorted(found)}
