@@ -62,7 +62,6 @@ ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
 MADE = {"F": "activation", "B": "gradient"}  # what a message carries
 LINEAR = ("1f1b", "interleaved")
 PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
-_thread = threading.local()  # recorder: of the rank that a thread is
 
 
 class Storage:
@@ -198,13 +197,11 @@ class Recorder(DispatchMode):
             made = self.storages[id(storage)] = Storage(storage.nbytes(), old.kind)
             self.events += [(old, -1), (made, 1)]
 
-    def host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of host memory: apart from the device's, unless that is a CPU."""
-        out = torch.empty(shape, dtype=dtype, device=META)
-        if self.gpu:
-            self._has_host = True
-            self.storages[id(out.untyped_storage())].kind = HOST
-        return out
+    def in_host(self, tensor: Tensor) -> None:
+        """Note that a tensor is in host memory: apart from the device's, unless that is a CPU."""
+        found = self.storages.get(id(tensor.untyped_storage()))
+        if self.gpu and found is not None:  # else it is of another rank
+            self._has_host, found.kind = True, HOST
 
     def kind_of(self, tensor: Tensor) -> str:
         """Return the kind of a tensor's storage, as far as it is known."""
@@ -385,20 +382,26 @@ def record(
     wanted = range(size) if ranks is None else ranks
     places = script.make_grid(config, Launch(member, config.parallel.world_size)).pp.ranks
     meeting, found, errors = _Meeting(size), dict[int, Recording](), list[BaseException]()
+    recorders = {rank: Recorder(config.parallel.device != "cpu") for rank in range(size)}
 
     def work(rank: int) -> None:
         with meeting.turn:
             try:
                 found[rank] = _record(
-                    config, script, places[rank], meeting, few if rank in wanted else -1
-                )
+                    config, script, places[rank], meeting, few if rank in wanted else -1,
+                    recorders[rank],
+                )  # fmt: skip
             except threading.BrokenBarrierError:
                 pass
             except BaseException as error:
                 errors.append(error)
                 meeting.abort()
 
-    with meta_kernels(config.parallel.device != "cpu"), meta_attention(), _noting_storages():
+    with (
+        meta_kernels(config.parallel.device != "cpu"),
+        meta_attention(),
+        _storages_noted(list(recorders.values())),
+    ):
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, size)]
         for thread in threads:
             thread.start()
@@ -431,15 +434,12 @@ def recordings_of(config: Config, script: ModuleType) -> list[Recording]:
 
 
 def _record(
-    config: Config, script: ModuleType, rank: int, meeting: _Meeting, few: int
+    config: Config, script: ModuleType, rank: int, meeting: _Meeting, few: int, recorder: Recorder
 ) -> Recording:
     """Build a rank of the world; record a step of it too, unless `few` is negative."""
-    gpu = config.parallel.device != "cpu"
-    recorder, launch = Recorder(gpu), Launch(rank, config.parallel.world_size)
-    grid = script.make_grid(config, launch)
-    transport = MetaTransport(gpu, partial(meeting.answers, grid.pp.rank))
+    grid = script.make_grid(config, Launch(rank, config.parallel.world_size))
+    transport = MetaTransport(recorder.gpu, partial(meeting.answers, grid.pp.rank))
     grid = grid.carried_by(transport).traced(recorder)
-    _thread.recorder = recorder
     with recorder:
         run = script.build(config, grid, META, Monitor(recorder))
         use_overlap(run.model, overlap_of(config))
@@ -451,18 +451,23 @@ def _record(
 
 
 @contextlib.contextmanager
-def _noting_storages() -> Iterator[None]:
-    """Give a thread's recorder the storages that it resizes, and the host memory that it makes."""
+def _storages_noted(recorders: Sequence[Recorder]) -> Iterator[None]:
+    """Tell each recorder, whose ranks are threads of one process, of host memory and of storages
+    that change their size.
+    """
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
         out = resize(storage, nbytes)
-        _thread.recorder.resized(storage)
+        for recorder in recorders:
+            recorder.resized(storage)
         return out
 
     def host(self: HostMemory, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        made: Tensor = _thread.recorder.host(shape, dtype)
-        return made
+        out = torch.empty(shape, dtype=dtype, device=META)
+        for recorder in recorders:
+            recorder.in_host(out)
+        return out
 
     with (
         patch.object(HostMemory, "empty", host),

@@ -1,21 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank keeps for backward: measured on meta tensors, by hand, and as a real run keeps it."""
+"""What a rank keeps for backward, as recorded: by hand, and as a real forward keeps it.
 
-import weakref
+Beside what is worked out here, a recording has among its activations the tables of RoPE, whole
+numbers of tokens and labels (of a single row one of both), and a few numbers.
+"""
+
+from collections import Counter
 
 import pytest
 import torch
 
 import pretrain_llama
-from estimate import activations
-from estimate.rank_profile import rank_profile
-from mpu.pipeline import engine
-from pretrain_llama import model_provider
-from tests.model.twin import config_of, micro_batches
+from forecast.recording import ACTIVATIONS, LOGITS, MESSAGES, WORKING, record
+from mpu.pipeline.schedules import Action
 from tests.training.small_llama import PIPELINE, build, read
-from training.faults.monitor import FailureMonitor
 
+UNTIED = "--untie-embeddings-and-output-weights"
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+ROPE = 32 * 8 * 4  # the small Llama's tables: rows, sines and cosines of a head, in fp32
+IDS = 2 * 32 * 8  # a micro-batch's tokens, or its labels
+FEW = 64
+
+
+def recorded(more, world=1):
+    """Return a config, and the recordings of its ranks of a pipeline in order."""
+    config = read(more, world)
+    found = record(config, pretrain_llama)
+    return config, [found[rank] for rank in sorted(found)]
+
+
+def activations(more, world=1):
+    return [rank.most(ACTIVATIONS) for rank in recorded(more, world)[1]]
+
+
+def is_few(size):
+    """Return whether that is a few numbers."""
+    return 0 <= size < FEW
 
 
 def saved_bytes(config):
@@ -39,12 +59,6 @@ def saved_bytes(config):
     assert loss.shape == (b, m.seq_length)
     logits = b * m.seq_length * m.padded_vocab_size(1) * config.run.dtype.itemsize
     return sum(n for at, n in kept.items() if at not in tables) - logits
-
-
-def stage_of(config, rank=0):
-    """Return what the only stage of a pipeline rank keeps and sends."""
-    (stage,) = activations.profile(config, model_provider, rank).stages
-    return stage
 
 
 def layer_bytes(config):
@@ -78,141 +92,144 @@ def last_norm(config):
     return 2 * own * m.hidden_size * config.run.dtype.itemsize + 4 * own + 4 * tokens
 
 
-@pytest.mark.parametrize("more", ["", "--bf16", "--recompute-activations"])
-def test_activations_are_what_the_model_keeps(more):
-    """The operations of a CPU keep a little more: masks and numbers of tokens."""
-    config = read(more + " --num-layers 8 --seq-length 128")
-    assert stage_of(config).for_b == pytest.approx(saved_bytes(config), rel=0.01)
-
-
-@pytest.mark.parametrize("more", ["", "--bf16", "--seq-length 128 --micro-batch-size 1"])
-@pytest.mark.parametrize("tp", ["", SP, SP.replace("--sequence-parallel", "")])
-def test_activations_by_hand(more, tp):
-    config = read(f"{more} {tp}", 2 if tp else 1)
-    layers = 3 * layer_bytes(config)
-    assert stage_of(config).for_b == layers + last_norm(config)
-    m, t = config.model, config.parallel.tensor_model_parallel_size
-    tokens = m.seq_length * config.batch.micro_batch_size
-    logits = tokens * m.padded_vocab_size(t) // t * config.run.dtype.itemsize
-    assert stage_of(config).logits == logits
+def gradients(config, message=False):
+    """Return the bytes of gradients at a layer's fullest moment in backward: of its output, unless
+    that is a message's, and of gate and up.
+    """
+    m, tokens = config.model, config.model.seq_length * config.batch.micro_batch_size
+    width = 2 * m.ffn_hidden_size + m.hidden_size * (not message)
+    return tokens * width * config.run.dtype.itemsize
 
 
 @pytest.mark.parametrize(
     "more",
     [
+        "",
+        "--bf16",
+        "--recompute-activations",
         "--recompute-granularity full",
         "--recompute-granularity full --recompute-num-layers 4",
         "--recompute-granularity full --recompute-method block --recompute-num-layers 5",
     ],
 )
-def test_full_recomputation_keeps_inputs_and_what_runs_again(more):
-    config = read(more + " --num-layers 8 --seq-length 128")
-    p, stage = config.parallel, stage_of(config)
-    again = p.recompute_num_layers if p.recompute_method == "uniform" else 1
-    assert stage.again == again * layer_bytes(config)
-    assert stage.for_b == pytest.approx(saved_bytes(config), rel=0.01)
+def test_activations_are_what_the_model_keeps(more):
+    """The operations of a CPU keep a little more: masks and numbers of tokens."""
+    config, (rank,) = recorded(f"{more} --num-layers 8 --seq-length 128")
+    beside = 4 * ROPE + 2 * 4 * IDS  # of 128 tokens a row in place of 32
+    assert rank.most(ACTIVATIONS) - beside == pytest.approx(saved_bytes(config), rel=0.01)
 
 
-@pytest.mark.parametrize("more", ["", "--bf16", "--recompute-granularity full"])
-def test_what_waits_for_w_is_what_the_queue_keeps(more):
-    config = read(more + " --num-layers 8 --seq-length 128")
-    model = build(config, "cpu").initialize(1)
-    m, queue = config.model, model.ctx.queue
-    tokens = torch.randint(0, m.vocab_size, (config.batch.micro_batch_size, m.seq_length))
-    queue.defer()
-    model(tokens, tokens).sum().backward()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-    for work in queue.take():
-        cells = [c.cell_contents for c in work.__closure__]
-        for tensor in [t for cell in cells for t in (cell if isinstance(cell, tuple) else [cell])]:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                storage = tensor.untyped_storage()
-                kept[storage.data_ptr()] = storage.nbytes()
-    kept = sum(size for at, size in kept.items() if at not in weights)
-    logits = tokens.numel() * m.padded_vocab_size(1) * config.run.dtype.itemsize
-    (stage,) = rank_profile(config, model_provider, model.stages, 0, split=True).stages
-    assert (stage.for_w + logits, stage.logits) == (kept, logits)
+@pytest.mark.parametrize("more", ["", "--bf16", "--seq-length 128 --micro-batch-size 1"])
+@pytest.mark.parametrize("tp", ["", SP, SP.replace("--sequence-parallel", "")])
+def test_activations_by_hand(more, tp):
+    config, (rank,) = recorded(f"{more} {tp}", 2 if tp else 1)
+    m, t, b = config.model, config.parallel.tensor_model_parallel_size, config.batch
+    tokens = m.seq_length * b.micro_batch_size
+    layers = 3 * layer_bytes(config) + last_norm(config)
+    ids = 8 * min(b.micro_batch_size, 2) + (t > 1)  # and whether a token's label is this rank's
+    assert is_few(rank.most(ACTIVATIONS) - layers - ROPE // 32 * m.seq_length - ids * tokens)
+    logits = tokens * m.padded_vocab_size(t) // t * config.run.dtype.itemsize
+    assert rank.most(LOGITS) == logits
+
+
+@pytest.mark.parametrize("more", ["", "--recompute-num-layers 4"])
+def test_what_runs_again_is_there_with_its_gradients(more):
+    full = f"--recompute-granularity full {more} --num-layers 8 --seq-length 128"
+    config, (rank,) = recorded(full)
+    again = config.parallel.recompute_num_layers or 1
+    worked = again * layer_bytes(config) + gradients(config)
+    assert is_few(rank.most(WORKING) - worked)
+
+
+@pytest.mark.parametrize("more", ["", "--bf16"])
+def test_what_waits_for_w_by_hand(more):
+    """Inputs and gradients of a layer's four matrices; at the ends also those of the embedding, its
+    tokens with them, and of the head.
+    """
+    config, ranks = recorded(f"{PIPELINE} 16 --pipeline-schedule zb-h1 {more}", 4)
+    m, size = config.model, config.run.dtype.itemsize
+    h, f, heads = m.hidden_size, m.ffn_hidden_size, m.num_attention_heads * m.kv_channels
+    qkv = heads + 2 * m.num_query_groups * m.kv_channels
+    matrices = [(h, qkv), (heads, h), (h, 2 * f), (f, h)]
+    two_layers = 2 * 64 * size * sum(rows + columns for rows, columns in matrices)
+    ends = [64 * size * h + IDS, 0, 0, 64 * size * (h + 16)]
+    for rank, end in zip(ranks, ends, strict=True):
+        freed, action = Counter(), None
+        for event in rank.recorder.events:
+            if isinstance(event, tuple) and not isinstance(event, Action):
+                storage, sign = event
+                if storage.kind in (ACTIVATIONS, LOGITS, MESSAGES):
+                    freed[action] -= sign * storage.nbytes
+            else:
+                action = event
+        assert rank.few == 8
+        # the last one of all frees a message more
+        assert {freed[Action("W", 0, i)] for i in range(7)} == {two_layers + end}
 
 
 def test_what_a_pipeline_rank_holds_follows_the_schedule():
-    """1F1B: rank r has p - r micro-batches in flight; the head's logits only one."""
-    config = read(f"{PIPELINE} 16", 4)
-    two_layers = 2 * layer_bytes(config)
-    held = activations.peaks(config, model_provider)
-    last = two_layers + last_norm(config)
-    assert [h.for_b for h in held] == [n * two_layers for n in (4, 3, 2)] + [last]
-    assert [h.activations for h in held] == [h.for_b for h in held]
-    assert [h.for_w for h in held] == [0] * 4
-    assert [h.logits for h in held] == [0, 0, 0, 32 * 2 * 16 * 4]
+    """1F1B: rank r has p - r micro-batches in flight; the head's logits only one. But on the first
+    rank the input of two layers is a message.
+    """
+    config, _ = recorded(f"{PIPELINE} 16", 4)
+    two_layers, message = 2 * layer_bytes(config), 32 * 2 * 64 * 4
 
-    few = activations.peaks(read(f"{PIPELINE} 4", 4), model_provider)  # 2 micro-batches
-    assert [h.for_b // two_layers for h in few] == [2, 2, 2, 1]
-    flood = activations.peaks(read(f"{PIPELINE} 16 --pipeline-schedule gpipe", 4), model_provider)
-    assert [h.for_b // two_layers for h in flood] == [8, 8, 8, 8]
-    assert flood[3].logits == 8 * held[3].logits
-    flood = activations.peaks(read(f"{PIPELINE} 64 --pipeline-schedule gpipe", 4), model_provider)
-    assert [h.for_b for h in flood] == [32 * two_layers] * 3 + [32 * last]
+    def of(counts):
+        """Return the activations of so many micro-batches on each rank."""
+        more = [IDS, -message, -message, last_norm(config) - message + IDS]
+        return [n * (two_layers + each) + ROPE for n, each in zip(counts, more, strict=True)]
+
+    for flags, counts in (
+        ("16", (4, 3, 2, 1)),
+        ("4", (2, 2, 2, 1)),  # 2 micro-batches
+        ("16 --pipeline-schedule gpipe", (8, 8, 8, 8)),
+        ("64 --pipeline-schedule gpipe", (32, 32, 32, 32)),
+    ):
+        ranks = recorded(f"{PIPELINE} {flags}", 4)[1]
+        found = [rank.most(ACTIVATIONS) for rank in ranks]
+        assert all(map(is_few, map(int.__sub__, found, of(counts)))), flags
+        of_head = counts[3] * 32 * 2 * 16 * 4
+        assert [rank.most(LOGITS) for rank in ranks] == [0, 0, 0, of_head]
 
 
 def test_zero_bubble_keeps_weights_inputs_too():
-    h1 = activations.peaks(read(f"{PIPELINE} 16 --pipeline-schedule zb-h1", 4), model_provider)
-    plain = activations.peaks(read(f"{PIPELINE} 16", 4), model_provider)
-    assert [h.for_b for h in h1] == [h.for_b for h in plain]
-    assert all(h.for_w > 0 for h in h1) and h1[-1].activations > plain[-1].activations
-    v = activations.peaks(read(f"{PIPELINE} 16 --pipeline-schedule v-half", 4), model_provider)
-    assert v[0].logits and not v[3].logits  # both ends are on rank 0
-    assert max(x.for_b for x in v) < max(x.for_b for x in plain)
+    plain = activations(f"{PIPELINE} 16", 4)
+    h1 = activations(f"{PIPELINE} 16 --pipeline-schedule zb-h1", 4)
+    assert all(more > less for more, less in zip(h1, plain, strict=True))
+    ranks = recorded(f"{PIPELINE} 16 --pipeline-schedule v-half", 4)[1]
+    assert [rank.most(LOGITS) for rank in ranks] == [32 * 2 * 16 * 4, 0, 0, 0]  # both ends
+    assert max(rank.most(ACTIVATIONS) for rank in ranks) < max(plain)
 
 
 def test_recomputed_layers_are_kept_once_while_they_run_again():
-    config = read(f"{PIPELINE} 16 --recompute-granularity full --recompute-num-layers 4", 4)
-    one_input = 32 * 2 * 64 * 4
-    for rank, h in enumerate(activations.peaks(config, model_provider)):
-        ends = last_norm(config) if rank == 3 else 0
-        assert h.for_b == (4 - rank) * one_input + ends
-        assert h.activations == h.for_b + 2 * layer_bytes(config)
-    block = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
-    first = activations.peaks(read(f"{PIPELINE} 16 {block}", 4), model_provider)[0]
-    layer = layer_bytes(config)
+    full = f"{PIPELINE} 16 --recompute-granularity full"
+    config, ranks = recorded(f"{full} --recompute-num-layers 4", 4)
+    one_input, layer = 32 * 2 * 64 * 4, layer_bytes(config)
+    # inputs are messages, but on the first rank
+    kept = [4 * (one_input + IDS), 0, 0, last_norm(config) + IDS]
+    for number, (rank, held) in enumerate(zip(ranks, kept, strict=True)):
+        assert is_few(rank.most(ACTIVATIONS) - held - ROPE)
+        assert is_few(rank.most(WORKING) - 2 * layer - gradients(config, number < 3))
+    first = recorded(f"{full} --recompute-method block --recompute-num-layers 1", 4)[1][0]
+    assert is_few(first.most(ACTIVATIONS) - 4 * (one_input + layer + IDS) - ROPE)
     # the layer that is kept is gone when the other one, whose input it had, runs again
-    assert first.for_b == 4 * (one_input + layer)
-    assert first.for_b < first.activations < first.for_b + layer
+    (fullest,) = {max(m.kinds.get(WORKING, 0) for m in first.moments())}
+    assert layer < fullest < layer + 3 * gradients(config)
 
 
-def deferred_bytes(comm, case: dict) -> tuple[int, int]:
-    """Train one step; return what the output layer's deferred gradients keep, run and dry run."""
-    config, grid = config_of(case), comm.grid(case["tp"], pp=2)
-    run = pretrain_llama.build(config, grid, torch.device("cpu"), FailureMonitor())
-    put, run_deferred, refs, alive = run.engine.queue.put, engine.run_deferred, [], [0]
-
-    def noted(work, kept=(), output_layer=False):
-        if output_layer:
-            refs.extend(map(weakref.ref, kept))
-        put(work, kept, output_layer)
-
-    def counted(works):
-        tensors = [tensor for ref in refs if (tensor := ref()) is not None]
-        alive.append(sum(tensor.untyped_storage().nbytes() for tensor in tensors))
-        del tensors
-        run_deferred(works)
-
-    run.engine.queue.put, engine.run_deferred = noted, counted
-    try:
-        pretrain_llama.train_step(run, micro_batches(case, 0), 1e-3)
-    finally:
-        engine.run_deferred = run_deferred
-    assert not any(ref() is not None for ref in refs), "something is held after the step"
-    held = activations.peaks(config, model_provider)[grid.pp.rank]
-    logits = activations.profile(config, model_provider, grid.pp.rank).stages[-1].logits
-    in_flight = 0 < case["limit"] < case["m"]  # the logits of a micro-batch that does not wait
-    return max(alive), held.for_w + held.logits - logits * in_flight
-
-
-@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize("limit,most", [(0, 8), (2, 3)])
 @pytest.mark.parametrize("v", [1, 2])
-def test_what_the_output_layer_defers_is_what_a_run_keeps(world, v, limit):
-    case = dict(pp=2, v=v, m=4, tp=2, dp=1, sp=True, tied=False, recompute=None, layers=8, rows=8,
-                dtype="float32", defer=True, limit=limit)  # fmt: skip
-    for rank, (kept, said) in enumerate(world(4).run(deferred_bytes, case)):
-        assert kept == said and (kept > 0) == (rank >= 2)
+def test_what_the_output_layer_defers(v, limit, most):
+    """The gradient of its logits and its input, of each micro-batch that waits; and beside those
+    the logits of one that does not wait.
+    """
+    more = f"--num-virtual-stages-per-pipeline-rank {v} " * (v > 1) + UNTIED
+    defer = f"--defer-embedding-wgrad-compute --wgrad-deferral-limit {limit}"
+    config, ranks = recorded(f"{PIPELINE} 16 {more} {defer}", 4)
+    logits, one_input, waiting = 32 * 2 * 16 * 4, 32 * 2 * 64 * 4, limit or 8
+    assert [rank.most(LOGITS) // logits for rank in ranks] == [0, 0, 0, most]
+    late = [m for m in ranks[3].moments() if str(m.action).startswith("the output layer's")]
+    assert len(late) == waiting
+    for n, (_, kinds) in enumerate(late):
+        assert kinds[LOGITS] == (waiting - n) * logits
+        assert is_few(kinds[ACTIVATIONS] - (waiting - n) * one_input - ROPE)

@@ -5,11 +5,10 @@ import base64
 import re
 
 import pytest
-from estimate.dry_run import in_units
-from estimate.fit import GPU_BYTES, fit_lines
 
-from estimate import activations, buffers, dry_run, rank_memory
-from pretrain_llama import model_provider
+import pretrain_llama
+from forecast import dry_run
+from forecast.fit import GPU_BYTES, fit_lines
 from tests.training.small_llama import PIPELINE, SMALL, read
 from tools.planner.cluster import read_cluster
 from tools.planner.layout import Layout
@@ -18,12 +17,13 @@ from tools.planner.search import evaluate
 from tools.rehearsal.device_file import read_device
 from training.config import UsageError
 from training.flags.megatron import DIFFERENCES
+from training.text import in_units
 
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
 def report(config):
-    return dry_run.report(config, model_provider)
+    return dry_run.report(config, pretrain_llama)
 
 
 def test_the_groups_follow_the_order_of_the_ranks():
@@ -82,15 +82,7 @@ def test_the_report_of_a_pipeline():
         assert line in text, line
     table = text.split("Memory of each pipeline rank\n")[1].split("\n\n")[0].splitlines()
     assert len(table) == 5 and len({len(row) for row in table}) == 1
-    totals = [
-        sum(rank_memory.state(config, rank_memory.flats(config, model_provider, rank)).values())
-        + rank_memory.norm_bytes(rank_memory.flats(config, model_provider, rank))
-        + h.activations
-        + h.logits
-        + h.working
-        + buffers.matmul_workspaces(config)
-        for rank, h in enumerate(activations.peaks(config, model_provider))
-    ]
+    totals = [sum(kinds.values()) for kinds in dry_run.memory_of_ranks(config, pretrain_llama)]
     (total,) = [line.split()[1:3] for line in text.splitlines() if line.startswith("  total ")]
     assert max(totals) == totals[0] and total == [f"{totals[0] / 1e6:.4g}", "MB"]
     assert table[1].endswith(" ".join(total))
@@ -115,7 +107,6 @@ def test_the_report_of_a_large_run():
         "= 8,388,608 tokens a step",
         "10 steps, 10,240 samples",
         "does NOT fit a GPU of 80 GB",
-        "Korthikanti et al. 2022",
     ):
         assert line in text
     assert "fits a GPU of 80 GB (73.7 GB available), with 73.63 GB to spare" in report(read())
@@ -151,7 +142,7 @@ def test_a_run_fits_where_the_planner_says_so():
     plans = evaluate(read_model(flags, 64), read_cluster("h100_8_nodes").of(1), [layout])
     assert GPU_BYTES == read_device("h100")["memory"] == read_device("a100")["memory"]
     for total in (plans.limit - 1e6, plans.limit + 1e6):
-        first = fit_lines(read(), total, lambda config, same: plans.limit, in_units)[0]
+        first = fit_lines(read(), total, lambda config: plans.limit, in_units)[0]
         assert first.startswith("fits") == (total <= plans.limit)
         assert first.startswith("does NOT fit") == (total > plans.limit)
 
@@ -227,59 +218,52 @@ def test_the_memory_of_a_level():
     line = "--bf16 --zero-stage"
     text = report(read(f"{line} 1", 8))
     for row in (
-        "  parameters         245.8 kB  bfloat16\n",
-        "  gradients          491.5 kB  fp32\n",
-        "  masters            61.44 kB  fp32, a share of 1/8\n",
-        "  moments            122.9 kB  AdamW's two, a share of 1/8\n",
+        "  parameters            245.8 kB  bfloat16\n",
+        "  gradients             491.5 kB  fp32\n",
+        "  masters               61.44 kB  fp32, a share of 1/8\n",
+        "  moments               122.9 kB  AdamW's two, a share of 1/8\n",
         "  dp_cp     reduce-scatter       1 of  491.5 kB; a rank sends 430.1 kB\n",
         "  dp_cp     all-gather           1 of  245.8 kB; a rank sends 215 kB\n",
     ):
         assert row in text, row
-    assert "whole gradients" not in text and "gathered weights" not in text
+    assert "unsharded gradients" not in text and "gathered weights" not in text
 
     text = report(read(f"{line} 3 --main-grads-dtype bf16 {UNTIED}", 4))
     for row in (
-        "  parameters         69.63 kB  bfloat16, a share of 1/4\n",
-        "  gradients          139.3 kB  fp32, a share of 1/4\n",
-        "  whole gradients    106.5 kB  during a part of a step, until they are summed\n",
-        "  gathered weights   65.54 kB  during a part of a step\n",  # at the fullest moment
+        "  parameters            69.63 kB  bfloat16, a share of 1/4\n",
+        "  gradients             139.3 kB  fp32, a share of 1/4\n",
+        "  unsharded gradients   106.5 kB  during a part of a step, until they are summed\n",
+        "  gathered weights      65.54 kB  during a part of a step\n",  # at the fullest moment
         "  --zero-stage 3 without --overlap-param-gather: every block waits for its weights\n",
     ):
         assert row in text, row
 
     text = report(read(f"{line} 1 --main-grads-dtype bf16", 4))
-    assert "  gradients          356.4 kB  bf16, and fp32 sums of a share of 1/4\n" in text
-
-
-def test_the_gradient_of_tied_look_ups_waits_for_the_next_micro_batch():
-    """The embedding's backward makes it, when the head's is over: not in the same micro-batch."""
-    row = "  tied look-ups      77.82 kB  gradient of a tied embedding's look-ups"
-    one, two = (report(read(f"--micro-batch-size 4 --global-batch-size {n}")) for n in (4, 8))
-    assert "1 micro-batches" in one and "tied look-ups" not in one
-    assert "2 micro-batches" in two and row in two
+    assert "  gradients             356.4 kB  bf16, and fp32 sums of a share of 1/4\n" in text
 
 
 def test_state_in_host_memory_takes_none_of_the_device():
     text = report(read(f"--optimizer-cpu-offload --bf16 --zero-stage 1 {UNTIED}", 4))
     for row in (
-        "  masters                 0 B  in host memory, a share of 1/4\n",
-        "  moments                 0 B  in host memory, a share of 1/4\n",
+        "  masters                    0 B  fp32, in host memory, a share of 1/4\n",
+        "  moments                    0 B  AdamW's two, in host memory, a share of 1/4\n",
         # 34 blocks: a gradient, a master, two moments in fp32, bf16 weights
-        "  in host memory     626.7 kB  masters, moments and staging buffers\n",
+        "  host memory           626.7 kB  masters, moments and staging buffers; pinned\n",
         # a gradient in fp32, weights in bf16
         "gradients down, weights up; a rank sends 139.3 kB down and 69.63 kB up\n",
     ):
         assert row in text, row
-    text = report(read(f"--optimizer-state-offload --bf16 --zero-stage 1 {UNTIED}", 4))
+    more = "--micro-batch-size 8"  # whose activations take more than that state
+    text = report(read(f"--optimizer-state-offload --bf16 --zero-stage 1 {UNTIED} {more}", 4))
     for row in (
-        "  masters                 0 B  fp32, in host memory, a share of 1/4\n",
-        "  moments                 0 B  AdamW's two, in host memory, a share of 1/4\n",
+        "  masters                    0 B  fp32, in host memory, a share of 1/4\n",
+        "  moments                    0 B  AdamW's two, in host memory, a share of 1/4\n",
         # 34 blocks: a master, two moments in fp32
-        "  in host memory     417.8 kB  masters and moments, pinned\n",
+        "  host memory           417.8 kB  masters and moments; pinned\n",
         "masters and moments; a rank sends 417.8 kB down and 417.8 kB up\n",
     ):
         assert row in text, row
     on_cpu = "--optimizer-cpu-offload --device cpu --zero-stage 1"
     text = report(read(on_cpu, 4))
-    assert "  in host memory  " not in text and "fp32, a share" not in text
+    assert "  host memory  " not in text and "fp32, a share" not in text
     assert "--optimizer-cpu-offload has no effect with --device cpu" in text

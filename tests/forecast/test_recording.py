@@ -70,7 +70,7 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int], list, li
             pretrain_llama.train_step(run, batches, 1e-2)
     found = run.optimizer.memory() | memory_report.transient(run.sink)
     said = recorded(config, grid, case["m"])
-    real = Recording(SimpleNamespace(config=config), recorder, case["m"], start)
+    real = Recording(SimpleNamespace(config=config), recorder, case["m"], start=start)
     both = [[(m.action, m.total) for m in each.moments()] for each in (real, said)]
     return found, memory(said), *both
 

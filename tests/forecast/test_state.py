@@ -5,10 +5,12 @@ The blocks are those of tests/estimate/test_rank_memory.py.
 """
 
 import pytest
+import torch
 
 import pretrain_llama
 from forecast.recording import HOST, STATE, record
-from tests.training.small_llama import read
+from mpu.host_memory import HostMemory
+from tests.training.small_llama import PIPELINE, read
 
 K = 1024
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -72,6 +74,17 @@ def test_state_in_host_memory(more, each):
     assert found.start["masters"] == found.start["moments"] == 0
     assert 0 <= found.most(HOST) - 29 * K * each < 64
     assert found.recorder.up - 29 * K * (2 if more else 4) == 0
+
+
+def test_ranks_of_a_pipeline_have_host_memory_of_their_own():
+    """Two layers each, 64 blocks, the embedding, 1, at both ends, and the last norm, 1. Nothing of
+    the process stays replaced.
+    """
+    before = HostMemory.empty, HostMemory.zeros, torch.UntypedStorage.resize_
+    found = record(read(f"{PIPELINE} 16 --optimizer-cpu-offload", 4), pretrain_llama)
+    blocks = {rank: found[rank].most(HOST) // (K * 4 * 4) for rank in sorted(found)}
+    assert blocks == {0: 65, 1: 64, 2: 64, 3: 66}
+    assert (HostMemory.empty, HostMemory.zeros, torch.UntypedStorage.resize_) == before
 
 
 @pytest.mark.parametrize("more", ["--zero-stage 1", "--optimizer-cpu-offload --device cpu"])

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate import activations, dry_run
+from forecast import dry_run
 from mpu.grid import Grid
 from mpu.launch import Launch
-from pretrain_llama import model_provider
 from training.config import UsageError
 from training.flags.parse import parse
 from training.run import memory_report as memory
@@ -46,8 +45,8 @@ def test_it_is_the_dry_runs_number_of_all_ranks_of_the_host(monkeypatch):
     """Two stages of a pipeline on one host need what both need; alone on theirs, less."""
     sizes = "--hidden-size 2048 --micro-batch-size 2 --seq-length 512 --global-batch-size 8"
     config = parse([*FLAGS, *sizes.split(), "--pipeline-model-parallel-size", "2"], 2)
-    held = activations.peaks(config, model_provider)
-    each = [sum(dry_run.memory(config, model_provider, r, held[r]).values()) for r in range(2)]
+    kinds = dry_run.memory_of_ranks(config, pretrain_llama)
+    each = [sum(of_rank.values()) for of_rank in kinds]
     for local, need in ((2, sum(each)), (1, each[1])):
         launch = Launch(1, 2, local - 1, local)
         grid = Grid(2, 1, 1, 2, launch)
@@ -56,10 +55,10 @@ def test_it_is_the_dry_runs_number_of_all_ranks_of_the_host(monkeypatch):
             cpu = torch.device("cpu")
             if refused:
                 with pytest.raises(UsageError, match=rf"{local} rank\(s\) need"):
-                    memory.check_host(config, model_provider, grid, cpu)
+                    memory.check_host(config, grid, cpu, lambda: kinds)
             else:
-                memory.check_host(config, model_provider, grid, cpu)
-            memory.check_host(config, model_provider, grid, torch.device("meta"))
+                memory.check_host(config, grid, cpu, lambda: kinds)
+            memory.check_host(config, grid, torch.device("meta"), lambda: kinds)
 
 
 @pytest.mark.parametrize(
@@ -73,13 +72,10 @@ def test_it_is_the_dry_runs_number_of_all_ranks_of_the_host(monkeypatch):
         "--pipeline-model-parallel-size 2 --global-batch-size 16 --seq-length 1024",
     ],
 )
-def test_the_cheap_bound_is_above_the_formulas(more):
+def test_the_cheap_bound_is_above_the_dry_run(more):
     config = parse([*FLAGS, *more.split()], 2 if "pipeline" in more else 1)
-    held = activations.peaks(config, model_provider)
-    size = config.parallel.pipeline_model_parallel_size
-    for r in range(size):
-        total = sum(dry_run.memory(config, model_provider, r, held[r]).values())
-        assert total < memory.at_most(config)
+    for kinds in dry_run.memory_of_ranks(config, pretrain_llama):
+        assert 0 < sum(kinds.values()) < memory.at_most(config)
 
 
 def test_what_is_available_is_the_least_of_the_host_and_its_groups(tmp_path):
