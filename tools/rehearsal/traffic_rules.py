@@ -60,8 +60,7 @@ REORDERS = ("flip", "roll", "sort", "argsort", "rot90", "randperm")
 
 
 def unlike_layers(seen: "Rehearsed") -> Iterator[Finding]:
-    """Yield the layers that send another number of bytes over tp than SENDS has for their class.
-    """
+    """Yield the layers that send another number of bytes over tp than SENDS has for their class."""
     tp, model, config = seen.grid.tp, seen.run.model, seen.config
     if not is_own_llama(seen) or tp.size == 1:
         return

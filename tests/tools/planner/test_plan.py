@@ -90,11 +90,11 @@ def test_the_flags_parse_and_the_memory_is_the_dry_runs(plans: Plans) -> None:
 
 @pytest.mark.prove
 def test_the_memory_is_the_dry_runs_on_many_layouts(plans: Plans) -> None:
-    agree(plans, spread(plans, 40))
+    agree(plans, spread(plans, 12))
     for name, cluster, nodes in (("8B", "h100_8_nodes", 1), ("70B", "h100_8_nodes", 8),
                                  (SMALL, "a100_16_nodes", 2)):  # fmt: skip
         found = plan.plans_of(name, read_cluster(cluster).of(nodes), {"seq-length": 4096})
-        agree(found, found.best(4))
+        agree(found, found.best(1))
 
 
 def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
