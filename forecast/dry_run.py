@@ -280,7 +280,7 @@ def _memory(
         GATHERED: "during a part of a step",
         ACTIVATIONS: f"recomputed: {again}; one micro-batch",
         LOGITS: "one micro-batch; their gradient takes the same memory",
-        MESSAGES: "between stages: on their way, or not used yet",
+        MESSAGES: "between stages: on their way, or what a stage keeps of its input",
         WORKING: "one action's gathered inputs, partial sums and gradients",
         WORKSPACES: "cuBLAS's, on Hopper or later; less before",
     }
