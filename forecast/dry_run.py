@@ -15,7 +15,7 @@ from typing import Any
 from estimate import context_parallel, matrices, pipeline_stages
 from estimate.model_profile import grid_of, model_profile, whole_model
 from estimate.obeyed_flags import check_flags
-from forecast.fit import fit_lines
+from forecast.fit import GPU_BYTES, available, fit_lines
 from forecast.recording import (
     ACTIVATIONS,
     GATHERED,
@@ -29,6 +29,7 @@ from forecast.recording import (
     WORKING,
     Moment,
     Recording,
+    record,
     recordings_of,
 )
 from forecast.traffic import SMALL, Traffic, rows
@@ -279,7 +280,7 @@ def _memory(
         GATHERED: "during a part of a step",
         ACTIVATIONS: f"recomputed: {again}; one micro-batch",
         LOGITS: "one micro-batch; their gradient takes the same memory",
-        MESSAGES: "between stages: on their way, or not used yet",
+        MESSAGES: "between stages: on their way, or what a stage keeps of its input",
         WORKING: "one action's gathered inputs, partial sums and gradients",
         WORKSPACES: "cuBLAS's, on Hopper or later; less before",
     }
@@ -318,7 +319,10 @@ def _memory(
         lines.append(f"{HOST:<19} {in_units(host):>10}  {', '.join(what)}; pinned")
 
     def peak(other: Config) -> int:
-        """Return the bytes of the rank that needs most."""
+        """Return the bytes of the rank that needs most; of this one alone where it does not fit."""
+        alone = record(other, script, [rank])[rank]
+        if (most := sum(memory(other, alone).values())) > available(GPU_BYTES) or len(found) == 1:
+            return max(most, at_start(other, alone))
         of_ranks = recordings_of(other, script)
         totals = [sum(each.values()) for each in of_ranks_kinds(other, of_ranks)]
         return max(*totals, *(at_start(other, each) for each in of_ranks))

@@ -135,7 +135,7 @@ def run(name, *flags, **environment):
         env=kept | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,  # what does not fit is recorded again with each flag that saves memory
     )
 
 
