@@ -2,18 +2,19 @@
 """What a dry run states of activations in host memory: what leaves the device is there."""
 
 import pytest
-from estimate.dry_run import report
 
-from estimate import activations
+import pretrain_llama
 from estimate.saved_by_module import saved_by_module
-from pretrain_llama import model_provider
+from forecast.dry_run import report
+from forecast.recording import ACTIVATIONS, HOST, record
 from tests.training.small_llama import read
 
 ON = "--cpu-offload-activations --min-offloaded-tensor-size 1 --num-layers 6"
 
 
-def held(more, world=1):
-    return activations.peaks(read(more, world), model_provider)
+def recorded(more, world=1):
+    found = record(read(more, world), pretrain_llama)
+    return [found[rank] for rank in sorted(found)]
 
 
 @pytest.mark.parametrize("more,world", [
@@ -23,26 +24,19 @@ def held(more, world=1):
     ("--pipeline-model-parallel-size 2 --global-batch-size 8 --pipeline-schedule zb-v", 2),
 ])  # fmt: skip
 def test_what_leaves_the_device_is_in_host_memory(more, world):
-    kept = held(f"--num-layers 6 {more}".replace("--offload-modules mlp", "").replace(
+    """All but the two units that are under way is less on the device."""
+    kept = recorded(f"--num-layers 6 {more}".replace("--offload-modules mlp", "").replace(
         "--cpu-offloading-num-layers 2", ""), world)  # fmt: skip
-    away = held(f"{ON} {more}", world)
-    for one, other in zip(kept, away, strict=True):
-        assert other.in_host > 0 and other.logits == one.logits
-        full = "granularity full" in more
-        less = one.for_b - other.for_b
-        if "zb-v" in more:  # its chunks differ, and so do the fullest moments
-            assert 0.95 * other.in_host < less <= other.in_host
-        elif full:  # one unit of a layer's input is under way while its layer runs again
-            assert 0 < one.activations - other.activations <= less == other.in_host
-        else:
-            assert less == one.activations - other.activations == other.in_host
-        # where layers run again, the fullest moment may be one with nothing under way
-        assert other.under_way >= int(not full) and other.under_way <= other.in_host
+    for one, other in zip(kept, recorded(f"{ON} {more}", world), strict=True):
+        in_host = other.most(HOST)
+        assert one.most(HOST) == one.recorder.down == one.recorder.up == 0 < in_host
+        assert 0 < one.most(ACTIVATIONS) - other.most(ACTIVATIONS) <= in_host
+        assert other.recorder.down == other.recorder.up >= in_host
 
 
 def test_the_table_of_modules_is_what_a_layer_keeps():
     config = read("--num-layers 6 --bf16")
-    rows, cores = saved_by_module(config, model_provider)
+    rows, cores = saved_by_module(config, pretrain_llama.model_provider)
     assert cores == {"attention"}
     n, h, f, a, g, d = 2 * 32, 64, 96, 8, 4, 8
     assert rows == {
@@ -54,11 +48,10 @@ def test_the_table_of_modules_is_what_a_layer_keeps():
         "mlp": 2 * n * 2 * f,
         "mlp.down": 2 * n * f,
     }
-    per_layer = held("--num-layers 6 --bf16")[0].for_b - held("--num-layers 5 --bf16")[0].for_b
-    assert per_layer == sum(rows.values())
+    six, five = (recorded(f"--num-layers {n} --bf16")[0].most(ACTIVATIONS) for n in (6, 5))
+    assert six - five == sum(rows.values())
 
 
 def test_a_report_says_where_activations_are():
-    text = report(read(f"{ON} --bf16"), model_provider)
-    assert "activations being copied to or from host memory: two units" in text
-    assert "offloaded activations, pinned" in text
+    text = report(read(f"{ON} --bf16"), pretrain_llama)
+    assert "  host memory " in text and "  activations; pinned\n" in text

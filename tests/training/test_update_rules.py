@@ -321,7 +321,11 @@ def exchanged(comm, case: dict) -> tuple[dict, dict]:
                 axes.add(turn.axis.name)
         pretrain_llama.train_step(run, batches, 1e-2)
         sent = rows(recorded(run.config, run.grid))
-    said = [(r.axis, r.verb, r.who, r.bytes, r.sent) for r in sent if r.purpose == "exchange"]
+    said = [
+        (r.axis, r.verb, r.who, r.bytes, r.sent // r.times)
+        for r in sent
+        for _ in range(r.times * (r.purpose == "exchange"))
+    ]
     assert {row[0] for row in said} <= axes
     return sorted(heard.seen), sorted(said)
 
