@@ -31,11 +31,11 @@ TERMS = {  # of Times, as they add up to a step
 AXES = ("tp", "cp", "ep", "pp", "dp")  # of TERMS: what nothing hides
 KINDS = {  # of the table: kinds of memory as --dry-run names them
     "parameters": ("parameters", "gathered weights"),
-    "gradients": ("gradients", "whole gradients", "tied look-ups", "sums of gradients"),
-    "optimizer": ("masters", "moments", "norm's index", "fetched state", "matrices"),
-    "activations": ("activations", "offloaded"),
+    "gradients": ("gradients", "unsharded gradients"),
+    "optimizer": ("masters", "moments"),
+    "activations": ("activations", "messages"),
     "logits": ("logits",),
-    "working memory": ("working memory", "workspaces"),
+    "working memory": ("working memory", "workspaces", "other state"),
 }
 
 
