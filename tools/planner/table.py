@@ -208,9 +208,7 @@ def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
     host = plans.cluster.host
     for number, n in enumerate(best, 1):
         left, there = plans.limit - plans.exact(n), host - plans.in_host(n)
-        offloaded = (
-            (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.in_host(n) else "--"
-        )
+        offloaded = (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.in_host(n) else "--"
         share = f"{plans.times.host_share[n]:.0%}"
         rows.append(
             (str(number), f"{left / 1e9:.1f}", f"{left / plans.memory:.1%}", *offloaded, share)
