@@ -3,7 +3,7 @@
 
     WORLD_SIZE=8 python pretrain_llama.py --dry-run --memory-picture memory.svg FLAG...
 
-pretrain_llama.py starts this with the file to write, and gives it what estimate/memory_picture.py
+pretrain_llama.py starts this with the file to write, and gives it what forecast/memory_picture.py
 computed on standard input.
 """
 
@@ -25,10 +25,10 @@ from training.untrusted import parse_json, sentence
 # from the bottom, that is from what is there all the time: what --dry-run prints of each
 GROUPS = {
     "weights": ("parameters", "gathered weights"),
-    "optimizer state": ("masters", "moments", "norm's index", "fetched state", "matrices"),
-    "gradients": ("gradients", "whole gradients", "tied look-ups", "sums of gradients"),
-    "workspaces": ("workspaces",),
-    "activations": ("activations", "offloaded"),
+    "optimizer state": ("masters", "moments"),
+    "gradients": ("gradients", "unsharded gradients"),
+    "workspaces": ("workspaces", "other state"),
+    "activations": ("activations", "messages"),
     "logits": ("logits",),
     "working memory": ("working memory",),
 }
@@ -39,7 +39,7 @@ LETTER, LINE = 0.085, 0.15  # inches that a letter of an action's name takes, an
 
 
 def draw(path: Path, record: dict[str, Any]) -> None:
-    """Draw a record of estimate/memory_picture.py to a .png or an .svg, by the path's suffix."""
+    """Draw a record of forecast/memory_picture.py to a .png or an .svg, by the path's suffix."""
     names = [name for name, _ in record["steps"]]
     kinds = [
         {group: sum(each.get(kind, 0) for kind in parts) for group, parts in GROUPS.items()}

@@ -31,11 +31,11 @@ TERMS = {  # of Times, as they add up to a step
 AXES = ("tp", "cp", "ep", "pp", "dp")  # of TERMS: what nothing hides
 KINDS = {  # of the table: kinds of memory as --dry-run names them
     "parameters": ("parameters", "gathered weights"),
-    "gradients": ("gradients", "whole gradients", "tied look-ups", "sums of gradients"),
-    "optimizer": ("masters", "moments", "norm's index", "fetched state", "matrices"),
-    "activations": ("activations", "offloaded"),
+    "gradients": ("gradients", "unsharded gradients"),
+    "optimizer": ("masters", "moments"),
+    "activations": ("activations", "messages"),
     "logits": ("logits",),
-    "working memory": ("working memory", "workspaces"),
+    "working memory": ("working memory", "workspaces", "other state"),
 }
 
 
@@ -208,9 +208,7 @@ def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
     host = plans.cluster.host
     for number, n in enumerate(best, 1):
         left, there = plans.limit - plans.exact(n), host - plans.in_host(n)
-        offloaded = (
-            (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.in_host(n) else "--"
-        )
+        offloaded = (f"{there / 1e9:,.1f}", f"{there / host:.1%}") if plans.in_host(n) else "--"
         share = f"{plans.times.host_share[n]:.0%}"
         rows.append(
             (str(number), f"{left / 1e9:.1f}", f"{left / plans.memory:.1%}", *offloaded, share)
