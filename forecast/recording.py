@@ -274,7 +274,7 @@ class Recorder(DispatchMode):
             self.mark(tensor, MESSAGES)
         elif not isinstance(who, str):
             name = self._names.get(id(who), type(who).__name__)
-            if purpose == "grad sum":
+            if purpose == "grad sum" and axis.name != "tp":  # over tp parts of several buckets go
                 self.mark(tensor, UNSHARDED)
             elif purpose == "gather":
                 self.mark(getattr(who, "weights", None), GATHERED)
