@@ -398,6 +398,7 @@ def record(
                 meeting.abort()
 
     with (
+        _without_collections(),
         meta_kernels(config.parallel.device != "cpu"),
         meta_attention(),
         _storages_noted(list(recorders.values())),
@@ -445,8 +446,8 @@ def _record(
         use_overlap(run.model, overlap_of(config))
         recording = Recording(run, recorder, few or few_micro_batches(config), few >= 0)
         if few >= 0:
-            with _without_collections():
-                _record_steps(recording, script, grid)
+            gc.collect()
+            _record_steps(recording, script, grid)
     return recording
 
 
