@@ -20,7 +20,7 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -378,7 +378,7 @@ def record(
     are recorded; 0: `few_micro_batches`. member: a rank of the world that is in the pipeline.
     Raises what the program raises, before its first step too.
     """
-    size = config.parallel.pipeline_model_parallel_size
+    config, size = of_own_kernels(config), config.parallel.pipeline_model_parallel_size
     wanted = range(size) if ranks is None else ranks
     places = script.make_grid(config, Launch(member, config.parallel.world_size)).pp.ranks
     meeting, found, errors = _Meeting(size), dict[int, Recording](), list[BaseException]()
@@ -412,6 +412,14 @@ def record(
     if errors:
         raise errors[0]
     return found
+
+
+def of_own_kernels(config: Config) -> Config:
+    """Return the config without kernels that take no meta tensors and that need not be installed
+    where a run is planned; they keep what ours keep.
+    """
+    own = dict(norm_backend="weft", attention_backend="auto", optimizer_backend="torch")
+    return replace(config, parallel=replace(config.parallel, **own))
 
 
 def recordings_of(config: Config, script: ModuleType) -> list[Recording]:
