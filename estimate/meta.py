@@ -354,7 +354,8 @@ def norm_backward(
     x: Tensor, w: Tensor, r: Tensor, dy: Tensor, more: Tensor | None, eps: float,
     sink: GradientSink, weight: nn.Parameter,
 ) -> Tensor:  # fmt: skip
-    sink.add(weight, torch.empty_like(weight, dtype=r.dtype))
+    if weight.requires_grad:
+        sink.add(weight, torch.empty_like(weight, dtype=r.dtype))
     return torch.empty_like(x)
 
 

@@ -76,13 +76,16 @@ class _Part:
         self._at = [i for i, bucket in enumerate(buckets) if bucket.layout.sharing == how]
         mine = [buckets[i] for i in self._at]
         self._shard = mine[0].shard
+        device = mine[0].param_shard.device
+        home = device if device.type == "meta" else torch.device("cpu")  # where the index is made
         where: dict[nn.Parameter, Tensor] = {}  # its blocks among all that are gathered: int64 [n]
         total = sum(bucket.high - bucket.low for bucket in mine) // BLOCK
         base = 0
         for bucket in mine:
             part = (bucket.high - bucket.low) // BLOCK
             for _, param, start in bucket.params:
-                blocks = torch.arange(start // BLOCK, -(-(start + param.numel()) // BLOCK))
+                end = -(-(start + param.numel()) // BLOCK)
+                blocks = torch.arange(start // BLOCK, end, device=home)
                 where[param] = blocks // part * total + base + blocks % part
             base += part
         self.names: list[str] = []
@@ -97,10 +100,11 @@ class _Part:
             counted.append(placement.first_holder)
             lengths.append(len(where[param]))
             self.names.append(name)
-        device = mine[0].param_shard.device
-        each = torch.tensor(lengths)
-        self._order = torch.cat([torch.empty(0, dtype=torch.int64), *order]).to(device)
-        every = torch.tensor(counted).repeat_interleave(each, output_size=sum(lengths))
+        each = torch.tensor(lengths, dtype=torch.int64, device=home)
+        none = torch.empty(0, dtype=torch.int64, device=home)
+        self._order = torch.cat([none, *order]).to(device)
+        first = torch.tensor(counted, dtype=torch.bool, device=home)
+        every = first.repeat_interleave(each, output_size=sum(lengths))
         self._counted = every.to(device)
         self._lengths = each.to(device)
 

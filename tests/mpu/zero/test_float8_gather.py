@@ -6,12 +6,11 @@ import itertools
 import pytest
 import torch
 
-from estimate import rank_memory
 from mpu.context import LayerContext
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.layers.float8.weights import WeightRows
-from pretrain_llama import model_provider
+from tests.forecast.recorded import recorded, state
 from tests.model.test_float8 import SP, TWO, advance, begin, flags_of
 
 
@@ -41,9 +40,7 @@ def steps(comm, t, p, path, flags, count):
     losses = advance(run, 0, count)
     norm = run.optimizer.params_norm().item()
     kept = run.optimizer.memory()
-    stated = rank_memory.state(
-        run.config, rank_memory.flats(run.config, model_provider, run.grid.pp.rank)
-    )
+    stated = state(recorded(run.config, run.grid))
     run.sink.begin_step()
     rows = {}
     for name, layer in run.model.named_modules():

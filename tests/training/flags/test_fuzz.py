@@ -4,6 +4,7 @@
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def place(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Stand among the files; a run that is accepted ends where it would build the model."""
     monkeypatch.chdir(files)
-    monkeypatch.setattr(pretrain_llama, "build", lambda *args: None)
+    real = pretrain_llama.build
+
+    def build_recorded_ones(config, grid, device, monitor):
+        return real(config, grid, device, monitor) if device.type == "meta" else None
+
+    monkeypatch.setattr(pretrain_llama, "build", build_recorded_ones)
     monkeypatch.setattr(pretrain_llama, "work", lambda *args: None)
     return files
 
@@ -56,7 +62,8 @@ def test_enough_draws_are_accepted(place: Path, monkeypatch: pytest.MonkeyPatch)
     """A fuzz whose draws are all refused at the first flag would look at little."""
     begun = []
     monkeypatch.setattr(pretrain_llama, "prepare", lambda *args: begun.append(1) or 1 / 0)
-    monkeypatch.setattr(pretrain_llama, "report", lambda *args: begun.append(1) or "")
+    room = SimpleNamespace(report=lambda *args: begun.append(1) or "", draw=lambda *args: "")
+    monkeypatch.setattr(pretrain_llama, "forecast", lambda file: room)
     seeds = 3 * SHORT  # one in six is accepted, so that a new flag's other draws change little
     for seed in range(seeds):
         words, environment = draw(seed)

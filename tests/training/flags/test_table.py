@@ -111,11 +111,12 @@ def test_every_setting_is_read_by_the_run():
     asking = (
         "activations arguments buffers config dry_run estimate flags megatron_flags meta "
         "model_profile places rank_profile rules size_rules parallel_rules compute_rules run_rules "
-        "traffic"
+        "recording fit traffic"
     ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
     files += (root / "estimate").glob("*.py")
     files += (root / "tools/rehearsal").glob("*.py")
+    files += (root / "forecast").glob("*.py")
     nodes = [
         node
         for file in files
