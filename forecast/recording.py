@@ -418,8 +418,9 @@ def of_own_kernels(config: Config) -> Config:
     """Return the config without kernels that take no meta tensors and that need not be installed
     where a run is planned; they keep what ours keep.
     """
-    own = dict(norm_backend="weft", attention_backend="auto", optimizer_backend="torch")
-    return replace(config, parallel=replace(config.parallel, **own))
+    p = config.parallel
+    own = replace(p, norm_backend="weft", attention_backend="auto", optimizer_backend="torch")
+    return replace(config, parallel=own)
 
 
 def recordings_of(config: Config, script: ModuleType) -> list[Recording]:
