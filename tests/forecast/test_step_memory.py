@@ -7,6 +7,7 @@ Layouts are drawn as for the rehearsal (tests/tools/rehearsal/drawn_layouts.py).
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -23,7 +24,6 @@ from tests.forecast.test_activations import is_few, layer_bytes
 from tests.tools.rehearsal.drawn_layouts import accepted
 from tests.tools.rehearsal.test_drawn_memory import MODEL, WITHOUT
 from tests.training.small_llama import read
-from tools import draw_memory
 from tools.pictures.style import shapes
 from tools.pictures.timeline import in_flight, rows
 from training.flags.parse import parse
@@ -148,11 +148,9 @@ def test_the_picture_of_the_documents_is_what_is_drawn_now(tmp_path):
     """docs/watching.md has the command that draws it again."""
     script = ["bash", "examples/llama3_70b_16_nodes.slurm", "--dry-run"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "WORLD_", "RANK"))}
-    env = kept | {"WORLD_SIZE": "128", "LAUNCH": r"printf %s\n"}
-    words = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    flags = words.stdout.splitlines()[1:]  # without the program
-    config = parse([*flags, "--memory-picture", "memory.svg"], 128)
-    draw_memory.draw(tmp_path / "a.svg", memory_picture.drawn_of(config, pretrain_llama))
+    script += ["--memory-picture", str(tmp_path / "a.svg")]  # in a process of its own
+    env = kept | {"WORLD_SIZE": "128", "LAUNCH": sys.executable}
+    subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert shapes(tmp_path / "a.svg") == shapes(ROOT / "docs" / "memory.svg")
 
 
