@@ -76,8 +76,8 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int], list, li
 
 
 def hold(world, size: int, case: dict) -> None:
-    """A forward has the bytes of the real one, but for its batch and a few scalars. Elsewhere the
-    run's gloo sums in memory of its own, where ranks of a host add in memory that they share.
+    """A forward has the bytes of the real one, but for its batch, a few scalars, and tables that a
+    process keeps, which an earlier run of it may have made. Elsewhere the run's gloo sums in memory of its own, where ranks of a host add in memory that they share.
     """
     case = BASE | {"dtype": "float32"} | case
     for found, said, real, told in world(size).run(measured, case):
@@ -88,7 +88,7 @@ def hold(world, size: int, case: dict) -> None:
         assert [action for action, _ in real] == [action for action, _ in told]
         for (action, had), (_, has) in zip(real, told, strict=True):
             if isinstance(action, Action) and action.kind == "F" and not action.micro_batch:
-                assert abs(had - has) < 2000, (action, had, has)
+                assert abs(had - has) < 10_000, (action, had, has)
             assert abs(had - has) < 0.1 * had or action == "sums of gradients", (action, had, has)
 
 
