@@ -77,7 +77,8 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int], list, li
 
 def hold(world, size: int, case: dict) -> None:
     """A forward has the bytes of the real one, but for its batch, a few scalars, and tables that a
-    process keeps, which an earlier run of it may have made. Elsewhere the run's gloo sums in memory of its own, where ranks of a host add in memory that they share.
+    process keeps, which an earlier run of it may have made. Elsewhere the run's gloo sums in memory
+    of its own, where ranks of a host add in memory that they share.
     """
     case = BASE | {"dtype": "float32"} | case
     for found, said, real, told in world(size).run(measured, case):
