@@ -19,7 +19,7 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import ModuleType
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from estimate.meta import META, UNKNOWN, answer, meta_attention, meta_kernels
 from estimate.pipeline_stages import rank_stages
+from estimate.rank_profile import PHASES, overlap_of
 from estimate.simulate import peak_activations
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Label
@@ -39,7 +40,6 @@ from mpu.host_memory import HostMemory
 from mpu.launch import Launch
 from mpu.layers.linear import use_overlap
 from mpu.module_tracker import tensors_of
-from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Payload
 from mpu.pipeline.schedules import Action, build
 from mpu.torch_private import DispatchMode
@@ -61,7 +61,6 @@ SUMS, UPDATE = "sums of gradients", "update"  # what follows the schedule's last
 ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
 MADE = {"F": "activation", "B": "gradient"}  # what a message carries
 LINEAR = ("1f1b", "interleaved")
-PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 
 
 class Storage:
@@ -106,11 +105,11 @@ class Moment(NamedTuple):
         return sum(self.kinds.values())
 
 
-class Monitor(FailureMonitor):
-    """A FailureMonitor without a connection, which gives each action to a recorder."""
+class Actions(FailureMonitor):
+    """A FailureMonitor without a connection that passes each action on to `begins`."""
 
-    def __init__(self, recorder: "Recorder") -> None:
-        self._recorder = recorder
+    def __init__(self, begins: Callable[[str], None]) -> None:
+        self._begins = begins
         super().__init__()
         self.action = "start-up"
 
@@ -122,7 +121,7 @@ class Monitor(FailureMonitor):
     @action.setter
     def action(self, words: str) -> None:
         self._action = words
-        self._recorder.begins(words)
+        self._begins(words)
 
 
 class Recorder(DispatchMode):
@@ -266,11 +265,7 @@ class Recorder(DispatchMode):
         who, purpose = label or Label("", "")
         name, peer = who, -1
         if isinstance(who, Payload):
-            name, purpose, peer = (
-                {"F": "activation", "B": "gradient"}[who.kind],
-                "message",
-                who.peer,
-            )
+            name, purpose, peer = MADE[who.kind], "message", who.peer
             self.mark(tensor, MESSAGES)
         elif not isinstance(who, str):
             name = self._names.get(id(who), type(who).__name__)
@@ -451,7 +446,7 @@ def _record(
     transport = MetaTransport(recorder.gpu, partial(meeting.answers, grid.pp.rank))
     grid = grid.carried_by(transport).traced(recorder)
     with recorder:
-        run = script.build(config, grid, META, Monitor(recorder))
+        run = script.build(config, grid, META, Actions(recorder.begins))
         use_overlap(run.model, overlap_of(config))
         recording = Recording(run, recorder, few or few_micro_batches(config), few >= 0)
         if few >= 0:
@@ -535,17 +530,6 @@ def _without_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def overlap_of(config: Config) -> OverlapMap:
-    """Return how tp's transfers travel: by messages where the flags ask for a ring, which is also
-    how rows of float8 travel on GPUs under `symmetric`; else by collectives. What `auto` chooses is
-    not known before the run.
-    """
-    p = config.parallel
-    low = config.float8.fp8_format is not None and p.device != "cpu"
-    ring = p.tp_comm_overlap == "ring" or (p.tp_comm_overlap == "symmetric" and low)
-    return OverlapMap("ring" if ring else "none")
 
 
 def few_micro_batches(config: Config) -> int:

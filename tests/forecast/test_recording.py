@@ -8,7 +8,7 @@ import torch
 
 import pretrain_llama
 from forecast.dry_run import memory_of_ranks
-from forecast.recording import Monitor, Recorder, Recording
+from forecast.recording import Actions, Recorder, Recording
 from mpu.pipeline.schedules import Action
 from tests.forecast.recorded import memory, recorded
 from tests.gpu import steps
@@ -60,7 +60,7 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int], list, li
     grid = comm.grid(case["tp"], pp=case.get("pp", 1), instances=case.get("instances", 1))
     recorder = Real()
     with recorder:
-        run = pretrain_llama.build(config, grid, torch.device("cpu"), Monitor(recorder))
+        run = pretrain_llama.build(config, grid, torch.device("cpu"), Actions(recorder.begins))
         for step in range(3):  # the first learns in which order blocks are used
             batches = micro_batches(case, grid.dp.rank, step)
             recorder.know(run)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import pretrain_llama
+from forecast.recording import Actions
 from mpu.comm.transport import Label
 from mpu.pipeline.engine import Payload
 from tools.explain import micro_batches, tiny
-from tools.explainer.trace import Actions
 from training.run.stop import Agreement
 
 ROOT = Path(__file__).resolve().parents[2]

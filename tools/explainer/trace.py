@@ -6,12 +6,12 @@ the label that its caller gave it. explainer/ops.py sees every operation, which 
 a tensor and what ran while bytes were under way. A FailureMonitor gets each action that begins.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
+from forecast.recording import Actions
 from mpu.comm.transport import Axis, Label
 from mpu.module_tracker import FORWARD, MAIN_GRAD, RECOMPUTE, ModuleTracker, Site, site
 from mpu.pipeline.engine import Payload
@@ -28,7 +28,6 @@ from tools.explainer.ops import (
     name_of,
 )
 from tools.explainer.zero import Buckets
-from training.faults.monitor import FailureMonitor
 
 MESSAGES = ("send", "receive")
 BUCKETS = ("mpu/zero/", "mpu/optim/")  # lines that work on buckets
@@ -94,25 +93,6 @@ class Seen:
         self.waited_at = explainer.waits_at(self.place)
         self.waited_in = len(explainer.actions)
         self.meanwhile = explainer.done[self.first :]
-
-
-class Actions(FailureMonitor):
-    """A FailureMonitor without a connection that passes each action on to `begins`."""
-
-    def __init__(self, begins: Callable[[str], None]) -> None:
-        self._begins = begins
-        super().__init__()
-        self.action = "start-up"
-
-    @property
-    def action(self) -> str:
-        """The action of the rank, in words."""
-        return self._action
-
-    @action.setter
-    def action(self, words: str) -> None:
-        self._action = words
-        self._begins(words)
 
 
 class Explainer:

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from estimate import rank_memory
 from estimate.model_profile import ModelProvider, model_profile
+from forecast.recording import Actions
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -26,7 +27,6 @@ from mpu.layers.dispatch import Capacity, Dispatcher
 from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
 from mpu.torch_private import fake_tensors, function_of
-from tools.explainer.trace import Actions
 from tools.rehearsal.cut_rules import Cuts
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import pretrain_llama
+from forecast.recording import Actions
 from tests.model.twin import config_of, micro_batches
 from tests.sampling import sampled
-from tools.explainer.trace import Actions
 
 IN_USE = ("use", "release")
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=False, m=1, rows=12, lr=1e-3, gather=True)
