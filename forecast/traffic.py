@@ -2,7 +2,8 @@
 """List what one rank sends in a step: each collective and message, its bytes, and by whom.
 
 The list comes from a recording of the step (forecast/recording.py), so a fork's own collectives
-are in it. The dry run, `make explain`, fork-check and the planner's bytes over each link read it. Bytes are those of the best algorithm (sent_bytes in mpu/comm/transport.py). Left out is
+are in it. The dry run, `make explain`, fork-check and the planner's bytes over each link read it.
+Bytes are those of the best algorithm (sent_bytes in mpu/comm/transport.py). Left out is
 what is not in every step: checks of replicas, evaluation, saves, start-up.
 """
 
