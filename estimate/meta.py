@@ -97,7 +97,7 @@ def _kind(func: Any) -> str:
         return name
     if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
         return "in place"
-    if torch.Tag.pointwise in func.tags:
+    if torch.Tag.pointwise in func.tags or name == "floor_divide":
         return "elementwise"
     if name in _REDUCE:
         return "reduction"
