@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is computed without a run.
 
-model_profile, rank_profile, saved_by_module    what is measured of the model on meta tensors (meta,
-                        storages): parameters, FLOPs, what a stage keeps and sends
+model_profile           what is measured of the model on meta tensors (meta): parameters, FLOPs
 rank_memory, matrices   a rank's parameters and how they are shared; the owners of full matrices
 context_parallel        a rank's part of a row; a check that attention reaches the rest
 obeyed_flags            flags that a model does not obey

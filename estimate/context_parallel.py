@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
+from estimate.meta import META, MetaOperations
 from estimate.model_profile import ModelProvider, plannable, rank_model
 from mpu.comm.transport import Axis
 from mpu.layers.attention.shards import balance
@@ -82,7 +82,7 @@ def check_attention(config: Config, provider: ModelProvider) -> None:
     model = rank_model(plannable(config), provider, stages, 0, trace=listener)
     tokens = torch.empty(size, dtype=torch.long, device=META)
     shape = model.hidden_shape(*size)
-    with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
+    with torch.no_grad(), MetaOperations():
         for chunk, stage in enumerate(stages):
             listener.over_cp = False
             hidden = torch.empty(shape, dtype=config.run.dtype, device=META)

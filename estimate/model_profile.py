@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from estimate.meta import META, PRODUCTS, MetaAttention, MetaOperations, is_block
+from estimate.meta import META, PRODUCTS, MetaOperations, is_block
 from mpu.comm.meta import MetaTransport
 from mpu.context import ExpertOptions, LayerContext
 from mpu.gradients import GradientSink, WeightGradientQueue
@@ -174,7 +174,7 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     # rows that pad an expert, or that it drops, do not change the work of a model
     sink = _Uses()
     ctx = meta_context(config, Grid(), sink, experts=ExpertOptions())
-    with torch.no_grad(), MetaAttention(flops.dot_product_attention), flops:
+    with torch.no_grad(), flops:
         built = provider(config, ctx, _CountedRecompute(flops), stages)
         tokens = torch.empty((1, length), dtype=torch.long, device=META)
         hidden, parts, cores, uses = None, [], [], []
@@ -353,30 +353,15 @@ class _Flops(MetaOperations):
         if func in PRODUCTS:
             at = PRODUCTS[func]
             self.add(2 * prod(args[at].shape) * args[at + 1].shape[-1])
-        if is_block(func):
-            q, k, v, *options = args  # dropout, causal
-            self.dot_product_attention(q, k, v, is_causal=options[1:] == [True])
+        if is_block(func):  # of q [b, a, s, d], k [b, g, S, d], v [b, g, S, e]
+            q, k, v, _, *causal = args
+            square = prod(q.shape[:-1]) * k.shape[-2]
+            self.add((1 if causal == [True] else 2) * square * (q.shape[-1] + v.shape[-1]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def add(self, count: int) -> None:
         self.all += count
         self.core += count * self.inside
-
-    def dot_product_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        """Count attention: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e]."""
-        square = prod(q.shape[:-1]) * k.shape[-2]
-        half = 1 if is_causal or attn_mask is not None else 2
-        self.add(half * square * (q.shape[-1] + v.shape[-1]))
-        return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
     def take(self) -> tuple[int, int]:
         counted, self.all, self.core = (self.all, self.core), 0, 0

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from estimate.context_parallel import rank_batch
-from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
+from estimate.meta import META, MetaOperations
 from estimate.model_profile import ModelProvider, StagedModel, plannable, rank_model
 from mpu.context import LayerContext
 from mpu.layers import cross_entropy
@@ -243,13 +243,13 @@ class _Listener:
         """Build the model and run its forward."""
         config = self.config
         stages = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
-        recompute = recompute_of(config, META, recompute=partial(_Recompute, self))  # type: ignore[arg-type]
+        recompute = recompute_of(config, META, partial(_Recompute, self))
         model = rank_model(plannable(config), self.build, stages, 0, recompute=recompute)
         assert isinstance(model, nn.Module)
         self.listen_to(model)
         size, positions, documents = rank_batch(config)
         tokens = torch.empty(size, dtype=torch.long, device=META)
-        with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
+        with torch.no_grad(), MetaOperations():
             model(tokens, tokens, positions, documents)
             if LOSS in self.used and hasattr(model, "logits"):
                 hidden = model.hidden_shape(*size)

@@ -169,8 +169,8 @@ def step_memory(config: Config, recording: Recording) -> list[Moment]:
     """Return the fullest moment of each action of a step, with workspaces, in order."""
     more = {WORKSPACES: matmul_workspaces(config)}
     return [
-        Moment(action, {kind: kinds.get(kind, 0) for kind in KINDS} | more)
-        for action, kinds in recording.moments()
+        moment._replace(kinds={kind: moment.kinds.get(kind, 0) for kind in KINDS} | more)
+        for moment in recording.moments()
     ]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
+from estimate.meta import META, MetaOperations
 from estimate.model_profile import _Flops
 from mpu import torch_private
 from mpu.comm.collectives import all_reduce
@@ -225,12 +225,12 @@ def test_a_plan_counts_the_sizes_there_are_and_keeps_no_zeros():
     s, a, d, e = 8, 4, 6, 4
     q, k, v = (torch.empty(s, 1, a, n, device=META, requires_grad=True) for n in (d, d, e))
     flops = _Flops()
-    with torch.no_grad(), MetaAttention(flops.dot_product_attention), flops:
+    with torch.no_grad(), flops:
         core_attention.attend(q, k, v)
     assert flops.take()[0] == a * s * s * (d + e)
     kept: list[Tensor] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
-    with hooks, MetaAttention(flash_attention), MetaOperations():
+    with hooks, MetaOperations():
         y = core_attention.attend(q, k, v)
     assert y.shape == (s, 1, a * e)
     assert sorted(x.numel() for x in kept) == sorted(s * a * n for n in (d, d, e, e, 1))
