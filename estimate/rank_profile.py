@@ -29,7 +29,6 @@ from estimate.meta import (
     MetaOperations,
     MetaRecompute,
     flash_attention,
-    meta_kernels,
 )
 from estimate.model_profile import (
     ModelProvider,
@@ -167,8 +166,7 @@ def _rank_profile(
     use_overlap(model, overlap_of(config))
     sink.names = {param: name for name, param in model.named_parameters()}
     trace.names = {module: name for name, module in model.named_modules()}
-    on_gpu = config.parallel.device != "cpu"
-    with MetaAttention(flash_attention), MetaOperations(), meta_kernels(on_gpu):
+    with MetaAttention(flash_attention), MetaOperations():
         run = _Run(config, model, sink, queue, trace, offload=again.offload, live=live)
         interleaver.note = run.at_switch
         for param in sink.names:

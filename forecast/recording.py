@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from estimate.meta import META, UNKNOWN, answer, meta_attention, meta_kernels
+from estimate.meta import META, UNKNOWN, answer, meta_attention
 from estimate.pipeline_stages import rank_stages
 from estimate.rank_profile import PHASES, overlap_of
 from estimate.simulate import peak_activations
@@ -394,7 +394,6 @@ def record(
 
     with (
         _without_collections(),
-        meta_kernels(config.parallel.device != "cpu"),
         meta_attention(),
         _storages_noted(list(recorders.values())),
     ):

@@ -10,6 +10,8 @@ import torch
 
 import pretrain_llama
 from mpu import native
+from mpu.grid import Grid
+from training.checkpoint import find_latest
 from training.faults.monitor import FailureMonitor
 from training.run import stop
 
@@ -61,6 +63,9 @@ def test_exit_interval_saves_and_a_resume_goes_on(tmp_path):
     assert losses == [row["loss"] for row in undisturbed]
     steps = sorted(p.name for p in (tmp_path / "saved").glob("step_*"))
     assert steps == ["step_00000003", "step_00000006", "step_00000007"]
+    for more, size in (("", 1 << 21), (" --ddp-bucket-size 5000", 5000)):  # the default, or asked for
+        run(tmp_path, f"--train-iters 1 --save {{tmp}}/{size}{more}")
+        assert find_latest(str(tmp_path / str(size)), Grid()).state["ddp_bucket_size"] == size
 
 
 def test_exit_duration(tmp_path, monkeypatch):
