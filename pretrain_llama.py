@@ -79,7 +79,6 @@ from training.flags.parse import model_file, parse
 from training.layer_options import accumulate_dtype, as_configured, context_of, recompute_of
 from training.param_groups import Assigned
 from training.run import memory_report, resumable
-from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.layer_values import LayerValues
 from training.run.log import Log
@@ -443,10 +442,6 @@ def main(
             with monitor, memory_report.enough():
                 monitor.action = "connecting the process groups"
                 connect(config, grid, device, store, timeout, note_of(grid))
-                monitor.action = "measuring what size gradient buckets should have"
-                config = gradient_buckets.choose_size(
-                    config, grid, device, model_provider, note_of(grid)
-                )
                 monitor.action = "building the model"
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()

@@ -6,5 +6,4 @@ rank_memory, matrices   a rank's parameters and how they are shared; the owners 
 context_parallel        a rank's part of a row; a check that attention reaches the rest
 obeyed_flags            flags that a model does not obey
 pipeline_stages, simulate, play    pipeline stages by cost; a schedule proved and timed
-bucket_size             the size of gradient buckets, by simulation
 """

@@ -6,27 +6,18 @@ takes seconds at the start of every run. `MetaOperations` answers the usual oper
 shapes. On meta tensors torch composes attention of products of s x s matrices, which flash kernels
 neither compute nor keep; importing this module registers `flash_attention` for them instead.
 
-`meta_kernels` makes the fused operations allocate their results and nothing more, as csrc/ does on
-a CPU and mpu/kernels on a GPU; torch's own operations need more memory for a moment.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mpu.gradients import GradientSink
-from mpu.layers import fused_gpu, softmax_rows
 from mpu.layers.attention.block_attention import products_forward
-from mpu.layers.float8 import cuda as float8_cuda
-from mpu.layers.float8 import rows as float8_rows
-from mpu.layers.linear import Recipe
-from mpu.overlap import ring
 from mpu.torch_private import FORWARD, DispatchMode, cpu_attention, has_attention, schema
 
 META = torch.device("meta")
@@ -304,110 +295,3 @@ class _FlashAttention(torch.autograd.Function):
 
 ATTENTION = torch.library.Library("aten", "IMPL", "AutogradMeta")
 ATTENTION.impl("scaled_dot_product_attention", flash_attention)
-
-
-def norm_forward(
-    x: Tensor, branch: Tensor | None, w: Tensor, eps: float, kind: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x if branch is None else torch.empty_like(x)
-    return torch.empty_like(x), total, x.new_empty((*x.shape[:-1], 1), dtype=kind)
-
-
-def norm_backward(
-    x: Tensor, w: Tensor, r: Tensor, dy: Tensor, more: Tensor | None, eps: float,
-    sink: GradientSink, weight: nn.Parameter,
-) -> Tensor:  # fmt: skip
-    if weight.requires_grad:
-        sink.add(weight, torch.empty_like(weight, dtype=r.dtype))
-    return torch.empty_like(x)
-
-
-def rope(x: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, own: bool) -> Tensor:
-    return x.data if own else torch.empty_like(x)
-
-
-def rope_backward(grads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    q, k, v = grads
-    s, b, _, d = q.shape
-    return q.new_empty((s, b, q.shape[2] + k.shape[2] + v.shape[2], d))
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
-def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
-    return torch.empty_like(gate_up)
-
-
-def nothing(*given: Any) -> None:
-    """Write to a tensor that is given."""
-
-
-class Float8Kernels:
-    """Stand in for mpu/kernels/float8.py, without Triton: only results take memory."""
-
-    class Numbers(NamedTuple):
-        """What is read."""
-
-        x: Tensor
-        n: int
-        k: int
-        block: int | None = None
-        codes: int = 0
-
-    encode = rows = Codes = staticmethod(nothing)
-
-    @staticmethod
-    def row_scales(given: Numbers, block: int, form: Any) -> Tensor:
-        """Return bytes [n, k / block], or [n, 1] for block 0."""
-        return given.x.new_empty((given.n, given.k // block if block else 1), dtype=torch.uint8)
-
-
-def scaled_mm(
-    a: float8_cuda.Operand,
-    b: float8_cuda.Operand,
-    scaling: str,
-    dtype: torch.dtype,
-    fast: bool = False,
-) -> Tensor:
-    """Stand in for float8_cuda.multiply: rows of a [n], of b [m] -> [n, m]."""
-    made = torch.bfloat16 if scaling == "mxfp8" else dtype
-    return a.rows.new_empty((len(a.rows), len(b.rows)), dtype=made).to(dtype)
-
-
-KERNELS: list[tuple[Any, str, Any]] = [
-    *((fused_gpu, each.__name__, each) for each in (norm_forward, norm_backward, rope,
-                                                    rope_backward, swiglu, swiglu_backward)),
-    (softmax_rows, "stats", nothing), (softmax_rows, "gradient", nothing),
-    (ring, "sum_of_parts", nothing),
-]  # fmt: skip
-def accumulate(self: Recipe, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
-    """Stand in for Recipe.accumulate on a CPU, where a product is made and then added."""
-    product = torch.empty((dy.shape[1], x.shape[1]), dtype=x.dtype, device=META)
-    main_grad.copy_(product) if fresh else main_grad.add_(product)
-
-
-ON_CPUS: list[tuple[Any, str, Any]] = [(Recipe, "accumulate", accumulate)]
-ON_GPUS: list[tuple[Any, str, Any]] = [
-    (float8_rows, "on_triton", lambda x: x.dtype != torch.float64),
-    (float8_rows, "triton_kernels", lambda: Float8Kernels),
-    (float8_cuda, "multiplies", lambda rows: True), (float8_cuda, "multiply", scaled_mm),
-]  # fmt: skip
-
-
-@contextmanager
-def meta_kernels(gpu: bool) -> Iterator[None]:
-    """Let mpu/layers call these kernels meanwhile, where csrc/ does not take a tensor.
-
-    gpu: also those that only GPUs have; else those of a CPU.
-    """
-    kernels = KERNELS + (ON_GPUS if gpu else ON_CPUS)
-    before = [(module, name, getattr(module, name)) for module, name, _ in kernels]
-    try:
-        for each in kernels:
-            setattr(*each)
-        yield
-    finally:
-        for each in before:
-            setattr(*each)

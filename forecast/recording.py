@@ -29,7 +29,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from estimate.meta import META, UNKNOWN, answer, meta_kernels
+from estimate.meta import META, UNKNOWN, answer
 from estimate.pipeline_stages import rank_stages
 from estimate.simulate import peak_activations
 from mpu.comm.meta import MetaTransport
@@ -399,7 +399,6 @@ def record(
 
     with (
         _without_collections(),
-        meta_kernels(config.parallel.device != "cpu"),
         _storages_noted(list(recorders.values())),
     ):
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, size)]

@@ -582,11 +582,11 @@ class Zero:
     )
     ddp_bucket_size: int | None = setting(
         None,
-        "gradients reduced in one collective; auto measures backward and links at the start and"
-        " takes the size that hides most; at --zero-stage 3 a bucket is a transformer block",
+        "gradients reduced in one collective; at --zero-stage 3 a bucket is a transformer block",
         "elements",
-        integer(1, auto=True),
+        integer(1, lacking=(("auto", "sizes are no longer measured: leave the flag out"),)),
         derived="an eighth of the gradients, 2e6 to 40e6",
+        reported=True,
     )
     zero_reduce_each_microbatch: bool = setting(
         False,

@@ -58,6 +58,7 @@ def context_of(
         "log_max_attention_logit": config.log.log_max_attention_logit,
         "qk_clip": qk_clip(config),
         "output_z_loss": config.optimizer.output_z_loss_coeff,
+        "on_gpu": (config.parallel.device if device.type == "meta" else device.type) != "cpu",
     }
     return LayerContext(
         grid, p.sequence_parallel, config.run.dtype, accumulate_dtype(config), device, sink,

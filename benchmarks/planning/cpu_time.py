@@ -175,7 +175,7 @@ def told(host: Host, config: Config) -> Told:
     stages = [[work[n][part] for n in range(schedule.stages)] for part in range(3)]
     body = simulate(
         schedule, Costs(*stages, message),
-        speeds=cores(host.cores, ranks // width, host.slower(ranks)),
+        speed=cores(host.cores, ranks // width, host.slower(ranks)),
     ).step  # fmt: skip
     compute = count * max(
         sum(sum(work[schedule.stage(n, chunk)]) for chunk in range(schedule.chunks)) - beside[n]

@@ -62,7 +62,7 @@ class PaddedRows(Recipe):
         super().accumulate(main_grad, fresh, _padded(x), _padded(dy))
 
 
-RECIPE = PaddedRows()
+RECIPE = PaddedRows()  # of products, which are the same on every device
 
 
 def padded_rows(rows: int) -> int:
@@ -107,7 +107,8 @@ class GroupedLinear(nn.Module):
             whole_sections=True, fused=len(sections),
         )  # fmt: skip
         self.experts, self.in_features, self.out_features = local, in_features, out
-        self.ctx, self.weight = ctx, parameter(place, ctx.dtype, ctx.device, ctx.sink)
+        self.ctx, self.recipe = ctx, PaddedRows(ctx.on_gpu)
+        self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
 
     def forward(self, x: Tensor, counts: Counts, later: Later | None = None) -> Tensor:
         """x [n, i] -> [n, o]. counts: rows of each expert of this rank, n in all.
@@ -137,7 +138,7 @@ class GroupedLinear(nn.Module):
         grads = main_grad.view(-1, self.out_features, self.in_features)
         for e, low, high in runs(counts):
             if high > low:
-                RECIPE.accumulate(grads[e], fresh, x[low:high], dy[low:high])
+                self.recipe.accumulate(grads[e], fresh, x[low:high], dy[low:high])
             elif fresh:
                 grads[e].zero_()
         self.ctx.sink.register_grad_ready(self.weight)

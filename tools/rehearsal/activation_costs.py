@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from estimate.context_parallel import rank_batch
-from estimate.meta import META, meta_kernels
+from estimate.meta import META
 from estimate.model_profile import ModelProvider, rank_model
 from forecast.recording import Recorder
 from mpu.module_tracker import ModuleTracker
@@ -141,7 +141,7 @@ def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -
     shape = model.hidden_shape(*size)
     hidden = torch.empty(shape, dtype=config.run.dtype, device=META).requires_grad_() * 1
     gpu = config.parallel.device != "cpu"
-    with meta_kernels(gpu), Recorder(gpu), saved_tensors_hooks(note, lambda x: x):
+    with Recorder(gpu), saved_tensors_hooks(note, lambda x: x):
         model(tokens, None, positions, packed, hidden=hidden, chunk=0)
     tracker.close()
     return dict(found)
