@@ -29,23 +29,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from estimate.meta import META, UNKNOWN, answer
-from estimate.pipeline_stages import rank_stages
-from estimate.simulate import peak_activations
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Label
 from mpu.grid import Grid
 from mpu.host_memory import HostMemory
 from mpu.launch import Launch
 from mpu.layers.linear import use_overlap
+from mpu.meta_tensors import META, UNKNOWN, answer
 from mpu.module_tracker import tensors_of
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Payload
 from mpu.pipeline.schedules import Action, build
+from mpu.pipeline.simulate import peak_activations
 from mpu.torch_private import DispatchMode
 from training.config import Config
 from training.faults.monitor import FailureMonitor
 from training.pipeline_schedule import micro_batch_counts
+from training.pipeline_stages import rank_stages
 from training.run.stop import Agreement
 from training.run.warm_up import batches_of_zeros, run_chunks
 

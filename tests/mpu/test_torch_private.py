@@ -337,7 +337,7 @@ def test_a_rehearsal_without_fake_tensors_is_refused(monkeypatch, capsys, name):
 
 
 def test_what_sees_operations_is_refused_where_torch_shows_none():
-    from estimate.meta import MetaOperations
+    from mpu.meta_tensors import MetaOperations
 
     class Sees(torch_private.NoMode):
         """As MetaOperations, where torch has no TorchDispatchMode."""

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 import pretrain_llama
-from estimate.model_profile import ParameterProfile, rank_parameters
 from forecast.dry_run import matmul_workspaces, of_ranks_kinds
 from forecast.recording import HOST, recordings_of
 from mpu.optim.interface import state_bytes
@@ -31,6 +30,7 @@ from tools.planner.runs import Array, Runs
 from tools.planner.units import FIRST, LAST, LONGER, MIDDLE, unit_config, units
 from training.config import Config
 from training.flags.parse import parse
+from training.model_profile import ParameterProfile, rank_parameters
 from training.update_rules import optimizer_groups
 
 PROVIDER = pretrain_llama.model_provider
@@ -90,8 +90,9 @@ def of_layers(
         more = [two[at].working - one[at].working for at in ENDS]
     first, middle, last = (one[at].stored - layer for at in ENDS)
     return Layers(
-        layer, first, middle, last, one[LAST].logits, tuple(working), tuple(more)
-    )
+        layer=layer, first=first, middle=middle, last=last, logits=one[LAST].logits,
+        working=tuple(working), more=tuple(more),
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from estimate.context_parallel import rank_batch
-from estimate.meta import META
-from estimate.model_profile import ModelProvider, rank_model
 from forecast.recording import Recorder
+from mpu.meta_tensors import META
 from mpu.module_tracker import ModuleTracker
 from mpu.pipeline.stage_layout import Stage
 from tools.rehearsal.clock import HOST_LINK, Timing
@@ -21,6 +19,8 @@ from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Action, Event, Launch, Wait
 from tools.rehearsal.roofline import launch_seconds
 from training.config import Config
+from training.context_parallel import rank_batch
+from training.model_profile import ModelProvider, rank_model
 from training.text import in_units
 
 OFFLOAD, PLACE = "offload", "mpu/activation_offload.py"

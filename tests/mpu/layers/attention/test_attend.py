@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from estimate.meta import META, MetaOperations
-from estimate.model_profile import _Flops
 from mpu import torch_private
 from mpu.comm.collectives import all_reduce
 from mpu.context import LayerContext
@@ -25,8 +23,10 @@ from mpu.layers.attention.core import CoreAttention, core_attention
 from mpu.layers.attention.shards import shards
 from mpu.layers.context_attention import COMM_TYPES, core_attention_of
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.meta_tensors import META, MetaOperations
 from mpu.recompute import Recompute
 from tests.mpu.layers.attention.test_block_attention import flash_stand_in
+from training.model_profile import _Flops
 
 SEED = 11
 HEADS = ((4, 4), (4, 2), (8, 2), (4, 1))  # query heads, groups

@@ -2,8 +2,8 @@
 """Measure a model: its parameters, and the FLOPs of each of its parts.
 
 The model is built and run on meta tensors, which have shapes and no memory. Nothing here knows the
-model, so a changed copy of model/llama.py is measured as it is. estimate/rank_profile.py
-measures what a rank keeps and sends.
+model, so a changed copy of model/llama.py is measured as it is. What a rank keeps and sends is
+recorded (forecast/recording.py).
 
     Stage(0, 0, embedding)   Stage(0, 1)   ...   Stage(L - 1, L)   Stage(L, L, loss)
     the embedding            layer 0             layer L - 1       the head
@@ -22,14 +22,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from estimate.meta import META, PRODUCTS, MetaOperations, is_block
 from mpu.comm.meta import MetaTransport
 from mpu.context import ExpertOptions, LayerContext
-from mpu.gradients import GradientSink, WeightGradientQueue
+from mpu.gradients import GradientSink
 from mpu.grid import Grid
-from mpu.interleave import Interleaver
 from mpu.launch import Launch
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.meta_tensors import META, PRODUCTS, MetaOperations, is_block
 from mpu.param import Placement, group_of, placement_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
@@ -218,16 +217,6 @@ def _same_blocks(model: StagedModel) -> bool:
     return all(other == first for other in others)
 
 
-def plannable(config: Config) -> Config:
-    """Return the config without where the optimizer's state is, a cache key: no profile depends on
-    it. Those of weights that travel in float8 depend on the ZeRO stage.
-    """
-    p = replace(config.parallel, optimizer_state_offload=False)
-    if not config.float8.fp8_param_gather:
-        p = replace(p, zero_stage=None, use_distributed_optimizer=False)
-    return replace(config, parallel=p)
-
-
 def make_grid(config: Config, launch: Launch) -> Grid:
     """Return the layout of the ranks, without process groups yet."""
     p = config.parallel
@@ -254,21 +243,15 @@ def rank_model(
     provider: ModelProvider,
     stages: Sequence[Stage],
     pp_rank: int,
-    sink: GradientSink | None = None,
-    queue: WeightGradientQueue | None = None,
     trace: Any = None,
     recompute: Recompute | None = None,
-    interleaver: Interleaver | None = None,
 ) -> StagedModel:
     """Build the model of a pipeline rank on meta tensors.
 
     trace: is called for each collective; none is sent (mpu/comm/meta.py).
     """
     grid = grid_of(config, pp_rank).carried_by(MetaTransport()).traced(trace)
-    ctx = meta_context(
-        config, grid, sink, queue=queue or WeightGradientQueue(),
-        interleaver=interleaver or Interleaver(),
-    )  # fmt: skip
+    ctx = meta_context(config, grid)
     return provider(config, ctx, recompute or recompute_of(config, META), stages)
 
 
@@ -286,7 +269,7 @@ def rank_parameters(
     config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int
 ) -> dict[str, ParameterProfile]:
     """Return {name: parameter} of a pipeline rank in definition order, each parameter once."""
-    return _rank_parameters(plannable(config), provider, tuple(stages), pp_rank)
+    return _rank_parameters(config, provider, tuple(stages), pp_rank)
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import pretrain_llama
-from estimate.meta import META
 from forecast.recording import ACTIVATIONS, LOGITS, WORKING, Recorder, record
 from mpu.comm.meta import MetaTransport
 from mpu.context import LayerContext
@@ -17,7 +16,8 @@ from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.attention.shards import shards
 from mpu.layers.context_attention import COMM_TYPES, ContextAttention
-from tests.estimate.attention_costs import AttentionSizes, memory, traffic
+from mpu.meta_tensors import META
+from tests.forecast.attention_costs import AttentionSizes, memory, traffic
 from training.flags.parse import parse
 
 HEADS = ((8, 2), (8, 8), (32, 1))
