@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 
 import pretrain_llama
-from forecast.dry_run import report
 from forecast.recording import record
 from model.llama import SIZES
 from mpu.param import placement_of
 from pretrain_llama import model_provider
 from tests.training.small_llama import TIES, build, read
+from training import matrices
 from training.model_profile import model_profile
 
 K = 1024
@@ -61,7 +61,9 @@ def trained(config, rank=0):
 
 
 def optimizer_lines(config):
-    return [line.strip() for line in report(config, pretrain_llama).splitlines()]
+    runs = [each.run for each in record(config, pretrain_llama, ()).values()]
+    optimizers = [(run.grid, run.optimizer) for run in sorted(runs, key=lambda run: run.grid.rank)]
+    return matrices.lines(config, model_provider, optimizers)
 
 
 def blocks(flats):
