@@ -168,7 +168,7 @@ class Float8(Recipe):
         agree: Callable[[Tensor], None] | None,
         wide: bool,
     ) -> Tensor:
-        return remade(rows, self.block, form, same, agree, wide, self.on_gpu)
+        return remade(rows, self.block, form, same, agree, wide=wide, on_gpu=self.on_gpu)
 
     def agree(self, scales: Tensor, axes: Sequence[Axis]) -> None:
         """Make bytes of scales those of all ranks of the axes."""
