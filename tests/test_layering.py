@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = (
-    "mpu", "model", "estimate", "training", "pretrain_llama", "forecast", "tools", "tests",
+    "mpu", "model", "training", "pretrain_llama", "forecast", "tools", "tests",
     "benchmarks",
 )  # fmt: skip
 
@@ -56,6 +56,7 @@ MAY = {
                  "mpu.native"),
     "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid",
                   "mpu.accelerators", "mpu.host_memory", "mpu.torch_private"),
+    "mpu/meta_tensors.py": ("mpu.layers", "mpu.torch_private"),
     "mpu/__init__.py": (),
     "model": ("mpu", "model"),
     "training/activity.py": ("mpu.launch",),
@@ -90,17 +91,18 @@ MAY = {
                        "training.data", "training.checkpoint", "training.arguments",
                        "training.config", "training.setting", "training.untrusted",
                        "training.owned", "mpu"),
-    "estimate": ("estimate", "training.arguments", "training.config", "training.nccl",
-                 "training.batch_size", "training.expert_options", "training.update_rules",
-                 "training.param_groups",
-                 "training.layer_options", "training.pipeline_schedule", "training.stages",
-                 "training.data",
-                 "training.flags",
-                 "mpu"),
-    "training/run": ("training", "estimate", "mpu"),
-    "pretrain_llama.py": ("training", "estimate", "model", "mpu"),
-    "forecast": ("training", "estimate", "model", "mpu", "forecast", "pretrain_llama"),
-    "tools": ("training", "estimate", "model", "mpu", "tools", "pretrain_llama", "forecast"),
+    "training/model_profile.py": ("training.config", "training.arguments", "training.data",
+                                  "training.expert_options", "training.layer_options",
+                                  "training.nccl", "training.update_rules", "mpu"),
+    "training/pipeline_stages.py": ("training.config", "training.model_profile",
+                                    "training.pipeline_schedule", "mpu"),
+    "training/context_parallel.py": ("training.config", "training.model_profile", "mpu"),
+    "training/matrices.py": ("training.config", "training.model_profile",
+                             "training.pipeline_stages", "training.update_rules", "mpu"),
+    "training/run": ("training", "mpu"),
+    "pretrain_llama.py": ("training", "model", "mpu"),
+    "forecast": ("training", "model", "mpu", "forecast", "pretrain_llama"),
+    "tools": ("training", "model", "mpu", "tools", "pretrain_llama", "forecast"),
 }  # fmt: skip
 # rooms from the ground up: a file imports from floors below its own, and from its own room
 FLOORS = (
@@ -119,6 +121,7 @@ FLOORS = (
     ("mpu/grid.py", "mpu/param.py", "mpu/auxiliary_loss.py", "mpu/overlap"),
     ("mpu/connect.py", "mpu/context.py", "mpu/param_grad.py"),
     ("mpu/layers", "mpu/pipeline", "mpu/zero"),
+    ("mpu/meta_tensors.py",),
     ("mpu/optim",),
     ("mpu/__init__.py",),
     ("model",),
@@ -138,7 +141,9 @@ FLOORS = (
     ("training/learning_rate.py", "training/layer_options.py", "training/pipeline_schedule.py"),
     ("training/data", "training/checkpoint", "training/faults"),
     ("training/flags",),
-    ("estimate",),
+    ("training/model_profile.py",),
+    ("training/pipeline_stages.py", "training/context_parallel.py"),
+    ("training/matrices.py",),
     ("training/run",),
     ("pretrain_llama.py",),
     ("forecast",),
@@ -167,7 +172,7 @@ RUNS_WITH = {
 }  # fmt: skip
 # who may write a pickle: Megatron reads no other common.pt and no other .distcp file
 WRITES = {("tools/checkpoints/mcore_export.py", "torch.save")}
-ROOMS = ("mpu", "model", "estimate", "training", "forecast", "tools")
+ROOMS = ("mpu", "model", "training", "forecast", "tools")
 PRODUCT = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 PRODUCT.append(ROOT / "pretrain_llama.py")
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from estimate.simulate import Costs, simulate
 from mpu.pipeline import schedules
+from mpu.pipeline.simulate import Costs, simulate
 from tools.rehearsal.clock import Clock
 from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Event, Launch, Transfer, Wait, Where

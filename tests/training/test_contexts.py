@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate.model_profile import rank_model
-from estimate.pipeline_stages import rank_stages
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -18,6 +16,8 @@ from mpu.overlap.choices import OverlapMap
 from training.config import UsageError
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
+from training.model_profile import rank_model
+from training.pipeline_stages import rank_stages
 from training.run.trial import trials
 from training.run.warm_up import run_chunks
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_llama
-from estimate.model_profile import model_profile
 from model.llama import read_rope
 from model.moe import from_hf_config
 from training.config import Config
 from training.flags.flag_table import live
 from training.flags.parse import parse
+from training.model_profile import model_profile
 from training.untrusted import read_json
 
 LLAMA = {  # layers, hidden, ffn, heads, kv heads, vocabulary: Llama 3, 3.1 and 3.2

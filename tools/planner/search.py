@@ -22,7 +22,7 @@ from tools.planner.constants import device_constants, profile
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
 from tools.planner.pipeline import SCHEDULES, paired
-from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
+from tools.planner.rank_bytes import Exact, Kinds, exactly, many, of_layers, sizes
 from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from tools.planner.step_time import Times, Unnamed, carried, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
@@ -227,7 +227,8 @@ def _offloaded(model: Model, e: Layout) -> float:
     """Return the bytes of a layer and micro-batch that wait in host memory."""
     if not e.offload:
         return 0.0
-    return unit(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher).layer * e.micro_batch / e.cp
+    layer = of_layers(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher).layer
+    return layer * e.micro_batch / e.cp
 
 
 def _ffn(model: Model) -> float:

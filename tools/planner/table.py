@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline import schedules
+from mpu.pipeline.simulate import Costs, Timeline, simulate
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
 from tools.planner.search import COMPARISON_ERROR, Plans

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from estimate.model_profile import model_profile
-from estimate.pipeline_stages import costs
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
@@ -43,8 +41,10 @@ from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from tools.waiting import Progress
 from training.config import Config, UsageError
 from training.data.files import write_text
+from training.model_profile import model_profile
 from training.owned import json_with, refuse
 from training.pipeline_schedule import schedule_of
+from training.pipeline_stages import costs
 from training.untrusted import sentence
 
 GPUS_A_NODE = 8

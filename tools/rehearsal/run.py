@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import Parameter
 
-from estimate import rank_memory
-from estimate.model_profile import ModelProvider, model_profile
 from forecast.recording import Actions
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
@@ -44,6 +42,8 @@ from training.data.build import Loaders
 from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
+from training.model_profile import ModelProvider, model_profile, rank_parameters
+from training.pipeline_stages import rank_stages
 from training.run import start
 from training.run.trial import try_calls
 
@@ -160,8 +160,11 @@ def of_stages(
     """
     if axis.name != "pp":
         return None
-    own = rank_memory.parameters(config, provider, axis.rank)
-    every = [rank_memory.parameters(config, provider, rank) for rank in range(axis.size)]
+    every = [
+        rank_parameters(config, provider, rank_stages(config, provider, rank), rank)
+        for rank in range(axis.size)
+    ]
+    own = every[axis.rank]
     if data == str(sum(p.entry.numel for p in own.values())).encode():
         return [str(sum(p.entry.numel for p in each.values())).encode() for each in every]
     if {line.partition(" ")[0] for line in data.decode().splitlines()} <= own.keys():

@@ -21,8 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from estimate.model_profile import ModelProvider
-from estimate.pipeline_stages import rank_stages
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
@@ -35,6 +33,8 @@ from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.loss_mask import is_masked
 from training.layer_options import context_of, main_grads_dtype, recompute_of
+from training.model_profile import ModelProvider
+from training.pipeline_stages import rank_stages
 from training.run.cuda_graph import Graphs
 from training.run.state import Run, RunSchedule
 

@@ -4,26 +4,21 @@
 Torch computes many elementwise operations on meta tensors in Python and first imports SymPy, which
 takes seconds at the start of every run. `MetaOperations` answers the usual operations from their
 shapes. On meta tensors torch composes attention of products of s x s matrices, which flash kernels
-neither compute nor keep; `MetaAttention` calls another function instead.
+neither compute nor keep; importing this module registers `flash_attention` for them instead.
 
-`MetaHostCopies` and `MetaOffload` count what activation offload sends to host memory.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from mpu.activation_offload import Event, HostCopies, Offload, Stored
-from mpu.recompute import Blocks, Recompute
-from mpu.torch_private import FORWARD, DispatchMode, schema
+from mpu.layers.attention.block_attention import products_forward
+from mpu.torch_private import FORWARD, DispatchMode, cpu_attention, has_attention, schema
 
 META = torch.device("meta")
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "signbit"}
@@ -89,7 +84,7 @@ def _kind(func: Any) -> str:
         return name
     if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
         return "in place"
-    if torch.Tag.pointwise in func.tags:
+    if torch.Tag.pointwise in func.tags or name == "floor_divide":
         return "elementwise"
     if name in _REDUCE:
         return "reduction"
@@ -157,7 +152,8 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _new(first, (b, s, a, e)).transpose(1, 2), lse
     if kind == "like":
         dtype = kwargs.get("dtype") or first.dtype
-        return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
+        strides = first.stride() if _dense(first) else _without_gaps(first)
+        return torch.empty_strided(first.shape, strides, dtype=dtype, device=META)
     if kind == "product":
         if "out" in kwargs:
             return kwargs["out"]
@@ -245,6 +241,14 @@ def _common(values: list[Any]) -> torch.dtype:
     return out.dtype
 
 
+def _without_gaps(tensor: Tensor) -> list[int]:
+    """Return strides in the same order of a tensor whose elements fill its memory."""
+    strides, step = [0] * tensor.dim(), 1
+    for dim in sorted(reversed(range(tensor.dim())), key=tensor.stride):
+        strides[dim], step = step, step * max(tensor.shape[dim], 1)
+    return strides
+
+
 def _dense(tensor: Tensor) -> bool:
     """Return whether a tensor's elements fill its memory, in some order."""
     need = 1
@@ -256,32 +260,6 @@ def _dense(tensor: Tensor) -> bool:
     return True
 
 
-class MetaAttention(TorchFunctionMode):
-    """Call `dot_product_attention` instead of F.scaled_dot_product_attention: same arguments."""
-
-    def __init__(self, dot_product_attention: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.dot_product_attention = dot_product_attention
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            func = self.dot_product_attention
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def meta_attention() -> Iterator[None]:
-    """Let F.scaled_dot_product_attention of meta tensors be a flash kernel's meanwhile, also where
-    backward computes it again.
-    """
-    kernel = torch.library.Library("aten", "IMPL", "AutogradMeta")
-    kernel.impl("scaled_dot_product_attention", flash_attention)
-    try:
-        yield
-    finally:
-        kernel._destroy()
-
-
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -291,11 +269,11 @@ def flash_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Stand in for a flash kernel.
+    """Stand in for a flash kernel: F.scaled_dot_product_attention of meta tensors.
 
     q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e].
     """
-    out: Tensor = _FlashAttention.apply(q, k, v)
+    out: Tensor = _FlashAttention.apply(q, k, v, is_causal or attn_mask is not None)
     return out
 
 
@@ -303,73 +281,17 @@ class _FlashAttention(torch.autograd.Function):
     """Save what flash kernels save: q, k, v, the output, and a log-sum-exp for each query."""
 
     @staticmethod
-    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, a, s, _ = q.shape
-        out = q.new_empty((b, s, a, v.shape[-1])).transpose(1, 2)
-        sums = torch.empty((b, a, s), dtype=torch.float32, device=META)
+    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        attend = cpu_attention if has_attention("cpu") else products_forward
+        out, sums = attend(q, k, v, causal)
         f.save_for_backward(q, k, v, out, sums)
         return out
 
     @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, ...]:
+    def backward(f: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _ = f.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
-class MetaRecompute(Recompute):
-    """Recompute with the stand-in for attention: MetaAttention is not active in backward."""
-
-    def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `run` with the stand-in for attention, recomputed where the flags say so."""
-        return super().selective(_standing_in(run))
-
-    def sequential(self, layers: Blocks) -> Callable[..., Tensor]:
-        return _standing_in(super().sequential(layers))
-
-
-def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def inside(*inputs: Any, **options: Any) -> Tensor:
-        with MetaAttention(flash_attention):
-            return run(*inputs, **options)
-
-    return inside
-
-
-class MetaHostCopies(HostCopies):
-    """Copy nothing; note how many bytes each unit sends."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.units: list[int] = []
-
-    def down(self, stored: Sequence[Stored]) -> Event:
-        self.units.append(sum(each.nbytes for each in stored))
-        return None
-
-    def up(self, stored: Sequence[Stored]) -> Event:
-        for each in stored:
-            each.flat = torch.empty(each.size, dtype=each.dtype, device=self.device)
-        return None
-
-
-class MetaOffload(Offload):
-    """Let what stays on the device be counted by `saved`, as what no unit offloads."""
-
-    copies: MetaHostCopies
-    saved: Any = None  # has pack and unpack
-
-    def pack(self, tensor: Tensor) -> Any:
-        return self.saved.pack(tensor)
-
-    def unpack(self, packed: Any) -> Tensor:
-        tensor: Tensor = self.saved.unpack(packed)
-        return tensor
-
-    def begin(self, saved: Any) -> None:
-        """Begin a chunk's forward."""
-        self.saved, self.copies.units = saved, []
-
-    def bytes(self) -> tuple[int, int]:
-        """Return what the last chunk's forward sent, and the most of two units in a row."""
-        units = self.copies.units
-        return sum(units), max(map(sum, pairwise(units)), default=sum(units))
+ATTENTION = torch.library.Library("aten", "IMPL", "AutogradMeta")
+ATTENTION.impl("scaled_dot_product_attention", flash_attention)

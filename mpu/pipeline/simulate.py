@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import NamedTuple
 
-from estimate.play import Event, Speed, play
+from mpu.pipeline.play import Event, Speed, play
 from mpu.pipeline.schedules import Action, Schedule
 from mpu.pipeline.steps import Message, Step, blocking_steps, last_needed, plan
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from estimate.play import Event, cores, play
-from estimate.simulate import (
+from mpu.pipeline.play import Event, cores, play
+from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, forward_only
+from mpu.pipeline.simulate import (
     Costs,
     ScheduleError,
     rehearse,
     simulate,
     validate,
 )
-from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, forward_only
 from mpu.pipeline.steps import Message, Step, last_needed, plan
 
 F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW")
