@@ -340,7 +340,10 @@ def test_the_rule_catches_a_breach(tmp_path):
     assert breaches(bad, "tools/x.py") == ["tools/x.py imports benchmarks.planning.odds"]
 
 
-def test_collectives_argparse_and_environment_stay_in_their_rooms():
+ASK = "ask LayerContext.on_gpu, Axis.on_gpu, or mpu/kernels/available.py before a launch"
+
+
+def test_collectives_argparse_environment_and_the_device_stay_in_their_rooms():
     for path in PRODUCT:
         stays_in_its_room(path)
 
@@ -350,7 +353,10 @@ def stays_in_its_room(path: Path) -> None:
     comm = name.startswith("mpu/comm/") or name == "mpu/grid.py"
     doors = {"pretrain_llama.py", "training/flags/parse.py", "mpu/launch.py"}
     door = name in doors or name.startswith("tools/")
+    wire = name.startswith(("mpu/comm/", "mpu/kernels/"))
     for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
+            assert wire, f"{name}:{node.lineno} asks a tensor, which may be recorded: {ASK}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             where = f"{name}:{node.lineno}"
             if node.value.id == "dist" and node.attr in COLLECTIVES:

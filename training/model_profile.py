@@ -32,6 +32,7 @@ from mpu.meta_tensors import META, PRODUCTS, MetaOperations, is_block
 from mpu.param import Placement, group_of, placement_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
+from mpu.torch_private import SCALED_MM
 from mpu.zero.bucket_layout import ParamEntry, block_of, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
@@ -333,8 +334,8 @@ class _Flops(MetaOperations):
         self.inside = False  # core attention is running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PRODUCTS:
-            at = PRODUCTS[func]
+        if func in PRODUCTS or func.overloadpacket.__name__ == SCALED_MM:
+            at = PRODUCTS.get(func, 0)
             self.add(2 * prod(args[at].shape) * args[at + 1].shape[-1])
         if is_block(func):  # of q [b, a, s, d], k [b, g, S, d], v [b, g, S, e]
             q, k, v, _, *causal = args

@@ -25,10 +25,15 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ENDS = "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-model-parallel-layout Ett|ttL"
 
 
-@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
-def test_flops_by_hand(recompute):
+FLOAT8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--recompute-granularity full", FLOAT8, f"{FLOAT8} --device cpu"]
+)
+def test_flops_by_hand(more):
     """6 for each weight in a matmul, 6 L s a d for causal attention; 3 layers, 8 heads of 8."""
-    model = model_profile(read(recompute), model_provider)
+    model = model_profile(read(more), model_provider)
     layer = 64 * (64 + 2 * 32 + 64 + 3 * 96)
     assert model.flops == 6 * (3 * layer + 64 * 300) + 6 * 3 * 32 * 64
     assert model.core == (2 * 32 * 64,) * 3 and model.embedding == 0

@@ -31,9 +31,9 @@ def checked(row: Row) -> dict[str, bool]:
 # ---- products and moves of experts ----
 
 
-def shifted(x: Any, weights: Any, counts: Any) -> Any:
+def shifted(x: Any, weights: Any, counts: Any, on_gpu: bool) -> Any:
     """Multiply the rows of each expert by the next one's weights."""
-    return grouped_product(x, weights.roll(1, 0), counts)
+    return grouped_product(x, weights.roll(1, 0), counts, on_gpu)
 
 
 def overwrites(layer: GroupedLinear, x: Any, dy: Any, counts: Any) -> None:

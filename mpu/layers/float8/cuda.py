@@ -64,12 +64,8 @@ def multiply(
 
     fast: sums may be kept in fewer bits within a tile, as is usual in forward; not with scales of
     blocks, whose sums are kept in fp32 (Transformer Engine's Float8BlockScaling asks the same of
-    all three products). mxfp8 comes out in bf16 at most, and is converted. Of meta tensors only the
-    result is made.
+    all three products). mxfp8 comes out in bf16 at most, and is converted.
     """
-    out = torch.bfloat16 if scaling == "mxfp8" else dtype
-    if a.rows.is_meta:
-        return a.rows.new_empty((len(a.rows), len(b.rows)), dtype=out).to(dtype)
     block, kind = BLOCKS[scaling], F.ScalingType
     ready = getattr(b.rows, "scales_as_b", None)
     kinds = {
@@ -83,6 +79,7 @@ def multiply(
     of_a = _layout(a.rows, scaling, weight=False, of_a=True)
     of_b = _layout(b.rows, scaling, weight=False, of_a=False) if ready is None else ready
     swizzle = F.SwizzleType.SWIZZLE_32_4_4 if scaling == "mxfp8" else None
+    out = torch.bfloat16 if scaling == "mxfp8" else dtype
     y = F.scaled_mm(
         codes(a.rows, block, a.form), codes(b.rows, block, b.form).t(),
         of_a, kinds[0], of_b, kinds[1],

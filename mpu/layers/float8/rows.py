@@ -249,7 +249,7 @@ def by_kernels(x: Tensor, on_gpu: bool) -> bool:
 
 def on_triton(x: Tensor) -> bool:
     """Return whether the kernels take these numbers, or these rows."""
-    return x.is_cuda and x.dtype != torch.float64 and not available.why_not()
+    return x.dtype != torch.float64 and available.launches(x)
 
 
 def triton_kernels() -> Any:
