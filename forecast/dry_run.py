@@ -12,7 +12,7 @@ from math import prod
 from types import ModuleType
 from typing import Any
 
-from forecast.fit import GPU_BYTES, available, fit_lines
+from forecast.fit import available, fit_lines, gpu_of
 from forecast.obeyed_flags import check_attention, check_flags
 from forecast.recording import (
     ACTIVATIONS,
@@ -321,7 +321,8 @@ def _memory(
     def peak(other: Config) -> int:
         """Return the bytes of the rank that needs most; of this one alone where it does not fit."""
         alone = record(other, script, [rank])[rank]
-        if (most := sum(memory(other, alone).values())) > available(GPU_BYTES) or len(found) == 1:
+        most = sum(memory(other, alone).values())
+        if len(found) == 1 or most > available(gpu_of(config)["memory"]):
             return max(most, at_start(other, alone))
         of_ranks = recordings_of(other, script)
         totals = [sum(each.values()) for each in of_ranks_kinds(other, of_ranks)]

@@ -1687,8 +1687,8 @@ class RehearseConfig:
     )
     rehearse_device: str = setting(
         "h100",
-        "device whose memory and speed are assumed",
-        "a name in tools/rehearsal/devices, a file like those, or cpu",
+        "GPU whose memory and speed --dry-run and --rehearse assume; a rehearsal also takes cpu",
+        "a name such as h100, a100-40 or rtx-4090, or a file",
         ours=True,
     )
     rehearse_steps: int = setting(

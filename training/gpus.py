@@ -2,7 +2,7 @@
 """What GPUs can do, from their data sheets: memory, peaks, links. One row a GPU.
 
 The log's MFU reads the peak (training/run/peak_flops.py). The dry run, the rehearsal and the
-planner read all of it for a GPU without a device file of its own (tools/rehearsal/device_file.py).
+planner read all of it for a GPU without a device file of its own (forecast/device_file.py).
 """
 
 import re

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.planning.written_record import Layout, Model, Passes, Recipe, StepClock
+from forecast.device_file import Device, read_device
 from tools.planner.pipeline import SCHEDULES
 from tools.planner.published import Row, read_table
-from tools.rehearsal.device_file import Device, read_device
 
 BANDWIDTH = {"A100-SXM-40G": 1.555e12}  # NVIDIA A100 datasheet, SXM 40 GB
 HOST_SECONDS = Path(__file__).parent.parent / "host_seconds.json"  # fitted: fit_device.py

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forecast.device_file import NUMBERS, Device, read_device
 from tests.gpu.row import Row, Skip, Stopwatch, Time, Watch, sentence, synchronize
 from tools.rehearsal import device_file, roofline
-from tools.rehearsal.device_file import NUMBERS, Device, read_device
 from training.run.gpu_health import uuid_of
 
 LIBRARIES = {"cublasLt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}

@@ -3,14 +3,14 @@
 
 A profile is a framework on a device: what the framework does besides the matmuls (FRAMEWORKS, read
 in its source) and a file of tools/planner/fitted with the numbers that benchmarks/plan_fit.py
-fitted on published runs. Peaks, bandwidths and SMs are the device file's, tools/rehearsal/devices.
+fitted on published runs. Peaks, bandwidths and SMs are the device file's, forecast/devices.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.rehearsal.device_file import PROTOCOLS, read_device
+from forecast.device_file import PROTOCOLS, read_device
 from tools.rehearsal.links import links_of
 from tools.rehearsal.roofline import ATTENTION_RAMP, MEASURED, attention_share
 from training.untrusted import read_json
@@ -238,11 +238,11 @@ def profile(name: str) -> dict[str, float]:
     own numbers change. Raises ProfileError where the framework is unknown, or a file is broken.
     """
     framework, _, device = name.rpartition("_")
+    if framework == "weft":
+        return own(device)
     if framework not in FRAMEWORKS or device not in DEVICES:
         known = ", ".join(sorted(FRAMEWORKS))
         raise ProfileError(f"{name}: no such profile; frameworks are {known}, with a _device")
-    if framework == "weft":
-        return own(device)
     if framework == "titan":  # nothing to fit on
         path = FOLDER / f"{'fsdp_a100' if device == 'a100' else 'nemo_h100'}.json"
         fitted = {key: read_fitted(path)[key] for key in OF_DEVICE}

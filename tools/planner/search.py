@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from forecast.device_file import read_device
 from forecast.fit import available
 from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import stage_layout
@@ -26,7 +27,6 @@ from tools.planner.rank_bytes import Exact, Kinds, exactly, many, of_layers, siz
 from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from tools.planner.step_time import Times, Unnamed, carried, host_layer, layer
 from tools.planner.step_time import times as times_of_runs
-from tools.rehearsal.device_file import read_device
 from tools.waiting import Progress
 
 NEARLY = 1.1  # layouts estimated at up to so much above the limit are computed exactly too

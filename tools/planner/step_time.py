@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from forecast.device_file import PROTOCOLS
 from mpu.zero.bucket_layout import LARGEST, SMALLEST
 from tools.planner.constants import LINKS
 from tools.planner.pipeline import SCHEDULES, SPLIT_SCHEDULES, bubble
 from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from tools.rehearsal import links as cost
 from tools.rehearsal import roofline
-from tools.rehearsal.device_file import PROTOCOLS
 from tools.rehearsal.links import Links, Way, strided, ways_of
 from tools.rehearsal.roofline import memory_seconds
 

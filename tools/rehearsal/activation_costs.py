@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from forecast.device_file import Device
 from forecast.recording import Recorder
 from mpu.meta_tensors import META
 from mpu.module_tracker import ModuleTracker
 from mpu.pipeline.stage_layout import Stage
 from tools.rehearsal.clock import HOST_LINK, Timing
-from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Action, Event, Launch, Wait
 from tools.rehearsal.roofline import launch_seconds
 from training.config import Config

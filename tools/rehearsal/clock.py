@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tools.rehearsal.device_file import Device
+from forecast.device_file import Device
 from tools.rehearsal.events import (
     Action,
     Call,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from forecast.device_file import Device, read_device
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.pipeline.schedules import V_SHAPED
@@ -27,7 +28,6 @@ from tools.rehearsal import (
 )
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
-from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.host import Host

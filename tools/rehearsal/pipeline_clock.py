@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from forecast.device_file import Device
 from mpu.pipeline.schedules import Schedule
 from mpu.pipeline.simulate import Costs, simulate
 from tools.rehearsal.clock import ActionSpan, Span, Timing, time_record
-from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Event, Transfer
 from tools.rehearsal.links import message_seconds
 

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 import pretrain_llama
 from forecast.dry_run import memory
+from forecast.fit import available
 from forecast.recording import HOST, record
 from tools import plan
 from tools.planner import own, picture, search, table
@@ -58,6 +59,17 @@ def dry_run_bytes(plans: Plans, n: int) -> float:
     config = config_of(plans, n)
     ranks = [memory(config, each) for each in record(config, pretrain_llama).values()]
     return max(float(sum(kinds.values())) for kinds in ranks)
+
+
+def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
+    one, four = read_cluster("8xrtx-4090"), read_cluster("4x8xA100-40")
+    assert (one.nodes, one.node, one.gpus) == (1, 8, 8) and one.levels[0].bandwidth == 32e9
+    assert (four.nodes, four.gpus, four.levels[0].bandwidth) == (4, 32, 300e9)
+    plans = plan.plans_of(UNTIED, one, {"seq-length": 1024})
+    assert plans.limit == available(24e9) and plans.best(1)
+    for name, why in (("8xmi300x", "AMD's ROCm"), ("0x8xh100", "at least one node")):
+        with pytest.raises(ClusterError, match=f"^{name}: .*{why}"):
+            read_cluster(name)
 
 
 def test_a_long_search_says_how_far_it_is() -> None:
@@ -402,7 +414,7 @@ def test_a_mistake_is_one_sentence(
 
 def test_a_broken_cluster_file_is_named(tmp_path: Path) -> None:
     good = json.loads((FOLDER / "h100_8_nodes.json").read_text())
-    for key, value, said in (("nodes", 0, "nodes is 0"), ("device", "v100", "device is 'v100'"),
+    for key, value, said in (("nodes", 0, "nodes is 0"), ("device", "v100", "v100: it has no bf"),
                              ("source", "", "names no source"), ("speed", 1, "must be an object"),
                              ("oversubscription", 0.5, "oversubscription is 0.5"),
                              ("host_memory_gb", -1, "host_memory_gb is -1")):  # fmt: skip

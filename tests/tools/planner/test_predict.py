@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from benchmarks.planning.other_runs import BLIND, NEITHER, SOURCES
+from forecast.device_file import read_device
 from tools import plan
 from tools.planner.constants import ProfileError, profile, read_fitted
 from tools.planner.predict import COLUMNS, predict
 from tools.planner.published import RowError, playbook_cut, read_table
 from tools.planner.runs import even_cut, stacked
 from tools.planner.step_time import collective, matmul
-from tools.rehearsal.device_file import read_device
 from tools.rehearsal.links import collective_seconds
 from tools.rehearsal.roofline import matmul_seconds
 

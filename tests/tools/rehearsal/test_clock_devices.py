@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import predict_published
 from benchmarks.predict_published import DOCUMENT, frozen_files, stated_hashes
-from tools.rehearsal.device_file import FOLDER, DeviceFileError, path_of, read_device
+from forecast.device_file import FOLDER, DeviceFileError, path_of, read_device
 from training.gpus import GPUS, named, of_driver
 
 NAMES = ("a100", "b200", "h100", "h200")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import pretrain_llama
+from forecast.device_file import path_of
 from forecast.traffic import totals, traffic
 from tests.sampling import sampled
 from tests.tools.rehearsal.conftest import SMALL
-from tools.rehearsal.device_file import path_of
 from tools.rehearsal.events import Alloc, Free, Launch, Where
 from tools.rehearsal.memory import memory
 from tools.rehearsal.workspaces import of_launch
