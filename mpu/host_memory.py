@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take page-locked host memory for large tensors without rounding each to a power of two.
+"""Page-locked host memory for large tensors, and reads of a device's numbers on the host.
 
 torch's host allocator gives a tensor of n bytes the next power of two
 (ATen/core/CachingHostAllocator.h; the setting that changes it is newer than torch 2.11), so 160 MB
 lock 256 MB, and a checkpoint of 33 GB locks 64. Here tensors lie in slabs whose sizes are powers of
-two, many to a slab:
+two, many to a slab, and none is rounded:
 
     slab 0 (1 GiB)   | tensor 0 | tensor 1 | tensor 2 | tensor 3 | free |
     slab 1 (1 GiB)   | tensor 4 | ...
 """
 
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,3 +73,15 @@ def slab_bytes(room: int, left: int = 0) -> int:
 def power_of_two(n: int) -> int:
     """Return the least power of two that is not less than n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+def read_values(x: Tensor, after: torch.cuda.Event | None = None) -> Any:
+    """Return a tensor's numbers, as `x.tolist()` does: nested lists, or one number.
+
+    after: marks the end of a copy to x, which is page-locked host memory then.
+    The host waits for the device and launches nothing meanwhile, so a step reads only what it must:
+    sizes that depend on values, and what a log prints. A rehearsal reports every other wait.
+    """
+    if after is not None:
+        after.synchronize()
+    return x.tolist()

@@ -61,7 +61,7 @@ model/test_worked_forks.py tools/bisect/test_runs.py test_stages_run.py training
 tools/test_torchrun.py training/run/test_log.py tools/planner/test_ten_plans.py
 training/flags/test_public_scripts.py training/faults/test_hang_watch.py
 training/run/test_saver.py training/checkpoint/test_retain.py test_mistakes.py faults/test_hangs.py
-tools/rehearsal/test_step_rules.py tools/rehearsal/test_float8.py tools/test_gpu_check.py
+tools/rehearsal/test_group.py tools/rehearsal/test_float8.py tools/test_gpu_check.py
 """.split()
 
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plant the mistakes of rehearsal_faults.toml in a copy of the product, and rehearse each.
+"""Plant the mistakes of rehearsal_faults.toml in a copy of the program, one by one, and play each.
 
     python tests/rehearsal_faults.py                      all of them
     python tests/rehearsal_faults.py --seed 32 --count 100    so many, drawn by the seed
     python tests/rehearsal_faults.py --kind "a prefetch is lost" --findings
+    python tests/rehearsal_faults.py --json found.json    go on with those that the file lacks
 
-A fault counts as found where a finding names
+A fault that changes numbers names the `test` that is red on it, and that test is run. One that
+changes time, memory or the order of streams names the `rule`, which is the kind of the finding that
+a rehearsal has. It counts as found where such a finding names
 
     place     a line within 5 of the edit, as one of its two places
     way       such a line, on the way to the finding
@@ -13,6 +16,7 @@ A fault counts as found where a finding names
 
 A finding at another place is printed as `elsewhere` and does not count. The table has one line for
 each kind. The last rank drawn by the fault's seed is rehearsed, then all ranks if nothing is found.
+A fault with `missed` is found by neither; it says why.
 """
 
 import argparse
@@ -20,6 +24,8 @@ import ast
 import functools
 import json
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -31,11 +37,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.rehearsal_mutations import ROOT, copy_to, in_child, prepare
+from tests.rehearsal_mutations import LIMIT, ROOT, copy_to, in_child, prepare
 
 FILE = Path(__file__).with_suffix(".toml")
 NEAR = 5  # lines
-FOUND = ("place", "way", "effect")
+FOUND = ("place", "way", "effect", "red")
+BESIDE = ("tests", "benchmarks", "examples", "pyproject.toml", "README.md", "Makefile")  # of tests
 
 
 class Fault(NamedTuple):
@@ -50,6 +57,9 @@ class Fault(NamedTuple):
     flags: str
     seed: int
     shows: tuple[str, ...]
+    rule: str
+    test: str
+    missed: str
 
     def lines(self) -> range:
         """Return the lines that the edit changes, as they are numbered after it."""
@@ -77,6 +87,7 @@ def faults() -> list[Fault]:
         Fault(
             i, each["kind"], each["file"], each["old"], each["new"], *read["layouts"][each["at"]],
             each["seed"], tuple(each.get("shows", ())),
+            *(each.get(key, "") for key in ("rule", "test", "missed")),
         )
         for i, each in enumerate(read["fault"])
     ]  # fmt: skip
@@ -101,8 +112,11 @@ def functions(text: str) -> list[tuple[str, range]]:
 
 
 def how_found(fault: Fault, findings: Any) -> str:
-    """Return "place", "way", "effect", "elsewhere" or "" for a fault's findings."""
-    if not isinstance(findings, list) or not findings:
+    """Return "place", "way", "effect", "elsewhere" or "" for a fault's findings of its rule."""
+    if not isinstance(findings, list):
+        return ""
+    findings = [one for one in findings if one["kind"] == fault.rule or not fault.rule]
+    if not findings:
         return ""
     edit, effects = fault.lines(), list[tuple[str, range]]()
     near = range(edit.start - NEAR, edit.stop + NEAR)
@@ -129,12 +143,30 @@ def how_found(fault: Fault, findings: Any) -> str:
     return "effect" if any(within(place, effects) for place in places) else "elsewhere"
 
 
+def red(fault: Fault, folder: Path) -> tuple[str, str]:
+    """Run a fault's test in a copy with the fault; return "red" if it fails, and what it printed.
+    """
+    for name in BESIDE:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-m", "", fault.test]
+    try:
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "red", "it hangs"
+    return ("red" if done.returncode == 1 else ""), done.stdout[-300:]
+
+
 def plant(fault: Fault) -> tuple[str, Any]:
-    """Rehearse a copy with the fault; return how it was found, and the findings."""
+    """Play a copy with the fault; return how it was found, and the findings or the test's words."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_to(folder)
         (folder / fault.file).write_text(fault.text())
+        if fault.test:
+            return red(fault, folder)
         one = random.Random(fault.seed).randrange(fault.world)
         flags, best = f"{fault.flags} --seed {fault.seed}", ("", None)
         for rank in (one, None) if fault.world > 1 else (one,):
@@ -170,7 +202,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--findings", action="store_true", help="print all findings")
     parser.add_argument("--clean", action="store_true", help="rehearse the layouts alone")
-    parser.add_argument("--json")
+    parser.add_argument("--json", help="keeps how each was found")
     asked = parser.parse_args(argv)
     prepare()
     if asked.clean:
@@ -183,16 +215,23 @@ def main(argv: list[str]) -> int:
         todo = [fault for fault in todo if fault.kind == asked.kind]
     if asked.number:
         todo = [fault for fault in todo if fault.number in asked.number]
-    began, results = time.monotonic(), []
+    kept = Path(asked.json) if asked.json else None
+    known = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    todo = [one for one in todo if not one.missed]
+    began, chosen = time.monotonic(), todo
+    todo = [one for one in todo if str(one.number) not in known]
     with ThreadPoolExecutor(asked.processes) as pool:  # each rehearsal is a process of its own
         for fault, (how, answer) in zip(todo, pool.map(plant, todo), strict=True):
-            results.append((fault, how))
             some = answer if isinstance(answer, list) else [{"place": "", "what": str(answer)}]
             what = "; ".join(f"{one['place']}: {one['what'][:150]}" for one in some[:2])
             if asked.findings:
                 what = "".join(f"\n      {json.dumps(one)[:700]}" for one in some)
             named = f"{fault.number:3} {fault.file}:{fault.lines().start}"
             print(f"{how or 'NOT FOUND':10}{named} | {fault.kind} | {what}", flush=True)
+            known[str(fault.number)] = how
+            if kept is not None:
+                kept.write_text(json.dumps(known))
+    results = [(fault, known[str(fault.number)]) for fault in chosen]
     planted = Counter(fault.kind for fault, _ in results)
     found = Counter(fault.kind for fault, how in results if how in FOUND)
     print(*(f"{kind:55}{planted[kind]:4}{found[kind]:4}" for kind in planted), sep="\n")
@@ -200,8 +239,6 @@ def main(argv: list[str]) -> int:
         f"{sum(found.values())} of {sum(planted.values())} found, of {len(planted)} kinds, in "
         f"{time.monotonic() - began:.0f} s; {dict(Counter(how or 'none' for _, how in results))}"
     )
-    if asked.json:
-        Path(asked.json).write_text(json.dumps({f.number: how for f, how in results}))
     return 0
 
 

@@ -6,11 +6,15 @@ of bf16. What a step decides on the device is read there: the gradients' factor,
 corrections, and whether to change nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mpu.kernels.declared import Cost, declared
 
 BLOCK, WARPS = 1024, 4
 
@@ -38,6 +42,17 @@ def adamw(state: tuple[Tensor, ...], weight: Tensor | None, scalars: Tensor, rat
     )  # fmt: skip
 
 
+def cost(a: Mapping[str, Any]) -> Cost:
+    """Four numbers are read and three written, and the weight where it is narrower."""
+    narrow = 0 if a["weight"] is None else a["weight"].element_size()
+    written = ("master", "exp_avg", "exp_avg_sq", "weight")
+    return Cost(a["n"] * (7 * a["master"].element_size() + narrow), 0.0, written, written[:3])
+
+
+@declared(
+    cost, master="whole", grad="whole", exp_avg="whole", exp_avg_sq="whole", weight="whole",
+    scalars="whole",
+)  # fmt: skip
 @triton.jit
 def adamw_kernel(
     master, grad, exp_avg, exp_avg_sq, weight, scalars, n, lr, shrink, beta1, rest1, beta2, rest2,

@@ -24,7 +24,9 @@ order the hardware starts programs in and however few of them run:
   kernels leave one: a kernel of ours takes all SMs but `sms_left`, one of NCCL a few.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -32,6 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels import tiles
+from mpu.kernels.declared import Cost, declared
 from mpu.kernels.product import (
     Blocks,
     choose_blocks,
@@ -143,6 +146,15 @@ def multiply_rows(
         index = take(tickets, MULTIPLIED)
 
 
+def cost(a: Mapping[str, Any]) -> Cost:
+    """Own rows go to WORLD - 1 ranks; rows of all ranks meet the weight."""
+    m, n, k, world, size = a["m"], a["n"], a["k"], a["WORLD"], a["x"].element_size()
+    pushed = 2 * (world - 1) * m * k * size if a["PUSHERS"] else 0
+    multiplied = (world * m * k + n * k) * size + world * m * n * a["y"].element_size()
+    return Cost(pushed + multiplied, 2.0 * world * m * n * k, ("y",))
+
+
+@declared(cost, x="whole aligned", w="same", y="whole", x_scales="float32", w_scales="float32")
 @triton.jit(do_not_specialize=["rank", "epoch", "patience"])
 def all_gather_matmul_kernel(
     x, w, y, x_scales, w_scales, inbox, arrived, outbox, raises, counters, tickets, scale_inbox,

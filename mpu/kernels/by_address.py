@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel requires of its arguments and does not check: one table, for call sites and
-rehearsals.
+"""What a kernel requires of its arguments and does not check.
 
 A kernel that reads a tensor at its address assumes strides, lengths and dtypes; with others it
-computes wrong numbers, and nothing raises. Here each such call is listed once, with what it
-requires of each argument and where that is written:
+computes wrong numbers, and nothing raises. A Triton kernel of ours declares what it requires
+(mpu/kernels/declared.py). CALLS has csrc's and torch's, with where that is written. The words:
 
     whole       contiguous                          int64, int32, float32: of that dtype
     rows        the last dimension has stride 1     same: of the dtype of the call's first tensor
@@ -13,7 +12,7 @@ requires of each argument and where that is written:
     columns     contiguous if it is transposed
 
 Call sites make their arguments fit, or use another kernel (`fits`, `on_triton`, `kernel_of`). A
-rehearsal checks each row for every launch, on a CPU too, and names the line (tools/rehearsal). What
+rehearsal checks every launch, on a CPU too, and names the line (tools/rehearsal). What
 a call site allocates, such as an output of empty_like, is checked too.
 """
 
@@ -55,8 +54,6 @@ FLASH = "pytorch aten/src/ATen/native/transformers/cuda/{attention,flash_api}: n
 CUDNN = "pytorch aten/src/ATen/native/cudnn/MHA.cpp, its graphs and what they are given"
 SCALED = "pytorch aten/src/ATen/native/cuda/ScaledBlas.cpp, ScaledBlasUtils.cpp: not read again"
 BLAS = "pytorch aten/src/ATen/native/cuda/Blas.cpp: not read again"
-ROWS = "mpu/kernels/"
-PRODUCT = "mpu/kernels/product.py"
 
 CALLS: dict[str, Requirements] = {
     # csrc, by the places of the tensors among a call's arguments
@@ -104,61 +101,18 @@ CALLS: dict[str, Requirements] = {
     "aten::mm.dtype": _row(BLAS, self="half", mat2="same"),
     "aten::addmm.dtype": _row(BLAS, mat1="half", mat2="same", self="float32"),
     "aten::_scaled_mm_v2": _row(SCALED),  # see `scaled_mm`
-    # Triton, by the names of a kernel's arguments
-    "triton::norm_forward_kernel": _row(
-        ROWS + "rms_norm.py", x=SAME, added=SAME, w=SAME, h=SAME, y=SAME, inverse=SUMS
-    ),
-    "triton::norm_forward_long_kernel": _row(
-        ROWS + "rms_norm.py", x=SAME, added=SAME, w=SAME, h=SAME, y=SAME, inverse=SUMS
-    ),
-    "triton::norm_backward_kernel": _row(
-        ROWS + "rms_norm.py", h=SAME, w=SAME, inverse=SUMS, dy=SAME, dh=SAME, dx=SAME, parts=SUMS
-    ),
-    "triton::norm_backward_long_kernel": _row(
-        ROWS + "rms_norm.py", h=SAME, w=SAME, inverse=SUMS, dy=SAME, dh=SAME, dx=SAME, parts=SUMS
-    ),
-    "triton::fold_kernel": _row(ROWS + "rms_norm.py", parts="whole", main="whole"),
-    "triton::rope_kernel": _row(
-        ROWS + "rope.py", q="rows same", k="rows same", v="rows same", out=SAME, cos="rows sums",
-        sin="rows sums like",
-    ),
-    "triton::swiglu_forward_kernel": _row(ROWS + "swiglu.py", x=SAME, y=SAME),
-    "triton::swiglu_backward_kernel": _row(ROWS + "swiglu.py", x=SAME, dy=SAME, dx=SAME),
-    "triton::softmax_stats_kernel": _row(
-        ROWS + "cross_entropy.py", rows=SAME, labels=LABELS, out=SUMS
-    ),
-    "triton::softmax_gradient_kernel": _row(
-        ROWS + "cross_entropy.py", rows=SAME, labels=LABELS, log_sum=SUMS, weight=SUMS
-    ),
-    "triton::adamw_kernel": _row(
-        ROWS + "adamw.py", master="whole", grad="whole", exp_avg="whole", exp_avg_sq="whole",
-        weight="whole", scalars="whole",
-    ),
-    "triton::max_logits_kernel": _row(
-        ROWS + "max_logits.py", q="half rows", k="rows same", noted="whole float32",
-        ends="whole int32",
-    ),
-    "triton::row_scales_kernel": _row(ROWS + "float8.py", out="whole"),
-    "triton::encode_kernel": _row(ROWS + "float8.py", out="whole", wide="columns float32"),
-    "triton::rows_kernel": _row(ROWS + "float8.py", out="whole", wide="columns float32"),
-    "triton::sum_of_parts_kernel": _row(ROWS + "sum_of_parts.py", parts="whole", out="whole"),
-    "triton::all_gather_matmul_kernel": _row(
-        PRODUCT, x="whole aligned", w="same", y="whole", x_scales="float32", w_scales="float32"
-    ),
-    "triton::matmul_scatter_kernel": _row(
-        PRODUCT, x="whole aligned", w="same", x_scales="float32", w_scales="float32"
-    ),
-    "triton::reduce_kernel": _row(PRODUCT, out="whole"),
 }  # fmt: skip
 
 
-def wrong(call: str, given: Mapping[str | int, object]) -> Iterator[tuple[Tensor, str]]:
+def wrong(
+    call: str, given: Mapping[str | int, object], required: Requirements | None = None
+) -> Iterator[tuple[Tensor, str]]:
     """Yield each argument of a call that the kernel would read wrongly, with a sentence.
 
-    given: tensors by name or place; what is None or no tensor is left out. A call that stands in
-    no row has nothing wrong.
+    given: tensors by name or place; what is None or no tensor is left out. required: what a kernel
+    declares, if the call stands in no row of CALLS.
     """
-    required = CALLS.get(call)
+    required = required or CALLS.get(call)
     if required is None:
         return
     tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}

@@ -9,9 +9,14 @@ from `real` on are padding. `first` is the vocabulary's number of column 0: a la
 elsewhere belongs to another rank's columns, or to another chunk's.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mpu.kernels.declared import Cost, declared
 
 LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: inf - inf is not a number
 BLOCK, WARPS = 4096, 8  # columns and warps of a program
@@ -41,6 +46,19 @@ def softmax_gradient(
     )
 
 
+def stats_cost(a: Mapping[str, Any]) -> Cost:
+    """Logits are read once; three numbers a row are written."""
+    n, size = a["n"], a["rows"].element_size()
+    return Cost(n * (a["real"] * size + 8 + 3 * 4), 0.0, ("out",))
+
+
+def gradient_cost(a: Mapping[str, Any]) -> Cost:
+    """Logits are read, and their gradient is written over them."""
+    n, width = a["rows"].shape
+    return Cost(n * ((a["real"] + width) * a["rows"].element_size() + 8 + 2 * 4), 0.0, ("rows",))
+
+
+@declared(stats_cost, rows="whole same", labels="whole int64", out="whole sums")
 @triton.jit
 def softmax_stats_kernel(rows, labels, out, n, width, first, real, BLOCK: tl.constexpr):
     """Keep a maximum and the sum below it while the row goes by; a new maximum shrinks the sum."""
@@ -62,6 +80,10 @@ def softmax_stats_kernel(rows, labels, out, n, width, first, real, BLOCK: tl.con
     tl.store(out + 2 * n + row, chosen)
 
 
+@declared(
+    gradient_cost, rows="whole same", labels="whole int64", log_sum="whole sums",
+    weight="whole sums",
+)  # fmt: skip
 @triton.jit
 def softmax_gradient_kernel(
     rows, labels, log_sum, weight, width, first, real, BLOCK: tl.constexpr

@@ -18,12 +18,15 @@ ran, a number that was made again of rows took 79 (docs/gpu-results.md). Tiles a
 those measured on an H200.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mpu.kernels.declared import Cost, declared
 
 ROWS, STEP, WARPS = 32, 128, 4  # of a tile
 MAX_ROW = 16384  # numbers of a row that a program holds
@@ -229,6 +232,30 @@ def finish(row, real, k, blocks, length):
     tl.store(row + k + place, 0, real & (k + place < length))
 
 
+def scales_cost(a: Mapping[str, Any]) -> Cost:
+    """Numbers are read once."""
+    return Cost(a["n"] * a["k"] * a["x"].element_size() + a["out"].numel(), 0.0, ("out",))
+
+
+def encode_cost(a: Mapping[str, Any]) -> Cost:
+    """Numbers and scales are read, rows are written, with scales in fp32 where they are requested.
+    """
+    moved = a["n"] * a["k"] * a["x"].element_size() + a["n"] * a["blocks"]
+    return Cost(moved + written_bytes(a), 0.0, ("out", "wide"))
+
+
+def rows_cost(a: Mapping[str, Any]) -> Cost:
+    """Numbers are read once, or twice where a tile has not all that share a scale."""
+    moved = a["n"] * a["k"] * a["x"].element_size() * (1 if a["WHOLE"] else 2)
+    return Cost(moved + written_bytes(a), 0.0, ("out", "wide"))
+
+
+def written_bytes(a: Mapping[str, Any]) -> int:
+    """Return the bytes of rows, and of scales in fp32 where they are requested."""
+    return int(a["out"].numel() + (0 if a["wide"] is None else a["wide"].nbytes))
+
+
+@declared(scales_cost, out="whole")
 @triton.jit
 def row_scales_kernel(
     x, n, k, along_n, along_k, codes, sharing, out,
@@ -254,6 +281,7 @@ def row_scales_kernel(
     tl.store(out + i * blocks + column, byte.to(tl.uint8), (i < n) & (column < blocks))
 
 
+@declared(encode_cost, out="whole", wide="columns float32")
 @triton.jit
 def encode_kernel(
     x, n, k, along_n, along_k, codes, sharing, scales, scales_n, scales_k, out, wide, length,
@@ -284,6 +312,7 @@ def encode_kernel(
         finish(row, i < n, k, blocks, length)
 
 
+@declared(rows_cost, out="whole", wide="columns float32")
 @triton.jit
 def rows_kernel(
     x, n, k, along_n, along_k, codes, sharing, out, wide, length, blocks, FROM_ROWS: tl.constexpr,

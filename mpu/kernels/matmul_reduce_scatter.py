@@ -17,12 +17,16 @@ dtype, so all contributions are alike. They are added in rank order, in fp32, an
 bits do not depend on which rank was late.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels import tiles
+from mpu.kernels.declared import Cost, declared
 from mpu.kernels.product import (
     TYPES,
     Blocks,
@@ -51,6 +55,21 @@ tile_at = compiled(tiles.tile_at)
 tile_count = compiled(tiles.tile_count)
 
 
+def scatter_cost(a: Mapping[str, Any]) -> Cost:
+    """Rows of all ranks meet the weight; each rank's are written where it reads them."""
+    m, n, k, world, size = a["m"], a["n"], a["k"], a["WORLD"], a["x"].element_size()
+    wire = a["WIRE"].primitive_bitwidth // 8
+    return Cost((world * m * k + n * k) * size + world * m * n * wire, 2.0 * world * m * n * k)
+
+
+def reduce_cost(a: Mapping[str, Any]) -> Cost:
+    """The parts of all ranks are added up."""
+    wire = a["WIRE"].primitive_bitwidth // 8
+    moved = a["m"] * a["n"] * (a["WORLD"] * wire + a["out"].element_size())
+    return Cost(moved, 0.0, ("out",))
+
+
+@declared(scatter_cost, x="whole aligned", w="same", x_scales="float32", w_scales="float32")
 @triton.jit(do_not_specialize=["rank", "epoch"])
 def matmul_scatter_kernel(
     x, w, x_scales, w_scales, outbox, raises, counters, tickets, m, n, k, stride_n, stride_k,
@@ -90,6 +109,7 @@ def matmul_scatter_kernel(
     leave(tickets)
 
 
+@declared(reduce_cost, out="whole")
 @triton.jit(do_not_specialize=["rank", "epoch", "patience"])
 def reduce_kernel(
     inbox, arrived, out, error, m, n, chunk_rows, flag_stride, rank, epoch, patience,

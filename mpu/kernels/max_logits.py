@@ -13,10 +13,14 @@ Where keys of a tile are looked at by some of the queries only, the others' prod
 there are no more than two such runs of tiles, and between them nothing is masked.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpu.kernels.declared import Cost, declared
 from mpu.kernels.signals import INTERPRETED
 
 # queries, keys, warps and stages by the elements of a head, padded to a power of two: within the
@@ -54,6 +58,23 @@ def max_logits(
     )  # fmt: skip
 
 
+def cost(a: Mapping[str, Any]) -> Cost:
+    """Queries and keys are read once, and each pair that looks is multiplied. Documents, whose
+    lengths are on the device, count as equally long.
+    """
+    (b, heads, s, d), (groups, keys) = a["q"].shape, a["k"].shape[1:3]
+    documents = a["documents"]
+    length = s / documents
+    far = min(a["window"], length)  # keys of the last query
+    if a["CAUSAL"]:
+        pairs = documents * far * (length - (far - 1) / 2)
+    else:  # a triangle above the diagonal has a window of 1
+        pairs = s * (s + 1) / 2 if a["window"] == 1 else s * keys
+    moved = b * (heads * s + groups * keys) * d * a["q"].element_size()
+    return Cost(moved, 2.0 * b * heads * d * pairs, ("noted",), ("noted",))
+
+
+@declared(cost, q="half rows", k="rows same", noted="whole float32", ends="whole int32")
 @triton.jit(do_not_specialize=["s", "keys", "window", "documents"])
 def max_logits_kernel(
     q, k, noted, ends, s, keys, window, documents, heads, share, scale, q_b, q_n, q_s, k_b, k_n,

@@ -11,10 +11,15 @@ Rows longer than WIDEST do not fit registers. A program goes over such a row twi
 a time, the second time out of the cache, and adds dw up in its part, in the same order of rows.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from mpu.kernels.declared import Cost, declared, passes
 
 PARTS = 512
 TILE = 8192  # bytes that a program holds of each operand, if a row is not longer
@@ -23,6 +28,30 @@ LONG = 2048
 FOLD_ROWS, FOLD_COLUMNS = 64, 32
 
 
+def forward_cost(a: Mapping[str, Any]) -> Cost:
+    """One pass; what was added is written where something was."""
+    return passes("x added w", "h y inverse" if a["ADD"] else "y inverse")(a)
+
+
+def fold_cost(a: Mapping[str, Any]) -> Cost:
+    """The parts, and the gradient: it is read, too, where something was added before."""
+    once = passes("parts", "main")(a)
+    if a["FRESH"]:
+        return once
+    return once._replace(bytes=once.bytes + a["main"].nbytes, adds=("main",))
+
+
+forward_declared = declared(
+    forward_cost, x="whole same", added="whole same", w="whole same", h="whole same",
+    y="whole same", inverse="whole sums",
+)  # fmt: skip
+backward_declared = declared(
+    passes("h w inverse dy dh", "dx parts"), h="whole same", w="whole same", inverse="whole sums",
+    dy="whole same", dh="whole same", dx="whole same", parts="whole sums",
+)  # fmt: skip
+
+
+@forward_declared
 @triton.jit
 def norm_forward_kernel(
     x, added, w, h, y, inverse, rows, width, EPS: tl.constexpr, ADD: tl.constexpr,
@@ -46,6 +75,7 @@ def norm_forward_kernel(
     tl.store(y + at, (value * r[:, None] * weight[None, :]).to(y.dtype.element_ty), inside)
 
 
+@backward_declared
 @triton.jit
 def norm_backward_kernel(
     h, w, inverse, dy, dh, dx, parts, rows, width, run, ADD: tl.constexpr, ROWS: tl.constexpr,
@@ -77,6 +107,7 @@ def norm_backward_kernel(
     tl.store(parts + place, tl.sum(dw, 0), column < width)
 
 
+@forward_declared
 @triton.jit
 def norm_forward_long_kernel(
     x, added, w, h, y, inverse, rows, width, EPS: tl.constexpr, ADD: tl.constexpr,
@@ -107,6 +138,7 @@ def norm_forward_long_kernel(
         tl.store(y + at, (value * r[:, None] * weight[None, :]).to(y.dtype.element_ty), inside)
 
 
+@backward_declared
 @triton.jit
 def norm_backward_long_kernel(
     h, w, inverse, dy, dh, dx, parts, rows, width, run, ADD: tl.constexpr, ROWS: tl.constexpr,
@@ -144,6 +176,7 @@ def norm_backward_long_kernel(
             tl.store(place, before + tl.sum(grad * value * r, 0), column < width)
 
 
+@declared(fold_cost, parts="whole", main="whole")
 @triton.jit
 def fold_kernel(
     parts, main, count, width, FRESH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr

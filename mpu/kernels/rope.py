@@ -7,15 +7,28 @@ backward   dq, dk, dv are tensors of their own, and become one dqkv, rotated bac
 first' = first cos - second sin;  second' = second cos + first sin     over halves of a head
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpu.kernels.declared import Cost, declared
+
 LANES = 2048  # of half heads that a program holds at once
 
 
+def cost(a: Mapping[str, Any]) -> Cost:
+    """q and k are read and written, v where it is copied; the angles are read."""
+    moved = sum(a[name].nbytes for name in ("q", "k") + ("v",) * a["COPY"])
+    return Cost(2 * moved + a["cos"].nbytes + a["sin"].nbytes, 0.0, ("out",))
+
+
+@declared(
+    cost, q="rows same", k="rows same", v="rows same", out="whole same", cos="rows sums",
+    sin="rows sums like",
+)  # fmt: skip
 @triton.jit
 def rope_kernel(
     q, k, v, out, cos, sin, batch, heads, groups, half, q_s, q_b, q_n, k_s, k_b, k_n, v_s, v_b, v_n,

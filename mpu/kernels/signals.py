@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels import tiles
+from mpu.kernels.declared import Cost, declared
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET was set at import
 COMPILED = tl.constexpr(not INTERPRETED)
@@ -186,6 +187,7 @@ def tile_done(
             RAISE(flag.to(tl.pointer_type(tl.int32)), epoch)
 
 
+@declared(lambda _: Cost(0))
 @triton.jit(do_not_specialize=["epoch"])
 def raise_flags_kernel(raises, epoch, RAISE: tl.constexpr):
     """Raise one flag per program: what was written earlier on the stream is ready."""
@@ -193,6 +195,7 @@ def raise_flags_kernel(raises, epoch, RAISE: tl.constexpr):
     RAISE(flag.to(tl.pointer_type(tl.int32)), tl.load(epoch))
 
 
+@declared(lambda _: Cost(0))
 @triton.jit(do_not_specialize=["epoch", "patience"])
 def wait_flags_kernel(arrived, epoch, patience, error, WORLD: tl.constexpr, STEP: tl.constexpr):
     """Await all flags: what comes later on the stream may read. Then add STEP to the epoch."""

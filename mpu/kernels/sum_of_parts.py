@@ -9,9 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpu.kernels.declared import declared, passes
+
 BLOCK, WARPS = 1024, 4
 
 
+@declared(passes("parts", "out"), parts="whole", out="whole")
 @triton.jit
 def sum_of_parts_kernel(parts, out, n, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """out [n] of parts [COUNT, n]."""

@@ -10,9 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpu.kernels.declared import declared, passes
+
 LANES = 1024  # elements of a row that a program computes
 
 
+@declared(passes("x", "y"), x="whole same", y="whole same")
 @triton.jit
 def swiglu_forward_kernel(x, y, width, LANES: tl.constexpr):
     """y [rows, width] of x [rows, 2 width]."""
@@ -24,6 +27,7 @@ def swiglu_forward_kernel(x, y, width, LANES: tl.constexpr):
     tl.store(y + row * width + at, value.to(y.dtype.element_ty), at < width)
 
 
+@declared(passes("x dy", "dx"), x="whole same", dy="whole same", dx="whole same")
 @triton.jit
 def swiglu_backward_kernel(x, dy, dx, width, LANES: tl.constexpr):
     """dx [rows, 2 width] of x and dy [rows, width]."""

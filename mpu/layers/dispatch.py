@@ -39,6 +39,7 @@ from mpu.comm.mappings import (
 )
 from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.context import ExpertOptions
+from mpu.host_memory import read_values
 from mpu.interleave import Interleaver
 from mpu.layers.experts import Counts, Later
 
@@ -230,7 +231,7 @@ class Dispatcher:
         if load.is_meta:
             most = total if capacity is None else capacity.size
             return [[min(n, most) for n in self.assumed(total)]] * len(load)
-        found: list[list[int]] = not_dropped(load, capacity).tolist()
+        found: list[list[int]] = read_values(not_dropped(load, capacity))
         return found
 
     def assumed(self, total: int) -> list[int]:

@@ -61,7 +61,7 @@ def gradient(
 
 def _by_kernels(rows: Tensor, accumulate: torch.dtype) -> bool:
     """Return whether Triton's kernels take these logits: they compute in fp32."""
-    return accumulate == torch.float32 and on_triton(rows, accumulate=accumulate)
+    return rows.dtype != torch.float64 and on_triton(rows, accumulate=accumulate)
 
 
 def _real(rows: Tensor, first: int, vocab_size: int) -> int:

@@ -2,7 +2,7 @@
 """Triton's kernels, compiled: results against float64 or torch's bits, and speed against torch's.
 
 Each row draws odd and large shapes, compares, and then times the kernel at the sizes of a layer of
-Llama 3 8B. A kernel's bytes are those that tools/rehearsal/kernel_costs.py declares of its launch.
+Llama 3 8B. A kernel's bytes are those that it declares of its launch.
 On a CPU the same runs in Triton's interpreter at small sizes, where the seconds say nothing.
 """
 
@@ -36,7 +36,7 @@ def covered(measure: Callable[[Row], None]) -> Callable[[Row], None]:
         torch.manual_seed(1)
         with launches() as seen, row.device:
             measure(row)
-        names = {name for name, _ in seen}
+        names = {function.__name__ for function, _ in seen}
         missing = sorted(set(KERNELS[row.name]) - names)
         row.check(f"launched {', '.join(sorted(names))}", len(missing), 0, missing=missing)
 
@@ -45,11 +45,11 @@ def covered(measure: Callable[[Row], None]) -> Callable[[Row], None]:
 
 def bytes_of(run: Callable[[], object]) -> float:
     """Return the bytes that the launches of a function read and write, as declared."""
-    from tools.rehearsal.kernel_costs import cost_of
+    from mpu.kernels.declared import declaration
 
     with launches() as seen:
         run()
-    return float(sum(cost_of(name, given).bytes for name, given in seen))
+    return float(sum(declaration(function).cost(given).bytes for function, given in seen))
 
 
 def speed(row: Row, what: str, ours: Callable[[], object], theirs: Callable[[], object]) -> None:

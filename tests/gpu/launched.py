@@ -45,20 +45,20 @@ ATTENTION = {
 
 
 @contextmanager
-def launches() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-    """Yield a list that gets (kernel, {argument: value}) of each Triton launch in the block."""
+def launches() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
+    """Yield a list that gets (kernel.fn, {argument: value}) of each Triton launch in the block."""
     from triton.runtime.interpreter import GridExecutor
     from triton.runtime.jit import JITFunction
 
-    found: list[tuple[str, dict[str, Any]]] = []
+    found: list[tuple[Any, dict[str, Any]]] = []
     compiled, played = JITFunction.run, GridExecutor.__call__
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append((self.fn.__name__, dict(zip(self.arg_names, args, strict=False)) | kwargs))
+        found.append((self.fn, dict(zip(self.arg_names, args, strict=False)) | kwargs))
         return compiled(self, *args, **kwargs)
 
     def play(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append((self.fn.__name__, dict(zip(self.arg_names, args, strict=False)) | kwargs))
+        found.append((self.fn, dict(zip(self.arg_names, args, strict=False)) | kwargs))
         return played(self, *args, **kwargs)
 
     with (

@@ -251,7 +251,6 @@ class Reads(TorchFunctionMode):
         if pinned:
             return x.pin_memory()
         if device is None or torch.device(device).type == "cpu":
-            self.recorder.made_on_host()
             return x
         return x.to(device)
 

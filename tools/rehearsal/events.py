@@ -16,7 +16,7 @@ class Where(NamedTuple):
     module's name in the model, such as "layers.3.mlp.down"; "" outside of all. part: "norm",
     "rope", "swiglu", "attention", "loss", "embedding", "linear", "wgrad", "optimizer" or "glue".
     function: the innermost torch.autograd.Function, such as "AllGatherMatmul" in its forward and
-    "AllGatherMatmul.backward" in its backward. again: inside of what is recomputed.
+    "AllGatherMatmul.backward" in its backward.
     """
 
     phase: str = ""
@@ -24,7 +24,6 @@ class Where(NamedTuple):
     part: str = "glue"
     place: str = ""
     function: str = ""
-    again: bool = False
 
 
 class Launch(NamedTuple):
@@ -34,8 +33,7 @@ class Launch(NamedTuple):
     written: storages. bytes: that it reads and writes, each tensor once. flops: of its matmuls.
     spans: of each storage read, then of each written, the bytes [low, high); empty: all of it.
     dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory.
-    arguments: of a Triton kernel, those that its launch takes. numbers: of a division, those among
-    its arguments.
+    arguments: of a Triton kernel, those that its launch takes.
     """
 
     op: str
@@ -51,7 +49,6 @@ class Launch(NamedTuple):
     dtypes: tuple[str, ...] = ()
     host: tuple[str, ...] = ()
     arguments: int = 0
-    numbers: tuple[float, ...] = ()
 
 
 class Transfer(NamedTuple):
@@ -112,7 +109,7 @@ class HostWait(NamedTuple):
     """The host waits: for an event, or for all of a stream (event -1), or of the device (both -1).
 
     reads: "" or what it reads then, such as "aten::item"; storage: of what. made: the line that
-    made the host's side of a copy.
+    made the host's side of a copy. declared: within mpu.host_memory.read_values.
     """
 
     event: int
@@ -121,6 +118,7 @@ class HostWait(NamedTuple):
     where: Where
     made: str = ""
     storage: int = -1
+    declared: bool = False
 
 
 class Polled(NamedTuple):

@@ -107,7 +107,6 @@ class Distributed:
         self.batches = 0
         self.batch = -1
         self.trace_axis, self.trace_label = "", ""
-        self.trace_who: Any = None
         self.exchange: Any = None
         self.starts: Any = None
         self.answers: Callable[[bytes, Any], list[bytes] | None] | None = None
@@ -302,8 +301,6 @@ class Distributed:
             communicator=over.name,
             urgent=over.urgent,
         )
-        if self.trace_who is not None and not isinstance(self.trace_who, (str, tuple)):
-            recorder.callers[transfer.id] = self.trace_who
         return Work(recorder, transfer)
 
     def handle(
@@ -335,7 +332,6 @@ class Distributed:
     ) -> None:
         """Keep who starts the next transfer, and on which axis."""
         self.trace_axis, self.trace_label = axis.name, ""
-        self.trace_who = None if label is None else label.who
         self.starts = verb, axis.ranks, tensor
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__

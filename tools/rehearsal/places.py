@@ -2,13 +2,12 @@
 """Name lines of the product: where a rank is, from Python's stack or from a traceback."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import chain
-from linecache import getline, getlines
 from typing import Any
 
-from mpu.module_tracker import ROOT, path_of
+from mpu.module_tracker import path_of
 
 STATE = "mpu/optim/state_offload.py"
 PARTS = {  # of a file, or of a function in it
@@ -34,13 +33,6 @@ PARTS = {  # of a file, or of a function in it
     "mpu/layers/float8/rows.py": "float8",
 }
 FUNCTIONS = {"norm": "norm", "rope": "rope", "rotate": "rope", "swiglu": "swiglu"}
-
-
-def on_lines(place: str, known: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a line, file:number, has one of the words that are known for its file."""
-    file, _, line = place.partition(":")
-    text = getline(str(ROOT / file), int(line or 0))
-    return any(words in text for words in known.get(file, ()))
 
 
 def lines_of(error: BaseException, fork: str) -> tuple[str, ...]:
@@ -91,16 +83,3 @@ def end_of(function: Callable[..., Any]) -> str:
     code = function.__code__
     line = max(line for _, _, line in code.co_lines() if line)
     return f"{path_of(code.co_filename, '') or code.co_filename}:{line}"
-
-
-def defined(file: str, name: str) -> str:
-    """Return file:line at which a file of the product defines a function, or ""."""
-    lines = (i for i, line in enumerate(getlines(file), 1) if line.startswith(f"def {name}("))
-    line = next(lines, 0)
-    return f"{path_of(file, file)}:{line}" if line else ""
-
-
-def beginning(function: Callable[..., Any]) -> str:
-    """Return file:line of a function of the product."""
-    code = function.__code__
-    return f"{path_of(code.co_filename, '')}:{code.co_firstlineno}"

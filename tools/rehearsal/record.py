@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
-from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from mpu.host_memory import read_values
 from mpu.kernels import by_address
+from mpu.kernels.by_address import Requirements
 from mpu.module_tracker import FORWARD, WGRAD, ModuleTracker, path_of, site
 from tools.rehearsal.events import (
     Action,
@@ -39,7 +40,6 @@ from tools.rehearsal.order import Finding
 from tools.rehearsal.places import FUNCTIONS, PARTS, STATE, phase_of
 
 HOST = -1  # a stream's number
-RECOMPUTED = "_Recompute"  # the forward of mpu/recompute.py, whose inside runs again
 
 
 class Inside(threading.local):
@@ -71,15 +71,11 @@ class Recorder:
         self.streams = 1
         self.homes: dict[int, int] = {}  # storage -> the stream that was current when it began
         self.born: dict[int, str] = {}  # storage -> the line that allocated it
-        self.host_made: dict[str, None] = {}  # lines that make tensors in host memory
-        self.computed: dict[str, set[str]] = {}  # lines -> floating point dtypes made there
         self.abroad: set[int] = set()  # storages that another stream has used
         self.chains: dict[int, tuple[str, ...]] = {}  # event's index -> the lines that led to it
         self.pinned: list[tuple[Any, str]] = []  # page-locked storages, and who made them
         self.pinned_at: list[Counter[str]] = []  # of those that live, at each turn of the loop
         self.led: dict[str, tuple[str, ...]] = {}  # line -> the lines that led to it, at first
-        # transfer -> the module or bucket that started it: a record keeps neither alive
-        self.callers: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._spans: dict[Any, Any] = {}
         self.paused = False
         self.found: list[Finding] = []  # what is wrong by itself, whatever comes before and after
@@ -110,9 +106,7 @@ class Recorder:
         if call.startswith(STATE):  # whatever layer's gradient has called for it
             part = "state"
         inside = self._here.functions
-        again = any(name.startswith(RECOMPUTED) for name in inside)
-        inner = inside[-1] if inside else ""
-        return Where(phase, layer, part, call or use, inner, again)
+        return Where(phase, layer, part, call or use, inside[-1] if inside else "")
 
     def place(self) -> str:
         """Return the innermost line of the product, mpu/comm included."""
@@ -196,9 +190,15 @@ class Recorder:
         if storage.nbytes():
             self.events.append(Alloc(new, storage.nbytes(), "", self.stream, self.device, where))
 
-    def check_layout(self, call: str, given: Mapping[Any, Any], where: Where) -> None:
-        """Note what a kernel would read wrongly of its arguments (mpu/kernels/by_address.py)."""
-        why = list(by_address.wrong(call, given))
+    def check_layout(
+        self, call: str, given: Mapping[Any, Any], where: Where,
+        required: Requirements | None = None,
+    ) -> None:  # fmt: skip
+        """Note what a kernel would read wrongly of its arguments (mpu/kernels/by_address.py).
+
+        required: what the kernel declares, if it is one of ours.
+        """
+        why = list(by_address.wrong(call, given, required))
         if call == "aten::_scaled_mm_v2":
             scales = ("scale_a", "recipe_a", "scale_b", "recipe_b")
             one = (given[name][0] for name in scales)
@@ -244,17 +244,6 @@ class Recorder:
             frame = frame.f_back  # type: ignore[assignment]
         return tuple(lines)
 
-    def made_on_host(self) -> None:
-        """Note that a tensor is made in host memory, out of nothing, and where."""
-        if place := self.place():
-            self.host_made[place] = None
-
-    def host_floats(self, made: Iterable[Tensor]) -> None:
-        """Note the floating point dtypes in which the host computes at a line."""
-        for x in made:
-            if x.is_floating_point() and x.numel() > 1 and (place := self.place()):
-                self.computed.setdefault(place, set()).add(str(x.dtype).removeprefix("torch."))
-
     def birthplace(self, x: Tensor) -> str:
         """Return the line of the product at which a tensor's storage was made, if it is known."""
         storage = x.untyped_storage()
@@ -291,7 +280,9 @@ class Recorder:
         """Note that the host waits. of: what it reads."""
         self.chain()
         storage = -1 if of is None else self.number(of)
-        self.events.append(HostWait(event, stream, reads, self.where(), storage=storage))
+        where, declared = self.where(), declares()
+        waits = HostWait(event, stream, reads, where, storage=storage, declared=declared)
+        self.events.append(waits)
 
     def polled(self, event: int = -1, transfer: int = -1) -> None:
         """Note that the host has seen that something is over."""
@@ -338,6 +329,14 @@ class Recorder:
             self.layers.new_action()
         if not self.paused:
             self.events.append(Action(words))
+
+
+def declares() -> bool:
+    """Return whether the program says that the host must wait here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not read_values.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def span(x: Tensor) -> tuple[int, int]:

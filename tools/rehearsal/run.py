@@ -25,7 +25,6 @@ from mpu.layers.dispatch import Capacity, Dispatcher
 from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
 from mpu.torch_private import fake_tensors, function_of
-from tools.rehearsal.cut_rules import Cuts
 from tools.rehearsal.device import Reads
 from tools.rehearsal.events import Action
 from tools.rehearsal.group import Distributed
@@ -182,7 +181,6 @@ def of_stages(
 
 def watch_functions(recorder: Recorder, patches: Patches) -> None:
     """Let the recorder see each forward and backward of a torch.autograd.Function."""
-    cuts = Cuts(recorder, patches)
     for owner, name in ((Function, "{}"), (BackwardCFunction, "{}.backward")):
         own = vars(owner)["apply"]  # of a class, in Python or, from torch 2.15 on, in C
 
@@ -192,10 +190,7 @@ def watch_functions(recorder: Recorder, patches: Patches) -> None:
             made = self if of_class else function_of(self)
             recorder.enters(name.format(made.__name__), made)
             try:
-                out = own.__get__(*((None, self) if of_class else (self,)))(*args, **named)
-                if of_class:
-                    cuts.note(made, args, out)
-                return out
+                return own.__get__(*((None, self) if of_class else (self,)))(*args, **named)
             finally:
                 recorder.leaves()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand in for Triton's launches and for memory that GPUs share: each launch is recorded, not run.
 
-What a launch costs is in kernel_costs.py. Memory of other ranks is seen as views of this
-rank's own: it has no values, and takes no room here.
+A kernel declares what a launch costs (mpu/kernels/declared.py). Memory of other ranks is seen as
+views of this rank's own: it has no values, and takes no room here.
 """
 
 import importlib.util
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from mpu.kernels import available
+from mpu.kernels.declared import declaration
+from mpu.layers import fused_gpu, softmax_rows
+from mpu.layers.fused_gpu import DTYPES, on_triton
 from mpu.torch_private import TorchLacks, symmetric_memory
 from tools.rehearsal.events import Launch
-from tools.rehearsal.kernel_costs import cost_of
 from tools.rehearsal.order import Finding
 from tools.rehearsal.record import Recorder
 
@@ -54,11 +56,26 @@ def install(recorder: Recorder, rank: int) -> None:
         return
     from triton.runtime.jit import JITFunction
 
+    def asked(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
+        taken = on_triton(*tensors, accumulate=accumulate)
+        kind = tensors[0].dtype
+        if not taken and kind in DTYPES and tensors[0].is_cuda and not recorder.paused:
+            given = ", ".join(f"{x.dtype} of strides {x.stride()}" for x in tensors)
+            what = "operations of torch run in place of a Triton kernel, which takes contiguous "
+            what += "tensors of one dtype and sums in float32, or in float64 for float64; it is "
+            what += f"given {given}" + (f" and sums in {accumulate}" if accumulate else "")
+            born, lines = recorder.birthplace(tensors[-1]), recorder.lines()
+            recorder.found.append(Finding("stand-in", lines[0], what, born, (born, *lines)))
+        return taken
+
+    layers: list[Any] = [fused_gpu, softmax_rows]
+    for module in layers:
+        module.on_triton = asked
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        name, where = kernel.fn.__name__, recorder.where()
-        cost = cost_of(name, given)
-        recorder.check_layout(f"triton::{name}", given, where)
+        name, where, told = kernel.fn.__name__, recorder.where(), declaration(kernel.fn)
+        cost = told.cost(given)
+        recorder.check_layout(f"triton::{name}", given, where, told.requires)
         tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
         written = [x for key, x in tensors.items() if key in cost.written]
         read = [x for k, x in tensors.items() if k not in cost.written or k in cost.adds]

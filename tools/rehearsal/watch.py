@@ -11,7 +11,6 @@ from torch.utils.flop_counter import flop_registry
 from mpu.kernels import by_address
 from mpu.module_tracker import tensors_of
 from mpu.torch_private import (
-    CASTS,
     PINS,
     READS_A_NUMBER,
     DispatchMode,
@@ -94,10 +93,6 @@ class Watch(DispatchMode):
         if all(t.device.type != device for t in (*outputs, *inputs)):
             if name.rpartition("::")[2] not in NO_KERNEL:
                 recorder.host_use(inputs, outputs + self._changed(func, args, kwargs))
-            if not inputs and any(x.device.type == "cpu" for x in outputs):  # or an estimate's
-                recorder.made_on_host()
-            if name != CASTS:
-                recorder.host_floats(outputs)
             for x in outputs:
                 storage = x.untyped_storage()
                 if x.device.type == "cpu" and not hasattr(storage, "_weft_born"):
@@ -147,7 +142,6 @@ class Watch(DispatchMode):
                 spans=spans,
                 dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in (*inputs, *outputs)),
                 host=tuple(recorder.birthplace(t) for t in inputs if t.device.type != device),
-                numbers=numbers_of(args) if short.startswith("div") else (),
             )
         )
         return out
@@ -207,11 +201,6 @@ def results_of(func: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments for an operation's results alone, which it does not read."""
     names = [a.name for a in schema(func).arguments if a.is_out]
     return tensors_of([kwargs.get(name) for name in names])
-
-
-def numbers_of(args: Any) -> tuple[float, ...]:
-    """Return the numbers among an operation's arguments."""
-    return tuple(float(a) for a in args if isinstance(a, (int, float)))
 
 
 def scalars_are_single(given: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Label
+from mpu.host_memory import read_values
 from mpu.layers.expert_load import ExpertLoad, ExpertLoads
 from training.config import Config
 from training.run.state import Run
@@ -45,7 +46,7 @@ def expert_values(run: Run, tokens: int) -> dict[str, Any]:
         for load, row in zip(loads.loads, found, strict=True):
             rows[layer_of[load]] = row
     every = sum_in_order(torch.stack(rows), run.grid.pp, LABEL)  # of this stage's layers, else 0
-    return of_step(every.tolist(), tokens, config)
+    return of_step(read_values(every), tokens, config)
 
 
 def of_step(rows: list[list[float]], tokens: int, config: Config) -> dict[str, Any]:

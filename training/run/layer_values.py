@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from mpu.comm.collectives import MAX, all_reduce, sum_in_order
 from mpu.comm.transport import Label
+from mpu.host_memory import read_values
 from mpu.layers.attention.max_logits import MaxLogits
 from mpu.zero.bucket_layout import block_of
 from training.run.expert_values import expert_values
@@ -88,7 +89,7 @@ class LayerValues:
             rows = sum_in_order(rows, axis, LABEL)
         return {
             f"layer_{i}/activation_rms": math.sqrt(square / count)
-            for i, (square, count) in enumerate(rows.tolist())
+            for i, (square, count) in enumerate(read_values(rows))
             if count
         }
 
@@ -99,7 +100,7 @@ class LayerValues:
         if optimizer.grad_scale is not None:
             squares = squares * optimizer.grad_scale**2
         found: dict[str, list[float]] = {}
-        for name, numel, square in zip(norm.names, norm.numels, squares.tolist(), strict=True):
+        for name, numel, square in zip(norm.names, norm.numels, read_values(squares), strict=True):
             block = block_of(name)
             own = found.setdefault(
                 f"layer_{block.rpartition('.')[2]}" if block else name.split(".")[0], [0.0, 0.0]
@@ -125,5 +126,5 @@ def logit_values(run: Run) -> dict[str, Any]:
         if axis.size > 1:
             top = all_reduce(top, axis, op=MAX, label=LABEL)[0]
             clipped = sum_in_order(clipped, axis, LABEL)
-    values = {"max_attention_logit": top.item()}
-    return values | ({"qk_clipped": round(clipped.item())} if clips else {})
+    values = {"max_attention_logit": read_values(top)[0]}
+    return values | ({"qk_clipped": round(read_values(clipped)[0])} if clips else {})

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpu.host_memory import read_values
 from training.arguments import LogConfig
 from training.run.output import (
     open_json,
@@ -142,9 +143,10 @@ class Log:
         if not self.at_interval(iteration):
             return {}
         few = len(self.losses) == 1
-        losses = [loss.item()] if few else torch.stack(list(self.losses.values())).tolist()
+        kept = list(self.losses.values())
+        losses = [read_values(loss)] if few else read_values(torch.stack(kept))
         numbers = [norm] if step.auxiliary is None else [norm, step.auxiliary]
-        grad_norm, *auxiliary = torch.stack([each.double() for each in numbers]).tolist()
+        grad_norm, *auxiliary = read_values(torch.stack([each.double() for each in numbers]))
         values: dict[str, Any] = {"loss": losses[-1], "grad_norm": grad_norm, "lr": step.lr}
         if len(losses) > 1:
             values["mean_loss"] = math.fsum(losses) / len(losses)
@@ -153,7 +155,9 @@ class Log:
             values["auxiliary_loss"] = auxiliary[0]
         self.losses = {}
         values |= more()
-        return values | ({"params_norm": params().item()} if self.config.log_params_norm else {})
+        if self.config.log_params_norm:
+            values["params_norm"] = read_values(params())
+        return values
 
     def step(
         self,

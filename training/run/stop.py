@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mpu.comm.collectives import all_reduce
 from mpu.comm.transport import Axis, Label
+from mpu.host_memory import read_values
 from training.arguments import CheckpointConfig, RunConfig
 
 AT_ONCE = "stopped at once"
@@ -251,8 +252,9 @@ class _Flags:
             self._arrived.synchronize()
 
     def read(self) -> StepFlags:
-        self.wait()
-        return StepFlags(*(flag > 0 for flag in self._host.tolist()))
+        if self._arrived is None:
+            self._handle.wait()
+        return StepFlags(*(flag > 0 for flag in read_values(self._host, self._arrived)))
 
 
 def time_is_up(settings: RunConfig, started: float) -> bool:

@@ -223,7 +223,7 @@ def count(comm, case):
     import pytest
     from triton.runtime.interpreter import GridExecutor
 
-    from tools.rehearsal.kernel_costs import cost_of
+    from mpu.kernels.declared import declaration
 
     as_on_a_gpu()
     found, launch = {}, GridExecutor.__call__
@@ -234,7 +234,8 @@ def count(comm, case):
             counted = Counted(patch)
             launch(executor, *args, **kwargs)
         name = executor.fn.__name__
-        found.setdefault(name, []).append((counted.bytes(), cost_of(name, given).bytes))
+        said = declaration(executor.fn).cost(given).bytes
+        found.setdefault(name, []).append((counted.bytes(), said))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", counting)

@@ -6,25 +6,25 @@
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from mpu.kernels.by_address import CALLS, TENSOR, scaled_mm, wrong
+from mpu.kernels.declared import declaration
 from tests.tools.rehearsal.layout_mutants import ENVIRONMENT, MUTANTS
 from tools.rehearsal.host import CALLS as NATIVE
-from tools.rehearsal.kernel_costs import COSTS
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = Path(__file__).with_name("layout_mutants.py")
 BY_AUTOGRAD = {"_flash_attention_backward"}  # of aten's own forward
-NO_TENSORS = {"weft::copy", "triton::raise_flags_kernel", "triton::wait_flags_kernel"}
 
 
 def test_each_row_is_a_call_of_the_product_and_each_call_has_a_row():
-    native = {f"weft::{name}" for name in NATIVE} | {f"triton::{name}" for name in COSTS}
-    assert {row for row in CALLS if not row.startswith("aten::")} == native - NO_TENSORS
+    native = {f"weft::{name}" for name in NATIVE} - {"weft::copy"}  # which takes bytes
+    assert {row for row in CALLS if not row.startswith("aten::")} == native
     files = [*(ROOT / "mpu").rglob("*.py"), ROOT / "tools/rehearsal/device.py"]
     text = "\n".join(path.read_text() for path in files if path.name != "by_address.py")
     for row in CALLS:
@@ -34,6 +34,19 @@ def test_each_row_is_a_call_of_the_product_and_each_call_has_a_row():
                       "addmm.dtype": r"torch\.addmm\(.*out_dtype"}  # fmt: skip
             assert re.search(called.get(name, rf"\.{name}\b"), text), row
     assert all(row.source for row in CALLS.values())
+
+
+def test_each_triton_kernel_declares_what_it_costs_and_its_arguments_by_their_names():
+    pytest.importorskip("triton", reason="this platform has no triton")
+    seen = 0
+    for path in (ROOT / "mpu/kernels").glob("*.py"):
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), flags=re.M):
+            kernel = getattr(import_module(f"mpu.kernels.{path.stem}"), name)
+            said = declaration(kernel.fn)
+            assert said.requires.source == f"mpu/kernels/{path.name}", name
+            assert set(said.requires.of) <= set(kernel.arg_names), name
+            seen += 1
+    assert seen == 21
 
 
 def test_a_row_names_the_argument_and_its_source():

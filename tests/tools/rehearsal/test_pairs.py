@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function's backward does the conjugate of its forward's transfers; operations, contiguity."""
+"""A function's backward does the conjugate of its forward's transfers; contiguity."""
 
 from types import SimpleNamespace
 
@@ -7,21 +7,20 @@ import pytest
 import torch
 
 from mpu.comm.mappings import _Pair
+from tools.rehearsal.conjugates import one_way
 from tools.rehearsal.events import Launch, Transfer, Where
-from tools.rehearsal.findings import operations
 from tools.rehearsal.group import Distributed, Group
 from tools.rehearsal.places import end_of
 from tools.rehearsal.record import Recorder
-from tools.rehearsal.traffic_rules import one_way
 
 
-def transfer(verb, function, *, label="VocabParallelEmbedding: forward", op=""):
+def transfer(verb, function, *, label="VocabParallelEmbedding: forward"):
     back = function.endswith(".backward")
     where = Where("backward" if back else "forward", "embedding", place="a.py:1", function=function)
     return Transfer(
         id=0, verb=verb, axis="tp", group=(0, 1), peer=-1, number=1, bytes=8, sent=8,
         dtype="bfloat16", shape=(4,), stream=1, origin=0, read=(), written=(), batch=-1,
-        label=label, where=where, op=op,
+        label=label, where=where,
     )  # fmt: skip
 
 
@@ -43,14 +42,6 @@ def test_backward_does_the_conjugate_of_what_forward_does(there, back):
     assert found(one, one, other) == [(end_of(_Pair.backward), "a.py:1")]
     assert found(transfer("all_reduce", "_Pair")) == []  # its conjugate is the identity
     assert found(one._replace(label="cross_entropy: forward")) == []  # sums, not activations
-
-
-def test_scales_are_agreed_by_their_maximum_and_activations_are_added():
-    scales = transfer("all_reduce", "", label="NoneType: float8 scales")
-    assert operations(scales) == ("MAX",)
-    assert "MAX" not in operations(transfer("all_reduce", "", op="MAX"))
-    assert operations(transfer("all_gather", "")) == ("",)
-    assert operations(transfer("all_reduce", "", label="found inf: check", op="MAX")) == ("MAX",)
 
 
 def test_a_tensor_that_is_not_contiguous_goes_into_no_collective():

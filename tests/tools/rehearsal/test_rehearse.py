@@ -24,20 +24,26 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.prove
-def test_flops_of_a_step(rehearse):
-    """Forward, dgrad and wgrad of a matmul: 6 x weights; causal attention: half of 4 s s d."""
-    report = rehearse("--global-batch-size 2").report
-    weights = 4 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 176) + 64 * 1024
+@pytest.mark.parametrize(
+    ("again", "of_layers", "of_core"), [("", 6, 3.5), ("selective", 6, 4.5), ("full", 8, 4.5)]
+)
+def test_flops_of_a_step(rehearse, again, of_layers, of_core):
+    """Forward, dgrad and wgrad of a matmul: 6 x weights; causal attention: half of 4 s s d. What is
+    recomputed runs its forward twice.
+    """
+    flags = f"--recompute-granularity {again}" if again else ""
+    report = rehearse(f"--global-batch-size 2 {flags}").report
+    layers, head = 4 * (64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 176), 64 * 1024
     matmuls = sum(row["flops"] for row in report["launches"] if row["part"] != "attention")
-    assert matmuls == 6 * weights * 2 * 64
+    assert matmuls == (of_layers * layers + 6 * head) * 2 * 64
     core = sum(row["flops"] for row in report["launches"] if row["part"] == "attention")
     forward = 4 * 64 * 64 * 16 * 4 / 2 * 4 * 2  # 4 s s d, 4 heads, causal, 4 layers, 2 samples
-    assert core == pytest.approx(forward * 3.5)  # flash's backward computes the scores again
+    assert core == pytest.approx(forward * of_core)  # flash's backward computes the scores again
 
 
 @pytest.mark.prove
 def test_kernels_that_overlap_multiply_as_much(rehearse):
-    """A Triton kernel's launch declares its FLOPs (tools/rehearsal/kernel_costs.py)."""
+    """A Triton kernel declares the FLOPs of its launch (mpu/kernels/declared.py)."""
     flops = {}
     for method in ("none", "symmetric"):
         flags = f"--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap {method}"
