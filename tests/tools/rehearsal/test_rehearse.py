@@ -114,7 +114,7 @@ def test_each_transfer_has_its_turn_on_its_communicator(rehearse):
 def test_mistakes_are_one_sentence(rehearse):
     for flags, said in {
         "--global-batch-size 4 --rehearse-rank 4": "--rehearse-rank 4",
-        "--global-batch-size 4 --rehearse-device nosuch": "nosuch: no device file",
+        "--global-batch-size 4 --rehearse-device nosuch": "nosuch is no GPU known by name",
         "--tensor-model-parallel-size 3": "not a multiple of --tensor-model-parallel-size 3",
     }.items():
         found = rehearse(flags, 4)
