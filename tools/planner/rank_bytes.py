@@ -142,8 +142,8 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Byte
     """
     bytes_ = Bytes(np.zeros(len(found)), np.zeros(len(found)))
     key = [  # fmt: skip
-        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.states, e.ep,
-         e.dispatcher, e.overlap_ep) for e in found
+        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.states,
+         e.on_host, e.ep, e.dispatcher, e.overlap_ep) for e in found
     ]
     order = sorted(range(len(found)), key=lambda n: key[n])
     for _, members in groupby(order, key=lambda n: key[n]):
@@ -207,13 +207,14 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
         return np.where(ends > 0, ends, of[1])
 
     total = state + b * (stored + logits) + most(u.working) + (b - 1) * most(u.more)
-    if e.states:  # away while activations are there, and back for the update
+    if e.states or e.on_host:
         offloaded = (moved * r.node[:, None]).max(1)
-        total = np.maximum(total - moved, state)
+        # away while activations are there, and back for an update on the GPU
+        total = np.maximum(total - moved, 0 if e.on_host else state)
     else:
         moved = np.zeros(moved.shape)
     of_rank = total.max(1)
-    if e.states or e.offload:
+    if e.states or e.on_host or e.offload:
         of_rank = np.where(offloaded > host, np.inf, of_rank)
     return Bytes(of_rank, moved.max(1))
 
