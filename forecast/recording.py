@@ -292,7 +292,8 @@ class Recording:
 
     few: micro-batches that are recorded. recorded: whether a step was, or the rank only built.
     start: bytes by kind as the step begins. warm_up: the most bytes before it, where each chunk
-    runs once.
+    runs once. heard: what the ranks of the pipeline told each other meanwhile, in order: each time
+    what each of them said.
     """
 
     run: Any
@@ -301,6 +302,7 @@ class Recording:
     recorded: bool = True
     start: dict[str, int] = field(default_factory=dict)
     warm_up: int = 0
+    heard: list[list[bytes]] = field(default_factory=list)
 
     def moments(self) -> list[Moment]:
         """Return the fullest moment of each action, in order."""
@@ -339,6 +341,7 @@ class _Meeting:
 
     def __init__(self, size: int) -> None:
         self._said: list[bytes] = [b""] * size
+        self.heard: list[list[bytes]] = []
         self._barrier = threading.Barrier(size)
         self.turn = threading.Lock()
 
@@ -351,6 +354,8 @@ class _Meeting:
         try:
             self._barrier.wait()  # all have spoken
             said = list(self._said)
+            if rank == 0:
+                self.heard.append(said)
             self._barrier.wait()  # all have heard
         finally:
             self.turn.acquire()
@@ -409,6 +414,8 @@ def record(
             thread.join()
     if errors:
         raise errors[0]
+    for recording in found.values():
+        recording.heard = meeting.heard
     return found
 
 

@@ -333,6 +333,7 @@ def test_the_picture_has_a_point_for_each_layout(plans: Plans, tmp_path: Path) -
         picture.draw(plans, tmp_path / "a.pdf")
 
 
+@pytest.mark.prove
 def test_the_update_is_the_hosts_where_nothing_else_fits() -> None:
     """70B on a node of H200s: the flags that fit, with --dry-run's memory."""
     plans = plan.plans_of("70B", read_cluster("8xh200"), {"global-batch-size": 64})
