@@ -1,18 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Plan a run: which flags, whether it fits, how long a step takes; and predict published runs.
+"""Plan a run: which flags, whether it fits, how long a step takes.
 
     python tools/plan.py MODEL CLUSTER [--nodes N] [--seq-length N] [--global-batch-size N]
     python tools/plan.py MODEL CLUSTER --why "--tensor-model-parallel-size 8 ..."
     python tools/plan.py MODEL CLUSTER --rank-orders "--tensor-model-parallel-size 8 ..."
-    python tools/plan.py --predict RUNS.csv --out FILE
 
 MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
 (with --model-file for a fork). CLUSTER is a file like those of tools/planner/clusters, or a name of
 theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090. docs/planning.md
 explains the table and how far to trust it. The exit code is 0 where a plan was found, 1 where
-nothing fits (no layout, the layout of --why, no row of --predict), 2 where an argument or a file is
-wrong.
+nothing fits (no layout, or the layout of --why), 2 where an argument or a file is wrong.
 """
 
 import argparse
@@ -32,9 +30,7 @@ from tools.command_line import Parser, error_line, integer, number
 from tools.planner import own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
 from tools.planner.model import read_model
-from tools.planner.predict import predict, write
-from tools.planner.published import read_table
-from tools.planner.search import PlanError, Plans
+from tools.planner.search import Plans
 from tools.waiting import Progress, waiting
 from training.update_rules import RULES
 
@@ -45,16 +41,6 @@ MISTAKES = (OSError, ValueError)  # every error of the planner's files is a Valu
 
 
 Answer = tuple[list[str], bool]  # lines to print, and whether what was asked for fits
-
-
-def predict_file(runs: Path, out: Path) -> Answer:
-    """Write a table of runs with their predictions; return what was done, in a line."""
-    table_of_runs = read_table(runs)
-    predicted = predict(table_of_runs.rows)
-    write(out, table_of_runs, predicted)
-    fit = int(predicted.fits.sum())
-    left = f", {len(table_of_runs.reasons)} not: predicted_reason" * bool(table_of_runs.reasons)
-    return [f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"], fit > 0
 
 
 def plans_of(
@@ -109,8 +95,8 @@ def compare(
 def build_parser() -> Parser:
     """Return the command line's parser."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a size, a config.json, or flags in quotes")
-    parser.add_argument("cluster", nargs="?", help="a cluster file, or its name")
+    parser.add_argument("model", help="a size, a config.json, or flags in quotes")
+    parser.add_argument("cluster", help="a cluster file, or its name")
     parser.add_argument("--nodes", type=integer(1, 65_536), help="instead of the cluster file's")
     parser.add_argument(
         "--seq-length", type=integer(1, 1 << 24), help=f"tokens; default: {SEQUENCE:,}"
@@ -131,21 +117,11 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw all layouts and the best step"
     )
-    parser.add_argument(
-        "--predict", type=Path, metavar="RUNS.csv", help="published runs to predict"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where --predict writes")
     return parser
 
 
 def answer(args: argparse.Namespace, progress: Progress) -> Answer:
     """Return the answer to the command line. progress: is told what is done. Raises MISTAKES."""
-    if args.predict is not None:
-        if args.out is None:
-            raise PlanError("--predict needs --out FILE")
-        return predict_file(args.predict, args.out)
-    if args.model is None or args.cluster is None:
-        raise PlanError("MODEL and CLUSTER are needed, or --predict RUNS.csv --out FILE")
     cluster = read_cluster(args.cluster)
     given = {"seq-length": args.seq_length, "global-batch-size": args.global_batch_size,
              "float8": args.float8, "optimizer": args.optimizer}  # fmt: skip

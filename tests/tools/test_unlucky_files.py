@@ -170,8 +170,8 @@ def a_table(rng: random.Random, folder: Path) -> Case:
         no_file(rng, path)
     else:
         path.write_bytes(rng.choice([*(text.encode() for text in texts), b"\xff\xfe", b""]))
-    argv = ["tools/plan.py", "--predict", path, "--out", folder / "out.csv"]
-    return Case(argv, (0, 1, 2), r"rows predicted|plan.py: .*runs.csv", memory=MEMORY)
+    argv = ["benchmarks/plan_predict.py", path, "--out", folder / "out.csv"]
+    return Case(argv, (0, 1, 2), r"rows predicted|plan_predict.py: .*runs.csv", memory=MEMORY)
 
 
 def a_model_to_plan(rng: random.Random, folder: Path) -> Case:

@@ -20,7 +20,7 @@ from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import stage_layout
 from tools.planner import matrices, transfers
 from tools.planner.cluster import Cluster
-from tools.planner.constants import device_constants, profile
+from tools.planner.constants import device_constants, own
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
 from tools.planner.pipeline import SCHEDULES, paired
@@ -379,7 +379,7 @@ def evaluate(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
 
 
 def _constants(cluster: Cluster) -> dict[str, float]:
-    return profile(f"weft_{cluster.device}")
+    return own(cluster.device)
 
 
 def _timed(c: dict[str, float], runs: Runs, more: Unnamed) -> Times:

@@ -395,9 +395,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
         ),
         (["9B", "h100_8_nodes"], "9B: not a file, flags in quotes, or a known model"),
         (["8B", "h100"], "h100: no cluster file h100.json; known by name are a100_16_nodes"),
-        (["8B"], "MODEL and CLUSTER are needed"),
         (["8B", "8xmi300x"], "AMD's ROCm"),
-        (["--predict", "x.csv"], "--predict needs --out FILE"),
         ([SMALL.replace(" --vocab-size 32000", ""), "h100_8_nodes"], "--vocab-size is missing"),
         ([SMALL + " --num-layer 3", "h100_8_nodes"], "--num-layer"),
         (
