@@ -44,7 +44,9 @@ def declared(cost: CostOf, **requires: str) -> Callable[[Kernel], Kernel]:
 
     def declare(kernel: Any) -> Any:
         file = kernel.fn.__module__.replace(".", "/") + ".py"
-        words = {name: tuple(each.split()) for name, each in requires.items()}
+        words: dict[str | int, tuple[str, ...]] = {
+            name: tuple(each.split()) for name, each in requires.items()
+        }
         kernel.declared = Declared(Requirements(words, file), cost)
         return kernel
 
