@@ -1694,11 +1694,6 @@ class RehearseConfig:
     rehearse_steps: int = setting(
         2, "steps that run; the last one is reported", "steps", integer(1, 3), ours=True
     )
-    rehearse_full: bool = setting(
-        False,
-        "run every micro-batch of the last step; without it those that repeat are replayed",
-        ours=True,
-    )
     rehearse_expert_skew: float = setting(
         1.0,
         "with --rehearse or --dry-run: rows that the first rank of each ep group gets for its "

@@ -154,7 +154,10 @@ def cost(a: Mapping[str, Any]) -> Cost:
     return Cost(pushed + multiplied, 2.0 * world * m * n * k, ("y",))
 
 
-@declared(cost, x="whole aligned", w="same", y="whole", x_scales="float32", w_scales="float32")
+@declared(
+    cost, x="whole aligned", w="same", y="whole", x_scales="scaled float32",
+    w_scales="scaled float32",
+)  # fmt: skip
 @triton.jit(do_not_specialize=["rank", "epoch", "patience"])
 def all_gather_matmul_kernel(
     x, w, y, x_scales, w_scales, inbox, arrived, outbox, raises, counters, tickets, scale_inbox,

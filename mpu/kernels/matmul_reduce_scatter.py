@@ -69,7 +69,9 @@ def reduce_cost(a: Mapping[str, Any]) -> Cost:
     return Cost(moved, 0.0, ("out",))
 
 
-@declared(scatter_cost, x="whole aligned", w="same", x_scales="float32", w_scales="float32")
+@declared(
+    scatter_cost, x="whole aligned", w="same", x_scales="scaled float32", w_scales="scaled float32"
+)
 @triton.jit(do_not_specialize=["rank", "epoch"])
 def matmul_scatter_kernel(
     x, w, x_scales, w_scales, outbox, raises, counters, tickets, m, n, k, stride_n, stride_k,

@@ -14,7 +14,7 @@ WAYS = [  # level, gradients reduced under backward, weights gathered ahead, buc
     dict(zero=1, overlap=False, gather=True, bucket=10**9),
     dict(zero=2, overlap=False, gather=False, bucket=500),
     dict(zero=3, overlap=False, gather=False),
-    dict(zero=0, overlap=True, bucket=3000, offload=True),
+    dict(zero=1, overlap=True, bucket=3000, offload=True),
     dict(zero=3, overlap=True, gather=True, offload=True),
 ]
 

@@ -62,7 +62,7 @@ class Transfer(NamedTuple):
     batch: messages that start together have one number; -1 where one starts alone. From the
     stream `origin`, which called it, the transfer waits for what was launched on it before. op:
     what a reduction computes. spans: as of a Launch. communicator: its name, the same on all its
-    ranks. urgent: its stream has high priority.
+    ranks. urgent: its stream has high priority. is_async: the program waits for it later.
     """
 
     id: int
@@ -86,6 +86,7 @@ class Transfer(NamedTuple):
     op: str = ""
     communicator: str = ""
     urgent: bool = False
+    is_async: bool = False
 
 
 class Record(NamedTuple):

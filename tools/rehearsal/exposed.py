@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find transfers and copies that nothing hides, although a product could.
 
-A transfer is exposed if no product runs between its start and the computing stream's wait for it.
-That cannot be helped where the product before it makes what it sends, and the product after it
+The program starts a transfer without waiting for it, so that something hides it. It is exposed if
+no product runs between its start and the computing stream's wait for it. That cannot be helped
+where the product before it makes what it sends, and the product after it
 reads what it brings. It could be helped
 
     by an earlier start    where the product before it makes nothing of what it sends
@@ -11,7 +12,8 @@ reads what it brings. It could be helped
 Both are products of the same action (a micro-batch's forward, backward or W). Which launch makes
 and reads what is followed from storage to storage through the launches between. A finding is a line
 of which, in one phase, more than half of the transfers of a step could be hidden. A copy between
-host and device is a transfer, too; one on the computing stream itself can never be hidden.
+host and device is a transfer, too; one on the computing stream itself can never be hidden. Products
+as small as a router's hide nothing.
 """
 
 from collections import Counter, defaultdict
@@ -25,6 +27,7 @@ from tools.rehearsal.places import phase_of
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
 
+LEAST = 0.05  # of the FLOPs of a step's largest product
 LARGE = 1 << 12  # bytes of a copy that holds up the computing stream
 Line = tuple[str, str, str]  # file:line, phase, label
 PASSES = ("forward", "backward")  # W fills a bubble, in which nothing waits for it
@@ -45,7 +48,7 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
     copying = defaultdict[int, list[Started]](list)  # by stream
     marks: dict[int, list[Started]] = {}  # of copies, by the event behind them
     brought: dict[int, tuple[int, ...]] = {}  # by each transfer, the storages that it writes
-    products, phase = 0, ""
+    products, phase, hides = 0, "", Hides(events[seen.first : seen.end])
     for index in range(seen.first, seen.end):
         event, waited = events[index], list[Started]()
         if type(event) is Action:
@@ -57,9 +60,9 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
                 what = f"{event.op} of {event.bytes:,} bytes on the stream that computes"
                 yield Finding("overlap", event.where.place, what, "", chains.get(index, ()))
         elif type(event) is Launch:
-            products += bool(event.flops) and event.stream == 0
+            products += hides(event)
         elif type(event) is Transfer:
-            if event.op in ("", "SUM"):  # a maximum on which ranks agree is a few numbers
+            if event.is_async:
                 started[event.id] = Started(index, products)
             brought[event.id] = event.written
         elif type(event) is Record and event.stream in copying:
@@ -72,7 +75,7 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
         for one in waited if phase in PASSES else ():
             line = line_of(events[one.at])
             every[line] += 1
-            if one.products == products and (how := cure(events, one.at, index, brought)):
+            if one.products == products and (how := cure(events, one.at, index, brought, hides)):
                 could[line].append((one.at, how))
     for line, some in could.items():
         if 2 * len(some) > every[line]:
@@ -86,22 +89,34 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
             yield Finding("overlap", place, what, (*caller, "")[0], tuple(through))
 
 
+class Hides:
+    """Says whether a launch is a product that can hide a transfer. step: has all products."""
+
+    def __init__(self, step: Sequence[Event]) -> None:
+        self.least = LEAST * max((e.flops for e in step if isinstance(e, Launch)), default=0.0)
+
+    def __call__(self, event: Launch) -> bool:
+        """Return whether a launch can."""
+        return event.stream == 0 and event.flops > self.least
+
+
 def cure(
-    events: Sequence[Event], start: int, wait: int, brought: Mapping[int, tuple[int, ...]]
-) -> str:
+    events: Sequence[Event], start: int, wait: int, brought: Mapping[int, tuple[int, ...]],
+    hides: Hides,
+) -> str:  # fmt: skip
     """Return by what a transfer that starts and is waited for at these events could be hidden, in
     words; "" if by nothing. brought: what each transfer writes.
     """
     event = events[start]
     assert isinstance(event, (Launch, Transfer))
     sends = isinstance(event, Launch) or event.verb != "receive"
-    if sends and could_start_before(events, start, brought):
+    if sends and could_start_before(events, start, brought, hides):
         return "an earlier start"
-    return "a later wait" if could_end_after(events, wait, event.written) else ""
+    return "a later wait" if could_end_after(events, wait, event.written, hides) else ""
 
 
 def could_start_before(
-    events: Sequence[Event], start: int, brought: Mapping[int, tuple[int, ...]]
+    events: Sequence[Event], start: int, brought: Mapping[int, tuple[int, ...]], hides: Hides
 ) -> bool:
     """Return whether the action's product before a transfer makes nothing of what it sends.
 
@@ -119,14 +134,16 @@ def could_start_before(
         if not isinstance(event, (Launch, Transfer)):
             continue
         makes = not needs.isdisjoint(event.written)
-        if isinstance(event, Launch) and event.flops and event.stream == 0:
+        if isinstance(event, Launch) and hides(event):
             return not makes
         if makes:
             needs.update(event.read)
     return False
 
 
-def could_end_after(events: Sequence[Event], wait: int, brought: tuple[int, ...]) -> bool:
+def could_end_after(
+    events: Sequence[Event], wait: int, brought: tuple[int, ...], hides: Hides
+) -> bool:
     """Return whether the product after a wait reads nothing of what the transfer brought."""
     made = set(brought)
     for index in range(wait + 1, len(events)):
@@ -135,10 +152,10 @@ def could_end_after(events: Sequence[Event], wait: int, brought: tuple[int, ...]
             return False
         if isinstance(event, (Launch, Transfer)):
             if not made.isdisjoint(event.read):
-                if isinstance(event, Transfer) or event.flops:
+                if isinstance(event, Transfer) or hides(event):
                     return False
                 made.update(event.written)
-            elif isinstance(event, Launch) and event.flops and event.stream == 0:
+            elif isinstance(event, Launch) and hides(event):
                 return True
     return False
 

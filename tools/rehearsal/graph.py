@@ -77,9 +77,11 @@ class GraphReport(NamedTuple):
         ]
 
 
-def prove(recorder: Recorder, begin: int, first: int, parallel: ParallelConfig) -> GraphReport:
-    """Read a record. begin, first: where its first and its last step begin."""
-    parts = micro_batches(recorder.events[begin:])
+def prove(
+    recorder: Recorder, earlier: Sequence[Event], step: Sequence[Event], parallel: ParallelConfig
+) -> GraphReport:
+    """Read a record. earlier: the steps before the last one. step: the last one."""
+    parts = micro_batches([*earlier, *step])
     last = max((iteration for iteration, _ in parts), default=0)
     count = 1 + max((i for iteration, i in parts if iteration == last), default=-1)
     graphed = [i for i in range(count) if not eager(parallel, i, count)]
@@ -97,7 +99,6 @@ def prove(recorder: Recorder, begin: int, first: int, parallel: ParallelConfig) 
         pairs.append(((last - 1, 0), (last, 0)))
     for one, other in pairs:
         findings += difference(recorder, parts[one], parts[other], f"{one[1]} and {other[1]}")
-    step = recorder.events[first:]
     inside = [event for i in graphed for event in parts[last, i]]
     unlike = {(f.kind, f.place, f.what): f for f in findings}
     counts = calls(step), calls(step) - calls(inside), len(graphed), len(pairs)

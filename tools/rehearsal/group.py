@@ -106,7 +106,7 @@ class Distributed:
         self.groups: Counter[tuple[int, ...]] = Counter()
         self.batches = 0
         self.batch = -1
-        self.trace_axis, self.trace_label = "", ""
+        self.trace_axis, self.trace_label, self.trace_async = "", "", False
         self.exchange: Any = None
         self.starts: Any = None
         self.answers: Callable[[bytes, Any], list[bytes] | None] | None = None
@@ -300,6 +300,7 @@ class Distributed:
             op=op,
             communicator=over.name,
             urgent=over.urgent,
+            is_async=self.trace_async,
         )
         return Work(recorder, transfer)
 
@@ -331,7 +332,7 @@ class Distributed:
         self, verb: str, axis: Any, tensor: Tensor, sent: int, is_async: bool, label: Any
     ) -> None:
         """Keep who starts the next transfer, and on which axis."""
-        self.trace_axis, self.trace_label = axis.name, ""
+        self.trace_axis, self.trace_label, self.trace_async = axis.name, "", is_async
         self.starts = verb, axis.ranks, tensor
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__

@@ -40,11 +40,11 @@ def grown(seen: "Rehearsed") -> Iterator[Finding]:
         elif type(event) is Action:
             over += [now] if now >= 0 and last[now] < index and now not in over else []
             left: dict[str, set[int]] = {}
-            for place, micro_batch in in_use.values() if len(over) > 3 else ():
+            for place, micro_batch in in_use.values() if len(over) > 2 else ():
                 if micro_batch in over[:-1]:  # the last backward's are freed by the next one
                     left.setdefault(place, set()).add(micro_batch)
             for place, some in left.items():
-                if len(some) > 2 and place not in reported:
+                if len(some) > 1 and place not in reported:
                     reported.add(place)
                     what = f"memory of {len(some)} micro-batches lives when they are over"
                     yield Finding("leak", place, what, "", ways(seen, place))
@@ -112,14 +112,9 @@ def live_by_place(seen: "Rehearsed", end: int, persistent: set[int]) -> dict[str
     them.
     """
     in_use: dict[int, Alloc] = {}
-    replay, now = seen.recorder.replay, -1
     for index in range(end):
         event = seen.recorder.events[index]
-        if type(event) is Action:
-            now = micro_batch_of(event)
-        elif type(event) is Alloc and replay is not None and replay.copied(now):
-            continue  # what ends of it may end with another micro-batch's
-        elif type(event) is Alloc:
+        if type(event) is Alloc:
             in_use[event.storage] = event
         elif type(event) is Free:
             in_use.pop(event.storage, None)

@@ -5,6 +5,7 @@ import json
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
@@ -15,19 +16,18 @@ import torch
 from forecast.device_file import Device, read_device
 from mpu.launch import Launch
 from mpu.param import PlacementError
-from mpu.pipeline.schedules import V_SHAPED
 from mpu.torch_private import require_rehearsal
 from tools.rehearsal import (
     activation_costs,
     graph,
     guard,
-    replay_engine,
     report,
     triton_kernels,
     workspaces,
 )
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
+from tools.rehearsal.events import Event
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.host import Host
@@ -127,10 +127,6 @@ def run(
     else:
         Host(recorder).install(patches, network)
     network.install(patches)
-    p = config.parallel  # the first micro-batches differ, or chunks hand on what others keep
-    unlike = bool(p.wgrad_deferral_limit) or p.schedule in V_SHAPED
-    unlike |= p.overlap_moe_expert_parallel_comm  # or two run at once
-    replay_engine.install(recorder, options.rehearse_full or unlike)
     return rehearse(
         script, config, launch, recorder, network, steps=options.rehearse_steps,
         patches=patches, progress=progress,
@@ -139,19 +135,21 @@ def run(
 
 def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     """Return the report as JSON's types and as text."""
-    recorder, step = seen.recorder, seen.recorder.events[seen.first :]
+    recorder, step = seen.recorder, seen.step()
     fullest = memory(recorder.events, seen.kinds(), recorder.device, seen.first)
-    by_kind, lacking, of_matmuls = dict(fullest.by_kind), list[str](), 0
+    by_kind, lacking, more = dict(fullest.by_kind), list[str](), seen.batches_left_out()
+    by_kind["other"] = by_kind.get("other", 0) + more
     if recorder.device == "cuda":
         major = read_device(seen.config.rehearse.rehearse_device).major
-        of_matmuls = by_kind[workspaces.OF_MATMULS] = workspaces.of_matmuls(step, major)
+        more += workspaces.of_matmuls(step, major)
+        by_kind[workspaces.OF_MATMULS] = workspaces.of_matmuls(step, major)
         lacking = workspaces.not_counted(recorder.events)
     times: list[str] = []
     of_layers: list[str] = []
     graphs: list[str] = []
     graph_report = None
     if seen.config.gpu.cuda_graph and seen.failure is None:
-        graph_report = graph.prove(recorder, seen.begin, seen.first, seen.config.parallel)
+        graph_report = graph.prove(recorder, seen.earlier(), step, seen.config.parallel)
         recorder.found += graph_report.findings
     made: dict[str, Any] = {
         "rank": seen.grid.rank,
@@ -160,7 +158,7 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
         "findings": [finding._asdict() for finding in findings(seen)],
         "launches": report.launches(step),
         "memory": {
-            "peak_bytes": fullest.peak + of_matmuls,
+            "peak_bytes": fullest.peak + more,
             "by_kind": by_kind,
             "not_counted": lacking,
             "allocator_rounding_bytes": fullest.rounding,
@@ -178,7 +176,7 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     kinds = {finding["kind"] for finding in made["findings"]}
     if recorder.device == "cuda" and kinds <= {"stand-in"}:
         device = read_device(seen.config.rehearse.rehearse_device)
-        timing, *others = (time_of(seen, end) for end in device.ends())
+        timing, *others = (time_of(seen, end, step) for end in device.ends())
         other = others[0] if others else None
         made["time"] = as_json(timing, other)
         times = lines(timing, device, other)
@@ -194,18 +192,17 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     return made, report.text(made, heading, times, of_layers, graphs)
 
 
-def time_of(seen: Rehearsed, device: Device) -> Timing:
-    """Time the last step on a device."""
+def time_of(seen: Rehearsed, device: Device, step: Sequence[Event]) -> Timing:
+    """Time the last step, of all micro-batches, on a device."""
     config, grid, provider = seen.config, seen.grid, seen.script.model_provider
     batches = seen.micro_batches
     tokens = batches * config.batch.micro_batch_size * grid.dp.size * config.model.seq_length
     flops = model_profile(config, provider).flops * tokens / grid.world_size
     dtype = str(config.run.dtype).removeprefix("torch.")
-    step = seen.recorder.events[seen.first :]
     trace = bool(config.rehearse.rehearse_trace)
     if grid.pp.size == 1:
         if config.parallel.optimizer_state_offload:  # what goes down under this step's forward
-            step = seen.recorder.events[seen.begin :]
+            step = [*seen.earlier(), *step]
         return time_record(step, device, flops, dtype, rank=grid.rank, trace=trace)
     schedule, work = schedule_of(config, batches), costs(config, provider)
     return time_pipeline(

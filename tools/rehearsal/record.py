@@ -67,7 +67,6 @@ class Recorder:
         self.sizes: dict[int, int] = {}  # number -> bytes
         self._storages = self._events = self._transfers = 0
         self.counts: dict[int, int] = {}  # of transfers on each communicator's stream
-        self.replay: Any = None  # tools/rehearsal/replay.py, while it replays
         self.streams = 1
         self.homes: dict[int, int] = {}  # storage -> the stream that was current when it began
         self.born: dict[int, str] = {}  # storage -> the line that allocated it
@@ -147,9 +146,7 @@ class Recorder:
     def _freed(self, key: int, number: int) -> None:
         if self.live.get(key, (None,))[0] == number:
             del self.live[key]
-        if self.replay is not None:
-            number = self.replay.freed(number)
-        if not self.paused and number >= 0:
+        if not self.paused:
             self.events.append(Free(number, self.place() if number in self.abroad else ""))
 
     def pin(self, x: Tensor) -> None:
@@ -269,8 +266,6 @@ class Recorder:
 
     def wait(self, stream: int, event: int = -1, transfer: int = -1) -> None:
         """Note that a stream waits."""
-        if self.replay is not None and transfer >= 0:
-            transfer = self.replay.latest(transfer)
         self.chain()
         self.events.append(Wait(event, stream, self.place(), transfer))
 
@@ -286,8 +281,6 @@ class Recorder:
 
     def polled(self, event: int = -1, transfer: int = -1) -> None:
         """Note that the host has seen that something is over."""
-        if self.replay is not None and transfer >= 0:
-            transfer = self.replay.latest(transfer)
         self.events.append(Polled(event, transfer))
 
     def host_use(self, read: list[Tensor], written: list[Tensor]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import Parameter
 
-from forecast.recording import Actions
+from forecast.recording import Actions, few_micro_batches
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -26,15 +26,15 @@ from mpu.module_tracker import CARRIERS, ModuleTracker
 from mpu.param import PlacementError, draw_normal, placement_of
 from mpu.torch_private import fake_tensors, function_of
 from tools.rehearsal.device import Reads
-from tools.rehearsal.events import Action
+from tools.rehearsal.events import Action, Alloc, Event, Free
 from tools.rehearsal.group import Distributed
 from tools.rehearsal.order import Finding
 from tools.rehearsal.patches import Patches
 from tools.rehearsal.places import lines_of, traced
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.watch import Watch
+from tools.rehearsal.whole_step import whole_step
 from tools.waiting import Progress
-from training.batch_size import global_batch_size
 from training.config import Config, UsageError
 from training.data.batch import DocumentRules
 from training.data.build import Loaders
@@ -42,6 +42,7 @@ from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
 from training.model_profile import ModelProvider, model_profile, rank_parameters
+from training.pipeline_schedule import micro_batch_counts, schedule_of
 from training.pipeline_stages import rank_stages
 from training.run import start
 from training.run.trial import try_calls
@@ -56,6 +57,7 @@ class Rehearsed:
     and of the last. loop: of the last turn of the loop, which reads data first. end: where it ends.
 
     failure: the exception that ended it before, if one did; run is None where it was not built yet.
+    micro_batches: of a step of all; few: of those that ran.
     """
 
     config: Config
@@ -66,6 +68,8 @@ class Rehearsed:
     notes: list[str]
     run: Any
     script: ModuleType
+    micro_batches: int
+    few: int
     failure: Finding | None = None
 
     @property
@@ -85,12 +89,37 @@ class Rehearsed:
         over = (i for i in range(self.first, len(events)) if events[i] == Action(OVER))
         return next(over, len(events))
 
-    @property
-    def micro_batches(self) -> int:
-        """Return how many micro-batches a data-parallel rank runs in the last step."""
-        batch = self.config.batch
-        size = global_batch_size(self.config, self.run.consumed - batch.global_batch_size)
-        return size // (batch.micro_batch_size * self.grid.dp.size)
+    def step(self) -> list[Event]:
+        """Return the last step, of all micro-batches."""
+        return self._whole(self.recorder.events[self.first :])
+
+    def earlier(self) -> list[Event]:
+        """Return the steps before it, of all micro-batches."""
+        events, found = self.recorder.events[: self.first], list[Event]()
+        begins = [i for i, event in enumerate(events) if event in STEPS]
+        for low, high in zip(begins, [*begins[1:], len(events)], strict=True):
+            found += self._whole(events[low:high])
+        return found
+
+    def batches_left_out(self) -> int:
+        """Return the bytes of the batches of those micro-batches that did not run: a step has all
+        of them from its start, and those of the step before.
+        """
+        kept, reads = dict[int, int](), False
+        for event in self.recorder.events[: self.first]:
+            if type(event) is Action:
+                reads = event.words.startswith(READS)
+            elif type(event) is Alloc and reads:
+                kept[event.storage] = event.bytes
+            elif type(event) is Free:
+                kept.pop(event.storage, None)
+        return sum(kept.values()) // self.few * (self.micro_batches - self.few)
+
+    def _whole(self, events: list[Event]) -> list[Event]:
+        if self.few == self.micro_batches or self.failure is not None:
+            return events
+        schedule = schedule_of(self.config, self.micro_batches)
+        return whole_step(events, schedule, self.grid.pp.rank, self.few)
 
     def kinds(self) -> dict[int, str]:
         """Return what persists from step to step: the storage's number and its kind."""
@@ -106,8 +135,23 @@ class Rehearsed:
         return found
 
 
-def rehearsable(config: Config, steps: int) -> Config:
-    """Return the rehearsal's config: made-up data, nothing read or written, a few eager steps."""
+def few_of(config: Config) -> int:
+    """Return how many micro-batches run: all of them where the first ones differ (ramps of the
+    batch size, a limit of deferred weight gradients), or where two run at once.
+    """
+    p, counts = config.parallel, micro_batch_counts(config)
+    unlike = p.wgrad_deferral_limit or p.overlap_moe_expert_parallel_comm or len(counts) > 1
+    return counts[0] if unlike else few_micro_batches(config)
+
+
+def rehearsable(config: Config, steps: int, few: int) -> Config:
+    """Return the rehearsal's config: made-up data, nothing read or written, a few eager steps.
+
+    few: micro-batches of a step.
+    """
+    samples = few * config.batch.micro_batch_size * config.parallel.data_parallel_size
+    if len(micro_batch_counts(config)) == 1:
+        config = replace(config, batch=replace(config.batch, global_batch_size=samples))
     data = replace(
         config.data, mock_data=True, data_path=(), train_data_path=(), valid_data_path=(),
         test_data_path=(), num_workers=0, multiple_validation_sets=False, full_validation=False,
@@ -244,7 +288,8 @@ def rehearse(
     """
     progress = progress or Progress()
     progress.begin("building the model")
-    config = rehearsable(config, steps)
+    count, few = micro_batch_counts(config)[0], few_of(config)
+    config = rehearsable(config, steps, few)
     device = torch.device(recorder.device)
     if config.model.vocab_size is None:
         config = config.with_vocab(tokenizer_for(config).vocab_size)
@@ -306,8 +351,9 @@ def rehearse(
     begin, first = (steps_begin[0], steps_begin[-1]) if steps_begin else (len(events),) * 2
     notes += out.getvalue().splitlines()
     return Rehearsed(
-        config, grid, recorder, begin, first, notes, run=run, script=script, failure=failure
-    )
+        config, grid, recorder, begin, first, notes, run=run, script=script, micro_batches=count,
+        few=few, failure=failure,
+    )  # fmt: skip
 
 
 def failed(error: BaseException, fork: str) -> Finding:

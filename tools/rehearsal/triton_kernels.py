@@ -58,8 +58,9 @@ def install(recorder: Recorder, rank: int) -> None:
 
     def asked(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
         taken = on_triton(*tensors, accumulate=accumulate)
-        kind = tensors[0].dtype
-        if not taken and kind in DTYPES and tensors[0].is_cuda and not recorder.paused:
+        kinds = {x.dtype for x in tensors}  # of several dtypes: the model multiplies in a wider one
+        alike = len(kinds) == 1 and kinds <= {*DTYPES}
+        if not taken and alike and tensors[0].is_cuda and not recorder.paused:
             given = ", ".join(f"{x.dtype} of strides {x.stride()}" for x in tensors)
             what = "operations of torch run in place of a Triton kernel, which takes contiguous "
             what += "tensors of one dtype and sums in float32, or in float64 for float64; it is "
@@ -71,6 +72,7 @@ def install(recorder: Recorder, rank: int) -> None:
     layers: list[Any] = [fused_gpu, softmax_rows]
     for module in layers:
         module.on_triton = asked
+
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         name, where, told = kernel.fn.__name__, recorder.where(), declaration(kernel.fn)

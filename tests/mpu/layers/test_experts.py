@@ -5,8 +5,11 @@ import ctypes
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from mpu.layers.experts import RECIPE, Counts, grouped_product, padded_rows
+from mpu.context import LayerContext
+from mpu.gradients import GradientSink
+from mpu.layers.experts import RECIPE, Counts, RouterLinear, grouped_product, padded_rows
 from tests.run_ranks import Allocated
 
 
@@ -86,3 +89,17 @@ def test_rows_of_other_experts_change_no_bit():
     right = grouped_product(x, weights, counts)[9:31].clone()
     x[:9], x[31:] = torch.nan, torch.inf
     assert torch.equal(grouped_product(x, weights, counts)[9:31], right)
+
+
+def test_a_router_multiplies_in_the_dtype_of_sums():
+    """What two experts score to the last bit of fp32 is one number in bf16."""
+    ctx = LayerContext(dtype=torch.bfloat16, sink=GradientSink(torch.float32))
+    router = RouterLinear(64, 8, ctx=ctx)
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(5, 64, generator=g).bfloat16()
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(8, 64, generator=g))
+    logits = router(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, F.linear(x.float(), router.weight.float()))
+    assert not torch.equal(logits, logits.bfloat16().float())

@@ -50,10 +50,10 @@ class Process:
             [sys.executable, program], stdin=pipe, stdout=pipe, text=True
         )
 
-    def rehearse(self, argv: list[str], world: int) -> Rehearsal:
+    def rehearse(self, argv: list[str], world: int, every: bool = False) -> Rehearsal:
         """Return what a rehearsal finds."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        asked = {"world": world, "argv": argv, "file": str(self.file)}
+        asked = {"world": world, "argv": argv, "file": str(self.file), "all": every}
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         line = self.process.stdout.readline()
@@ -69,13 +69,12 @@ class Process:
 
 @pytest.fixture(scope="session")
 def rehearse(rehearser: Process) -> Callable[..., Rehearsal]:
-    """Return rehearse(flags, world=1, small=True): flags come behind those of a small model.
-
-    Equal arguments are rehearsed once.
+    """Return rehearse(flags, world=1, small=True, every=False): flags come behind those of a small
+    model; every: all micro-batches run. Equal arguments are rehearsed once.
     """
 
     @cache
-    def run(flags: str, world: int = 1, small: bool = True) -> Rehearsal:
-        return rehearser.rehearse([*(SMALL if small else []), *flags.split()], world)
+    def run(flags: str, world: int = 1, small: bool = True, every: bool = False) -> Rehearsal:
+        return rehearser.rehearse([*(SMALL if small else []), *flags.split()], world, every)
 
     return run

@@ -77,7 +77,6 @@ CHOICES = [  # each flag's values; an empty one leaves it out
     ["", "", "--on-spike report"],
     ["", "", "--empty-unused-memory-level 1"],
     ["", "", "--rehearse-device a100", "--rehearse-device b200"],
-    ["", "", "", "--rehearse-full"],
     ["", "", "--manual-gc"],
 ]  # fmt: skip
 NEEDS = {  # flags that begin so go, unless one of these is drawn

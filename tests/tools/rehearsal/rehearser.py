@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rehearse one command line after another in one process: a line of JSON in, a line out.
 
-in   {"world": 8, "argv": [...]}
+in   {"world": 8, "argv": [...], "all": false}
 out  {"code": 0, "report": {...}, "text": "..."}
 
-With --rehearse-full the report also has "actions": the most bytes in each action of the last step,
-as (its words, bytes). Importing torch takes longer than a small rehearsal, and the fake device must
-be loaded before it.
+The report also has "actions": the most bytes in each action of the last step, as (its words,
+bytes). all: every micro-batch runs. Importing torch takes longer than a small rehearsal, and the
+fake device must be loaded before it.
 """
 
 import contextlib
@@ -47,13 +47,15 @@ def serve() -> None:
     """Answer until the input ends."""
     guard.load()
     import pretrain_llama
-    from tools.rehearsal import main
+    from tools.rehearsal import main, run
+    from training.pipeline_schedule import micro_batch_counts
 
-    described, full = main.describe, list[Any]()
+    described, few_of = main.describe, run.few_of
 
     def describe(seen: Any) -> Any:
         made, text = described(seen)
-        return made | ({"actions": actions(seen)} if full else {}), text
+        on_gpu = seen.recorder.device != "cpu"
+        return made | ({"actions": actions(seen)} if on_gpu else {}), text
 
     main.describe = describe
     gc.freeze()
@@ -64,7 +66,7 @@ def serve() -> None:
         said, path = io.StringIO(), asked["file"]
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             argv = [*asked["argv"], "--rehearse", "--rehearse-json", path]
-            full[:] = [word for word in argv if word == "--rehearse-full"]
+            run.few_of = (lambda config: micro_batch_counts(config)[0]) if asked["all"] else few_of
             code = main.main(pretrain_llama, argv)
         report = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
         Path(path).unlink(missing_ok=True)

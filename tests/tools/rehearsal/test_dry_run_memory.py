@@ -61,7 +61,7 @@ def flags(example, samples):
 @pytest.mark.parametrize("example, world, rank, samples", RANKS)
 def test_the_dry_run_is_within_two_percent(tmp_path, example, world, rank, samples):
     argv, file = flags(example, samples), tmp_path / "report.json"
-    rehearse = ["--rehearse", "--rehearse-full", "--rehearse-rank", str(rank)]
+    rehearse = ["--rehearse", "--rehearse-rank", str(rank)]
     done = subprocess.run(
         [sys.executable, "pretrain_llama.py", *argv, *rehearse, "--rehearse-json", str(file)],
         cwd=ROOT, env=os.environ | {"WORLD_SIZE": str(world)}, capture_output=True, text=True,
@@ -92,7 +92,7 @@ STEPS = [
 def test_each_action_has_the_bytes_that_are_said(rehearse, flags):
     """What --memory-picture draws: the fullest moment of each action, within 2% of the peak."""
     flags = " ".join([*MODEL, "--num-layers 4 --micro-batch-size 1", flags])
-    code, report, text = rehearse(f"{flags} --rehearse-full", 8, False)
+    code, report, text = rehearse(flags, 8, False)
     assert (code, report["findings"]) == (0, []), text
     config = parse([*flags.split(), "--dry-run"], 8)
     said = step_memory(config, record(config, pretrain_llama, [0])[0])

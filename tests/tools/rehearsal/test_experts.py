@@ -79,7 +79,7 @@ def drawn(seed, count):
 def held(rehearse, world, rank, flags, within=0.02):
     """Rehearse a layout; hold its findings and its memory. Return whether it was accepted."""
     words = " ".join([*MODEL, flags])
-    code, report, text = rehearse(f"{words} --rehearse-rank {rank} --rehearse-full", world, False)
+    code, report, text = rehearse(f"{words} --rehearse-rank {rank}", world, False)
     if code == 2:
         assert "pretrain_llama.py --rehearse: " in text, text
         return False

@@ -22,7 +22,7 @@ def sends(verb="all_gather", read=(INPUT,), written=(OUTPUT,)):
     return Transfer(
         id=0, verb=verb, axis="tp", group=(0, 1), peer=-1, number=1, bytes=8, sent=8,
         dtype="bfloat16", shape=(4,), stream=1, origin=0, read=read, written=written, batch=-1,
-        label="", where=HERE,
+        label="", where=HERE, is_async=True,
     )  # fmt: skip
 
 
@@ -58,6 +58,14 @@ def found(*events):
 )
 def test_a_transfer_that_could_be_hidden_is_found(events, how):
     assert found(*events) == how
+
+
+def test_a_product_as_small_as_a_routers_hides_nothing():
+    assert found(runs(flops=100.0, written=(INPUT,)), runs(), sends(), WAIT, READS) == []
+
+
+def test_a_transfer_that_the_program_waits_for_at_once_is_its_choice():
+    assert found(runs(), sends()._replace(is_async=False), WAIT, READS) == []
 
 
 def test_half_of_a_lines_transfers_may_be_exposed():

@@ -23,13 +23,13 @@ def launch(op, dtypes, flops=0.0, host=(), nbytes=100, place="a.py:1"):
 
 
 def step(*events, dtype=torch.bfloat16, offload=None):
-    """Return a rehearsed step of these events."""
+    """Return a rehearsal whose second step has these events."""
     recorder = Recorder("cuda")
-    recorder.events = list(events)
+    recorder.events = [Action("iteration 1"), *events]
     run = SimpleNamespace(optimizer=SimpleNamespace(offload=offload))
     config = SimpleNamespace(run=SimpleNamespace(dtype=dtype))
     return SimpleNamespace(
-        recorder=recorder, run=run, config=config, begin=0, first=0, loop=0, end=len(events)
+        recorder=recorder, run=run, config=config, begin=0, first=1, loop=1, end=1 + len(events)
     )
 
 
@@ -68,6 +68,9 @@ def test_the_host_waits_where_the_program_says_so_or_where_it_updates():
         assert list(waits(step(action, wait._replace(declared=True)))) == []
     assert list(waits(step(UPDATE, wait, offload=object()))) == []
     assert [one.kind for one in waits(step(PASS, wait, offload=object()))] == ["host read"]
+    alone = step(PASS, wait)
+    alone.begin = alone.first  # a first step makes tables
+    assert list(waits(alone)) == []
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -51,7 +51,7 @@ def found(*parts, **overlap):
     recorder = SimpleNamespace(events=events, born=born)
     parallel = SimpleNamespace(overlap_grad_reduce=False, overlap_param_gather=False, shard_size=1)
     vars(parallel).update(overlap)
-    return prove(recorder, 0, 0, parallel)
+    return prove(recorder, [], recorder.events, parallel)
 
 
 def test_inputs_and_own_memory_may_differ():
