@@ -35,7 +35,7 @@ from tools.rehearsal.memory import memory
 from tools.rehearsal.patches import Patches
 from tools.rehearsal.pipeline_clock import time_pipeline
 from tools.rehearsal.record import Recorder
-from tools.rehearsal.run import Rehearsed, failed, rehearse
+from tools.rehearsal.run import Rehearsed, failed, heard_in, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from tools.waiting import Progress
@@ -116,6 +116,8 @@ def run(
     recorder = Recorder("cpu" if options.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network, patches = Distributed(recorder, launch.rank), Patches()
     network.exchange = exchange
+    if exchange is None:
+        network.answers = heard_in(config, script, launch.rank)
     if recorder.device == "cuda":
         guard.check(torch)
         device = read_device(options.rehearse_device)
