@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tools.rehearsal.events import Action, Event, Launch, Record, Transfer, Wait
+from tools.rehearsal.events import Action, Event, HostWait, Launch, Record, Transfer, Wait
 from tools.rehearsal.order import Finding
 from tools.rehearsal.places import phase_of
 
@@ -56,7 +56,10 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
         elif type(event) is Launch and event.op.startswith("memcpy"):
             if event.stream:
                 copying[event.stream].append(Started(index, products))
-            elif event.bytes >= LARGE and phase in (*PASSES, "wgrad"):
+            elif event.bytes >= LARGE and (
+                phase in (*PASSES, "wgrad")
+                or (phase == "update" and type(events[index + 1]) is not HostWait)  # the host's own
+            ):
                 what = f"{event.op} of {event.bytes:,} bytes on the stream that computes"
                 yield Finding("overlap", event.where.place, what, "", chains.get(index, ()))
         elif type(event) is Launch:
