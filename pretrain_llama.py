@@ -39,9 +39,6 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from estimate import matrices
-from estimate.model_profile import make_grid, whole_model
-from estimate.pipeline_stages import rank_stages, uses_of
 from model.llama import Llama
 from model.load import (
     blaming_file,
@@ -66,7 +63,7 @@ from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training import param_groups
+from training import matrices, param_groups
 from training.batch_size import total_iterations
 from training.config import Config
 from training.data.batch import Batch
@@ -77,9 +74,10 @@ from training.faults.monitor import FailureMonitor
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
 from training.layer_options import accumulate_dtype, as_configured, context_of, recompute_of
+from training.model_profile import make_grid, whole_model
 from training.param_groups import Assigned
+from training.pipeline_stages import rank_stages, uses_of
 from training.run import memory_report, resumable
-from training.run.autotune import gradient_buckets
 from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.layer_values import LayerValues
 from training.run.log import Log
@@ -443,10 +441,6 @@ def main(
             with monitor, memory_report.enough():
                 monitor.action = "connecting the process groups"
                 connect(config, grid, device, store, timeout, note_of(grid))
-                monitor.action = "measuring what size gradient buckets should have"
-                config = gradient_buckets.choose_size(
-                    config, grid, device, model_provider, note_of(grid)
-                )
                 monitor.action = "building the model"
                 work(build(config, grid, device, monitor), loaders, digests, stop_signal)
                 grid.close()

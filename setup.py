@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-Wall", "-Wextra"]
 PACKAGES = [
-    "estimate",
     "forecast",
     "model",
     "mpu",

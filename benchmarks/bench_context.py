@@ -39,7 +39,6 @@ sys.path.insert(0, str(ROOT))
 import pretrain_llama  # noqa: E402
 from benchmarks.bench_pipeline import Link  # noqa: E402
 from benchmarks.bench_step import command, model_flags, output  # noqa: E402
-from estimate.model_profile import make_grid  # noqa: E402
 from mpu.comm.p2p import exchange  # noqa: E402
 from mpu.comm.transport import Axis, Label  # noqa: E402
 from mpu.launch import Launch  # noqa: E402
@@ -49,6 +48,7 @@ from mpu.layers.attention.shards import gather_blocks, shards  # noqa: E402
 from tools.explain import micro_batches  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
+from training.model_profile import make_grid  # noqa: E402
 from training.run.rendezvous import meet  # noqa: E402
 
 KINDS = ("p2p", "all_gather", "a2a")

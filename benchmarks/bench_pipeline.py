@@ -14,7 +14,7 @@ all launches. Three more columns are printed:
     bound      the slowest rank's matmuls and attention alone, divided by 1 - bubble (bubble: of
                the schedule itself, all stages equal, F = B = W)
     pipeline   what the schedule's part of Weft's step took (--profile)
-    simulated  the same from estimate/simulate.py, given each stage's median F, B and W
+    simulated  the same from mpu/pipeline/simulate.py, given each stage's median F, B and W
 
 --link RATE runs Weft alone, the cases in turn, with the two ranks in two network namespaces joined
 by a link of that rate (Linux, root, iproute2).
@@ -42,12 +42,12 @@ from benchmarks.bench_step import (  # noqa: E402
     output,
     products,
 )
-from estimate.pipeline_stages import stages_of  # noqa: E402
-from estimate.simulate import Costs, simulate  # noqa: E402
 from mpu.pipeline.schedules import CHUNKS, Schedule, build  # noqa: E402
+from mpu.pipeline.simulate import Costs, simulate  # noqa: E402
 from mpu.pipeline.stage_layout import Stage  # noqa: E402
 from pretrain_llama import model_provider  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
+from training.pipeline_stages import stages_of  # noqa: E402
 
 P = 2
 THEIRS = {  # our schedule: torch's class, and its stages a rank

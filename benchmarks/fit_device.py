@@ -30,7 +30,7 @@ from benchmarks.planning.published_rows import (  # noqa: E402
     predicted,
     read_runs,
 )
-from tools.rehearsal.device_file import Device, path_of, read_device  # noqa: E402
+from forecast.device_file import Device, path_of, read_device  # noqa: E402
 
 CAP = math.log(2)  # a run that is off by more counts as off by 2: failures are among the runs
 ROUNDS, RUNS = 3, 160

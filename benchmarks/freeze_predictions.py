@@ -96,10 +96,10 @@ def record_peer() -> dict[str, dict[str, Any]]:
 
     guard.check(torch)
     from benchmarks.peers import native
+    from forecast.device_file import read_device
     from tools.rehearsal import report
     from tools.rehearsal.clock import time_record
     from tools.rehearsal.device import Reads, install
-    from tools.rehearsal.device_file import read_device
     from tools.rehearsal.record import Recorder
     from tools.rehearsal.watch import Watch
 

@@ -3,12 +3,12 @@
 
     python benchmarks/plan_accuracy.py --runs FOLDER
 
-FOLDER holds the CSV files of published runs (tools/planner/published.py says which columns). The
+FOLDER holds the CSV files of published runs (benchmarks/planning/published.py: which columns). The
 constants are fitted again for each line of the table, on rows that the line does not test: models
 of the Playbook on the other model; vTrain in folds of whole (GPUs, hidden, layers) groups; the
 table of several sources one model at a time. Targets stand beside the figures. Times and memory are
-those of `tools/plan.py --predict`, a run alone; below them stand the odds of a stall and of a crash
-(benchmarks/planning/odds.py), which are no part of a time.
+those of `benchmarks/plan_predict.py`, a run alone; below them stand the odds of a stall and of a
+crash (benchmarks/planning/odds.py), which are no part of a time.
 """
 
 import argparse
@@ -31,10 +31,10 @@ from benchmarks.plan_fit import (  # noqa: E402
     step_seconds,
 )
 from benchmarks.planning import odds, other_runs  # noqa: E402
-from tools.planner.predict import KINDS, Predictions, predict  # noqa: E402
-from tools.planner.published import Row  # noqa: E402
+from benchmarks.planning.predict import KINDS, Predictions, predict  # noqa: E402
+from benchmarks.planning.published import Row  # noqa: E402
+from forecast.device_file import read_device  # noqa: E402
 from tools.planner.runs import stacked  # noqa: E402
-from tools.rehearsal.device_file import read_device  # noqa: E402
 
 Array = npt.NDArray[np.float64]
 Places = npt.NDArray[np.intp]

@@ -4,10 +4,10 @@
     python benchmarks/plan_check.py [--csv FILE]
 
 The runs and their sources are those of benchmarks/planning/other_runs.py. Each is predicted as
-`tools/plan.py --predict` does. --csv keeps those that are not in blind_runs.csv as a CSV. Printed:
-predicted and measured tokens a second and GPU and their ratio; the mean error by source, with a
-column that says whether its rows were fitted, tuned on, looked at, or neither. For the latter the
-prediction that was committed before the comparison stands beside today's.
+`benchmarks/plan_predict.py` does. --csv keeps those that are not in blind_runs.csv as a CSV.
+Printed: predicted and measured tokens a second and GPU and their ratio; the mean error by source,
+with a column that says whether its rows were fitted, tuned on, looked at, or neither. For the
+latter the prediction that was committed before the comparison stands beside today's.
 """
 
 import argparse
@@ -20,12 +20,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planning import other_runs  # noqa: E402
-from tools.planner.predict import predict  # noqa: E402
+from benchmarks.planning.predict import predict  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, help="keep the runs as a CSV, for plan.py --predict")
+    parser.add_argument("--csv", type=Path, help="keep the runs as a CSV, for plan_predict.py")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         runs = other_runs.runs(Path(folder))

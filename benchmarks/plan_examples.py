@@ -96,9 +96,8 @@ def named(plans: search.Plans, n: int) -> str:
     words = [f"tp {e.tp}"] * (e.tp > 1) + [f"cp {e.cp}"] * (e.cp > 1)
     if e.pp > 1:
         words.append(f"pp {e.pp} {e.schedule}" + f" v {e.virtual}" * (e.schedule == "interleaved"))
-    again = table.activations_of(e)
-    words += [f"dp {e.dp}", f"b {e.micro_batch}", f"zero {e.zero}"] + [again] * (again != "none")
-    return ", ".join(words)
+    words += [f"dp {e.dp}", f"b {e.micro_batch}", f"zero {e.zero}"]
+    return ", ".join([*words, *table.activations_of(e)])
 
 
 def main() -> int:

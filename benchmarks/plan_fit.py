@@ -5,11 +5,11 @@
 
 FOLDER holds the CSV files of published runs; benchmarks/planning/other_runs.py has more. The mean
 of |log(predicted / measured)|, capped, is made small by going through the constants in turn, each
-in the range that TIME of tools/planner/constants.py allows, with a small price for leaving its
-start. No run has a number of its own. --write puts the constants into tools/planner/fitted. Of
-nanotron's runs those that stall are left out of the fit of the time; the odds of a stall and of a
-crash are fitted apart and go into benchmarks/planning. benchmarks/plan_accuracy.py fits on a part
-of the runs and tests on the others.
+in the range that TIME of benchmarks/planning/frameworks.py allows, with a small price for leaving
+its start. No run has a number of its own. --write puts the constants into
+benchmarks/planning/fitted. Of nanotron's runs those that stall are left out of the fit of the
+time; the odds of a stall and of a crash are fitted apart and go into benchmarks/planning.
+benchmarks/plan_accuracy.py fits on a part of the runs and tests on the others.
 """
 
 import argparse
@@ -26,9 +26,9 @@ import numpy.typing as npt
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planning import odds, other_runs  # noqa: E402
-from tools.planner.constants import FOLDER, MEMORY, TIME, defaults  # noqa: E402
-from tools.planner.predict import TERMS, memory, terms  # noqa: E402
-from tools.planner.published import Row, read_table  # noqa: E402
+from benchmarks.planning.frameworks import FOLDER, MEMORY, TIME, defaults  # noqa: E402
+from benchmarks.planning.predict import TERMS, memory, terms  # noqa: E402
+from benchmarks.planning.published import Row, read_table  # noqa: E402
 from tools.planner.runs import Runs, stacked  # noqa: E402
 from tools.planner.step_time import times  # noqa: E402
 
@@ -255,7 +255,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, required=True, help="folder of published runs")
     parser.add_argument("--profile", help="fit this one only, such as nanotron_h100")
-    parser.add_argument("--write", action="store_true", help="write tools/planner/fitted")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/planning/fitted")
     args = parser.parse_args(argv)
     rows = [*read_rows(args.runs), *more_rows()]
     for name in sorted({row.profile for row in rows}):

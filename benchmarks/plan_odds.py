@@ -4,8 +4,8 @@
     python benchmarks/plan_odds.py RUNS.csv --out FILE
 
 RUNS.csv has the columns of the Ultra-Scale Playbook's table. FILE gets each run's time and memory
-as `tools/plan.py --predict` has them, and beside them what benchmarks/planning/odds.py says of that
-cluster: odds_of_stall, stall_s (the seconds that a step of a run that stalls takes more) and
+as `benchmarks/plan_predict.py` has them, and beside them what benchmarks/planning/odds.py says of
+that cluster: odds_of_stall, stall_s (the seconds that a step of a run that stalls takes more) and
 odds_of_crash.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.planning import odds  # noqa: E402
-from tools.planner.predict import predict  # noqa: E402
-from tools.planner.published import read_table  # noqa: E402
+from benchmarks.planning.predict import predict  # noqa: E402
+from benchmarks.planning.published import read_table  # noqa: E402
 
 COLUMNS = ("predicted_step_s", "odds_of_stall", "stall_s", "predicted_mem_gib", "odds_of_crash")
 

@@ -34,7 +34,7 @@ from benchmarks.planning.published_rows import (  # noqa: E402
     predicted,
     read_runs,
 )
-from tools.rehearsal.device_file import FOLDER, read_device  # noqa: E402
+from forecast.device_file import FOLDER, read_device  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "rehearsal_time.md"
 HASH = re.compile(r"^\| `([\w./]+\.json)` \| `([0-9a-f]{64})` \|$", re.MULTILINE)

@@ -22,8 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.fused_launches import report  # noqa: E402
+from forecast.device_file import path_of  # noqa: E402
 from tools.bisect.checkouts import checkout  # noqa: E402
-from tools.rehearsal.device_file import path_of  # noqa: E402
 
 SPLIT = "--tensor-model-parallel-size=8 --sequence-parallel"
 DATA = "--zero-stage=3 --overlap-grad-reduce --overlap-param-gather"

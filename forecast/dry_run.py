@@ -12,10 +12,8 @@ from math import prod
 from types import ModuleType
 from typing import Any
 
-from estimate import context_parallel, matrices, pipeline_stages
-from estimate.model_profile import grid_of, model_profile, whole_model
-from estimate.obeyed_flags import check_flags
-from forecast.fit import GPU_BYTES, available, fit_lines
+from forecast.fit import available, fit_lines, gpu_of
+from forecast.obeyed_flags import check_attention, check_flags
 from forecast.recording import (
     ACTIVATIONS,
     GATHERED,
@@ -34,12 +32,13 @@ from forecast.recording import (
 )
 from forecast.traffic import SMALL, Traffic, rows
 from mpu.optim.interface import rules_of
-from training import batch_size, param_groups
+from training import batch_size, context_parallel, matrices, param_groups, pipeline_stages
 from training.arguments import ParallelConfig
 from training.config import Config
 from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES
 from training.layer_options import accumulate_dtype
+from training.model_profile import grid_of, model_profile, whole_model
 from training.stages import tokens_at
 from training.text import aligned, in_units
 from training.update_rules import optimizer_groups
@@ -100,20 +99,21 @@ def _differences(config: Config) -> list[str]:
 def _of_the_model(config: Config, script: ModuleType) -> list[tuple[str, list[str]]]:
     """Return the sections that depend on the model's shapes."""
     size, provider = config.parallel.pipeline_model_parallel_size, script.model_provider
-    context_parallel.check_attention(config, provider)
+    check_attention(config, provider)
     check_flags(config, provider)
     found = recordings_of(config, script)
     kinds = of_ranks_kinds(config, found)
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
     of_rank = found[fullest]
+    optimizers = [(each.run.grid, each.run.optimizer) for each in found]
     return [
         ("Pipeline", pipeline_stages.lines(config, provider)),
         ("Memory of each pipeline rank", _ranks(found, kinds)),
         (f"Parameters of {rank}", _parameters(config, provider, shapes(of_rank))),
         (f"Memory of {rank}", _memory(config, script, found, kinds, fullest)),
         ("Parameter groups", _groups(config, provider)),
-        ("Optimizer", matrices.lines(config, provider)),
+        ("Optimizer", matrices.lines(config, provider, optimizers)),
         ("Batch", _batch(config)),
         ("Work", _work(config, model_profile(config, provider).flops)),
         (
@@ -169,8 +169,8 @@ def step_memory(config: Config, recording: Recording) -> list[Moment]:
     """Return the fullest moment of each action of a step, with workspaces, in order."""
     more = {WORKSPACES: matmul_workspaces(config)}
     return [
-        Moment(action, {kind: kinds.get(kind, 0) for kind in KINDS} | more)
-        for action, kinds in recording.moments()
+        moment._replace(kinds={kind: moment.kinds.get(kind, 0) for kind in KINDS} | more)
+        for moment in recording.moments()
     ]
 
 
@@ -321,7 +321,8 @@ def _memory(
     def peak(other: Config) -> int:
         """Return the bytes of the rank that needs most; of this one alone where it does not fit."""
         alone = record(other, script, [rank])[rank]
-        if (most := sum(memory(other, alone).values())) > available(GPU_BYTES) or len(found) == 1:
+        most = sum(memory(other, alone).values())
+        if len(found) == 1 or most > available(gpu_of(config)["memory"]):
             return max(most, at_start(other, alone))
         of_ranks = recordings_of(other, script)
         totals = [sum(each.values()) for each in of_ranks_kinds(other, of_ranks)]

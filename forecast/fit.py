@@ -4,16 +4,25 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from forecast.device_file import Device, DeviceFileError, read_device
 from training.config import Config, UsageError
 from training.flags import parallel_rules, rules
 
-GPU_BYTES = 80e9  # memory of an H100 or A100, as in their device files
 OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
 
 
 def available(gpu_bytes: float) -> float:
     """Return the bytes of a GPU's memory that a run can count on."""
     return gpu_bytes * POOL - OVERHEAD
+
+
+def gpu_of(config: Config) -> Device:
+    """Return the GPU that a run is planned for. Raises UsageError where the flag names none."""
+    name = config.rehearse.rehearse_device
+    try:
+        return read_device(name)
+    except (DeviceFileError, OSError) as error:
+        raise UsageError(f"--rehearse-device {error}") from None
 
 
 def fit_lines(
@@ -27,10 +36,12 @@ def fit_lines(
     """
     if config.parallel.device == "cpu":
         return []
-    limit = available(GPU_BYTES)
-    gpu = f"{in_units(GPU_BYTES)} ({in_units(limit)} available)"
+    device = gpu_of(config)
+    limit = available(device["memory"])
+    gpu = f"{in_units(device['memory'])} ({in_units(limit)} available)"
+    which_gpu = f"that is {device.name}; --rehearse-device names another GPU"
     if total <= limit:
-        return [f"fits a GPU of {gpu}, with {in_units(limit - total)} to spare"]
+        return [f"fits a GPU of {gpu}, with {in_units(limit - total)} to spare", which_gpu]
     rows = []
     for name, other in measures(config):
         try:
@@ -40,7 +51,7 @@ def fit_lines(
         if (size := peak(other)) < total:
             rows.append((size, name, f"saves {in_units(total - size)}"))
     if not rows:
-        return [f"does NOT fit a GPU of {gpu}, and no single flag saves memory"]
+        return [f"does NOT fit a GPU of {gpu}, and no single flag saves memory", which_gpu]
     enough = [size for size, _, _ in rows if size <= limit]
     which = "each of these, by itself" if enough else "none of these, by itself, is enough"
     lines = [f"does NOT fit a GPU of {gpu}: {in_units(total - limit)} too much; {which}:"]
@@ -50,6 +61,7 @@ def fit_lines(
         lines.append(f"  {name:<{width}}  {saves}: {verdict}")
     if enough and len(enough) < len(rows):
         lines[0] = lines[0].replace("each of these, by itself", "by itself")
+    lines.append(which_gpu)
     if config.parallel.gradient_ranks == 1:
         lines.append("  with one data-parallel rank --zero-stage shards nothing")
     return lines

@@ -29,23 +29,23 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from estimate.meta import META, UNKNOWN, answer, meta_attention, meta_kernels
-from estimate.pipeline_stages import rank_stages
-from estimate.rank_profile import PHASES, overlap_of
-from estimate.simulate import peak_activations
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Label
 from mpu.grid import Grid
 from mpu.host_memory import HostMemory
 from mpu.launch import Launch
 from mpu.layers.linear import use_overlap
+from mpu.meta_tensors import META, UNKNOWN, answer
 from mpu.module_tracker import tensors_of
+from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Payload
 from mpu.pipeline.schedules import Action, build
+from mpu.pipeline.simulate import peak_activations
 from mpu.torch_private import DispatchMode
 from training.config import Config
 from training.faults.monitor import FailureMonitor
 from training.pipeline_schedule import micro_batch_counts
+from training.pipeline_stages import rank_stages
 from training.run.stop import Agreement
 from training.run.warm_up import batches_of_zeros, run_chunks
 
@@ -61,6 +61,7 @@ SUMS, UPDATE = "sums of gradients", "update"  # what follows the schedule's last
 ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
 MADE = {"F": "activation", "B": "gradient"}  # what a message carries
 LINEAR = ("1f1b", "interleaved")
+PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 
 
 class Storage:
@@ -94,10 +95,11 @@ class Transfer(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The fullest moment of an action. kinds: bytes on the device, by kind."""
+    """The fullest moment of an action. kinds: bytes on the device, by kind; after: as it ends."""
 
     action: Action | str
     kinds: dict[str, int]
+    after: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -290,7 +292,8 @@ class Recording:
 
     few: micro-batches that are recorded. recorded: whether a step was, or the rank only built.
     start: bytes by kind as the step begins. warm_up: the most bytes before it, where each chunk
-    runs once.
+    runs once. heard: what the ranks of the pipeline told each other meanwhile, in order: each time
+    what each of them said.
     """
 
     run: Any
@@ -299,6 +302,7 @@ class Recording:
     recorded: bool = True
     start: dict[str, int] = field(default_factory=dict)
     warm_up: int = 0
+    heard: list[list[bytes]] = field(default_factory=list)
 
     def moments(self) -> list[Moment]:
         """Return the fullest moment of each action, in order."""
@@ -309,7 +313,7 @@ class Recording:
         kinds = dict(now)
         for event in self.recorder.events:
             if not isinstance(event, tuple) or isinstance(event, Action):
-                found.append(Moment(action, kinds))
+                found.append(Moment(action, kinds, dict(now)))
                 action, most, kinds = event, total, dict(now)
                 continue
             storage, sign = event
@@ -319,7 +323,7 @@ class Recording:
             total += sign * storage.nbytes
             if total > most:
                 most, kinds = total, dict(now)
-        return [*found[1:], Moment(action, kinds)]
+        return [*found[1:], Moment(action, kinds, now)]
 
     def most(self, kind: str) -> int:
         """Return the most bytes of one kind at a moment of the step."""
@@ -337,6 +341,7 @@ class _Meeting:
 
     def __init__(self, size: int) -> None:
         self._said: list[bytes] = [b""] * size
+        self.heard: list[list[bytes]] = []
         self._barrier = threading.Barrier(size)
         self.turn = threading.Lock()
 
@@ -349,6 +354,8 @@ class _Meeting:
         try:
             self._barrier.wait()  # all have spoken
             said = list(self._said)
+            if rank == 0:
+                self.heard.append(said)
             self._barrier.wait()  # all have heard
         finally:
             self.turn.acquire()
@@ -365,12 +372,14 @@ def record(
     ranks: Sequence[int] | None = None,
     few: int = 0,
     member: int = 0,
+    warms_up: bool = True,
 ) -> dict[int, Recording]:
     """Return the recordings of a pipeline's ranks, by their places on pp. Others than `ranks` are
     built, and no step of theirs is recorded.
 
     script: pretrain_llama.py, or a fork of it. ranks: places; None: all. few: micro-batches that
     are recorded; 0: `few_micro_batches`. member: a rank of the world that is in the pipeline.
+    warms_up: whether a rank on a GPU in a pipeline runs each chunk before the step, as it does.
     Raises what the program raises, before its first step too.
     """
     config, size = of_own_kernels(config), config.parallel.pipeline_model_parallel_size
@@ -384,7 +393,8 @@ def record(
             try:
                 found[rank] = _record(
                     config, script, places[rank], meeting, few if rank in wanted else -1,
-                    recorders[rank],
+                    recorder=recorders[rank],
+                    warms_up=warms_up and recorders[rank].gpu and size > 1,
                 )  # fmt: skip
             except threading.BrokenBarrierError:
                 pass
@@ -394,8 +404,6 @@ def record(
 
     with (
         _without_collections(),
-        meta_kernels(config.parallel.device != "cpu"),
-        meta_attention(),
         _storages_noted(list(recorders.values())),
     ):
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, size)]
@@ -406,6 +414,8 @@ def record(
             thread.join()
     if errors:
         raise errors[0]
+    for recording in found.values():
+        recording.heard = meeting.heard
     return found
 
 
@@ -416,6 +426,17 @@ def of_own_kernels(config: Config) -> Config:
     p = config.parallel
     own = replace(p, norm_backend="weft", attention_backend="auto", optimizer_backend="torch")
     return replace(config, parallel=own)
+
+
+def overlap_of(config: Config) -> OverlapMap:
+    """Return how tp's transfers travel in a profile: by messages where the flags ask for a ring,
+    which is also how rows of float8 travel on GPUs under `symmetric`; else by collectives. What
+    `auto` chooses is not known before the run.
+    """
+    p = config.parallel
+    low = config.float8.fp8_format is not None and p.device != "cpu"
+    ring = p.tp_comm_overlap == "ring" or (p.tp_comm_overlap == "symmetric" and low)
+    return OverlapMap("ring" if ring else "none")
 
 
 def recordings_of(config: Config, script: ModuleType) -> list[Recording]:
@@ -439,8 +460,9 @@ def recordings_of(config: Config, script: ModuleType) -> list[Recording]:
 
 
 def _record(
-    config: Config, script: ModuleType, rank: int, meeting: _Meeting, few: int, recorder: Recorder
-) -> Recording:
+    config: Config, script: ModuleType, rank: int, meeting: _Meeting, few: int, recorder: Recorder,
+    warms_up: bool,
+) -> Recording:  # fmt: skip
     """Build a rank of the world; record a step of it too, unless `few` is negative."""
     grid = script.make_grid(config, Launch(rank, config.parallel.world_size))
     transport = MetaTransport(recorder.gpu, partial(meeting.answers, grid.pp.rank))
@@ -451,7 +473,7 @@ def _record(
         recording = Recording(run, recorder, few or few_micro_batches(config), few >= 0)
         if few >= 0:
             gc.collect()
-            _record_steps(recording, script, grid)
+            _record_steps(recording, script, grid, warms_up)
     return recording
 
 
@@ -482,7 +504,9 @@ def _storages_noted(recorders: Sequence[Recorder]) -> Iterator[None]:
         yield
 
 
-def _record_steps(recording: Recording, script: ModuleType, grid: Grid) -> None:
+def _record_steps(
+    recording: Recording, script: ModuleType, grid: Grid, warms_up: bool
+) -> None:
     run, recorder, config = recording.run, recording.recorder, recording.run.config
     batches = batches_of_zeros(config, grid, META)[:1] * recording.few
     recorder.know(run)
@@ -498,7 +522,7 @@ def _record_steps(recording: Recording, script: ModuleType, grid: Grid) -> None:
             recording.start[kind] = recording.start.get(kind, 0) + storage.nbytes
 
     begin()
-    if grid.pp.size > 1 and recorder.gpu:
+    if warms_up:
         run_chunks(run, script.model_provider, script.run_schedule, overlap_of(config))
         recording.warm_up = max(moment.total for moment in recording.moments())
         gc.collect()
@@ -523,13 +547,18 @@ def _record_steps(recording: Recording, script: ModuleType, grid: Grid) -> None:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collect garbage now, and not meanwhile: when that happens is chance."""
-    gc.collect()
+    """Collect garbage only where `gc.collect` is called, for when else is chance; and of what comes
+    meanwhile only: all that a process has takes a quarter of a second.
+    """
+    frozen = gc.get_freeze_count() > 0  # by the process itself
+    gc.collect() if frozen else gc.freeze()
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
+        if not frozen:
+            gc.unfreeze()
 
 
 def few_micro_batches(config: Config) -> int:

@@ -54,6 +54,8 @@ class QKClip(NamedTuple):
 class LayerContext:
     """What a layer may know: axes, sequence parallelism, dtypes, device, where gradients go.
 
+    on_gpu: whether layers compute on a GPU: `device` is one, or it is the meta device, whose
+    tensors have no memory, and a GPU's step is recorded on it (forecast/recording.py).
     dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
     loss (fp32, or fp64 for proofs). sequence_parallel: between the tensor-parallel regions
     activations are cut along s. loss_in_chunks: linear_cross_entropy of the file in mpu/layers that
@@ -83,11 +85,14 @@ class LayerContext:
     log_max_attention_logit: bool = False
     qk_clip: QKClip | None = None
     output_z_loss: float = 0.0
+    on_gpu: bool = None  # type: ignore[assignment]  # None: as `device` says
 
     tp: Axis = field(init=False)  # the grid's tensor-parallel axis
     sp: bool = field(init=False)  # whether sequence parallelism has an effect
 
     def __post_init__(self) -> None:
+        if self.on_gpu is None:
+            object.__setattr__(self, "on_gpu", self.device.type == "cuda")
         object.__setattr__(self, "tp", self.grid.tp)
         object.__setattr__(self, "sp", self.sequence_parallel and self.grid.tp.size > 1)
 

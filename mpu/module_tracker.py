@@ -204,7 +204,7 @@ def tensors_of(values: Iterable[Any]) -> list[Tensor]:
 
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = ("mpu", "model", "estimate", "training", "pretrain_llama.py")
+OURS = ("mpu", "model", "training", "pretrain_llama.py")
 NOT_OURS = (__file__, torch_private.__file__)
 # what carries or multiplies is not who asks
 CARRIERS = ("mpu/comm/", "mpu/overlap/", "mpu/kernels/")

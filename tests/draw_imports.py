@@ -25,7 +25,7 @@ from tools.pictures.style import INK, PALETTE, QUIET, RULE, axes_at, page  # noq
 
 PICTURE = ROOT / "docs" / "imports.svg"
 WIDTH, FLOOR = 12.0, 0.62  # inches: of all floors, and from floor to floor
-COLOURS = {"mpu": PALETTE[0], "model": PALETTE[2], "estimate": PALETTE[4], "training": PALETTE[1],
+COLOURS = {"mpu": PALETTE[0], "model": PALETTE[2], "training": PALETTE[1],
            "forecast": PALETTE[5]}  # fmt: skip
 Arrow = tuple[str, str]  # (the room that imports, the room that it imports)
 

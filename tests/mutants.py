@@ -36,7 +36,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # How many of 120 mutants each room gets. In a room each kind gets the same number, if it can.
-ROOMS = {"mpu": 40, "training": 34, "tools": 20, "estimate": 14, "model": 7, "pretrain_llama.py": 5,
+ROOMS = {"mpu": 40, "training": 34, "tools": 20, "model": 7, "pretrain_llama.py": 5,
          "forecast": 5}  # fmt: skip
 KINDS = ("operator", "constant", "axis", "order", "call")
 OPERATORS: dict[type[ast.AST], type[Any]] = {

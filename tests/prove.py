@@ -29,7 +29,7 @@ GPU = "tests/gpu"  # `make gpu-check` runs it
 PARTS: dict[str, tuple[str, ...]] = {
     "house": ("tests",),
     "mpu": ("tests/mpu",),
-    "training": ("tests/training", "tests/estimate", "tests/forecast"),
+    "training": ("tests/training", "tests/forecast"),
     "checkpoint": ("tests/training/checkpoint",),
     "tools": ("tests/tools", "tests/benchmarks"),
     "model": ("tests/model",),

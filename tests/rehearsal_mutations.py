@@ -37,7 +37,7 @@ FILES = (
     "mpu/optim/adam.py", "mpu/zero/bucket.py", "mpu/optim/offload.py", "mpu/optim/optimizer.py",
     "mpu/zero/param_and_grad_buffer.py", "mpu/zero/reduce.py", "mpu/zero/gather.py",
 )  # fmt: skip
-COPIED = ("mpu", "model", "estimate", "training", "forecast", "tools", "csrc", "docs")
+COPIED = ("mpu", "model", "training", "forecast", "tools", "csrc", "docs")
 COPIED += ("pretrain_llama.py",)
 MODEL = """
     --mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 2 --hidden-size 64
@@ -397,7 +397,7 @@ def prepare() -> None:
     import torch.utils.flop_counter  # noqa: F401
 
     for name in list(sys.modules):
-        if name.split(".")[0] in ("tools", "mpu", "estimate", "training", "model", "forecast"):
+        if name.split(".")[0] in ("tools", "mpu", "training", "model", "forecast"):
             del sys.modules[name]
 
 

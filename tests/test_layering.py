@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = (
-    "mpu", "model", "estimate", "training", "pretrain_llama", "forecast", "tools", "tests",
+    "mpu", "model", "training", "pretrain_llama", "forecast", "tools", "tests",
     "benchmarks",
 )  # fmt: skip
 
@@ -57,6 +57,7 @@ MAY = {
                  "mpu.native"),
     "mpu/optim": ("mpu.optim", "mpu.zero", "mpu.comm", "mpu.kernels", "mpu.param", "mpu.grid",
                   "mpu.accelerators", "mpu.host_memory", "mpu.torch_private"),
+    "mpu/meta_tensors.py": ("mpu.layers", "mpu.torch_private"),
     "mpu/__init__.py": (),
     "model": ("mpu", "model"),
     "training/activity.py": ("mpu.launch",),
@@ -65,6 +66,7 @@ MAY = {
     "training/written.py": ("training.untrusted", "training.owned"),
     "training/setting.py": (),
     "training/text.py": (),
+    "training/gpus.py": (),
     "training/param_groups.py": ("mpu", "training.setting"),
     "training/arguments.py": ("mpu", "training.param_groups", "training.setting"),
     "training/config.py": ("training.arguments",),
@@ -91,17 +93,18 @@ MAY = {
                        "training.data", "training.checkpoint", "training.arguments",
                        "training.config", "training.setting", "training.untrusted",
                        "training.owned", "mpu"),
-    "estimate": ("estimate", "training.arguments", "training.config", "training.nccl",
-                 "training.batch_size", "training.expert_options", "training.update_rules",
-                 "training.param_groups",
-                 "training.layer_options", "training.pipeline_schedule", "training.stages",
-                 "training.data",
-                 "training.flags",
-                 "mpu"),
-    "training/run": ("training", "estimate", "mpu"),
-    "pretrain_llama.py": ("training", "estimate", "model", "mpu"),
-    "forecast": ("training", "estimate", "model", "mpu", "forecast", "pretrain_llama"),
-    "tools": ("training", "estimate", "model", "mpu", "tools", "pretrain_llama", "forecast"),
+    "training/model_profile.py": ("training.config", "training.arguments", "training.data",
+                                  "training.expert_options", "training.layer_options",
+                                  "training.nccl", "training.update_rules", "mpu"),
+    "training/pipeline_stages.py": ("training.config", "training.model_profile",
+                                    "training.pipeline_schedule", "mpu"),
+    "training/context_parallel.py": ("training.config", "training.model_profile", "mpu"),
+    "training/matrices.py": ("training.config", "training.model_profile",
+                             "training.pipeline_stages", "training.update_rules", "mpu"),
+    "training/run": ("training", "mpu"),
+    "pretrain_llama.py": ("training", "model", "mpu"),
+    "forecast": ("training", "model", "mpu", "forecast", "pretrain_llama"),
+    "tools": ("training", "model", "mpu", "tools", "pretrain_llama", "forecast"),
 }  # fmt: skip
 # rooms from the ground up: a file imports from floors below its own, and from its own room
 FLOORS = (
@@ -120,10 +123,12 @@ FLOORS = (
     ("mpu/grid.py", "mpu/param.py", "mpu/auxiliary_loss.py", "mpu/overlap"),
     ("mpu/connect.py", "mpu/context.py", "mpu/param_grad.py"),
     ("mpu/layers", "mpu/pipeline", "mpu/zero"),
+    ("mpu/meta_tensors.py",),
     ("mpu/optim",),
     ("mpu/__init__.py",),
     ("model",),
-    ("training/untrusted.py", "training/setting.py", "training/activity.py", "training/text.py"),
+    ("training/untrusted.py", "training/setting.py", "training/activity.py", "training/text.py",
+     "training/gpus.py"),
     ("training/param_groups.py",),
     ("training/arguments.py", "training/owned.py"),
     ("training/config.py", "training/written.py"),
@@ -139,7 +144,9 @@ FLOORS = (
     ("training/learning_rate.py", "training/layer_options.py", "training/pipeline_schedule.py"),
     ("training/data", "training/checkpoint", "training/faults"),
     ("training/flags",),
-    ("estimate",),
+    ("training/model_profile.py",),
+    ("training/pipeline_stages.py", "training/context_parallel.py"),
+    ("training/matrices.py",),
     ("training/run",),
     ("pretrain_llama.py",),
     ("forecast",),
@@ -168,7 +175,7 @@ RUNS_WITH = {
 }  # fmt: skip
 # who may write a pickle: Megatron reads no other common.pt and no other .distcp file
 WRITES = {("tools/checkpoints/mcore_export.py", "torch.save")}
-ROOMS = ("mpu", "model", "estimate", "training", "forecast", "tools")
+ROOMS = ("mpu", "model", "training", "forecast", "tools")
 PRODUCT = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
 PRODUCT.append(ROOT / "pretrain_llama.py")
 
@@ -336,7 +343,10 @@ def test_the_rule_catches_a_breach(tmp_path):
     assert breaches(bad, "tools/x.py") == ["tools/x.py imports benchmarks.planning.odds"]
 
 
-def test_collectives_argparse_and_environment_stay_in_their_rooms():
+ASK = "ask LayerContext.on_gpu, Axis.on_gpu, or mpu/kernels/available.py before a launch"
+
+
+def test_collectives_argparse_environment_and_the_device_stay_in_their_rooms():
     for path in PRODUCT:
         stays_in_its_room(path)
 
@@ -346,7 +356,10 @@ def stays_in_its_room(path: Path) -> None:
     comm = name.startswith("mpu/comm/") or name == "mpu/grid.py"
     doors = {"pretrain_llama.py", "training/flags/parse.py", "mpu/launch.py"}
     door = name in doors or name.startswith("tools/")
+    wire = name.startswith(("mpu/comm/", "mpu/kernels/", "tools/"))
     for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and node.attr == "is_cuda":
+            assert wire, f"{name}:{node.lineno} asks a tensor, which may be recorded: {ASK}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             where = f"{name}:{node.lineno}"
             if node.value.id == "dist" and node.attr in COLLECTIVES:

@@ -63,7 +63,7 @@ def test_exit_interval_saves_and_a_resume_goes_on(tmp_path):
     assert losses == [row["loss"] for row in undisturbed]
     steps = sorted(p.name for p in (tmp_path / "saved").glob("step_*"))
     assert steps == ["step_00000003", "step_00000006", "step_00000007"]
-    for more, size in (("", 1 << 21), (" --ddp-bucket-size 5000", 5000)):  # chosen, or asked for
+    for more, size in (("", 1 << 21), (" --ddp-bucket-size 5000", 5000)):  # default, or asked for
         run(tmp_path, f"--train-iters 1 --save {{tmp}}/{size}{more}")
         assert find_latest(str(tmp_path / str(size)), Grid()).state["ddp_bucket_size"] == size
 

@@ -80,7 +80,7 @@ def test_a_wheel_is_refused_in_one_sentence(tmp_path):
 def test_every_package_is_listed():
     found = {
         ".".join(file.parent.relative_to(ROOT).parts)
-        for top in ("mpu", "model", "estimate", "training", "forecast")
+        for top in ("mpu", "model", "training", "forecast")
         for file in (ROOT / top).rglob("*.py")
     }
     script = load_setup()

@@ -121,6 +121,19 @@ def integer(low: int = -MOST, high: int = MOST) -> Callable[[str], int]:
     return read
 
 
+def number(low: float) -> Callable[[str], float]:
+    """Return an argparse type for a finite number of at least `low`."""
+
+    def read(text: str) -> float:
+        value = float(text)
+        if not low <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not a number of at least {low:g}")
+        return value
+
+    read.__name__ = "number"
+    return read
+
+
 def add_tokenizer(parser: argparse.ArgumentParser, left_out: str = "") -> None:
     """Add the flags by which pretrain_llama.py finds a tokenizer. left_out: the type, without."""
     add = parser.add_argument

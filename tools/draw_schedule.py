@@ -23,8 +23,8 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from estimate.simulate import Costs, Span, Timeline, simulate, validate
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, table
+from mpu.pipeline.simulate import Costs, Span, Timeline, simulate, validate
 from tools.command_line import Parser, error_line
 from tools.pictures.schedule import caption, draw, heading
 from tools.pictures.timeline import Summary, rows, summary, usual_peak

@@ -39,8 +39,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import pretrain_llama
-from estimate.model_profile import make_grid
-from estimate.pipeline_stages import describe_stages
 from forecast.traffic import Totals, totals, traffic
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
@@ -64,6 +62,8 @@ from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.mock import MockDataset
 from training.flags.parse import parse
+from training.model_profile import make_grid
+from training.pipeline_stages import describe_stages
 from training.run.stop import Agreement
 from training.update_rules import RULES
 
@@ -195,11 +195,11 @@ def explain(config: Config, grid: Grid) -> Explained:
     for event in explainer.events:
         times, size = counted.get((event.axis, event.verb), (0, 0))
         counted[event.axis, event.verb] = times + 1, size + event.sent
-    equal = counted == stated
+    equal, level = counted == stated, run.sink.zero_stage
     assert explainer.buckets is not None
     own = explainer.buckets.contents_of_buckets()
     if grid.pp.size == 1:
-        lines = [*head(config), *own, *story(explainer, False)]
+        lines = [*head(config, level), *own, *story(explainer, False)]
         lines += sums(counted, rows) if explainer.events else NOTHING
         seen = [streams(explainer)]
         return Explained(counted, stated, equal, "\n".join(lines), seen)
@@ -217,7 +217,7 @@ def explain(config: Config, grid: Grid) -> Explained:
     every = [json.loads(each) for each in gather_bytes(json.dumps(mine).encode(), grid.pp)]
     equal, lines = pipeline(config, every)
     seen = [streams_of(own["streams"]) for own in every]
-    return Explained(counted, stated, equal, "\n".join([*head(config), *lines]), seen)
+    return Explained(counted, stated, equal, "\n".join([*head(config, level), *lines]), seen)
 
 
 def _rank(rank: int, config: Config, port: int) -> None:

@@ -1,18 +1,16 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Plan a run: which flags, whether it fits, how long a step takes; and predict published runs.
+"""Plan a run: which flags, whether it fits, how long a step takes.
 
     python tools/plan.py MODEL CLUSTER [--nodes N] [--seq-length N] [--global-batch-size N]
     python tools/plan.py MODEL CLUSTER --why "--tensor-model-parallel-size 8 ..."
-    python tools/plan.py MODEL CLUSTER --what-if nodes=32,seq-length=16384,float8=tensorwise
     python tools/plan.py MODEL CLUSTER --rank-orders "--tensor-model-parallel-size 8 ..."
-    python tools/plan.py --predict RUNS.csv --out FILE
 
 MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
 (with --model-file for a fork). CLUSTER is a file like those of tools/planner/clusters, or a name of
-theirs. docs/planning.md explains the table and how far to
-trust it. The exit code is 0 where a plan was found, 1 where nothing fits (no layout, the layout of
---why, either case of --what-if, no row of --predict), 2 where an argument or a file is wrong.
+theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090. docs/planning.md
+explains the table and how far to trust it. The exit code is 0 where a plan was found, 1 where
+nothing fits (no layout, or the layout of --why), 2 where an argument or a file is wrong.
 """
 
 import argparse
@@ -28,34 +26,21 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.command_line import Parser, error_line, integer
+from tools.command_line import Parser, error_line, integer, number
 from tools.planner import own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
 from tools.planner.model import read_model
-from tools.planner.predict import predict, write
-from tools.planner.published import read_table
-from tools.planner.search import PlanError, Plans
+from tools.planner.search import Plans
 from tools.waiting import Progress, waiting
 from training.update_rules import RULES
 
 TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
-QUESTIONS = {"nodes": 65_536, "seq-length": 1 << 24, "global-batch-size": 1 << 24}
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
-Question = dict[str, int | str]  # by ASKED, float8 and optimizer
+Question = dict[str, int | str]  # seq-length, global-batch-size, float8 and optimizer
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
 Answer = tuple[list[str], bool]  # lines to print, and whether what was asked for fits
-
-
-def predict_file(runs: Path, out: Path) -> Answer:
-    """Write a table of runs with their predictions; return what was done, in a line."""
-    table_of_runs = read_table(runs)
-    predicted = predict(table_of_runs.rows)
-    write(out, table_of_runs, predicted)
-    fit = int(predicted.fits.sum())
-    left = f", {len(table_of_runs.reasons)} not: predicted_reason" * bool(table_of_runs.reasons)
-    return [f"{len(table_of_runs.rows)} rows predicted{left}, {fit} fit: {out}"], fit > 0
 
 
 def plans_of(
@@ -65,17 +50,21 @@ def plans_of(
     flags: str = "",
     progress: Progress | None = None,
 ) -> Plans:
-    """Return every layout. asked: by ASKED's names, float8 and optimizer; the rest has defaults.
+    """Return every layout. question: what is asked; the rest has defaults.
 
     flags: may name the optimizer. progress: is told what is done.
     """
     sequence = int(question.get("seq-length", SEQUENCE))
-    batch = int(question.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
+    batch = batch_of(cluster, question, sequence)
     found = read_model(model, sequence, str(question.get("optimizer", "")))
     found = own.with_optimizer(found, flags)
-    nodes = int(question.get("nodes", cluster.nodes))
     dtype = str(question.get("float8", "bf16"))
-    return search.plan(found, cluster.of(nodes), batch, dtype, progress)
+    return search.plan(found, cluster, batch, dtype, progress)
+
+
+def batch_of(cluster: Cluster, question: Question, sequence: int) -> int:
+    """Return the sequences of a step: those asked for, or BATCH_TOKENS' worth."""
+    return int(question.get("global-batch-size", max(cluster.gpus, BATCH_TOKENS // sequence)))
 
 
 def compare(
@@ -83,12 +72,14 @@ def compare(
 ) -> Answer:
     """Compare the layout of flags with the best one. Raises PlanError, UsageError.
 
-    What `asked` leaves open, of sequence length, batch and dtype, is that of the flags, for both.
+    What the question leaves open, of sequence length, batch and dtype, is that of the flags, for
+    both; where these say no batch, it is the plan's.
     """
     optimizer = str(question.get("optimizer", ""))
     named = read_model(model, int(question.get("seq-length", SEQUENCE)), optimizer)
     named = own.with_optimizer(named, flags)
-    config = own.config_of(named, cluster, flags)
+    length = named.config.model.seq_length
+    config = own.config_of(named, cluster, flags, batch_of(cluster, question, length))
     each = own.layout_of(config)
     search.check_dtype(cluster, each.dtype)
     mine = search.evaluate(own.with_sequence(named, config), cluster, [each])
@@ -101,29 +92,11 @@ def compare(
     return table.why(plans, mine, own.uncounted(named, cluster, config, each)), mine.fit(0)
 
 
-def read_question(text: str) -> Question:
-    """Return what --what-if asks: name=value, name=value. Raises PlanError."""
-    question: Question = {}
-    for part in text.split(","):
-        name, _, value = part.strip().partition("=")
-        if name == "float8" and value in RECIPES:
-            question[name] = value
-            continue
-        if name not in QUESTIONS or not value.isdigit() or not 1 <= int(value) <= QUESTIONS[name]:
-            known = ", ".join(f"{key} up to {most:,}" for key, most in QUESTIONS.items())
-            raise PlanError(
-                f"--what-if {part.strip()!r} is not name=value of {known}, float8 of "
-                f"{', '.join(RECIPES)}"
-            )
-        question[name] = int(value)
-    return question
-
-
 def build_parser() -> Parser:
     """Return the command line's parser."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a size, a config.json, or flags in quotes")
-    parser.add_argument("cluster", nargs="?", help="a cluster file, or its name")
+    parser.add_argument("model", help="a size, a config.json, or flags in quotes")
+    parser.add_argument("cluster", help="a cluster file, or its name")
     parser.add_argument("--nodes", type=integer(1, 65_536), help="instead of the cluster file's")
     parser.add_argument(
         "--seq-length", type=integer(1, 1 << 24), help=f"tokens; default: {SEQUENCE:,}"
@@ -134,30 +107,21 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--optimizer", choices=list(RULES), help="default: what the model's flags say, or adam"
     )
-    parser.add_argument("--tokens", type=float, default=TOKENS, help="that GPU-hours are given for")
+    parser.add_argument(
+        "--tokens", type=number(1), default=TOKENS, help="that GPU-hours are given for"
+    )
     parser.add_argument(
         "--why", metavar="FLAGS", help="your layout compared with the best, term by term"
     )
     parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
-    parser.add_argument("--what-if", metavar="NAME=VALUE,...", help="the best plan of another case")
     parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw all layouts and the best step"
     )
-    parser.add_argument(
-        "--predict", type=Path, metavar="RUNS.csv", help="published runs to predict"
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where --predict writes")
     return parser
 
 
 def answer(args: argparse.Namespace, progress: Progress) -> Answer:
     """Return the answer to the command line. progress: is told what is done. Raises MISTAKES."""
-    if args.predict is not None:
-        if args.out is None:
-            raise PlanError("--predict needs --out FILE")
-        return predict_file(args.predict, args.out)
-    if args.model is None or args.cluster is None:
-        raise PlanError("MODEL and CLUSTER are needed, or --predict RUNS.csv --out FILE")
     cluster = read_cluster(args.cluster)
     given = {"seq-length": args.seq_length, "global-batch-size": args.global_batch_size,
              "float8": args.float8, "optimizer": args.optimizer}  # fmt: skip
@@ -173,11 +137,6 @@ def answer(args: argparse.Namespace, progress: Progress) -> Answer:
     plans = plans_of(args.model, cluster, question, progress=progress)
     if args.svg is not None:
         picture.draw(plans, args.svg)
-    if args.what_if is not None:
-        asked = {**question, **read_question(args.what_if)}
-        other = plans_of(args.model, cluster, asked, progress=progress)
-        both = bool(plans.best(1) and other.best(1))
-        return table.what_if(plans, other, args.what_if), both
     return table.ranking(plans, args.top, args.tokens), bool(plans.best(1))
 
 
@@ -194,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
     except MISTAKES as error:
         print(error_line("plan.py", error), file=sys.stderr)
         return 2
-    print("\n".join(lines))
+    print("\n".join(wrapped for line in lines for wrapped in table.wrapped(line)))
     return 0 if fits else 1
 
 

@@ -36,12 +36,12 @@ os.environ.update(environment_defaults(os.environ))
 import numpy as np
 import torch
 
+from forecast.device_file import DeviceFileError, read_device
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.comm.collectives import all_gather, gather_bytes
 from mpu.grid import ORDER, Grid
 from tools.command_line import Parser, error_line, integer
 from tools.planner.cluster import content_of
-from tools.planner.constants import DEVICES
 from tools.topology import host
 from tools.topology.levels import levels_of
 from tools.topology.measure import Prober, collectives
@@ -57,12 +57,21 @@ RINGS = 6  # of those that should be fastest are tried
 RING_BYTES = 1 << 20  # of a step of a ring
 
 
+def gpu(name: str) -> str:
+    """Return the name of a GPU that there are numbers of, for add_argument."""
+    try:
+        read_device(name)
+    except DeviceFileError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
 def build_parser() -> Parser:
     """Return the command line's parser."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="cluster file")
     parser.add_argument("--report", type=Path, metavar="FILE", help="every number that is measured")
-    parser.add_argument("--device", choices=DEVICES, required=True, help="the GPU")
+    parser.add_argument("--device", type=gpu, required=True, help="the GPU: h100, a100-40, ...")
     parser.add_argument("--name", default="probed", help="of the cluster")
     parser.add_argument("--tensor-model-parallel-size", type=integer(1), default=1)
     parser.add_argument("--context-parallel-size", type=integer(1), default=1)

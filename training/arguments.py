@@ -582,11 +582,11 @@ class Zero:
     )
     ddp_bucket_size: int | None = setting(
         None,
-        "gradients reduced in one collective; auto measures backward and links at the start and"
-        " takes the size that hides most; at --zero-stage 3 a bucket is a transformer block",
+        "gradients reduced in one collective; at --zero-stage 3 a bucket is a transformer block",
         "elements",
-        integer(1, auto=True),
+        integer(1, lacking=(("auto", "sizes are no longer measured: leave the flag out"),)),
         derived="an eighth of the gradients, 2e6 to 40e6",
+        reported=True,
     )
     zero_reduce_each_microbatch: bool = setting(
         False,
@@ -1687,8 +1687,8 @@ class RehearseConfig:
     )
     rehearse_device: str = setting(
         "h100",
-        "device whose memory and speed are assumed",
-        "a name in tools/rehearsal/devices, a file like those, or cpu",
+        "GPU whose memory and speed --dry-run and --rehearse assume; a rehearsal also takes cpu",
+        "a name such as h100, a100-40 or rtx-4090, or a file",
         ours=True,
     )
     rehearse_steps: int = setting(

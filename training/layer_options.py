@@ -3,6 +3,7 @@
 recomputed or put in host memory.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ def context_of(
         "log_max_attention_logit": config.log.log_max_attention_logit,
         "qk_clip": qk_clip(config),
         "output_z_loss": config.optimizer.output_z_loss_coeff,
+        "on_gpu": (config.parallel.device if device.type == "meta" else device.type) != "cpu",
     }
     return LayerContext(
         grid, p.sequence_parallel, config.run.dtype, accumulate_dtype(config), device, sink,
@@ -65,18 +67,14 @@ def context_of(
 
 
 def recompute_of(
-    config: Config,
-    device: torch.device,
-    copies: type[HostCopies] = HostCopies,
-    offload: type[Offload] = Offload,
-    recompute: type[Recompute] = Recompute,
+    config: Config, device: torch.device, recompute: Callable[..., Recompute] = Recompute
 ) -> Recompute:
-    """Return the run's Recompute, with its Offload. The classes are the planner's, or the run's."""
+    """Return the run's Recompute, with its Offload. recompute: a class of the same arguments."""
     p, g = config.parallel, config.gpu
     carried = None
     if g.cpu_offload_activations:
-        carried = offload(
-            copies(device),
+        carried = Offload(
+            HostCopies(device),
             g.cpu_offloading_num_layers,
             g.offload_modules,
             g.min_offloaded_tensor_size,

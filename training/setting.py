@@ -50,12 +50,10 @@ class Number(Rule):
     high: float | None = None
     integer: bool = True
     open: bool = False  # the upper bound, or the lower one where there is no upper
-    auto: bool = False  # "auto" is 0
+    lacking: tuple[tuple[str, str], ...] = ()  # words that are refused, and what to do instead
 
     def read(self, text: str) -> int | float:
         """Return the number that the text writes out."""
-        if self.auto and text == "auto":
-            return 0
         number, written = (int, INTEGER) if self.integer else (float, DECIMAL)
         value = number(text) if written.fullmatch(text) else math.nan
         high = self.high if self.high is not None else MOST if self.integer else math.inf
@@ -63,7 +61,8 @@ class Number(Rule):
         below = value < high if self.open else value <= high
         if not (above and below and math.isfinite(value)):
             too_large = " that fits into 64 bits" if self.integer and value > MOST else ""
-            raise ValueError(f"must be {self.what}{too_large}")
+            instead = dict(self.lacking).get(text, "")
+            raise ValueError(f"must be {self.what}{too_large}{f'; {instead}' * bool(instead)}")
         return value
 
     @property
@@ -159,9 +158,11 @@ def _listed(node: ast.expr) -> int | tuple[int, ...]:
     raise ValueError
 
 
-def integer(low: int = 0, high: int | None = None, auto: bool = False) -> Number:
+def integer(
+    low: int = 0, high: int | None = None, lacking: tuple[tuple[str, str], ...] = ()
+) -> Number:
     """Return the rule of a whole number that fits into 64 bits."""
-    return Number("N", low=low, high=high, auto=auto)
+    return Number("N", low=low, high=high, lacking=lacking)
 
 
 def real(low: float = 0, high: float | None = None, open: bool = False) -> Number:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from benchmarks.planning.cpu_host import Host, Product, Rates
 from benchmarks.planning.cpu_time import Rank, parts, told
-from estimate.model_profile import make_grid
 from mpu.comm.collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from mpu.comm.p2p import receive, send
 from mpu.comm.transport import Axis
@@ -32,6 +31,7 @@ from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
+from training.model_profile import make_grid
 
 CPU = torch.device("cpu")
 REPEATS = 5

@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import pretrain_llama
 from benchmarks.planning.cpu_host import Host, Product, Rates
-from estimate.model_profile import rank_parameters
-from estimate.pipeline_stages import rank_stages
-from estimate.play import cores
-from estimate.simulate import Costs, simulate
 from mpu.grid import ORDER
+from mpu.pipeline.play import cores
+from mpu.pipeline.simulate import Costs, simulate
 from tools.planner.rank_order import Sizes, groups, ledger
 from training import batch_size
 from training.config import Config
+from training.model_profile import rank_parameters
 from training.pipeline_schedule import schedule_of
+from training.pipeline_stages import rank_stages
 
 PROVIDER = pretrain_llama.model_provider
 IN_STEP = ("tp", "cp", "tp_kv", "cp_a2a", "cp_p2p")  # axes of which each micro-batch has transfers
@@ -175,7 +175,7 @@ def told(host: Host, config: Config) -> Told:
     stages = [[work[n][part] for n in range(schedule.stages)] for part in range(3)]
     body = simulate(
         schedule, Costs(*stages, message),
-        speeds=cores(host.cores, ranks // width, host.slower(ranks)),
+        speed=cores(host.cores, ranks // width, host.slower(ranks)),
     ).step  # fmt: skip
     compute = count * max(
         sum(sum(work[schedule.stage(n, chunk)]) for chunk in range(schedule.chunks)) - beside[n]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.planner.constants import profile
+from benchmarks.planning.frameworks import profile
 from tools.planner.model import MIXTURES
 from tools.planner.pipeline import SCHEDULES
 from tools.planner.runs import Runs, even_cut, stacked

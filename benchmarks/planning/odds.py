@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.planner.published import Row
+from benchmarks.planning.published import Row
 from tools.planner.runs import Array, Runs, stacked
 from training.untrusted import read_json
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published runs of other programs, larger models and clusters, in the form of the table of several
-sources (tools/planner/published.py), each with what was done with it.
+sources (benchmarks/planning/published.py), each with what was done with it.
 """
 
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.planner.published import Row, read_table
+from benchmarks.planning.published import Row, read_table
 
 FITTED, TUNED, LOOKED, NEITHER = "fitted", "tuned on", "looked at", "neither"
 USES = {

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published runs as steps that the rehearsal's clock times: sizes, layout, recipe and seconds.
 
-tools/planner/published.py reads them. What a program does is in RECIPES, once.
+benchmarks/planning/published.py reads them. What a program does is in RECIPES, once.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.planning.published import Row, read_table
 from benchmarks.planning.written_record import Layout, Model, Passes, Recipe, StepClock
+from forecast.device_file import Device, read_device
 from tools.planner.pipeline import SCHEDULES
-from tools.planner.published import Row, read_table
-from tools.rehearsal.device_file import Device, read_device
 
 BANDWIDTH = {"A100-SXM-40G": 1.555e12}  # NVIDIA A100 datasheet, SXM 40 GB
 HOST_SECONDS = Path(__file__).parent.parent / "host_seconds.json"  # fitted: fit_device.py

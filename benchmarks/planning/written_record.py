@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from estimate.simulate import Costs, simulate
+from forecast.device_file import Device
 from mpu.pipeline import schedules
+from mpu.pipeline.simulate import Costs, simulate
 from tools.rehearsal.clock import Clock
-from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Event, Launch, Transfer, Wait, Where
 from tools.rehearsal.links import collective_seconds, message_seconds
 from tools.rehearsal.roofline import Kernel, memory_seconds

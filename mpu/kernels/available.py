@@ -30,6 +30,11 @@ def why_not() -> str:
     return ""
 
 
+def launches(x: torch.Tensor) -> bool:
+    """Return whether Triton's kernels take the memory of x: it is on a GPU where they run."""
+    return x.is_cuda and not why_not()
+
+
 def launch() -> None:
     """Add 1 and 1 by a kernel on the current GPU, and wait for it."""
     from mpu.kernels.sum_of_parts import sum_of_parts

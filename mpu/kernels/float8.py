@@ -73,18 +73,15 @@ class Numbers(NamedTuple):
         return self.block is None and self.x.stride(1) == 1
 
 
-def row_scales(given: Numbers, block: int, form: Codes) -> Tensor:
-    """Return bytes [n, k / block], or [n, 1] for block 0."""
+def row_scales(given: Numbers, block: int, out: Tensor, form: Codes) -> None:
+    """Fill out [n, k / block], or [n, 1] for block 0, with bytes."""
     *sizes, rows = given.arguments()
-    blocks = given.k // block if block else 1
-    out = torch.empty((given.n, blocks), dtype=torch.uint8, device=given.x.device)
     tile = dict(ROWS=ROWS, STEP=STEP, num_warps=WARPS) if block else piece_of(given)
     grid = (triton.cdiv(given.n, tile["ROWS"]), triton.cdiv(given.k, STEP) if block else 1)
     row_scales_kernel[grid](
         *sizes, out, FROM_ROWS=rows, BLOCK=block, FRACTION=form.fraction, SHIFT=form.shift,
         CONVERTS=converts(given.x), **tile,
     )  # fmt: skip
-    return out
 
 
 def encode(given: Numbers, scales: Tensor, out: Tensor, wide: Tensor | None, form: Codes) -> None:

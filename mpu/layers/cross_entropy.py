@@ -70,7 +70,7 @@ def output_loss(
     ctx.loss_in_chunks, where it is set, makes them some columns at a time.
 
     logits: what makes logits of x in place of the head; where that is more than the head
-    estimate/obeyed_flags.py refuses the loss in chunks.
+    forecast/obeyed_flags.py refuses the loss in chunks.
     """
     if ctx.loss_in_chunks is not None:
         return ctx.loss_in_chunks(head, x, labels, vocab_size)

@@ -62,7 +62,7 @@ class PaddedRows(Recipe):
         super().accumulate(main_grad, fresh, _padded(x), _padded(dy))
 
 
-RECIPE = PaddedRows()
+RECIPE = PaddedRows()  # of products, which are the same on every device
 
 
 def padded_rows(rows: int) -> int:
@@ -107,7 +107,8 @@ class GroupedLinear(nn.Module):
             whole_sections=True, fused=len(sections),
         )  # fmt: skip
         self.experts, self.in_features, self.out_features = local, in_features, out
-        self.ctx, self.weight = ctx, parameter(place, ctx.dtype, ctx.device, ctx.sink)
+        self.ctx, self.recipe = ctx, PaddedRows(ctx.on_gpu)
+        self.weight = parameter(place, ctx.dtype, ctx.device, ctx.sink)
 
     def forward(self, x: Tensor, counts: Counts, later: Later | None = None) -> Tensor:
         """x [n, i] -> [n, o]. counts: rows of each expert of this rank, n in all.
@@ -137,7 +138,7 @@ class GroupedLinear(nn.Module):
         grads = main_grad.view(-1, self.out_features, self.in_features)
         for e, low, high in runs(counts):
             if high > low:
-                RECIPE.accumulate(grads[e], fresh, x[low:high], dy[low:high])
+                self.recipe.accumulate(grads[e], fresh, x[low:high], dy[low:high])
             elif fresh:
                 grads[e].zero_()
         self.ctx.sink.register_grad_ready(self.weight)
@@ -155,15 +156,17 @@ def runs(counts: Counts) -> Iterator[tuple[int, int, int]]:
         yield e, high - counts.each[e], high
 
 
-def grouped_product(x: Tensor, weights: Tensor, counts: Counts) -> Tensor:
+def grouped_product(
+    x: Tensor, weights: Tensor, counts: Counts, on_gpu: bool = False
+) -> Tensor:
     """Return x w_e^T of each expert's rows: x [n, i], weights [E, o, i] -> [n, o].
 
-    In bf16 on a GPU it is one kernel, torch's grouped_mm; elsewhere a loop over the experts. On
-    meta tensors it is one matmul of as many FLOPs.
+    on_gpu: LayerContext's. In bf16 on a GPU it is one kernel, torch's grouped_mm; elsewhere a loop
+    over the experts. On meta tensors it is one matmul of as many FLOPs.
     """
     if x.is_meta:
         return RECIPE.product(x, weights[0])
-    if x.is_cuda and x.dtype == torch.bfloat16 and len(x):
+    if on_gpu and x.dtype == torch.bfloat16 and len(x):
         y: Tensor = F.grouped_mm(x, weights.transpose(1, 2), offs=counts.ends)
         return y
     y = x.new_empty((len(x), weights.shape[1]))
@@ -191,7 +194,7 @@ class _GroupedMatmul(torch.autograd.Function):
         saved_ctx.layer, saved_ctx.counts, saved_ctx.later = layer, counts, later
         if saved_ctx.needs_input_grad[1]:
             saved_ctx.save_for_backward(x)
-        y = grouped_product(x, layer.acquire(), counts)
+        y = grouped_product(x, layer.acquire(), counts, layer.ctx.on_gpu)
         layer.end_use()
         return y
 
@@ -201,7 +204,8 @@ class _GroupedMatmul(torch.autograd.Function):
         counts: Counts = saved_ctx.counts
         dy, dx, queue = dy.contiguous(), None, layer.ctx.queue
         if saved_ctx.needs_input_grad[0]:
-            dx = grouped_product(dy, layer.acquire().transpose(1, 2), counts)
+            weights = layer.acquire().transpose(1, 2)
+            dx = grouped_product(dy, weights, counts, layer.ctx.on_gpu)
             layer.end_use()
         if not saved_ctx.needs_input_grad[1]:
             return dx, None, None, None, None

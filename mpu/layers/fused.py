@@ -25,33 +25,42 @@ from mpu.param import Region
 from mpu.torch_private import is_result_of
 
 KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}  # as in csrc/fused.cpp
+PLACES = ("cpu", "meta")
 C_TYPES: dict[type, Any] = {int: c_int64, float: c_double, type(None): c_void_p}
 
 
 def fits(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
     """Return whether csrc/fused.cpp is built and takes these: on a CPU, contiguous, of one dtype.
 
+    Of meta tensors, which stand for those of a CPU or of a GPU, it takes the same: `call` then does
+    nothing, and results alone are made, as those of the library and of Triton's kernels are.
     accumulate: the dtype that sums must have, if any; the library sums fp64 in fp64, else in fp32.
     """
-    dtype = tensors[0].dtype
+    first = tensors[0]
+    dtype = first.dtype
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     return (
-        native.load() is not None
-        and dtype in KINDS
+        dtype in KINDS
         and accumulate in (None, sums)
-        and all(t.device.type == "cpu" and t.dtype == dtype and t.is_contiguous() for t in tensors)
+        and all(t.device.type in PLACES and t.dtype == dtype and t.is_contiguous() for t in tensors)
+        and (first.is_meta or native.load() is not None)
     )
 
 
-def call(name: str, dtype: torch.dtype, *args: Tensor | int | float | None) -> None:
-    """Call weft_<name> of csrc/fused.cpp: kind, threads, then `args` with tensors as pointers.
+def call(
+    name: str, dtype: torch.dtype, first: Tensor, *others: Tensor | int | float | None
+) -> None:
+    """Call weft_<name> of csrc/fused.cpp: kind, threads, then the others with tensors as pointers.
+    On meta tensors, which have no addresses, do nothing.
 
     Nothing is checked here: `fits` and its like are, and a rehearsal compares every call with
     mpu/kernels/by_address.py.
     """
+    if first.is_meta:
+        return
     library = native.load()
     assert library is not None
-    given = (KINDS[dtype], torch.get_num_threads(), *args)
+    given = (KINDS[dtype], torch.get_num_threads(), first, *others)
     getattr(library, f"weft_{name}")(
         *(c_void_p(a.data_ptr()) if isinstance(a, Tensor) else C_TYPES[type(a)](a) for a in given)
     )
@@ -164,7 +173,7 @@ class _RMSNorm(torch.autograd.Function):
         w = layer.factor(w)
         if fits(x, dy, w, *() if more is None else (more,), accumulate=kind):
             dx = torch.empty_like(x)
-            parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)
+            parts = torch.zeros((torch.get_num_threads(), h), dtype=kind, device=x.device)
             call("norm_backward", x.dtype, x, w, r, dy, more, dx, parts, x.numel() // h, h)
             if layer.weight.requires_grad:
                 sink.add(layer.weight, parts.sum(0))

@@ -34,11 +34,10 @@ def on_triton(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
     dtype = tensors[0].dtype
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     return (
-        tensors[0].is_cuda
+        available.launches(tensors[0])
         and dtype in DTYPES
         and accumulate in (None, sums)
         and all(t.dtype == dtype and t.is_contiguous() for t in tensors)
-        and not available.why_not()
     )
 
 

@@ -48,12 +48,15 @@ def onednn_linear(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Return oneDNN's x w^T for fp32 on a CPU, else None: there it is the fastest kernel at hand.
 
     It is the operator that torch's own compiler emits there. F.linear and torch.mm call MKL's
-    sgemm, which takes 1.1 to 2 times as long on the shapes of a step.
+    sgemm, which takes 1.1 to 2 times as long on the shapes of a step. Of meta tensors it is
+    F.linear, whose result has the same shape.
     """
-    if x.device.type != "cpu" or x.dtype != torch.float32:
+    if x.dtype != torch.float32 or x.device.type not in ("cpu", "meta"):
         return None
     onednn = linear_pointwise()
-    return onednn and partial(onednn, B=None, attr="none", scalars=[], algorithm="")
+    if onednn is None or x.is_meta:
+        return onednn and F.linear
+    return partial(onednn, B=None, attr="none", scalars=[], algorithm="")
 
 
 class Recipe:
@@ -61,7 +64,14 @@ class Recipe:
 
     An operand is what is multiplied, saved for backward and sent to other ranks: rows [..., k],
     summed over k. This recipe's operands are the tensors themselves, in their own dtype.
+
+    on_gpu: the layer's (LayerContext.on_gpu).
     """
+
+    on_gpu = False
+
+    def __init__(self, on_gpu: bool = False) -> None:
+        self.on_gpu = on_gpu
 
     def of_any_layer(self) -> "Recipe":
         """Return the recipe without what it keeps of a layer: here itself."""
@@ -93,10 +103,10 @@ class Recipe:
     def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
         """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: x [n, i], dy [n, o].
 
-        On CUDA one matmul adds in place, in fp32 for bf16. On a CPU a product of fp32 or of another
-        dtype than main_grad's is rounded to its own, then added (docs/numerics.md).
+        On a GPU one matmul adds in place, in fp32 for bf16. On a CPU a product of fp32 or of
+        another dtype than main_grad's is rounded to its own, then added (docs/numerics.md).
         """
-        onednn = onednn_linear(x)
+        onednn = None if self.on_gpu else onednn_linear(x)
         if onednn is not None:
             # the narrower one as the rows of x: the other is then packed as a weight, once
             wide = len(main_grad) > main_grad.shape[1]
@@ -104,7 +114,7 @@ class Recipe:
             main_grad.copy_(product) if fresh else main_grad.add_(product)
         elif x.dtype == main_grad.dtype:
             torch.mm(dy.t(), x, out=main_grad) if fresh else main_grad.addmm_(dy.t(), x)
-        elif x.device.type == "cpu" or (x.itemsize, main_grad.dtype) != (2, torch.float32):
+        elif not self.on_gpu or (x.itemsize, main_grad.dtype) != (2, torch.float32):
             product = torch.mm(dy.t(), x)
             main_grad.copy_(product) if fresh else main_grad.add_(product)
         elif fresh:
@@ -126,7 +136,12 @@ class _ParallelLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = sizes
         self.bias: nn.Parameter | None = None
-        self.weight, self.ctx, self.recipe = weight, ctx, recipe or Recipe()
+        self.weight, self.ctx, self.recipe = weight, ctx, recipe or Recipe(ctx.on_gpu)
+        if self.recipe.on_gpu != ctx.on_gpu:
+            raise ValueError(
+                f"{type(self.recipe).__name__} was made with on_gpu={self.recipe.on_gpu} and its "
+                f"layer's context has on_gpu={ctx.on_gpu}: a recipe takes the context's"
+            )
         self.method: OverlapMethod = OverlapMap().method(ctx.tp, ctx.sp)  # until `use_overlap`
         phases = ("forward", "backward", "wgrad")
         self.on_forward, self.on_backward, self.on_wgrad = (Label(self, phase) for phase in phases)

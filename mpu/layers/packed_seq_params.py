@@ -40,6 +40,6 @@ class PackedSeqParams:
     def to(self, device: torch.device | str) -> "PackedSeqParams":
         """Return the same with cu_seqlens on a device; a copy to CUDA is asynchronous."""
         ends = self.cu_seqlens
-        if torch.device(device).type == "cuda" and not ends.is_cuda:
+        if torch.device(device).type == "cuda" and ends.is_cpu:
             ends = ends.pin_memory()
         return replace(self, cu_seqlens=ends.to(device, non_blocking=True))

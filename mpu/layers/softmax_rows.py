@@ -77,5 +77,5 @@ def _places(targets: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
 
 
 def _slices(rows: Tensor) -> Iterator[slice]:
-    step = max(ROWS, PASS_BYTES // (4 * rows.shape[1])) if rows.is_cuda else ROWS
+    step = ROWS if rows.is_cpu else max(ROWS, PASS_BYTES // (4 * rows.shape[1]))
     return (slice(i, i + step) for i in range(0, len(rows), step))

@@ -148,11 +148,8 @@ class MatrixUpdater(SegmentUpdater):
 
 
 def _put(new: Tensor, into: Tensor, found_inf: Tensor) -> None:
-    """Write new values, unless found_inf is 1; on a GPU the host does not wait for it."""
-    if found_inf.is_cuda or found_inf.is_meta:
-        torch.where(found_inf == 1, into, new, out=into)
-    elif not found_inf:
-        into.copy_(new)
+    """Write new values, unless found_inf is 1, for which the host does not wait."""
+    torch.where(found_inf == 1, into, new, out=into)
 
 
 class _Piece:

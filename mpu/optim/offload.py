@@ -36,7 +36,7 @@ class Offload:
             2 * g.nbytes + w.nbytes * (w.dtype != g.dtype) + 3 * ALIGN
             for g, w in zip(gradients, weights, strict=True)
         )
-        host = HostMemory(gradients[0].is_cuda, many)
+        host = HostMemory(device.type == "cuda", many)
         self.gradients = [host.zeros(tuple(g.shape), g.dtype) for g in gradients]
         self.masters = [host.zeros(tuple(g.shape), g.dtype) for g in gradients]
         self._rounded = [

@@ -141,8 +141,8 @@ class StateOffload:
                     flats[-1].append(x.detach().as_strided((size,), (1,), 0))
         every = [flat for some in flats for flat in some]
         streams: tuple[Stream, Stream] = None, None
-        if every and every[0].is_cuda:
-            streams = torch.cuda.Stream(every[0].device), torch.cuda.Stream(every[0].device)
+        if every and (device := every[0].device).type == "cuda":
+            streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         host = HostMemory(streams[0] is not None, sum(flat.nbytes + ALIGN for flat in every))
         self.buckets = [BucketState(some, host, streams) for some in flats]
         for bucket, following in pairwise(self.buckets):

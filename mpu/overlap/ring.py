@@ -86,11 +86,17 @@ class Ring(OverlapMethod):
         def finish() -> None:
             for handle in flying:
                 handle.wait()
-            if out.is_cuda and not available.why_not():
-                from mpu.kernels import sum_of_parts as kernel
-
-                kernel.sum_of_parts(parts, out)
+            if self.axis.on_gpu(out) and (out.is_meta or not available.why_not()):
+                _sum_by_kernel(parts, out)
             else:
                 sum_of_parts(parts, out)
 
         return out, Handle(finish=finish)
+
+
+def _sum_by_kernel(parts: Tensor, out: Tensor) -> None:
+    """Do sum_of_parts in one launch, which needs no memory: on meta tensors there is none."""
+    if not out.is_meta:
+        from mpu.kernels import sum_of_parts as kernel
+
+        kernel.sum_of_parts(parts, out)

@@ -6,5 +6,5 @@ steps          the messages that follow from it
 stage_layout   which layers each stage has
 engine         executes any schedule
 
-estimate/simulate.py proves and times a schedule without a run.
+simulate.py proves and times a schedule without a run.
 """

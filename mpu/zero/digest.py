@@ -186,8 +186,9 @@ def add(x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tenso
     sums [3]: of the squares, then with signs. fp32 and fp64 on a CPU go through csrc/digest.cpp.
     """
     library, kind = native.load(), (torch.float32, torch.float64)
-    if library is None or x.is_cuda or x.dtype not in kind or not hasattr(library, "weft_digest"):
-        step = max(1, (AT_ONCE if x.device.type == "cpu" else LARGE) // x.shape[1])
+    takes = x.is_cpu and x.dtype in kind and hasattr(library, "weft_digest")
+    if library is None or not takes:
+        step = max(1, (AT_ONCE if x.is_cpu else LARGE) // x.shape[1])
         for low in range(0, len(x), step):
             part = slice(low, low + step)
             _add_by_torch(x[part], by_row[part], by_column, exact, sums)
@@ -220,6 +221,6 @@ def _add_by_torch(
 
 def _dot(bits: Tensor, key: Tensor) -> Tensor:
     """Return the sum of bits x key in each row, modulo 2^64: bits [n, m], key [m] -> [n]."""
-    if bits.is_cuda:
+    if not bits.is_cpu:
         return (bits.long() * key).sum(1)
     return torch.mv(bits.long(), key)

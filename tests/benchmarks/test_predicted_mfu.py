@@ -3,7 +3,7 @@
 
 from benchmarks.fused_launches import FLAGS
 from benchmarks.predicted_mfu import COMPARED, LAYOUTS, TITAN, VARIANTS, changes, gains, mfu
-from tools.rehearsal.device_file import read_device
+from forecast.device_file import read_device
 from training.flags.parse import parse
 
 

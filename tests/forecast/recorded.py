@@ -19,5 +19,4 @@ def state(recording: Recording) -> dict[str, int]:
 
 def memory(recording: Recording) -> dict[str, int]:
     """Return these bytes, and what a memory report adds to them (memory_report.transient)."""
-    peaks = {"whole gradients": UNSHARDED, "gathered weights": GATHERED}
-    return state(recording) | {name: recording.most(kind) for name, kind in peaks.items()}
+    return state(recording) | {kind: recording.most(kind) for kind in (UNSHARDED, GATHERED)}

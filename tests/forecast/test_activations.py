@@ -230,6 +230,6 @@ def test_what_the_output_layer_defers(v, limit, most):
     assert [rank.most(LOGITS) // logits for rank in ranks] == [0, 0, 0, most]
     late = [m for m in ranks[3].moments() if str(m.action).startswith("the output layer's")]
     assert len(late) == waiting
-    for n, (_, kinds) in enumerate(late):
+    for n, (_, kinds, _) in enumerate(late):
         assert kinds[LOGITS] == (waiting - n) * logits
         assert is_few(kinds[ACTIVATIONS] - (waiting - n) * one_input - ROPE)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step allocates on top, as recorded: whole gradients, gathered weights, worked out by hand.
 
-The small Llama has the blocks of tests/estimate/test_rank_memory.py. Over 4 ranks its buckets of
+The small Llama has the blocks of test_buckets.py. Over 4 ranks its buckets of
 30,000 elements have 40, 32, 32, 36 blocks untied, and 32, 32, 32, 20 tied; at level 3 (head and
 norm, layers, embedding) they have 20, 32, 32, 32, 20.
 """

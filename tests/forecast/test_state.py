@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bytes that a rank keeps from step to step, as recorded, against those worked out by hand.
 
-The blocks are those of tests/estimate/test_rank_memory.py.
+The blocks are those of test_buckets.py.
 """
 
 import pytest

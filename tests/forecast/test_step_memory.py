@@ -14,12 +14,11 @@ from xml.etree import ElementTree
 import pytest
 
 import pretrain_llama
-from estimate.pipeline_stages import rank_stages
-from estimate.simulate import Costs, simulate
 from forecast import dry_run, memory_picture
 from forecast.dry_run import step_memory
 from forecast.recording import ACTIVATIONS, record, recordings_of
 from mpu.pipeline.schedules import Action
+from mpu.pipeline.simulate import Costs, simulate
 from tests.forecast.test_activations import is_few, layer_bytes
 from tests.tools.rehearsal.drawn_layouts import accepted
 from tests.tools.rehearsal.test_drawn_memory import MODEL, WITHOUT
@@ -28,6 +27,7 @@ from tools.pictures.style import shapes
 from tools.pictures.timeline import in_flight, rows
 from training.flags.parse import parse
 from training.pipeline_schedule import schedule_of
+from training.pipeline_stages import rank_stages
 from training.text import in_units
 
 ROOT = Path(__file__).resolve().parents[2]

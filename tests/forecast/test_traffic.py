@@ -66,7 +66,7 @@ def test_traffic():
 
 # NCCL sums in the dtype it sends, so bf16 parts of an fp32 sum are exchanged, and added after.
 # flags, ranks; of the data-parallel axis (verb, times, blocks x bytes, ranks). The 136 blocks are
-# counted in test_rank_memory.py
+# counted in test_buckets.py
 SHARED = [
     (UNTIED, 4, [("all_reduce", 1, 136 * 4, 4)]),
     (

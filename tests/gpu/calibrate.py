@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forecast.device_file import NUMBERS, Device, read_device
 from tests.gpu.row import Row, Skip, Stopwatch, Time, Watch, sentence, synchronize
 from tools.rehearsal import device_file, roofline
-from tools.rehearsal.device_file import NUMBERS, Device, read_device
 from training.run.gpu_health import uuid_of
 
 LIBRARIES = {"cublasLt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}
@@ -298,7 +298,7 @@ def _matmuls(row: Row, file: Calibrated) -> None:
     """The five products of a layer and the head: forward, dgrad, and wgrad into fp32."""
     from mpu.layers.linear import Recipe
 
-    z, clock, recipe = row.sizes, Stopwatch(row, load=LOAD), Recipe()
+    z, clock, recipe = row.sizes, Stopwatch(row, load=LOAD), Recipe(row.cuda)
     qkv = (z.heads + 2 * z.groups) * z.head_dim
     shapes = {
         "qkv": (qkv, z.hidden), "proj": (z.hidden, z.hidden), "gate_up": (2 * z.ffn, z.hidden),

@@ -371,5 +371,5 @@ def maxima(row: Row) -> None:
     speed(
         row, f"largest logits of 32 heads, {s} tokens",
         lambda: max_logits(q, k, noted, causal=True),
-        lambda: largest(q, k, "tril", torch.float32),
+        lambda: largest(q, k, "tril", torch.float32, row.cuda),
     )  # fmt: skip

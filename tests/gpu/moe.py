@@ -122,11 +122,11 @@ def products(row: Row, counts: Counts, o: int, i: int, label: str) -> float:
     grads = main.view(a.shape)
     ways: dict[str, dict[str, Callable[[], Tensor]]] = {
         "forward": {
-            "layer": lambda: grouped_product(x, a, counts),
+            "layer": lambda: grouped_product(x, a, counts, row.cuda),
             "loop": lambda: loop(x, a, counts),
         },
         "dgrad": {
-            "layer": lambda: grouped_product(dy, a.transpose(1, 2), counts),
+            "layer": lambda: grouped_product(dy, a.transpose(1, 2), counts, row.cuda),
             "loop": lambda: loop(dy, a.transpose(1, 2), counts),
         },
         "wgrad": {

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 import pretrain_llama
-from estimate.model_profile import make_grid, model_profile
 from model.load import of_checkpoint
 from mpu.launch import Launch
 from tests.gpu.launched import KERNELS
@@ -31,6 +30,7 @@ from training.data.batch import DocumentRules, make_batch
 from training.data.tokenizer import tokenizer_for
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
+from training.model_profile import make_grid, model_profile
 from training.run.device import choose_device
 from training.run.peak_flops import peak_flops
 

@@ -103,7 +103,7 @@ def test_weight_gradients_come_out_in_fp32():
     sink, weight = GradientSink(), torch.nn.Parameter(torch.zeros(64, 32, device="cuda").bfloat16())
     x, dy = (torch.randn(512, n, device="cuda").bfloat16() for n in (32, 64))
     for _ in range(3):
-        Recipe().accumulate(*sink.grad_slot(weight), x, dy)
+        Recipe(on_gpu=True).accumulate(*sink.grad_slot(weight), x, dy)
     want = 3 * (dy.double().t() @ x.double())
     assert (sink.main_grad(weight).double() - want).norm() < 1e-5 * want.norm()
 

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from estimate.model_profile import model_profile
-from estimate.obeyed_flags import check_flags
+from forecast.obeyed_flags import check_flags
 from model.load import load_model_file, model_file_of
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
@@ -31,6 +30,7 @@ from tools.generate import load_model
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.huggingface import spelt
 from training.flags.parse import parse
+from training.model_profile import model_profile
 
 PATH = str(Path(__file__).resolve().parents[2] / "examples/forks/deepseek.py")
 FILE = load_model_file(PATH)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate.simulate import Costs, simulate, validate
 from mpu.interleave import Interleaver
 from mpu.pipeline.schedules import build
+from mpu.pipeline.simulate import Costs, simulate, validate
 from tests.model.test_moe_layouts import run_cases
 from tests.model.test_moe_parity import BASE, KINDS, held
 from tests.model.twin import config_of, grid_of, micro_batches, same_bits

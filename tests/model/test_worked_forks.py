@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from estimate.model_profile import model_profile
 from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.context import LayerContext
@@ -25,6 +24,7 @@ from pretrain_llama import model_provider
 from tests.model.test_qwen3_hf import SMALL, run
 from tests.model.twin import SIZES, S, V, config_of, run_cases
 from tools.generate import load_model
+from training.model_profile import model_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 MORE: dict[str, dict[str, Any]] = {  # what a fork's case has

@@ -337,12 +337,12 @@ def test_a_rehearsal_without_fake_tensors_is_refused(monkeypatch, capsys, name):
 
 
 def test_what_sees_operations_is_refused_where_torch_shows_none():
-    from estimate.storages import LiveStorages
+    from mpu.meta_tensors import MetaOperations
 
     class Sees(torch_private.NoMode):
-        """As LiveStorages, where torch has no TorchDispatchMode."""
+        """As MetaOperations, where torch has no TorchDispatchMode."""
 
-    assert issubclass(LiveStorages, torch_private.DispatchMode)
+    assert issubclass(MetaOperations, torch_private.DispatchMode)
     with pytest.MonkeyPatch.context() as patch:
         hide(patch, torch_private.DISPATCH_MODE)
         with pytest.raises(ValueError, match="seeing what torch computes is not available"):

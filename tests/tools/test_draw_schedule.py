@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from estimate.simulate import Costs, simulate
 from mpu.pipeline.schedules import NAMES, build, table
+from mpu.pipeline.simulate import Costs, simulate
 from tools.draw_schedule import main
 from tools.pictures.timeline import rows
 

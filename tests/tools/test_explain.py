@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from estimate.simulate import Costs, simulate
 from forecast.traffic import Traffic
 from mpu.grid import Grid
 from mpu.pipeline.schedules import NAMES, build
+from mpu.pipeline.simulate import Costs, simulate
 from mpu.pipeline.steps import plan
 from tools import waiting
 from tools.explain import draw_timeline, explain, main, read_arguments, tiny

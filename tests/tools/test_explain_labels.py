@@ -98,7 +98,7 @@ def test_every_collective_of_a_step_has_a_label(world, tp, dp, pp, rest, expecte
 
 def test_no_local_variable_is_read():
     """Frames are walked for files and line numbers, and locals are nobody's business."""
-    for folder in ("tools", "mpu", "model", "estimate", "training"):
+    for folder in ("tools", "mpu", "model", "training"):
         for file in (ROOT / folder).rglob("*.py"):
             source = file.read_text()
             reports = file.name in ("activity.py", "load.py")  # which functions were called

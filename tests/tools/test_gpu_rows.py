@@ -31,9 +31,9 @@ def checked(row: Row) -> dict[str, bool]:
 # ---- products and moves of experts ----
 
 
-def shifted(x: Any, weights: Any, counts: Any) -> Any:
+def shifted(x: Any, weights: Any, counts: Any, on_gpu: bool) -> Any:
     """Multiply the rows of each expert by the next one's weights."""
-    return grouped_product(x, weights.roll(1, 0), counts)
+    return grouped_product(x, weights.roll(1, 0), counts, on_gpu)
 
 
 def overwrites(layer: GroupedLinear, x: Any, dy: Any, counts: Any) -> None:
@@ -220,11 +220,11 @@ def test_shapes_are_those_of_tensor_parallel_8():
 
 
 def test_the_flags_of_every_row_are_taken_at_full_size():
-    from estimate.model_profile import model_profile
     from model.load import of_checkpoint
     from pretrain_llama import model_provider
     from tests.gpu import small
     from training.flags.parse import parse
+    from training.model_profile import model_profile
 
     plan = ["--device", "cuda", "--dry-run"]  # no GPU is here
     step = [*small.small_flags(False), *small.batch_flags(4, 4), "--cuda-graph"]

@@ -105,7 +105,7 @@ def test_make_train_checks_its_data_before_set_up(tmp_path: Path, data: str, say
     (tmp_path / "bare folder").mkdir()
     (tmp_path / "it's.csv").write_text("a")
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for room in ("tools", "estimate", "training"):
+    for room in ("tools", "forecast", "training"):
         (tmp_path / room).symlink_to(ROOT / room)
     done = subprocess.run(
         ["make", "train", f"DATA={data}", f"PYTHON={sys.executable}"],

@@ -193,8 +193,8 @@ def test_a_mistake_is_one_sentence(given, said):
 
 @pytest.mark.parametrize("tp", range(1, 9))
 def test_make_takes_the_layouts_that_the_trainer_takes(monkeypatch, tp):
-    from estimate.pipeline_stages import rank_stages
     from pretrain_llama import model_provider
+    from training.pipeline_stages import rank_stages
 
     ran = []
     monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))

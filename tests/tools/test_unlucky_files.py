@@ -147,11 +147,11 @@ def a_cluster(rng: random.Random, folder: Path) -> Case:
 
 def a_device(rng: random.Random, folder: Path) -> Case:
     path = folder / "device.json"
-    shutil.copy(ROOT / "tools/rehearsal/devices/h100.json", path)
+    shutil.copy(ROOT / "forecast/devices/h100.json", path)
     path.write_text(json.dumps(json.loads(path.read_text())) + "\n")
     spoil(rng, path)
     code = (
-        "import sys\nfrom tools.rehearsal.device_file import read_device\n"
+        "import sys\nfrom forecast.device_file import read_device\n"
         "from training.untrusted import sentence\n"
         "try:\n    print('read', read_device(sys.argv[1]).major)\n"
         "except (ValueError, OSError) as error:\n    sys.exit(sentence(error))\n"
@@ -170,8 +170,8 @@ def a_table(rng: random.Random, folder: Path) -> Case:
         no_file(rng, path)
     else:
         path.write_bytes(rng.choice([*(text.encode() for text in texts), b"\xff\xfe", b""]))
-    argv = ["tools/plan.py", "--predict", path, "--out", folder / "out.csv"]
-    return Case(argv, (0, 1, 2), r"rows predicted|plan.py: .*runs.csv", memory=MEMORY)
+    argv = ["benchmarks/plan_predict.py", path, "--out", folder / "out.csv"]
+    return Case(argv, (0, 1, 2), r"rows predicted|plan_predict.py: .*runs.csv", memory=MEMORY)
 
 
 def a_model_to_plan(rng: random.Random, folder: Path) -> Case:

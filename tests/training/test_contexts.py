@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate.model_profile import rank_model
-from estimate.pipeline_stages import rank_stages
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -18,7 +16,8 @@ from mpu.overlap.choices import OverlapMap
 from training.config import UsageError
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.run.autotune.gradient_buckets import measured_timeline
+from training.model_profile import rank_model
+from training.pipeline_stages import rank_stages
 from training.run.trial import trials
 from training.run.warm_up import run_chunks
 
@@ -101,9 +100,8 @@ def contexts(words: list[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]
     run = pretrain_llama.build(config, grid, CPU, FailureMonitor())
     found, seen = {}, Recorder()
     run_chunks(run, seen, pretrain_llama.run_schedule, OverlapMap())
-    measured_timeline(config, grid, CPU, seen)
     rank_model(config, seen, rank_stages(config, pretrain_llama.model_provider, 0), 0)
-    for name, ctx in zip(("warm-up", "buckets", "estimate"), seen.contexts, strict=True):
+    for name, ctx in zip(("warm-up", "estimate"), seen.contexts, strict=True):
         found[name] = values(ctx)
     with pytest.MonkeyPatch.context() as patch:
         import training.run.trial as module
@@ -124,9 +122,7 @@ def test_all_contexts_of_a_run_are_its_own() -> None:
         run, found = contexts(words)
         even = {"experts": run["experts"]._replace(force_balance=True)}
         meta = {"norm_backend": "weft", "attention_backend": "auto"}
-        wanted = {
-            "warm-up": run | even, "buckets": run | even, "estimate": run | meta, "trial": run,
-        }  # fmt: skip
+        wanted = {"warm-up": run | even, "estimate": run | meta, "trial": run}
         for name, ctx in found.items():
             assert ctx == wanted[name], (name, " ".join(words))
         plain = values(LayerContext())

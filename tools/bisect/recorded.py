@@ -17,7 +17,7 @@ from typing import Any
 
 RANKS = 16  # most processes that a folder may ask for
 WORDS, LONGEST = 10_000, 1 << 16  # most words of a command line; most characters of one
-PRODUCT = {"pretrain_llama", "training", "estimate", "model", "mpu", "tools"}
+PRODUCT = {"pretrain_llama", "training", "model", "mpu", "tools"}
 READ = {  # flags that name a file or directory which a run reads
     "--load", "--pretrained-checkpoint", "--branch-from", "--data-args-path", "--data-stages",
     "--tokenizer-model", "--vocab-file", "--merge-file",

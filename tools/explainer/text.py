@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any
 
-from estimate import rank_memory
-from estimate.pipeline_stages import describe_stages, rank_stages
 from forecast.traffic import Totals, Traffic, totals
 from mpu.pipeline.schedules import table
 from pretrain_llama import model_provider
@@ -17,6 +15,7 @@ from training import batch_size
 from training.config import Config
 from training.layer_options import main_grads_dtype
 from training.pipeline_schedule import schedule_of
+from training.pipeline_stages import describe_stages, rank_stages
 
 BEFORE = (
     "ZeRO level {level}. It is the second step: new weights of the first one may still be on their "
@@ -37,13 +36,13 @@ def rule(text: str, line: str = "-") -> str:
     return f"{line * 3} {text} ".ljust(WIDTH, line)
 
 
-def head(config: Config) -> list[str]:
-    """Return the opening lines: what was run, and what the words mean."""
+def head(config: Config, level: int) -> list[str]:
+    """Return the opening lines: what was run, at which ZeRO stage, and what the words mean."""
     p, m, e = config.parallel, config.model, config.run.dtype.itemsize
     t, pp, cp = (
         p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
     )  # fmt: skip
-    alone, sp, level = pp == 1, p.sequence_parallel and t > 1, rank_memory.level(config)
+    alone, sp = pp == 1, p.sequence_parallel and t > 1
     seen = ", as rank 0 sees it" if alone else f": pipeline {pp} ({p.schedule})"
     return [
         f"One step of a tiny Llama on {p.world_size} ranks{seen}"

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from estimate.meta import meta_hint
 from model.load import load_model_file, of_checkpoint
 from mpu.comm.collectives import all_gather
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.meta_tensors import meta_hint
 from mpu.module_tracker import OUTPUT, Event, ModuleTracker
 from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only

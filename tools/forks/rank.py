@@ -26,10 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pretrain_llama
-from estimate.context_parallel import check_attention
-from estimate.model_profile import make_grid
-from estimate.obeyed_flags import check_flags
 from forecast import recording
+from forecast.obeyed_flags import check_attention, check_flags
 from forecast.traffic import rows
 from model.load import load_model_file
 from mpu.comm.transport import Axis, Label
@@ -62,6 +60,7 @@ from tools.forks.one import (
     names_of,
 )
 from training.faults.monitor import FailureMonitor
+from training.model_profile import make_grid
 from training.run.saver import Saver
 from training.run.startup import connect
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from estimate.simulate import Span, Timeline
 from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.simulate import Span, Timeline
 from tools.pictures.style import DASHES, IDLE, INK, KINDS, QUIET, RULE, axes_at, lighter, page
 from tools.pictures.timeline import Summary, Wait, in_flight, rows, summary, usual_peak, waits
 

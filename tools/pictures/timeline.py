@@ -4,8 +4,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from estimate.simulate import Span, Timeline
 from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.simulate import Span, Timeline
 
 
 class InFlight(NamedTuple):

@@ -5,15 +5,18 @@ A level joins blocks of `gpus` neighbours (0: all of the cluster), the inner lev
 a node, rails of several nodes, a spine, sites. A file without "levels" has two: its device's links
 in a node, and one network of all nodes, {"network_gbps_per_gpu", "oversubscription"}. The memory of
 a node's host, "host_memory_gb", may be left out.
+
+"8xh100" and "4x8xa100-40" need no file: one node of 8 GPUs, 4 nodes of 8. Their links in a node are
+the GPU's (training/gpus.py), and the network between nodes is that of the device file.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tools.planner.constants import DEVICES
-from tools.rehearsal.device_file import read_device
+from forecast.device_file import DeviceFileError, read_device
 from training.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
@@ -82,11 +85,16 @@ class Cluster:
 
 
 def read_cluster(name: str) -> Cluster:
-    """Return the cluster of a file, or of a name in clusters/. Raises ClusterError."""
+    """Return the cluster of a file, a name in clusters/, or "4x8xh100". Raises ClusterError."""
+    if counted := re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,4})x([^/]+)", name):
+        return _of_gpus(name, int(counted[1] or 1), int(counted[2]), counted[3])
     path = Path(name) if "/" in name or name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
-        raise ClusterError(f"{name}: no cluster file {path.name}; known by name are {known}")
+        raise ClusterError(
+            f"{name}: no cluster file {path.name}; known by name are {known}; 8xh100 and 4x8xh100 "
+            "need no file"
+        )
     content = read_json(path)
     kinds = (SHARED | NETWORK, SHARED | {"levels"})
     if not isinstance(content, dict) or content.keys() - {HOST} not in kinds:
@@ -95,8 +103,12 @@ def read_cluster(name: str) -> Cluster:
             f"{path}: must be an object with {', '.join(sorted(SHARED))}, and with levels or with "
             f"{either}; {HOST} may be left out"
         )
-    if content["device"] not in DEVICES:
-        raise ClusterError(f"{path}: device is {content['device']!r}, not of {', '.join(DEVICES)}")
+    if not isinstance(content["device"], str):
+        raise ClusterError(f"{path}: device is {content['device']!r}, not the name of a GPU")
+    try:
+        read_device(content["device"])
+    except DeviceFileError as error:
+        raise ClusterError(f"{path}: device: {error}") from None
     if not isinstance(content["source"], str) or len(content["source"]) < 10:
         raise ClusterError(f"{path}: names no source")
     for key in ("nodes", "gpus_per_node"):
@@ -107,6 +119,21 @@ def read_cluster(name: str) -> Cluster:
     _number(path, HOST, memory, 0)
     host = HOST_SHARE * memory * 1e9
     return Cluster(str(content["name"]), content["device"], content["nodes"], node, levels, host)
+
+
+def _of_gpus(name: str, nodes: int, node: int, gpu: str) -> Cluster:
+    """Return a cluster of so many nodes of so many GPUs."""
+    if not nodes or not node:
+        raise ClusterError(f"{name}: a cluster has at least one node of one GPU")
+    try:
+        device = read_device(gpu)
+    except DeviceFileError as error:
+        raise ClusterError(f"{name}: {error}") from None
+    inner, *outer = device.levels
+    inside = Level(inner.name, node, inner.bandwidth, inner.step_seconds[-1])
+    network = Level("network", 0, outer[0].bandwidth, outer[0].step_seconds[-1])
+    levels = (inside, network) if node > 1 else (network,)
+    return Cluster(name, gpu, nodes, node, levels)
 
 
 def _two(path: Path, content: dict[str, Any]) -> tuple[Level, ...]:

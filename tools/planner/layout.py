@@ -60,6 +60,7 @@ class Layout:
     dtype: str = "bf16"
     each: bool = False  # --zero-reduce-each-microbatch
     states: bool = False  # --optimizer-state-offload
+    on_host: bool = False  # --optimizer-cpu-offload: the update is the host's
     ep: int = 0  # expert-parallel ranks; 0: the model has none
     dispatcher: str = "auto"
     overlap_ep: bool = False
@@ -91,6 +92,7 @@ class Layout:
         words.append(RECOMPUTE_FLAGS[self.recompute] + f" {self.again}" * (self.again > 0))
         words += ["--cpu-offload-activations"] * self.offload
         words += ["--optimizer-state-offload"] * self.states
+        words += ["--optimizer-cpu-offload"] * self.on_host
         if self.dtype != "bf16":
             words.append(f"--fp8-format hybrid --fp8-recipe {self.dtype}")
         return " ".join(word for word in words if word).strip()
@@ -106,11 +108,11 @@ class Layout:
 
         One each: tensor, context, expert and pipeline parallelism, a schedule that is neither 1F1B
         nor interleaved, a forward during a backward, ZeRO 2 or 3, recomputation, activations in
-        host memory, the optimizer's state there.
+        host memory, the optimizer's state there, its update on the host.
         """
         return sum((self.tp > 1, self.cp > 1, self.ep > 1, self.pp > 1, self.split, self.overlap_ep,
                     self.zero > 1, self.recompute != "none", self.offload,
-                    self.states))  # fmt: skip
+                    self.states, self.on_host))  # fmt: skip
 
     @property
     def can_overlap_ep(self) -> bool:

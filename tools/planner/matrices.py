@@ -3,7 +3,7 @@
 
 The matrices are those that mpu/optim/owners.py finds in the model's own placements, and so is the
 rule by which owners get them; a product costs what the rehearsal's clock computes. Bytes on the
-way are those of estimate/matrices.py: a rank's slices to owners, and updates back, in the dtype of
+way are those of training/matrices.py: a rank's slices to owners, and updates back, in the dtype of
 the iterations. The first bucket's exchange and the last one's way back overlap with nothing.
 """
 

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_llama
-from estimate.model_profile import model_profile
-from model.llama import read_rope
+from model.llama import SIZES, read_rope
 from model.moe import from_hf_config
 from training.config import Config
 from training.flags.flag_table import live
 from training.flags.parse import parse
+from training.model_profile import model_profile
 from training.untrusted import read_json
 
-LLAMA = {  # layers, hidden, ffn, heads, kv heads, vocabulary: Llama 3, 3.1 and 3.2
-    "1B": (16, 2048, 8192, 32, 8, 128256), "3B": (28, 3072, 8192, 24, 8, 128256),
-    "8B": (32, 4096, 14336, 32, 8, 128256), "70B": (80, 8192, 28672, 64, 8, 128256),
-    "405B": (126, 16384, 53248, 128, 8, 128256),
+LLAMA = {  # names of model.llama.SIZES
+    "1B": "llama3.2-1b", "3B": "llama3.2-3b", "7B": "llama2-7b", "8B": "llama3-8b",
+    "13B": "llama2-13b", "70B": "llama3-70b", "405B": "llama3.1-405b",
 }  # fmt: skip
-TIED = ("1B", "3B")
 HUGGING_FACE = {  # pretrain_llama.py's flag of each key
     "num_hidden_layers": "--num-layers", "hidden_size": "--hidden-size",
     "intermediate_size": "--ffn-hidden-size", "num_attention_heads": "--num-attention-heads",
@@ -34,6 +32,7 @@ MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, the
     "QWEN3-30B-A3B": ((48, 2048, 6144, 32, 4, 151936), (128, 8, 768), 128, 1000000),
     "QWEN3-235B-A22B": ((94, 4096, 12288, 64, 4, 151936), (128, 8, 1536), 128, 1000000),
 }
+ALIASES = {"MIXTRAL": "MIXTRAL-8X7B", "QWEN3-30B": "QWEN3-30B-A3B", "QWEN3-235B": "QWEN3-235B-A22B"}
 FEW = 1  # layers of a model whose parts are costed
 
 
@@ -85,16 +84,10 @@ def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
     """
     if name.lstrip().startswith("-"):
         flags = shlex.split(name)
-    elif name.upper() in LLAMA:
-        layers, hidden, ffn, heads, kv, vocab = LLAMA[name.upper()]
-        flags = [f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn}",
-                 f"--num-attention-heads {heads} --group-query-attention --num-query-groups {kv}",
-                 f"--vocab-size {vocab} --rotary-base 500000"]  # fmt: skip
-        if name.upper() not in TIED:
-            flags.append("--untie-embeddings-and-output-weights")
-        flags = " ".join(flags).split()
-    elif name.upper() in MIXTURES:
-        flags = _mixture(name.upper())
+    elif (size := LLAMA.get(name.upper(), name.lower())) in SIZES:
+        flags = _llama(size)
+    elif ALIASES.get(name.upper(), name.upper()) in MIXTURES:
+        flags = _mixture(ALIASES.get(name.upper(), name.upper()))
     else:
         flags = _hugging_face(Path(name))
     if optimizer:
@@ -110,10 +103,21 @@ def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
     return Model(name, tuple(flags), config)
 
 
+def _llama(name: str) -> list[str]:
+    """Return the flags of a size of model.llama.SIZES; RoPE's scaling costs nothing."""
+    m = SIZES[name]
+    flags = f"""--num-layers {m.num_layers} --hidden-size {m.hidden_size}
+        --ffn-hidden-size {m.ffn_hidden_size} --num-attention-heads {m.num_attention_heads}
+        --vocab-size {m.vocab_size} --rotary-base {m.rotary_base:g}""".split()
+    if m.num_query_groups != m.num_attention_heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(m.num_query_groups)]
+    return flags + ["--untie-embeddings-and-output-weights"] * (not m.tied)
+
+
 def _hugging_face(path: Path) -> list[str]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        known = ", ".join(LLAMA)
+        known = ", ".join([*LLAMA, *MIXTURES])
         raise ModelError(f"{path}: not a file, flags in quotes, or a known model ({known})")
     content = read_json(path, limit=1 << 20, foreign=True)
     flags: list[str] = []

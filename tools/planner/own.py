@@ -25,9 +25,15 @@ ALIASES = {  # settings that Layout has under another name, or that change neith
 OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ: same layers
 
 
-def config_of(model: Model, cluster: Cluster, flags: str) -> Config:
-    """Return the Config of a layout's flags on a cluster. Raises PlanError, UsageError."""
-    config = parse([*model.flags, *REST.split(), *shlex.split(flags)], cluster.gpus)
+def config_of(model: Model, cluster: Cluster, flags: str, batch: int = 0) -> Config:
+    """Return the Config of a layout's flags on a cluster. Raises PlanError, UsageError.
+
+    batch: sequences of a step where the flags say none; 0: as the trainer takes it.
+    """
+    words = shlex.split(flags)
+    if batch and not any(word.startswith("--global-batch-size") for word in words):
+        words += ["--global-batch-size", str(batch)]
+    config = parse([*model.flags, *REST.split(), *words], cluster.gpus)
     other = [
         f"--{field.name.replace('_', '-')}" for field in fields(config.model)
         if field.name not in OF_MODEL
@@ -50,8 +56,6 @@ def dtype_of(config: Config) -> str:
 def layout_of(config: Config) -> Layout:
     """Return the layout of a Config. Raises PlanError where the planner cannot count it."""
     p, b = config.parallel, config.batch
-    if p.optimizer_cpu_offload:
-        raise PlanError("--why does not count --optimizer-cpu-offload")
     if len(set(p.cp_comm_type)) > 1 or p.cp_comm_type[0] not in COMMS:
         raise PlanError(f"--why knows one --cp-comm-type, {', '.join(COMMS)}")
     if p.schedule not in SCHEDULES:
@@ -76,7 +80,8 @@ def layout_of(config: Config) -> Layout:
         overlap="none" if p.tp_comm_overlap == "none" else "ring",
         dtype=dtype_of(config),
         each=p.zero_reduce_each_microbatch,
-        states=p.optimizer_state_offload,
+        states=p.optimizer_state_offload and not p.optimizer_cpu_offload,
+        on_host=p.optimizer_cpu_offload,
         ep=config.expert_model_parallel_size,
         dispatcher=p.moe_token_dispatcher_type if config.expert_model_parallel_size > 1 else "auto",
         overlap_ep=p.overlap_moe_expert_parallel_comm,

@@ -2,7 +2,8 @@
 """What a pipeline's schedule waits and keeps, by building it and playing it.
 
 A schedule is data (mpu/pipeline/schedules.py), so a new one is planned as soon as it is there.
-`bubble` plays a short one of the same shape (estimate/simulate.py), `in_flight` walks its lists.
+`bubble` plays a short one of the same shape (mpu/pipeline/simulate.py), and `in_flight` walks its
+lists.
 """
 
 from functools import lru_cache
@@ -10,9 +11,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from estimate.simulate import Costs, simulate
 from mpu.pipeline.schedules import NAMES, SPLIT, build
 from mpu.pipeline.schedules import V_SHAPED as FOLDED
+from mpu.pipeline.simulate import Costs, simulate
 
 SCHEDULES = (*NAMES, "zb-2p")  # the last: of published runs, with twice the activations, no bubble
 V_SHAPED = [SCHEDULES.index(name) for name in FOLDED]

@@ -3,8 +3,7 @@
 
 `exactly` calls --dry-run's own functions. `many` takes state from the same arithmetic of buckets
 (mpu/zero/bucket_layout.py), with an array for the sizes of all layouts, and activations from
-profiles of a layer, the first stage and the last one, measured once for each tp
-(estimate/rank_profile.py).
+a recorded layer and both ends, once for each tp (tools/planner/units.py).
 """
 
 import shlex
@@ -18,8 +17,6 @@ import numpy as np
 import torch
 
 import pretrain_llama
-from estimate.model_profile import ParameterProfile, rank_parameters
-from estimate.rank_profile import StageProfile, rank_profile
 from forecast.dry_run import matmul_workspaces, of_ranks_kinds
 from forecast.recording import HOST, recordings_of
 from mpu.optim.interface import state_bytes
@@ -27,34 +24,37 @@ from mpu.pipeline.stage_layout import Stage
 from mpu.zero import bucket_layout
 from mpu.zero.bucket_layout import BucketLayout, sharing_of
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
-from tools.planner.model import REST, Model, last_of_each
+from tools.planner.model import REST, Model
 from tools.planner.pipeline import in_flight
 from tools.planner.runs import Array, Runs
+from tools.planner.units import FIRST, LAST, LONGER, MIDDLE, unit_config, units
 from training.config import Config
 from training.flags.parse import parse
+from training.model_profile import ParameterProfile, rank_parameters
 from training.update_rules import optimizer_groups
 
 PROVIDER = pretrain_llama.model_provider
+ENDS = (FIRST, MIDDLE, LAST)
+LAYER = Stage(1, 2)
 NORM_BYTES = 9  # of a block in the norm's index: int64 and bool
 Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
 
-class Unit(NamedTuple):
+class Layers(NamedTuple):
     """Bytes of a rank for a micro-batch of one sequence, at a tp and a recomputation, cp 1.
 
-    layer: stored of each layer. again: what B stores of one layer that it recomputes. logits.
-    first: what the first stage stores besides its layers. working, end_working: of one operation,
-    of a middle stage and of the last; more, end_more: for each sequence more.
+    layer: stored of each layer. first, middle, last: what the first stage, one between and the last
+    store besides their layers. logits. working: of one action of such a stage, what it recomputes
+    included; more: of it, for each sequence more.
     """
 
     layer: float
-    again: float
-    logits: float
     first: float
-    working: float
-    end_working: float
-    more: float
-    end_more: float
+    middle: float
+    last: float
+    logits: float
+    working: tuple[float, ...]
+    more: tuple[float, ...]
 
 
 class Sizes(NamedTuple):
@@ -73,58 +73,26 @@ class Sizes(NamedTuple):
     moments: tuple[float, float, float, float]
 
 
-def unit_config(
-    flags: tuple[str, ...], tp: int, more: str, ep: int = 0, cp: int = 1, dispatcher: str = "auto"
-) -> Config:
-    """Return the config of few layers by which a layer and the ends are measured.
-
-    It has two data-parallel ranks at least, so that a model's own collectives over them are there.
-    """
-    dp = max(2, ep // tp)
-    argv = [*flags, *REST.split(), "--num-layers", "8", "--tensor-model-parallel-size", str(tp),
-            "--pipeline-model-parallel-size", "2", *["--sequence-parallel"] * (tp > 1),
-            "--context-parallel-size", str(cp),
-            "--micro-batch-size", "1", "--global-batch-size", str(4 * dp)]  # fmt: skip
-    argv += more.split()
-    if ep:
-        argv += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
-        argv += ["--moe-token-dispatcher-type", dispatcher]
-    return parse(last_of_each(argv), 2 * tp * cp * dp)
-
-
-def unit_profile(config: Config, stage: Stage, split: bool = False) -> StageProfile:
-    """Return what a stage of such a config keeps and sends in a micro-batch."""
-    return rank_profile(config, PROVIDER, (stage,), int(stage.loss), split).stages[0]
-
-
 @lru_cache(maxsize=256)
-def unit(
+def of_layers(
     flags: tuple[str, ...], tp: int, recompute: str, dtype: str, ep: int = 0,
     dispatcher: str = "auto",
-) -> Unit:  # fmt: skip
-    """Return what is measured at a tp and a recomputation: "none", "selective" or "full"."""
+) -> Layers:  # fmt: skip
+    """Return what is recorded at a tp and a recomputation: "none", "selective" or "full"."""
     low = "" if dtype == "bf16" else f" --fp8-format hybrid --fp8-recipe {dtype}"
-    more = RECOMPUTE_FLAGS[recompute] + low
-    config = unit_config(flags, tp, more, ep, dispatcher=dispatcher)
-    one, two = (unit_profile(config, Stage(1, n)) for n in (2, 3))
-    if recompute != "none":  # the ends do not depend on it
-        ends = unit(flags, tp, "none", dtype, ep, dispatcher)
-        return ends._replace(
-            layer=two.for_b - one.for_b, again=max(two.again, one.again),
-            working=one.working, end_working=max(one.working, ends.end_working),
-        )  # fmt: skip
-    first, last = unit_profile(config, Stage(0, 1, embedding=True)), unit_profile(config, LAST)
-    twice = replace(config, batch=replace(config.batch, micro_batch_size=2))
-    both = [unit_profile(twice, stage) for stage in (Stage(1, 2), LAST)]
-    layer = two.for_b - one.for_b
-    return Unit(
-        layer=layer, again=0.0, logits=last.logits, first=first.for_b - layer,
-        working=one.working, end_working=last.working, more=both[0].working - one.working,
-        end_more=both[1].working - last.working,
+    config = unit_config(flags, tp, RECOMPUTE_FLAGS[recompute] + low, ep, dispatcher=dispatcher)
+    one = units(config)
+    layer = one[LONGER].stored - one[MIDDLE].stored
+    working = [float(one[at].working) for at in ENDS]
+    more = working
+    if low:  # weights in float8 take as much, whatever the number of sequences
+        two = units(replace(config, batch=replace(config.batch, micro_batch_size=2)))
+        more = [two[at].working - one[at].working for at in ENDS]
+    first, middle, last = (one[at].stored - layer for at in ENDS)
+    return Layers(
+        layer=layer, first=first, middle=middle, last=last, logits=one[LAST].logits,
+        working=tuple(working), more=tuple(more),
     )  # fmt: skip
-
-
-LAST = Stage(7, 8, loss=True)
 
 
 @lru_cache(maxsize=64)
@@ -134,14 +102,16 @@ def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
     each = state_bytes(optimizer_groups(config), torch.float32)
 
     def numbers(stage: Stage, cut: str = "") -> Array:
-        found = rank_parameters(config, PROVIDER, (stage,), int(stage.loss)).values()
+        found = rank_parameters(config, PROVIDER, (stage,), LAST * stage.loss).values()
         own = [p.entry for p in found if cut in ("", p.entry.cut)]
         return np.array([sum(e.numel for e in own), sum(e.numel * each[e.group] for e in own)])
 
-    layer = numbers(Stage(1, 2))
-    ends = [numbers(stage) - layer for stage in (Stage(0, 1, embedding=True), LAST)]
-    waits = unit_profile(config, Stage(1, 2), split=True).for_w
-    parts = (layer, *ends, numbers(Stage(1, 2), "ep"))
+    layer = numbers(LAYER)
+    ends = (Stage(0, 1, embedding=True), Stage(4, 5, loss=True))
+    first, last = (numbers(stage) - layer for stage in ends)
+    both = units(unit_config(flags, tp, "--pipeline-schedule zb-h1", ep))
+    waits = both[LONGER].waits - both[MIDDLE].waits
+    parts = (layer, first, last, numbers(LAYER, "ep"))
     of_layer, embedding, head, experts = (float(part[0]) for part in parts)
     a, b, c, d = (float(part[1]) for part in parts)
     return Sizes(of_layer, embedding, head, waits, experts, (a, b, c, d))
@@ -152,7 +122,7 @@ def layer_parameters(
 ) -> tuple[Config, dict[str, ParameterProfile]]:
     """Return the parameters of one layer by name, and the config that they are of."""
     config = unit_config(flags, tp, "", ep)
-    return config, rank_parameters(config, PROVIDER, (Stage(1, 2),), 0)
+    return config, rank_parameters(config, PROVIDER, (LAYER,), 0)
 
 
 class Bytes(NamedTuple):
@@ -172,8 +142,8 @@ def many(model: Model, found: Sequence[Layout], runs: Runs, host: float) -> Byte
     """
     bytes_ = Bytes(np.zeros(len(found)), np.zeros(len(found)))
     key = [  # fmt: skip
-        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.states, e.ep,
-         e.dispatcher, e.overlap_ep) for e in found
+        (e.tp, e.recompute, e.dtype, e.offload, e.zero, e.pp, e.virtual, e.schedule, e.states,
+         e.on_host, e.ep, e.dispatcher, e.overlap_ep) for e in found
     ]
     order = sorted(range(len(found)), key=lambda n: key[n])
     for _, members in groupby(order, key=lambda n: key[n]):
@@ -189,8 +159,8 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
     e = found[0]
     own = sizes(model.flags, e.tp, e.ep)
     kind = "full" if e.recompute == "block" else e.recompute
-    u = unit(model.flags, e.tp, kind, e.dtype, e.ep, e.dispatcher)
-    plain = unit(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher)
+    u = of_layers(model.flags, e.tp, kind, e.dtype, e.ep, e.dispatcher)
+    plain = of_layers(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher)
     ranks = np.arange(e.pp)[None, :]
     layers = r.by_rank(r.cut)[:, : e.pp]
     stage = np.arange(r.cut.shape[1])[None, :]
@@ -226,22 +196,27 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
         offloaded = (b * waiting * u.layer * r.node[:, None]).max(1)
         of_last = waiting / np.maximum(layers / e.virtual, 1)  # the last layer of each stage
         stored = np.minimum(waiting, of_last + 2) * u.layer
-    flight = waiting / np.maximum(layers, 1)
-    stored = stored + first * flight * u.first * (layers > 0)
+    flight = waiting / np.maximum(layers, 1) * e.virtual  # of the rank's chunks
+    at_ends = u.middle + first * (u.first - u.middle) + last * (u.last - u.middle)
+    stored = stored + flight * at_ends * (layers > 0)
     stored = stored + e.overlap_ep * each  # a layer of a forward during a backward
     logits = last * u.logits
-    work = np.where(last > 0, u.end_working + (b - 1) * u.end_more,
-                    u.working + (b - 1) * u.more)  # fmt: skip
-    total = state + b * (stored + u.again + logits) + work
-    if e.states:  # away while activations are there, and back for the update
+
+    def most(of: Sequence[float]) -> Array:
+        ends = np.maximum(first * of[0], last * of[2])
+        return np.where(ends > 0, ends, of[1])
+
+    total = state + b * (stored + logits) + most(u.working) + (b - 1) * most(u.more)
+    if e.states or e.on_host:
         offloaded = (moved * r.node[:, None]).max(1)
-        total = np.maximum(total - moved, state)
+        # away while activations are there, and back for an update on the GPU
+        total = np.maximum(total - moved, 0 if e.on_host else state)
     else:
         moved = np.zeros(moved.shape)
-    most = total.max(1)
-    if e.states or e.offload:
-        most = np.where(offloaded > host, np.inf, most)
-    return Bytes(most, moved.max(1))
+    of_rank = total.max(1)
+    if e.states or e.on_host or e.offload:
+        of_rank = np.where(offloaded > host, np.inf, of_rank)
+    return Bytes(of_rank, moved.max(1))
 
 
 def _state(

@@ -7,32 +7,42 @@ chosen once for each tp, cp and micro-batch: the way in which a layer takes the 
 """
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from forecast.device_file import read_device
 from forecast.fit import available
 from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import stage_layout
 from tools.planner import matrices, transfers
 from tools.planner.cluster import Cluster
-from tools.planner.constants import device_constants, profile
+from tools.planner.constants import device_constants, own
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
 from tools.planner.pipeline import SCHEDULES, paired
-from tools.planner.rank_bytes import Exact, Kinds, exactly, many, sizes, unit
+from tools.planner.rank_bytes import Exact, Kinds, exactly, many, of_layers, sizes
 from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
-from tools.planner.step_time import Times, Unnamed, carried, host_layer, layer
+from tools.planner.step_time import (
+    Constants,
+    Times,
+    Unnamed,
+    carried,
+    host_layer,
+    layer,
+    updated_on_host,
+)
 from tools.planner.step_time import times as times_of_runs
-from tools.rehearsal.device_file import read_device
 from tools.waiting import Progress
 
 NEARLY = 1.1  # layouts estimated at up to so much above the limit are computed exactly too
 LOOKED = 25  # layouts computed exactly, at most, to find the fastest of a row, or its first
 # median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
 COMPARISON_ERROR = 0.048
+RISK = 0.05  # of a GPU's memory: with less of it left, a plan is a risk
 
 
 class PlanError(ValueError):
@@ -43,7 +53,8 @@ class PlanError(ValueError):
 class Variants:
     """Layouts whose steps differ by less than COMPARISON_ERROR, the error of a comparison: one row.
 
-    first: the one that a table prints. It has the fewest mechanisms, and of those the least time.
+    first: the one that a table prints. It leaves at least RISK of a GPU's memory, if one does, and
+    then has the fewest mechanisms, and of those the most memory left.
     fastest: the one of least time. members: all of them, by time.
     """
 
@@ -130,6 +141,11 @@ class Plans:
         found = np.flatnonzero(self.fits)
         return found[np.lexsort((self.bytes[found], self.times.step[found]))]
 
+    def _simpler(self, n: int) -> tuple[bool, int, float]:
+        """Return by what the layouts of a row are ordered."""
+        tight = self.limit - self.bytes[n] < RISK * self.memory
+        return bool(tight), self.layouts[n].mechanisms, float(self.bytes[n])
+
     def best(self, top: int) -> list[int]:
         """Return the first layouts of `rows`."""
         return [row.first for row in self.rows(top)]
@@ -152,7 +168,7 @@ class Plans:
             end = self.times.step[fastest] * (1 + COMPARISON_ERROR)
             members = [n for n in rest if self.times.step[n] <= end]
             own = [n for n in members if n == fastest or self.fits[n]]
-            simple = sorted(own, key=lambda n: (self.layouts[n].mechanisms, self.times.step[n]))
+            simple = sorted(own, key=self._simpler)
             first = next((n for n in simple[:LOOKED] if self.fit(n)), fastest)
             found.append(Variants(first, fastest, tuple(own)))
             rest = rest[len(members) :]
@@ -227,7 +243,8 @@ def _offloaded(model: Model, e: Layout) -> float:
     """Return the bytes of a layer and micro-batch that wait in host memory."""
     if not e.offload:
         return 0.0
-    return unit(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher).layer * e.micro_batch / e.cp
+    layer = of_layers(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher).layer
+    return layer * e.micro_batch / e.cp
 
 
 def _ffn(model: Model) -> float:
@@ -294,21 +311,36 @@ def with_state_in_host(plans: Plans) -> Plans:
     """Add the layouts that fit, about, with the optimizer's state in host memory alone.
 
     A layout that fits without gains nothing by it, nor is it tried where activations are there.
+    Where none fits so either, those are tried whose update is the host's.
+    """
+    some = _with(plans, carried, states=True)
+    return some if some.fits.any() else _with(plans, on_host, on_host=True)
+
+
+def _with(plans: Plans, seconds_of: Callable[..., Array], **change: bool) -> Plans:
+    """Add the layouts that fit, about, with a change. seconds_of: what their updates take longer,
+    of constants, runs, bytes that leave the GPU and seconds of a micro-batch.
     """
     at = np.array([n for n in np.flatnonzero(~plans.fits) if not plans.layouts[n].offload], int)
-    away = [replace(plans.layouts[n], states=True) for n in at]
+    away = [replace(plans.layouts[n], **change) for n in at]
     found = many(plans.model, away, plans.runs[at], plans.cluster.host)
     near = np.flatnonzero(found.fullest <= NEARLY * plans.limit)
     at = np.concatenate([np.arange(len(plans.layouts)), at[near]])
     moved = np.concatenate([np.zeros(len(plans.layouts)), found.moved[near]])
     runs, times = plans.runs[at], Times(*(getattr(plans.times, f.name)[at] for f in fields(Times)))
+    more = seconds_of(_constants(plans.cluster), runs, moved, times.slot)
     return replace(
         plans,
         layouts=[*plans.layouts, *(away[n] for n in near)],
         runs=runs,
-        times=with_state(times, carried(_constants(plans.cluster), runs, moved, times.slot)),
+        times=with_state(times, more),
         bytes=np.concatenate([plans.bytes, found.fullest[near]]),
     )
+
+
+def on_host(c: Constants, r: Runs, moved: Array, slot: Array) -> Array:
+    """Return what an update by the host takes, as `carried` of state that comes back for it."""
+    return updated_on_host(c, r, moved)
 
 
 def with_state(times: Times, seconds: Array) -> Times:
@@ -332,7 +364,10 @@ def evaluate(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
     bytes_ = many(model, found, runs, cluster.host)
     more = matrices.seconds(c, model, found, runs)
     times = replace(times, update=times.update + more, step=times.step + more)
-    times = with_state(times, carried(c, runs, bytes_.moved, times.slot))
+    host = np.array([e.on_host for e in found])
+    more = np.where(host, updated_on_host(c, runs, bytes_.moved),
+                    carried(c, runs, bytes_.moved * ~host, times.slot))  # fmt: skip
+    times = with_state(times, more)
     return Plans(
         model=model,
         cluster=cluster,
@@ -344,7 +379,7 @@ def evaluate(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
 
 
 def _constants(cluster: Cluster) -> dict[str, float]:
-    return profile(f"weft_{cluster.device}")
+    return own(cluster.device)
 
 
 def _timed(c: dict[str, float], runs: Runs, more: Unnamed) -> Times:

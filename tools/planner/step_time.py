@@ -12,18 +12,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from forecast.device_file import PROTOCOLS
 from mpu.zero.bucket_layout import LARGEST, SMALLEST
 from tools.planner.constants import LINKS
 from tools.planner.pipeline import SCHEDULES, SPLIT_SCHEDULES, bubble
 from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from tools.rehearsal import links as cost
 from tools.rehearsal import roofline
-from tools.rehearsal.device_file import PROTOCOLS
 from tools.rehearsal.links import Links, Way, strided, ways_of
 from tools.rehearsal.roofline import memory_seconds
 
 Constants = Mapping[str, float]
 SOCKET = 4  # GPUs of one socket
+HOST_MEMORY = 40e9  # bytes a second for each GPU: 12 channels of DDR5 for four, a guess
 RING_SLOWS = 0.1  # of a transfer's time by which the matmuls during it take longer
 EXPERT_LAUNCHES, PAIR_LAUNCHES = 52, 11  # of a layer with experts, and for each of a token's k
 MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ranks
@@ -446,6 +447,17 @@ def carried(c: Constants, r: Runs, moved: Array, slot: Array) -> Array:
     one = each * np.minimum(np.clip(numbers / 8, SMALLEST, LARGEST) / numbers, 1.0)
     up, down = np.maximum(each - (slot - forward), one), np.maximum(each - forward, one)
     return np.asarray(up + down)
+
+
+def updated_on_host(c: Constants, r: Runs, moved: Array) -> Array:
+    """Return the seconds of an update by the host, which nothing hides. moved: bytes of masters and
+    moments: 12 of a number.
+
+    Gradients go down in fp32 and weights come up in bf16; the host reads and writes 28 bytes of a
+    number, by a GPU's share of its memory's bandwidth (HOST_MEMORY).
+    """
+    numbers = moved / 12
+    return np.asarray(numbers * (6 / c["host_bandwidth"] + 28 / HOST_MEMORY))
 
 
 def times(c: Constants, r: Runs, more: Unnamed | None = None) -> Times:

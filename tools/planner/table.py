@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print plans: a ranked table, the flags, one layout against the best term by term, what-ifs."""
+"""Print plans: a ranked table, the command, one layout against the best term by term."""
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from estimate.simulate import Costs, Timeline, simulate
-from mpu.pipeline import schedules
 from tools.planner.layout import Layout
 from tools.planner.rank_order import faster
-from tools.planner.search import COMPARISON_ERROR, Plans
+from tools.planner.search import COMPARISON_ERROR, RISK, Plans
 from training.text import aligned
 
 ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
 MILLION = 1_000_000
-MOST_ACTIONS = 20_000  # of a schedule that is simulated
+COLUMNS = 100
+EXAMPLE = "--mock-data --lr 3e-4 --train-iters 20"
 TERMS = {  # of Times, as they add up to a step
     "compute": "compute of the slowest stage",
     "tp": "exposed transfers of tp",
@@ -73,31 +73,10 @@ def breakdown(plans: Plans, n: int) -> Breakdown:
     return Breakdown({key: float(seconds[key]) for key in TERMS})
 
 
-def timeline(plans: Plans, n: int, micro_batches: int) -> Timeline:
-    """Return what each pipeline rank does when in a step of so many micro-batches, simulated."""
-    each, t = plans.layouts[n], plans.times
-    schedule = schedules.build(
-        each.schedule, each.pp, micro_batches, each.virtual, overlaps=each.overlap_ep
-    )
-    shares = (1.0, 1.0 + float(plans.runs.recompute[n]), 1.0)
-    own = [float(seconds) / sum(shares) for seconds in t.stages[n][: each.pp * each.virtual]]
-    forward, dgrad, wgrad = ([part * seconds for seconds in own] for part in shares)
-    return simulate(schedule, Costs(forward, dgrad, wgrad, float(t.message[n]))).timeline
-
-
-def simulated(plans: Plans, n: int) -> float | None:
-    """Return the step by the event simulation that --dry-run uses; None where it is too long."""
-    each, t = plans.layouts[n], plans.times
-    if each.pp * each.virtual * each.micro_batches * 3 > MOST_ACTIONS or each.pp == 1:
-        return None
-    end = max(spans[-1].end for spans in timeline(plans, n, each.micro_batches).ranks)
-    return float(end * float(t.jitter[n]) + t.sums[n] + t.update[n] + t.carried[n])
-
-
 def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
-    """Return the ranked table of the layouts that fit, and the best one's flags."""
+    """Return the ranked table of the layouts that fit, and the best one's command."""
     cluster, m = plans.cluster, plans.model.config.model
-    batch = plans.layouts[0].micro_batch * plans.layouts[0].micro_batches * plans.layouts[0].dp
+    batch = batch_of(plans.layouts[0])
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes != 1)}"
     lines = [
         f"{plans.model.name} on {cluster.gpus:,} GPUs of {cluster.device} ({nodes}), "
@@ -110,75 +89,88 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
         need = f"{plans.bytes[least] / 1e9:.1f} GB: {plans.layouts[least].flags()}"
         lines.append(f"none fits {plans.limit / 1e9:.1f} GB; least with {need}")
         return lines
-    dealt = ("ep",) * (plans.model.experts > 0)
-    head = ("", "tp", "cp", *dealt, "pp", "stages", "schedule", "dp", "b", "m", "zero", "recompute",
-            "overlap", "dtype", "step s", "simulated", "tokens/s/GPU", "MFU", "GB", "bubble",
-            "exposed", "bound by", "GPU-hours")  # fmt: skip
-    lines.append(
-        "stages: of a rank; b: sequences of a micro-batch; m: micro-batches of a step; zero: ZeRO "
-        "stage; recompute: what backward runs again; overlap: how tp's transfers travel; step s: "
-        "by formulas; simulated: the same by playing each action of the pipeline; GB: of the "
-        "fullest rank; exposed: transfers that nothing hides"
-    )
-    rows: list[Sequence[str]] = [head]
+    rows: list[Sequence[str]] = [
+        ("", "step s", "tokens/s/GPU", "MFU", "GPU-hours", "GB", "free")
+    ]
+    tight = False
     for number, n in enumerate(best, 1):
-        each, parts = plans.layouts[n], breakdown(plans, n)
-        again = simulated(plans, n)
-        exposed = sum(parts.seconds[axis] for axis in AXES)
+        left = (plans.limit - plans.exact(n)) / plans.memory
+        tight |= left < RISK
         rows.append((
-            str(number), str(each.tp), f"{each.cp} {each.comm}" if each.cp > 1 else "1",
-            *(experts_of(each) for _ in dealt),
-            *map(str, (each.pp, each.virtual)), each.schedule if each.pp > 1 else "-",
-            *map(str, (each.dp, each.micro_batch, each.micro_batches, each.zero)),
-            activations_of(each),
-            each.overlap, each.dtype,
-            f"{plans.times.step[n]:.2f} +-{ERROR:.0%}", f"{again:.2f}" if again else "-",
-            f"{plans.rate[n]:,.0f}", f"{plans.mfu[n]:.1%}", f"{plans.exact(n) / 1e9:.1f}",
-            f"{parts.seconds['bubble'] / parts.step:.1%}", f"{exposed / parts.step:.1%}",
-            parts.bound, f"{tokens / plans.rate[n] / 3600:,.0f}",
+            str(number), f"{plans.times.step[n]:.2f}", f"{plans.rate[n]:,.0f}",
+            f"{plans.mfu[n]:.1%}", f"{tokens / plans.rate[n] / 3600:,.0f}",
+            f"{plans.exact(n) / 1e9:.1f}", f"{left:.0%}" + "!" * (left < RISK),
         ))  # fmt: skip
-    lines += [*aligned(rows), *variants_of(plans, top)]
-    lines += [*parts_of(plans, best), *edges_of(plans, best)]
+    texts = ["layout", *(described(plans, n) for n in best)]
+    for row, text in zip(aligned(rows), texts, strict=True):
+        first, *rest = textwrap.wrap(text, COLUMNS - len(row) - 2)
+        lines += [f"{row}  {first}", *(" " * (len(row) + 2) + part for part in rest)]
     lines.append(
-        f"GPU-hours: for {tokens:.3g} tokens, +-{ERROR:.0%}; GB: as in --dry-run, of "
-        f"{plans.limit / 1e9:.1f} available on a GPU"
+        f"Seconds, tokens, MFU and GPU-hours (for {tokens:.3g} tokens) are computed, and were "
+        f"measured by nobody: +-{ERROR:.0%}. GB is what --dry-run says; free: of "
+        f"{plans.memory / 1e9:.0f} GB, after what context and libraries take. dp, and sequences of "
+        "a micro-batch (b), are of the layout."
     )
+    if tight:
+        lines.append(
+            f"!: less than {RISK:.0%} of a GPU is left, which fragments of the allocator or a "
+            "longer sequence can take: a risk"
+        )
+    lines += [*parts_of(plans, best), *edges_of(plans, best)]
     order, saved = faster(plans.model, cluster, plans.layouts[best[0]].flags())
     if order:
         lines.append(
             f"{order}: its transfers take {saved:.3f} s less than in the usual order, if nothing "
             "hides them; step s does not count that"
         )
-    lines.append(f"flags of the first: {plans.command(best[0])} {order}".rstrip())
-    return lines
+    lines.append(f"The first, with {EXAMPLE} as an example of what is yours to choose:")
+    return [*lines, *command_lines(plans, best[0], order)]
 
 
-VARIED = {  # of a row's layouts: what differs, and how a table calls it
-    "tp": "tp", "cp": "cp", "pp": "pp", "virtual": "stages", "schedule": "schedule",
-    "micro_batch": "b", "zero": "zero", "overlap": "overlap",
-}  # fmt: skip
+def wrapped(line: str) -> list[str]:
+    """Return a line of text in lines of at most COLUMNS; a command's are cut already."""
+    if len(line) <= COLUMNS or " \\\n" in line or "   " in line:
+        return [line]
+    return textwrap.wrap(line, COLUMNS, break_long_words=False, break_on_hyphens=False)
 
 
-def variants_of(plans: Plans, top: int) -> list[str]:
-    """Return, for each row, which layouts it represents."""
-    lines = [
-        f"variants (layouts within {COMPARISON_ERROR:.1%} of the fastest of a row, which is the "
-        "error of a comparison; the row has the one that relies on the fewest mechanisms)"
-    ]
-    for number, row in enumerate(plans.rows(top), 1):
-        each = [plans.layouts[n] for n in row.members]
-        found_lines = []
-        for name, word in VARIED.items():
-            found = sorted({getattr(e, name) for e in each})
-            found_lines.append(f"{word} {'/'.join(map(str, found))}")
-        if plans.model.experts:
-            found_lines.append(f"ep {'/'.join(sorted({experts_of(e) for e in each}))}")
-        found_lines.append(f"recompute {'/'.join(sorted({activations_of(e) for e in each}))}")
-        fastest = plans.layouts[row.fastest].flags()
-        lines.append(f"{number}  {len(each)}: {', '.join(found_lines)}")
-        if row.fastest != row.first:
-            lines.append(f"   fastest, {plans.times.step[row.fastest]:.2f} s: {fastest}")
-    return lines
+def described(plans: Plans, n: int) -> str:
+    """Return a layout in words: "tp 8 ring, pp 4 x 2, dp 2, b 1, ZeRO 1, recompute full"."""
+    e = plans.layouts[n]
+    words = [f"tp {e.tp}" + f" {e.overlap}" * (e.overlap != "none")]
+    words += [f"cp {e.cp} {e.comm}"] * (e.cp > 1)
+    words += [f"ep {experts_of(e)}"] * (e.ep > 0)
+    if e.pp > 1:
+        named = "" if e.schedule in ("1f1b", "interleaved") else f" {e.schedule}"
+        words.append(f"pp {e.pp}" + (f" x {e.virtual}" * (e.virtual > 1 and not named)) + named)
+    words += [f"dp {e.dp}", f"b {e.micro_batch}"] + [f"ZeRO {e.zero}"] * (e.zero > 0)
+    return ", ".join([*words, *activations_of(e), *[e.dtype] * (e.dtype != "bf16")])
+
+
+def activations_of(e: Layout) -> list[str]:
+    """Return what becomes of activations and of the optimizer's state, in words."""
+    again = f"{e.again} layers a stage" if e.recompute == "block" else e.recompute
+    words = [f"recompute {again}"] * (again != "none")
+    words += ["activations in host memory"] * e.offload
+    words += ["optimizer's state in host memory"] * e.states
+    return words + ["update on the host"] * e.on_host
+
+
+def command_lines(plans: Plans, n: int, more: str = "") -> list[str]:
+    """Return the command that starts a layout, in lines of a shell."""
+    cluster = plans.cluster
+    start = "torchrun --standalone"
+    if cluster.nodes > 1:
+        start = f"torchrun --nnodes {cluster.nodes} --node-rank $NODE --master-addr $HOST"
+    words = f"{plans.command(n)} {more} {EXAMPLE}".split()
+    lines = [f"{start} --nproc-per-node {cluster.node} pretrain_llama.py"]
+    line = ""
+    for word in words:
+        if len(line) + len(word) > COLUMNS - 6 and word.startswith("--"):
+            lines, line = [*lines, line], ""
+        line += f" {word}"
+    lines.append(line)
+    return [" \\\n ".join(lines)]
 
 
 def by_kind(plans: Plans, n: int) -> list[float]:
@@ -222,16 +214,6 @@ def edges_of(plans: Plans, best: Sequence[int]) -> list[str]:
     ]  # fmt: skip
 
 
-def activations_of(each: Layout) -> str:
-    """Return what becomes of activations, recomputed or put in host memory, and whether the
-    optimizer's state is there.
-    """
-    if each.offload:
-        return "offload"
-    kind = f"{each.again} a stage" if each.recompute == "block" else each.recompute
-    return f"{kind}+state" if each.states else kind
-
-
 def experts_of(each: Layout) -> str:
     """Return how many ranks experts are dealt out over, and whether exchanges are overlapped."""
     return f"{each.ep} overlapped" if each.overlap_ep else str(each.ep)
@@ -240,8 +222,13 @@ def experts_of(each: Layout) -> str:
 def work_of(plans: Plans, n: int) -> tuple[str, str, str]:
     """Return what a layout's step does: its batch, its sequences, the dtype of its matmuls."""
     each = plans.layouts[n]
-    batch = each.micro_batch * each.micro_batches * each.dp
-    return f"{batch:,} sequences", f"{plans.model.config.model.seq_length:,} tokens", each.dtype
+    length = f"{plans.model.config.model.seq_length:,} tokens"
+    return f"{batch_of(each):,} sequences", length, each.dtype
+
+
+def batch_of(each: Layout) -> int:
+    """Return the sequences of a layout's step."""
+    return each.micro_batch * each.micro_batches * each.dp
 
 
 def describe_work(question: tuple[str, str, str]) -> str:
@@ -310,20 +297,3 @@ def verdict(yours: dict[str, float], best: dict[str, float], of: str) -> str:
     close = bool(abs(slower - 1) <= COMPARISON_ERROR)
     near = f"; that is within the error of a comparison, {COMPARISON_ERROR:.0%}" * close
     return f"yours takes {slower:.2f} times as long for {of}; most of it is {TERMS[worst]}{near}"
-
-
-def what_if(base: Plans, other: Plans, question: str) -> list[str]:
-    """Compare the best layout of another question with the best of this one."""
-    lines = []
-    for name, plans in (("now", base), (question, other)):
-        found = plans.best(1)
-        if not found:
-            lines.append(f"{name}: no layout fits")
-            continue
-        n = found[0]
-        lines.append(
-            f"{name}: {plans.times.step[n]:.2f} s a step, {plans.rate[n]:,.0f} tokens/s/GPU, "
-            f"{plans.rate[n] * plans.cluster.gpus:,.0f} tokens/s, {plans.exact(n) / 1e9:.1f} GB: "
-            f"{plans.layouts[n].flags()}"
-        )
-    return lines

@@ -1,41 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the collectives of a model's layers and ends that the formulas of step_time.py do not name.
 
-The list is the one that --dry-run reads (forecast/traffic.py): the collectives that the model calls
-for in a micro-batch on meta tensors. What the formulas count is taken from it, by axis, verb and
-phase; the rest, such as a fork's own collective, is timed by the same links, and nothing hides it.
-It is measured once for each tp, with and without cp, and each ep: in bf16, with sequence
-parallelism and plain collectives. Bytes of one rank's input are taken as proportional to its
-tokens, so that those of other micro-batches and cp follow. Where a layer sends less than the
-formulas count, they are not corrected.
+The list is the recorded one (tools/planner/units.py): the collectives that the model calls for in a
+micro-batch. What the formulas count is taken from it, by axis, verb and action; the rest, such as a
+fork's own collective, is timed by the same links, and nothing hides it. It is recorded once for
+each tp, with and without cp, and each ep: in bf16, with sequence parallelism and plain collectives.
+Bytes of one rank's input are taken as proportional to its tokens, so that those of other
+micro-batches and cp follow. Where a layer sends less than the formulas count, they are not
+corrected.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
-from mpu.pipeline.stage_layout import Stage
 from tools.planner.layout import Layout
 from tools.planner.model import Model
-from tools.planner.rank_bytes import LAST, unit_config, unit_profile
 from tools.planner.runs import Array, Runs
 from tools.planner.step_time import Constants, Exposed, Unnamed, links
+from tools.planner.units import FIRST, LAST, LONGER, MIDDLE, Key, Sent, unit_config, units
 from tools.rehearsal import links as cost
 from training.config import Config
 
 TERMS = {"tp": "tp", "tp_kv": "tp", "cp": "cp", "ep": "ep"}  # of Exposed; other axes: fsdp
-PARTS = {"layer": Stage(1, 2), "first": Stage(0, 1, embedding=True), "head": LAST}
-Key = tuple[str, str, str]  # axis, verb, phase
-
-
-class Sent(NamedTuple):
-    """Collectives of a key: how many, and bytes of one rank's inputs to all of them together."""
-
-    calls: int
-    bytes: float
+PARTS = ("layer", "first", "head")
 
 
 def unnamed(c: Constants, model: Model, found: Sequence[Layout], r: Runs) -> Unnamed:
@@ -90,26 +80,19 @@ def unnamed_of(
     """
     uncut = unit_config(flags, tp, "", ep)
     config = unit_config(flags, tp, "", ep, cp=2) if cut else uncut
-    layer, plain = measured(config, PARTS["layer"]), measured(uncut, PARTS["layer"])
-    ends = (_less(measured(uncut, PARTS[part]), plain) for part in ("first", "head"))
+    plain = units(uncut)
+    ends = (_less(plain[at].sent, plain[MIDDLE].sent) for at in (FIRST, LAST))
     first, head = (_less(found, named) for found, named in zip(ends, ends_of(uncut), strict=True))
     if cut:  # as _seconds scales them
         first, head = ({key: Sent(n, size / 2) for key, (n, size) in part.items()}
                        for part in (first, head))  # fmt: skip
-    return _less(layer, named_of(config)), first, head
+    return _less(layer_of(config), named_of(config)), first, head
 
 
-def measured(config: Config, stage: Stage) -> dict[Key, Sent]:
-    """Return what a stage sends in a micro-batch."""
-    calls, sizes = Counter[Key](), Counter[Key]()
-    for each, n in Counter(unit_profile(config, stage).collectives).items():
-        key = each.axis, each.verb, each.phase
-        given = each.bytes
-        if each.verb == "all_gather":
-            given -= each.sent  # the rank's own part
-        calls[key] += n
-        sizes[key] += n * given
-    return {key: Sent(calls[key], sizes[key]) for key in calls}
+def layer_of(config: Config) -> dict[Key, Sent]:
+    """Return what one layer sends in a micro-batch."""
+    found = units(config)
+    return _less(found[LONGER].sent, found[MIDDLE].sent)
 
 
 def named_of(config: Config) -> dict[Key, Sent]:

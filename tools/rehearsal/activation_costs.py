@@ -1,17 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say what happens to a layer's activations, and what the link to host memory hides."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from estimate.model_profile import ModelProvider
-from estimate.saved_by_module import saved_by_module
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from forecast.device_file import Device
+from forecast.recording import Recorder
+from mpu.meta_tensors import META
+from mpu.module_tracker import ModuleTracker
+from mpu.pipeline.stage_layout import Stage
 from tools.rehearsal.clock import HOST_LINK, Timing
-from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Action, Event, Launch, Wait
 from tools.rehearsal.roofline import launch_seconds
 from training.config import Config
+from training.context_parallel import rank_batch
+from training.model_profile import ModelProvider, rank_model
 from training.text import in_units
 
 OFFLOAD, PLACE = "offload", "mpu/activation_offload.py"
@@ -68,12 +77,12 @@ def rows(
             if layer and event.where.part != OFFLOAD:
                 seconds[module] += launch_seconds(device, event)
                 ran.add((layer, words))
-    saved, cores = saved_by_module(config, provider)
+    saved, kept = (saved_by_module(config, provider, recomputes) for recomputes in (False, True))
     found = []
     for module in [*saved, *(name for name in seconds if name not in saved)]:
         nbytes = saved.get(module, 0)
         again = seconds[module] / max(len(ran), 1)
-        decided = choice(config, module, nbytes, module in cores)
+        decided = choice(config, module, nbytes, kept.get(module, 0))
         found.append(Row(module, nbytes, again, nbytes / device["host_bandwidth"], decided))
     return found
 
@@ -85,19 +94,57 @@ def in_layer(name: str) -> tuple[str, str]:
     return ".".join(parts[: at + 1]), ".".join(parts[at + 1 :])
 
 
-def choice(config: Config, module: str, nbytes: int, core: bool) -> str:
-    """Return what the flags do with what a module keeps, in a layer that they apply to.
+def choice(config: Config, module: str, nbytes: int, kept: int) -> str:
+    """Return what the flags do with the bytes that a module keeps, in a layer that they apply to.
 
-    core: whether core attention runs in it.
+    kept: those that it keeps with the run's recomputation.
     """
-    g, granularity = config.gpu, config.parallel.recompute_granularity
+    g = config.gpu
     if not nbytes:
         return ""
-    if granularity == "full" or (granularity == "selective" and core):
+    if kept < nbytes:
         return "recompute"
     if g.cpu_offload_activations and (not g.offload_modules or module in g.offload_modules):
         return "offload"
     return "keep"
+
+
+def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -> dict[str, int]:
+    """Return {module: bytes} that the model's first layer keeps of a micro-batch on a rank.
+
+    Modules are named as in the layer, "" the layer itself, in the order of forward. A storage
+    counts for the module that saves it first. recomputes: as the run does; else nothing is
+    recomputed.
+    """
+    p = config.parallel
+    if not recomputes:
+        p = replace(p, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
+    stays = replace(config.gpu, cpu_offload_activations=False)
+    config = replace(config, parallel=p, gpu=stays)
+    model = rank_model(config, provider, [Stage(0, 2)], 0)
+    assert isinstance(model, nn.Module)
+    tracker = ModuleTracker(model, model.ctx.queue, model.ctx.sink)
+    found, known = Counter[str](), {id(p.untyped_storage()) for p in model.parameters()}
+    storages = []  # an id is one storage's for as long as this lives
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        layer, module = in_layer(tracker.running())
+        if layer.endswith(".0") and id(storage) not in known:
+            known.add(id(storage))
+            storages.append(storage)
+            found[module] += storage.nbytes()
+        return tensor
+
+    size, positions, packed = rank_batch(config)
+    tokens = torch.empty(size, dtype=torch.long, device=META)
+    shape = model.hidden_shape(*size)
+    hidden = torch.empty(shape, dtype=config.run.dtype, device=META).requires_grad_() * 1
+    gpu = config.parallel.device != "cpu"
+    with Recorder(gpu), saved_tensors_hooks(note, lambda x: x):
+        model(tokens, None, positions, packed, hidden=hidden, chunk=0)
+    tracker.close()
+    return dict(found)
 
 
 def carried(events: Sequence[Event], device: Device, timing: Timing) -> Carried:

@@ -15,7 +15,7 @@ free. A matmul during a collective has the SMs that the collective leaves. What 
 while nothing else keeps it, the host included, is exposed: it counts for the axis that it waits
 for, or for the link between device and host.
 
-Streams are not played by estimate/play.py, as stages, cores and buckets are. There each event names
+Streams are not played by mpu/pipeline/play.py, as stages and cores are. There each event names
 those that it comes after. Here which kernel a transfer comes behind depends on when the transfer
 could begin, so on times that are known only when all before it has been played; one pass in the
 order in which the host issues has them.
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tools.rehearsal.device_file import Device
+from forecast.device_file import Device
 from tools.rehearsal.events import (
     Action,
     Call,

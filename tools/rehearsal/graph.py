@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from tools.rehearsal.device_file import Device
+from forecast.device_file import Device
 from tools.rehearsal.events import (
     Action,
     Alloc,

@@ -168,6 +168,6 @@ def put(send_queue: p2p.SendQueue, handle: Handle) -> None:
     """Take the place of SendQueue.put: wait for each message at once, without the thread.
 
     The thread frees a message when its peer has it, at a moment that differs from run to run. A
-    schedule is free of deadlock under sends that wait (estimate/simulate.py).
+    schedule is free of deadlock under sends that wait (mpu/pipeline/simulate.py).
     """
     handle.wait()

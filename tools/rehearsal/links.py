@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.rehearsal.device_file import PROTOCOLS, Device
+from forecast.device_file import PROTOCOLS, Device
 from tools.rehearsal.roofline import Numbers, Quantity
 
 Steps = Sequence[float]

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from estimate.model_profile import model_profile
-from estimate.pipeline_stages import costs
+from forecast.device_file import Device, read_device
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.torch_private import require_rehearsal
@@ -28,7 +27,6 @@ from tools.rehearsal import (
 )
 from tools.rehearsal.clock import Timing, time_record
 from tools.rehearsal.device import install
-from tools.rehearsal.device_file import Device, read_device
 from tools.rehearsal.events import Event
 from tools.rehearsal.findings import findings
 from tools.rehearsal.group import Distributed
@@ -37,14 +35,16 @@ from tools.rehearsal.memory import memory
 from tools.rehearsal.patches import Patches
 from tools.rehearsal.pipeline_clock import time_pipeline
 from tools.rehearsal.record import Recorder
-from tools.rehearsal.run import Rehearsed, failed, rehearse
+from tools.rehearsal.run import Rehearsed, failed, heard_in, rehearse
 from tools.rehearsal.time_report import as_json, chrome_trace, lines
 from tools.rehearsal.world import MOST_RANKS, Exchange, all_ranks
 from tools.waiting import Progress
 from training.config import Config, UsageError
 from training.data.files import write_text
+from training.model_profile import model_profile
 from training.owned import json_with, refuse
 from training.pipeline_schedule import schedule_of
+from training.pipeline_stages import costs
 from training.untrusted import sentence
 
 GPUS_A_NODE = 8
@@ -116,6 +116,8 @@ def run(
     recorder = Recorder("cpu" if options.rehearse_device == "cpu" else "cuda", str(file.__file__))
     network, patches = Distributed(recorder, launch.rank), Patches()
     network.exchange = exchange
+    if exchange is None:
+        network.answers = heard_in(config, script, launch.rank)
     if recorder.device == "cuda":
         guard.check(torch)
         device = read_device(options.rehearse_device)

@@ -4,7 +4,7 @@
 A record of one rank cannot tell when another sends. So it is timed twice: once with messages that
 arrive at once (clock.py), which gives the seconds of each of the rank's actions; then these
 seconds, and those of the other ranks' stages in proportion to their work, run through
-estimate/simulate.py, the model of the whole pipeline.
+mpu/pipeline/simulate.py, the model of the whole pipeline.
 """
 
 import re
@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from estimate.simulate import Costs, simulate
+from forecast.device_file import Device
 from mpu.pipeline.schedules import Schedule
+from mpu.pipeline.simulate import Costs, simulate
 from tools.rehearsal.clock import ActionSpan, Span, Timing, time_record
-from tools.rehearsal.device_file import Device
 from tools.rehearsal.events import Event, Transfer
 from tools.rehearsal.links import message_seconds
 

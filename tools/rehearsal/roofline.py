@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of one kernel on a device: matmuls by shape, attention, and what moves memory.
 
-Pure functions of sizes and of a device file's numbers (tools/rehearsal/device_file.py), for the
+Pure functions of sizes and of a device file's numbers (forecast/device_file.py), for the
 rehearsal's clock and for a planner. The model of a matmul is that of tiles and waves: NVIDIA,
 "Matrix Multiplication Background User's Guide", sections "Tile quantization" and "Wave
 quantization".
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from tools.rehearsal.device_file import Device
+from forecast.device_file import Device
 from tools.rehearsal.events import Call, Event, Launch, Transfer
 
 # of each tile size that is tried, its part of the largest, and the parts of k, each with its tiles

@@ -4,11 +4,9 @@
 import contextlib
 import gc
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
-from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
 from torch.nn import Parameter
 
-from estimate import rank_memory
-from estimate.model_profile import ModelProvider, model_profile
-from forecast.recording import Actions, few_micro_batches
+from forecast.recording import Actions, few_micro_batches, record
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
 from mpu.launch import Launch
@@ -43,6 +39,7 @@ from training.data.build import Loaders
 from training.data.loader import Loader
 from training.data.mock import MockDataset
 from training.data.tokenizer import tokenizer_for
+from training.model_profile import model_profile
 from training.pipeline_schedule import micro_batch_counts, schedule_of
 from training.run import start
 from training.run.trial import try_calls
@@ -193,31 +190,22 @@ def _assumed(
     return ON_HOST(self, torch.empty_like(load, device="meta"), total, capacity)
 
 
-def of_stages(
-    config: Config, provider: ModelProvider, data: bytes, axis: Axis
-) -> list[bytes] | None:
-    """Return what each pipeline rank sends about its parameters: how many elements, or names and
-    sizes.
+def heard_in(
+    config: Config, script: ModuleType, rank: int
+) -> Callable[[bytes, Axis], list[bytes] | None]:
+    """Return what a rank hears from the others of its pipeline where it says some bytes, None where
+    it hears nothing else: all of them are built on tensors without memory (forecast/recording.py).
 
-    None where `data`, which this rank sends, is neither, or the axis is another.
+    To be called before anything of torch is replaced.
     """
-    if axis.name != "pp":
-        return None
-    own = rank_memory.parameters(config, provider, axis.rank)
-    every = [rank_memory.parameters(config, provider, rank) for rank in range(axis.size)]
-    if data == str(sum(p.entry.numel for p in own.values())).encode():
-        return [str(sum(p.entry.numel for p in each.values())).encode() for each in every]
-    if {line.partition(" ")[0] for line in data.decode().splitlines()} <= own.keys():
-        lines = [
-            [
-                f"{name} {prod(p.place.shape)}"
-                for name, p in each.items()
-                if "embd" not in p.entry.axes or rank == 0  # of tied weights the first counts
-            ]
-            for rank, each in enumerate(every)
-        ]
-        return ["\n".join(each).encode() for each in lines]
-    return None
+    if config.parallel.pipeline_model_parallel_size == 1:
+        return lambda data, axis: None
+    if config.model.vocab_size is None:
+        config = config.with_vocab(tokenizer_for(config).vocab_size)
+    built = record(config, script, (), member=rank)[0]
+    place = script.make_grid(config, Launch(rank, config.parallel.world_size)).pp.rank
+    by_own = {said[place]: said for said in built.heard}
+    return lambda data, axis: by_own.get(data) if axis.name == "pp" else None
 
 
 def watch_functions(recorder: Recorder, patches: Patches) -> None:
@@ -294,7 +282,6 @@ def rehearse(
     grid: Grid = script.make_grid(config, launch)
     loaders = Loaders(loader(config, grid), {}, None)
     grid.traced(network)
-    network.answers = partial(of_stages, config, script.model_provider)
 
     def begins(action: str) -> None:
         if action.startswith("iteration "):

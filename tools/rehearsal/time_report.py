@@ -3,8 +3,8 @@
 
 from typing import Any
 
+from forecast.device_file import Device
 from tools.rehearsal.clock import Timing
-from tools.rehearsal.device_file import Device
 
 NAMES = {0: "compute"}  # of streams
 

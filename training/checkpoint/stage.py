@@ -22,7 +22,7 @@ class Staging:
 
     def __init__(self, pieces: Sequence[NamedPiece]) -> None:
         mine = share(pieces)
-        on_gpu = any(piece.tensor.is_cuda for piece in mine)
+        on_gpu = any(piece.tensor.device.type == "cuda" for piece in mine)
         self._host = HostMemory(on_gpu, sum(piece.nbytes + ALIGN for piece in mine))
         self._memory = [self._host.zeros((piece.nbytes,), torch.uint8) for piece in mine]
 

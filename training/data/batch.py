@@ -62,7 +62,7 @@ class Batch:
         names = ("tokens", "labels", "loss_mask", "position_ids")
         tensors = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if torch.device(device).type == "cuda":
-            tensors = {k: v if v.is_cuda else v.pin_memory() for k, v in tensors.items()}
+            tensors = {k: v.pin_memory() if v.is_cpu else v for k, v in tensors.items()}
         moved = {k: v.to(device, non_blocking=True) for k, v in tensors.items()}
         packed = self.packed_seq_params and self.packed_seq_params.to(device)
         return replace(self, packed_seq_params=packed, **moved)

@@ -55,7 +55,7 @@ def buckets(config: Config, sink: ParamAndGradBuffer, rank: int) -> str:
 def transient(sink: ParamAndGradBuffer) -> dict[str, int]:
     """Return the peak bytes that a step allocated on top of what a rank keeps."""
     gathered = sink.gatherer.peak if sink.gatherer else 0
-    return {"whole gradients": sink.live.peak, "gathered weights": gathered}
+    return {"unsharded gradients": sink.live.peak, "gathered weights": gathered}
 
 
 def check_host(

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from estimate.model_profile import StagedModel
 from mpu.grid import Grid
 from mpu.param import placement_of, saved_buffers, unique_parameters
 from training.checkpoint import Checkpoint, CheckpointError, weight_pieces
@@ -24,6 +23,7 @@ from training.checkpoint.manifest import INDEX, LIMIT, STATE, check_index, merge
 from training.checkpoint.pieces import DTYPES, dtype_name, is_state
 from training.config import Config, UsageError
 from training.flags.model_sizes import SAME
+from training.model_profile import StagedModel
 from training.run import same_run
 
 # sizes of a model that a config.json need not have: no tensor depends on them

@@ -409,7 +409,7 @@ class Saver:
             "passed_over": sorted(self.passed_over),
             **({"frozen_parameters": frozen} if (frozen := self._frozen) else {}),
             "optimizer_steps": optimizer.steps,
-            "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: asked for or chosen
+            "ddp_bucket_size": optimizer.sink.bucket_size,  # in use: NCCL's sums depend on it
             "tp_comm_overlap": {"tp": self.ctx.grid.tp.size, "choices": choices},
             "tokenizer_model": next(iter(self._attach), self.config.data.tokenizer_model),
             **self.digests,

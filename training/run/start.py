@@ -4,16 +4,15 @@
 from collections.abc import Callable
 from functools import partial
 
-from estimate import context_parallel, matrices, pipeline_stages
-from estimate.model_profile import ModelProvider, model_profile, whole_model
 from mpu.grid import Grid
 from mpu.layers import fused_gpu
 from mpu.param import PlacementError
 from mpu.zero.gradient_check import GradientCheck
-from training import param_groups
+from training import context_parallel, matrices, param_groups, pipeline_stages
 from training.checkpoint import CheckpointError
 from training.config import UsageError
 from training.data.dataset import DataError
+from training.model_profile import ModelProvider, model_profile, whole_model
 from training.run import memory_report
 from training.run.autotune import overlap
 from training.run.autotune.overlap import Note, Overlap
@@ -40,7 +39,7 @@ def describe(run: Run, provider: ModelProvider, note: Note) -> None:
         note(line)
     for line in [
         *pipeline_stages.lines(run.config, provider),
-        *matrices.lines(run.config, provider),
+        *matrices.lines(run.config, provider, [(run.grid, run.optimizer)]),
     ]:
         note(line)
     count = sum(p.numel() for p in run.module.parameters())

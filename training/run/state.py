@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from estimate.model_profile import StagedModel
 from mpu.grid import Grid
 from mpu.optim.optimizer import Optimizer
 from mpu.pipeline.engine import Engine
@@ -17,6 +16,7 @@ from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.config import Config
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
+from training.model_profile import StagedModel
 from training.pipeline_schedule import schedule_of
 
 

@@ -203,8 +203,9 @@ class Agreement:
         found_inf: 1 where the update was skipped. more: the fields of StepFlags that follow, if
         any.
         """
-        if self._stream is None and found_inf.is_cuda and not self.world.staged:
-            self._stream = torch.cuda.Stream(found_inf.device)
+        device = found_inf.device
+        if self._stream is None and device.type == "cuda" and not self.world.staged:
+            self._stream = torch.cuda.Stream(device)
         last = self._pending
         mine = [found_inf.new_full((), float(flag)) for flag in (signal, over)]
         flags = torch.stack([*mine, found_inf, *(flag.to(found_inf) for flag in more)])

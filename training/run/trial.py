@@ -95,7 +95,7 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     own = WITHOUT if kernels else "no flag avoids it"
     avoid = own if p.norm_backend == "weft" else "use --norm-backend weft"
     yield Trial(f"the norm of --norm-backend {p.norm_backend}", avoid, lambda: _norm(config, ctx))
-    yield from _matmuls(f"in {name}", Recipe(), ctx, sums)
+    yield from _matmuls(f"in {name}", Recipe(ctx.on_gpu), ctx, sums)
     if config.float8.fp8_format is not None:
         what = f"of --fp8-recipe {config.float8.fp8_recipe}"
         yield from _matmuls(what, recipe_of(config, ctx), ctx, sums)

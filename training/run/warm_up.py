@@ -16,14 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from estimate.model_profile import ModelProvider, StagedModel
-from estimate.pipeline_stages import rank_stages
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from mpu.layers.linear import use_overlap
@@ -36,6 +33,8 @@ from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.loss_mask import is_masked
 from training.layer_options import context_of, main_grads_dtype, recompute_of
+from training.model_profile import ModelProvider
+from training.pipeline_stages import rank_stages
 from training.run.cuda_graph import Graphs
 from training.run.state import Run, RunSchedule
 
@@ -137,12 +136,16 @@ def warm_up(
 def run_chunks(
     run: Run, provider: ModelProvider, run_schedule: RunSchedule, overlap: OverlapMap
 ) -> None:
-    """Run a forward and a backward of each chunk of this rank, on a model of their shapes."""
+    """Run a forward and a backward of each chunk of this rank, on a model of the run's shapes,
+    flags and collectives. Weights are zeros; all experts score alike: tokens are spread over them.
+    """
     config = run.config
-    model = scratch_model(
-        config, run.grid, run.device, Scratch(main_grads_dtype(config)), provider,
+    ctx = context_of(
+        config, run.grid, run.device, Scratch(main_grads_dtype(config)), even_experts=True,
         interleaver=run.engine.interleaver,
     )  # fmt: skip
+    stages = rank_stages(config, provider, run.grid.pp.rank)
+    model = provider(config, ctx, recompute_of(config, run.device), stages)
     assert isinstance(model, nn.Module)
     use_overlap(model, overlap)
     overlaps = config.parallel.overlap_moe_expert_parallel_comm
@@ -152,24 +155,6 @@ def run_chunks(
     run_schedule(replace(run, model=model, engine=engine), nothing, batches, 1, "")
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)  # copies end before the host memory that they read
-
-
-def scratch_model(
-    config: Config,
-    grid: Grid,
-    device: torch.device,
-    sink: Scratch,
-    provider: ModelProvider,
-    **other: Any,
-) -> StagedModel:
-    """Return this rank's model with the weights of `sink`, which are zeros: of its own shapes,
-    flags and collectives. Tokens are spread over the experts, whose scores are all equal.
-
-    other: as context_of says.
-    """
-    ctx = context_of(config, grid, device, sink, even_experts=True, **other)
-    stages = rank_stages(config, provider, grid.pp.rank)
-    return provider(config, ctx, recompute_of(config, device), stages)
 
 
 def batches_of_zeros(config: Config, grid: Grid, device: torch.device) -> list[Batch]:

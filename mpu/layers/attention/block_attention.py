@@ -24,7 +24,7 @@ from torch import Tensor
 from mpu import torch_private
 from mpu.layers.attention.backends import Kernel, card_of, kernel_of
 from mpu.layers.attention.blocks import Block, Part, blocks
-from mpu.layers.attention.max_logits import note_maxima
+from mpu.layers.attention.max_logits import Noted, note_maxima
 from mpu.layers.fused import attention_is_fast, call
 from mpu.layers.packed_seq_params import PackedSeqParams
 
@@ -166,7 +166,7 @@ def attend(
     *,
     kernel: Kernel,
     before: int = 0,
-    noted: Tensor | None = None,
+    noted: Noted | None = None,
 ) -> None:
     """Do the forward of blocks: set out and lse, or merge into what is there.
 

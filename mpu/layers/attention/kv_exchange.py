@@ -34,6 +34,7 @@ from mpu.layers.attention.block_attention import (
     outputs,
     sink_gradient,
 )
+from mpu.layers.attention.max_logits import Noted
 from mpu.layers.attention.shards import Ranges, gather_blocks, halves, ring_blocks
 
 FORWARD, BACKWARD = Label("core_attention", "forward"), Label("core_attention", "backward")
@@ -91,7 +92,7 @@ class Gather:
         documents: tuple[int, ...],
         window: int,
         kernel: Kernel,
-        noted: Tensor | None = None,
+        noted: Noted | None = None,
     ) -> None:
         self.axis, self.ranges, self.kernel, self.noted = axis, ranges, kernel, noted
         self.blocks = gather_blocks(axis.rank, ranges, documents, window)
@@ -149,7 +150,7 @@ class Ring:
         documents: tuple[int, ...],
         window: int,
         kernel: Kernel,
-        noted: Tensor | None = None,
+        noted: Noted | None = None,
     ) -> None:
         self.axis, self.kernel, self.noted = axis, kernel, noted
         self.blocks = ring_blocks(axis.rank, ranges, documents, window)

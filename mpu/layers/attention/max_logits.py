@@ -39,6 +39,13 @@ CHUNK, CHUNK_BYTES = 1 << 22, 1 << 28
 WIDEST = 256  # elements of a head that the kernel takes
 
 
+class Noted(NamedTuple):
+    """Where maxima of heads are noted: values [a]. on_gpu: LayerContext's."""
+
+    values: Tensor
+    on_gpu: bool = False
+
+
 class HeadMaxima:
     """The maxima of one layer's heads in this step: [heads of this rank], None before the first."""
 
@@ -46,7 +53,7 @@ class HeadMaxima:
         self.ctx = ctx
         self.noted: Tensor | None = None
 
-    def of(self, heads: int, first: int = 0, among: int = 0) -> Tensor:
+    def of(self, heads: int, first: int = 0, among: int = 0) -> Noted:
         """Return where the maxima of heads [first, first + heads) are noted.
 
         among: the query heads of this rank, where these are not all.
@@ -54,13 +61,13 @@ class HeadMaxima:
         if self.noted is None:
             kind, device = self.ctx.accumulate, self.ctx.device
             self.noted = torch.full((among or heads,), -torch.inf, dtype=kind, device=device)
-        return self.noted[first : first + heads]
+        return Noted(self.noted[first : first + heads], self.ctx.on_gpu)
 
 
 def note_rows(
-    noted: Tensor, q: Tensor, k: Tensor, packed: PackedSeqParams | None, window: int
+    noted: Noted, q: Tensor, k: Tensor, packed: PackedSeqParams | None, window: int
 ) -> None:
-    """Raise `noted` [a] to each head's largest logit in whole rows: q [b, a, s, d], k [b, g, s, d].
+    """Raise `noted` to each head's largest logit in whole rows: q [b, a, s, d], k [b, g, s, d].
 
     packed: the documents in the row (b is 1 then); None: each row is one. On a GPU it is one launch
     for all of them.
@@ -68,20 +75,21 @@ def note_rows(
     with torch.no_grad():
         if by_kernel(noted, q, k):
             ends = None if packed is None else packed.cu_seqlens
-            launch(q, k, noted, causal=True, window=window, ends=ends)
+            launch(q, k, noted.values, causal=True, window=window, ends=ends)
             return
         documents = (q.shape[2],) if packed is None else packed.lengths
         note_maxima(noted, q, k, blocks(range(q.shape[2]), documents, window))
 
 
 def note_maxima(
-    noted: Tensor, q: Tensor, k: Tensor, todo: Sequence[Block], before: int = 0
+    noted: Noted, q: Tensor, k: Tensor, todo: Sequence[Block], before: int = 0
 ) -> None:
-    """Raise `noted` [a] to each head's largest logit in blocks: q [b, a, s, d], k [b, g, S, d].
+    """Raise `noted` to each head's largest logit in blocks: q [b, a, s, d], k [b, g, S, d].
 
     before: taken off the places of queries, as in `attend` of block_attention.py. On a GPU it is
     one launch a block.
     """
+    values, on_gpu = noted
     with torch.no_grad():
         launches = by_kernel(noted, q, k)
         for block in todo:
@@ -89,23 +97,25 @@ def note_maxima(
             keys, causal = k[:, :, block.kv.start : block.kv.stop], block.part == "tril"
             if launches:  # a "triu" is a window that ends behind each query
                 window = 1 if block.part == "triu" else 0
-                launch(some, keys, noted, causal=causal, window=window)
+                launch(some, keys, values, causal=causal, window=window)
             else:
-                torch.maximum(noted, largest(some, keys, block.part, noted.dtype), out=noted)
+                found = largest(some, keys, block.part, values.dtype, on_gpu)
+                torch.maximum(values, found, out=values)
 
 
-def by_kernel(noted: Tensor, q: Tensor, k: Tensor) -> bool:
+def by_kernel(noted: Noted, q: Tensor, k: Tensor) -> bool:
     """Return whether mpu/kernels/max_logits.py takes these: 16-bit numbers on a GPU, as attention
-    has them, and sums in fp32. In a plan, of meta tensors, a GPU has Triton.
+    has them, and sums in fp32. Where a GPU's step is recorded, on meta tensors, it has Triton.
     """
     return (
-        q.dtype == k.dtype
+        noted.on_gpu
+        and q.dtype == k.dtype
         and q.dtype in HALVES
-        and noted.dtype == torch.float32
+        and noted.values.dtype == torch.float32
         and q.shape[3] <= WIDEST
         and q.stride(3) == k.stride(3) == 1
         and min(q.numel(), k.numel()) > 0
-        and (q.is_meta or (q.is_cuda and not available.why_not()))
+        and (q.is_meta or available.launches(q))
     )
 
 
@@ -117,17 +127,19 @@ def launch(q: Tensor, k: Tensor, noted: Tensor, **how: Any) -> None:
         max_logits(q, k, noted, **how)
 
 
-def largest(q: Tensor, k: Tensor, part: Part, kind: torch.dtype) -> Tensor:
+def largest(
+    q: Tensor, k: Tensor, part: Part, kind: torch.dtype, on_gpu: bool = False
+) -> Tensor:
     """Return the largest logit of each head in one block, of dtype `kind`: [a]."""
     (b, a, s, d), (g, keys) = q.shape, k.shape[1:3]
-    chunk = CHUNK if q.device.type == "cpu" else CHUNK_BYTES // kind.itemsize
+    chunk = CHUNK_BYTES // kind.itemsize if on_gpu else CHUNK
     step = max(1, chunk // max(1, b * a * keys))
     found = torch.full((a,), -torch.inf, dtype=kind, device=q.device)
     for first in range(0, s, step):
         last = min(first + step, s)
         low, high = (first if part == "triu" else 0), (last if part == "tril" else keys)
         some = q[:, :, first:last].reshape(b * g, -1, d)  # the heads of a group, one by one
-        scores = _products(some, k[:, :, low:high].flatten(0, 1), kind)
+        scores = _products(some, k[:, :, low:high].flatten(0, 1), kind, on_gpu)
         scores = scores.view(b, a, last - first, high - low)
         if part != "all":
             hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device)
@@ -139,9 +151,9 @@ def largest(q: Tensor, k: Tensor, part: Part, kind: torch.dtype) -> Tensor:
     return found.mul_(d**-0.5)
 
 
-def _products(q: Tensor, k: Tensor, kind: torch.dtype) -> Tensor:
+def _products(q: Tensor, k: Tensor, kind: torch.dtype, on_gpu: bool) -> Tensor:
     """Return q k^T of [n, s, d] and [n, S, d], summed in `kind`."""
-    if q.is_cuda and q.dtype != kind:
+    if on_gpu and q.dtype != kind:
         return torch.bmm(q, k.mT, out_dtype=kind)
     return torch.bmm(q.to(kind), k.to(kind).mT)
 

@@ -45,11 +45,6 @@ def lacks(scaling: str, found: tuple[int, int], name: str) -> str:
     )
 
 
-def multiplies(rows: Tensor) -> bool:
-    """Return whether rows are multiplied by torch's scaled_mm."""
-    return rows.is_cuda
-
-
 class Operand(NamedTuple):
     """Rows of one format."""
 

@@ -21,7 +21,7 @@ rows, multiplies in the accumulation dtype and rounds once: the arithmetic, with
 """
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -73,6 +73,10 @@ class Float8(Recipe):
     wgrad: bool = True
     slot: Slot | None = None
     plain: "Float8 | None" = None
+    on_gpu: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "on_gpu", self.ctx.on_gpu)
 
     def __str__(self) -> str:
         scaling = self.scaling if self.slot is None else "delayed"
@@ -101,7 +105,7 @@ class Float8(Recipe):
             rows = self._transposed(x, cut)
         else:
             rows = self._rows(x, role, cut, wide=role == "w" and not self.block)
-        if rows.is_cuda and role in ("w", "wt"):
+        if self.on_gpu and role in ("w", "wt"):
             float8_cuda.prepare(rows, self.scaling)
         return rows
 
@@ -114,13 +118,14 @@ class Float8(Recipe):
             scales = self._scales(flat, form, axes, role)
             if role == "w":
                 x.float8_scales = scales  # type: ignore[attr-defined]
-            rows = encode(flat, scales.expand(len(flat), -1), form, wide)
+            rows = encode(flat, scales.expand(len(flat), -1), form, wide, self.on_gpu)
         else:
-            rows = made(flat, self.block, form, self.scaling == "blockwise" and role == "w", wide)
+            square = self.scaling == "blockwise" and role == "w"
+            rows = made(flat, self.block, form, square, wide, self.on_gpu)
         return rows if x.dim() == 2 else rows.view(*x.shape[:-1], rows.shape[1])
 
     def _scales(self, x: Tensor, form: Format, axes: Sequence[Axis], role: str) -> Tensor:
-        scales = row_scales(x, self.block, form)
+        scales = row_scales(x, self.block, form, self.on_gpu)
         if self.scaling == "tensorwise":
             scales = scales.amax(0, keepdim=True)
         if self.slot is not None:
@@ -143,16 +148,27 @@ class Float8(Recipe):
         if made_before or not same:
             rows = w
             if scales is not None:
-                rows = encode(w, scales, E4M3)
+                rows = encode(w, scales, E4M3, on_gpu=self.on_gpu)
             elif not made_before:
                 rows = self._rows(w, "w", cut_of_w)
             agree = self._agreed(self.shared("wt", cut))
-            return remade(rows, self.block, E4M3, same, agree, wide=not self.block)
+            return self._remade(rows, E4M3, same, agree, not self.block)
         if self.scaling == "blockwise":
-            return made(w.t(), self.block, E4M3, square=True)
+            return made(w.t(), self.block, E4M3, square=True, on_gpu=self.on_gpu)
         if scales is None:
             scales = self._scales(w, E4M3, self.shared("w", cut_of_w), "w")
-        return encode(w.t(), scales.expand(w.shape[1], -1), E4M3, wide=True)
+        by_row = scales.expand(w.shape[1], -1)
+        return encode(w.t(), by_row, E4M3, wide=True, on_gpu=self.on_gpu)
+
+    def _remade(
+        self,
+        rows: Tensor,
+        form: Format,
+        same: bool,
+        agree: Callable[[Tensor], None] | None,
+        wide: bool,
+    ) -> Tensor:
+        return remade(rows, self.block, form, same, agree, wide=wide, on_gpu=self.on_gpu)
 
     def agree(self, scales: Tensor, axes: Sequence[Axis]) -> None:
         """Make bytes of scales those of all ranks of the axes."""
@@ -193,7 +209,7 @@ class Float8(Recipe):
 
     def _multiply(self, x: Tensor, weight: Tensor, form: Format, forward: bool) -> Tensor:
         lead, x = x.shape[:-1], x.flatten(0, -2)
-        if float8_cuda.multiplies(x):
+        if self.on_gpu:
             pair = float8_cuda.Operand(x, form), float8_cuda.Operand(weight, E4M3)
             y = float8_cuda.multiply(*pair, self.scaling, self.ctx.dtype, fast=forward)
         else:
@@ -212,9 +228,9 @@ class Float8(Recipe):
         cp = self.ctx.grid.cp  # its ranks divide the tokens, and a row of dy^T or x^T is of tokens
         divided = self.scaling == "rowwise" and cp.size > 1
         agree = self._agreed((cp,) if divided else ())
-        left = remade(dy, self.block, form, same, agree, wide=wide)
-        right = remade(x, self.block, E4M3, same, agree, wide=wide)
-        if float8_cuda.multiplies(x):
+        left = self._remade(dy, form, same, agree, wide)
+        right = self._remade(x, E4M3, same, agree, wide)
+        if self.on_gpu:
             pair = float8_cuda.Operand(left, form), float8_cuda.Operand(right, E4M3)
             product = float8_cuda.multiply(*pair, self.scaling, torch.float32)
             main_grad.copy_(product) if fresh else main_grad.add_(product)
@@ -278,4 +294,4 @@ def use_float8(
         if gather:
             shape = layer.weight.shape[0], layer.weight.shape[1]
             shared = bool(recipe.shared("w", layer.cuts["w"]))
-            layer.weight.float8_rows = WeightRows(shape, recipe.scaling, shared, slot)  # type: ignore[attr-defined]
+            layer.weight.float8_rows = WeightRows(shape, recipe.scaling, shared, slot, ctx.on_gpu)  # type: ignore[attr-defined]

@@ -7,7 +7,9 @@ So a row travels, is cut, saved and gathered with all that its numbers are made 
 power of two, 2^(byte - 127), as in e8m0; a number is its code times the scale, exactly. Byte 255
 says that the block holds an infinity or a NaN: nothing of it decodes to a finite number.
 
-On CUDA the kernels of mpu/kernels/float8.py make rows, where Triton launches any.
+On CUDA the kernels of mpu/kernels/float8.py make rows, where Triton launches any. Meta tensors have
+no memory: `on_gpu` says whether a GPU's step is recorded on them, and the kernels' results are made
+without a launch. A real tensor says itself where it is.
 """
 
 from collections.abc import Callable
@@ -70,16 +72,17 @@ def scale_of(byte: Tensor) -> Tensor:
     return (byte.to(torch.int32) << 23).view(torch.float32)
 
 
-def row_scales(x: Tensor, block: int, form: Format) -> Tensor:
+def row_scales(x: Tensor, block: int, form: Format, on_gpu: bool = False) -> Tensor:
     """Return the byte of each block of k: x [n, k] -> [n, k / block], or [n, 1] for block 0."""
-    if on_triton(x):
-        kernels = triton_kernels()
-        return kernels.row_scales(kernels.Numbers(x, *x.shape), block, _codes(form))
+    if by_kernels(x, on_gpu):
+        return _kernel_scales((x, *x.shape), block, form)
     blocks = x.unflatten(1, (-1, block or x.shape[1]))
     return scale_bytes(blocks.abs().amax(2), form)
 
 
-def encode(x: Tensor, scales: Tensor, form: Format, wide: bool = False) -> Tensor:
+def encode(
+    x: Tensor, scales: Tensor, form: Format, wide: bool = False, on_gpu: bool = False
+) -> Tensor:
     """Return rows: x [n, k], scales [n, blocks] (bytes) -> [n, row_bytes].
 
     Numbers are divided by their scale, clamped and rounded to the nearest code, ties to even. The
@@ -88,11 +91,8 @@ def encode(x: Tensor, scales: Tensor, form: Format, wide: bool = False) -> Tenso
     (`scales_in_fp32`).
     """
     (n, k), blocks = x.shape, scales.shape[1]
-    if on_triton(x):
-        kernels = triton_kernels()
-        rows, wide_scales = _outputs(x, n, row_bytes(k, k // blocks), blocks, wide)
-        kernels.encode(kernels.Numbers(x, n, k), scales, rows, wide_scales, _codes(form))
-        return rows
+    if by_kernels(x, on_gpu):
+        return _kernel_rows((x, n, k), scales, row_bytes(k, k // blocks), form, wide)
     inverse = scale_of((254 - scales.to(torch.int32)).clamp_(min=0))  # 0 for NOT_FINITE
     numbers = x if x.dtype == torch.float64 else x.float()
     divided = numbers.unflatten(1, (blocks, -1)) * inverse.unsqueeze(2)
@@ -123,25 +123,53 @@ def finish(rows: Tensor, k: int, scales: Tensor) -> Tensor:
     return rows
 
 
-def made(x: Tensor, block: int, form: Format, square: bool = False, wide: bool = False) -> Tensor:
+def made(
+    x: Tensor,
+    block: int,
+    form: Format,
+    square: bool = False,
+    wide: bool = False,
+    on_gpu: bool = False,
+) -> Tensor:
     """Return rows of x [n, k], by scales that no other rank has a part in; wide: as of `encode`.
 
     square: a scale is that of block rows, too.
     """
-    if on_triton(x):
-        return _made(triton_kernels().Numbers(x, *x.shape), block, form, square, wide)
+    if by_kernels(x, on_gpu):
+        return _made((x, *x.shape), block, form, square, wide)
     scales = row_scales(x, block, form)
     if square:
         scales = scales.unflatten(0, (-1, block)).amax(1).repeat_interleave(block, 0)
     return encode(x, scales, form)
 
 
-def _made(numbers: Any, block: int, form: Format, square: bool, wide: bool) -> Tensor:
-    n, k = numbers.n, numbers.k
-    rows, wide_scales = _outputs(
-        numbers.x, n, row_bytes(k, block), k // block if block else 1, wide
-    )
-    triton_kernels().rows(numbers, block, rows, wide_scales, _codes(form), square)
+Numbers = tuple[Any, ...]  # what a kernel reads, as Numbers of mpu/kernels/float8.py takes it
+
+
+def _made(given: Numbers, block: int, form: Format, square: bool, wide: bool) -> Tensor:
+    x, n, k, *_ = given
+    rows, wide_scales = _outputs(x, n, row_bytes(k, block), k // block if block else 1, wide)
+    if not x.is_meta:
+        kernels = triton_kernels()
+        kernels.rows(kernels.Numbers(*given), block, rows, wide_scales, _codes(form), square)
+    return rows
+
+
+def _kernel_scales(given: Numbers, block: int, form: Format) -> Tensor:
+    x, n, k, *_ = given
+    out = torch.empty((n, k // block if block else 1), dtype=torch.uint8, device=x.device)
+    if not x.is_meta:
+        kernels = triton_kernels()
+        kernels.row_scales(kernels.Numbers(*given), block, out, _codes(form))
+    return out
+
+
+def _kernel_rows(given: Numbers, scales: Tensor, length: int, form: Format, wide: bool) -> Tensor:
+    x, n, *_ = given
+    rows, wide_scales = _outputs(x, n, length, scales.shape[1], wide)
+    if not x.is_meta:
+        kernels = triton_kernels()
+        kernels.encode(kernels.Numbers(*given), scales, rows, wide_scales, _codes(form))
     return rows
 
 
@@ -182,6 +210,7 @@ def remade(
     same: bool = False,
     agree: Callable[[Tensor], object] | None = None,
     wide: bool = False,
+    on_gpu: bool = False,
 ) -> Tensor:
     """Return the rows of the transpose: rows [n, row_bytes(k)] -> [k, row_bytes(n)].
 
@@ -194,17 +223,14 @@ def remade(
     if same:
         given = scales(rows, block)
         byte = given[::block].t().repeat_interleave(block, 0) if block else given[:1].expand(k, 1)
-    if on_triton(rows):
-        kernels = triton_kernels()
-        numbers = kernels.Numbers(rows, k, n, block, k)
+    if by_kernels(rows, on_gpu):
+        numbers = (rows, k, n, block, k)
         if not same:
             if agree is None:
                 return _made(numbers, block, form, False, wide)
-            byte = kernels.row_scales(numbers, block, _codes(form))
+            byte = _kernel_scales(numbers, block, form)
             agree(byte)
-        out, wide_scales = _outputs(rows, k, row_bytes(n, block), byte.shape[1], wide)
-        kernels.encode(numbers, byte, out, wide_scales, _codes(form))
-        return out
+        return _kernel_rows(numbers, byte, row_bytes(n, block), form, wide)
     if same:
         out = rows.new_empty((k, row_bytes(n, block)))
         out[:, :n] = rows[:, :k].t()
@@ -216,9 +242,14 @@ def remade(
     return encode(decoded, byte, form)
 
 
+def by_kernels(x: Tensor, on_gpu: bool) -> bool:
+    """Return whether the kernels take these; where a GPU's step is recorded, Triton is there."""
+    return (on_gpu and x.dtype != torch.float64) if x.is_meta else on_triton(x)
+
+
 def on_triton(x: Tensor) -> bool:
     """Return whether the kernels take these numbers, or these rows."""
-    return x.is_cuda and x.dtype != torch.float64 and not available.why_not()
+    return x.dtype != torch.float64 and available.launches(x)
 
 
 def triton_kernels() -> Any:

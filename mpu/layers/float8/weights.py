@@ -21,7 +21,7 @@ from mpu.layers.float8.rows import BLOCKS, E4M3, encode, finish, row_bytes, row_
 class WeightRows:
     """The rows of one local weight, of `shape` [o, i]. shared: ranks of tp divide its scales' rows.
 
-    slot: where its scale follows from earlier steps (delayed.py).
+    slot: where its scale follows from earlier steps (delayed.py). on_gpu: LayerContext's.
 
     A run is what lies side by side in a row and has one scale: a row, or a block of it.
     """
@@ -30,6 +30,7 @@ class WeightRows:
     scaling: str
     shared: bool
     slot: Slot | None = None
+    on_gpu: bool = False
 
     @property
     def run(self) -> int:
@@ -57,7 +58,7 @@ class WeightRows:
         runs, at, _ = self._runs(part, first)
         o, i = self.shape
         byte = torch.zeros(o * i // self.run, dtype=torch.uint8, device=part.device)
-        byte[at : at + len(runs)] = row_scales(runs, 0, E4M3)[:, 0]
+        byte[at : at + len(runs)] = row_scales(runs, 0, E4M3, self.on_gpu)[:, 0]
         if self.scaling == "tensorwise":
             scale = byte.amax(0, keepdim=True)
             if self.slot is None:
@@ -72,7 +73,7 @@ class WeightRows:
         """Return the codes of elements [first, first + n): part [n], scales [count] -> [n]."""
         runs, at, skip = self._runs(part, first)
         byte = self._by_rows(scales).reshape(-1)[at : at + len(runs)]
-        rows = encode(runs, byte.unsqueeze(1), E4M3)
+        rows = encode(runs, byte.unsqueeze(1), E4M3, on_gpu=self.on_gpu)
         return rows[:, : self.run].reshape(-1)[skip : skip + len(part)]
 
     def rows(self, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:

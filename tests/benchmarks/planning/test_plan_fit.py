@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import plan_odds
+from benchmarks import plan_odds, plan_predict
 from benchmarks.plan_accuracy import auc, spearman
 from benchmarks.plan_fit import fit_memory, fit_stalls, fit_time
 from benchmarks.planning import odds
-from tools import plan
-from tools.planner.constants import profile
-from tools.planner.predict import memory
-from tools.planner.published import read_table
+from benchmarks.planning.frameworks import profile
+from benchmarks.planning.predict import memory
+from benchmarks.planning.published import read_table
 from tools.planner.runs import stacked
 from tools.planner.step_time import times
 
@@ -42,7 +41,7 @@ def test_the_odds_stand_beside_the_time_that_the_planner_predicts(
              "1B,1,8,1,1,64,1,512,0,,,,,crashed", "9Q,1,8,1,1,64,1,512,0,,,,,ok"]  # fmt: skip
     path = written(tmp_path, "\n".join([PLAYBOOK, *lines]))
     alone, beside = tmp_path / "alone.csv", tmp_path / "beside.csv"
-    assert plan.main(["--predict", str(path), "--out", str(alone)]) == 0
+    assert plan_predict.main([str(path), "--out", str(alone)]) == 0
     assert plan_odds.main([str(path), "--out", str(beside)]) == 0
     with alone.open() as first, beside.open() as second:
         before, after = list(csv.DictReader(first)), list(csv.DictReader(second))

@@ -16,9 +16,9 @@ from benchmarks.planning.written_record import (
     Writer,
     stage,
 )
+from forecast.device_file import read_device
 from tests.tools.rehearsal.clock_device import device
 from tools.rehearsal.clock import Clock
-from tools.rehearsal.device_file import read_device
 from tools.rehearsal.events import Launch, Transfer
 
 MODEL = Model(8, 256, 8, 2, 512, 1024, 128, True)

@@ -86,11 +86,11 @@ def on_kernel(comm, seeds):
             noted = before.clone()
             if first:
                 todo = blocks(range(first, s), documents or (s,), window)
-                max_logits.note_maxima(noted, q[:, :, first:], k, todo, first)
+                max_logits.note_maxima(max_logits.Noted(noted), q[:, :, first:], k, todo, first)
                 assert len(calls) == len(todo)
             else:
                 packed = PackedSeqParams.of(documents) if documents else None
-                max_logits.note_rows(noted, q, k, packed, window)
+                max_logits.note_rows(max_logits.Noted(noted), q, k, packed, window)
                 assert len(calls) == 1
         count["blocks" if first else "rows"] += 1
         want = plain(q, k, documents or (s,), window, first)

@@ -195,8 +195,50 @@ def test_printing_a_layer_says_its_full_size_and_rank():
     assert "4 -> 6, rank 1 of 2" in repr(ColumnParallelLinear(4, 6, ctx=ctx))
 
 
+class Made(TorchDispatchMode):
+    """Notes the bytes of each storage that an operation makes."""
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage()._cdata for x in known}
+        self.kept, self.nbytes = [*known], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        storage = out.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.kept.append(out)  # so that no other storage gets its address
+            self.nbytes.append(storage.nbytes())
+        return out
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_recorded_weight_gradient_takes_the_memory_of_a_real_one(dtype, main):
+    """Of a CPU, where a product of fp32 or of another dtype is made first."""
+    found = []
+    for device in ("cpu", "meta"):
+        ctx = LayerContext(dtype=dtype, device=torch.device(device), on_gpu=False)
+        recipe = ColumnParallelLinear(7, 5, ctx=ctx).recipe
+        main_grad = torch.zeros(5, 7, device=device, dtype=main)
+        x, dy = (torch.zeros(9, n, device=device, dtype=dtype) for n in (7, 5))
+        for fresh in (True, False):
+            with Made(main_grad, x, dy) as made:
+                recipe.accumulate(main_grad, fresh, x, dy)
+            found.append(made.nbytes)
+    assert found[:2] == found[2:]
+
+
+def test_a_recipe_of_another_device_is_refused():
+    ctx = LayerContext(device=torch.device("meta"), on_gpu=True)
+    with pytest.raises(ValueError, match="Recipe was made with on_gpu=False and its layer's"):
+        ColumnParallelLinear(4, 8, ctx=ctx, recipe=Recipe())
+    assert ColumnParallelLinear(4, 8, ctx=ctx).recipe.on_gpu
+
+
 def test_a_weight_gradient_is_one_matmul_where_it_is_summed_in_fp32():
-    """On a device other than a CPU: no pass over the gradient beside the matmul."""
+    """On a GPU: no pass over the gradient beside the matmul."""
 
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -212,5 +254,5 @@ def test_a_weight_gradient_is_one_matmul_where_it_is_summed_in_fp32():
     for fresh, operation in ((True, aten.mm.dtype_out), (False, aten.addmm.dtype_out)):
         called.clear()
         with Seen():
-            Recipe().accumulate(main_grad, fresh, x, dy)
+            Recipe(on_gpu=True).accumulate(main_grad, fresh, x, dy)
         assert [f for f in called if f is not aten.t.default] == [operation]

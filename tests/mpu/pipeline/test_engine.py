@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate.simulate import Costs, simulate
 from mpu.gradients import WeightGradientQueue, run_deferred
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import CHUNKS, build, forward_only
+from mpu.pipeline.simulate import Costs, simulate
 from tests.model.twin import config_of, micro_batches
 from training.faults.monitor import FailureMonitor
 from training.pipeline_schedule import schedule_of

@@ -7,9 +7,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from estimate.simulate import Costs, simulate
 from mpu.pipeline import schedules
 from mpu.pipeline.schedules import NAMES, Action, Schedule, build, forward_only, slots, table
+from mpu.pipeline.simulate import Costs, simulate
 
 MAKERS = {
     "gpipe": (schedules.gpipe, 4, 4, 1),

@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 
-from estimate.simulate import ScheduleError, rehearse, validate
 from mpu.pipeline.schedules import CHUNKS, NAMES, Action, build, forward_only
+from mpu.pipeline.simulate import ScheduleError, rehearse, validate
 from mpu.pipeline.steps import blocking_steps, last_needed, plan
 
 

@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate import rank_memory
 from forecast.dry_run import report
+from forecast.recording import record
 from forecast.traffic import SMALL, rows, totals, traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis
@@ -365,10 +365,10 @@ def measured(comm: Any, case: dict[str, Any]) -> dict[str, Any]:
     train(run, case, 1)
     run.sink.wait_for_weights()
     seen.traced(None)
-    layouts = rank_memory.trained(config, pretrain_llama.model_provider, run.grid.pp.rank)
-    assert [each.length for each in layouts] == [bucket.length for bucket in run.sink.buckets]
     here = replace(config, parallel=replace(config.parallel, device="cpu"))
     said = recorded(here, run.grid)
+    of_plan, of_run = (each.sink.buckets for each in (said.run, run))
+    assert [each.length for each in of_plan] == [each.length for each in of_run]
     planned = {key: sent for key, (_, sent) in totals(rows(said)).items() if key[0] != "world"}
     return {
         "memory": (run.optimizer.memory() | memory_report.transient(run.sink), memory(said)),
@@ -468,7 +468,8 @@ def test_a_bucket_holds_what_one_axis_cuts() -> None:
 def test_a_flag_of_the_fork_makes_the_axis(fork: str) -> None:
     config = parsed(fork)
     assert config.expert_model_parallel_size == 2
-    assert {cut: s.ranks for cut, s in rank_memory.sharing(config).items()} == {"tp": 4, "ep": 2}
+    layouts = [each.layout for each in record(config, pretrain_llama)[0].run.sink.buckets]
+    assert {each.sharing.cut: each.sharing.ranks for each in layouts} == {"tp": 4, "ep": 2}
 
 
 @pytest.mark.parametrize("ep, instances, why", [

@@ -423,7 +423,7 @@ def edited(folder: Path, file: str, old: str, new: str) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     skipped = shutil.ignore_patterns("__pycache__")
-    for room in ("mpu", "model", "training", "estimate", "tools"):
+    for room in ("mpu", "model", "training", "tools"):
         shutil.copytree(ROOT / room, folder / room, ignore=skipped)
     shutil.copy(ROOT / "pretrain_llama.py", folder)
     shutil.copytree(ROOT / "build", folder / "build")

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import numpy
 import pytest
 
-from estimate.simulate import Costs, Timeline, simulate
 from mpu.pipeline.schedules import CHUNKS, Schedule, build, forward_only
+from mpu.pipeline.simulate import Costs, Timeline, simulate
 from tests.sampling import sampled
 from tools.pictures.schedule import MOST_ARROWS, _shade, caption, draw, heading
 from tools.pictures.style import KINDS, lighter

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from estimate.simulate import Costs, Span, Timeline, simulate
 from mpu.pipeline.schedules import CHUNKS, Action, build, forward_only
+from mpu.pipeline.simulate import Costs, Span, Timeline, simulate
 from tools.pictures.timeline import Wait, in_flight, rows, summary, usual_peak, waits
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import pretrain_llama
 from benchmarks.planning import experts
-from estimate.model_profile import model_profile
 from forecast import dry_run
 from forecast.recording import record
 from pretrain_llama import model_provider
@@ -24,6 +23,7 @@ from tools.planner.runs import Runs, stacked
 from tools.planner.step_time import times
 from tools.planner.table import breakdown
 from training.flags.parse import parse
+from training.model_profile import model_profile
 
 SMALL = (
     "--num-layers 8 --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 8 "

@@ -4,13 +4,13 @@
 import numpy as np
 import pytest
 
-from estimate import matrices as exact
-from estimate.model_profile import grid_of
-from pretrain_llama import model_provider
+import pretrain_llama
+from forecast.recording import record
 from tools import plan
 from tools.planner import matrices, own, search
 from tools.planner.cluster import read_cluster
 from tools.planner.model import MIXTURES, Model, read_model
+from training.model_profile import grid_of
 
 MODEL = (
     "--num-layers 4 --hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 "
@@ -41,7 +41,7 @@ def test_a_rank_sends_what_the_plan_of_a_run_sends(flags: str) -> None:
     layers = plans.runs.by_rank(plans.runs.cut).max(1)
     made = matrices.of_layer(model.flags, 0)
     sent, got = matrices.moved(made, layers, plans.runs)
-    (run,) = exact.plans(config, model_provider).values()
+    (run,) = record(config, pretrain_llama)[0].run.optimizer.plans.values()
     axis = grid_of(config, 0).instance("tp")
     first = np.mean([sum(sum(run.splits(t, me).input) for t in run.rounds) for me in range(8)])
     back = np.mean([sum(sum(run.back(t, me).output) for t in run.rounds) for me in range(8)])

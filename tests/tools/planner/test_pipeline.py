@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from estimate.simulate import Costs, peak_activations, simulate
 from mpu.pipeline.schedules import CHUNKS, OVERLAPPING, build
+from mpu.pipeline.simulate import Costs, peak_activations, simulate
 from tools import plan
 from tools.planner.cluster import read_cluster
 from tools.planner.pipeline import bubble, in_flight, paired
@@ -89,7 +89,7 @@ for n, each in list(zip(mine, like))[:1]:
 @pytest.mark.prove
 def test_a_new_schedule_is_planned(tmp_path: Path) -> None:
     """Two lines in mpu/pipeline/schedules.py: its function, and its name."""
-    for room in ("mpu", "model", "training", "estimate", "tools"):
+    for room in ("mpu", "model", "training", "tools"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pretrain_llama.py", tmp_path)
     file = tmp_path / "mpu" / "pipeline" / "schedules.py"

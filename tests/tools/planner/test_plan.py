@@ -12,10 +12,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 import pretrain_llama
 from forecast.dry_run import memory
+from forecast.fit import available
 from forecast.recording import HOST, record
 from tools import plan
 from tools.planner import own, picture, search, table
@@ -26,6 +26,7 @@ from tools.planner.search import Plans
 from tools.waiting import Progress
 from training.config import Config
 from training.flags.parse import parse
+from training.model_profile import model_profile
 
 SVG = "{http://www.w3.org/2000/svg}"
 USE = f"{SVG}use"
@@ -58,6 +59,17 @@ def dry_run_bytes(plans: Plans, n: int) -> float:
     config = config_of(plans, n)
     ranks = [memory(config, each) for each in record(config, pretrain_llama).values()]
     return max(float(sum(kinds.values())) for kinds in ranks)
+
+
+def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
+    one, four = read_cluster("8xrtx-4090"), read_cluster("4x8xA100-40")
+    assert (one.nodes, one.node, one.gpus) == (1, 8, 8) and one.levels[0].bandwidth == 32e9
+    assert (four.nodes, four.gpus, four.levels[0].bandwidth) == (4, 32, 300e9)
+    plans = plan.plans_of(UNTIED, one, {"seq-length": 1024})
+    assert plans.limit == available(24e9) and plans.best(1)
+    for name, why in (("8xmi300x", "AMD's ROCm"), ("0x8xh100", "at least one node")):
+        with pytest.raises(ClusterError, match=f"^{name}: .*{why}"):
+            read_cluster(name)
 
 
 def test_a_long_search_says_how_far_it_is() -> None:
@@ -103,13 +115,12 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
     for n in range(len(plans.layouts)):
         parts = table.breakdown(plans, n)
         assert parts.step == pytest.approx(plans.times.step[n], rel=1e-9)
-    again = {n: table.simulated(plans, n) for n in range(0, len(plans.layouts), 31)}
-    wrong = [abs(told / plans.times.step[n] - 1) for n, told in again.items() if told]
-    assert len(wrong) > 3 and np.median(wrong) < 0.05  # by events, against the closed form
     lines = table.ranking(plans, 3, 1e9)
-    assert "+-30%" in lines[3] and lines[2].split()[:5] == ["tp", "cp", "pp", "stages", "schedule"]
-    for column in ("stages", "b", "m", "zero", "recompute", "simulated", "exposed"):
-        assert column in lines[2].split() and f"{column}: " in lines[1], "said where it is read"
+    assert lines[1].split()[:4] == ["step", "s", "tokens/s/GPU", "MFU"]
+    printed = "\n".join(part for line in lines for part in table.wrapped(line))
+    assert max(map(len, printed.splitlines())) <= 100
+    first = plans.best(1)[0]
+    assert f"{plans.times.step[first]:.2f}" in lines[2] and "tp " in lines[2]
     steps = next(n for n, line in enumerate(lines) if line.split() == list(table.TERMS))
     memory_at = next(n for n, line in enumerate(lines) if line.endswith("working memory"))
     for number, n in enumerate(plans.best(3)):
@@ -117,7 +128,11 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
         assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) == len(table.TERMS)
         kinds = [float(word) for word in lines[memory_at + 1 + number].split()[1:]]
         assert sum(kinds) == pytest.approx(plans.exact(n) / 1e9, abs=0.04)
-    assert plans.command(plans.best(1)[0]) in lines[-1]
+    words = shlex.split(lines[-1].replace("\\\n", " "))
+    assert words[:2] == ["torchrun", "--nnodes"]
+    argv = words[words.index("pretrain_llama.py") + 1 :]
+    same = parse([*plans.command(first).split(), *table.EXAMPLE.split()], plans.cluster.gpus)
+    assert parse(argv, plans.cluster.gpus) == same
 
 
 def test_groups_of_parameters_are_planned_and_printed_for_a_shell() -> None:
@@ -144,14 +159,13 @@ def test_layouts_within_the_error_of_a_comparison_are_one_row(plans: Plans) -> N
         assert max(step[n] for n in row.members) <= step[row.fastest] * (
             1 + search.COMPARISON_ERROR
         )
-        least = min(plans.layouts[n].mechanisms for n in row.members if plans.fit(n))
-        assert plans.layouts[row.first].mechanisms == least
+        left = {n: plans.limit - plans.bytes[n] >= search.RISK * plans.memory for n in row.members}
+        most = [n for n in row.members if plans.fit(n) and left[n] == any(left.values())]
+        assert plans.layouts[row.first].mechanisms == min(plans.layouts[n].mechanisms for n in most)
     for one, other in pairwise(rows):
         assert step[other.fastest] > step[one.fastest] * (1 + search.COMPARISON_ERROR)
         assert not {*one.members} & {*other.members}
     assert any(len(row.members) > 1 for row in rows)
-    text = "\n".join(table.ranking(plans, 4, 1e9))
-    assert f"1  {len(rows[0].members)}: tp " in text
 
 
 def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path) -> None:
@@ -226,9 +240,7 @@ def test_every_layout_that_the_flags_allow_is_there_once(plans: Plans) -> None:
     assert {e.recompute for e in plans.layouts} == set(RECOMPUTE)
 
 
-def test_flags_name_a_layout_and_what_if_the_other_best(
-    capsys: pytest.CaptureFixture[str], plans: Plans
-) -> None:
+def test_flags_name_a_layout(plans: Plans) -> None:
     flags = f"--tensor-model-parallel-size 4 --sequence-parallel --global-batch-size {4096}"
     assert own_plan(plans, flags).layouts == [Layout(4, 1, 1, 4, 1, 1024, 0, "none")]
     more = (
@@ -239,13 +251,8 @@ def test_flags_name_a_layout_and_what_if_the_other_best(
     assert (known.cp, known.comm, known.schedule, known.virtual) == (2, "a2a", "zb-v", 2)
     (known,) = own_plan(plans, "--zero-stage 3 --global-batch-size 4096").layouts
     assert (known.zero, known.dp) == (3, 16)
-    assert plan.main([*ARGV, "--what-if", "nodes=1,float8=tensorwise"]) == 0
-    now, other = capsys.readouterr().out.splitlines()
-    assert now.startswith("now: ") and other.startswith("nodes=1,float8=tensorwise: ")
-    assert plan.main([*ARGV, "--what-if", "speed=2"]) == 2
-    assert "'speed=2' is not name=value of nodes" in capsys.readouterr().err
-    assert plan.main([*ARGV, "--why", "--optimizer-cpu-offload --global-batch-size 4096"]) == 2
-    assert "--why does not count --optimizer-cpu-offload" in capsys.readouterr().err
+    away = "--optimizer-cpu-offload --global-batch-size 4096"
+    assert own_plan(plans, away).layouts == [Layout(1, 1, 1, 16, 1, 256, 0, "none", on_host=True)]
 
 
 def test_why_adds_up_on_ten_pairs_of_layouts(plans: Plans) -> None:
@@ -293,7 +300,7 @@ def test_why_says_what_is_compared_and_what_is_not_counted(
     more: tuple[str, ...], flags: str, said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan.main([*ARGV, *more, "--why", flags]) == 0
-    out = capsys.readouterr().out
+    out = capsys.readouterr().out.replace("\n", " ")  # lines of at most 100 columns
     assert [part for part in said if part not in out] == []
     assert "0.00 times" not in out
 
@@ -302,13 +309,11 @@ def test_nothing_that_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) ->
     argv = ["405B", "h100_8_nodes", "--nodes", "1", "--global-batch-size", "8"]
     assert plan.main(argv) == 1
     assert "none fits 73.7 GB; least with" in capsys.readouterr().out
-    assert plan.main([*argv, "--what-if", "nodes=2"]) == 1
-    assert "no layout fits" in capsys.readouterr().out
     assert plan.main([*argv, "--why", "--tensor-model-parallel-size 8 --sequence-parallel"]) == 1
     assert "it needs " in capsys.readouterr().out
 
 
-def test_the_picture_has_a_point_for_each_layout_and_the_step(plans: Plans, tmp_path: Path) -> None:
+def test_the_picture_has_a_point_for_each_layout(plans: Plans, tmp_path: Path) -> None:
     path = tmp_path / "a.svg"
     picture.draw(plans, path)
     root = ElementTree.parse(path).getroot()
@@ -328,18 +333,37 @@ def test_the_picture_has_a_point_for_each_layout_and_the_step(plans: Plans, tmp_
         picture.draw(plans, tmp_path / "a.pdf")
 
 
-def test_the_step_has_every_action_of_every_rank(plans: Plans) -> None:
-    four = [(n, e) for n, e in enumerate(plans.layouts) if (e.pp, e.schedule) == (4, "zb-v")]
-    n, e = min(four, key=lambda item: item[1].micro_batches)
-    axes = Figure().add_axes((0, 0, 1, 1))
-    picture._draw_step(axes, plans, n, picture.drawn_micro_batches(plans, n))
-    boxes = {str(found.get_gid()): found.get_paths() for found in axes.collections}
-    assert len(boxes) == e.pp * len(("F", "B", "W", "sums", "update"))
-    for rank in range(e.pp):
-        for kind in "FBW":
-            assert len(boxes[f"pp{rank}-{kind}"]) == e.virtual * e.micro_batches
-    ends = [path.vertices[:, 0].max() for paths in boxes.values() for path in paths]
-    assert max(ends) == pytest.approx(axes.get_xlim()[1])
+@pytest.mark.prove
+def test_the_update_is_the_hosts_where_nothing_else_fits() -> None:
+    """70B on a node of H200s: the flags that fit, with --dry-run's memory."""
+    plans = plan.plans_of("70B", read_cluster("8xh200"), {"global-batch-size": 64})
+    assert not any(plans.fits[n] for n, e in enumerate(plans.layouts) if not e.on_host)
+    n = plans.best(1)[0]
+    assert "--optimizer-cpu-offload" in plans.command(n) and plans.exact(n) < plans.limit
+    assert plans.bytes[n] == pytest.approx(plans.exact(n), rel=0.1)
+    mine = own_plan(plans, plans.layouts[n].flags())
+    assert mine.times.step[0] == pytest.approx(plans.times.step[n])
+
+
+def test_a_plan_that_is_nearly_full_is_a_risk(plans: Plans) -> None:
+    fitting = [n for n in range(len(plans.layouts)) if plans.fits[n]]
+    full = max(fitting, key=lambda n: plans.bytes[n])
+    tight = replace(plans, bytes=np.full(len(plans.layouts), 0.99 * plans.limit))
+    assert not any("risk" in line for line in table.ranking(plans, 2, 1e9))
+    assert tight._simpler(full)[0] and not plans._simpler(full)[0]
+
+
+def test_why_takes_the_plans_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main([*ARGV, "--global-batch-size", "64", "--why", "--zero-stage 1"]) == 0
+    assert "seconds of a step: 64 sequences of 1,024" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["7B", "13B", "llama3.1-70b", "mixtral", "qwen3-30b"])
+def test_models_by_name(name: str) -> None:
+    model = read_model(name, 4096)
+    billions = {"7B": 6.7, "13B": 13.0, "llama3.1-70b": 70.6, "mixtral": 46.7, "qwen3-30b": 30.5}
+    profile = model_profile(model.config, pretrain_llama.model_provider)
+    assert profile.parameters / 1e9 == pytest.approx(billions[name], abs=0.06)
 
 
 def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
@@ -371,8 +395,7 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
         ),
         (["9B", "h100_8_nodes"], "9B: not a file, flags in quotes, or a known model"),
         (["8B", "h100"], "h100: no cluster file h100.json; known by name are a100_16_nodes"),
-        (["8B"], "MODEL and CLUSTER are needed"),
-        (["--predict", "x.csv"], "--predict needs --out FILE"),
+        (["8B", "8xmi300x"], "AMD's ROCm"),
         ([SMALL.replace(" --vocab-size 32000", ""), "h100_8_nodes"], "--vocab-size is missing"),
         ([SMALL + " --num-layer 3", "h100_8_nodes"], "--num-layer"),
         (
@@ -380,8 +403,6 @@ def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
             "8.9 or more (Ada, Hopper, Blackwell): NVIDIA A100",
         ),
         (["1B", "h100_8_nodes", "--float8", "mxfp8"], "10.0 or more (Blackwell); on Hopper use b"),
-        (["1B", "h100_8_nodes", "--what-if", "float8=mxfp8"], "--fp8-recipe mxfp8 needs a GPU of"),
-        (["1B", "h100_8_nodes", "--what-if", "float8=nvfp4"], "'float8=nvfp4' is not name=value"),
         (
             ["1B", "h100_8_nodes", "--why", "--fp8-format e4m3 --fp8-recipe mxfp8"],
             "--fp8-recipe mxfp8 needs a GPU of",
@@ -402,7 +423,7 @@ def test_a_mistake_is_one_sentence(
 
 def test_a_broken_cluster_file_is_named(tmp_path: Path) -> None:
     good = json.loads((FOLDER / "h100_8_nodes.json").read_text())
-    for key, value, said in (("nodes", 0, "nodes is 0"), ("device", "v100", "device is 'v100'"),
+    for key, value, said in (("nodes", 0, "nodes is 0"), ("device", "v100", "v100: it has no bf"),
                              ("source", "", "names no source"), ("speed", 1, "must be an object"),
                              ("oversubscription", 0.5, "oversubscription is 0.5"),
                              ("host_memory_gb", -1, "host_memory_gb is -1")):  # fmt: skip

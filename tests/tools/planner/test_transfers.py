@@ -33,8 +33,7 @@ def test_the_formulas_count_all_that_the_models_send(name, tp, ep, cut):
 @pytest.mark.parametrize(("name", "tp", "cut"), [("8B", 4, False), ("70B", 2, True)])
 def test_and_not_more(name, tp, cut):
     config = transfers.unit_config(read_model(name, 4096).flags, tp, "", cp=1 + cut)
-    found = transfers.measured(config, transfers.PARTS["layer"])
-    assert found == transfers.named_of(config)
+    assert transfers.layer_of(config) == transfers.named_of(config)
 
 
 def test_ranks_that_share_a_head_are_timed():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device with round numbers, and events on it, for the tests of the rehearsal's clock."""
 
-from tools.rehearsal.device_file import NUMBERS, PROTOCOLS, Device, Level
+from forecast.device_file import NUMBERS, PROTOCOLS, Device, Level
 from tools.rehearsal.events import Launch, Transfer, Where
 
 HERE = Where()

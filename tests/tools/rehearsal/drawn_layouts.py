@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pretrain_llama
-from estimate import matrices
+from training import matrices
 from training.config import UsageError
 from training.flags.parse import parse
 

@@ -25,7 +25,7 @@ from tools.rehearsal import guard
 
 def actions(seen: Any) -> list[list[Any]]:
     """Return the most bytes in each action of the last step of a rehearsal on a GPU."""
-    from tools.rehearsal.device_file import read_device
+    from forecast.device_file import read_device
     from tools.rehearsal.events import Action, Launch
     from tools.rehearsal.memory import step
     from tools.rehearsal.workspaces import of_launch, of_matmuls

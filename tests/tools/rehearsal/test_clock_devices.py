@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import predict_published
 from benchmarks.predict_published import DOCUMENT, frozen_files, stated_hashes
-from tools.rehearsal.device_file import FOLDER, DeviceFileError, path_of, read_device
-from training.run.peak_flops import table_peak
+from forecast.device_file import FOLDER, DeviceFileError, path_of, read_device
+from training.gpus import GPUS, named, of_driver
 
 NAMES = ("a100", "b200", "h100", "h200")
 
@@ -32,8 +32,47 @@ def test_a_device_file_is_whole_and_its_numbers_make_sense(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_log_compares_with_the_same_peak(name: str) -> None:
-    device = read_device(name)
-    assert table_peak(device.name) == device.peak("bfloat16")
+    device, gpu = read_device(name), of_driver(read_device(name).name)
+    assert gpu.bf16 == device.peak("bfloat16") and gpu.capability == device.capability
+    assert (gpu.memory, gpu.bandwidth) == (device["memory"], device["bandwidth"])
+
+
+@pytest.mark.parametrize("name", [gpu.name for gpu in GPUS if gpu.name not in NAMES])
+def test_a_gpu_without_a_file_has_its_data_sheet_and_anothers_shares(name: str) -> None:
+    gpu, device = named(name), read_device(name)
+    base = read_device(gpu.like)
+    assert (device["memory"], device.peak("bfloat16")) == (gpu.memory, gpu.bf16)
+    assert device.levels[0].bandwidth == gpu.link and device.capability == gpu.capability
+    assert device["matmul"] == base["matmul"] and device.other == base.other
+
+
+ROW = {
+    "name": "L40S of ours", "like": "a100", "capability": [8, 9], "memory": 48, "bandwidth": 864,
+    "bf16": 362, "float8": 733, "tf32": 183, "fp32": 91.6, "sms": 142, "l2": 96, "host": 25,
+    "link": 20, "link_gpus": 4, "source": "measured here",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({}, ""),
+        ({"watts": 350}, "watts is none that is read; a GPU has bandwidth, bf16"),
+        ({"sms": None}, "sms is None, not a number above 0"),
+        ({"memory": -1}, "memory is -1, not a number above 0"),
+        ({"like": "l40"}, "like is 'l40', not of a100, b200, h100, h200"),
+        ({"capability": 8.9}, "capability is 8.9, not two whole numbers"),
+    ],
+)
+def test_a_small_file_describes_a_gpu(tmp_path: Path, change: dict[str, Any], rule: str) -> None:
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(ROW | change))
+    if not rule:
+        device = read_device(str(path))
+        assert (device["memory"], device.levels[0].ranks, device.major) == (48e9, 4, 8)
+        return
+    with pytest.raises(DeviceFileError, match=f"ours.json: {rule}"):
+        read_device(str(path))
 
 
 def entries(value: Any) -> list[dict[str, Any]]:
@@ -130,5 +169,7 @@ def test_levels_end_with_one_of_all_ranks(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_lists_those_there_are() -> None:
-    with pytest.raises(DeviceFileError, match="known by name are a100, b200, h100, h200"):
+    with pytest.raises(DeviceFileError, match="v100: it has no bfloat16.* by name are .*a100"):
         read_device("v100")
+    with pytest.raises(DeviceFileError, match="no device file nowhere/h100.json"):
+        read_device("nowhere/h100.json")

@@ -3,8 +3,8 @@
 
 import pytest
 
-from estimate.simulate import Costs, simulate
 from mpu.pipeline import schedules
+from mpu.pipeline.simulate import Costs, simulate
 from tests.tools.rehearsal.clock_device import HERE, device, kernel
 from tools.rehearsal.clock import time_record
 from tools.rehearsal.events import Action, Event, Transfer

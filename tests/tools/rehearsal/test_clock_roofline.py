@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forecast.device_file import Device, DeviceFileError, read_device
 from tests.tools.rehearsal.clock_device import HERE, device
-from tools.rehearsal.device_file import Device, DeviceFileError, read_device
 from tools.rehearsal.events import Launch
 from tools.rehearsal.links import Span, collective_seconds, message_seconds, spans
 from tools.rehearsal.roofline import (

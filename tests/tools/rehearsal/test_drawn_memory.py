@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 import pretrain_llama
-from estimate.model_profile import model_profile
-from estimate.pipeline_stages import rank_stages
 from forecast import traffic
 from forecast.dry_run import memory
 from forecast.recording import record
@@ -23,7 +21,9 @@ from tests.tools.rehearsal.drawn_layouts import accepted
 from training import batch_size
 from training.config import Config
 from training.flags.parse import parse
+from training.model_profile import model_profile
 from training.pipeline_schedule import recomputed_layers, schedule_of
+from training.pipeline_stages import rank_stages
 
 SEEDS, WITHIN = range(200, 250), 0.02
 WITHOUT = ("--reset", "--eod", "--cuda-graph", "--rehearse-device a100")

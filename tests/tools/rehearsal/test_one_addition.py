@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_llama
+from forecast.device_file import read_device
 from forecast.dry_run import report
 from tools.explain import explain
 from tools.planner import search
@@ -18,7 +19,6 @@ from tools.planner.cluster import read_cluster
 from tools.planner.layout import Layout
 from tools.planner.model import read_model
 from tools.planner.rank_order import ledger, orders
-from tools.rehearsal.device_file import read_device
 from tools.rehearsal.links import collective_seconds
 from training.flags.parse import parse
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import pretrain_llama
+from forecast.device_file import path_of
 from forecast.traffic import totals, traffic
 from tests.sampling import sampled
 from tests.tools.rehearsal.conftest import SMALL
-from tools.rehearsal.device_file import path_of
 from tools.rehearsal.events import Alloc, Free, Launch, Where
 from tools.rehearsal.memory import memory
 from tools.rehearsal.workspaces import of_launch
@@ -114,7 +114,7 @@ def test_each_transfer_has_its_turn_on_its_communicator(rehearse):
 def test_mistakes_are_one_sentence(rehearse):
     for flags, said in {
         "--global-batch-size 4 --rehearse-rank 4": "--rehearse-rank 4",
-        "--global-batch-size 4 --rehearse-device nosuch": "nosuch: no device file",
+        "--global-batch-size 4 --rehearse-device nosuch": "nosuch is no GPU known by name",
         "--tensor-model-parallel-size 3": "not a multiple of --tensor-model-parallel-size 3",
     }.items():
         found = rehearse(flags, 4)

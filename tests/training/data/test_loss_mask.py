@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import pretrain_llama
-from estimate.model_profile import grid_of
 from forecast.traffic import traffic
 from tests.training.small_llama import SMALL, read
 from training.config import UsageError
@@ -26,6 +25,7 @@ from training.data.indexed import IndexedTokens, IndexedWriter
 from training.data.loss_mask import SUFFIX, is_masked
 from training.data.made_with import record_of
 from training.data.tokenizer import NullTokenizer, build_tokenizer
+from training.model_profile import grid_of
 from training.run.warm_up import batches_of_zeros
 
 TOKENIZER, EOD, FIRST = NullTokenizer(200), 199, 100  # ids from FIRST on count

@@ -6,12 +6,12 @@ import shlex
 import pytest
 import torch
 
-from estimate.model_profile import rank_model
-from estimate.pipeline_stages import rank_stages
 from pretrain_llama import model_provider
 from training.config import UsageError
 from training.flags.parse import parse
 from training.layer_options import recompute_of
+from training.model_profile import rank_model
+from training.pipeline_stages import rank_stages
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "

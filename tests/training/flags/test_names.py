@@ -206,6 +206,15 @@ def test_two_names_of_one_flag_with_different_values_are_a_mistake(typed, says):
         read(typed)
 
 
+def test_a_value_that_a_number_had_once_says_what_to_do():
+    said = (
+        "--ddp-bucket-size auto: must be a whole number >= 1; sizes are no longer measured: leave "
+        "the flag out"
+    )
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+        read("--ddp-bucket-size auto")
+
+
 def test_two_names_of_one_flag_with_the_same_value_and_one_name_twice_are_none():
     assert read("--max_iters=2 --learning_rate 0.001").batch.train_iters == 2
     assert read("--train-iters 7").batch.train_iters == 7

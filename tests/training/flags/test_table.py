@@ -109,12 +109,11 @@ def test_every_setting_is_read_by_the_run():
     """A flag that is parsed, checked and printed but steers nothing would be silently ignored."""
     root = Path(__file__).parents[3]
     asking = (
-        "activations arguments buffers config dry_run estimate flags megatron_flags meta "
-        "model_profile places rank_profile rules size_rules parallel_rules compute_rules run_rules "
-        "recording fit traffic"
+        "arguments config context_parallel dry_run flags matrices megatron_flags model_profile "
+        "obeyed_flags pipeline_stages places rules size_rules parallel_rules compute_rules "
+        "run_rules recording fit traffic"
     ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
-    files += (root / "estimate").glob("*.py")
     files += (root / "tools/rehearsal").glob("*.py")
     files += (root / "forecast").glob("*.py")
     nodes = [

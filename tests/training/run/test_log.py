@@ -19,7 +19,7 @@ import torch
 
 from training.run.log import Log, step_line
 from training.run.output import flush
-from training.run.peak_flops import measured_peak, peak_flops, table_peak
+from training.run.peak_flops import measured_peak, peak_flops
 from training.run.step import Step
 
 OFF = {
@@ -396,28 +396,6 @@ def test_terminal_has_a_live_bar_and_gets_its_cursor_back():
     os.close(main)
     assert b"3/3" in seen and b"loss 0.3333" in seen
     assert seen.rfind(b"\x1b[?25h") > seen.rfind(b"\x1b[?25l") >= 0
-
-
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA H20", 148.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA B200", 2250.0),
-        ("NVIDIA L4", 121.0),
-    ],
-)
-def test_peak_of_known_gpus(name, tflops):
-    assert table_peak(name) == tflops * 1e12
-
-
-def test_unknown_gpu_has_no_table_peak():
-    assert table_peak("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None  # a seventh of an H100
-    assert table_peak("NVIDIA GeForce GTX 1080") is None
 
 
 def test_cpu_peak_is_measured_and_says_so():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choices that are measured before the first step.
 
-measure.py            the seconds of each matmul by each overlap method (--tp-comm-overlap auto)
-overlap.py            the overlap method of each linear layer
-gradient_buckets.py   the size of gradient buckets (--ddp-bucket-size auto)
+measure.py   the seconds of each matmul by each overlap method (--tp-comm-overlap auto)
+overlap.py   the overlap method of each linear layer
 """

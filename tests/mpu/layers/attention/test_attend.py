@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
-from estimate.model_profile import _Flops
 from mpu import torch_private
 from mpu.comm.collectives import all_reduce
 from mpu.context import LayerContext
@@ -25,8 +23,10 @@ from mpu.layers.attention.core import CoreAttention, core_attention
 from mpu.layers.attention.shards import shards
 from mpu.layers.context_attention import COMM_TYPES, core_attention_of
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.meta_tensors import META, MetaOperations
 from mpu.recompute import Recompute
 from tests.mpu.layers.attention.test_block_attention import flash_stand_in
+from training.model_profile import _Flops
 
 SEED = 11
 HEADS = ((4, 4), (4, 2), (8, 2), (4, 1))  # query heads, groups
@@ -225,12 +225,12 @@ def test_a_plan_counts_the_sizes_there_are_and_keeps_no_zeros():
     s, a, d, e = 8, 4, 6, 4
     q, k, v = (torch.empty(s, 1, a, n, device=META, requires_grad=True) for n in (d, d, e))
     flops = _Flops()
-    with torch.no_grad(), MetaAttention(flops.dot_product_attention), flops:
+    with torch.no_grad(), flops:
         core_attention.attend(q, k, v)
     assert flops.take()[0] == a * s * s * (d + e)
     kept: list[Tensor] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
-    with hooks, MetaAttention(flash_attention), MetaOperations():
+    with hooks, MetaOperations():
         y = core_attention.attend(q, k, v)
     assert y.shape == (s, 1, a * e)
     assert sorted(x.numel() for x in kept) == sorted(s * a * n for n in (d, d, e, e, 1))

@@ -11,7 +11,7 @@ from mpu.context import LayerContext, QKClip
 from mpu.layers.attention import max_logits
 from mpu.layers.attention.blocks import blocks
 from mpu.layers.attention.core import CoreAttention
-from mpu.layers.attention.max_logits import MaxLogits, head_maxima_of, note_maxima
+from mpu.layers.attention.max_logits import MaxLogits, Noted, head_maxima_of, note_maxima
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.qkv import qkv_linear
 from mpu.optim.optimizer import multiply_rows
@@ -46,7 +46,7 @@ def test_the_maximum_is_of_the_pairs_that_are_looked_at(
     monkeypatch.setattr(max_logits, "CHUNK", chunk)
     q, k = torch.randn(2, A, S, D).double(), torch.randn(2, G, S, D).double()
     noted = torch.full((A,), -torch.inf, dtype=torch.float64)
-    note_maxima(noted, q, k, blocks(range(S), documents, window))
+    note_maxima(Noted(noted), q, k, blocks(range(S), documents, window))
     torch.testing.assert_close(noted, plain(q, k, documents, window), rtol=1e-13, atol=0)
 
 
@@ -56,10 +56,10 @@ def test_what_is_not_finite_is_infinite(odd: float) -> None:
     q, k = torch.randn(1, A, S, D), torch.randn(1, G, S, D)
     k[0, 1, 5, 0] = odd
     noted = torch.full((A,), -torch.inf)
-    note_maxima(noted, q, k, blocks(range(S), (S,)))
+    note_maxima(Noted(noted), q, k, blocks(range(S), (S,)))
     assert noted.isinf().tolist() == [i // (A // G) == 1 for i in range(A)]
     noted.fill_(-torch.inf)
-    note_maxima(noted, q[:, :, :5], k[:, :, :5], blocks(range(5), (5,)))
+    note_maxima(Noted(noted), q[:, :, :5], k[:, :, :5], blocks(range(5), (5,)))
     assert noted.isfinite().all()
 
 
@@ -76,16 +76,18 @@ def test_chunks_are_of_the_device() -> None:
             return func(*args, **(kwargs or {}))
 
     q, noted = torch.empty(1, 32, 8192, 64, device="meta"), torch.empty(32, device="meta")
-    for some, chunks in ((q, 32), (q.bfloat16(), 0)):
+    narrow = q.bfloat16()
+    for some, on_gpu, chunks in ((q, True, 32), (narrow, True, 0), (narrow, False, 512)):
         with Calls() as calls:
-            note_maxima(noted, some, some[:, :8], blocks(range(8192), (8192,)))
+            where = Noted(noted, on_gpu)
+            note_maxima(where, some, some[:, :8], blocks(range(8192), (8192,)))
         assert calls.count == chunks
 
 
 def test_bf16_is_multiplied_in_fp32() -> None:
     q, k = torch.randn(1, A, S, D).bfloat16(), torch.randn(1, G, S, D).bfloat16()
     noted = torch.full((A,), -torch.inf)
-    note_maxima(noted, q, k, blocks(range(S), (S,)))
+    note_maxima(Noted(noted), q, k, blocks(range(S), (S,)))
     torch.testing.assert_close(noted.double(), plain(q, k, (S,), 0), rtol=1e-6, atol=0)
 
 
@@ -126,7 +128,7 @@ def clipped(
     noted = head_maxima_of(ctx)
     assert noted is not None
     qkv_linear(8, (4 * 2, 2 * 2, 2 * 2), ctx=ctx, **more).requires_grad_(not frozen)
-    noted.of(len(maxima)).copy_(torch.tensor(maxima))
+    noted.of(len(maxima)).values.copy_(torch.tensor(maxima))
     assert isinstance(ctx.sink.logits, MaxLogits)
     ctx.sink.logits.end_step(torch.tensor(found_inf))
     return ctx.sink.logits

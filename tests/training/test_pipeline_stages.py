@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from estimate import pipeline_stages
-from estimate.model_profile import model_profile
-from estimate.pipeline_stages import rank_stages, stages_of
 from mpu.pipeline.stage_layout import Stage
 from pretrain_llama import model_provider
-from training import pipeline_schedule
+from training import pipeline_schedule, pipeline_stages
 from training.config import UsageError
 from training.flags.parse import parse
+from training.model_profile import model_profile
 from training.pipeline_schedule import messages, micro_batch_counts, schedule_of
+from training.pipeline_stages import rank_stages, stages_of
 
 SMALL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "

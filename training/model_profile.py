@@ -2,8 +2,8 @@
 """Measure a model: its parameters, and the FLOPs of each of its parts.
 
 The model is built and run on meta tensors, which have shapes and no memory. Nothing here knows the
-model, so a changed copy of model/llama.py is measured as it is. estimate/rank_profile.py
-measures what a rank keeps and sends.
+model, so a changed copy of model/llama.py is measured as it is. What a rank keeps and sends is
+recorded (forecast/recording.py).
 
     Stage(0, 0, embedding)   Stage(0, 1)   ...   Stage(L - 1, L)   Stage(L, L, loss)
     the embedding            layer 0             layer L - 1       the head
@@ -22,17 +22,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from estimate.meta import META, PRODUCTS, MetaAttention, MetaOperations, is_block
 from mpu.comm.meta import MetaTransport
 from mpu.context import ExpertOptions, LayerContext
-from mpu.gradients import GradientSink, WeightGradientQueue
+from mpu.gradients import GradientSink
 from mpu.grid import Grid
-from mpu.interleave import Interleaver
 from mpu.launch import Launch
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.meta_tensors import META, PRODUCTS, MetaOperations, is_block
 from mpu.param import Placement, group_of, placement_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
+from mpu.torch_private import SCALED_MM
 from mpu.zero.bucket_layout import ParamEntry, block_of, entries_of
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
@@ -174,7 +174,7 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     # rows that pad an expert, or that it drops, do not change the work of a model
     sink = _Uses()
     ctx = meta_context(config, Grid(), sink, experts=ExpertOptions())
-    with torch.no_grad(), MetaAttention(flops.dot_product_attention), flops:
+    with torch.no_grad(), flops:
         built = provider(config, ctx, _CountedRecompute(flops), stages)
         tokens = torch.empty((1, length), dtype=torch.long, device=META)
         hidden, parts, cores, uses = None, [], [], []
@@ -218,16 +218,6 @@ def _same_blocks(model: StagedModel) -> bool:
     return all(other == first for other in others)
 
 
-def plannable(config: Config) -> Config:
-    """Return the config without where the optimizer's state is, a cache key: no profile depends on
-    it. Those of weights that travel in float8 depend on the ZeRO stage.
-    """
-    p = replace(config.parallel, optimizer_state_offload=False)
-    if not config.float8.fp8_param_gather:
-        p = replace(p, zero_stage=None, use_distributed_optimizer=False)
-    return replace(config, parallel=p)
-
-
 def make_grid(config: Config, launch: Launch) -> Grid:
     """Return the layout of the ranks, without process groups yet."""
     p = config.parallel
@@ -254,21 +244,15 @@ def rank_model(
     provider: ModelProvider,
     stages: Sequence[Stage],
     pp_rank: int,
-    sink: GradientSink | None = None,
-    queue: WeightGradientQueue | None = None,
     trace: Any = None,
     recompute: Recompute | None = None,
-    interleaver: Interleaver | None = None,
 ) -> StagedModel:
     """Build the model of a pipeline rank on meta tensors.
 
     trace: is called for each collective; none is sent (mpu/comm/meta.py).
     """
     grid = grid_of(config, pp_rank).carried_by(MetaTransport()).traced(trace)
-    ctx = meta_context(
-        config, grid, sink, queue=queue or WeightGradientQueue(),
-        interleaver=interleaver or Interleaver(),
-    )  # fmt: skip
+    ctx = meta_context(config, grid)
     return provider(config, ctx, recompute or recompute_of(config, META), stages)
 
 
@@ -286,7 +270,7 @@ def rank_parameters(
     config: Config, provider: ModelProvider, stages: Sequence[Stage], pp_rank: int
 ) -> dict[str, ParameterProfile]:
     """Return {name: parameter} of a pipeline rank in definition order, each parameter once."""
-    return _rank_parameters(plannable(config), provider, tuple(stages), pp_rank)
+    return _rank_parameters(config, provider, tuple(stages), pp_rank)
 
 
 @lru_cache(maxsize=256)
@@ -350,33 +334,18 @@ class _Flops(MetaOperations):
         self.inside = False  # core attention is running
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PRODUCTS:
-            at = PRODUCTS[func]
+        if func in PRODUCTS or func.overloadpacket.__name__ == SCALED_MM:
+            at = PRODUCTS.get(func, 0)
             self.add(2 * prod(args[at].shape) * args[at + 1].shape[-1])
-        if is_block(func):
-            q, k, v, *options = args  # dropout, causal
-            self.dot_product_attention(q, k, v, is_causal=options[1:] == [True])
+        if is_block(func):  # of q [b, a, s, d], k [b, g, S, d], v [b, g, S, e]
+            q, k, v, _, *causal = args
+            square = prod(q.shape[:-1]) * k.shape[-2]
+            self.add((1 if causal == [True] else 2) * square * (q.shape[-1] + v.shape[-1]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def add(self, count: int) -> None:
         self.all += count
         self.core += count * self.inside
-
-    def dot_product_attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        """Count attention: q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e]."""
-        square = prod(q.shape[:-1]) * k.shape[-2]
-        half = 1 if is_causal or attn_mask is not None else 2
-        self.add(half * square * (q.shape[-1] + v.shape[-1]))
-        return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
     def take(self) -> tuple[int, int]:
         counted, self.all, self.core = (self.all, self.core), 0, 0

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism: a rank's part of a sequence, and a check that attention reaches the rest."""
+"""Context parallelism: a rank's part of a sequence, and the balance of attention."""
 
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
-from estimate.model_profile import ModelProvider, plannable, rank_model
-from mpu.comm.transport import Axis
 from mpu.layers.attention.shards import balance
-from mpu.layers.context_attention import ContextAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
-from mpu.pipeline.stage_layout import Stage
 from training.config import Config
 
 
@@ -66,42 +60,3 @@ def _uneven(length: int) -> tuple[int, ...]:
         return ()
     first, second, third = (length // part | 1 for part in (15, 8, 4))
     return first, second, third, length - first - second - third
-
-
-def check_attention(config: Config, provider: ModelProvider) -> None:
-    """Run each layer's forward on meta tensors; every one must send over the cp axis.
-
-    Its queries need keys that other ranks hold. A --model-file with an attention of its own may not
-    know that, and would train on rows cut into pieces. Raises ValueError naming the layer.
-    """
-    if config.parallel.context_parallel_size == 1:
-        return
-    size, positions, documents = rank_batch(config)
-    stages = [Stage(i, i + 1) for i in range(config.model.num_layers)]
-    listener = _Listener()
-    model = rank_model(plannable(config), provider, stages, 0, trace=listener)
-    tokens = torch.empty(size, dtype=torch.long, device=META)
-    shape = model.hidden_shape(*size)
-    with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
-        for chunk, stage in enumerate(stages):
-            listener.over_cp = False
-            hidden = torch.empty(shape, dtype=config.run.dtype, device=META)
-            model(tokens, None, positions, documents, hidden=hidden, chunk=chunk)
-            if not listener.over_cp:
-                line = ContextAttention.compute.__code__.co_firstlineno
-                raise ValueError(
-                    f"--context-parallel-size {config.parallel.context_parallel_size}: layer "
-                    f"{stage.first} of --model-file {config.model.model_file} sends nothing to the "
-                    "other ranks, so its tokens would not see theirs. Its attention must be "
-                    f"core_attention_of(ctx) (mpu/layers/context_attention.py:{line}), or exchange "
-                    "keys over ctx.grid.cp itself"
-                )
-
-
-class _Listener:
-    """A trace: whether anything was sent over context-parallel ranks."""
-
-    over_cp = False
-
-    def issued(self, verb: str, axis: Axis, tensor: Tensor, *rest: Any) -> None:
-        self.over_cp = self.over_cp or axis.name in ("cp", "cp_a2a", "cp_p2p")

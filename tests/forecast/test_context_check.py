@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from estimate.context_parallel import check_attention
+from forecast.obeyed_flags import check_attention
 from mpu.layers.attention.core import core_attention
 from mpu.layers.packed_seq_params import PackedSeqParams
 from pretrain_llama import model_provider

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan.py --predict reads three formats, predicts each run alone, and names what it cannot read."""
+"""Published runs of three formats are predicted, each alone, and what cannot be read is named."""
 
 import csv
 import hashlib
@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import plan_predict
+from benchmarks.planning.frameworks import ProfileError, profile, read_fitted
 from benchmarks.planning.other_runs import BLIND, NEITHER, SOURCES
-from tools import plan
-from tools.planner.constants import ProfileError, profile, read_fitted
-from tools.planner.predict import COLUMNS, predict
-from tools.planner.published import RowError, playbook_cut, read_table
+from benchmarks.planning.predict import COLUMNS, predict
+from benchmarks.planning.published import RowError, playbook_cut, read_table
+from forecast.device_file import read_device
 from tools.planner.runs import even_cut, stacked
 from tools.planner.step_time import collective, matmul
-from tools.rehearsal.device_file import read_device
 from tools.rehearsal.links import collective_seconds
 from tools.rehearsal.roofline import matmul_seconds
 
@@ -49,7 +49,7 @@ def test_rows_keep_their_columns_and_gain_five(tmp_path: Path) -> None:
         written(tmp_path, f"{PLAYBOOK}\n{KNOWN}\n1B,2,,4,2,8,,256,1,,,,,crashed"),
         tmp_path / "o",
     )
-    assert plan.main(["--predict", str(path), "--out", str(out)]) == 0
+    assert plan_predict.main([str(path), "--out", str(out)]) == 0
     with out.open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 5 and set(COLUMNS) < set(rows[0])
@@ -167,7 +167,7 @@ def test_a_row_that_cannot_be_read_is_named(
 ) -> None:
     odd = "1B,1,8,1,1,1,32,256,1,,inf,,-3,ok"  # what was measured is not needed
     path = written(tmp_path, f"{PLAYBOOK}\n{KNOWN.splitlines()[0]}\n{line}\n{odd}")
-    assert plan.main(["--predict", str(path), "--out", str(tmp_path / "o")]) == 0
+    assert plan_predict.main([str(path), "--out", str(tmp_path / "o")]) == 0
     assert "2 rows predicted, 1 not: predicted_reason" in capsys.readouterr().out
     with (tmp_path / "o").open() as file:
         good, bad, unmeasured = csv.DictReader(file)

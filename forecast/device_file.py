@@ -5,15 +5,20 @@ A file is JSON, {"name": ..., "numbers": {key: {"value", "unit", "source"}}, "le
 level {"name", "ranks", "bandwidth", "step_seconds", "tree_seconds"} whose last three are numbers in
 the same form. NUMBERS and LEVEL list every key with its unit, and no other is allowed.
 
+A GPU without a file is a row of training/gpus.py, or a small file with such a row as an object,
+{"name", "like", "memory", ...} in the units of the rows: it has the data sheet's peaks, and the
+shares of them that the file `like` has.
+
 A number may have an "other", {"value", "source"}: the value from another source. All of these
 together are the device's other end. A prediction is a range from one end to the other. A file that
 was measured on the card itself has none.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from training.gpus import Gpu, UnknownGpu, gpu_of, named, of_driver
 from training.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "devices"
@@ -83,13 +88,14 @@ class Device:
     """A GPU and its links. numbers: as in NUMBERS; seconds, bytes, FLOP/s, or shares of 1.
 
     other: those of its numbers for which another source has another value; {}: the device is
-    measured.
+    measured. capability: its compute capability: Ampere 8.0, Hopper 9.0, Blackwell 10.0.
     """
 
     name: str
     numbers: dict[str, float]
     levels: tuple[Level, ...]
     other: dict[str, float] = field(default_factory=dict)
+    capability: tuple[int, int] = (8, 0)
 
     def __getitem__(self, key: str) -> float:
         return self.numbers[key]
@@ -101,10 +107,8 @@ class Device:
 
     @property
     def major(self) -> int:
-        """Return the first digit of the compute capability: Ampere 8, Hopper 9, Blackwell 10."""
-        if not self["peak.float8"]:
-            return 8
-        return 10 if " B" in f" {self.name}" else 9
+        """Return the first digit of the compute capability."""
+        return self.capability[0]
 
     def peak(self, dtype: str) -> float:
         """Return the dense peak in FLOP/s of matmuls of a torch dtype, such as "bfloat16"."""
@@ -119,7 +123,7 @@ class Device:
         unknown = sorted(numbers.keys() - self.numbers.keys())
         if unknown:
             raise DeviceFileError(f"{self.name} has no number {unknown[0]}")
-        return Device(self.name, {**self.numbers, **numbers}, self.levels, self.other)
+        return replace(self, numbers={**self.numbers, **numbers})
 
     def ends(self) -> tuple["Device", ...]:
         """Return the device as its file's values say, and as its "other" ones do, if it has any."""
@@ -134,12 +138,20 @@ def path_of(name: str) -> Path:
 
 
 def read_device(name: str) -> Device:
-    """Return the device of a file. Raises DeviceFileError where it breaks a rule."""
+    """Return the device of a file, or of a row of training/gpus.py. Raises DeviceFileError where a
+    file breaks a rule, or a name is unknown.
+    """
     path = path_of(name)
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.json")))
-        raise DeviceFileError(f"{name}: no device file {path}; known by name are {known}")
+        if path.parent != FOLDER:
+            raise DeviceFileError(f"{name}: no device file {path}")
+        try:
+            return of_gpu(named(name))
+        except UnknownGpu as error:
+            raise DeviceFileError(str(error)) from None
     content = read_json(path)
+    if isinstance(content, dict) and "like" in content:
+        return of_gpu(_row(path, content))
     if not isinstance(content, dict) or content.keys() != {"name", "numbers", "levels"}:
         raise DeviceFileError(f"{path}: must be an object with name, numbers and levels")
     if not isinstance(content["numbers"], dict):
@@ -159,7 +171,54 @@ def read_device(name: str) -> Device:
         for key, entry in content["numbers"].items()
         if "other" in entry
     }
-    return Device(str(content["name"]), {k: v for k, (v,) in numbers.items()}, levels, other)
+    found = Device(str(content["name"]), {k: v for k, (v,) in numbers.items()}, levels, other)
+    known = of_driver(found.name)
+    newer = (9, 0) if found["peak.float8"] else (8, 0)
+    return replace(found, capability=known.capability if known else newer)
+
+
+def of_gpu(gpu: Gpu) -> Device:
+    """Return the device of a data sheet's numbers, and of its like's shares of them."""
+    base = read_device(gpu.like)
+    inner, *outer = base.levels
+    wire = "nvlink" if gpu.link > 64e9 else "pcie"
+    numbers = {
+        "peak.bfloat16": gpu.bf16, "peak.float16": gpu.bf16, "peak.float8": gpu.float8,
+        "peak.tf32": gpu.tf32, "peak.float32": gpu.fp32, "sms": gpu.sms, "memory": gpu.memory,
+        "bandwidth": gpu.bandwidth, "l2": gpu.l2, "host_bandwidth": gpu.host,
+        "matmul.float8": base["matmul.float8"] or base["matmul"],
+        "collective_sms": min(base["collective_sms"], gpu.sms // 5),
+    }  # fmt: skip
+    link = replace(inner, name=wire, ranks=gpu.link_gpus, bandwidth=gpu.link)
+    title = f"NVIDIA {gpu.driver} {gpu.memory / 1e9:.0f} GB"
+    base = replace(base, name=title, levels=(link, *outer), capability=gpu.capability)
+    return base.changed(**numbers)
+
+
+def _row(path: Path, content: dict[str, Any]) -> Gpu:
+    """Return the GPU of a small file."""
+    wanted = {*Gpu._fields} - {"driver"}
+    if content.keys() != wanted:
+        odd = sorted(content.keys() ^ wanted)[0]
+        fault = "is missing" if odd in wanted else "is none that is read"
+        raise DeviceFileError(
+            f"{path}: {odd} {fault}; a GPU has {', '.join(sorted(wanted))}, in the units of "
+            "training/gpus.py"
+        )
+    bases = sorted(file.stem for file in FOLDER.glob("*.json"))
+    if content["like"] not in bases:
+        raise DeviceFileError(f"{path}: like is {content['like']!r}, not of {', '.join(bases)}")
+    pair = content["capability"]
+    if not isinstance(pair, list) or [type(part) for part in pair] != [int, int]:
+        raise DeviceFileError(f"{path}: capability is {pair!r}, not two whole numbers: [8, 9]")
+    if not all(isinstance(content[key], str) for key in ("name", "source")):
+        raise DeviceFileError(f"{path}: name and source must be texts")
+    for key in wanted - {"name", "like", "capability", "source"}:
+        value, least = content[key], 0 if key == "float8" else 1e-9
+        right = isinstance(value, int | float) and not isinstance(value, bool)
+        if not right or not least <= value < 1e7:
+            raise DeviceFileError(f"{path}: {key} is {value!r}, not a number above 0")
+    return gpu_of({**content, "driver": content["name"], "capability": tuple(pair)})
 
 
 def _other(entry: dict[str, Any]) -> Any:

@@ -6,10 +6,10 @@ p pipeline ranks, v virtual stages a rank, m micro-batches a step
 
 from collections.abc import Sequence
 
-from estimate.model_profile import ModelProvider, model_profile
-from estimate.simulate import Costs, simulate
+from mpu.pipeline.simulate import Costs, simulate
 from mpu.pipeline.stage_layout import Stage
 from training.config import Config
+from training.model_profile import ModelProvider, model_profile
 from training.pipeline_schedule import (
     cut,
     head_again,

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forecast.device_file import read_device
 from mpu.layers.float8.cuda import lacks
 from tools.planner.pipeline import SCHEDULES as ORDER
 from tools.planner.runs import even_cut
-from tools.rehearsal.device_file import read_device
 from training.untrusted import read_plain
 
 LARGEST = 1 << 28  # bytes of a CSV

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.planner.constants import profile
+from benchmarks.planning.frameworks import profile
+from benchmarks.planning.published import GIB, Row, Table
 from tools.planner.pipeline import SCHEDULES
-from tools.planner.published import GIB, Row, Table
 from tools.planner.runs import Array, Runs, stacked
 from tools.planner.step_time import times
 from training.data.files import write_text
@@ -103,7 +103,7 @@ KINDS = tuple(field.name for field in fields(Predictions))
 def predict(
     rows: Sequence[Row], constants: Mapping[str, Mapping[str, float]] | None = None
 ) -> Predictions:
-    """Return predictions. constants: of profiles by name, instead of tools/planner/fitted."""
+    """Return predictions. constants: of profiles by name, instead of benchmarks/planning/fitted."""
     values = {name: np.zeros(len(rows)) for name in KINDS}
     for name in dict.fromkeys(row.profile for row in rows):
         c = (constants or {}).get(name) or profile(name)

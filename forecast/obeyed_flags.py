@@ -32,22 +32,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from estimate.context_parallel import rank_batch
-from estimate.meta import META, MetaAttention, MetaOperations, flash_attention
-from estimate.model_profile import ModelProvider, StagedModel, plannable, rank_model
+from mpu.comm.transport import Axis
 from mpu.context import LayerContext
-from mpu.layers import cross_entropy
+from mpu.layers import cross_entropy, fused
 from mpu.layers.attention.core import CoreAttention, core_attention
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
+from mpu.layers.context_attention import ContextAttention
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.fused import RMSNorm
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
+from mpu.meta_tensors import META, MetaOperations
 from mpu.param import placement_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Blocks, Recompute
 from training.config import Config
+from training.context_parallel import rank_batch
 from training.layer_options import recompute_of
+from training.model_profile import ModelProvider, StagedModel, rank_model
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSS, ATTENTION = "--fused-linear-cross-entropy", "--attention-backend"
@@ -65,6 +67,45 @@ BY = {
     "--recompute-granularity full": "its layers do not run by recompute.blocks(...)",
     "--cpu-offload-activations": "its layers do not run by recompute.blocks(...)",
 }
+
+
+def check_attention(config: Config, provider: ModelProvider) -> None:
+    """Run each layer's forward on meta tensors; every one must send over the cp axis.
+
+    Its queries need keys that other ranks hold. A --model-file with an attention of its own may not
+    know that, and would train on rows cut into pieces. Raises ValueError naming the layer.
+    """
+    if config.parallel.context_parallel_size == 1:
+        return
+    size, positions, documents = rank_batch(config)
+    stages = [Stage(i, i + 1) for i in range(config.model.num_layers)]
+    listener = _OverContext()
+    model = rank_model(config, provider, stages, 0, trace=listener)
+    tokens = torch.empty(size, dtype=torch.long, device=META)
+    shape = model.hidden_shape(*size)
+    with torch.no_grad(), MetaOperations():
+        for chunk, stage in enumerate(stages):
+            listener.over_cp = False
+            hidden = torch.empty(shape, dtype=config.run.dtype, device=META)
+            model(tokens, None, positions, documents, hidden=hidden, chunk=chunk)
+            if not listener.over_cp:
+                line = ContextAttention.compute.__code__.co_firstlineno
+                raise ValueError(
+                    f"--context-parallel-size {config.parallel.context_parallel_size}: layer "
+                    f"{stage.first} of --model-file {config.model.model_file} sends nothing to the "
+                    "other ranks, so its tokens would not see theirs. Its attention must be "
+                    f"core_attention_of(ctx) (mpu/layers/context_attention.py:{line}), or exchange "
+                    "keys over ctx.grid.cp itself"
+                )
+
+
+class _OverContext:
+    """A trace: whether anything was sent over context-parallel ranks."""
+
+    over_cp = False
+
+    def issued(self, verb: str, axis: Axis, tensor: Tensor, *rest: Any) -> None:
+        self.over_cp = self.over_cp or axis.name in ("cp", "cp_a2a", "cp_p2p")
 
 
 def check_flags(config: Config, provider: ModelProvider) -> None:
@@ -227,12 +268,14 @@ class _Listener:
     def run(self) -> nn.Module:
         """Run the whole model's forward, and return the model."""
         attention: Any = CoreAttention
-        real, stats = attention.attend, cross_entropy.softmax_stats
+        real, stats, fits = attention.attend, cross_entropy.softmax_stats, fused.fits
         attention.attend = self.noting_cores(real)  # before a layer keeps its core's
         cross_entropy.softmax_stats = self.noting(Z_LOSS, stats)  # what every loss of ours calls
+        fused.fits = lambda *given, **more: False  # so that a norm calls its `passes`
         try:
             model = self.run_forward()
         finally:
+            fused.fits = fits
             attention.attend = real
             cross_entropy.softmax_stats = stats
         if LOSS in self.used:
@@ -243,13 +286,13 @@ class _Listener:
         """Build the model and run its forward."""
         config = self.config
         stages = [Stage(0, config.model.num_layers, embedding=True, loss=True)]
-        recompute = recompute_of(config, META, recompute=partial(_Recompute, self))  # type: ignore[arg-type]
-        model = rank_model(plannable(config), self.build, stages, 0, recompute=recompute)
+        recompute = recompute_of(config, META, partial(_Recompute, self))
+        model = rank_model(config, self.build, stages, 0, recompute=recompute)
         assert isinstance(model, nn.Module)
         self.listen_to(model)
         size, positions, documents = rank_batch(config)
         tokens = torch.empty(size, dtype=torch.long, device=META)
-        with torch.no_grad(), MetaAttention(flash_attention), MetaOperations():
+        with torch.no_grad(), MetaOperations():
             model(tokens, tokens, positions, documents)
             if LOSS in self.used and hasattr(model, "logits"):
                 hidden = model.hidden_shape(*size)

@@ -4,34 +4,21 @@
 Torch computes many elementwise operations on meta tensors in Python and first imports SymPy, which
 takes seconds at the start of every run. `MetaOperations` answers the usual operations from their
 shapes. On meta tensors torch composes attention of products of s x s matrices, which flash kernels
-neither compute nor keep; `MetaAttention` calls another function instead.
+neither compute nor keep; importing this module registers `flash_attention` for them instead.
 
-`meta_kernels` makes the fused operations allocate their results and nothing more, as csrc/ does on
-a CPU and mpu/kernels on a GPU; torch's own operations need more memory for a moment.
-`MetaHostCopies` and `MetaOffload` count what activation offload sends to host memory.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from mpu.activation_offload import Event, HostCopies, Offload, Stored
-from mpu.gradients import GradientSink
-from mpu.layers import fused_gpu, softmax_rows
-from mpu.layers.float8 import cuda as float8_cuda
-from mpu.layers.float8 import rows as float8_rows
-from mpu.layers.linear import Recipe
-from mpu.overlap import ring
-from mpu.recompute import Blocks, Recompute
-from mpu.torch_private import FORWARD, DispatchMode, schema
+from mpu.layers.attention.block_attention import products_forward
+from mpu.torch_private import FORWARD, DispatchMode, cpu_attention, has_attention, schema
 
 META = torch.device("meta")
 _COMPARE = {"eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "signbit"}
@@ -97,7 +84,7 @@ def _kind(func: Any) -> str:
         return name
     if name.endswith("_") and torch.Tag.inplace_view not in func.tags:  # masked_fill_, zero_
         return "in place"
-    if torch.Tag.pointwise in func.tags:
+    if torch.Tag.pointwise in func.tags or name == "floor_divide":
         return "elementwise"
     if name in _REDUCE:
         return "reduction"
@@ -165,7 +152,8 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _new(first, (b, s, a, e)).transpose(1, 2), lse
     if kind == "like":
         dtype = kwargs.get("dtype") or first.dtype
-        return torch.empty_strided(first.shape, first.stride(), dtype=dtype, device=META)
+        strides = first.stride() if _dense(first) else _without_gaps(first)
+        return torch.empty_strided(first.shape, strides, dtype=dtype, device=META)
     if kind == "product":
         if "out" in kwargs:
             return kwargs["out"]
@@ -253,6 +241,14 @@ def _common(values: list[Any]) -> torch.dtype:
     return out.dtype
 
 
+def _without_gaps(tensor: Tensor) -> list[int]:
+    """Return strides in the same order of a tensor whose elements fill its memory."""
+    strides, step = [0] * tensor.dim(), 1
+    for dim in sorted(reversed(range(tensor.dim())), key=tensor.stride):
+        strides[dim], step = step, step * max(tensor.shape[dim], 1)
+    return strides
+
+
 def _dense(tensor: Tensor) -> bool:
     """Return whether a tensor's elements fill its memory, in some order."""
     need = 1
@@ -264,32 +260,6 @@ def _dense(tensor: Tensor) -> bool:
     return True
 
 
-class MetaAttention(TorchFunctionMode):
-    """Call `dot_product_attention` instead of F.scaled_dot_product_attention: same arguments."""
-
-    def __init__(self, dot_product_attention: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.dot_product_attention = dot_product_attention
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
-            func = self.dot_product_attention
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def meta_attention() -> Iterator[None]:
-    """Let F.scaled_dot_product_attention of meta tensors be a flash kernel's meanwhile, also where
-    backward computes it again.
-    """
-    kernel = torch.library.Library("aten", "IMPL", "AutogradMeta")
-    kernel.impl("scaled_dot_product_attention", flash_attention)
-    try:
-        yield
-    finally:
-        kernel._destroy()
-
-
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -299,11 +269,11 @@ def flash_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Stand in for a flash kernel.
+    """Stand in for a flash kernel: F.scaled_dot_product_attention of meta tensors.
 
     q [b, a, s, d], k [b, g, S, d], v [b, g, S, e] -> [b, a, s, e].
     """
-    out: Tensor = _FlashAttention.apply(q, k, v)
+    out: Tensor = _FlashAttention.apply(q, k, v, is_causal or attn_mask is not None)
     return out
 
 
@@ -311,180 +281,17 @@ class _FlashAttention(torch.autograd.Function):
     """Save what flash kernels save: q, k, v, the output, and a log-sum-exp for each query."""
 
     @staticmethod
-    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, a, s, _ = q.shape
-        out = q.new_empty((b, s, a, v.shape[-1])).transpose(1, 2)
-        sums = torch.empty((b, a, s), dtype=torch.float32, device=META)
+    def forward(f: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+        attend = cpu_attention if has_attention("cpu") else products_forward
+        out, sums = attend(q, k, v, causal)
         f.save_for_backward(q, k, v, out, sums)
         return out
 
     @staticmethod
-    def backward(f: Any, dy: Tensor) -> tuple[Tensor, ...]:
+    def backward(f: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _ = f.saved_tensors
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
 
 
-class MetaRecompute(Recompute):
-    """Recompute with the stand-in for attention: MetaAttention is not active in backward."""
-
-    def selective(self, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `run` with the stand-in for attention, recomputed where the flags say so."""
-        return super().selective(_standing_in(run))
-
-    def sequential(self, layers: Blocks) -> Callable[..., Tensor]:
-        return _standing_in(super().sequential(layers))
-
-
-def _standing_in(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def inside(*inputs: Any, **options: Any) -> Tensor:
-        with MetaAttention(flash_attention):
-            return run(*inputs, **options)
-
-    return inside
-
-
-def norm_forward(
-    x: Tensor, branch: Tensor | None, w: Tensor, eps: float, kind: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x if branch is None else torch.empty_like(x)
-    return torch.empty_like(x), total, x.new_empty((*x.shape[:-1], 1), dtype=kind)
-
-
-def norm_backward(
-    x: Tensor, w: Tensor, r: Tensor, dy: Tensor, more: Tensor | None, eps: float,
-    sink: GradientSink, weight: nn.Parameter,
-) -> Tensor:  # fmt: skip
-    if weight.requires_grad:
-        sink.add(weight, torch.empty_like(weight, dtype=r.dtype))
-    return torch.empty_like(x)
-
-
-def rope(x: Tensor, sizes: Sequence[int], cos: Tensor, sin: Tensor, own: bool) -> Tensor:
-    return x.data if own else torch.empty_like(x)
-
-
-def rope_backward(grads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    q, k, v = grads
-    s, b, _, d = q.shape
-    return q.new_empty((s, b, q.shape[2] + k.shape[2] + v.shape[2], d))
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
-
-
-def swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
-    return torch.empty_like(gate_up)
-
-
-def nothing(*given: Any) -> None:
-    """Write to a tensor that is given."""
-
-
-class Float8Kernels:
-    """Stand in for mpu/kernels/float8.py, without Triton: only results take memory."""
-
-    class Numbers(NamedTuple):
-        """What is read."""
-
-        x: Tensor
-        n: int
-        k: int
-        block: int | None = None
-        codes: int = 0
-
-    encode = rows = Codes = staticmethod(nothing)
-
-    @staticmethod
-    def row_scales(given: Numbers, block: int, form: Any) -> Tensor:
-        """Return bytes [n, k / block], or [n, 1] for block 0."""
-        return given.x.new_empty((given.n, given.k // block if block else 1), dtype=torch.uint8)
-
-
-def scaled_mm(
-    a: float8_cuda.Operand,
-    b: float8_cuda.Operand,
-    scaling: str,
-    dtype: torch.dtype,
-    fast: bool = False,
-) -> Tensor:
-    """Stand in for float8_cuda.multiply: rows of a [n], of b [m] -> [n, m]."""
-    made = torch.bfloat16 if scaling == "mxfp8" else dtype
-    return a.rows.new_empty((len(a.rows), len(b.rows)), dtype=made).to(dtype)
-
-
-KERNELS: list[tuple[Any, str, Any]] = [
-    *((fused_gpu, each.__name__, each) for each in (norm_forward, norm_backward, rope,
-                                                    rope_backward, swiglu, swiglu_backward)),
-    (softmax_rows, "stats", nothing), (softmax_rows, "gradient", nothing),
-    (ring, "sum_of_parts", nothing),
-]  # fmt: skip
-def accumulate(self: Recipe, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
-    """Stand in for Recipe.accumulate on a CPU, where a product is made and then added."""
-    product = torch.empty((dy.shape[1], x.shape[1]), dtype=x.dtype, device=META)
-    main_grad.copy_(product) if fresh else main_grad.add_(product)
-
-
-ON_CPUS: list[tuple[Any, str, Any]] = [(Recipe, "accumulate", accumulate)]
-ON_GPUS: list[tuple[Any, str, Any]] = [
-    (float8_rows, "on_triton", lambda x: x.dtype != torch.float64),
-    (float8_rows, "triton_kernels", lambda: Float8Kernels),
-    (float8_cuda, "multiplies", lambda rows: True), (float8_cuda, "multiply", scaled_mm),
-]  # fmt: skip
-
-
-@contextmanager
-def meta_kernels(gpu: bool) -> Iterator[None]:
-    """Let mpu/layers call these kernels meanwhile, where csrc/ does not take a tensor.
-
-    gpu: also those that only GPUs have; else those of a CPU.
-    """
-    kernels = KERNELS + (ON_GPUS if gpu else ON_CPUS)
-    before = [(module, name, getattr(module, name)) for module, name, _ in kernels]
-    try:
-        for each in kernels:
-            setattr(*each)
-        yield
-    finally:
-        for each in before:
-            setattr(*each)
-
-
-class MetaHostCopies(HostCopies):
-    """Copy nothing; note how many bytes each unit sends."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.units: list[int] = []
-
-    def down(self, stored: Sequence[Stored]) -> Event:
-        self.units.append(sum(each.nbytes for each in stored))
-        return None
-
-    def up(self, stored: Sequence[Stored]) -> Event:
-        for each in stored:
-            each.flat = torch.empty(each.size, dtype=each.dtype, device=self.device)
-        return None
-
-
-class MetaOffload(Offload):
-    """Let what stays on the device be counted by `saved`, as what no unit offloads."""
-
-    copies: MetaHostCopies
-    saved: Any = None  # has pack and unpack
-
-    def pack(self, tensor: Tensor) -> Any:
-        return self.saved.pack(tensor)
-
-    def unpack(self, packed: Any) -> Tensor:
-        tensor: Tensor = self.saved.unpack(packed)
-        return tensor
-
-    def begin(self, saved: Any) -> None:
-        """Begin a chunk's forward."""
-        self.saved, self.copies.units = saved, []
-
-    def bytes(self) -> tuple[int, int]:
-        """Return what the last chunk's forward sent, and the most of two units in a row."""
-        units = self.copies.units
-        return sum(units), max(map(sum, pairwise(units)), default=sum(units))
+ATTENTION = torch.library.Library("aten", "IMPL", "AutogradMeta")
+ATTENTION.impl("scaled_dot_product_attention", flash_attention)

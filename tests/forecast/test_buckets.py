@@ -10,12 +10,14 @@ from dataclasses import replace
 
 import pytest
 
-from estimate import matrices, rank_memory
-from estimate.model_profile import model_profile
+import pretrain_llama
+from forecast.recording import record
 from model.llama import SIZES
 from mpu.param import placement_of
 from pretrain_llama import model_provider
 from tests.training.small_llama import TIES, build, read
+from training import matrices
+from training.model_profile import model_profile
 
 K = 1024
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -23,10 +25,15 @@ SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ENDS = "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-model-parallel-layout Ett|ttL"
 
 
-@pytest.mark.parametrize("recompute", ["", "--recompute-granularity full"])
-def test_flops_by_hand(recompute):
+FLOAT8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise"
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--recompute-granularity full", FLOAT8, f"{FLOAT8} --device cpu"]
+)
+def test_flops_by_hand(more):
     """6 for each weight in a matmul, 6 L s a d for causal attention; 3 layers, 8 heads of 8."""
-    model = model_profile(read(recompute), model_provider)
+    model = model_profile(read(more), model_provider)
     layer = 64 * (64 + 2 * 32 + 64 + 3 * 96)
     assert model.flops == 6 * (3 * layer + 64 * 300) + 6 * 3 * 32 * 64
     assert model.core == (2 * 32 * 64,) * 3 and model.embedding == 0
@@ -53,6 +60,17 @@ def test_known_models_have_their_known_sizes(name, billions):
     assert total / 1e9 == pytest.approx(billions, rel=1e-4)
 
 
+def trained(config, rank=0):
+    """Return the buckets of what trains on a pipeline rank."""
+    return [each.layout for each in record(config, pretrain_llama, ())[rank].run.sink.buckets]
+
+
+def optimizer_lines(config):
+    runs = [each.run for each in record(config, pretrain_llama, ()).values()]
+    optimizers = [(run.grid, run.optimizer) for run in sorted(runs, key=lambda run: run.grid.rank)]
+    return matrices.lines(config, model_provider, optimizers)
+
+
 def blocks(flats):
     """Return the lengths of buckets in blocks."""
     assert all(flat.length % K == 0 for flat in flats)
@@ -73,7 +91,7 @@ def test_buckets_hold_what_the_model_says_of_its_parameters(line, world, tie):
     config = read(f"{line} {tie} --global-batch-size 16", world)
     for rank in range(config.parallel.pipeline_model_parallel_size):
         model = build(config, "meta", rank)
-        flats = rank_memory.trained(config, model_provider, rank)
+        flats = trained(config, rank)
         named = dict(model.named_parameters())
         found = {name: (flat, n) for flat in flats for name, _, n in flat.params}
         assert found.keys() == named.keys()
@@ -87,24 +105,24 @@ def test_buckets_hold_what_the_model_says_of_its_parameters(line, world, tie):
 
 def test_buckets_by_hand():
     layer = ["mlp.down", "mlp.gate_up", "mlp_norm", "attention.proj", "attention.qkv"]
-    flats = rank_memory.trained(read(f"--ddp-bucket-size 30000 {UNTIED}", 4), model_provider)
+    flats = trained(read(f"--ddp-bucket-size 30000 {UNTIED}", 4))
     names = [[name.removesuffix(".weight") for name, _, _ in flat.params] for flat in flats]
     assert names[0] == ["head", "norm", "layers.2.mlp.down", "layers.2.mlp.gate_up"]
     assert names[3] == [*(f"layers.0.{n}" for n in [*layer[2:], "attention_norm"]), "embedding"]
     assert blocks(flats) == [40, 32, 32, 36]  # 38, 32, 32, 33, rounded up to 4 ranks
-    assert blocks(rank_memory.trained(read(UNTIED, 4), model_provider)) == [136]  # 135
-    assert blocks(rank_memory.trained(read("", 8), model_provider)) == [120]  # 116
+    assert blocks(trained(read(UNTIED, 4))) == [136]  # 135
+    assert blocks(trained(read("", 8))) == [120]  # 116
     by_block = read(f"{UNTIED} --zero-stage 3", 4)
-    assert blocks(rank_memory.trained(by_block, model_provider)) == [20, 32, 32, 32, 20]
+    assert blocks(trained(by_block)) == [20, 32, 32, 32, 20]
     norms_apart = read(f"{SP} --zero-stage 3", 4)
-    assert blocks(rank_memory.trained(norms_apart, model_provider)) == [16, 16, 16, 10, 8]
+    assert blocks(trained(norms_apart)) == [16, 16, 16, 10, 8]
     ends = read(f"{ENDS} --zero-stage 3", 4)
-    first, last = (rank_memory.trained(ends, model_provider, rank) for rank in (0, 1))
+    first, last = (trained(ends, rank) for rank in (0, 1))
     assert blocks(first) == [32, 32, 20] and blocks(last) == [2, 32, 32, 20]
     assert [f.axes for f in last] == [(), (), (), ("embd",)]
     chunks = "--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 8"
     virtual = read(f"{chunks} --pipeline-model-parallel-layout Et|t|t|tL {UNTIED}", 2)
-    own = rank_memory.trained(virtual, model_provider)
+    own = trained(virtual)
     assert blocks(own) == [32, 51] and own[0].params[0][0].startswith("layers.2.")
 
 
@@ -115,20 +133,20 @@ def test_the_fullest_pipeline_rank_sets_the_automatic_size():
     )
     config = read(line, 2)
     # by itself it would be cut in buckets of 2^21
-    (small,) = rank_memory.trained(config, model_provider, 1)
+    (small,) = trained(config, 1)
     assert small.length > 8 * 2**20
-    assert len(rank_memory.trained(config, model_provider, 0)) == 8
+    assert len(trained(config, 0)) == 8
 
 
 def test_a_stage_without_layers_has_no_matrices():
     more = "--num-layers 3 --pipeline-model-parallel-size 4 --pipeline-model-parallel-layout"
     config = read(f"--optimizer muon --bf16 {UNTIED} {more} E|tt|t|L", 4)
-    assert "pipeline rank 0: Muon has 0 matrices" in matrices.lines(config, model_provider)
+    assert "pipeline rank 0: Muon has 0 matrices" in optimizer_lines(config)
 
 
 def test_frozen_matrices_are_not_named_among_those_to_update():
     plain, frozen = (
-        matrices.lines(read(f"--optimizer muon {UNTIED} {more}"), model_provider)
+        optimizer_lines(read(f"--optimizer muon {UNTIED} {more}"))
         for more in ("", "--param-group layers.0.* embedding.* frozen")
     )
     assert any("embedding.weight" in line for line in plain)

@@ -9,37 +9,19 @@ import torch
 from torch import Tensor
 
 import pretrain_llama
-from estimate.meta import META, MetaAttention, MetaOperations
-from estimate.storages import LiveStorages
-from forecast.recording import ACTIVATIONS, LOGITS, WORKING, record
+from forecast.recording import ACTIVATIONS, LOGITS, WORKING, Recorder, record
 from mpu.comm.meta import MetaTransport
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.layers.attention.shards import shards
 from mpu.layers.context_attention import COMM_TYPES, ContextAttention
-from tests.estimate.attention_costs import AttentionSizes, memory, traffic
+from mpu.meta_tensors import META
+from tests.forecast.attention_costs import AttentionSizes, memory, traffic
 from training.flags.parse import parse
 
 HEADS = ((8, 2), (8, 8), (32, 1))
 LEVELS = {4: (2, 2), 8: (2, 4), 16: (4, 4)}
-
-
-class _Flash(torch.autograd.Function):
-    """What a flash kernel returns and saves."""
-
-    @staticmethod
-    def forward(saved_ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        b, a, s, d = q.shape
-        out = torch.empty((b, s, a, d), dtype=q.dtype, device=META).transpose(1, 2)
-        saved_ctx.save_for_backward(q, k, v, out, torch.empty((b, a, s), device=META))
-        return out
-
-    @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.empty(x.shape, dtype=x.dtype, device=META) for x in saved_ctx.saved_tensors[:3]
-        )
 
 
 class Sent:
@@ -61,18 +43,28 @@ def measured(
     grid = Grid(cp, cp_size=cp, launch=Launch(rank, cp), hierarchical=near)
     grid = grid.carried_by(MetaTransport()).traced(sent)
     core = ContextAttention(LayerContext(grid, cp_comm_type=(kind,), device=META))
-    q, k, v = (
-        torch.empty(size // cp, b, n, d, dtype=dtype, device=META).requires_grad_()
-        for n in (a, g, g)
-    )
-    dy, live = torch.empty_like(q), LiveStorages()
-    with MetaAttention(lambda q, k, v, **_: _Flash.apply(q, k, v)), MetaOperations(), live:
-        before = live.begin()
+    live = Recorder()
+    with live:
+        q, k, v = (
+            torch.empty(size // cp, b, n, d, dtype=dtype, device=META).requires_grad_()
+            for n in (a, g, g)
+        )
+        dy = torch.empty_like(q)
+        live.events.clear()
         y = core.exchange(q, k, v, shards(cp, (size,)), packed=None, documents=(size,), window=0)
-        forward, kept, first = live.peak - before, live.now - before, sent.bytes
-        now = live.begin()
+        (forward, kept), first = most_and_last(live), sent.bytes
         torch.autograd.backward(y, dy)
-        return [forward, kept, live.peak - now], [first, sent.bytes - first]
+        return [forward, kept, most_and_last(live)[0]], [first, sent.bytes - first]
+
+
+def most_and_last(live: Recorder) -> tuple[int, int]:
+    """Return the most bytes that lived above those at first, and the last; begin anew."""
+    now = most = 0
+    for storage, sign in live.events:
+        now += sign * storage.nbytes
+        most = max(most, now)
+    live.events.clear()
+    return most, now
 
 
 CI = [("all_gather", 4), ("p2p", 4), ("a2a", 2), ("a2a", 8), ("a2a+p2p", 4)]

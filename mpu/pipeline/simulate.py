@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product, zip_longest
 from typing import NamedTuple
 
-from estimate.play import Event, Speeds, play
+from mpu.pipeline.play import Event, Speed, play
 from mpu.pipeline.schedules import Action, Schedule
 from mpu.pipeline.steps import Message, Step, blocking_steps, last_needed, plan
 
@@ -163,21 +163,21 @@ def simulate(
     costs: Costs,
     bytes_for_b: Sequence[float] | None = None,
     bytes_for_w: Sequence[float] | None = None,
-    speeds: Speeds | None = None,
+    speed: Speed | None = None,
 ) -> Simulation:
     """Time a schedule: each rank does its list in order and waits for inputs; sends do not block.
     An overlapped F takes as long as it does alone, then its B: what the two hide is not known here.
 
     bytes_for_b, bytes_for_w: bytes that an F leaves for its B, and a B for its W, of each stage;
     without them peaks count activations, one for each micro-batch of a stage. An F holds nothing if
-    the schedule has no backward. speeds: of ranks that slow each other down (play.py). Raises
+    the schedule has no backward. speed: of ranks that slow each other down (play.py). Raises
     ValueError if only one of bytes_for_b and bytes_for_w is given.
     """
     if (bytes_for_b is None) != (bytes_for_w is None):
         raise ValueError("simulate takes bytes_for_b and bytes_for_w, or neither")
     for_b = bytes_for_b or [1.0] * schedule.stages
     for_w = bytes_for_w or [1.0] * schedule.stages
-    timeline = Timeline(_time(schedule, costs, speeds))
+    timeline = Timeline(_time(schedule, costs, speed))
     begins = [min((span.begin for span in spans), default=0.0) for spans in timeline.ranks]
     ends = [max((span.end for span in spans), default=0.0) for spans in timeline.ranks]
     busy = [sum(span.end - span.begin for span in spans) for spans in timeline.ranks]
@@ -195,7 +195,7 @@ def simulate(
     )
 
 
-def _time(schedule: Schedule, costs: Costs, speeds: Speeds | None) -> tuple[tuple[Span, ...], ...]:
+def _time(schedule: Schedule, costs: Costs, speed: Speed | None) -> tuple[tuple[Span, ...], ...]:
     """Return when each action begins and ends."""
     cost = {"F": costs.forward, "B": costs.input_gradient, "W": costs.weight_gradient}
     places = [{action: n for n, action in enumerate(actions)} for actions in schedule.ranks]
@@ -213,7 +213,7 @@ def _time(schedule: Schedule, costs: Costs, speeds: Speeds | None) -> tuple[tupl
                 late = costs.send if sender != rank else late
             lane.append(Event(seconds, tuple(after), late))
         lanes.append(lane)
-    spans = play(lanes, speeds)
+    spans = play(lanes, speed)
     for rank, actions in enumerate(schedule.ranks):
         if len(spans[rank]) < len(actions):
             action = actions[len(spans[rank])]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from estimate.obeyed_flags import check_flags
+from forecast.obeyed_flags import check_flags
 from model import llama
 from mpu.context import LayerContext
 from mpu.grid import Grid

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from estimate.play import Event, cores, link, play
-from estimate.simulate import (
+from mpu.pipeline.play import Event, cores, play
+from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, forward_only
+from mpu.pipeline.simulate import (
     Costs,
     ScheduleError,
     rehearse,
     simulate,
     validate,
 )
-from mpu.pipeline.schedules import CHUNKS, NAMES, Action, Schedule, build, forward_only
 from mpu.pipeline.steps import Message, Step, last_needed, plan
 
 F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW")
@@ -347,7 +347,7 @@ def test_ranks_that_share_cores_take_turns(name):
     each = [[part] * schedule.stages for part in (1.0, 1.5, 0.75)]
 
     def step(count, threads=1, slower=1.0, send=0.0):
-        return simulate(schedule, Costs(*each, send), speeds=cores(count, threads, slower)).step
+        return simulate(schedule, Costs(*each, send), speed=cores(count, threads, slower)).step
 
     alone = simulate(schedule, Costs(*each, 0.25))
     assert step(4, send=0.25) == pytest.approx(alone.step)
@@ -361,8 +361,10 @@ def test_ranks_that_share_cores_take_turns(name):
 def test_events_of_lanes_wait_for_each_other_and_share():
     lanes = [[Event(2.0), Event(1.0, ((1, 0),), 0.5)], [Event(3.0), Event(1.0)], [Event(4.0)]]
     assert play(lanes) == [[(0, 2), (3.5, 4.5)], [(0, 3), (3, 4)], [(0, 4)]]
-    # two of three share a link of which one alone uses 3 / 4: each goes on at 2 / 3 until 4.5
-    on_link = [[Event(5.0)], [Event(3.0, pair=1.5)], [Event(4.0, pair=1.5)]]
-    assert play(on_link, link(1)) == [[(0, 5)], [(0, 4.5)], [(0, pytest.approx(5.5))]]
-    for speeds in (None, cores(9)):
-        assert play([[Event(1.0, ((1, 0),))], [Event(1.0, ((0, 0),))]], speeds) == [[], []]
+    # three share two cores: each goes on at 2 / 3, and from 4.5 on two have a core each
+    shared = [[Event(5.0)], [Event(3.0)], [Event(4.0)]]
+    assert play(shared, cores(2)) == [
+        [(0, pytest.approx(6.5))], [(0, pytest.approx(4.5))], [(0, pytest.approx(5.5))]
+    ]  # fmt: skip
+    for speed in (None, cores(9)):
+        assert play([[Event(1.0, ((1, 0),))], [Event(1.0, ((0, 0),))]], speed) == [[], []]
