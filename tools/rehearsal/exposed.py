@@ -56,7 +56,7 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
         elif type(event) is Launch and event.op.startswith("memcpy"):
             if event.stream:
                 copying[event.stream].append(Started(index, products))
-            elif event.bytes >= LARGE and (
+            elif event.bytes >= LARGE and "float" in event.dtype and (  # an index is small work
                 phase in (*PASSES, "wgrad")
                 or (phase == "update" and type(events[index + 1]) is not HostWait)  # the host's own
             ):
