@@ -28,8 +28,8 @@ FROZEN = ROOT / "benchmarks" / "frozen_predictions.json"
 DEVICES, LAYERS, PEER_LAYERS, MICRO_BATCHES = ("h100", "h200"), (2, 6), 6, 4
 REHEARSAL = "tools/rehearsal/"
 MADE_BY = (
-    REHEARSAL + "clock.py", REHEARSAL + "roofline.py", REHEARSAL + "device_file.py",
-    *(f"{REHEARSAL}devices/{name}.json" for name in DEVICES),
+    REHEARSAL + "clock.py", REHEARSAL + "roofline.py", "forecast/device_file.py",
+    *(f"forecast/devices/{name}.json" for name in DEVICES),
 )  # fmt: skip
 PEER = dict(
     dim=4096, layers=PEER_LAYERS, heads=32, kv_heads=8, ffn=14336, vocab=128256, seq=8192,
