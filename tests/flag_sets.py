@@ -66,8 +66,6 @@ def value(rng: random.Random, rule: Choice | Number) -> str:
     """Draw what a flag of a choice or of a number is given: mostly within its rule, and small."""
     if isinstance(rule, Choice):
         return rng.choice(rule.choices) if rng.random() < 0.97 else "other"
-    if rule.auto and rng.random() < 0.3:
-        return "auto"
     if rule.integer:
         most = rule.high if rule.high is not None else 8
         fit = [n for n in SMALL if rule.low <= n <= most] or [int(rule.low)]

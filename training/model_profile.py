@@ -338,9 +338,9 @@ class _Flops(MetaOperations):
             at = PRODUCTS.get(func, 0)
             self.add(2 * prod(args[at].shape) * args[at + 1].shape[-1])
         if is_block(func):  # of q [b, a, s, d], k [b, g, S, d], v [b, g, S, e]
-            q, k, v, _, *causal = args
+            q, k, v, *options = args  # dropout, causal
             square = prod(q.shape[:-1]) * k.shape[-2]
-            self.add((1 if causal == [True] else 2) * square * (q.shape[-1] + v.shape[-1]))
+            self.add((1 if options[1:] == [True] else 2) * square * (q.shape[-1] + v.shape[-1]))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def add(self, count: int) -> None:

@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forecast.device_file import NUMBERS, Device, read_device
+from forecast.device_file import NUMBERS, Device, path_of, read_device
 from tests.gpu.row import Row, Skip, Stopwatch, Time, Watch, sentence, synchronize
-from tools.rehearsal import device_file, roofline
+from tools.rehearsal import roofline
 from training.run.gpu_health import uuid_of
 
 LIBRARIES = {"cublasLt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}
@@ -152,7 +152,7 @@ class Calibrated:
         self.row, self.path = row, row.path.parent / "device.json"
         self.name = torch.cuda.get_device_name(row.device) if row.cuda else "CPU"
         self.base = base_of(self.name)
-        self.content = json.loads(device_file.path_of(self.base).read_text())
+        self.content = json.loads(path_of(self.base).read_text())
         for number in self.content["numbers"].values():
             number.pop("other", None)  # a range is of a card that nobody has measured
         self.content["name"] = f"{self.name}, calibrated on {date.today()} over {self.base}.json"

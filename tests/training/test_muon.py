@@ -533,7 +533,7 @@ WRONG = {  # what a fork's file does: what is said
             "Region.REPLICATED)\n        self.gate_up = ",
         },
         "--optimizer muon: parameter_group of the --model-file returns 'matrix' for "
-        "layers.1.mlp.cube, of shape [2, 3, 4], which is not a matrix: let it return 'vector', or "
+        "layers.0.mlp.cube, of shape [2, 3, 4], which is not a matrix: let it return 'vector', or "
         "place the matrices of experts below one another as sections (mpu/layers/experts.py)",
     ),
 }

@@ -134,7 +134,7 @@ def test_the_loop_reads_when_it_logs_and_the_flags_of_the_step_before(monkeypatc
         assert pretrain_llama.main(RUN.split()) == 0, capsys.readouterr().err
     before.append(found.copy())
     reads = [dict(after - first) for first, after in zip(before, before[1:], strict=False)]
-    flags, logged = {"tolist": 1}, {"tolist": 3, "item": 1}
+    flags, logged = {"tolist": 1}, {"tolist": 4}
     assert reads[:-1] == [{}, flags, logged, flags, flags, logged]
 
 
