@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A recording against runs: what a rank holds is equal, and so is each storage of a step."""
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -65,9 +66,12 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int], list, li
             batches = micro_batches(case, grid.dp.rank, step)
             recorder.know(run)
             recorder.settle("other state")
+            gc.collect()  # a recording collects then, and not meanwhile
+            gc.disable()
             recorder.events.clear()
             start = {"": sum(storage.nbytes for storage in recorder.storages.values())}
             pretrain_llama.train_step(run, batches, 1e-2)
+            gc.enable()
     found = run.optimizer.memory() | memory_report.transient(run.sink)
     said = recorded(config, grid, case["m"])
     real = Recording(SimpleNamespace(config=config), recorder, case["m"], start=start)
