@@ -88,6 +88,7 @@ def test_the_report_of_a_pipeline():
     assert "Pipeline\n" not in report(read())
 
 
+@pytest.mark.prove
 def test_the_report_of_a_large_run():
     text = report(
         read(

@@ -144,6 +144,7 @@ def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
     assert "Pipeline rank 3 of 4" in svg.read_text()
 
 
+@pytest.mark.prove
 def test_the_picture_of_the_documents_is_what_is_drawn_now(tmp_path):
     """docs/watching.md has the command that draws it again."""
     script = ["bash", "examples/llama3_70b_16_nodes.slurm", "--dry-run"]

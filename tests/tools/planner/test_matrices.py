@@ -74,6 +74,7 @@ def test_experts_are_matrices_of_their_own() -> None:
     assert plans.times.update[0] > 0
 
 
+@pytest.mark.prove
 def test_the_command_line_and_why_know_the_optimizer(capsys) -> None:
     argv = [MODEL, "h100_8_nodes", "--nodes", "1", "--global-batch-size", "16", "--top", "1"]
     assert plan.main([*argv, "--optimizer", "muon"]) == 0

@@ -150,6 +150,7 @@ def test_groups_of_parameters_are_planned_and_printed_for_a_shell() -> None:
     assert some.exact(n) < plain.exact(n)
 
 
+@pytest.mark.prove
 def test_layouts_within_the_error_of_a_comparison_are_one_row(plans: Plans) -> None:
     rows = plans.rows(4)
     step = plans.times.step
@@ -205,6 +206,7 @@ def test_activations_stay_out_of_host_memory_that_a_cluster_does_not_have(tmp_pa
     assert np.any(small.fits[away]) and np.any(large.fits[away] & ~small.fits[away])
 
 
+@pytest.mark.prove
 def test_state_in_host_memory_is_tried_where_a_layout_does_not_fit_without() -> None:
     """8B on a node with a batch of few micro-batches: its memory, its copies, and --why."""
     asked: plan.Question = {"seq-length": 8192, "global-batch-size": 16}
@@ -255,6 +257,7 @@ def test_flags_name_a_layout(plans: Plans) -> None:
     assert own_plan(plans, away).layouts == [Layout(1, 1, 1, 16, 1, 256, 0, "none", on_host=True)]
 
 
+@pytest.mark.prove
 def test_why_adds_up_on_ten_pairs_of_layouts(plans: Plans) -> None:
     """The terms' differences sum to the steps' difference, of any two layouts, and as printed."""
     draw = random.Random(7)
