@@ -28,7 +28,6 @@ TERMS = {  # of Times, as they add up to a step
     "bubble": "the pipeline's ends",
     "update": "the optimizer",
 }
-AXES = ("tp", "cp", "ep", "pp", "dp")  # of TERMS: what nothing hides
 KINDS = {  # of the table: kinds of memory as --dry-run names them
     "parameters": ("parameters", "gathered weights"),
     "gradients": ("gradients", "unsharded gradients"),
@@ -48,13 +47,6 @@ class Breakdown:
     @property
     def step(self) -> float:
         return sum(self.seconds.values())
-
-    @property
-    def bound(self) -> str:
-        """Return what a step is bound by: compute where it is over half, else the next term."""
-        rest = {key: value for key, value in self.seconds.items() if key != "compute"}
-        largest = max(rest, key=lambda key: rest[key])
-        return "compute" if self.seconds["compute"] > self.step / 2 else largest
 
 
 def breakdown(plans: Plans, n: int) -> Breakdown:

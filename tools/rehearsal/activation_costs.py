@@ -77,7 +77,9 @@ def rows(
             if layer and event.where.part != OFFLOAD:
                 seconds[module] += launch_seconds(device, event)
                 ran.add((layer, words))
-    saved, kept = (saved_by_module(config, provider, recomputes) for recomputes in (False, True))
+    saved = kept = saved_by_module(config, provider, recomputes=False)
+    if config.parallel.recompute_granularity is not None:
+        kept = saved_by_module(config, provider, recomputes=True)
     found = []
     for module in [*saved, *(name for name in seconds if name not in saved)]:
         nbytes = saved.get(module, 0)

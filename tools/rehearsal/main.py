@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from forecast.device_file import Device, read_device
+from forecast.device_file import Device
+from forecast.fit import gpu_of
 from mpu.launch import Launch
 from mpu.param import PlacementError
 from mpu.torch_private import require_rehearsal
@@ -120,7 +121,7 @@ def run(
         network.answers = heard_in(config, script, launch.rank)
     if recorder.device == "cuda":
         guard.check(torch)
-        device = read_device(options.rehearse_device)
+        device = gpu_of(config)
         install(recorder, {
             "name": device.name, "major": device.major, "minor": 0, "uuid": "",
             "multi_processor_count": int(device["sms"]), "total_memory": int(device["memory"]),
@@ -142,9 +143,9 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     by_kind, lacking, more = dict(fullest.by_kind), list[str](), seen.batches_left_out()
     by_kind["other"] = by_kind.get("other", 0) + more
     if recorder.device == "cuda":
-        major = read_device(seen.config.rehearse.rehearse_device).major
-        more += workspaces.of_matmuls(step, major)
-        by_kind[workspaces.OF_MATMULS] = workspaces.of_matmuls(step, major)
+        device = gpu_of(seen.config)
+        of_matmuls = by_kind[workspaces.OF_MATMULS] = workspaces.of_matmuls(step, device.major)
+        more += of_matmuls
         lacking = workspaces.not_counted(recorder.events)
     times: list[str] = []
     of_layers: list[str] = []
@@ -177,7 +178,6 @@ def describe(seen: Rehearsed) -> tuple[dict[str, Any], str]:
     # with findings there may be no whole step; torch's operations in a kernel's place make one
     kinds = {finding["kind"] for finding in made["findings"]}
     if recorder.device == "cuda" and kinds <= {"stand-in"}:
-        device = read_device(seen.config.rehearse.rehearse_device)
         timing, *others = (time_of(seen, end, step) for end in device.ends())
         other = others[0] if others else None
         made["time"] = as_json(timing, other)

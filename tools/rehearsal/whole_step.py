@@ -18,10 +18,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from forecast.recording import ACTION
 from mpu.pipeline.schedules import Schedule
 from tools.rehearsal.events import Action, Event, HostWait, Record, Transfer, Wait
 
-ACTION = re.compile(r"\b(F|BW?|W) chunk (\d+) micro-batch (\d+) ")
 MESSAGE = re.compile(r"^([FB] of stage \d+, )(\d+):")  # a label, with its micro-batch
 Key = tuple[str, int, int]  # F, B or W, chunk, micro-batch
 Id = tuple[str, int]  # "transfer", "batch" or "event", and a number
