@@ -30,11 +30,13 @@ from tools.command_line import Parser, error_line, integer, number
 from tools.planner import own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
 from tools.planner.model import read_model
+from tools.planner.played import Worker
+from tools.planner.recorded import Recorded, play
 from tools.planner.search import Plans
 from tools.waiting import Progress, waiting
 from training.update_rules import RULES
 
-TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
+TOKENS, SEQUENCE, BATCH_TOKENS, TOP = 1e12, 8192, 4 * 1024**2, 5
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 Question = dict[str, int | str]  # seq-length, global-batch-size, float8 and optimizer
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
@@ -68,28 +70,29 @@ def batch_of(cluster: Cluster, question: Question, sequence: int) -> int:
 
 
 def compare(
-    model: str, cluster: Cluster, question: Question, flags: str, progress: Progress
+    model: str, cluster: Cluster, question: Question, flags: str, top: int, progress: Progress
 ) -> Answer:
-    """Compare the layout of flags with the best one. Raises PlanError, UsageError.
+    """Compare the layout of flags with the best of `top`. Raises PlanError, UsageError.
 
     What the question leaves open, of sequence length, batch and dtype, is that of the flags, for
     both; where these say no batch, it is the plan's.
     """
     optimizer = str(question.get("optimizer", ""))
     named = read_model(model, int(question.get("seq-length", SEQUENCE)), optimizer)
-    named = own.with_optimizer(named, flags)
     length = named.config.model.seq_length
     config = own.config_of(named, cluster, flags, batch_of(cluster, question, length))
-    each = own.layout_of(config)
-    search.check_dtype(cluster, each.dtype)
-    mine = search.evaluate(own.with_sequence(named, config), cluster, [each])
-    same: Question = {
-        "seq-length": config.model.seq_length, "global-batch-size": config.batch.global_batch_size
-    }  # fmt: skip
-    if each.dtype != "bf16":
-        same["float8"] = each.dtype
-    plans = plans_of(model, cluster, {**same, **question}, flags, progress)
-    return table.why(plans, mine, own.uncounted(named, cluster, config, each)), mine.fit(0)
+    batch = config.batch.global_batch_size
+    mine = Recorded(named, cluster, f"{flags} --global-batch-size {batch}")
+    same: Question = {"seq-length": config.model.seq_length, "global-batch-size": batch}
+    if (dtype := own.dtype_of(config)) != "bf16":
+        search.check_dtype(cluster, dtype)
+        same["float8"] = dtype
+    with Worker() as worker:
+        plans = plans_of(model, cluster, {**same, **question}, flags, progress)
+        found = plans.chosen(top)
+        play([mine, *found], worker, progress)
+        best = play(found, worker)[0] if found else None
+    return table.why(mine, best), mine.fits
 
 
 def build_parser() -> Parser:
@@ -102,7 +105,7 @@ def build_parser() -> Parser:
         "--seq-length", type=integer(1, 1 << 24), help=f"tokens; default: {SEQUENCE:,}"
     )
     parser.add_argument("--global-batch-size", type=integer(1, 1 << 24), help="sequences of a step")
-    parser.add_argument("--top", type=integer(1, 1000), default=5, help="layouts that are printed")
+    parser.add_argument("--top", type=integer(1, 1000), default=TOP, help="layouts printed")
     parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; default: bfloat16")
     parser.add_argument(
         "--optimizer", choices=list(RULES), help="default: what the model's flags say, or adam"
@@ -133,11 +136,13 @@ def answer(args: argparse.Namespace, progress: Progress) -> Answer:
         config = rank_order.config_of(found, cluster, args.rank_orders)
         return rank_order.table(config, cluster), True
     if args.why is not None:
-        return compare(args.model, cluster, question, args.why, progress)
-    plans = plans_of(args.model, cluster, question, progress=progress)
-    if args.svg is not None:
-        picture.draw(plans, args.svg)
-    return table.ranking(plans, args.top, args.tokens), bool(plans.best(1))
+        return compare(args.model, cluster, question, args.why, args.top, progress)
+    with Worker() as worker:
+        plans = plans_of(args.model, cluster, question, progress=progress)
+        if args.svg is not None:
+            picture.draw(plans, args.svg)
+        best = play(plans.chosen(args.top), worker, progress)
+    return table.ranking(plans, best, args.tokens), bool(best)
 
 
 def main(argv: Sequence[str]) -> int:
