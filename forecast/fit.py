@@ -80,6 +80,9 @@ def measures(config: Config) -> Iterator[tuple[str, Config]]:
         less = replace(p, recompute_granularity="full", recompute_method="uniform",
                        recompute_num_layers=1)  # fmt: skip
         yield "--recompute-granularity full", replace(config, parallel=less)
+    if config.float8.fp8_format and not config.float8.no_fp8_weight_cache and p.zero < 3:
+        less8 = replace(config.float8, no_fp8_weight_cache=True)
+        yield "--no-fp8-weight-cache", replace(config, float8=less8)
     if not p.fused_linear_cross_entropy:
         less = replace(p, fused_linear_cross_entropy=True)
         yield "--fused-linear-cross-entropy", replace(config, parallel=less)

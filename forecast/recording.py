@@ -53,10 +53,13 @@ from training.run.warm_up import batches_of_zeros, run_chunks
 STATE = ("parameters", "gradients", "masters", "moments")
 OTHER_STATE = "other state"  # the norm's index, tables of RoPE, the batch
 UNSHARDED, GATHERED = "unsharded gradients", "gathered weights"
+WEIGHT_ROWS = "weights in float8"  # that micro-batches share
 ACTIVATIONS, LOGITS, MESSAGES = "activations", "logits", "messages"
 WORKING = "working memory"  # what one action makes and frees
 HOST = "host memory"
-KINDS = (*STATE, OTHER_STATE, UNSHARDED, GATHERED, ACTIVATIONS, LOGITS, MESSAGES, WORKING)
+KINDS = (
+    *STATE, OTHER_STATE, UNSHARDED, GATHERED, WEIGHT_ROWS, ACTIVATIONS, LOGITS, MESSAGES, WORKING,
+)  # fmt: skip
 SUMS, UPDATE = "sums of gradients", "update"  # what follows the schedule's last action
 ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
 MADE = {"F": "activation", "B": "gradient"}  # what a message carries
@@ -248,6 +251,8 @@ class Recorder(DispatchMode):
                 self.mark(bucket.grad, UNSHARDED)
             for bucket in self.run.sink.weight_buckets:
                 self.mark(bucket.weights, GATHERED)
+            for rows in self.run.sink.weight_rows.values():
+                self.mark(rows, WEIGHT_ROWS)
             for storage in self._new:
                 storage.kind = storage.kind or ACTIVATIONS
             self._new.clear()

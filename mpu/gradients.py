@@ -64,6 +64,8 @@ class GradientSink:
         self.loads: Loads | None = None  # of a mixture of experts
         self.logits: Logits | None = None  # where they are noted
         self.begins: list[Callable[[], None]] = []  # what else is called at the start of a step
+        # rows of float8 of weights that micro-batches share, by the weight and its role
+        self.weight_rows: dict[tuple[nn.Parameter, str], Tensor] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an unset tensor for a new weight; at ZeRO stage 3 it has no memory yet."""
@@ -83,6 +85,7 @@ class GradientSink:
     def begin_step(self, micro_batches: int = 1) -> None:
         """Start a step: the first gradient of a parameter overwrites what an earlier step left."""
         self.written.clear()
+        self.weight_rows.clear()
         if self.amaxes is not None:
             self.amaxes.begin_step()
         if self.loads is not None:

@@ -24,7 +24,7 @@ from training.untrusted import parse_json, sentence
 
 # from the bottom, that is from what is there all the time: what --dry-run prints of each
 GROUPS = {
-    "weights": ("parameters", "gathered weights"),
+    "weights": ("parameters", "gathered weights", "weights in float8"),
     "optimizer state": ("masters", "moments"),
     "gradients": ("gradients", "unsharded gradients"),
     "workspaces": ("workspaces", "other state"),

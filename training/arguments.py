@@ -1527,6 +1527,13 @@ class Float8Config:
         off="left out, in their own dtype",
         needs="--fp8-format",
     )
+    no_fp8_weight_cache: bool = setting(
+        False,
+        "convert weights to float8 for each micro-batch, which takes 2 bytes of each weight less",
+        off="left out, once a step, where ZeRO stage 3 does not shard them",
+        needs="--fp8-format",
+        ours=True,
+    )
     first_last_layers_bf16: bool = setting(
         False, "keep the first and last layers out of float8", needs="--fp8-format"
     )

@@ -10,6 +10,7 @@ from mpu.layers.float8.delayed import Delayed
 from mpu.layers.float8.recipe import Float8, use_float8
 from mpu.layers.float8.rows import RECIPES
 from training.config import Config, UsageError
+from training.pipeline_schedule import micro_batch_counts
 
 
 def layers_in_bf16(config: Config) -> set[int]:
@@ -34,7 +35,12 @@ def recipe_of(config: Config, ctx: LayerContext) -> Float8:
     """Return the recipe of a run in float8, of delayed scales without their amaxes."""
     f = config.float8
     assert f.fp8_recipe is not None and f.fp8_format is not None, "compute_rules.check_float8"
-    return Float8(RECIPES[f.fp8_recipe], f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16)
+    several = max(micro_batch_counts(config)) > 1
+    return Float8(
+        RECIPES[f.fp8_recipe], f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16,
+        # a graph would read rows where the graph of another micro-batch has made them
+        keeps=several and not f.no_fp8_weight_cache and not config.gpu.cuda_graph,
+    )  # fmt: skip
 
 
 def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:

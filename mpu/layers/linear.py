@@ -65,10 +65,12 @@ class Recipe:
     An operand is what is multiplied, saved for backward and sent to other ranks: rows [..., k],
     summed over k. This recipe's operands are the tensors themselves, in their own dtype.
 
-    on_gpu: the layer's (LayerContext.on_gpu).
+    on_gpu: the layer's (LayerContext.on_gpu). keeps: whether a weight's operand is worth its memory
+    from one micro-batch to the next.
     """
 
     on_gpu = False
+    keeps = False
 
     def __init__(self, on_gpu: bool = False) -> None:
         self.on_gpu = on_gpu
@@ -151,8 +153,19 @@ class _ParallelLinear(nn.Module):
         return self.recipe.operand(x, role, self.cuts[role])
 
     def operand_of_weight(self, role: str) -> Tensor:
-        """Return that of the whole local weight: "w" [o, i], "wt" [i, o]; then call `end_use`."""
-        return self.operand(self.ctx.sink.acquire(self.weight), role)
+        """Return that of the whole local weight: "w" [o, i], "wt" [i, o]; then call `end_use`.
+
+        A recipe that keeps it makes it once for all micro-batches of a step, unless the weight
+        itself is not kept.
+        """
+        sink, key = self.ctx.sink, (self.weight, role)
+        kept = sink.weight_rows.get(key)
+        if kept is not None:
+            return kept
+        made = self.operand(sink.acquire(self.weight), role)
+        if self.recipe.keeps and not sink.is_sharded(self.weight):
+            sink.weight_rows[key] = made
+        return made
 
     def end_use(self) -> None:
         """End the use of the weight, which the sink may then free."""

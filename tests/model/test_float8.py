@@ -4,6 +4,7 @@
 2 layers, h 128, 256 tokens a step, of the bytes of this project's documents.
 """
 
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from mpu.grid import Grid
+from mpu.layers.float8.recipe import Float8
 from mpu.layers.float8.rows import BLOCKS
 from mpu.layers.linear import use_overlap
 from mpu.overlap.choices import OverlapMap
@@ -152,6 +154,33 @@ def layouts_agree(world, scaling: str, layouts: list, steps: int) -> None:
 )
 def test_layouts_take_the_same_steps(world, scaling):
     layouts_agree(world, scaling, [LAYOUTS[i] for i in (1, 10)], 2)
+
+
+@pytest.mark.parametrize("more", ["", "--recompute-granularity full --recompute-method uniform"])
+@pytest.mark.parametrize("scaling", [*BLOCKS, "delayed"])
+def test_weights_become_float8_once_a_step(scaling, more, monkeypatch):
+    """And after an update again; the steps are those of weights converted for each micro-batch."""
+    made, own = Counter[str](), Float8.operand
+
+    def counted(self, x, role, cut):
+        made[role] += 1
+        return own(self, x, role, cut)
+
+    monkeypatch.setattr(Float8, "operand", counted)
+    ran, told = [], []
+    for flag in ("", " --no-fp8-weight-cache"):
+        run = begin(Grid(), flags_of(scaling, f"--bf16 {TWO}{more}{flag}"))
+        made.clear()
+        losses = advance(run, 0, 3)
+        ran.append((made["w"], made["wt"]))
+        tokens = torch.from_numpy(rows_of(9, 1))
+        with torch.no_grad():
+            losses += run.model(tokens[:, :-1], tokens[:, 1:]).flatten().tolist()
+        told.append((losses, [p.detach().clone() for p in run.model.parameters()]))
+    linears, again = 3 * 2 * 4, 1 + bool(more)  # of three steps
+    assert ran == [(linears, linears), (linears * 2 * again, linears * 2)]
+    assert told[0][0] == told[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(*(each[1] for each in told), strict=True))
 
 
 LONG = {scaling: [8] for scaling in BLOCKS}  # of LAYOUTS; the others take 10 steps below

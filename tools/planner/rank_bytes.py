@@ -177,6 +177,8 @@ def _group(model: Model, found: Sequence[Layout], r: Runs, host: float) -> Bytes
         state, moved = state + more[0], moved + more[1]
     if e.zero >= 3:
         state = state + 2 * (2 * own.layer + (own.embedding + own.head) * 0.5)  # gathered weights
+    elif e.dtype != "bf16":  # rows of w and of w^T, where micro-batches share them
+        state = state + 2 * layers * own.layer * (r.micro_batches > 1)[:, None]
     b = (r.micro_batch / r.cp)[:, None]
     each = np.broadcast_to(u.layer, layers.shape)
     if e.recompute == "block":

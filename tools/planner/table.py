@@ -31,7 +31,7 @@ TERMS = {  # kinds and axes of Timing, as they add up to a step
     "update": ("the optimizer", ("update", "tp_dp_cp_shard", "ep_edp_shard")),
 }
 KINDS = {  # of the table: kinds of memory as --dry-run names them
-    "parameters": ("parameters", "gathered weights"),
+    "parameters": ("parameters", "gathered weights", "weights in float8"),
     "gradients": ("gradients", "unsharded gradients"),
     "optimizer": ("masters", "moments"),
     "activations": ("activations", "messages"),

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import pretrain_llama
-from forecast.recording import LOGITS, Recording, record
+from forecast.recording import LOGITS, WEIGHT_ROWS, Recording, record
 from mpu.pipeline.schedules import Action
 from tools.planner.model import REST, last_of_each
 from training.config import Config
@@ -24,7 +24,7 @@ FIRST, MIDDLE, LONGER, LAST = range(4)  # places in the pipeline
 
 
 class Unit(NamedTuple):
-    """What a stage keeps of a micro-batch, in bytes.
+    """What a stage keeps of a micro-batch, in bytes: without what micro-batches share.
 
     stored: from F to B, without the logits, which are also there. waits: from B to W. working: the
     most that an action has besides.
@@ -69,8 +69,8 @@ def _unit(recording: Recording) -> Unit:
     for moment in recording.moments():
         if isinstance(moment.action, Action):
             kind = moment.action.kind
-            most[kind] = moment.total - always
-            after[kind] = sum(moment.after.values()) - always
+            most[kind] = moment.total - always - moment.kinds.get(WEIGHT_ROWS, 0)
+            after[kind] = sum(moment.after.values()) - always - moment.after.get(WEIGHT_ROWS, 0)
             if kind == "F":
                 logits = moment.after.get(LOGITS, 0)
     waits = after["B"] if "W" in most else 0

@@ -940,7 +940,7 @@ REFUSED = (
         "memory that float8 weights share",
         """--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
         --keep-fp8-transpose-cache-when-using-custom-fsdp""",
-        "weights gathered in float8 have memory of their own, and w^T is made of w at each use",
+        "weights gathered in float8 have memory of their own, and w^T is made once a step",
     ),
     Refused("an embedding in another precision than the layers", "--embedding-weights-in-fp32"),
     Refused(

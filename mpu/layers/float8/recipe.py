@@ -61,7 +61,8 @@ def format_of_dy(scaling: str, name: str) -> Format:
 
 @dataclass(frozen=True, eq=False)
 class Float8(Recipe):
-    """The recipe of one scaling. wgrad: in float8, else of x and dy as they are.
+    """The recipe of one scaling. wgrad: in float8, else of x and dy as they are. keeps: rows of w
+    and of w^T are made once a step, as Transformer Engine makes them, and not for each micro-batch.
 
     slot: of tensorwise scales that follow from earlier steps, where the layer's amaxes are; plain
     is then the recipe without it, which all layers share.
@@ -71,6 +72,7 @@ class Float8(Recipe):
     format: str
     ctx: LayerContext
     wgrad: bool = True
+    keeps: bool = False
     slot: Slot | None = None
     plain: "Float8 | None" = None
     on_gpu: bool = field(init=False)
