@@ -10,7 +10,6 @@ from mpu.layers.float8.delayed import Delayed
 from mpu.layers.float8.recipe import Float8, use_float8
 from mpu.layers.float8.rows import RECIPES
 from training.config import Config, UsageError
-from training.pipeline_schedule import micro_batch_counts
 
 
 def layers_in_bf16(config: Config) -> set[int]:
@@ -35,7 +34,8 @@ def recipe_of(config: Config, ctx: LayerContext) -> Float8:
     """Return the recipe of a run in float8, of delayed scales without their amaxes."""
     f = config.float8
     assert f.fp8_recipe is not None and f.fp8_format is not None, "compute_rules.check_float8"
-    several = max(micro_batch_counts(config)) > 1
+    batch, dp = config.batch, config.parallel.data_parallel_size
+    several = batch.global_batch_size > batch.micro_batch_size * dp
     return Float8(
         RECIPES[f.fp8_recipe], f.fp8_format, ctx, wgrad=not f.fp8_wgrad_bf16,
         # a graph would read rows where the graph of another micro-batch has made them

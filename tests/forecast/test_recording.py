@@ -10,6 +10,7 @@ import torch
 import pretrain_llama
 from forecast.dry_run import memory_of_ranks
 from forecast.recording import Actions, Recorder, Recording
+from mpu.layers.float8.rows import row_bytes
 from mpu.pipeline.schedules import Action
 from tests.forecast.recorded import memory, recorded
 from tests.gpu import steps
@@ -117,8 +118,8 @@ def test_it_does_with_other_axes(world, case):
 MEASURED = {  # GB of torch.cuda.max_memory_allocated on one H200 (docs/gpu-results.md)
     "2": ("", 31.436),
     "6": ("", 51.715),
-    "6, rowwise": ("--fp8-format hybrid --fp8-recipe rowwise", 50.815),
-    "6, blockwise": ("--fp8-format e4m3 --fp8-recipe blockwise", 50.822),
+    "6, rowwise": ("--fp8-format hybrid --fp8-recipe rowwise --no-fp8-weight-cache", 50.815),
+    "6, blockwise": ("--fp8-format e4m3 --fp8-recipe blockwise --no-fp8-weight-cache", 50.822),
 }
 
 
@@ -132,3 +133,15 @@ def test_the_peak_is_that_of_a_gpu(case):
     words = [*steps.flags(LLAMA, int(case[0])), *more.split(), "--device", "cuda", "--dry-run"]
     (kinds,) = memory_of_ranks(parse(words, 1), pretrain_llama)
     assert sum(kinds.values()) / 1e9 == pytest.approx(measured, rel=1e-4)
+
+
+def test_weights_in_float8_that_micro_batches_share_are_counted():
+    """Rows of w and of w^T, each with its scales: of one layer of 8B, and none for one micro-batch.
+    """
+    words = [*steps.flags(LLAMA, 1), *MEASURED["6, blockwise"][0].split()[:-1], "--dry-run"]
+    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    expected = sum(n * row_bytes(k, 128) + k * row_bytes(n, 128) for n, k in shapes)
+    for batch, rows in ((4, expected), (1, 0)):
+        config = parse([*words, "--global-batch-size", str(batch), "--micro-batch-size", "1"], 1)
+        (kinds,) = memory_of_ranks(config, pretrain_llama)
+        assert kinds.get("weights in float8", 0) == rows
