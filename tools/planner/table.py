@@ -2,12 +2,13 @@
 """Print plans: a ranked table, the command, one layout against the best term by term."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from tools.planner.layout import Layout
+from tools.planner.measured import Measured
 from tools.planner.rank_order import faster
 from tools.planner.search import COMPARISON_ERROR, RISK, Plans
 from training.text import aligned
@@ -65,44 +66,61 @@ def breakdown(plans: Plans, n: int) -> Breakdown:
     return Breakdown({key: float(seconds[key]) for key in TERMS})
 
 
-def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
-    """Return the ranked table of the layouts that fit, and the best one's command."""
+def ranking(
+    plans: Plans, best: Sequence[int], tokens: float, results: Mapping[str, Measured]
+) -> list[str]:
+    """Return the table of layouts, and the first one's command. results: what was measured."""
     cluster, m = plans.cluster, plans.model.config.model
     batch = batch_of(plans.layouts[0])
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes != 1)}"
+    ranks = "CPU ranks" if cluster.cpu else f"GPUs of {cluster.device}"
     lines = [
-        f"{plans.model.name} on {cluster.gpus:,} GPUs of {cluster.device} ({nodes}), "
+        f"{plans.model.name} on {cluster.gpus:,} {ranks} ({nodes}), "
         f"{batch:,} sequences of {m.seq_length:,} tokens: {len(plans.layouts):,} layouts, "
         f"{int(plans.fits.sum()):,} fit",
     ]
-    best = plans.best(top)
+    known = {n: results[flags] for n in best if (flags := plans.layouts[n].flags()) in results}
     if not best:
         least = int(plans.bytes.argmin())
         need = f"{plans.bytes[least] / 1e9:.1f} GB: {plans.layouts[least].flags()}"
         lines.append(f"none fits {plans.limit / 1e9:.1f} GB; least with {need}")
         return lines
     rows: list[Sequence[str]] = [
-        ("", "step s", "tokens/s/GPU", "MFU", "GPU-hours", "GB", "free")
-    ]
+        ("", *["measured"] * bool(known), "step s", "tokens/s/GPU", "MFU", "GPU-hours", "GB",
+         "free")
+    ]  # fmt: skip
     tight = False
     for number, n in enumerate(best, 1):
         left = (plans.limit - plans.exact(n)) / plans.memory
         tight |= left < RISK
         rows.append((
-            str(number), f"{plans.times.step[n]:.2f}", f"{plans.rate[n]:,.0f}",
+            str(number), *[measured_of(plans, n, known.get(n))] * bool(known),
+            f"{plans.times.step[n]:.2f}", f"{plans.rate[n]:,.0f}",
             f"{plans.mfu[n]:.1%}", f"{tokens / plans.rate[n] / 3600:,.0f}",
             f"{plans.exact(n) / 1e9:.1f}", f"{left:.0%}" + "!" * (left < RISK),
         ))  # fmt: skip
+    doubt = f"+-{ERROR:.0%}"
+    if cluster.cpu:
+        doubt = "those of a core that is assumed, so --measure layouts that matter to you"
     texts = ["layout", *(described(plans, n) for n in best)]
     for row, text in zip(aligned(rows), texts, strict=True):
         first, *rest = textwrap.wrap(text, COLUMNS - len(row) - 2)
         lines += [f"{row}  {first}", *(" " * (len(row) + 2) + part for part in rest)]
     lines.append(
         f"Seconds, tokens, MFU and GPU-hours (for {tokens:.3g} tokens) are computed, and were "
-        f"measured by nobody: +-{ERROR:.0%}. GB is what --dry-run says; free: of "
+        f"measured by nobody: {doubt}. GB is what --dry-run says; free: of "
         f"{plans.memory / 1e9:.0f} GB, after what context and libraries take. dp, and sequences of "
         "a micro-batch (b), are of the layout."
     )
+    if known:
+        lines.append(
+            "measured: tokens/s/GPU of a run on your ranks, the median of its steps, and how far "
+            "that is from what is computed"
+        )
+    lines += [
+        f"{number} failed: {known[n].error}" for number, n in enumerate(best, 1)
+        if n in known and known[n].error
+    ]  # fmt: skip
     if tight:
         lines.append(
             f"!: less than {RISK:.0%} of a GPU is left, which fragments of the allocator or a "
@@ -117,6 +135,14 @@ def ranking(plans: Plans, top: int, tokens: float) -> list[str]:
         )
     lines.append(f"The first, with {EXAMPLE} as an example of what is yours to choose:")
     return [*lines, *command_lines(plans, best[0], order)]
+
+
+def measured_of(plans: Plans, n: int, run: Measured | None) -> str:
+    """Return what a layout's run did: its rate, and the difference from what is computed."""
+    if run is None or run.error:
+        return "failed" if run else "-"
+    rate = run.tokens_per_second / plans.cluster.gpus
+    return f"{rate:,.0f} ({rate / plans.rate[n] - 1:+.0%})"
 
 
 def wrapped(line: str) -> list[str]:

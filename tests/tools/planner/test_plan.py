@@ -115,7 +115,7 @@ def test_the_ranking_is_in_order_and_its_parts_add_up(plans: Plans) -> None:
     for n in range(len(plans.layouts)):
         parts = table.breakdown(plans, n)
         assert parts.step == pytest.approx(plans.times.step[n], rel=1e-9)
-    lines = table.ranking(plans, 3, 1e9)
+    lines = table.ranking(plans, plans.best(3), 1e9, {})
     assert lines[1].split()[:4] == ["step", "s", "tokens/s/GPU", "MFU"]
     printed = "\n".join(part for line in lines for part in table.wrapped(line))
     assert max(map(len, printed.splitlines())) <= 100
@@ -352,7 +352,8 @@ def test_a_plan_that_is_nearly_full_is_a_risk(plans: Plans) -> None:
     fitting = [n for n in range(len(plans.layouts)) if plans.fits[n]]
     full = max(fitting, key=lambda n: plans.bytes[n])
     tight = replace(plans, bytes=np.full(len(plans.layouts), 0.99 * plans.limit))
-    assert not any("risk" in line for line in table.ranking(plans, 2, 1e9))
+    lines = table.ranking(plans, plans.best(2), 1e9, {})
+    assert not any("risk" in line for line in lines)
     assert tight._simpler(full)[0] and not plans._simpler(full)[0]
 
 
