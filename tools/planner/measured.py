@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ FORMAT = "weft-measured"
 LOOK = 0.5  # seconds between two looks at the log of a run
 PATIENCE = 45.0  # seconds for the ranks to end: a step, and torchrun's own 30 s
 LARGEST = 1 << 26  # bytes of a run's log, and of what it prints, that are read
+NUMBERS = {"tokens_per_second": (int, float), "steps": (int,)}  # the other values are texts
 SLURM = ("srun: ", "slurmstepd: ")  # begin lines that follow those of the ranks
 
 
@@ -81,19 +83,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.runs: list[Measured] = []
-        if not os.path.lexists(path):
-            return
-        try:
-            found = read_json(path)
-            if not isinstance(found, dict) or found.get("format") != FORMAT:
-                raise ValueError(f"it is not of the format {FORMAT}")
-            self.runs = [_measured(entry) for entry in found["runs"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise MeasureError(
-                f"--measured {path}: what was measured cannot be read ({error}): move the file "
-                "away, or name another"
-            ) from None
+        self.runs = _read(path)
 
     def of(self, model: Model, cluster: Cluster) -> dict[str, Measured]:
         """Return the results of a model's layouts on a cluster, by the layouts' flags."""
@@ -103,22 +93,38 @@ class Results:
     def add(self, run: Measured) -> None:
         """Keep a result, in place of an older one of the layout, and write the file."""
         key = (run.model, run.cluster, run.layout)
-        self.runs = [old for old in self.runs if (old.model, old.cluster, old.layout) != key]
+        now = _read(self.path)  # another job may have added its own
+        self.runs = [old for old in now if (old.model, old.cluster, old.layout) != key]
         self.runs.append(run)
         content = {"format": FORMAT, "runs": [asdict(each) for each in self.runs]}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, json.dumps(content, indent=1) + "\n", json_with("format", "runs"))
 
 
-def _measured(entry: Mapping[str, object]) -> Measured:
-    """Return the result that an entry of the file holds. Raises ValueError, TypeError."""
-    kinds = {field.name: field.type for field in fields(Measured)}
-    if entry.keys() != kinds.keys():
-        raise ValueError(f"a run must have {', '.join(kinds)}, and has {', '.join(entry)}")
-    for key, kind in kinds.items():
-        value = entry[key]
-        right = isinstance(value, int | float if kind is float else kind)
-        if not right or isinstance(value, bool) or (kind is not str and value < 0):
+def _read(path: Path) -> list[Measured]:
+    """Return the results of a file. Raises MeasureError, OSError."""
+    if not os.path.lexists(path):
+        return []
+    try:
+        found = read_json(path)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"it is not of the format {FORMAT}")
+        return [_measured(entry) for entry in found["runs"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise MeasureError(
+            f"--measured {path}: what was measured cannot be read ({error}): move the file away, "
+            "or name another"
+        ) from None
+
+
+def _measured(entry: Any) -> Measured:
+    """Return the result that an entry of the file holds. Raises ValueError."""
+    names = [field.name for field in fields(Measured)]
+    if not isinstance(entry, dict) or entry.keys() != {*names}:
+        raise ValueError(f"a run must be an object with {', '.join(names)}")
+    for key, value in entry.items():
+        kinds = NUMBERS.get(key, (str,))
+        if type(value) not in kinds or (key in NUMBERS and value < 0):
             raise ValueError(f"{key} of a run is {value!r}")
     return Measured(**entry)
 

@@ -16,7 +16,7 @@ import pytest
 from tests.test_slurm import Queue
 from tools import plan
 from tools.planner.cluster import read_cluster
-from tools.planner.measured import Results
+from tools.planner.measured import Measured, Results
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -109,6 +109,14 @@ def test_layouts_are_ranked_by_the_median_of_their_steps(ask: Ask, tmp_path: Pat
     assert " measured  step s" not in ask("--seq-length", "32")[1]  # another model
 
 
+def test_two_jobs_keep_their_results_in_one_file(tmp_path: Path) -> None:
+    one, other = (Results(tmp_path / "kept.json") for _ in range(2))
+    runs = [Measured("a", "c", "x", 1.0, 3, "", "d"), Measured("b", "c", "x", 2.0, 3, "", "d")]
+    one.add(runs[0])
+    other.add(runs[1])
+    assert Results(tmp_path / "kept.json").runs == runs
+
+
 def test_a_run_that_ends_early_has_failed(ask: Ask, tmp_path: Path) -> None:
     code, out, _ = ask("--measure", "1", "--measure-steps", "4", ranks=[[5.0, 5.0, 5.0]])
     assert code == 1 and "ended after 3 of 4 steps" in out
@@ -149,8 +157,9 @@ def test_more_ranks_than_this_machine_has_are_refused(capsys: pytest.CaptureFixt
     [
         ("{", "is not JSON"),
         ("[]", "it is not of the format weft-measured"),
-        ('{"format": "weft-measured", "runs": [{"layout": "x"}]}', "a run must have model, "),
+        ('{"format": "weft-measured", "runs": [{"layout": "x"}]}', "a run must be an object with "),
         ('{"format": "weft-measured"}', "'runs'"),
+        ('{"format": "weft-measured", "runs": [7]}', "a run must be an object with "),
     ],
 )
 def test_a_damaged_file_of_results_is_one_sentence(
