@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time fifteen layouts by the planner and by the rehearsal, and print where the two differ.
+"""Time twenty layouts as plan.py does and as --rehearse does, and print where the two differ.
 
-    python benchmarks/plan_clocks.py [--only TEXT] [--parts]
+    python benchmarks/plan_clocks.py [--only TEXT]
 
-Both read the same device file and the same costs of kernels, collectives and messages
-(tools/rehearsal/roofline.py, links.py). The rehearsal plays every launch and transfer that the
-trainer asks for; the planner adds up a coarse list by formulas. So each difference is of what that
-list leaves out, or of a formula in place of playing. Four layers of Llama 3 8B, rank 0, in ms. A
-line is the table of docs/planning.md; with --parts all parts of a step are printed, which add up to
-it. The last three have experts. It takes about six minutes.
+plan.py records rank 0 with few layers and few micro-batches, and adds what the rest takes
+(tools/planner/played.py). --rehearse runs all layers. Both play the same events by the same clock,
+so what differs is what is not linear in layers or micro-batches. A line is a layout: its seconds by
+both, the difference, and the part of a step that differs most. It takes about ten minutes.
 """
 
 import argparse
+import json
+import os
+import shlex
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,159 +24,121 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.fused_launches import report  # noqa: E402
-from tools.planner import own, search, table  # noqa: E402
+from forecast.device_file import LEVEL, NUMBERS, Device  # noqa: E402
 from tools.planner.cluster import read_cluster  # noqa: E402
 from tools.planner.model import read_model  # noqa: E402
+from tools.planner.played import Worker  # noqa: E402
+from tools.planner.recorded import Recorded, play  # noqa: E402
+from tools.planner.table import breakdown  # noqa: E402
+from tools.rehearsal.clock import Timing  # noqa: E402
+from training.text import aligned  # noqa: E402
 
-MODEL = """
-    --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
-    --group-query-attention --num-query-groups 8 --vocab-size 128256 --swiglu
-    --untie-embeddings-and-output-weights
-"""
-EXPERTS = "--num-experts 8 --moe-router-topk 2"  # each as wide as the MLP above
-SEQUENCE, CLUSTER, NODE = 8192, "h100_8_nodes", 8
-TP, PP, CP = (
-    f"--{name}-model-parallel-size" for name in ("tensor", "pipeline", "context")
-)  # fmt: skip
-CP = "--context-parallel-size"
-ZERO, BATCH, OVERLAP = "--zero-stage", "--global-batch-size", (
-    "--overlap-grad-reduce --overlap-param-gather"
-)  # fmt: skip
-EP = (
-    f"{EXPERTS} --expert-tensor-parallel-size 1 --expert-model-parallel-size 8 "
+SOURCE = "written by benchmarks/plan_clocks.py"
+TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+ZERO = f"--use-distributed-optimizer {OVERLAP}"
+FULL = "--recompute-granularity full --recompute-method"
+EXPERTS = (
+    "--expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
     "--moe-token-dispatcher-type alltoall"
 )
-DURING = "--overlap-moe-expert-parallel-comm"
-LAYOUTS = [  # ranks, flags
-    (8, f"--overlap-grad-reduce {BATCH} 16"),
-    (8, f"{ZERO} 1 {OVERLAP} {BATCH} 16"),
-    (8, f"{ZERO} 3 {OVERLAP} {BATCH} 16"),
-    (8, f"{TP} 2 --sequence-parallel {ZERO} 1 {OVERLAP} {BATCH} 8"),
-    (8, f"{TP} 8 --sequence-parallel {BATCH} 2"),
-    (8, f"{TP} 8 --sequence-parallel --tp-comm-overlap ring {BATCH} 2"),
-    (8, f"{CP} 2 {ZERO} 1 {OVERLAP} {BATCH} 8"),
-    (16, f"{TP} 8 --sequence-parallel {PP} 2 {BATCH} 8"),
-    (16, f"{TP} 8 --sequence-parallel {PP} 2 --pipeline-schedule zb-h1 {BATCH} 8"),
-    (16, f"{TP} 4 --sequence-parallel {ZERO} 1 {OVERLAP} --recompute-granularity full "
-         f"--recompute-method uniform --recompute-num-layers 1 {BATCH} 8"),
-    (8, f"{TP} 2 --sequence-parallel {ZERO} 1 {OVERLAP} {BATCH} 8 --optimizer muon"),
-    (8, f"{ZERO} 1 {OVERLAP} {BATCH} 16 --optimizer-state-offload"),
-    (8, f"{EP} {ZERO} 1 {OVERLAP} {BATCH} 64"),
-    (8, f"{EP} {DURING} {ZERO} 1 {OVERLAP} {BATCH} 64"),
-    (16, f"{EP} {DURING} {PP} 2 {ZERO} 1 {OVERLAP} {BATCH} 64"),
+LAYOUTS = [  # model, cluster, micro-batch size, batch, flags
+    ("8B", "8xh100", 1, 64, "--overlap-grad-reduce"),
+    ("8B", "8xh100", 1, 64, ZERO),
+    ("8B", "8xh100", 1, 32, f"--zero-stage 3 {OVERLAP}"),
+    ("8B", "8xh100", 2, 64, f"{TP} 2 --sequence-parallel {ZERO}"),
+    ("8B", "8xh100", 1, 8, f"{TP} 8 --sequence-parallel --tp-comm-overlap ring"),
+    ("8B", "8xh100", 1, 32, f"--context-parallel-size 2 {ZERO}"),
+    ("8B", "8xh100", 1, 4, f"--context-parallel-size 8 --seq-length 131072 {FULL} uniform "
+                           f"--recompute-num-layers 1 {ZERO}"),
+    ("8B", "8xh100", 2, 64, f"{FULL} block --recompute-num-layers 11 {ZERO}"),
+    ("8B", "8xh100", 1, 64, f"--fp8-format hybrid --fp8-recipe tensorwise {ZERO}"),
+    ("8B", "8xh100", 1, 32, f"{TP} 2 --sequence-parallel --optimizer muon {ZERO}"),
+    ("8B", "4x8xh100", 1, 64, f"{TP} 4 --sequence-parallel {PP} 4 {ZERO}"),
+    ("8B", "4x8xh100", 1, 128, f"{TP} 2 --sequence-parallel {PP} 4 "
+                               "--num-virtual-stages-per-pipeline-rank 2"),
+    ("8B", "2x8xh100", 1, 64, f"{TP} 2 --sequence-parallel {PP} 4 --pipeline-schedule zb-h1"),
+    ("8B", "2x8xh100", 1, 32, f"{TP} 4 --sequence-parallel {PP} 4 --pipeline-schedule zb-v"),
+    ("8B", "4x8xh100", 1, 64, f"--optimizer-state-offload {ZERO}"),
+    ("8B", "ethernet", 1, 128, ZERO),
+    ("13B", "2x8xa100-40", 1, 64, f"{TP} 2 --sequence-parallel --seq-length 4096 "
+                                  f"--recompute-granularity selective {ZERO}"),
+    ("70B", "8x8xh100", 1, 128, f"{TP} 8 --sequence-parallel {PP} 4 {ZERO}"),
+    ("Mixtral", "4x8xh100", 1, 64, f"{EXPERTS} {PP} 4 {ZERO}"),
+    ("Qwen3-30B", "2x8xh100", 1, 64, f"{EXPERTS} --overlap-moe-expert-parallel-comm {ZERO}"),
 ]  # fmt: skip
-SHORT = {  # of flags, in the table
-    OVERLAP: "overlap", "--overlap-grad-reduce": "overlap", TP: "tp", PP: "pp", CP: "cp",
-    ZERO: "ZeRO", BATCH: "batch", " --sequence-parallel": "", "--pipeline-schedule ": "",
-    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1": "recompute",
-    "--tp-comm-overlap ring": "ring", "--optimizer muon": "Muon",
-    "--optimizer-state-offload": "state offload", EP: "ep 8", DURING: "overlapped",
-}  # fmt: skip
-PARTS = {  # of a row: kinds and axes of the rehearsal, terms of the planner's breakdown
-    "matmul": ("matmul",),
-    "attention": ("attention",),
-    "passes": ("passes",),
-    "update": ("update", "tp_dp_cp_shard", "ep_edp_shard"),  # and matrices to their owners
-    "tp": ("tp", "tp_kv"),
-    "cp": ("cp", "cp_a2a", "cp_p2p"),
-    "ep": ("ep",),
-    "dp": ("dp_cp", "dp", "dp_cp_shard", "dp_cp_replicate", "edp", "embd"),
-    "pp": ("pp", "pp_back"),
-    "bubble": ("bubble",),
-    "host": ("host", "host link", "copies"),
-    "rest": (),
-}
+ETHERNET = {"name": "four nodes with 10 Gb/s", "device": "h100", "nodes": 4, "gpus_per_node": 8,
+            "network_gbps_per_gpu": 1.25, "oversubscription": 1, "source": SOURCE}  # fmt: skip
 
 
-def planned(
-    world: int, flags: str, name: str = MODEL, sequence: int = SEQUENCE
-) -> dict[str, float]:
-    """Return the parts of a step by the planner, in seconds. Their sum is the step."""
-    name = f"{name} {EXPERTS}" if EXPERTS in flags else name
-    model, cluster = read_model(name, sequence), read_cluster(CLUSTER).of(world // NODE)
-    model = own.with_optimizer(model, flags)
-    each = own.layout_of(own.config_of(model, cluster, f"--micro-batch-size 1 {flags}"))
-    plans = search.evaluate(model, cluster, [each])
-    told = dict(table.breakdown(plans, 0).seconds)
-    many = each.micro_batches * float(plans.times.jitter[0])
-    for kind in ("matmul", "attention"):
-        told[kind] = many * float(getattr(plans.times, kind)[0])
-    told["passes"] = told.pop("compute") - told["matmul"] - told["attention"]
-    return told
+def written(device: Device) -> dict[str, Any]:
+    """Return a device as its file has it."""
+    numbers = {key: {"value": value, "unit": NUMBERS[key], "source": SOURCE}
+               for key, value in device.numbers.items()}  # fmt: skip
+    levels = [
+        {"name": level.name, "ranks": level.ranks,
+         **{key: {"value": getattr(level, key), "unit": unit, "source": SOURCE}
+            for key, unit in LEVEL.items()}}
+        for level in device.levels
+    ]  # fmt: skip
+    return {"name": device.name, "numbers": numbers, "levels": levels}
 
 
-def rehearsed(world: int, flags: str) -> dict[str, float]:
-    """Return the parts of a step by the rehearsal, in seconds."""
-    words = ["--num-layers=4", *flags.split(), "--rehearse-device=h100"]
-    return seconds_of(report(ROOT, words, True, world)["time"])
+def rehearsed(run: Recorded) -> Timing:
+    """Return the time of a run by pretrain_llama.py --rehearse, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, device = Path(folder, "rehearsal.json"), Path(folder, "device.json")
+        device.write_text(json.dumps(written(run.cluster.links())), encoding="utf-8")
+        words = [*run.argv, "--train-iters", "8", "--rehearse", "--rehearse-device", str(device),
+                 "--rehearse-json", str(out)]  # fmt: skip
+        env = {**os.environ, "WORLD_SIZE": str(run.cluster.gpus)}
+        done = subprocess.run([sys.executable, ROOT / "pretrain_llama.py", *words], env=env,
+                              capture_output=True, text=True)  # fmt: skip
+        if done.returncode not in (0, 1) or not out.exists():
+            raise SystemExit(f"{run.flags}: {done.stdout[-1000:]}{done.stderr[-2000:]}")
+        time = json.loads(out.read_text(encoding="utf-8"))["time"]
+    return Timing(
+        time["step_seconds"], time["mfu"], time["busy_seconds"], time["exposed_seconds"],
+        time["bounds"], time["host_seconds"],
+    )  # fmt: skip
 
 
-def seconds_of(time: dict[str, Any]) -> dict[str, float]:
-    """Return the parts of a step, and the step, of a rehearsal's report."""
-    told = {**time["busy_seconds"], **time["exposed_seconds"], "host": time["host_seconds"]}
-    return told | {"step": time["step_seconds"]}
+def compared(only: str) -> Iterator[list[str]]:
+    """Yield a row for each layout whose text has `only` in it."""
+    with tempfile.TemporaryDirectory() as folder, Worker() as worker:
+        ethernet = Path(folder, "ethernet.json")
+        ethernet.write_text(json.dumps(ETHERNET), encoding="utf-8")
+        for name, where, size, batch, flags in LAYOUTS:
+            words = f"{flags} --micro-batch-size {size} --global-batch-size {batch}"
+            title = f"{name} on {where}, {words}"
+            if only not in title:
+                continue
+            cluster = read_cluster(str(ethernet) if where == "ethernet" else where)
+            run = Recorded(read_model(name, 8192), cluster, words)
+            play([run], worker)
+            whole = rehearsed(run)
+            parts = breakdown(run.played), breakdown(whole)
+            gap = {key: parts[0][key] - parts[1][key] for key in parts[0]}
+            most = max(gap, key=lambda key: abs(gap[key]))
+            step = run.played.step_seconds
+            yield [
+                f"{step:.3f}", f"{whole.step_seconds:.3f}", f"{step / whole.step_seconds - 1:+.2%}",
+                f"{most} {1e3 * gap[most]:+.1f}", shlex.join(title.split()),
+            ]  # fmt: skip
 
 
-def parts(told: dict[str, float]) -> dict[str, float]:
-    """Return PARTS of a step; rest: what no other has."""
-    named = {part: sum(told.get(name, 0.0) for name in {part, *names})
-             for part, names in PARTS.items()}  # fmt: skip
-    step = told.get("step", sum(named.values()))
-    known = {name for part, names in PARTS.items() for name in (part, *names)} | {"step"}
-    named["rest"] = step - sum(named.values())
-    assert not told.keys() - known, told.keys() - known
-    return {"step": step, **named}
-
-
-Row = dict[str, float]
-
-
-def compared(world: int, flags: str) -> tuple[Row, Row, Row]:
-    """Return PARTS of a step by the planner and by the rehearsal, and their difference."""
-    both = parts(planned(world, flags)), parts(rehearsed(world, flags))
-    return *both, {name: both[0][name] - both[1][name] for name in both[0]}
-
-
-def lines(layouts: list[tuple[int, str]]) -> Iterator[str]:
-    """Yield the table: a row a layout, with the parts that differ by most."""
-    yield "| ranks, layout | planner, ms | rehearsal, ms | difference | most of it, ms |"
-    yield "|---|---|---|---|---|"
-    for world, flags in layouts:
-        ours, played, left = compared(world, flags)
-        most = sorted(PARTS, key=lambda part: -abs(left[part]))[:2]
-        why = ", ".join(f"{part} {1e3 * left[part]:+.1f}" for part in most)
-        step = f"{1e3 * ours['step']:.1f} | {1e3 * played['step']:.1f}"
-        share = left["step"] / played["step"]
-        for flag, word in SHORT.items():
-            flags = flags.replace(flag, word)
-        yield f"| {world}, {flags} | {step} | {share:+.1%} | {why} |"
-
-
-def lines_of_parts(layouts: list[tuple[int, str]]) -> Iterator[str]:
-    """Yield the table of all parts: three rows a layout."""
-    yield "| ranks, layout | by | step | " + " | ".join(PARTS) + " |"
-    yield "|---|---|---" + "|---" * len(PARTS) + "|"
-    for world, flags in layouts:
-        name = f"{world}, `{flags}`"
-        for who, row in zip(("planner", "rehearsal", "difference"), compared(world, flags),
-                            strict=True):  # fmt: skip
-            sign = "+" if who == "difference" else ""
-            cells = (f"{1e3 * value:{sign}.1f}" if abs(value) >= 5e-5 else "" for value in
-                     row.values())  # fmt: skip
-            yield f"| {name} | {who} | {' | '.join(cells)} |"
-            name = ""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="TEXT", help="layouts that contain this")
-    parser.add_argument("--parts", action="store_true", help="print all parts of each step")
-    args = parser.parse_args()
-    chosen = [each for each in LAYOUTS if args.only in each[1]]
-    for line in lines_of_parts(chosen) if args.parts else lines(chosen):
-        print(line, flush=True)
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="layouts with it in their flags")
+    rows = [["plan.py s", "--rehearse s", "difference", "most of it, ms", "layout"]]
+    for row in compared(parser.parse_args().only):
+        rows.append(row)
+        print("  ".join(row), file=sys.stderr, flush=True)
+    print("\n".join(aligned(rows)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

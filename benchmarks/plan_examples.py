@@ -4,9 +4,7 @@
     python benchmarks/plan_examples.py
 
 The layout's flags are read from each example. The planner plans the same model, batch and sequence
-on the same GPUs. A layout within the error of a comparison
-(tools/planner/search.py: COMPARISON_ERROR) of the fastest is one of the first row's variants. The
-rows are predictions: nothing was fitted on weft.
+on the same GPUs. The seconds are predictions.
 """
 
 import re
@@ -16,10 +14,12 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.plan import plans_of  # noqa: E402
-from tools.planner import own, search, table  # noqa: E402
+from tools.plan import TOP, plans_of  # noqa: E402
+from tools.planner import search, table  # noqa: E402
 from tools.planner.cluster import read_cluster  # noqa: E402
 from tools.planner.model import read_model  # noqa: E402
+from tools.planner.played import Worker  # noqa: E402
+from tools.planner.recorded import Recorded, play  # noqa: E402
 from training.text import aligned  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,53 +61,39 @@ def layout_flags(script: str) -> str:
     return " ".join(found)
 
 
-def compared(example: Example) -> tuple[list[str], str]:
+def compared(example: Example, worker: Worker) -> tuple[list[str], str]:
     """Return an example's row of the table, and in a sentence how it stands to the planner's."""
     cluster = read_cluster("h100_128_nodes").of(example.nodes)
     flags = layout_flags((ROOT / "examples" / example.script).read_text(encoding="utf-8"))
-    config = own.config_of(read_model(example.model, 8192), cluster, flags)
-    model = read_model(example.model, config.model.seq_length)
-    mine = search.evaluate(model, cluster, [own.layout_of(config)])
-    batch = config.batch.global_batch_size
-    plans = plans_of(example.model, cluster, {"global-batch-size": batch,
-                                              "seq-length": config.model.seq_length})  # fmt: skip
-    (row,) = plans.rows(1)
-    slower = float(mine.times.step[0] / plans.times.step[row.fastest]) - 1
-    near = slower <= search.COMPARISON_ERROR
-    a, b = table.breakdown(mine, 0).seconds, table.breakdown(plans, row.first).seconds
+    batch = int(re.search(r"--global-batch-size (\d+)", flags)[1])  # type: ignore[index]
+    length = int(re.search(r"--seq-length (\d+)", flags)[1])  # type: ignore[index]
+    mine = Recorded(read_model(example.model, length), cluster, flags)
+    plans = plans_of(example.model, cluster, {"global-batch-size": batch, "seq-length": length})
+    best = play(plans.chosen(TOP), worker)[0]
+    play([mine], worker)
+    slower = mine.played.step_seconds / best.played.step_seconds - 1
+    a, b = table.breakdown(mine.played), table.breakdown(best.played)
     worst = max(table.TERMS, key=lambda key: a[key] - b[key])
     reason = (
-        "one of the first row's variants: no difference that the planner can tell" if near else
-        f"the example takes {slower:.0%} longer than the fastest; most of what it takes more than "
-        f"the chosen one is {table.TERMS[worst]}"
+        "no difference that the planner can tell" if slower <= search.COMPARISON_ERROR else
+        f"the example takes {slower:.0%} longer than the planner's; most of it is "
+        f"{table.TERMS[worst][0]}"
     )  # fmt: skip
-    cells = [
-        example.script, named(mine, 0), f"{mine.times.step[0]:.1f}", f"{mine.exact(0) / 1e9:.0f}",
-        named(plans, row.first), f"{plans.times.step[row.first]:.1f}",
-        f"{plans.exact(row.first) / 1e9:.0f}", named(plans, row.fastest),
-        f"{plans.times.step[row.fastest]:.1f}", f"{slower:+.1%}",
-    ]  # fmt: skip
-    return cells, f"{example.script}: {reason}"
-
-
-def named(plans: search.Plans, n: int) -> str:
-    """Return a layout in a few words."""
-    e = plans.layouts[n]
-    words = [f"tp {e.tp}"] * (e.tp > 1) + [f"cp {e.cp}"] * (e.cp > 1)
-    if e.pp > 1:
-        words.append(f"pp {e.pp} {e.schedule}" + f" v {e.virtual}" * (e.schedule == "interleaved"))
-    words += [f"dp {e.dp}", f"b {e.micro_batch}", f"zero {e.zero}"]
-    return ", ".join([*words, *table.activations_of(e)])
+    cells = [example.script]
+    for run in (mine, best):
+        cells += [table.described(run.config), f"{run.played.step_seconds:.1f}",
+                  f"{run.bytes / 1e9:.0f}"]  # fmt: skip
+    return [*cells, f"{slower:+.1%}"], f"{example.script}: {reason}"
 
 
 def main() -> int:
-    head = ["example", "its layout", "s", "GB", "the planner's", "s", "GB", "fastest", "s",
-            "example against fastest"]  # fmt: skip
+    head = ["example", "its layout", "s", "GB", "the planner's", "s", "GB", "difference"]
     rows, reasons = [head], []
-    for example in EXAMPLES:
-        cells, reason = compared(example)
-        rows.append(cells)
-        reasons.append(reason)
+    with Worker() as worker:
+        for example in EXAMPLES:
+            cells, reason = compared(example, worker)
+            rows.append(cells)
+            reasons.append(reason)
     print("\n".join([*aligned(rows), *reasons]))
     return 0
 

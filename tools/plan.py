@@ -36,11 +36,13 @@ from tools.planner import measured, own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
 from tools.planner.measured import MeasureError, Results
 from tools.planner.model import Model, on_cpu, read_model
+from tools.planner.played import Worker
+from tools.planner.recorded import Recorded, play
 from tools.planner.search import Plans
 from tools.waiting import Progress, waiting
 from training.update_rules import RULES
 
-TOKENS, SEQUENCE, BATCH_TOKENS = 1e12, 8192, 4 * 1024**2
+TOKENS, SEQUENCE, BATCH_TOKENS, TOP = 1e12, 8192, 4 * 1024**2, 5
 MEASURED, STEPS = Path("runs/measured.json"), 20
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 Question = dict[str, int | str]  # seq-length, global-batch-size, float8 and optimizer
@@ -82,28 +84,29 @@ def batch_of(cluster: Cluster, question: Question, sequence: int) -> int:
 
 
 def compare(
-    model: str, cluster: Cluster, question: Question, flags: str, progress: Progress
+    model: str, cluster: Cluster, question: Question, flags: str, top: int, progress: Progress
 ) -> Answer:
-    """Compare the layout of flags with the best one. Raises PlanError, UsageError.
+    """Compare the layout of flags with the best of `top`. Raises PlanError, UsageError.
 
     What the question leaves open, of sequence length, batch and dtype, is that of the flags, for
     both; where these say no batch, it is the plan's.
     """
     optimizer = str(question.get("optimizer", ""))
     named = model_of(model, cluster, int(question.get("seq-length", SEQUENCE)), optimizer)
-    named = own.with_optimizer(named, flags)
     length = named.config.model.seq_length
     config = own.config_of(named, cluster, flags, batch_of(cluster, question, length))
-    each = own.layout_of(config)
-    search.check_dtype(cluster, each.dtype)
-    mine = search.evaluate(own.with_sequence(named, config), cluster, [each])
-    same: Question = {
-        "seq-length": config.model.seq_length, "global-batch-size": config.batch.global_batch_size
-    }  # fmt: skip
-    if each.dtype != "bf16":
-        same["float8"] = each.dtype
-    plans = plans_of(model, cluster, {**same, **question}, flags, progress)
-    return table.why(plans, mine, own.uncounted(named, cluster, config, each)), mine.fit(0)
+    batch = config.batch.global_batch_size
+    mine = Recorded(named, cluster, f"{flags} --global-batch-size {batch}")
+    same: Question = {"seq-length": config.model.seq_length, "global-batch-size": batch}
+    if (dtype := own.dtype_of(config)) != "bf16":
+        search.check_dtype(cluster, dtype)
+        same["float8"] = dtype
+    with Worker() as worker:
+        plans = plans_of(model, cluster, {**same, **question}, flags, progress)
+        found = plans.chosen(top)
+        play([mine, *found], worker, progress)
+        best = play(found, worker)[0] if found else None
+    return table.why(mine, best), mine.fits
 
 
 def build_parser() -> Parser:
@@ -116,7 +119,7 @@ def build_parser() -> Parser:
         "--seq-length", type=integer(1, 1 << 24), help=f"tokens; default: {SEQUENCE:,}"
     )
     parser.add_argument("--global-batch-size", type=integer(1, 1 << 24), help="sequences of a step")
-    parser.add_argument("--top", type=integer(1, 1000), default=5, help="layouts that are printed")
+    parser.add_argument("--top", type=integer(1, 1000), default=TOP, help="layouts printed")
     parser.add_argument("--float8", choices=RECIPES, help="layers' matmuls; default: bfloat16")
     parser.add_argument(
         "--optimizer", choices=list(RULES), help="default: what the model's flags say, or adam"
@@ -165,31 +168,40 @@ def answer(args: argparse.Namespace) -> Answer:
     with waiting("planning") as progress:
         if args.rank_orders is not None:
             sequence, optimizer = args.seq_length or SEQUENCE, args.optimizer or ""
-            found = model_of(args.model, cluster, sequence, optimizer)
-            config = rank_order.config_of(found, cluster, args.rank_orders)
+            model = model_of(args.model, cluster, sequence, optimizer)
+            config = rank_order.config_of(model, cluster, args.rank_orders)
             return rank_order.table(config, cluster), True
         if args.why is not None:
-            return compare(args.model, cluster, question, args.why, progress)
+            return compare(args.model, cluster, question, args.why, args.top, progress)
         start = measured.launcher(cluster, args.launch) if args.measure else []
         results = Results(args.measured)
-        plans = plans_of(args.model, cluster, question, progress=progress)
-        rows = plans.best(max(args.top, args.measure or 0))
-        if args.svg is not None:
-            picture.draw(plans, args.svg)
-    fine = bool(rows)
+        with Worker() as worker:
+            plans = plans_of(args.model, cluster, question, progress=progress)
+            if args.svg is not None:
+                picture.draw(plans, args.svg)
+            found = plans.chosen(max(args.top, args.measure or 0))
+            best = play([*found, *also_measured(plans, found, results)], worker, progress)
+    fine = bool(best)
     if args.measure:
-        fine = measure(plans, rows[: args.measure], args.measure_steps, start, results)
+        fine = measure(plans, best[: args.measure], args.measure_steps, start, results)
     with waiting("planning"):
-        known, rows = results.of(plans.model, cluster), rows[: args.top]
-        if known:
-            places = {each.flags(): n for n, each in enumerate(plans.layouts)}
-            flags = dict.fromkeys([*(plans.layouts[n].flags() for n in rows), *known])
-            rows = [places[each] for each in measured.ranked(flags, known) if each in places]
+        known = results.of(plans.model, cluster)
+        shown = {run.flags: run for n, run in enumerate(best) if n < args.top or run.flags in known}
+        rows = [shown[flags] for flags in measured.ranked(shown, known)]
         return table.ranking(plans, rows, args.tokens, known), fine
 
 
+def also_measured(plans: Plans, found: Sequence[Recorded], results: Results) -> list[Recorded]:
+    """Return the plan's layouts that were measured before and are not among those found."""
+    known = results.of(plans.model, plans.cluster)
+    rest = known.keys() - {run.flags for run in found}
+    if rest:  # of other batches, some
+        rest &= {each.flags() for each in plans.layouts}
+    return [Recorded(plans.model, plans.cluster, flags) for flags in known if flags in rest]
+
+
 def measure(
-    plans: Plans, layouts: Sequence[int], steps: int, start: Sequence[str], results: Results
+    plans: Plans, layouts: Sequence[Recorded], steps: int, start: Sequence[str], results: Results
 ) -> bool:
     """Run layouts, and keep what was measured; return whether one of them ran.
 
@@ -199,26 +211,26 @@ def measure(
     signal.signal(signal.SIGHUP, signal.default_int_handler)
     model, cluster = plans.model, plans.cluster
     ran = {flags for flags, run in results.of(model, cluster).items() if not run.error}
-    todo = [n for n in layouts if plans.layouts[n].flags() not in ran]
+    todo = [each for each in layouts if each.flags not in ran]
     fine = len(todo) < len(layouts)
     if fine:
         say(f"{len(layouts) - len(todo)} of {len(layouts)} layouts were measured before: another "
             f"--measured than {results.path} measures them again")  # fmt: skip
-    for place, n in enumerate(todo, 1):
-        what, flags = f"layout {place} of {len(todo)}", plans.layouts[n].flags()
-        order = rank_order.faster(model, cluster, flags)[0]
-        words = [*start, PROGRAM, *shlex.split(f"{plans.command(n)} {order} {table.EXAMPLE}")]
+    for place, each in enumerate(todo, 1):
+        what = f"layout {place} of {len(todo)}"
+        order = rank_order.faster(model, cluster, each.flags)[0]
+        words = [*start, PROGRAM, *shlex.split(f"{each.command} {order} {table.EXAMPLE}")]
         with waiting(what) as progress:
             progress.begin("", steps, "steps")
             run = measured.measure(
-                model, cluster, flags, words,
+                model, cluster, each.flags, words,
                 steps=steps, folder=results.path.parent, progress=progress,
             )  # fmt: skip
         results.add(run)
         fine |= not run.error
         rate = f"{run.tokens_per_second / cluster.gpus:,.0f} tokens/s/GPU"
         how = f"failed: {run.error}" if run.error else rate
-        say(f"{what}: {how}: {table.described(plans, n)}")
+        say(f"{what}: {how}: {table.described(each.config)}")
     return fine
 
 

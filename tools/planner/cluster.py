@@ -14,10 +14,13 @@ two ranks on the cores of a machine without GPUs (tools/planner/devices/cpu.json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from forecast.device_file import DeviceFileError, read_device
+from forecast.device_file import Device, DeviceFileError, read_device
+from forecast.device_file import Level as DeviceLevel
+from forecast.fit import available
 from training.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "clusters"
@@ -85,6 +88,34 @@ class Cluster:
     def cpu(self) -> bool:
         """Return whether a rank computes on cores of a CPU, which have no compute capability."""
         return not read_device(self.device).major
+
+    @cached_property
+    def memory(self) -> float:
+        """Return the bytes of a GPU."""
+        return read_device(self.device)["memory"]
+
+    @property
+    def limit(self) -> float:
+        """Return the bytes of a GPU that a plan counts on."""
+        return available(self.memory)
+
+    def links(self) -> Device:
+        """Return the device with the levels of this cluster in place of its own.
+
+        A level in a node has the steps of the device's first one, another those of its last; where
+        a level's latency is not theirs, in proportion.
+        """
+        device = read_device(self.device)
+        levels = []
+        for level in self.levels:
+            like = device.levels[0 if 0 < level.gpus <= self.node else -1]
+            scale = level.latency / like.step_seconds[-1]
+            steps, trees = (
+                tuple(seconds * scale for seconds in each)
+                for each in (like.step_seconds, like.tree_seconds)
+            )
+            levels.append(DeviceLevel(level.name, level.gpus, level.share, steps, trees))
+        return replace(device.changed(oversubscription=1.0), levels=tuple(levels))
 
     def of(self, nodes: int) -> "Cluster":
         """Return the same with another number of nodes."""

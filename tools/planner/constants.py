@@ -61,7 +61,7 @@ HOST_COSTS = ("launch", "function", "triton", "triton_argument", "transfer", "me
 LAYER = {"launch": 15.0, "function": 16.0, "triton": 10.0, "triton_argument": 127.0}
 # what the host launches, by the device file's HOST_COSTS: F and B of a layer, of one with tp, more
 # for each tp rank but one where tp's transfers are in a ring, of the head and the embedding,
-# counted in a rehearsal (benchmarks/plan_clocks.py compares)
+# counted in a rehearsal
 LAUNCHES: dict[str, dict[str, float]] = {
     "host_layer": LAYER, "host_layer_tp": {**LAYER, "transfer": 10}, "host_stage": {},
     "host_ring": {"launch": 14, "message": 10},

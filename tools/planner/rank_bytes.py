@@ -6,7 +6,6 @@
 a recorded layer and both ends, once for each tp (tools/planner/units.py).
 """
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -24,12 +23,11 @@ from mpu.pipeline.stage_layout import Stage
 from mpu.zero import bucket_layout
 from mpu.zero.bucket_layout import BucketLayout, sharing_of
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
-from tools.planner.model import REST, Model
+from tools.planner.model import Model
 from tools.planner.pipeline import in_flight
 from tools.planner.runs import Array, Runs
 from tools.planner.units import FIRST, LAST, LONGER, MIDDLE, unit_config, units
 from training.config import Config
-from training.flags.parse import parse
 from training.model_profile import ParameterProfile, rank_parameters
 from training.update_rules import optimizer_groups
 
@@ -248,13 +246,11 @@ class Exact(NamedTuple):
     in_host: float
 
 
-def exactly(model: Model, each: Layout) -> list[Exact]:
+def exactly(config: Config) -> list[Exact]:
     """Return the bytes of each pipeline rank, as --dry-run has them.
 
     Host memory is that of the rank with most.
     """
-    words = shlex.split(f"{each.flags()} {REST}")
-    config = parse([*model.flags, *words], each.tp * each.cp * each.dp * each.pp)
     found = recordings_of(config, pretrain_llama)
     kinds = of_ranks_kinds(config, found)
     most = max(recording.most(HOST) for recording in found)

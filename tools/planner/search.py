@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time every layout of a model on a cluster, tell its memory, and rank them.
+"""Estimate time and memory of every layout of a model on a cluster, and record the best ones.
 
-Layouts are those of tools/planner/layout.py, memory is tools/planner/rank_bytes.py, time is
-tools/planner/step_time.py. How keys and values travel, and whether tp's transfers go in a ring, is
-chosen once for each tp, cp and micro-batch: the way in which a layer takes the least time.
+Layouts are those of tools/planner/layout.py. The estimate of memory is tools/planner/rank_bytes.py,
+that of time tools/planner/step_time.py; what is printed is recorded (tools/planner/recorded.py).
+How keys and values travel, and whether tp's transfers go in a ring, is chosen once for each tp, cp
+and micro-batch: the way in which a layer takes the least time.
 """
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -15,21 +15,19 @@ import numpy as np
 import numpy.typing as npt
 
 from forecast.device_file import read_device
-from forecast.fit import available
 from mpu.layers.float8.cuda import CAPABLE, lacks
 from mpu.pipeline import stage_layout
-from tools.planner import matrices, transfers
 from tools.planner.cluster import Cluster
-from tools.planner.constants import device_constants, own
+from tools.planner.constants import own
 from tools.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
 from tools.planner.model import Model
 from tools.planner.pipeline import SCHEDULES, paired
-from tools.planner.rank_bytes import Exact, Kinds, exactly, many, of_layers, sizes
+from tools.planner.rank_bytes import many, of_layers, sizes
+from tools.planner.recorded import Recorded
 from tools.planner.runs import COMMS, DISPATCHERS, Array, Runs
 from tools.planner.step_time import (
     Constants,
     Times,
-    Unnamed,
     carried,
     host_layer,
     layer,
@@ -39,7 +37,7 @@ from tools.planner.step_time import times as times_of_runs
 from tools.waiting import Progress
 
 NEARLY = 1.1  # layouts estimated at up to so much above the limit are computed exactly too
-LOOKED = 25  # layouts computed exactly, at most, to find the fastest of a row, or its first
+LOOKED = 25  # layouts whose memory is recorded, at most, to find one that fits
 # median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
 COMPARISON_ERROR = 0.048
 RISK = 0.05  # of a GPU's memory: with less of it left, a plan is a risk
@@ -47,20 +45,6 @@ RISK = 0.05  # of a GPU's memory: with less of it left, a plan is a risk
 
 class PlanError(ValueError):
     """A plan that was requested and does not exist: the text says why."""
-
-
-@dataclass(frozen=True)
-class Variants:
-    """Layouts whose steps differ by less than COMPARISON_ERROR, the error of a comparison: one row.
-
-    first: the one that a table prints. It leaves at least RISK of a GPU's memory, if one does, and
-    then has the fewest mechanisms, and of those the most memory left.
-    fastest: the one of least time. members: all of them, by time.
-    """
-
-    first: int
-    fastest: int
-    members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -79,99 +63,53 @@ class Plans:
     progress: Progress = field(default_factory=Progress, compare=False)
 
     @property
+    def limit(self) -> float:
+        """Return the bytes of a GPU that a plan counts on."""
+        return self.cluster.limit
+
+    @property
     def fits(self) -> npt.NDArray[np.bool_]:
         return self.bytes <= self.limit
 
-    @property
-    def rate(self) -> Array:
-        """Return tokens a second and GPU."""
-        return self.runs.tokens / self.times.step / self.runs.gpus
-
-    @property
-    def mfu(self) -> Array:
-        return self.rate * self.runs.flops / device_constants(self.cluster.device)["peak.bfloat16"]
-
     @cached_property
-    def _known(self) -> dict[int, list[Exact]]:
+    def _known(self) -> dict[int, Recorded]:
         return {}
 
-    def _exactly(self, n: int) -> list[Exact]:
+    def recorded(self, n: int) -> Recorded:
+        """Return a layout as it is recorded."""
         if n not in self._known:
-            self._known[n] = exactly(self.model, self.layouts[n])
+            self._known[n] = Recorded(self.model, self.cluster, self.layouts[n].flags())
         return self._known[n]
 
-    def ranks(self, n: int) -> list[Kinds]:
-        """Return the bytes of each pipeline rank of a layout by kind, as --dry-run has them."""
-        return [rank.kinds for rank in self._exactly(n)]
-
-    def fullest(self, n: int) -> Kinds:
-        """Return the bytes of a layout's fullest rank by kind."""
-        return max(self.ranks(n), key=lambda kinds: sum(kinds.values()))
-
-    def exact(self, n: int) -> float:
-        """Return the bytes of a layout's fullest rank as --dry-run tells them."""
-        return sum(self.fullest(n).values())
-
-    def fit(self, n: int) -> bool:
-        """Return whether a layout's fullest rank fits a GPU, and what it keeps in host memory a
-        host.
-        """
-        return self.exact(n) <= self.limit and self.in_host(n) <= self.cluster.host
-
-    def in_host(self, n: int) -> float:
-        """Return the bytes of activations and state that a layout keeps in a node's host memory."""
-        return self.cluster.node * max(rank.in_host for rank in self._exactly(n))
-
-    @cached_property
-    def memory(self) -> float:
-        """Return the bytes of a GPU."""
-        return read_device(self.cluster.device)["memory"]
-
-    @property
-    def limit(self) -> float:
-        """Return the bytes of a GPU that a plan counts on."""
-        return available(self.memory)
-
-    def command(self, n: int) -> str:
-        """Return the flags of model and layout; data, learning rate and length are the user's."""
-        return f"{shlex.join(self.model.flags)} --bf16 {self.layouts[n].flags()}"
-
-    def order(self) -> npt.NDArray[np.intp]:
-        """Return the layouts that fit, fastest first; of equals the one with more memory left."""
-        found = np.flatnonzero(self.fits)
-        return found[np.lexsort((self.bytes[found], self.times.step[found]))]
-
     def _simpler(self, n: int) -> tuple[bool, int, float]:
-        """Return by what the layouts of a row are ordered."""
-        tight = self.limit - self.bytes[n] < RISK * self.memory
+        """Return by what layouts are ordered whose estimates are alike."""
+        tight = self.limit - self.bytes[n] < RISK * self.cluster.memory
         return bool(tight), self.layouts[n].mechanisms, float(self.bytes[n])
 
-    def best(self, top: int) -> list[int]:
-        """Return the first layouts of `rows`."""
-        return [row.first for row in self.rows(top)]
+    def _holds(self, n: int) -> bool:
+        """Return whether a layout fits: by the estimate, unless that is close to the limit."""
+        return bool(self.bytes[n] * NEARLY <= self.limit) or self.recorded(n).fits
 
-    def rows(self, top: int) -> list[Variants]:
-        """Return rows of layouts that fit by --dry-run's arithmetic, the fastest row first.
-
-        A row begins with the fastest layout that is in no row yet, and has all that are within
-        COMPARISON_ERROR of it.
+    def chosen(self, top: int) -> list[Recorded]:
+        """Return layouts that fit, by the estimates: each stands for those within COMPARISON_ERROR
+        of the fastest that no other stands for. It leaves at least RISK of a GPU's memory, if one
+        of them does, and then has the fewest mechanisms, and of those the most memory left.
         """
         near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
         rest = [int(n) for n in near[np.lexsort((self.bytes[near], self.times.step[near]))]]
-        found: list[Variants] = []
-        self.progress.begin("computing the memory of the fastest layouts:", top, "rows")
+        found: list[Recorded] = []
+        self.progress.begin("computing the memory of the fastest layouts:", top, "layouts")
         while rest and len(found) < top:
-            fastest = next((n for n in rest[:LOOKED] if self.fit(n)), None)
+            fastest = next((n for n in rest[:LOOKED] if self._holds(n)), None)
             if fastest is None:
                 break
             rest = rest[rest.index(fastest) :]
             end = self.times.step[fastest] * (1 + COMPARISON_ERROR)
-            members = [n for n in rest if self.times.step[n] <= end]
-            own = [n for n in members if n == fastest or self.fits[n]]
-            simple = sorted(own, key=self._simpler)
-            first = next((n for n in simple[:LOOKED] if self.fit(n)), fastest)
-            found.append(Variants(first, fastest, tuple(own)))
-            rest = rest[len(members) :]
+            alike = [n for n in rest if self.times.step[n] <= end]
+            some = sorted((n for n in alike if n == fastest or self.fits[n]), key=self._simpler)
+            first = next((n for n in some[:LOOKED] if self.recorded(n).fits), fastest)
+            found.append(self.recorded(first))
+            rest = rest[len(alike) :]
             self.progress.add()
         return found
 
@@ -270,8 +208,7 @@ def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, i
     if not tried:
         return {}
     c, runs = _constants(cluster), runs_of(model, cluster, tried)
-    kernels, exposed = layer(c, runs)
-    times_of = np.maximum(kernels.seconds + sum(exposed), host_layer(c, runs))
+    times_of = np.maximum(layer(c, runs).seconds, host_layer(c, runs))
     fastest: dict[tuple[int, int, int], tuple[float, Choice]] = {}
     for e, seconds in zip(tried, times_of, strict=True):
         key, way = (e.tp, e.cp, e.micro_batch), Choice(e.comm, e.overlap)
@@ -345,7 +282,7 @@ def on_host(c: Constants, r: Runs, moved: Array, slot: Array) -> Array:
 
 def with_state(times: Times, seconds: Array) -> Times:
     """Return the times with so many seconds of exposed copies of the optimizer's state."""
-    return replace(times, carried=seconds, step=times.step + seconds)
+    return replace(times, step=times.step + seconds)
 
 
 def check_dtype(cluster: Cluster, dtype: str) -> None:
@@ -360,10 +297,8 @@ def check_dtype(cluster: Cluster, dtype: str) -> None:
 def evaluate(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
     """Return the predictions of given layouts."""
     runs, c = runs_of(model, cluster, found), _constants(cluster)
-    times = _timed(c, runs, transfers.unnamed(c, model, found, runs))
+    times = _timed(c, runs)
     bytes_ = many(model, found, runs, cluster.host)
-    more = matrices.seconds(c, model, found, runs)
-    times = replace(times, update=times.update + more, step=times.step + more)
     host = np.array([e.on_host for e in found])
     more = np.where(host, updated_on_host(c, runs, bytes_.moved),
                     carried(c, runs, bytes_.moved * ~host, times.slot))  # fmt: skip
@@ -382,22 +317,16 @@ def _constants(cluster: Cluster) -> dict[str, float]:
     return own(cluster.device)
 
 
-def _timed(c: dict[str, float], runs: Runs, more: Unnamed) -> Times:
+def _timed(c: dict[str, float], runs: Runs) -> Times:
     """Time runs, those with as many stages together, so that arrays are no wider than needed."""
     count = (runs.pp * runs.virtual).astype(int)
     parts: list[tuple[npt.NDArray[np.intp], Times]] = []
     for stages in np.unique(count):
         at = np.flatnonzero(count == stages)
         some = runs[at]
-        parts.append((at, times_of_runs(c, replace(some, cut=some.cut[:, :stages]), more[at])))
-    values: dict[str, Array] = {}
-    for column in fields(Times):
-        joined = np.zeros((len(runs), *((runs.cut.shape[1],) if column.name == "stages" else ())))
-        for at, some_times in parts:
-            own = getattr(some_times, column.name)
-            if own.ndim == 2:
-                joined[at, : own.shape[1]] = own
-            else:
-                joined[at] = own
-        values[column.name] = joined
+        parts.append((at, times_of_runs(c, replace(some, cut=some.cut[:, :stages]))))
+    values = {column.name: np.zeros(len(runs)) for column in fields(Times)}
+    for at, some_times in parts:
+        for name, joined in values.items():
+            joined[at] = getattr(some_times, name)
     return Times(**values)

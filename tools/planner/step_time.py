@@ -6,11 +6,10 @@ of the device file, and the fitted ones that constants.py lists with their meani
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from forecast.device_file import PROTOCOLS
 from mpu.zero.bucket_layout import LARGEST, SMALLEST
@@ -32,40 +31,14 @@ MATMULS = 12  # of F and B of a layer, each in as many parts as there are tp ran
 
 @dataclass(frozen=True)
 class Times:
-    """What a step is made of, in seconds.
+    """Seconds of steps: (micro-batches x slot + bubble) x jitter, and what follows them.
 
-    slot: F and B of a micro-batch on the slowest pipeline rank. It is the sum of that rank's
-    compute (matmul and attention are parts of it, the rest passes over memory), its exposed
-    transfers (tp, cp, ep, fsdp: of weights and gradients layer by layer), copies to and from the
-    host, waits for the host (host), and waits for messages. bubble: the pipeline's ends. sums:
-    exposed transfers of gradients and parameters during micro-batches. update: the optimizer's.
-    carried: exposed copies of its state to and from the host.
-    stages: [runs, stages], F and B of each. message: between them. host_share: what the host
-    needs to issue the slowest rank, over what that rank computes and waits for transfers.
-    jitter: factor by which other nodes slow micro-batches and bubble. step is (micro-batches x
-    slot + bubble) x jitter + sums + update + carried, exactly.
+    slot: F and B of a micro-batch on the slowest pipeline rank. bubble: the pipeline's ends.
     """
 
     slot: Array
-    compute: Array
-    matmul: Array
-    attention: Array
-    tp: Array
-    cp: Array
-    ep: Array
-    fsdp: Array
-    copies: Array
-    waits: Array
-    host: Array
     bubble: Array
-    sums: Array
-    update: Array
-    carried: Array
     step: Array
-    stages: Array
-    message: Array
-    host_share: Array
-    jitter: Array
 
 
 def matmul(
@@ -116,53 +89,18 @@ def collective(
     return np.asarray(calls * cost.collective(links(c, r), verb, sent, size, crossed))
 
 
-class Kernels(NamedTuple):
-    """Seconds of kernels, by the rehearsal's kinds: roofline.KINDS."""
-
-    matmul: Array
-    attention: Array
-    passes: Array
-
-    @property
-    def seconds(self) -> Array:
-        return self.matmul + self.attention + self.passes
-
-    def plus(self, other: "Kernels", times: Array | float = 1.0) -> "Kernels":
-        return Kernels(*(a + times * b for a, b in zip(self, other, strict=True)))
-
-
-class Exposed(NamedTuple):
-    """What nothing hides of a layer's F and B: see Times."""
-
-    tp: Array
-    cp: Array
-    ep: Array
-    fsdp: Array
-    copies: Array
-
-
-    @property
-    def seconds(self) -> Array:
-        return np.asarray(sum(self))
-
-    def plus(self, other: "Exposed", times: Array | float = 1.0) -> "Exposed":
-        return Exposed(*(a + times * b for a, b in zip(self, other, strict=True)))
-
-
-@dataclass(frozen=True)
-class Unnamed:
-    """Transfers of F and B that no formula here names, such as a fork's: see transfers.py.
-
-    layer: of each layer. first: of the embedding's end of the model. head: of the other end.
+class Layer(NamedTuple):
+    """Seconds of F and B of a layer: what it computes, exchanges of experts that nothing hides, and
+    other transfers that nothing hides.
     """
 
-    layer: Exposed
-    first: Exposed
-    head: Exposed
+    compute: Array
+    exchanges: Array
+    transfers: Array
 
-    def __getitem__(self, chosen: npt.NDArray[np.intp]) -> "Unnamed":
-        return Unnamed(*(Exposed(*(seconds[chosen] for seconds in getattr(self, part.name)))
-                         for part in fields(self)))  # fmt: skip
+    @property
+    def seconds(self) -> Array:
+        return self.compute + self.exchanges + self.transfers
 
 
 class Experts(NamedTuple):
@@ -221,8 +159,8 @@ def experts(c: Constants, r: Runs, own: Array) -> Experts:
     return Experts(*(np.where(has, each, 0.0) for each in times))
 
 
-def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
-    """Return kernels and exposed transfers of F and B of a layer."""
+def layer(c: Constants, r: Runs) -> Layer:
+    """Return the seconds of F and B of a layer."""
     t = r.micro_batch * r.sequence / r.cp
     h, f, tp = r.hidden, r.ffn, r.tp
     q = r.queries
@@ -257,10 +195,9 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
     f_passes = passes(c, moved + scores + inputs) + mixture.f_passes
     b_passes = passes(c, c["backward_bytes"] * moved + scores + sent + c["accumulate_bytes"]
                       * (r.layer_weights / tp + dealt)) + mixture.b_passes  # fmt: skip
-    first = Kernels(forward, f_attention, f_passes)
-    again = r.core_again * (1 - r.recompute) * f_attention
-    second = Kernels(backward, b_attention + again, b_passes).plus(first, r.recompute)
-    f_compute, b_compute = first.seconds, second.seconds
+    f_compute = forward + f_attention + f_passes
+    again = r.core_again * (1 - r.recompute) * f_attention + r.recompute * f_compute
+    b_compute = backward + b_attention + b_passes + again
     down, fsdp = r.offload / c["host_bandwidth"], np.zeros(len(r))
     if (r.zero >= 3).any():  # in a pipeline a stage's weights stay gathered for a step: gradients()
         size, weights = r.dp * r.cp, r.layer_weights / tp
@@ -274,15 +211,14 @@ def layer(c: Constants, r: Runs) -> tuple[Kernels, Exposed]:
         fsdp = np.maximum(
             moved - c["fsdp_hidden"] * (f_compute + b_compute), c["fsdp_least"] * moved
         )
-    exposed = Exposed(
-        tp=_tensor(c, r, t, forward + backward),
-        cp=_context(c, r, t, f_compute + b_compute),
-        ep=_exchanges(r, mixture, f_compute, b_compute),
-        fsdp=fsdp,
-        copies=np.maximum(0.0, down - f_compute) + np.maximum(0.0, down - b_compute),
-    )
+    copies = np.maximum(0.0, down - f_compute) + np.maximum(0.0, down - b_compute)
     starts = c["layer_start"] * (1 + r.recompute / 3)
-    return first.plus(second)._replace(passes=f_passes + second.passes + starts), exposed
+    return Layer(
+        compute=f_compute + b_compute + starts,
+        exchanges=_exchanges(r, mixture, f_compute, b_compute),
+        transfers=_tensor(c, r, t, forward + backward) + _context(c, r, t, f_compute + b_compute)
+        + fsdp + copies,
+    )  # fmt: skip
 
 
 def _tensor(c: Constants, r: Runs, t: Array, matmuls: Array) -> Array:
@@ -334,8 +270,8 @@ def _context(c: Constants, r: Runs, t: Array, compute: Array) -> Array:
     return np.asarray(np.where(r.comm == COMMS.index("a2a"), heads, seconds))
 
 
-def head(c: Constants, r: Runs) -> tuple[Kernels, Array]:
-    """Return kernels and exposed transfers of the output layer and the loss."""
+def head(c: Constants, r: Runs) -> Array:
+    """Return the seconds of F and B of the output layer and the loss."""
     t = r.micro_batch * r.sequence / r.cp
     own = r.vocab / r.tp
     plain = Runs(**{**r.__dict__, "float8": np.zeros_like(r.float8)})
@@ -344,7 +280,7 @@ def head(c: Constants, r: Runs) -> tuple[Kernels, Array]:
         + matmul(c, plain, own, r.hidden, t)
     )  # fmt: skip
     moved = passes(c, c["logit_bytes"] * t * own)
-    return Kernels(products, np.zeros(len(r)), moved), 3 * _of_rows(c, r, t)
+    return np.asarray(products + moved + 3 * _of_rows(c, r, t))
 
 
 def _of_rows(c: Constants, r: Runs, t: Array) -> Array:
@@ -460,24 +396,14 @@ def updated_on_host(c: Constants, r: Runs, moved: Array) -> Array:
     return np.asarray(numbers * (6 / c["host_bandwidth"] + 28 / HOST_MEMORY))
 
 
-def times(c: Constants, r: Runs, more: Unnamed | None = None) -> Times:
-    """Return the times of steps of these runs. more: transfers that no formula names."""
-    none = Exposed(*np.zeros((5, len(r))))
-    more = more or Unnamed(none, none, none)
-    of_layer, shown = layer(c, r)
-    shown = shown.plus(more.layer)
-    compute, exposed = of_layer.seconds, shown.seconds
-    on_layer = host_layer(c, r)
-    of_head, head_exposed = head(c, r)
-    at_head = more.head._replace(tp=more.head.tp + head_exposed)
-    head_seconds = of_head.seconds + at_head.seconds
+def times(c: Constants, r: Runs) -> Times:
+    """Return the times of steps of these runs."""
+    each, on_layer = layer(c, r), host_layer(c, r)
     stages = r.cut.shape[1]
     number = np.arange(stages)[None, :]
-    count = (r.pp * r.virtual)[:, None]
-    used = number < count
-    is_head, is_first = (number == r.head[:, None]) & used, number == 0
-    ends = is_head * head_seconds[:, None] + is_first * more.first.seconds[:, None]
-    gpu = r.cut * (compute + exposed)[:, None] + ends
+    used = number < (r.pp * r.virtual)[:, None]
+    is_head = (number == r.head[:, None]) & used
+    gpu = r.cut * each.seconds[:, None] + is_head * head(c, r)[:, None]
     host = r.cut * on_layer[:, None] + used * c["host_stage"] + is_head * c["host_head"]
     both = _busy(c, gpu, host)
     ranks = r.by_rank(both)  # a rank's own chunks, one after another
@@ -486,33 +412,17 @@ def times(c: Constants, r: Runs, more: Unnamed | None = None) -> Times:
     virtual, pp = r.virtual, r.pp
     first, total = slowest, both.sum(1)
     if (r.paired > 0).any():  # no F of a pipeline's ends overlaps a B
-        _, alone = layer(c, replace(r, paired=np.zeros(len(r))))
-        alone_gpu = gpu + r.cut * (alone.ep - (shown.ep - more.layer.ep))[:, None]
-        apart = _busy(c, alone_gpu, host)
+        alone = layer(c, replace(r, paired=np.zeros(len(r))))
+        apart = _busy(c, gpu + r.cut * (alone.exchanges - each.exchanges)[:, None], host)
         first, total = r.by_rank(apart)[at], apart.sum(1)
     message = messages(c, r)
-    waits = np.where(pp > 1, c["message_exposed"] * 2 * message, 0.0) * virtual
-    slot = slowest + waits
+    slot = slowest + np.where(pp > 1, c["message_exposed"] * 2 * message, 0.0) * virtual
     bubbles = np.maximum(total / virtual - first / virtual, 0.0) * bubble_share(r)
     bubbles = bubbles + np.where(pp > 1, 2 * (pp - 1) * message, 0.0)
     jitter = 1 + c["jitter"] * np.log2(np.maximum(1.0, r.nodes))
     body = r.micro_batches * slot
-    sums = gradients(c, r, both.max(1) * 2 / 3)
-    optimizer = update(c, r)
-    step = (body + bubbles) * jitter + sums + optimizer
-    busy, launches = r.by_rank(gpu)[at], r.by_rank(host)[at]
-    layers, has_head = r.by_rank(r.cut)[at], r.by_rank(is_head * 1.0)[at]
-    has_first = r.by_rank(np.broadcast_to(is_first * 1.0, gpu.shape))[at]
-    sent = Exposed(*(each * layers for each in shown))
-    sent = sent.plus(at_head, has_head).plus(more.first, has_first)
-    kernels = Kernels(*(each * layers for each in of_layer)).plus(of_head, has_head)
-    return Times(
-        slot=slot, compute=kernels.seconds, matmul=kernels.matmul, attention=kernels.attention,
-        tp=sent.tp, cp=sent.cp, ep=sent.ep, fsdp=sent.fsdp, copies=sent.copies,
-        waits=waits, host=slowest - busy,
-        bubble=bubbles, sums=sums, update=optimizer, carried=np.zeros(len(r)), step=step,
-        stages=both, message=message, host_share=launches / busy, jitter=jitter,
-    )  # fmt: skip
+    step = (body + bubbles) * jitter + gradients(c, r, both.max(1) * 2 / 3) + update(c, r)
+    return Times(slot, bubbles, step)
 
 
 def _busy(c: Constants, gpu: Array, host: Array) -> Array:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Record what a layer and the model's ends keep and send, on ranks of a pipeline of few layers.
+"""Record what a layer and the model's ends keep, on ranks of a pipeline of few layers.
 
     rank 0              rank 1   rank 2          rank 3
     embedding, a layer  a layer  two layers      a layer, head
@@ -9,8 +9,6 @@ The second and third differ by a layer, the first and last from the second by an
 separates them its weight gradients.
 """
 
-from collections import Counter
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,19 +21,10 @@ from training.flags.parse import parse
 
 LAYOUT = "Et|t|tt|tL"
 FIRST, MIDDLE, LONGER, LAST = range(4)  # places in the pipeline
-MESSAGES = ("pp", "pp_back")
-Key = tuple[str, str, str]  # axis, verb, and the action: F, B or W
-
-
-class Sent(NamedTuple):
-    """Collectives of a key: how many, and bytes of one rank's inputs to all of them together."""
-
-    calls: int
-    bytes: float
 
 
 class Unit(NamedTuple):
-    """What a stage keeps of a micro-batch, in bytes, and what it sends for it.
+    """What a stage keeps of a micro-batch, in bytes.
 
     stored: from F to B, without the logits, which are also there. waits: from B to W. working: the
     most that an action has besides.
@@ -45,31 +34,30 @@ class Unit(NamedTuple):
     logits: int
     waits: int
     working: int
-    sent: Mapping[Key, Sent]
 
 
 def unit_config(
-    flags: tuple[str, ...], tp: int, more: str, ep: int = 0, cp: int = 1, dispatcher: str = "auto"
+    flags: tuple[str, ...], tp: int, more: str, ep: int = 0, dispatcher: str = "auto"
 ) -> Config:
     """Return the config of the few layers.
 
-    It has two data-parallel ranks at least, so that a model's own collectives over them are there.
+    It has two data-parallel ranks at least.
     """
     dp = max(2, ep // tp)
     argv = [*flags, *REST.split(), "--num-layers", "5", "--tensor-model-parallel-size", str(tp),
             "--pipeline-model-parallel-size", "4", "--pipeline-model-parallel-layout", LAYOUT,
-            *["--sequence-parallel"] * (tp > 1), "--context-parallel-size", str(cp),
+            *["--sequence-parallel"] * (tp > 1),
             "--micro-batch-size", "1", "--global-batch-size", str(4 * dp)]  # fmt: skip
     argv += more.split()
     if ep:
         argv += ["--expert-model-parallel-size", str(ep), "--expert-tensor-parallel-size", "1"]
         argv += ["--moe-token-dispatcher-type", dispatcher]
-    return parse(last_of_each(argv), 4 * tp * cp * dp)
+    return parse(last_of_each(argv), 4 * tp * dp)
 
 
 @lru_cache(maxsize=256)
 def units(config: Config) -> tuple[Unit, ...]:
-    """Return what each of the four stages keeps and sends."""
+    """Return what each of the four stages keeps."""
     found = record(config, pretrain_llama, few=1, warms_up=False)
     return tuple(_unit(found[rank]) for rank in range(4))
 
@@ -87,25 +75,4 @@ def _unit(recording: Recording) -> Unit:
                 logits = moment.after.get(LOGITS, 0)
     waits = after["B"] if "W" in most else 0
     working = max(most["F"], most["B"]) - after["F"]
-    return Unit(
-        after["F"] - logits, logits, waits, max(working, most.get("W", 0) - waits),
-        _sent(recording),
-    )  # fmt: skip
-
-
-def _sent(recording: Recording) -> dict[Key, Sent]:
-    """Return what the layers and ends themselves send: neither messages nor buckets."""
-    calls, sizes = Counter[Key](), Counter[Key]()
-    for each in recording.recorder.transfers:
-        action = each.action
-        if not isinstance(action, Action) or each.axis in MESSAGES or each.verb == "receive":
-            continue
-        if each.size > 1 and not each.who.startswith("bucket "):
-            key, given = (each.axis, each.verb, action.kind), each.bytes
-            if each.verb == "all_gather":
-                given -= each.sent  # the rank's own part
-            elif each.verb == "all_to_all":  # of an exchange in equal parts that sends as much
-                given = -(-each.sent * each.size // (each.size - 1))
-            calls[key] += 1
-            sizes[key] += given
-    return {key: Sent(calls[key], sizes[key]) for key in calls}
+    return Unit(after["F"] - logits, logits, waits, max(working, most.get("W", 0) - waits))

@@ -108,10 +108,15 @@ def run(
     config: Config,
     exchange: Exchange | None = None,
     progress: Progress | None = None,
+    node: int = GPUS_A_NODE,
+    tries: bool = True,
 ) -> Rehearsed:
-    """Rehearse a rank, for which this process must be new. Raises UsageError."""
-    world, options = Launch.from_env().world, config.rehearse
-    here = min(GPUS_A_NODE, world)
+    """Rehearse a rank, for which this process must be new. Raises UsageError.
+
+    node: its GPUs. tries: whether a run's trial calls are made first.
+    """
+    world, options = config.parallel.world_size, config.rehearse
+    here = min(node, world)
     launch = Launch(options.rehearse_rank, world, options.rehearse_rank % here, here)
     file = script.load_model_file(config.model.model_file)
     recorder = Recorder("cpu" if options.rehearse_device == "cpu" else "cuda", str(file.__file__))
@@ -132,7 +137,7 @@ def run(
     network.install(patches)
     return rehearse(
         script, config, launch, recorder, network, steps=options.rehearse_steps,
-        patches=patches, progress=progress,
+        patches=patches, progress=progress, tries=tries,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ mpu/pipeline/simulate.py, the model of the whole pipeline.
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from forecast.device_file import Device
@@ -36,16 +36,15 @@ def parts_of(words: str) -> list[tuple[str, int]]:
     return [(m[1], int(m[4])) for m in WORDS.finditer(words)] if WORDS.match(words) else []
 
 
-def stage_seconds(
+def own_seconds(
     actions: Sequence[ActionSpan], schedule: Schedule, pp_rank: int, work: Costs
-) -> Costs:
-    """Return seconds of F, B and W of every stage.
+) -> dict[str, dict[int, float]]:
+    """Return {"F", "B", "W": {stage of this rank: the mean seconds of its micro-batches}}.
 
-    actions: of this rank, timed. work: of every stage, in any unit, such as FLOPs. A stage of this
-    rank has the mean of its micro-batches. Another has this rank's seconds a unit of work, of the
-    same kind and over all its chunks. Raises ValueError where the record lacks one of its actions.
+    actions: of this rank, timed. work: of every stage, in any unit, such as FLOPs. Raises
+    ValueError where the record lacks one of its actions.
     """
-    parts = {"F": work.forward, "B": work.input_gradient, "W": work.weight_gradient}
+    parts = _by_part(work)
     measured: dict[tuple[str, int], list[float]] = defaultdict(list)
     for span in actions:
         each = [(part, stage) for kind, stage in parts_of(span.words) for part in kind]
@@ -54,15 +53,31 @@ def stage_seconds(
             share = parts[part][stage] / total if total else 1 / len(each)
             measured[part, stage].append((span.end - span.begin) * share)
     own = [schedule.stage(pp_rank, chunk) for chunk in range(schedule.chunks)]
-    seconds: dict[str, list[float]] = {}
-    for part, amounts in parts.items():
+    for part in parts:
         lacking = [stage for stage in own if not measured[part, stage]]
         if lacking:
             raise ValueError(f"the record of pipeline rank {pp_rank} has no {part} of {lacking[0]}")
-        mean = {s: sum(measured[part, s]) / len(measured[part, s]) for s in own}
-        unit = sum(mean.values()) / (sum(amounts[s] for s in own) or 1.0)
-        seconds[part] = [mean.get(s, unit * amounts[s]) for s in range(schedule.stages)]
+    return {
+        part: {s: sum(measured[part, s]) / len(measured[part, s]) for s in own} for part in parts
+    }
+
+
+def stage_seconds(own: Mapping[str, Mapping[int, float]], work: Costs) -> Costs:
+    """Return seconds of F, B and W of every stage.
+
+    own: those of one rank's stages, by part. Another stage has this rank's seconds a unit of work,
+    of the same kind and over all its chunks.
+    """
+    seconds: dict[str, list[float]] = {}
+    for part, amounts in _by_part(work).items():
+        mean = own[part]
+        unit = sum(mean.values()) / (sum(amounts[s] for s in mean) or 1.0)
+        seconds[part] = [mean.get(s, unit * amount) for s, amount in enumerate(amounts)]
     return Costs(seconds["F"], seconds["B"], seconds["W"])
+
+
+def _by_part(work: Costs) -> dict[str, Sequence[float]]:
+    return {"F": work.forward, "B": work.input_gradient, "W": work.weight_gradient}
 
 
 def time_pipeline(
@@ -84,12 +99,13 @@ def time_pipeline(
     alone = time_record(events, device, flops, dtype, rank, trace)
     sends = [e for e in events if isinstance(e, Transfer) and e.verb == "send"]
     send = max((message_seconds(device, e.bytes, rank, e.peer) for e in sends), default=0.0)
-    costs = stage_seconds(alone.actions, schedule, pp_rank, work)
+    costs = stage_seconds(own_seconds(alone.actions, schedule, pp_rank, work), work)
     simulated, free = simulate(schedule, replace(costs, send=send)), simulate(schedule, costs)
     own = sum(s.end - s.begin for s in alone.actions if action_of(s.words))
     step = alone.step_seconds - own + simulated.step
     bubble = free.step - free.busy[pp_rank]
-    exposed = {**alone.exposed_seconds, "bubble": bubble, "pp": simulated.step - free.step}
+    exposed = {**alone.exposed_seconds, "bubble": bubble}
+    exposed["pp"] = exposed.get("pp", 0.0) + simulated.step - free.step
     begins = {span.action[:3]: span.begin for span in simulated.timeline.ranks[pp_rank]}
     spans, actions = _moved(alone, begins, simulated.step)
     return replace(

@@ -86,16 +86,16 @@ class Rehearsed:
         over = (i for i in range(self.first, len(events)) if events[i] == Action(OVER))
         return next(over, len(events))
 
-    def step(self) -> list[Event]:
-        """Return the last step, of all micro-batches."""
-        return self._whole(self.recorder.events[self.first :])
+    def step(self, micro_batches: int = 0) -> list[Event]:
+        """Return the last step, of so many micro-batches; 0: of all."""
+        return self._whole(self.recorder.events[self.first :], micro_batches)
 
-    def earlier(self) -> list[Event]:
-        """Return the steps before it, of all micro-batches."""
+    def earlier(self, micro_batches: int = 0) -> list[Event]:
+        """Return the steps before it, of so many micro-batches; 0: of all."""
         events, found = self.recorder.events[: self.first], list[Event]()
         begins = [i for i, event in enumerate(events) if event in STEPS]
         for low, high in zip(begins, [*begins[1:], len(events)], strict=True):
-            found += self._whole(events[low:high])
+            found += self._whole(events[low:high], micro_batches)
         return found
 
     def batches_left_out(self) -> int:
@@ -112,10 +112,11 @@ class Rehearsed:
                 kept.pop(event.storage, None)
         return sum(kept.values()) // self.few * (self.micro_batches - self.few)
 
-    def _whole(self, events: list[Event]) -> list[Event]:
-        if self.few == self.micro_batches or self.failure is not None:
+    def _whole(self, events: list[Event], micro_batches: int) -> list[Event]:
+        count = micro_batches or self.micro_batches
+        if self.few == count or self.failure is not None:
             return events
-        schedule = schedule_of(self.config, self.micro_batches)
+        schedule = schedule_of(self.config, count)
         return whole_step(events, schedule, self.grid.pp.rank, self.few)
 
     def kinds(self) -> dict[int, str]:
@@ -265,11 +266,12 @@ def rehearse(
     patches: Patches,
     real: bool = False,
     progress: Progress | None = None,
+    tries: bool = True,
 ) -> Rehearsed:
     """Run `steps` steps of the script's `work` on the rank of `launch`.
 
     real: on tensors that have memory, with the other ranks of a real world. progress: counts the
-    steps.
+    steps. tries: whether a run's trial calls are made first.
     """
     progress = progress or Progress()
     progress.begin("building the model")
@@ -318,7 +320,7 @@ def rehearse(
             patches.replace(fake.FakeTensor, "tolist", lambda x: reads.tolist(x))
         with contextlib.redirect_stdout(io.StringIO()) as out:
             try:
-                if device.type == "cuda":
+                if tries and device.type == "cuda":
                     try_calls(config, device, notes.append)
                 script.connect(config, grid, device, None, timedelta(minutes=1), notes.append)
                 run = script.build(config, grid, device, monitor)

@@ -14,15 +14,13 @@ from forecast import dry_run
 from forecast.recording import record
 from pretrain_llama import model_provider
 from tests.sampling import sampled
-from tools.planner import own, search
+from tools.planner import search
 from tools.planner.cluster import read_cluster
 from tools.planner.constants import FIXED
 from tools.planner.layout import eps
 from tools.planner.model import MIXTURES, Model, read_model
 from tools.planner.runs import Runs, stacked
-from tools.planner.step_time import times
-from tools.planner.table import breakdown
-from training.flags.parse import parse
+from tools.planner.step_time import layer, times
 from training.model_profile import model_profile
 
 SMALL = (
@@ -57,9 +55,9 @@ def test_every_ep_that_divides_is_searched(model: Model, plans: search.Plans) ->
     assert eps(model, 6) == [1, 2]
     assert eps(read_model("8B", 2048), 8) == [0]
     for n in random.Random(1).sample(range(len(plans.layouts)), 40):
-        config = parse([*plans.command(n).split(), "--lr", "1e-4", "--mock-data",
-                        "--train-iters", "1"], 8)  # fmt: skip
-        assert own.layout_of(config) == plans.layouts[n]
+        each, p = plans.layouts[n], plans.recorded(n).config
+        assert p.expert_model_parallel_size == each.ep
+        assert p.parallel.overlap_moe_expert_parallel_comm == each.overlap_ep
 
 
 @pytest.mark.prove
@@ -68,7 +66,7 @@ def test_a_plan_has_the_bytes_of_the_dry_run_to_a_few_percent(plans: search.Plan
     near = [n for n, each in enumerate(plans.layouts)
             if not (each.split or each.offload) and each.zero <= 1]  # fmt: skip
     some = random.Random(3).sample(near, 12)
-    far = [abs(float(plans.bytes[n]) / plans.exact(n) - 1) for n in some]
+    far = [abs(float(plans.bytes[n]) / plans.recorded(n).bytes - 1) for n in some]
     assert np.median(far) < 0.04 and max(far) < 0.15, far
 
 
@@ -86,15 +84,15 @@ def test_a_forward_during_a_backward_hides_some_of_the_exchanges(
     )  # fmt: skip
     assert plain.can_overlap_ep and not replace(plain, ep=1).can_overlap_ep
     plans = search.evaluate(model, cluster, [plain, replace(plain, overlap_ep=True)])
-    exchanges = [breakdown(plans, n).seconds["ep"] for n in (0, 1)]
+    constants, runs = search._constants(cluster), plans.runs
+    exchanges = layer(constants, runs).exchanges * 8 * 8 / pp  # layers of a rank, micro-batches
     assert 0 < exchanges[1] < exchanges[0]
     assert 0 < plans.times.step[0] - plans.times.step[1] < exchanges[0]
-    config = own.config_of(model, cluster, plans.layouts[1].flags())
-    assert own.layout_of(config) == plans.layouts[1]
-    recordings = record(config, pretrain_llama)
-    told = [dry_run.memory(config, recordings[rank]) for rank in range(pp)]
-    assert plans.ranks(1) == told and plans.exact(1) > plans.exact(0)
-    assert plans.bytes[1] == pytest.approx(plans.exact(1), rel=0.1)
+    alone, overlapped = plans.recorded(0), plans.recorded(1)
+    recordings = record(overlapped.config, pretrain_llama)
+    told = [dry_run.memory(overlapped.config, recordings[rank]) for rank in range(pp)]
+    assert [rank.kinds for rank in overlapped.ranks] == told and overlapped.bytes > alone.bytes
+    assert plans.bytes[1] == pytest.approx(overlapped.bytes, rel=0.1)
 
 
 @pytest.mark.parametrize("name", sampled(list(MIXTURES), 2))

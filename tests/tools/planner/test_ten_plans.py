@@ -51,12 +51,12 @@ def rehearse(rehearser: Process) -> Rehearse:
 def words(plans: Plans, n: int) -> list[str]:
     """Return the command line of a layout."""
     rest = REST.replace("--bf16 ", "").replace("--train-iters 1", "--train-iters 8")
-    return [*plans.command(n).split(), *rest.split()]
+    return [*plans.recorded(n).command.split(), *rest.split()]
 
 
 def hold_memory(plans: Plans, n: int, stage: int, report: Report) -> None:
     """Hold a rank's memory to the rehearsal's."""
-    ratio = sum(plans.ranks(n)[stage].values()) / report["memory"]["peak_bytes"]
+    ratio = sum(plans.recorded(n).ranks[stage].kinds.values()) / report["memory"]["peak_bytes"]
     assert ratio == pytest.approx(1, abs=0.02), plans.layouts[n]
 
 
@@ -106,7 +106,8 @@ def test_the_best_plan_is_rehearsed(
 ) -> None:
     asked: plan.Question = {"seq-length": sequence, "global-batch-size": batch}
     plans = plan.plans_of(model, read_cluster(cluster).of(nodes), asked)
-    n, world = plans.best(1)[0], plans.cluster.gpus
+    (best,), world = plans.chosen(1), plans.cluster.gpus
+    n = next(n for n, each in enumerate(plans.layouts) if each.flags() == best.flags)
     for rank, stage in ((0, 0), (world - 1, plans.layouts[n].pp - 1)):
         hold_memory(plans, n, stage, rehearse(plans, n, rank))
 

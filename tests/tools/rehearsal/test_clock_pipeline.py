@@ -8,7 +8,7 @@ from mpu.pipeline.simulate import Costs, simulate
 from tests.tools.rehearsal.clock_device import HERE, device, kernel
 from tools.rehearsal.clock import time_record
 from tools.rehearsal.events import Action, Event, Transfer
-from tools.rehearsal.pipeline_clock import action_of, stage_seconds, time_pipeline
+from tools.rehearsal.pipeline_clock import action_of, own_seconds, stage_seconds, time_pipeline
 
 
 def record(schedule: schedules.Schedule, rank: int, seconds: dict[str, int]) -> list[Event]:
@@ -50,7 +50,7 @@ def test_other_stages_take_this_rank_s_seconds_in_proportion_to_their_work() -> 
     schedule = schedules.build("1f1b", 2, 3)
     work = Costs([10.0, 30.0], [20.0, 60.0], [10.0, 30.0])
     alone = time_record(record(schedule, 0, {"F": 2, "B": 4, "W": 2}), device())
-    costs = stage_seconds(alone.actions, schedule, 0, work)
+    costs = stage_seconds(own_seconds(alone.actions, schedule, 0, work), work)
     assert costs.forward == [2, 6]
     assert costs.input_gradient == [4, 12] and costs.weight_gradient == [2, 6]
 
@@ -59,7 +59,7 @@ def test_a_stage_without_layers_has_what_was_measured_of_it() -> None:
     schedule = schedules.build("1f1b", 2, 3)
     work = Costs([0.0, 30.0], [0.0, 60.0], [0.0, 30.0])
     alone = time_record(record(schedule, 0, {"F": 2, "B": 4, "W": 2}), device())
-    costs = stage_seconds(alone.actions, schedule, 0, work)
+    costs = stage_seconds(own_seconds(alone.actions, schedule, 0, work), work)
     assert (costs.forward[0], costs.input_gradient[0], costs.weight_gradient[0]) == (2, 3, 3)
 
 
@@ -78,7 +78,7 @@ def test_a_record_that_lacks_an_action_is_refused() -> None:
     schedule = schedules.build("1f1b", 2, 2)
     work = Costs([1.0] * 2, [1.0] * 2, [1.0] * 2)
     with pytest.raises(ValueError, match="pipeline rank 1 has no F of 1"):
-        stage_seconds([], schedule, 1, work)
+        own_seconds([], schedule, 1, work)
 
 
 def test_words_of_the_engine_are_read() -> None:

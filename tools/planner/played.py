@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a step by the rehearsal: its record of a rank, its clock, its model of a pipeline.
+
+Rank 0 is recorded with few layers a stage and few micro-batches (tools/rehearsal/worker.py), at two
+counts of each, and what further ones take is added. So these are the seconds that `--rehearse` of
+the same flags prints. A model whose layers differ is recorded with all of them.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pretrain_llama
+from forecast.device_file import Device
+from mpu.pipeline.simulate import simulate
+from mpu.zero.bucket_layout import automatic_size
+from tools.planner.cluster import Cluster
+from tools.planner.model import Model, last_of_each
+from tools.planner.rank_bytes import sizes
+from tools.rehearsal.clock import Timing
+from tools.rehearsal.few_layers import (
+    BOUND,
+    BUSY,
+    EXPOSED,
+    HOST,
+    REST,
+    SEND,
+    SEPARATOR,
+    STAGE,
+    STEP,
+)
+from tools.rehearsal.pipeline_clock import stage_seconds
+from tools.rehearsal.run import few_of
+from tools.waiting import Progress
+from training.config import Config
+from training.flags.parse import parse
+from training.model_profile import model_profile
+from training.pipeline_schedule import own_stages, schedule_of
+from training.pipeline_stages import costs, stages_of
+
+ROOT = Path(__file__).resolve().parents[2]
+FEW = (2, 3)  # layers of a stage
+PAIRS = (4, 6)  # micro-batches for each pipeline rank where a forward runs during a backward
+PARTS = ("F", "B", "W")
+Numbers = Mapping[str, float]
+
+
+class Point(NamedTuple):
+    """Layers of each stage, and those of them that backward runs again, in a record."""
+
+    layers: int
+    again: int
+
+
+class Unplayable(ValueError):
+    """A layout that no rehearsal runs: the text says why."""
+
+
+class Worker:
+    """The process that rehearses. It starts at once, and ends with the context."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tools.rehearsal.worker"], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def answers(
+        self, jobs: Sequence[dict[str, Any]], progress: Progress | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the answers to jobs, in order. Raises Unplayable where the process has ended."""
+        to, back = self._process.stdin, self._process.stdout
+        assert to is not None and back is not None
+        print(json.dumps(jobs), file=to)
+        to.flush()
+        found = []
+        for _ in jobs:
+            line = back.readline()
+            if not line:
+                assert self._process.stderr is not None
+                last = self._process.stderr.read().strip().splitlines()[-1:]
+                raise Unplayable(*last or ["the process that rehearses has ended"])
+            found.append(json.loads(line))
+            if progress is not None:
+                progress.add()
+        return found
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Plan(NamedTuple):
+    """How a layout is played. config: its own. cut: layers of rank 0's chunks. device: with links.
+
+    points: the records, by layers; micro_batches: of each; jobs: in their order.
+    """
+
+    config: Config
+    cut: list[int]
+    again: int
+    device: Device
+    points: list[Point]
+    jobs: list[dict[str, Any]]
+
+
+def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Plan:
+    """Return how a run of a model is to be played. argv: its flags."""
+    config, device = parse(list(argv), cluster.gpus), cluster.links()
+    provider, p = pretrain_llama.model_provider, config.parallel
+    stages = stages_of(config, provider)
+    cut = [len(stages[n].layers) for n in own_stages(config, 0)]
+    block = p.recompute_granularity == "full" and p.recompute_method == "block"
+    again = (p.recompute_num_layers or 0) if block else 0
+    alike = len(set(model_profile(config, provider).layers)) == 1
+    if not alike or min(cut) < FEW[0]:
+        points = [Point(0, 0)]  # all of them
+    elif block:
+        points = [Point(FEW[0], 1), Point(FEW[1], 1), Point(FEW[1], 2)]
+    else:
+        points = [Point(n, 0) for n in FEW]
+    one = config.batch.micro_batch_size * p.data_parallel_size
+    count = config.batch.global_batch_size // one
+    several = p.pipeline_model_parallel_size
+    if p.overlap_moe_expert_parallel_comm:
+        counts = sorted({min(count, each * several) for each in PAIRS})
+    else:
+        unit = p.microbatch_group_size_per_virtual_pipeline_stage or several
+        counts = [min(count, few_of(config) + (2 * max(several, unit) if several > 1 else 1))]
+    jobs = []
+    for point in points:
+        for m in counts:
+            words = [*argv, "--train-iters", "8", "--global-batch-size", str(m * one),
+                     "--rehearse-device", cluster.device]  # fmt: skip
+            if point.layers:
+                words += of_layers(model, config, point, len(stages))
+            jobs.append({
+                "argv": last_of_each(words), "world": cluster.gpus, "node": cluster.node,
+                "levels": [list(level.__dict__.values()) for level in device.levels],
+            })  # fmt: skip
+    return Plan(config, cut, again, device, points, jobs)
+
+
+def of_layers(model: Model, config: Config, point: Point, stages: int) -> list[str]:
+    """Return the flags of a run with few layers in each stage, and buckets as all have."""
+    p, n = config.parallel, point.layers
+    words = ["--num-layers", str(n * stages)]
+    if p.pipeline_model_parallel_size > 1:
+        cut = ["t" * n] * stages
+        words += ["--pipeline-model-parallel-layout", "|".join(["E" + cut[0], *cut[1:]]) + "L"]
+    if point.again:
+        words += ["--recompute-num-layers", str(point.again)]
+    if not p.ddp_bucket_size:
+        own = sizes(model.flags, p.tensor_model_parallel_size, config.expert_model_parallel_size)
+        ranks = p.pipeline_model_parallel_size
+        ends = (own.embedding, own.head)
+        both = ranks == 1 and config.model.untie_embeddings_and_output_weights
+        held = own.layer * config.model.num_layers / ranks + (sum(ends) if both else max(ends))
+        words += ["--ddp-bucket-size", str(automatic_size(int(held)))]
+    return words
+
+
+def composed(plan: Plan, answers: Sequence[dict[str, Any]]) -> Timing:
+    """Return the time of a step, from its records. Raises Unplayable with what a record raised."""
+    for found in answers:
+        if "error" in found:
+            raise Unplayable(found["error"])
+    config, each = plan.config, len(answers) // len(plan.points)
+    one = config.batch.micro_batch_size * config.parallel.data_parallel_size
+    count = config.batch.global_batch_size // one
+    records = []
+    for n in range(len(plan.points)):
+        by_count = [tuple(pair) for a in answers[n * each : (n + 1) * each] for pair in a["points"]]
+        records.append(at_count(by_count, count))
+    names = dict.fromkeys(name for record in records for name in record)
+    ranks = config.parallel.pipeline_model_parallel_size
+    chunks = len(plan.cut)
+    mean = sum(plan.cut) / chunks
+    found = dict[str, float]()
+    for name in names:
+        kind, *rest = name.split(SEPARATOR)
+        layers = plan.cut[int(rest[1])] if kind == STAGE else mean
+        found[name] = at_layers(plan, [r.get(name, 0.0) for r in records], layers)
+    step, exposed = found[STEP], of_kind(found, EXPOSED)
+    if ranks > 1:
+        schedule = schedule_of(config, count)
+        own = {part: {schedule.stage(0, c): found[SEPARATOR.join((STAGE, part, str(c)))] / count
+                      for c in range(chunks)} for part in PARTS}  # fmt: skip
+        seconds = stage_seconds(own, costs(config, pretrain_llama.model_provider))
+        sent = simulate(schedule, replace(seconds, send=found[SEND]))
+        free = simulate(schedule, seconds)
+        step = found[REST] + sent.step
+        exposed["bubble"] = free.step - free.busy[0]
+        exposed["pp"] = exposed.get("pp", 0.0) + sent.step - free.step
+    profile = model_profile(config, pretrain_llama.model_provider)
+    tokens = config.batch.global_batch_size * config.model.seq_length
+    flops = profile.flops * tokens / config.parallel.world_size
+    dtype = str(config.run.dtype).removeprefix("torch.")
+    return Timing(
+        step, flops / (step * plan.device.peak(dtype)), of_kind(found, BUSY), exposed,
+        of_kind(found, BOUND), found[HOST],
+    )  # fmt: skip
+
+
+def of_kind(found: Numbers, kind: str) -> dict[str, float]:
+    """Return the numbers of a kind by their own names."""
+    return {name.partition(SEPARATOR)[2]: value for name, value in found.items()
+            if name.startswith(kind + SEPARATOR)}  # fmt: skip
+
+
+def at_count(points: Sequence[Any], count: int) -> Numbers:
+    """Return numbers at so many micro-batches, from those of one count or two."""
+    points = sorted(points, key=lambda point: point[0])
+    (few, low), (many, high) = points[0], points[-1]
+    if few == many:
+        assert count == many, f"{many} micro-batches are recorded of {count}"
+        return dict(low)
+    share = (count - few) / (many - few)
+    found = {name: low.get(name, 0.0) + share * (value - low.get(name, 0.0))
+             for name, value in high.items()}  # fmt: skip
+    return found | ({SEND: high[SEND]} if SEND in high else {})
+
+
+def at_layers(plan: Plan, values: Sequence[float], layers: float) -> float:
+    """Return a number of so many layers a stage, from the records'."""
+    if len(values) == 1:
+        return values[0]
+    first, second = plan.points[:2]
+    one = (values[1] - values[0]) / (second.layers - first.layers)
+    found = values[0] + one * (layers - first.layers)
+    if len(values) == 3:
+        again = min(plan.again, layers)
+        found += (values[2] - values[1]) * (again - first.again)
+    return found
