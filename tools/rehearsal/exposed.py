@@ -27,7 +27,7 @@ from tools.rehearsal.places import phase_of
 if TYPE_CHECKING:
     from tools.rehearsal.run import Rehearsed
 
-LEAST = 0.05  # of the FLOPs of a step's largest product
+LEAST = 0.02  # of the FLOPs of a step's largest product
 LARGE = 1 << 12  # bytes of a copy that holds up the computing stream
 Line = tuple[str, str, str]  # file:line, phase, label
 PASSES = ("forward", "backward")  # W fills a bubble, in which nothing waits for it

@@ -6,7 +6,8 @@ out  {"code": 0, "report": {...}, "text": "..."}
 
 The report also has "actions": the most bytes in each action of the last step, as (its words,
 bytes). all: every micro-batch runs. Importing torch takes longer than a small rehearsal, and the
-fake device must be loaded before it.
+fake device must be loaded before it. Each command line runs in a process that is forked from this
+one, as a rehearsal replaces functions of torch.
 """
 
 import contextlib
@@ -43,14 +44,13 @@ def actions(seen: Any) -> list[list[Any]]:
     return found
 
 
-def serve() -> None:
-    """Answer until the input ends."""
-    guard.load()
+def answer(line: str) -> None:
+    """Rehearse the command line of a request, and print the answer."""
     import pretrain_llama
     from tools.rehearsal import main, run
     from training.pipeline_schedule import micro_batch_counts
 
-    described, few_of = main.describe, run.few_of
+    described, asked = main.describe, json.loads(line)
 
     def describe(seen: Any) -> Any:
         made, text = described(seen)
@@ -58,20 +58,33 @@ def serve() -> None:
         return made | ({"actions": actions(seen)} if on_gpu else {}), text
 
     main.describe = describe
+    if asked["all"]:
+        run.few_of = lambda config: micro_batch_counts(config)[0]
+    os.environ["WORLD_SIZE"] = str(asked["world"])
+    said, path = io.StringIO(), asked["file"]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        argv = [*asked["argv"], "--rehearse", "--rehearse-json", path]
+        code = main.main(pretrain_llama, argv)
+    report = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
+    Path(path).unlink(missing_ok=True)
+    print(json.dumps({"code": code, "report": report, "text": said.getvalue()}), flush=True)
+
+
+def serve() -> None:
+    """Answer until the input ends."""
+    guard.load()
+    from mpu.torch_private import fake_tensors
+    from tools.rehearsal import main  # noqa: F401  # once, for all processes
+
+    fake_tensors().FakeTensorMode()  # whose first one imports much
     gc.freeze()
-    answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        asked = json.loads(line)
-        os.environ["WORLD_SIZE"] = str(asked["world"])
-        said, path = io.StringIO(), asked["file"]
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            argv = [*asked["argv"], "--rehearse", "--rehearse-json", path]
-            run.few_of = (lambda config: micro_batch_counts(config)[0]) if asked["all"] else few_of
-            code = main.main(pretrain_llama, argv)
-        report = json.loads(Path(path).read_text()) if os.path.exists(path) else {}
-        Path(path).unlink(missing_ok=True)
-        print(json.dumps({"code": code, "report": report, "text": said.getvalue()}), file=answers)
-        answers.flush()
+        if not os.fork():
+            try:
+                answer(line)
+            finally:
+                os._exit(0)  # threads of the trainer may still wait
+        os.wait()
 
 
 if __name__ == "__main__":
