@@ -165,8 +165,8 @@ def answer(args: argparse.Namespace) -> Answer:
     with waiting("planning") as progress:
         if args.rank_orders is not None:
             sequence, optimizer = args.seq_length or SEQUENCE, args.optimizer or ""
-            found = model_of(args.model, cluster, sequence, optimizer)
-            config = rank_order.config_of(found, cluster, args.rank_orders)
+            model = model_of(args.model, cluster, sequence, optimizer)
+            config = rank_order.config_of(model, cluster, args.rank_orders)
             return rank_order.table(config, cluster), True
         if args.why is not None:
             return compare(args.model, cluster, question, args.why, progress)

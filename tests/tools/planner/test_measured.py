@@ -3,11 +3,13 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ import pytest
 from tests.test_slurm import Queue
 from tools import plan
 from tools.planner.cluster import read_cluster
-from tools.planner.measured import Measured, Results
+from tools.planner.measured import Measured, Results, measure, ranked
+from tools.planner.model import read_model
+from tools.waiting import Progress
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -25,6 +29,7 @@ TINY = (
 )
 ASKED = [TINY, "2xcpu", "--seq-length", "64", "--global-batch-size", "8", "--top", "3"]
 Ask = Callable[..., tuple[int, str, str]]
+StandIn = Callable[[list[list[float] | str]], list[str]]
 # stands for the ranks: the nth call logs the nth rates, or fails with a line
 RANKS = """\
 import json, sys
@@ -53,17 +58,26 @@ def signals() -> Iterator[None]:
 
 
 @pytest.fixture
-def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """ask(*words, ranks=[rates, or a line, of each call]) -> exit code, output, standard error."""
+def stand_in(tmp_path: Path) -> StandIn:
+    """stand_in([rates, or a line, of each call]) -> the words that start it for all ranks."""
 
-    def ask(*words: str, ranks: list[list[float] | str] | None = None) -> tuple[int, str, str]:
+    def write(ranks: list[list[float] | str]) -> list[str]:
         calls, script = tmp_path / "calls", tmp_path / "ranks.py"
         calls.unlink(missing_ok=True)
-        script.write_text(RANKS.replace("{calls!r}", repr(str(calls)))
-                          .replace("{rates!r}", repr(ranks)))  # fmt: skip
-        more = ["--launch", f"{sys.executable} {script}"] * (ranks is not None)
+        text = RANKS.replace("{calls!r}", repr(str(calls))).replace("{rates!r}", repr(ranks))
+        script.write_text(text)
+        return [sys.executable, str(script)]
+
+    return write
+
+
+@pytest.fixture
+def ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """ask(*words) -> exit code, output, standard error."""
+
+    def ask(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = plan.main([*ASKED, "--measured", str(tmp_path / "kept.json"), *more, *words])
+        code = plan.main([*ASKED, "--measured", str(tmp_path / "kept.json"), *words])
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -86,27 +100,50 @@ def column(out: str, title: str) -> list[str]:
     return [line.split("  ")[-1].strip() for line in found]
 
 
-def test_layouts_are_ranked_by_the_median_of_their_steps(ask: Ask, tmp_path: Path) -> None:
-    """Rates of eight steps, of which the first two do not count; a layout that fails is last."""
-    slow, fast = [9.0, 1, 50, 1000, 30, 70, 80, 20], [9.0, 1, 500, 90, 300, 700, 800, 200]
-    flags = ("--measure", "3", "--measure-steps", "8")
-    code, out, err = ask(*flags, ranks=[slow, "rank 1: CUDA out of memory", fast])
+def test_a_rate_is_the_median_of_the_later_steps(stand_in: StandIn, tmp_path: Path) -> None:
+    """Of eight steps the first two do not count; a run that fails or ends early has its reason."""
+    model, cluster = read_model(TINY, 64), read_cluster("2xcpu")
+    rates = [9.0, 1, 50, 1000, 30, 70, 80, 20]
+    lines = "node7: loading", "rank 1: CUDA out of memory"
+    start, found = stand_in([rates, "\n".join(lines), rates[:7]]), list[Measured]()
+    for layout in "abc":
+        found.append(measure(model, cluster, layout, [*start, "program", "--flag"], steps=8,
+                             folder=tmp_path, progress=Progress()))  # fmt: skip
+    assert [run.tokens_per_second for run in found] == [60.0, 0.0, 0.0]
+    assert [run.error for run in found] == ["", lines[1], "ended after 7 of 8 steps"]
+    call = (tmp_path / "calls").read_text().splitlines()[0]
+    assert call.startswith("--flag --train-iters 8 --log-interval 1 --log-json /")
+    assert not list(tmp_path.glob(".measure-*"))
+    results = {run.layout: run for run in [*found, replace(found[0], layout="d")]}
+    results["d"] = replace(results["d"], tokens_per_second=61.0)
+    assert ranked(["x", "c", "b", "a", "y", "d"], results) == ["d", "a", "x", "y", "c", "b"]
+
+
+@pytest.mark.prove
+def test_a_plan_ranks_by_what_was_measured(ask: Ask, stand_in: StandIn, tmp_path: Path) -> None:
+    slow, fast = [30.0] * 4, [400.0] * 4
+    flags = ("--measure", "3", "--measure-steps", "4", "--launch")
+    launch = shlex.join(stand_in([slow, "rank 1: CUDA out of memory", fast]))
+    code, out, err = ask(*flags, launch)
     assert code == 0
-    first, second, third = kept(tmp_path).values()
-    assert (first["tokens_per_second"], third["tokens_per_second"]) == (60.0, 400.0)
-    assert [run["steps"] for run in (first, second, third)] == [6, 0, 6]
     order = [list(kept(tmp_path))[n] for n in (2, 0)]
-    assert column(out, "measured")[0].startswith("200 (") and column(out, "measured")[2] == "failed"
-    assert "3 failed: rank 1: CUDA out of memory" in out
+    measured = column(out, "measured")
+    assert measured[0].startswith("200 (") and measured[1].startswith("15 (")
+    assert measured[2] == "failed" and "3 failed: rank 1: CUDA out of memory" in out
     command = out.split("what is yours to choose:")[1].replace("\\\n", " ")
     assert order[0] in " ".join(command.split())
     assert "layout 2 of 3: failed: rank 1: CUDA out of memory" in err
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert all("--mock-data" in call and "--device cpu" in call for call in calls)
+    assert len(calls) == 3 and not any("--save" in call for call in calls)
     # a later plan has the same table, and one that goes on runs what failed alone
     assert ask()[:2] == (0, out)
-    code, again, err = ask(*flags, ranks=[[1.0] * 8])
+    code, again, err = ask(*flags, shlex.join(stand_in([[1.0] * 4])))
     assert code == 0 and "2 of 3 layouts were measured before" in err
     assert column(again, "measured")[2].startswith("0 (") and "failed" not in again
     assert " measured  step s" not in ask("--seq-length", "32")[1]  # another model
+    code = ask("--seq-length", "32", "--measure", "1", "--launch", shlex.join(stand_in(["no"])))[0]
+    assert code == 1
 
 
 def test_two_jobs_keep_their_results_in_one_file(tmp_path: Path) -> None:
@@ -115,13 +152,6 @@ def test_two_jobs_keep_their_results_in_one_file(tmp_path: Path) -> None:
     one.add(runs[0])
     other.add(runs[1])
     assert Results(tmp_path / "kept.json").runs == runs
-
-
-def test_a_run_that_ends_early_has_failed(ask: Ask, tmp_path: Path) -> None:
-    code, out, _ = ask("--measure", "1", "--measure-steps", "4", ranks=[[5.0, 5.0, 5.0]])
-    assert code == 1 and "ended after 3 of 4 steps" in out
-    (run,) = kept(tmp_path).values()
-    assert run["error"] == "ended after 3 of 4 steps" and run["tokens_per_second"] == 0
 
 
 @pytest.mark.parametrize(
@@ -183,15 +213,17 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.prove
-def test_ctrl_c_ends_the_ranks_and_keeps_what_was_measured(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    sleep = f"if before: Path({str(tmp_path / 'pid')!r}).write_text(str(__import__('os').getpid()))"
-    ranks: list[list[float]] = [[5.0] * 4, [7.0] * 4]
-    body = RANKS.replace("{calls!r}", repr(str(tmp_path / "calls"))).replace("{rates!r}", "RATES")
-    body = body.replace("calls.write", f"{sleep}\ncalls.write")
-    body += "if before: __import__('time').sleep(600)\n"
-    script.write_text(f"RATES = {ranks}\n{body}")
-    flags = ("--measure", "2", "--measure-steps", "4", "--launch", f"{sys.executable} {script}")
+def test_ctrl_c_ends_the_ranks_and_keeps_what_was_measured(
+    stand_in: StandIn, tmp_path: Path
+) -> None:
+    words = stand_in([[5.0] * 4, [7.0] * 4])
+    script = Path(words[-1])
+    waits = (
+        f"if before: Path({str(tmp_path / 'pid')!r}).write_text(str(__import__('os').getpid()))\n"
+        "if before: __import__('time').sleep(600)\n"
+    )
+    script.write_text(script.read_text() + waits)
+    flags = ("--measure", "2", "--measure-steps", "4", "--launch", shlex.join(words))
     asked = start(tmp_path, *flags)
     for _ in range(1200):
         if (tmp_path / "pid").exists() or asked.poll() is not None:
