@@ -172,12 +172,19 @@ def ceiling(measured: Array) -> Array:
     return np.array(found)
 
 
+def measured_of(rows: Sequence[Row], among: Places, pick: int, measured: Array) -> float:
+    """Return the rate of a run, the best of its repeats."""
+    return max(float(measured[n]) for n in among if rows[n].record == rows[pick].record)
+
+
 def cells(rows: Sequence[Row], told: Predictions, measured: Array, ok: Truths, of: str) -> None:
     """Print Spearman and regret of each cell, and beside them those of who knows the true rates.
 
-    ok: the runs that count. A cell is a model on a number of nodes. of: what the rows are.
+    ok: the runs that count. A cell is a model on a number of nodes. of: what the rows are. Last
+    comes the regret of who picks by `rules_of_thumb`, among the same runs that are told to fit.
     """
-    ours, perfect = [], []
+    ours, perfect, thumb = [], [], []
+    rules = rules_of_thumb(rows, told.rate)
     print(f"  {of}; perfect: of who knows the true rates, where repeats differ by {APART:.0%}: "
           "median (5 to 95 %)")  # fmt: skip
     for cell in dict.fromkeys(row.group for row in rows):
@@ -187,16 +194,21 @@ def cells(rows: Sequence[Row], told: Predictions, measured: Array, ok: Truths, o
             continue
         rank = spearman(told.rate[fine], measured[fine])
         allowed = fine[told.fits[fine] > 0]
-        pick = allowed[np.argmax(told.rate[allowed])]
-        again = [n for n in fine if rows[n].record == rows[pick].record]  # its best, if repeated
-        regret = 1 - max(float(measured[n]) for n in again) / float(measured[fine].max())
+        regret, by_rules = (
+            1 - measured_of(rows, fine, allowed[np.argmax(rate[allowed])], measured)
+            / float(measured[fine].max()) for rate in (told.rate, rules)
+        )  # fmt: skip
         known = ceiling(measured[fine])
         low, middle, high = np.quantile(known, [0.05, 0.5, 0.95], axis=0)
         ours.append((rank, regret))
         perfect.append(middle)
+        thumb.append(by_rules)
         print(f"  {cell:12} {len(fine):4} runs  Spearman {rank:6.3f}  perfect {middle[0]:.3f} "
               f"({low[0]:.3f} to {high[0]:.3f})   regret {regret:6.3f}  perfect {middle[1]:.3f} "
-              f"({low[1]:.3f} to {high[1]:.3f})")  # fmt: skip
+              f"({low[1]:.3f} to {high[1]:.3f})  rules {by_rules:.3f}")  # fmt: skip
+    for what, regret in (("median of cells", np.median(thumb)), ("worst cell", max(thumb))):
+        name = f"Playbook, {of}, rules of thumb: regret of the plan picked, {what}"
+        line(name, float(regret), "reported", None)
     for which, values in (("the planner", np.array(ours)), ("perfect", np.array(perfect))):
         own = which == "the planner"
         name = f"Playbook, {of}, {which}"

@@ -88,7 +88,7 @@ class Device:
     """A GPU and its links. numbers: as in NUMBERS; seconds, bytes, FLOP/s, or shares of 1.
 
     other: those of its numbers for which another source has another value; {}: the device is
-    measured. capability: its compute capability: Ampere 8.0, Hopper 9.0, Blackwell 10.0.
+    measured. capability: its compute capability: Ampere 8.0, Hopper 9.0, Blackwell 10.0, a CPU 0.0.
     """
 
     name: str
@@ -190,7 +190,7 @@ def of_gpu(gpu: Gpu) -> Device:
         "collective_sms": min(base["collective_sms"], gpu.sms // 5),
     }  # fmt: skip
     link = replace(inner, name=wire, ranks=gpu.link_gpus, bandwidth=gpu.link)
-    title = f"NVIDIA {gpu.driver} {gpu.memory / 1e9:.0f} GB"
+    title = f"{'NVIDIA ' if gpu.capability[0] else ''}{gpu.driver} {gpu.memory / 1e9:.0f} GB"
     base = replace(base, name=title, levels=(link, *outer), capability=gpu.capability)
     return base.changed(**numbers)
 

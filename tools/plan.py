@@ -5,16 +5,21 @@
     python tools/plan.py MODEL CLUSTER [--nodes N] [--seq-length N] [--global-batch-size N]
     python tools/plan.py MODEL CLUSTER --why "--tensor-model-parallel-size 8 ..."
     python tools/plan.py MODEL CLUSTER --rank-orders "--tensor-model-parallel-size 8 ..."
+    python tools/plan.py MODEL CLUSTER --measure N
 
 MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
 (with --model-file for a fork). CLUSTER is a file like those of tools/planner/clusters, or a name of
-theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090. docs/planning.md
-explains the table and how far to trust it. The exit code is 0 where a plan was found, 1 where
-nothing fits (no layout, or the layout of --why), 2 where an argument or a file is wrong.
+theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090; 2xcpu is two ranks
+of a machine without GPUs. docs/planning.md explains the table and how far to trust it. --measure
+runs the first N layouts, for some steps each, on the ranks that you have. The exit code is 0 where
+a plan was found, 1 where nothing fits (no layout, or the layout of --why) or every layout that was
+run failed, 2 where an argument or a file is wrong.
 """
 
 import argparse
 import gc
+import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,9 +32,10 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from tools.command_line import Parser, error_line, integer, number
-from tools.planner import own, picture, rank_order, search, table
+from tools.planner import measured, own, picture, rank_order, search, table
 from tools.planner.cluster import Cluster, read_cluster
-from tools.planner.model import read_model
+from tools.planner.measured import MeasureError, Results
+from tools.planner.model import Model, on_cpu, read_model
 from tools.planner.played import Worker
 from tools.planner.recorded import Recorded, play
 from tools.planner.search import Plans
@@ -37,8 +43,10 @@ from tools.waiting import Progress, waiting
 from training.update_rules import RULES
 
 TOKENS, SEQUENCE, BATCH_TOKENS, TOP = 1e12, 8192, 4 * 1024**2, 5
+MEASURED, STEPS = Path("runs/measured.json"), 20
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 Question = dict[str, int | str]  # seq-length, global-batch-size, float8 and optimizer
+PROGRAM = str(Path(__file__).resolve().parent.parent / "pretrain_llama.py")
 MISTAKES = (OSError, ValueError)  # every error of the planner's files is a ValueError
 
 
@@ -58,10 +66,16 @@ def plans_of(
     """
     sequence = int(question.get("seq-length", SEQUENCE))
     batch = batch_of(cluster, question, sequence)
-    found = read_model(model, sequence, str(question.get("optimizer", "")))
+    found = model_of(model, cluster, sequence, str(question.get("optimizer", "")))
     found = own.with_optimizer(found, flags)
     dtype = str(question.get("float8", "bf16"))
     return search.plan(found, cluster, batch, dtype, progress)
+
+
+def model_of(name: str, cluster: Cluster, sequence: int, optimizer: str) -> Model:
+    """Return the model that is named, as the cluster's ranks run it."""
+    found = read_model(name, sequence, optimizer)
+    return on_cpu(found) if cluster.cpu else found
 
 
 def batch_of(cluster: Cluster, question: Question, sequence: int) -> int:
@@ -78,7 +92,7 @@ def compare(
     both; where these say no batch, it is the plan's.
     """
     optimizer = str(question.get("optimizer", ""))
-    named = read_model(model, int(question.get("seq-length", SEQUENCE)), optimizer)
+    named = model_of(model, cluster, int(question.get("seq-length", SEQUENCE)), optimizer)
     length = named.config.model.seq_length
     config = own.config_of(named, cluster, flags, batch_of(cluster, question, length))
     batch = config.batch.global_batch_size
@@ -118,31 +132,111 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
     parser.add_argument(
+        "--measure", type=integer(1, 1000), metavar="N",
+        help="run the first N layouts, on mock data, and rank them by what is measured; those that "
+             "--measured has already are not run again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measure-steps", type=integer(2, 10_000), default=STEPS, metavar="N",
+        help=f"steps of each; the first quarter does not count; default: {STEPS}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measured", type=Path, default=MEASURED, metavar="FILE",
+        help=f"where measurements are kept, for later plans too; default: {MEASURED}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--launch", default="", metavar="COMMAND",
+        help="what starts the program on every rank, where torchrun on this machine does not: "
+             "examples/measure.slurm",
+    )  # fmt: skip
+    parser.add_argument(
         "--svg", type=Path, metavar="FILE", help="draw all layouts and the best step"
     )
     return parser
 
 
-def answer(args: argparse.Namespace, progress: Progress) -> Answer:
-    """Return the answer to the command line. progress: is told what is done. Raises MISTAKES."""
+def answer(args: argparse.Namespace) -> Answer:
+    """Return the answer to the command line. Raises MISTAKES."""
     cluster = read_cluster(args.cluster)
     given = {"seq-length": args.seq_length, "global-batch-size": args.global_batch_size,
              "float8": args.float8, "optimizer": args.optimizer}  # fmt: skip
     question: Question = {name: value for name, value in given.items() if value}
     if args.nodes:
         cluster = cluster.of(args.nodes)
-    if args.rank_orders is not None:
-        found = read_model(args.model, args.seq_length or SEQUENCE, args.optimizer or "")
-        config = rank_order.config_of(found, cluster, args.rank_orders)
-        return rank_order.table(config, cluster), True
-    if args.why is not None:
-        return compare(args.model, cluster, question, args.why, args.top, progress)
-    with Worker() as worker:
-        plans = plans_of(args.model, cluster, question, progress=progress)
-        if args.svg is not None:
-            picture.draw(plans, args.svg)
-        best = play(plans.chosen(args.top), worker, progress)
-    return table.ranking(plans, best, args.tokens), bool(best)
+    if args.measure and (args.why is not None or args.rank_orders is not None):
+        raise MeasureError("--measure runs layouts of the plan, and goes with no other layout")
+    with waiting("planning") as progress:
+        if args.rank_orders is not None:
+            sequence, optimizer = args.seq_length or SEQUENCE, args.optimizer or ""
+            model = model_of(args.model, cluster, sequence, optimizer)
+            config = rank_order.config_of(model, cluster, args.rank_orders)
+            return rank_order.table(config, cluster), True
+        if args.why is not None:
+            return compare(args.model, cluster, question, args.why, args.top, progress)
+        start = measured.launcher(cluster, args.launch) if args.measure else []
+        results = Results(args.measured)
+        with Worker() as worker:
+            plans = plans_of(args.model, cluster, question, progress=progress)
+            if args.svg is not None:
+                picture.draw(plans, args.svg)
+            found = plans.chosen(max(args.top, args.measure or 0))
+            best = play([*found, *also_measured(plans, found, results)], worker, progress)
+    fine = bool(best)
+    if args.measure:
+        fine = measure(plans, best[: args.measure], args.measure_steps, start, results)
+    with waiting("planning"):
+        known = results.of(plans.model, cluster)
+        shown = {run.flags: run for n, run in enumerate(best) if n < args.top or run.flags in known}
+        rows = [shown[flags] for flags in measured.ranked(shown, known)]
+        return table.ranking(plans, rows, args.tokens, known), fine
+
+
+def also_measured(plans: Plans, found: Sequence[Recorded], results: Results) -> list[Recorded]:
+    """Return the plan's layouts that were measured before and are not among those found."""
+    known = results.of(plans.model, plans.cluster)
+    rest = known.keys() - {run.flags for run in found}
+    if rest:  # of other batches, some
+        rest &= {each.flags() for each in plans.layouts}
+    return [Recorded(plans.model, plans.cluster, flags) for flags in known if flags in rest]
+
+
+def measure(
+    plans: Plans, layouts: Sequence[Recorded], steps: int, start: Sequence[str], results: Results
+) -> bool:
+    """Run layouts, and keep what was measured; return whether one of them ran.
+
+    start: the words that start a program on every rank. What ran before is not run again.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the ranks end, too
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    model, cluster = plans.model, plans.cluster
+    ran = {flags for flags, run in results.of(model, cluster).items() if not run.error}
+    todo = [each for each in layouts if each.flags not in ran]
+    fine = len(todo) < len(layouts)
+    if fine:
+        say(f"{len(layouts) - len(todo)} of {len(layouts)} layouts were measured before: another "
+            f"--measured than {results.path} measures them again")  # fmt: skip
+    for place, each in enumerate(todo, 1):
+        what = f"layout {place} of {len(todo)}"
+        order = rank_order.faster(model, cluster, each.flags)[0]
+        words = [*start, PROGRAM, *shlex.split(f"{each.command} {order} {table.EXAMPLE}")]
+        with waiting(what) as progress:
+            progress.begin("", steps, "steps")
+            run = measured.measure(
+                model, cluster, each.flags, words,
+                steps=steps, folder=results.path.parent, progress=progress,
+            )  # fmt: skip
+        results.add(run)
+        fine |= not run.error
+        rate = f"{run.tokens_per_second / cluster.gpus:,.0f} tokens/s/GPU"
+        how = f"failed: {run.error}" if run.error else rate
+        say(f"{what}: {how}: {table.described(each.config)}")
+    return fine
+
+
+def say(line: str) -> None:
+    """Print a line about the work, beside the answer."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -153,8 +247,7 @@ def main(argv: Sequence[str]) -> int:
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
     try:
-        with waiting("planning") as progress:
-            lines, fits = answer(args, progress)
+        lines, fits = answer(args)
     except MISTAKES as error:
         print(error_line("plan.py", error), file=sys.stderr)
         return 2

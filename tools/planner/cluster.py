@@ -7,7 +7,8 @@ in a node, and one network of all nodes, {"network_gbps_per_gpu", "oversubscript
 a node's host, "host_memory_gb", may be left out.
 
 "8xh100" and "4x8xa100-40" need no file: one node of 8 GPUs, 4 nodes of 8. Their links in a node are
-the GPU's (training/gpus.py), and the network between nodes is that of the device file.
+the GPU's (training/gpus.py), and the network between nodes is that of the device file. "2xcpu" is
+two ranks on the cores of a machine without GPUs (tools/planner/devices/cpu.json).
 """
 
 import re
@@ -25,6 +26,7 @@ from training.untrusted import read_json
 FOLDER = Path(__file__).resolve().parent / "clusters"
 SHARED = {"name", "device", "nodes", "gpus_per_node", "source"}
 HOST, HOST_GB = "host_memory_gb", 2000  # where a file has none: NVIDIA DGX H100 datasheet
+CPU = Path(__file__).resolve().parent / "devices" / "cpu.json"  # the device called "cpu"
 HOST_SHARE = 0.8  # of it, that activations may take
 NETWORK = {"network_gbps_per_gpu", "oversubscription"}
 LEVEL = {"name", "gpus", "gbps_per_gpu", "latency_us", "oversubscription"}
@@ -82,6 +84,11 @@ class Cluster:
         beyond = [level.share for level in used if not 0 < level.gpus <= self.node]
         return min(beyond or [used[-1].share])
 
+    @property
+    def cpu(self) -> bool:
+        """Return whether a rank computes on cores of a CPU, which have no compute capability."""
+        return not read_device(self.device).major
+
     @cached_property
     def memory(self) -> float:
         """Return the bytes of a GPU."""
@@ -136,6 +143,7 @@ def read_cluster(name: str) -> Cluster:
         )
     if not isinstance(content["device"], str):
         raise ClusterError(f"{path}: device is {content['device']!r}, not the name of a GPU")
+    content["device"] = _device(content["device"])
     try:
         read_device(content["device"])
     except DeviceFileError as error:
@@ -149,13 +157,16 @@ def read_cluster(name: str) -> Cluster:
     memory = content.get(HOST, HOST_GB)
     _number(path, HOST, memory, 0)
     host = HOST_SHARE * memory * 1e9
-    return Cluster(str(content["name"]), content["device"], content["nodes"], node, levels, host)
+    return _with_own_memory(
+        Cluster(str(content["name"]), content["device"], content["nodes"], node, levels, host)
+    )
 
 
 def _of_gpus(name: str, nodes: int, node: int, gpu: str) -> Cluster:
     """Return a cluster of so many nodes of so many GPUs."""
     if not nodes or not node:
         raise ClusterError(f"{name}: a cluster has at least one node of one GPU")
+    gpu = _device(gpu)
     try:
         device = read_device(gpu)
     except DeviceFileError as error:
@@ -164,7 +175,17 @@ def _of_gpus(name: str, nodes: int, node: int, gpu: str) -> Cluster:
     inside = Level(inner.name, node, inner.bandwidth, inner.step_seconds[-1])
     network = Level("network", 0, outer[0].bandwidth, outer[0].step_seconds[-1])
     levels = (inside, network) if node > 1 else (network,)
-    return Cluster(name, gpu, nodes, node, levels)
+    return _with_own_memory(Cluster(name, gpu, nodes, node, levels))
+
+
+def _device(name: str) -> str:
+    """Return the name by which a device is read."""
+    return str(CPU) if name == "cpu" else name
+
+
+def _with_own_memory(cluster: Cluster) -> Cluster:
+    """Return a cluster, without a host's memory where the ranks themselves have it: on CPUs."""
+    return replace(cluster, host=0.0) if cluster.cpu else cluster
 
 
 def _two(path: Path, content: dict[str, Any]) -> tuple[Level, ...]:

@@ -77,6 +77,12 @@ MIXED = (
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a config.json
 
 
+def on_cpu(model: Model) -> Model:
+    """Return the model as it is run on CPU ranks."""
+    words = (*model.flags, "--device", "cpu")
+    return replace(model, flags=words, config=parse([*words, *REST.split()], 1))
+
+
 def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
     """Return the model of a size name, a config.json, or flags. Raises ModelError, UsageError.
 

@@ -2,10 +2,11 @@
 """Print plans: a ranked table, the command, one layout against the best term by term."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tools.planner.measured import Measured
 from tools.planner.own import dtype_of
 from tools.planner.rank_order import faster
 from tools.planner.recorded import Recorded
@@ -50,14 +51,20 @@ def breakdown(timing: Timing) -> dict[str, float]:
     return found
 
 
-def ranking(plans: Plans, best: Sequence[Recorded], tokens: float) -> list[str]:
-    """Return the table of layouts that fit, the best ones, and the first one's command."""
+def ranking(
+    plans: Plans, best: Sequence[Recorded], tokens: float, results: Mapping[str, Measured]
+) -> list[str]:
+    """Return the table of layouts that fit, the best ones, and the first one's command.
+
+    results: what was measured, by the layouts' flags.
+    """
     cluster, m = plans.cluster, plans.model.config.model
     each = plans.layouts[0]
     batch = each.micro_batch * each.micro_batches * each.dp
     nodes = f"{cluster.nodes} node{'s' * (cluster.nodes != 1)}"
+    ranks = "CPU ranks" if cluster.cpu else f"GPUs of {cluster.device}"
     lines = [
-        f"{plans.model.name} on {cluster.gpus:,} GPUs of {cluster.device} ({nodes}), "
+        f"{plans.model.name} on {cluster.gpus:,} {ranks} ({nodes}), "
         f"{batch:,} sequences of {m.seq_length:,} tokens: {len(plans.layouts):,} layouts, "
         f"{int(plans.fits.sum()):,} fit",
     ]
@@ -66,28 +73,42 @@ def ranking(plans: Plans, best: Sequence[Recorded], tokens: float) -> list[str]:
         need = f"{plans.bytes[least] / 1e9:.1f} GB: {plans.layouts[least].flags()}"
         lines.append(f"none fits {plans.limit / 1e9:.1f} GB; least with {need}")
         return lines
+    known = [results.get(run.flags) for run in best]
+    measured = ["measured"] * any(known)
     rows: list[Sequence[str]] = [
-        ("", "step s", "tokens/s/GPU", "MFU", "GPU-hours", "GB", "free")
+        ("", *measured, "step s", "tokens/s/GPU", "MFU", "GPU-hours", "GB", "free")
     ]
     tight = False
     for number, run in enumerate(best, 1):
         left = (cluster.limit - run.bytes) / cluster.memory
         tight |= left < RISK
         rows.append((
-            str(number), f"{run.played.step_seconds:.2f}", f"{run.rate:,.0f}",
+            str(number), *[measured_of(run, known[number - 1])] * len(measured),
+            f"{run.played.step_seconds:.2f}", f"{run.rate:,.0f}",
             f"{run.played.mfu:.1%}", f"{tokens / run.rate / 3600:,.0f}",
             f"{run.bytes / 1e9:.1f}", f"{left:.0%}" + "!" * (left < RISK),
         ))  # fmt: skip
+    doubt = f"+-{ERROR:.0%}"
+    if cluster.cpu:
+        doubt = "those of a core that is assumed, so --measure layouts that matter to you"
     texts = ["layout", *(described(run.config) for run in best)]
     for row, text in zip(aligned(rows), texts, strict=True):
         first, *rest = textwrap.wrap(text, COLUMNS - len(row) - 2)
         lines += [f"{row}  {first}", *(" " * (len(row) + 2) + part for part in rest)]
     lines.append(
         f"Seconds, tokens, MFU and GPU-hours (for {tokens:.3g} tokens) are what --rehearse "
-        f"computes, and were measured by nobody: +-{ERROR:.0%}. GB is what --dry-run says; free: "
+        f"computes, and were measured by nobody: {doubt}. GB is what --dry-run says; free: "
         f"of {cluster.memory / 1e9:.0f} GB, after what context and libraries take. dp, and "
         "sequences of a micro-batch (b), are of the layout."
     )
+    if measured:
+        lines.append(
+            "measured: tokens/s/GPU of a run on your ranks, the median of its steps, and how far "
+            "that is from what is computed"
+        )
+    for number, result in enumerate(known, 1):
+        if result is not None and result.error:
+            lines.append(f"{number} failed: {result.error}")
     if tight:
         lines.append(
             f"!: less than {RISK:.0%} of a GPU is left, which fragments of the allocator or a "
@@ -102,6 +123,14 @@ def ranking(plans: Plans, best: Sequence[Recorded], tokens: float) -> list[str]:
         )
     lines.append(f"The first, with {EXAMPLE} as an example of what is yours to choose:")
     return [*lines, *command_lines(best[0], order)]
+
+
+def measured_of(run: Recorded, result: Measured | None) -> str:
+    """Return what a layout did where it was run: its rate, and how far it is from the computed."""
+    if result is None or result.error:
+        return "failed" if result else "-"
+    rate = result.tokens_per_second / run.cluster.gpus
+    return f"{rate:,.0f} ({rate / run.rate - 1:+.0%})"
 
 
 def wrapped(line: str) -> list[str]:
@@ -187,10 +216,12 @@ def edges_of(runs: Sequence[Recorded]) -> list[str]:
     cluster = runs[0].cluster
     for number, run in enumerate(runs, 1):
         left, there = cluster.limit - run.bytes, cluster.host - run.in_host
-        offloaded = (f"{there / 1e9:,.1f}", f"{there / cluster.host:.1%}")
+        offloaded = ["-", "-"]
+        if run.in_host:
+            offloaded = [f"{there / 1e9:,.1f}", f"{there / cluster.host:.1%}"]
         share = run.played.bounds.get("host", 0.0) / run.played.step_seconds
         rows.append((str(number), f"{left / 1e9:.1f}", f"{left / cluster.memory:.1%}",
-                     *(offloaded if run.in_host else "--"), f"{share:.0%}"))  # fmt: skip
+                     *offloaded, f"{share:.0%}"))  # fmt: skip
     return [
         f"margins (GB left: of the {cluster.limit / 1e9:.1f} GB available to a plan, and % of "
         f"the device's {cluster.memory / 1e9:.1f}; host GB left: of the "

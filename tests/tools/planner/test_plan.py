@@ -115,7 +115,7 @@ def test_the_table_is_in_order_and_its_parts_add_up(plans: Plans, worker: Worker
     best = play(plans.chosen(2), worker)
     seconds = [run.played.step_seconds for run in best]
     assert seconds == sorted(seconds) and all(run.fits for run in best)
-    lines = table.ranking(plans, best, 1e9)
+    lines = table.ranking(plans, best, 1e9, {})
     assert lines[1].split()[:4] == ["step", "s", "tokens/s/GPU", "MFU"]
     printed = "\n".join(part for line in lines for part in table.wrapped(line))
     assert max(map(len, printed.splitlines())) <= 100
@@ -334,7 +334,7 @@ def test_a_plan_that_is_nearly_full_is_a_risk(plans: Plans, worker: Worker) -> N
     full = max(fitting, key=lambda n: plans.bytes[n])
     tight = replace(plans, bytes=np.full(len(plans.layouts), 0.99 * plans.limit))
     runs = play(plans.chosen(2), worker)
-    assert not any("risk" in line for line in table.ranking(plans, runs, 1e9))
+    assert not any("risk" in line for line in table.ranking(plans, runs, 1e9, {}))
     assert tight._simpler(full)[0] and not plans._simpler(full)[0]
 
 
