@@ -4,10 +4,10 @@
     python benchmarks/plan_check.py [--csv FILE]
 
 The runs and their sources are those of benchmarks/planning/other_runs.py. Each is predicted as
-`benchmarks/plan_predict.py` does. --csv keeps those that are not in blind_runs.csv as a CSV.
-Printed: predicted and measured tokens a second and GPU and their ratio; the mean error by source,
-with a column that says whether its rows were fitted, tuned on, looked at, or neither. For the
-latter the prediction that was committed before the comparison stands beside today's.
+`benchmarks/plan_predict.py` does. --csv keeps those that are in no CSV yet as one.
+Printed: predicted and measured tokens a second and GPU and their ratio; the mean and the median
+error by source, with a column that says whether its rows were fitted, tuned on, looked at, or not
+seen. For the latter the prediction that was committed before the comparison stands beside today's.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         args.csv.write_text("\n".join(other_runs.lines()) + "\n", encoding="utf-8")
     told = predict([row for row, _ in runs])
     errors: dict[str, list[float]] = {}
-    before: dict[str, list[float]] = {}  # the same by the predictions of blind_runs.csv
+    before: dict[str, list[float]] = {}  # the same by the predictions that were committed blind
     for n, (row, line) in enumerate(runs):
         r = row.record
         measured = told.rate[n] * told.seconds[n] / row.seconds
@@ -42,16 +42,17 @@ def main(argv: list[str]) -> int:
         if first := line.get("predicted_tokens_s_gpu"):
             before.setdefault(line["source"], []).append(float(first) / measured - 1)
         layout = f"tp {r['tp']} pp {r['pp']} v {r['virtual']} cp {r['cp']} zero {r['zero']:g}"
-        gpus = f"{line['n_gpus']:>5} {line['gpu']:6} {line['precision']}"
-        print(f"{line['source']:20} {line['model']:14} {gpus} {layout:34} "
+        gpus = f"{line['n_gpus']:>5} {line['gpu']:6} {line['precision']:14}"
+        print(f"{line['source']:24} {line['model']:14} {gpus} {layout:34} "
               f"measured {measured:9.1f}  predicted {told.rate[n]:9.1f}  {ratio:5.2f}  "
               f"MFU {told.mfu[n]:4.0%}  {told.gib[n]:5.1f} GiB")  # fmt: skip
-    print(f"\n{'source':20} runs  mean error  mean of predicted / measured  use")
+    print(f"\n{'source':24} runs  mean error  median  mean of predicted / measured  use")
     for source, own in errors.items():
         use = other_runs.SOURCES[source].use
         first = before.get(source)
         note = f" ({np.mean(np.abs(first)):.1%} as committed before)" if first else ""
-        print(f"{source:20} {len(own):4}  {np.mean(np.abs(own)):10.1%}  "
+        size = np.abs(own)
+        print(f"{source:24} {len(own):4}  {np.mean(size):10.1%}  {np.median(size):6.1%}  "
               f"{1 + np.mean(own):28.2f}  {use}{note}")  # fmt: skip
     print("\n" + "\n".join(f"{use}: {meaning}" for use, meaning in other_runs.USES.items()))
     return 0

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import plan_predict
 from benchmarks.planning.frameworks import ProfileError, profile, read_fitted
-from benchmarks.planning.other_runs import BLIND, NEITHER, SOURCES
+from benchmarks.planning.other_runs import BLIND, NOT_SEEN, SOURCES
 from benchmarks.planning.predict import COLUMNS, predict
 from benchmarks.planning.published import RowError, playbook_cut, read_table
 from forecast.device_file import read_device
@@ -21,7 +21,10 @@ from tools.planner.step_time import collective, matmul
 from tools.rehearsal.links import collective_seconds
 from tools.rehearsal.roofline import matmul_seconds
 
-COMMITTED = "c93f07764da56701e8df3b8ddae0b634115c129d9d1cdd50553dc285dd1f641b"  # of blind_runs.csv
+COMMITTED = (  # of BLIND: runs, columns before the measured rates, and their hash
+    (51, 24, "c93f07764da56701e8df3b8ddae0b634115c129d9d1cdd50553dc285dd1f641b"),
+    (79, 27, "5e51cb4a14e86d4ffb1d84da539643a6d4dd5d79730128d8cabfd7186596bc89"),
+)
 PLAYBOOK = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status"
 # four runs of the Ultra-Scale Playbook (Hugging Face, Apache-2.0)
 KNOWN = """1B,1,8,1,1,1,32,256,1,38.1,39006,312045,24.2,ok
@@ -64,7 +67,7 @@ def test_rows_keep_their_columns_and_gain_five(tmp_path: Path) -> None:
 
 def test_a_ring_has_a_step_for_each_rank_of_its_group() -> None:
     """256 ranks, 8 or 1 of each of 32 nodes: the same network cards, other numbers of steps."""
-    runs = stacked([read_table(BLIND).rows[0].record] * 2)
+    runs = stacked([read_table(BLIND[0]).rows[0].record] * 2)
     c = profile("nemo_h100")
     size, inner = np.array([256.0, 32.0]), np.array([1.0, 8.0])
     one = collective(c, runs, "all_gather", np.full(2, 1e-9), size, inner) - c["collective_start"]
@@ -75,7 +78,7 @@ def test_a_ring_has_a_step_for_each_rank_of_its_group() -> None:
 def test_the_planner_and_the_rehearsal_have_one_cost_of_a_collective(verb: str) -> None:
     """Of groups in a node, over nodes and across both, for this repository's own runs."""
     device, c = read_device("h100"), profile("weft_h100")
-    runs = stacked([read_table(BLIND).rows[0].record] * 4)
+    runs = stacked([read_table(BLIND[0]).rows[0].record] * 4)
     runs = replace(runs, network=np.full(4, device.levels[1].bandwidth))
     groups = [range(8), range(0, 64, 8), range(64), range(0, 32, 2)]
     size, inner = np.array([[len(g), g.step] for g in groups], float).T
@@ -90,22 +93,26 @@ def test_the_planner_and_the_rehearsal_have_one_cost_of_a_collective(verb: str) 
 def test_the_planner_and_the_rehearsal_have_one_cost_of_a_matmul(float8: int) -> None:
     device, c = read_device("h100"), profile("weft_h100")
     sizes = np.array([[8192, 28672, 4096], [1024, 128, 8192], [3, 5, 7]], float).T
-    runs = stacked([read_table(BLIND).rows[0].record | {"float8": float8}] * 3)
+    runs = stacked([read_table(BLIND[0]).rows[0].record | {"float8": float8}] * 3)
     dtype = "float8" if float8 else "bfloat16"
     wanted = [matmul_seconds(device, *map(int, mnk), dtype) for mnk in sizes.T]
     assert matmul(c, runs, *sizes) == pytest.approx(np.array(wanted))
 
 
-def test_blind_runs_are_as_they_were_when_nobody_had_compared_them() -> None:
+@pytest.mark.parametrize("path, committed", list(zip(BLIND, COMMITTED, strict=True)))
+def test_blind_runs_are_as_they_were_when_nobody_had_compared_them(
+    path: Path, committed: tuple[int, int, str]
+) -> None:
     """Their sizes and predictions, whose commit came before that of the measured rates."""
-    with BLIND.open(encoding="utf-8") as file:
-        rows = [list(row.values())[:24] for row in csv.DictReader(file)]
+    runs, columns, digest = committed
+    with path.open(encoding="utf-8") as file:
+        rows = [list(row.values())[:columns] for row in csv.DictReader(file)]
     text = "\n".join(",".join(row) for row in rows)
-    assert hashlib.sha256(text.encode()).hexdigest() == COMMITTED
-    table = read_table(BLIND)
-    assert not table.reasons and len(table.rows) == len(rows) == 51
+    assert hashlib.sha256(text.encode()).hexdigest() == digest
+    table = read_table(path)
+    assert not table.reasons and len(table.rows) == len(rows) == runs
     uses = {SOURCES[line["source"]].use for line in table.lines}
-    assert uses == {NEITHER} and all(row.seconds > 0 for row in table.rows)
+    assert uses == {NOT_SEEN} and all(row.seconds > 0 for row in table.rows)
 
 
 def test_ends_are_one_matrix_where_a_program_ties_them(tmp_path: Path) -> None:
