@@ -41,7 +41,9 @@ from mpu.comm.transport import Axis, Handle, Label, Splits
 from mpu.context import ExpertOptions
 from mpu.host_memory import read_values
 from mpu.interleave import Interleaver
+from mpu.kernels import available
 from mpu.layers.experts import Counts, Later
+from mpu.layers.fused_gpu import DTYPES
 
 
 class Exchange(NamedTuple):
@@ -206,8 +208,15 @@ class Dispatcher:
 
     def rows(self, x: Tensor, plan: Plan) -> Tensor:
         """x [T, h] -> the rows of this rank's experts [n, h]."""
-        y: Tensor = _Rows.apply(x, plan.flat, plan.place, plan.padded)
+        y: Tensor = _Rows.apply(x, plan.flat, plan.place, plan.padded, self.by_kernels(x))
         return y
+
+    def by_kernels(self, x: Tensor) -> bool:
+        """Return whether Triton's kernels add and weigh rows like x (mpu/kernels/expert_rows.py).
+
+        On meta tensors, which stand for a GPU's, nothing is launched.
+        """
+        return self.ep.on_gpu(x) and x.dtype in DTYPES and (x.is_meta or not available.why_not())
 
     def start(self, x: Tensor, plan: Plan) -> Sent:
         """Begin `rows`: what is computed before `finish` runs while the rows are on their way."""
@@ -219,7 +228,9 @@ class Dispatcher:
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         """rows [n, h], weights [T, k] in the accumulation dtype -> y [T, h] in the rows' dtype."""
-        y: Tensor = _Combine.apply(rows, weights, plan.flat, plan.place, plan.padded)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        kernels = self.by_kernels(rows) and weights.dtype == wide
+        y: Tensor = _Combine.apply(rows, weights, plan.flat, plan.place, plan.padded, kernels)
         return y
 
     def on_host(self, load: Tensor, total: int, capacity: Capacity | None) -> list[list[int]]:
@@ -328,14 +339,14 @@ class AllToAll(Dispatcher):
         assert plan.exchange is not None
         splits, order, place = plan.exchange
         came = _Finish.apply(sent.take(), self, splits, sent)
-        y: Tensor = _Rows.apply(came, order, place[:, None], False)
+        y: Tensor = _Rows.apply(came, order, place[:, None], False, False)
         return y
 
     def combine(self, rows: Tensor, weights: Tensor, plan: Plan) -> Tensor:
         """Send each row back to its token's rank; combine them there."""
         assert plan.exchange is not None
         splits, order, place = plan.exchange
-        back = _Rows.apply(rows, place, order[:, None], False)
+        back = _Rows.apply(rows, place, order[:, None], False, False)
         own = differentiable_all_to_all(back, self.ep, splits.reversed, self.who, self.interleaver)
         return super().combine(own, weights, plan)
 
@@ -423,9 +434,11 @@ class _Rows(torch.autograd.Function):
     """x [T, h] -> the row of each pair [n, h]; a token's gradients are added in the order of j."""
 
     @staticmethod
-    def forward(saved_ctx: Any, x: Tensor, flat: Tensor, place: Tensor, padded: bool) -> Tensor:
+    def forward(
+        saved_ctx: Any, x: Tensor, flat: Tensor, place: Tensor, padded: bool, kernels: bool
+    ) -> Tensor:
         saved_ctx.save_for_backward(place)
-        saved_ctx.padded = padded
+        saved_ctx.padded, saved_ctx.kernels = padded, kernels
         if not padded:
             return x.index_select(0, _token(flat, place.shape[1]))
         full = flat < place.numel()
@@ -433,9 +446,10 @@ class _Rows(torch.autograd.Function):
         return torch.where(full[:, None], some, 0.0)
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
         (place,) = saved_ctx.saved_tensors
-        return _sum(dy, place, None, saved_ctx.padded), None, None, None
+        dx = _sum(dy, place, None, saved_ctx.padded, saved_ctx.kernels)
+        return dx, None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -443,25 +457,23 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        saved_ctx: Any, rows: Tensor, weights: Tensor, flat: Tensor, place: Tensor, padded: bool
-    ) -> Tensor:
+        saved_ctx: Any, rows: Tensor, weights: Tensor, flat: Tensor, place: Tensor, padded: bool,
+        kernels: bool,
+    ) -> Tensor:  # fmt: skip
         saved_ctx.save_for_backward(rows, weights, flat, place)
-        saved_ctx.padded = padded
-        return _sum(rows, place, weights, padded)
+        saved_ctx.padded, saved_ctx.kernels = padded, kernels
+        return _sum(rows, place, weights, padded, kernels)
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(
+        saved_ctx: Any, dy: Tensor
+    ) -> tuple[Tensor, Tensor, None, None, None, None]:
         rows, weights, flat, place = saved_ctx.saved_tensors
-        if saved_ctx.padded:  # an empty row has no token: zero times any
-            weights = torch.cat([weights.flatten(), weights.new_zeros(1)])
-        own = weights.flatten().index_select(0, flat)[:, None]  # [n, 1]
-        token = _token(flat, place.shape[1])
-        token = token.clamp(max=len(dy) - 1) if saved_ctx.padded else token
-        drows = dy.index_select(0, token).to(own.dtype).mul_(own)
-        wide = dy.to(own.dtype)
-        parts = _parts(rows, place, own.dtype, saved_ctx.padded)
-        dots = [(wide * part).sum(1) for part in parts]
-        return drows.to(rows.dtype), torch.stack(dots, 1), None, None, None
+        if saved_ctx.kernels:
+            both = _gradients_by_kernel(rows, weights, place, dy, saved_ctx.padded)
+        else:
+            both = _gradients(rows, weights, flat, place, dy, saved_ctx.padded)
+        return *both, None, None, None, None
 
 
 def not_dropped(load: Tensor, capacity: Capacity | None) -> Tensor:
@@ -502,15 +514,53 @@ def _parts(
 
 
 def _sum(
-    rows: Tensor, place: Tensor, weights: Tensor | None = None, padded: bool = False
-) -> Tensor:
+    rows: Tensor, place: Tensor, weights: Tensor | None = None, padded: bool = False,
+    kernels: bool = False,
+) -> Tensor:  # fmt: skip
     """Add each token's rows, times its weights if any, in the order of j: [n, h] -> [T, h]."""
     kind = torch.promote_types(rows.dtype, torch.float32) if weights is None else weights.dtype
     if place.shape[1] == 1 and weights is None and len(rows) == len(place) and not padded:
         return rows.index_select(0, place[:, 0])
+    if kernels:
+        out = rows.new_empty((len(place), *rows.shape[1:]))
+        if not out.is_meta:
+            from mpu.kernels import expert_rows
+
+            given = None if weights is None else weights.contiguous()
+            expert_rows.sum_rows(rows.contiguous(), place.contiguous(), given, out)
+        return out
     total = None
     for j, part in enumerate(_parts(rows, place, kind, padded)):
         part = part if weights is None else part * weights[:, j, None]
         total = part if total is None else total + part
     assert total is not None
     return total.to(rows.dtype)
+
+
+def _gradients(
+    rows: Tensor, weights: Tensor, flat: Tensor, place: Tensor, dy: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows [n, h] and weights [T, k], given dy [T, h] of their sums."""
+    if padded:  # an empty row has no token: zero times any
+        weights = torch.cat([weights.flatten(), weights.new_zeros(1)])
+    own = weights.flatten().index_select(0, flat)[:, None]  # [n, 1]
+    token = _token(flat, place.shape[1])
+    token = token.clamp(max=len(dy) - 1) if padded else token
+    drows = dy.index_select(0, token).to(own.dtype).mul_(own)
+    wide = dy.to(own.dtype)
+    dots = [(wide * part).sum(1) for part in _parts(rows, place, own.dtype, padded)]
+    return drows.to(rows.dtype), torch.stack(dots, 1)
+
+
+def _gradients_by_kernel(
+    rows: Tensor, weights: Tensor, place: Tensor, dy: Tensor, padded: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what `_gradients` does, in one launch."""
+    drows = torch.zeros_like(rows) if padded else torch.empty_like(rows)  # some are of no pair
+    dweights = torch.empty_like(weights)
+    if not drows.is_meta:
+        from mpu.kernels import expert_rows
+
+        given = (x.contiguous() for x in (rows, place, weights, dy))
+        expert_rows.combine_backward(*given, drows, dweights)
+    return drows, dweights

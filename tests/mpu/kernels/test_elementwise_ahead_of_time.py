@@ -23,7 +23,7 @@ from mpu.kernels import rms_norm, rope, swiglu
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64",
 }  # fmt: skip
-OTHERS = {torch.float16: "*fp16", torch.int32: "*i32"}
+OTHERS = {torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64"}
 REGISTERS = 65536  # of an SM, for all threads of a program
 
 
