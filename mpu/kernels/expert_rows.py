@@ -34,7 +34,8 @@ def sum_rows_kernel(rows, place, weights, out, n, width, K: tl.constexpr, BLOCK:
     total = tl.zeros([BLOCK], WIDE)
     for j in tl.static_range(K):
         row = tl.load(place + token * K + j)
-        x = tl.load(rows + row * width + at, inside & (row < n), 0.0).to(WIDE)
+        here = at < tl.where(row < n, width, 0)
+        x = tl.load(rows + row * width + at, here, 0.0).to(WIDE)
         if weights is not None:
             x *= tl.load(weights + token * K + j)
         total += x
@@ -54,13 +55,12 @@ def combine_backward_kernel(
     token = tl.program_id(0).to(tl.int64)
     for j in tl.static_range(K):
         row = tl.load(place + token * K + j)
-        weight = tl.load(weights + token * K + j)
+        weight, own = tl.load(weights + token * K + j), tl.where(row < n, width, 0)
         dots = tl.zeros([BLOCK], WIDE)
         for start in range(0, width, BLOCK):
             at = start + tl.arange(0, BLOCK)
-            inside = at < width
-            here = inside & (row < n)
-            grad = tl.load(dy + token * width + at, inside, 0.0).to(WIDE)
+            here = at < own
+            grad = tl.load(dy + token * width + at, at < width, 0.0).to(WIDE)
             dots += grad * tl.load(rows + row * width + at, here, 0.0).to(WIDE)
             tl.store(drows + row * width + at, (grad * weight).to(drows.dtype.element_ty), here)
         tl.store(dweights + token * K + j, tl.sum(dots, 0))

@@ -343,6 +343,39 @@ def parts(row: Row) -> None:
 
 
 @covered
+def expert_rows(row: Row) -> None:
+    """The rows of a token at its experts: their weighted sum, and the gradients of both."""
+    from mpu.kernels import expert_rows as ours
+    from mpu.layers.dispatch import _gradients, _sum
+
+    tokens, k, width = (37, 3, 130) if row.tiny else (8192, 8, 2048)
+    flat = torch.randperm(tokens * k)
+    place = torch.argsort(flat).view(tokens, k)
+    rows, dy = torch.randn(tokens * k, width).bfloat16(), torch.randn(tokens, width).bfloat16()
+    weights, out, drows = torch.rand(tokens, k), torch.empty_like(dy), torch.empty_like(rows)
+    dweights = torch.empty_like(weights)
+
+    def added() -> None:
+        ours.sum_rows(rows, place, weights, out)
+
+    def backward() -> None:
+        ours.combine_backward(rows, place, weights, dy, drows, dweights)
+
+    added()
+    backward()
+    wide = rows.double(), weights.double()
+    exact = _sum(wide[0], place, wide[1]), *_gradients(*wide, flat, place, dy.double(), False)
+    names = ("sum", "gradients of rows", "gradients of weights")
+    for name, got, want in zip(names, (out, drows, dweights), exact, strict=True):
+        row.check(f"rows of experts, {name}: units", elementwise.units(got, want), 8)
+    speed(row, "rows of experts, added", added, lambda: _sum(rows, place, weights))
+    speed(
+        row, "rows of experts, backward", backward,
+        lambda: _gradients(rows, weights, flat, place, dy, False),
+    )  # fmt: skip
+
+
+@covered
 def maxima(row: Row) -> None:
     """The largest attention logit of each head, causal, in a window and in documents."""
     from mpu.kernels.max_logits import max_logits

@@ -59,6 +59,7 @@ ROWS = {
     "kernel-float8": "kernels:float8_rows",
     "kernel-sum": "kernels:parts",
     "kernel-max-logits": "kernels:maxima",
+    "kernel-expert-rows": "kernels:expert_rows",
     "attention": "attention:paths",
     "context": "attention:context",
     "float8": "products:products",

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="this platform has no triton")
 
 from mpu.kernels import expert_rows
 from mpu.layers import dispatch
-from tests.mpu.kernels.elementwise import as_on_a_gpu, units
+from tests.mpu.kernels.elementwise import as_on_a_gpu, count, units
 from tests.mpu.kernels.test_elementwise_ahead_of_time import launches, meta, resources
 
 CASES = [  # tokens, experts a token, width, how many of ten pairs are elsewhere, padded
@@ -66,6 +66,23 @@ def equals(comm) -> None:
 def test_the_kernels_do_what_torchs_operations_do(interpreted):
     """Odd widths, rows elsewhere, experts without rows, places that are padded."""
     interpreted(1).run(equals)
+
+
+def all_here(dtype):
+    rows, flat, place, weights, dy = drawn((7, 3, 40, 0, False), dtype)
+    for given in (weights, None):
+        dispatch._sum(rows, place, given, kernels=True)
+    dispatch._gradients_by_kernel(rows, weights, place, dy, False)
+
+
+def test_the_bytes_of_a_launch_are_those_declared(interpreted):
+    """dy is read once for each of a token's experts, and declared once: it is near at hand."""
+    found = interpreted(1).run(count, (all_here, torch.bfloat16))[0]
+    assert len(found) == 2
+    for counted, declared in found["sum_rows_kernel"]:
+        assert counted == declared
+    ((counted, declared),) = found["combine_backward_kernel"]
+    assert counted == declared
 
 
 def calls(dtype, tokens, k, width):
