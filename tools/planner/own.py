@@ -54,13 +54,3 @@ def with_optimizer(model: Model, flags: str) -> Model:
         return model
     words = last_of_each([*model.flags, *added])
     return replace(model, flags=tuple(words), config=parse([*words, *REST.split()], 1))
-
-
-def with_sequence(model: Model, config: Config) -> Model:
-    """Return the model with the sequence length of a Config."""
-    if config.model.seq_length == model.config.model.seq_length:
-        return model
-    words = list(model.flags)
-    words[words.index("--seq-length") + 1] = str(config.model.seq_length)
-    sized = replace(model.config.model, seq_length=config.model.seq_length)
-    return replace(model, flags=tuple(words), config=replace(model.config, model=sized))

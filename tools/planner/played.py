@@ -9,6 +9,7 @@ the same flags prints. A model whose layers differ is recorded with all of them.
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,9 +65,10 @@ class Worker:
     """The process that rehearses. It starts at once, and ends with the context."""
 
     def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tools.rehearsal.worker"], cwd=ROOT, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
 
     def answers(
@@ -81,8 +83,8 @@ class Worker:
         for _ in jobs:
             line = back.readline()
             if not line:
-                assert self._process.stderr is not None
-                last = self._process.stderr.read().strip().splitlines()[-1:]
+                self._errors.seek(0)
+                last = self._errors.read().strip().splitlines()[-1:]
                 raise Unplayable(*last or ["the process that rehearses has ended"])
             found.append(json.loads(line))
             if progress is not None:
@@ -95,12 +97,13 @@ class Worker:
     def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.communicate()
+        self._errors.close()
 
 
-class Plan(NamedTuple):
-    """How a layout is played. config: its own. cut: layers of rank 0's chunks. device: with links.
-
-    points: the records, by layers; micro_batches: of each; jobs: in their order.
+class Play(NamedTuple):
+    """How a layout is played. config: its own. cut: layers of rank 0's chunks. again: those of a
+    stage that backward runs again. device: with the cluster's links. points: the records, by their
+    layers. jobs: for the worker, as many for each point.
     """
 
     config: Config
@@ -111,7 +114,7 @@ class Plan(NamedTuple):
     jobs: list[dict[str, Any]]
 
 
-def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Plan:
+def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     """Return how a run of a model is to be played. argv: its flags."""
     config, device = parse(list(argv), cluster.gpus), cluster.links()
     provider, p = pretrain_llama.model_provider, config.parallel
@@ -145,7 +148,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Plan:
                 "argv": last_of_each(words), "world": cluster.gpus, "node": cluster.node,
                 "levels": [list(level.__dict__.values()) for level in device.levels],
             })  # fmt: skip
-    return Plan(config, cut, again, device, points, jobs)
+    return Play(config, cut, again, device, points, jobs)
 
 
 def of_layers(model: Model, config: Config, point: Point, stages: int) -> list[str]:
@@ -167,27 +170,27 @@ def of_layers(model: Model, config: Config, point: Point, stages: int) -> list[s
     return words
 
 
-def composed(plan: Plan, answers: Sequence[dict[str, Any]]) -> Timing:
+def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
     """Return the time of a step, from its records. Raises Unplayable with what a record raised."""
     for found in answers:
         if "error" in found:
             raise Unplayable(found["error"])
-    config, each = plan.config, len(answers) // len(plan.points)
+    config, each = play.config, len(answers) // len(play.points)
     one = config.batch.micro_batch_size * config.parallel.data_parallel_size
     count = config.batch.global_batch_size // one
     records = []
-    for n in range(len(plan.points)):
+    for n in range(len(play.points)):
         by_count = [tuple(pair) for a in answers[n * each : (n + 1) * each] for pair in a["points"]]
         records.append(at_count(by_count, count))
     names = dict.fromkeys(name for record in records for name in record)
     ranks = config.parallel.pipeline_model_parallel_size
-    chunks = len(plan.cut)
-    mean = sum(plan.cut) / chunks
+    chunks = len(play.cut)
+    mean = sum(play.cut) / chunks
     found = dict[str, float]()
     for name in names:
         kind, *rest = name.split(SEPARATOR)
-        layers = plan.cut[int(rest[1])] if kind == STAGE else mean
-        found[name] = at_layers(plan, [r.get(name, 0.0) for r in records], layers)
+        layers = play.cut[int(rest[1])] if kind == STAGE else mean
+        found[name] = at_layers(play, [r.get(name, 0.0) for r in records], layers)
     step, exposed = found[STEP], of_kind(found, EXPOSED)
     if ranks > 1:
         schedule = schedule_of(config, count)
@@ -204,7 +207,7 @@ def composed(plan: Plan, answers: Sequence[dict[str, Any]]) -> Timing:
     flops = profile.flops * tokens / config.parallel.world_size
     dtype = str(config.run.dtype).removeprefix("torch.")
     return Timing(
-        step, flops / (step * plan.device.peak(dtype)), of_kind(found, BUSY), exposed,
+        step, flops / (step * play.device.peak(dtype)), of_kind(found, BUSY), exposed,
         of_kind(found, BOUND), found[HOST],
     )  # fmt: skip
 
@@ -228,14 +231,14 @@ def at_count(points: Sequence[Any], count: int) -> Numbers:
     return found | ({SEND: high[SEND]} if SEND in high else {})
 
 
-def at_layers(plan: Plan, values: Sequence[float], layers: float) -> float:
+def at_layers(play: Play, values: Sequence[float], layers: float) -> float:
     """Return a number of so many layers a stage, from the records'."""
     if len(values) == 1:
         return values[0]
-    first, second = plan.points[:2]
+    first, second = play.points[:2]
     one = (values[1] - values[0]) / (second.layers - first.layers)
     found = values[0] + one * (layers - first.layers)
     if len(values) == 3:
-        again = min(plan.again, layers)
+        again = min(play.again, layers)
         found += (values[2] - values[1]) * (again - first.again)
     return found

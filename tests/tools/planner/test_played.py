@@ -11,7 +11,7 @@ from mpu.zero.bucket_layout import automatic_size
 from tools import plan
 from tools.planner.cluster import read_cluster
 from tools.planner.model import read_model
-from tools.planner.played import Plan, Point, Unplayable, Worker, composed, prepared
+from tools.planner.played import Play, Point, Unplayable, Worker, composed, prepared
 from tools.planner.recorded import Recorded, play
 from tools.planner.table import breakdown
 from tools.rehearsal.clock import Timing
@@ -43,7 +43,7 @@ def whole(run: Recorded, worker: Worker) -> Timing:
     argv = [*run.argv, "--train-iters", "8", "--rehearse-device", run.cluster.device]
     job = {**few.jobs[0], "argv": argv}
     (answer,) = worker.answers([job])
-    every = Plan(few.config, few.cut, few.again, few.device, [Point(0, 0)], [job])
+    every = Play(few.config, few.cut, few.again, few.device, [Point(0, 0)], [job])
     return composed(every, [{"points": answer["points"][-1:]}])
 
 
