@@ -101,6 +101,19 @@ def test_fewer_micro_batches_than_the_step_has_are_named_as_such():
     assert drawn < 64 and f"drawn with {drawn} micro-batches for 64: more" in about["subtitle"]
 
 
+def test_few_micro_batches_have_the_memory_of_all_where_an_f_is_beside_a_b():
+    """Each kind of pair has its own bytes: the chunk of the F, and that of the B."""
+    more = "--num-layers 4 --global-batch-size 32 --micro-batch-size 1 --vocab-size 16 --bf16"
+    more += " --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    more += " --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    more += " --overlap-moe-expert-parallel-comm --zero-stage 2 --seq-length 128"
+    config = read(more, 4)
+    for rank in (0, 1):
+        few, every = (record(config, pretrain_llama, [rank], n)[rank] for n in (0, 16))
+        assert few.few < every.few == 16
+        assert dry_run.memory(config, few) == dry_run.memory(config, every)
+
+
 def bars(svg):
     """Return {action: {kind: height}} of a picture's bars, in its own units."""
     found = {}

@@ -120,7 +120,8 @@ class Distributed:
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
             patches.replace(dist, name, getattr(self, name))
-        patches.everywhere(collectives.gather_bytes, self.gather_bytes)
+        # of this transport alone: a recording's has its own (mpu/comm/meta.py)
+        patches.replace(collectives.ProcessGroupTransport, "gather_bytes", self.gather_bytes)
         patches.replace(transport, "Handle", self.handle)
         patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
         patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
@@ -188,9 +189,9 @@ class Distributed:
         uses = ((input,), (output,), input)
         return self._collective("all_to_all", group, *uses, async_op, sent_rows=sent_rows)
 
-    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Stand in for mpu's gather_bytes: the bytes of each rank, or this one's for all."""
-        if self.exchange is not None and axis.size > 1:
+    def gather_bytes(self, data: bytes, axis: Any, device: Any) -> list[bytes]:
+        """Return the bytes of each rank, or this one's for all."""
+        if self.exchange is not None:
             return list(self.exchange.gather(data, axis))
         answers = self.answers(data, axis) if self.answers is not None else None
         return answers if answers is not None else [data] * axis.size
