@@ -566,24 +566,28 @@ def few_micro_batches(config: Config) -> int:
     p, count = config.parallel, max(micro_batch_counts(config))
     if p.defer_embedding_wgrad_compute:  # each keeps what it defers until the step's end
         return count
+    least = 3 + p.zero_reduce_each_microbatch  # the third is the first whose sums join others
     return _few(
         p.schedule, p.pipeline_model_parallel_size, count, p.virtual_stages,
         p.microbatch_group_size_per_virtual_pipeline_stage, p.overlap_moe_expert_parallel_comm,
+        least,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
-def _few(name: str, p: int, count: int, v: int, group: int | None, overlaps: bool) -> int:
+def _few(
+    name: str, p: int, count: int, v: int, group: int | None, overlaps: bool, least: int
+) -> int:
     """Return the least multiple of a group after which a rank holds no more and has no other F
-    beside a B, at least 3: a first micro-batch, a last one, and one between them.
+    beside a B. least: a first micro-batch, a last one, and one between them that is like others.
     """
     unit = max(p, group or p)
-    sizes = [n for n in (2 * unit, 3 * unit, 4 * unit) if 3 <= n < count]
+    sizes = [n for n in (2 * unit, 3 * unit, 4 * unit) if least <= n < count]
     most = [_most(build(name, p, n, v, group, overlaps)) for n in sizes]
     for n, here, more in zip(sizes, most, most[1:], strict=False):
         if here == more:
             return n
-    return min(count, 3) if p == 1 else count
+    return min(count, least) if p == 1 else count
 
 
 def _most(schedule: Schedule) -> list[Any]:

@@ -31,7 +31,8 @@ NORM = "mpu/kernels/rms_norm.py"
 BLOCKS, FUSED = "mpu/layers/attention/block_attention.py", "mpu/layers/fused.py"
 TORCHS = "mpu/torch_private.py"  # calls of torch's own kernels
 RECIPE, SCALED = "mpu/layers/float8/recipe.py", "mpu/layers/float8/cuda.py"
-NAMED = {RECIPE: SCALED}  # a format is chosen in one file and multiplied in another
+# a format is chosen in one file and multiplied in another; calls count as of their callers
+NAMED = {RECIPE: SCALED, TORCHS: BLOCKS}
 LAST = "{0}.transpose(0, -1).contiguous().transpose(0, -1)"  # another order in memory
 MUTANTS = [  # world, flags, file, a text, what takes its place
     (2, CP + "p2p", TORCHS, "lse.contiguous()", "lse"),
@@ -93,7 +94,7 @@ MUTANTS = [  # world, flags, file, a text, what takes its place
      "tiles.reshape(-1).view(torch.float8_e8m0fnu).float()"),
     (1, WIDE + "blockwise", "mpu/kernels/float8.py",
      "*sizes, out, wide, out.shape[1], blocks, FROM_ROWS",
-     "*sizes, out, wide and wide.contiguous(), out.shape[1], blocks, FROM_ROWS"),
+     "*sizes, out, wide if wide is None else wide.contiguous(), out.shape[1], blocks, FROM_ROWS"),
     (1, WIDE + "rowwise", SCALED, "codes(a.rows, block, a.form), codes(b.rows",
      "F.pad(codes(a.rows, block, a.form).view(torch.uint8), (0, 1)).view(torch.float8_e4m3fn)"
      "[:, :-1], codes(b.rows"),
