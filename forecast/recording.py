@@ -569,8 +569,8 @@ def few_micro_batches(config: Config) -> int:
     least = 3 + p.zero_reduce_each_microbatch  # the third is the first whose sums join others
     return _few(
         p.schedule, p.pipeline_model_parallel_size, count, p.virtual_stages,
-        p.microbatch_group_size_per_virtual_pipeline_stage, p.overlap_moe_expert_parallel_comm,
-        least,
+        p.microbatch_group_size_per_virtual_pipeline_stage,
+        overlaps=p.overlap_moe_expert_parallel_comm, least=least,
     )  # fmt: skip
 
 
