@@ -130,7 +130,7 @@ def draw(path, more, world=8):
     words = f"--mock-data --vocab-size 32768 --dry-run --memory-picture {path} {more}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(world))
-        return pretrain_llama.main([*MODEL, *words.split(), "--num-layers", "8"])
+        return pretrain_llama.main([*MODEL, *words.split(), "--num-layers", "4"])
 
 
 def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
@@ -142,7 +142,7 @@ def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
     words = svg.read_text()
     assert f"peak {told}, B, micro-batch" in words and "Pipeline rank 0 of 4 (1f1b)" in words
     assert out.endswith(f"drawn: {svg}\n")
-    config = parse([*MODEL, *flags.split(), "--num-layers", "8", "--dry-run",
+    config = parse([*MODEL, *flags.split(), "--num-layers", "4", "--dry-run",
                     "--memory-picture", str(svg)], 8)  # fmt: skip
     steps = memory_picture.drawn_of(config, pretrain_llama)["steps"]
     drawn = bars(svg)
@@ -180,7 +180,7 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
     assert mine.read_text() == "<svg>drawn by somebody</svg>" and len([*tmp_path.iterdir()]) == 1
-    words = [*MODEL, "--num-layers", "8", "--global-batch-size", "8", "--device", "cpu"]
+    words = [*MODEL, "--num-layers", "4", "--global-batch-size", "8", "--device", "cpu"]
     with pytest.raises(ValueError, match="--memory-picture a.svg needs --dry-run"):
         parse([*words, "--memory-picture", "a.svg"], 8)
     with pytest.raises(ValueError, match="--memory-picture-rank 0 needs --memory-picture"):
