@@ -5,6 +5,7 @@ A group has a communicator with a stream of its own. A message that is not part 
 as in torch, a communicator for its pair of ranks in that group. Nothing arrives: tensors are fake.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -323,7 +324,8 @@ class Distributed:
 
         Its ranks write and read there in the order of their own work.
         """
-        verb, ranks, tensor = self.starts
+        verb, ranks, kept = self.starts
+        tensor = kept()
         over = Communicator(ranks, 0, f"shared memory of {ranks}")
         self._start(verb, over, -1, (tensor,), (), tensor)
 
@@ -334,7 +336,7 @@ class Distributed:
     ) -> None:
         """Keep who starts the next transfer, and on which axis."""
         self.trace_axis, self.trace_label, self.trace_async = axis.name, "", is_async
-        self.starts = verb, axis.ranks, tensor
+        self.starts = verb, axis.ranks, weakref.ref(tensor)  # which may live no longer for this
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__
             if isinstance(label.who, Payload):  # the same at both ends

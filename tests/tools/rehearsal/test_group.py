@@ -2,6 +2,8 @@
 """What fake tensors and communicators let pass that a GPU, NCCL or autograd does not."""
 
 
+import weakref
+
 import pytest
 import torch
 
@@ -50,6 +52,15 @@ def test_a_recording_during_a_rehearsal_hears_its_own_ranks():
         network.install(patches)
         told = [collectives.gather_bytes(b"own", axis) for axis in axes]
     assert told == [[b"own", b"of the recording"], [b"own", b"of the rehearsal"]]
+
+
+def test_what_is_sent_lives_no_longer_for_the_trace():
+    network, axis = Distributed(Recorder("cpu"), 0), Axis("tp", 0, 2, (0, 1))
+    x = torch.ones(4)
+    network.issued("all_gather", axis, x, 16, False, None)
+    left = weakref.ref(x)
+    del x
+    assert left() is None
 
 
 class Widens(torch.autograd.Function):
