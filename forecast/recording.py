@@ -39,7 +39,7 @@ from mpu.meta_tensors import META, UNKNOWN, answer
 from mpu.module_tracker import tensors_of
 from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Payload
-from mpu.pipeline.schedules import Action, build
+from mpu.pipeline.schedules import Action, Schedule, build
 from mpu.pipeline.simulate import peak_activations
 from mpu.torch_private import DispatchMode
 from training.config import Config
@@ -571,25 +571,34 @@ def few_micro_batches(config: Config) -> int:
     p, count = config.parallel, max(micro_batch_counts(config))
     if p.defer_embedding_wgrad_compute:  # each keeps what it defers until the step's end
         return count
-    group = p.microbatch_group_size_per_virtual_pipeline_stage
-    return _few(p.schedule, p.pipeline_model_parallel_size, count, p.virtual_stages, group)
+    least = 3 + p.zero_reduce_each_microbatch  # the third is the first whose sums join others
+    return _few(
+        p.schedule, p.pipeline_model_parallel_size, count, p.virtual_stages,
+        p.microbatch_group_size_per_virtual_pipeline_stage,
+        overlaps=p.overlap_moe_expert_parallel_comm, least=least,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=64)
-def _few(name: str, p: int, count: int, v: int, group: int | None) -> int:
-    """Return the least multiple of a group after which a rank holds no more, at least 3: a first
-    micro-batch, a last one, and one between them.
+def _few(
+    name: str, p: int, count: int, v: int, group: int | None, overlaps: bool, least: int
+) -> int:
+    """Return the least multiple of a group after which a rank holds no more and has no other F
+    beside a B. least: a first micro-batch, a last one, and one between them that is like others.
     """
     unit = max(p, group or p)
-    sizes = [n for n in (2 * unit, 3 * unit, 4 * unit) if 3 <= n < count]
-    most = [_most(name, p, n, v, group) for n in sizes]
+    sizes = [n for n in (2 * unit, 3 * unit, 4 * unit) if least <= n < count]
+    most = [_most(build(name, p, n, v, group, overlaps)) for n in sizes]
     for n, here, more in zip(sizes, most, most[1:], strict=False):
         if here == more:
             return n
-    return min(count, 3) if p == 1 else count
+    return min(count, least) if p == 1 else count
 
 
-def _most(name: str, p: int, count: int, v: int, group: int | None) -> list[Any]:
-    schedule = build(name, p, count, v, group)
-    ones = [1.0] * schedule.stages
-    return peak_activations(schedule, ones, ones)
+def _most(schedule: Schedule) -> list[Any]:
+    """Return the most that each rank holds, and the chunks of each F beside a B with the B's."""
+    ones, beside = [1.0] * schedule.stages, list[set[tuple[int, int]]]()
+    for rank, order in enumerate(schedule.ranks):
+        pairs = schedule.overlapped_forwards(rank)
+        beside.append({(order[n].chunk, order[n + 1].chunk) for n in pairs})
+    return [*peak_activations(schedule, ones, ones), *beside]

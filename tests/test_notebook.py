@@ -15,6 +15,7 @@ NOTEBOOK = json.loads((ROOT / "examples" / "library.ipynb").read_text())
 CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.prove
 def test_its_cells_print_the_losses_that_it_shows(tmp_path):
     """Those of its outputs; and torch computes the loss of the run from the loaded model."""
     source = "\n".join("".join(cell["source"]) for cell in CELLS)

@@ -135,13 +135,13 @@ class Float8Bucket:
         for name, part, first, into in self._parts():
             self.codes[into] = self.how[name].codes(part, first, self.scales[name])
 
-    def gather(self) -> None:
+    def gather(self, async_op: bool = True) -> None:
         """Start the gather of the codes; wait for `bucket.gathering` before their use."""
         bucket = self.bucket
         bucket.gathering.wait()
         bucket.weights = flat = self.codes.new_empty(bucket.length)
         label = Label(bucket, "gather")
-        _, handle = all_gather(self.codes, self.shard, True, into=flat, label=label)
+        _, handle = all_gather(self.codes, self.shard, async_op, into=flat, label=label)
         bucket.gathering = _Arrival(handle, self)
 
     def fill_rows(self) -> None:

@@ -86,15 +86,20 @@ class Gatherer:
         return self._known[at + 1] if at + 1 < len(self._known) else None
 
     def unshard(self, bucket: ParamBucket) -> None:
-        """Start the gather of a bucket's weights; wait for `bucket.gathering` before their use."""
+        """Start the gather of a bucket's weights; wait for `bucket.gathering` before their use.
+
+        Where gathers do not run ahead, this waits.
+        """
         if bucket.float8 is not None:
-            bucket.float8.gather()
+            bucket.float8.gather(self.ahead)
         else:
             assert bucket.shard is not None
             weights = bucket.param_shard.new_empty(bucket.length)
             bucket.view_params_in(weights)
-            own, label = bucket.param_shard, Label(bucket, "gather")
-            _, bucket.gathering = all_gather(own, bucket.shard, True, into=weights, label=label)
+            _, bucket.gathering = all_gather(
+                bucket.param_shard, bucket.shard, self.ahead, into=weights,
+                label=Label(bucket, "gather"),
+            )  # fmt: skip
         self.unsharded.append(bucket)
         live = sum(b.layout.rows or b.length * b.param_shard.itemsize for b in self.unsharded)
         self.peak = max(self.peak, live)

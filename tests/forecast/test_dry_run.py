@@ -181,8 +181,6 @@ def test_what_does_not_fit_gets_the_measures_that_do_alone():
     [
         ("rtx-4090", "does NOT fit a GPU of 24 GB (21.06 GB available)"),
         ("a100-40", "fits a GPU of 40 GB (36.1 GB available), with "),
-        ("l40s", "fits a GPU of 48 GB (43.62 GB available), with "),
-        ("h200", "fits a GPU of 141 GB (131 GB available), with "),
     ],
 )
 def test_it_fits_the_gpu_that_is_named(gpu, says):

@@ -101,6 +101,19 @@ def test_fewer_micro_batches_than_the_step_has_are_named_as_such():
     assert drawn < 64 and f"drawn with {drawn} micro-batches for 64: more" in about["subtitle"]
 
 
+def test_few_micro_batches_have_the_memory_of_all_where_an_f_is_beside_a_b():
+    """Each kind of pair has its own bytes: the chunk of the F, and that of the B."""
+    more = "--num-layers 4 --global-batch-size 32 --micro-batch-size 1 --vocab-size 16 --bf16"
+    more += " --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    more += " --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    more += " --overlap-moe-expert-parallel-comm --zero-stage 2 --seq-length 128"
+    config = read(more, 4)
+    for rank in (0, 1):
+        few, every = (record(config, pretrain_llama, [rank], n)[rank] for n in (0, 16))
+        assert few.few < every.few == 16
+        assert dry_run.memory(config, few) == dry_run.memory(config, every)
+
+
 def bars(svg):
     """Return {action: {kind: height}} of a picture's bars, in its own units."""
     found = {}
@@ -117,7 +130,7 @@ def draw(path, more, world=8):
     words = f"--mock-data --vocab-size 32768 --dry-run --memory-picture {path} {more}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(world))
-        return pretrain_llama.main([*MODEL, *words.split(), "--num-layers", "8"])
+        return pretrain_llama.main([*MODEL, *words.split(), "--num-layers", "4"])
 
 
 def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
@@ -129,7 +142,7 @@ def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
     words = svg.read_text()
     assert f"peak {told}, B, micro-batch" in words and "Pipeline rank 0 of 4 (1f1b)" in words
     assert out.endswith(f"drawn: {svg}\n")
-    config = parse([*MODEL, *flags.split(), "--num-layers", "8", "--dry-run",
+    config = parse([*MODEL, *flags.split(), "--num-layers", "4", "--dry-run",
                     "--memory-picture", str(svg)], 8)  # fmt: skip
     steps = memory_picture.drawn_of(config, pretrain_llama)["steps"]
     drawn = bars(svg)
@@ -167,7 +180,7 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
     assert mine.read_text() == "<svg>drawn by somebody</svg>" and len([*tmp_path.iterdir()]) == 1
-    words = [*MODEL, "--num-layers", "8", "--global-batch-size", "8", "--device", "cpu"]
+    words = [*MODEL, "--num-layers", "4", "--global-batch-size", "8", "--device", "cpu"]
     with pytest.raises(ValueError, match="--memory-picture a.svg needs --dry-run"):
         parse([*words, "--memory-picture", "a.svg"], 8)
     with pytest.raises(ValueError, match="--memory-picture-rank 0 needs --memory-picture"):

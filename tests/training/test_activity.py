@@ -33,15 +33,20 @@ def until(there: Callable[[], object]) -> None:
 def test_long_work_is_told_at_growing_intervals_and_quick_work_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that goes on by a second at each look."""
-    clock, told = itertools.count(), list[str]()
+    """By a clock that goes on by a second at each look, once the long work has begun."""
+    clock, told, opening = itertools.count(), list[str](), threading.Event()
     monkeypatch.undo()
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+
+    def monotonic() -> float:
+        return float(next(clock)) if opening.is_set() else 0.0
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(module, "LOOK", 0.0001)
     with Activity(tell=told.append) as activity:
         for words in ("reading", "checking"):
             activity.what = words
         activity.what = "opening"
+        opening.set()
         until(lambda: len(told) >= 8)
         activity.what = "going on"
     lines = [line for line in told if line.endswith(" s so far")]

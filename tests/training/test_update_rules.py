@@ -268,20 +268,27 @@ def kept(comm, case: dict) -> tuple[dict, dict]:
         return run.optimizer.memory(), state(recorded(run.config, run.grid))
 
 
+KEPT = [*itertools.product(range(4), ("float32", "bfloat16"))]
+
+
 @pytest.mark.parametrize("name", ALL)
-def test_the_dry_run_counts_its_bytes(world, name):
-    for zero, dtype in itertools.product(range(4), ("float32", "bfloat16")):
-        case = BASE | dict(optimizer=name, zero=zero, dtype=dtype)
-        results = world(2).run(kept, case)
-        for found, said in results:
-            assert found == said, (zero, dtype)
-        own = max(found["moments"] for found, _ in results)
-        adams = world(2).run(kept, case | dict(optimizer="adam"))
-        adam = max(found["moments"] for found, _ in adams)
-        if name == "momentum":
-            assert own * 2 == adam
-        else:
-            assert adam / 2 < own < adam
+@pytest.mark.parametrize(
+    "zero, dtype",
+    [each if each == (1, "bfloat16") else pytest.param(*each, marks=pytest.mark.prove)
+     for each in KEPT],
+)  # fmt: skip
+def test_the_dry_run_counts_its_bytes(world, name, zero, dtype):
+    case = BASE | dict(optimizer=name, zero=zero, dtype=dtype)
+    results = world(2).run(kept, case)
+    for found, said in results:
+        assert found == said
+    own = max(found["moments"] for found, _ in results)
+    adams = world(2).run(kept, case | dict(optimizer="adam"))
+    adam = max(found["moments"] for found, _ in adams)
+    if name == "momentum":
+        assert own * 2 == adam
+    else:
+        assert adam / 2 < own < adam
 
 
 def test_the_report_names_it():

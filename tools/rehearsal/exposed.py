@@ -9,11 +9,12 @@ reads what it brings. It could be helped
     by an earlier start    where the product before it makes nothing of what it sends
     by a later wait        where the product after it reads nothing of what it brings
 
-Both are products of the same action (a micro-batch's forward, backward or W). Which launch makes
-and reads what is followed from storage to storage through the launches between. A finding is a line
-of which, in one phase, more than half of the transfers of a step could be hidden. A copy between
-host and device is a transfer, too; one on the computing stream itself can never be hidden. Products
-as small as a router's hide nothing.
+Both are products of the same action (a micro-batch's forward, backward or W), and larger than a
+router's. Forwards that are computed again begin with what was kept, so no product comes before
+them. Which launch makes and reads what is followed from storage to storage through the launches
+between. A finding is a line of which, in one phase, more than half of the transfers of a step could
+be hidden. A copy between host and device is a transfer, too; one on the computing stream itself can
+never be hidden.
 """
 
 from collections import Counter, defaultdict
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 LEAST = 0.02  # of the FLOPs of a step's largest product
 LARGE = 1 << 12  # bytes of a copy that holds up the computing stream
 Line = tuple[str, str, str]  # file:line, phase, label
+AGAIN = "recompute"
 PASSES = ("forward", "backward")  # W fills a bubble, in which nothing waits for it
 
 
@@ -48,7 +50,7 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
     copying = defaultdict[int, list[Started]](list)  # by stream
     marks: dict[int, list[Started]] = {}  # of copies, by the event behind them
     brought: dict[int, tuple[int, ...]] = {}  # by each transfer, the storages that it writes
-    products, phase, hides = 0, "", Hides(events[seen.first : seen.end])
+    products, phase, is_large = 0, "", Large(events[seen.first : seen.end])
     for index in range(seen.first, seen.end):
         event, waited = events[index], list[Started]()
         if type(event) is Action:
@@ -63,7 +65,7 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
                 what = f"{event.op} of {event.bytes:,} bytes on the stream that computes"
                 yield Finding("overlap", event.where.place, what, "", chains.get(index, ()))
         elif type(event) is Launch:
-            products += hides(event)
+            products += is_product(event)
         elif type(event) is Transfer:
             if event.is_async:
                 started[event.id] = Started(index, products)
@@ -78,7 +80,9 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
         for one in waited if phase in PASSES else ():
             line = line_of(events[one.at])
             every[line] += 1
-            if one.products == products and (how := cure(events, one.at, index, brought, hides)):
+            if one.products == products and (
+                how := cure(events, one.at, index, brought, is_large)
+            ):
                 could[line].append((one.at, how))
     for line, some in could.items():
         if 2 * len(some) > every[line]:
@@ -92,20 +96,25 @@ def exposed(seen: "Rehearsed") -> Iterator[Finding]:
             yield Finding("overlap", place, what, (*caller, "")[0], tuple(through))
 
 
-class Hides:
-    """Says whether a launch is a product that can hide a transfer. step: has all products."""
+def is_product(event: Launch | Transfer) -> bool:
+    """Return whether the computing stream multiplies."""
+    return isinstance(event, Launch) and event.stream == 0 and event.flops > 0
+
+
+class Large:
+    """Says whether an event is a product that would hide a transfer. step: has all products."""
 
     def __init__(self, step: Sequence[Event]) -> None:
         self.least = LEAST * max((e.flops for e in step if isinstance(e, Launch)), default=0.0)
 
-    def __call__(self, event: Launch) -> bool:
-        """Return whether a launch can."""
-        return event.stream == 0 and event.flops > self.least
+    def __call__(self, event: Launch | Transfer) -> bool:
+        """Return whether it would."""
+        return isinstance(event, Launch) and event.stream == 0 and event.flops > self.least
 
 
 def cure(
     events: Sequence[Event], start: int, wait: int, brought: Mapping[int, tuple[int, ...]],
-    hides: Hides,
+    is_large: Large,
 ) -> str:  # fmt: skip
     """Return by what a transfer that starts and is waited for at these events could be hidden, in
     words; "" if by nothing. brought: what each transfer writes.
@@ -113,14 +122,15 @@ def cure(
     event = events[start]
     assert isinstance(event, (Launch, Transfer))
     sends = isinstance(event, Launch) or event.verb != "receive"
-    if sends and could_start_before(events, start, brought, hides):
+    if sends and could_start_before(events, start, brought, is_large):
         return "an earlier start"
-    return "a later wait" if could_end_after(events, wait, event.written, hides) else ""
+    return "a later wait" if could_end_after(events, wait, event.written, is_large) else ""
 
 
 def could_start_before(
-    events: Sequence[Event], start: int, brought: Mapping[int, tuple[int, ...]], hides: Hides
-) -> bool:
+    events: Sequence[Event], start: int, brought: Mapping[int, tuple[int, ...]],
+    is_large: Large,
+) -> bool:  # fmt: skip
     """Return whether the action's product before a transfer makes nothing of what it sends.
 
     brought: what each transfer writes. What one brings is there from the wait for it on.
@@ -137,15 +147,19 @@ def could_start_before(
         if not isinstance(event, (Launch, Transfer)):
             continue
         makes = not needs.isdisjoint(event.written)
-        if isinstance(event, Launch) and hides(event):
-            return not makes
+        if AGAIN in (event.where.phase, own.where.phase) and event.where.phase != own.where.phase:
+            return False
+        if makes and is_product(event):
+            return False
         if makes:
             needs.update(event.read)
+        elif is_large(event):
+            return True
     return False
 
 
 def could_end_after(
-    events: Sequence[Event], wait: int, brought: tuple[int, ...], hides: Hides
+    events: Sequence[Event], wait: int, brought: tuple[int, ...], is_large: Large
 ) -> bool:
     """Return whether the product after a wait reads nothing of what the transfer brought."""
     made = set(brought)
@@ -155,10 +169,10 @@ def could_end_after(
             return False
         if isinstance(event, (Launch, Transfer)):
             if not made.isdisjoint(event.read):
-                if isinstance(event, Transfer) or hides(event):
+                if isinstance(event, Transfer) or is_product(event):
                     return False
                 made.update(event.written)
-            elif isinstance(event, Launch) and hides(event):
+            elif is_large(event):
                 return True
     return False
 

@@ -5,6 +5,7 @@ A group has a communicator with a stream of its own. A message that is not part 
 as in torch, a communicator for its pair of ranks in that group. Nothing arrives: tensors are fake.
 """
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -120,7 +121,8 @@ class Distributed:
             "isend", "irecv", "send", "recv", "batch_isend_irecv", "get_rank",
         ):  # fmt: skip
             patches.replace(dist, name, getattr(self, name))
-        patches.everywhere(collectives.gather_bytes, self.gather_bytes)
+        # of this transport alone: a recording's has its own (mpu/comm/meta.py)
+        patches.replace(collectives.ProcessGroupTransport, "gather_bytes", self.gather_bytes)
         patches.replace(transport, "Handle", self.handle)
         patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
         patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
@@ -188,9 +190,9 @@ class Distributed:
         uses = ((input,), (output,), input)
         return self._collective("all_to_all", group, *uses, async_op, sent_rows=sent_rows)
 
-    def gather_bytes(self, data: bytes, axis: Any, device: Any = None) -> list[bytes]:
-        """Stand in for mpu's gather_bytes: the bytes of each rank, or this one's for all."""
-        if self.exchange is not None and axis.size > 1:
+    def gather_bytes(self, data: bytes, axis: Any, device: Any) -> list[bytes]:
+        """Return the bytes of each rank, or this one's for all."""
+        if self.exchange is not None:
             return list(self.exchange.gather(data, axis))
         answers = self.answers(data, axis) if self.answers is not None else None
         return answers if answers is not None else [data] * axis.size
@@ -322,7 +324,8 @@ class Distributed:
 
         Its ranks write and read there in the order of their own work.
         """
-        verb, ranks, tensor = self.starts
+        verb, ranks, kept = self.starts
+        tensor = kept()
         over = Communicator(ranks, 0, f"shared memory of {ranks}")
         self._start(verb, over, -1, (tensor,), (), tensor)
 
@@ -333,7 +336,7 @@ class Distributed:
     ) -> None:
         """Keep who starts the next transfer, and on which axis."""
         self.trace_axis, self.trace_label, self.trace_async = axis.name, "", is_async
-        self.starts = verb, axis.ranks, tensor
+        self.starts = verb, axis.ranks, weakref.ref(tensor)  # which may live no longer for this
         if label is not None:
             who = label.who if isinstance(label.who, str) else type(label.who).__name__
             if isinstance(label.who, Payload):  # the same at both ends

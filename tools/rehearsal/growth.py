@@ -2,7 +2,7 @@
 """Find memory that grows from micro-batch to micro-batch, or from step to step.
 
 A storage that each micro-batch's forward or backward allocates, and that still exists when the
-step's sums are finished, is a leak. So are bytes that exist after a step beyond those after the
+step's sums begin, is a leak. So are bytes that exist after a step beyond those after the
 step before. Page-locked host memory counts, too.
 """
 
@@ -29,28 +29,25 @@ def grown(seen: "Rehearsed") -> Iterator[Finding]:
     """
     persistent = set(seen.kinds()) | arriving(seen)
     in_use: dict[int, tuple[str, int]] = {}  # what a micro-batch began: its line and number
-    now, reported = -1, set[str]()
-    last = {of: index for index, of in actions(seen) if of >= 0}  # of each, its last action
-    over: list[int] = []
-    for index, event in numbered(seen):
+    now = last = -1
+    for _, event in numbered(seen):
         if type(event) is Alloc and now >= 0 and event.storage not in persistent:
             in_use[event.storage] = line_of(seen, event), now
         elif type(event) is Free:
             in_use.pop(event.storage, None)
         elif type(event) is Action:
-            over += [now] if now >= 0 and last[now] < index and now not in over else []
-            left: dict[str, set[int]] = {}
-            for place, micro_batch in in_use.values() if len(over) > 2 else ():
-                if micro_batch in over[:-1]:  # the last backward's are freed by the next one
-                    left.setdefault(place, set()).add(micro_batch)
-            for place, some in left.items():
-                if len(some) > 1 and place not in reported:
-                    reported.add(place)
-                    what = f"memory of {len(some)} micro-batches lives when they are over"
-                    yield Finding("leak", place, what, "", ways(seen, place))
             if event.words.startswith(SUMS):
                 break
             now = micro_batch_of(event)
+            last = now if now >= 0 else last
+    left: dict[str, set[int]] = {}
+    for place, micro_batch in in_use.values():
+        if micro_batch != last:  # the last backward's are freed by the next step's
+            left.setdefault(place, set()).add(micro_batch)
+    for place, some in left.items():
+        if len(some) > 1:
+            what = f"memory of {len(some)} micro-batches lives when they are over"
+            yield Finding("leak", place, what, "", ways(seen, place))
     yield from steps(seen, persistent)
 
 
@@ -70,13 +67,6 @@ def micro_batch_of(event: Action) -> int:
     """Return the micro-batch of an action, or -1."""
     matched = MICRO_BATCH.match(event.words)
     return int(matched[1]) if matched else -1
-
-
-def actions(seen: "Rehearsed") -> Iterator[tuple[int, int]]:
-    """Yield the index and the micro-batch, or -1, of each action of the last step."""
-    for index, event in numbered(seen):
-        if type(event) is Action:
-            yield index, micro_batch_of(event)
 
 
 def steps(seen: "Rehearsed", persistent: set[int]) -> Iterator[Finding]:

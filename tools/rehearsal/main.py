@@ -67,16 +67,24 @@ def main(script: ModuleType, argv: list[str], progress: Progress | None = None) 
             made, text = all_ranks(partial(run, script), describe, config, progress)
         else:
             made, text = describe(run(script, config, progress=progress))
-    except (UsageError, PlacementError, ValueError, OSError, guard.GuardError) as error:
-        print(f"pretrain_llama.py --rehearse: {sentence(error)}", file=sys.stderr)
-        return 2
-    except Exception as error:  # while the flags were read: the plan runs the model, too
+    except Exception as error:  # also while the flags are read: the plan runs the model, too
+        if isinstance(error, (ValueError, PlacementError, OSError, guard.GuardError)) and not (
+            of_torch(error)
+        ):
+            print(f"pretrain_llama.py --rehearse: {sentence(error)}", file=sys.stderr)
+            return 2
         made, text = {"findings": [failed(error, "")._asdict()]}, ""
         traceback.print_exc()
     print(text, *report.findings(made), sep="\n")
     if path:
         write_text(path, json.dumps(made, indent=1), json_with("findings"))
     return 1 if made["findings"] else 0
+
+
+def of_torch(error: BaseException) -> bool:
+    """Return whether torch raised it, which knows no flags."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"
 
 
 def read(script: ModuleType, argv: list[str], world: int = 0) -> Config:

@@ -10,7 +10,8 @@ has for it.
     micro-batch recorded   0 ... m-1           m                 m + 1 ... last
 
 m is one in the middle, `more` how many are not recorded. A wait for what another micro-batch has
-begun is for what the micro-batch as far away begins at the same place of its action.
+begun is for what the micro-batch as far away begins at the same place of its action. An action
+posts the receive of a later one; in an interleaved pipeline repeated ones post it from m's peer.
 """
 
 import re

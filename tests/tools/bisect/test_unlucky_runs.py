@@ -270,6 +270,7 @@ def test_folders_that_are_hostile_or_unlucky(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 
 
+@pytest.mark.prove
 def test_a_folder_is_compared_and_its_step_made_again(launcher, tmp_path):
     """The controls: a sound folder is replayed, and a model's file that the user names is run."""
     argv = pair(tmp_path, FLAGS)

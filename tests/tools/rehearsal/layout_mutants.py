@@ -29,12 +29,14 @@ WIDE = (
 HOST = "--device cpu --rehearse-device cpu"
 NORM = "mpu/kernels/rms_norm.py"
 BLOCKS, FUSED = "mpu/layers/attention/block_attention.py", "mpu/layers/fused.py"
+TORCHS = "mpu/torch_private.py"  # calls of torch's own kernels
 RECIPE, SCALED = "mpu/layers/float8/recipe.py", "mpu/layers/float8/cuda.py"
-NAMED = {RECIPE: SCALED}  # a format is chosen in one file and multiplied in another
+# a format is chosen in one file and multiplied in another; calls count as of their callers
+NAMED = {RECIPE: SCALED, TORCHS: BLOCKS}
 LAST = "{0}.transpose(0, -1).contiguous().transpose(0, -1)"  # another order in memory
 MUTANTS = [  # world, flags, file, a text, what takes its place
-    (2, CP + "p2p", BLOCKS, "lse.contiguous()", "lse"),
-    (2, CP + "all_gather", BLOCKS, "lse.contiguous()", "lse.contiguous().double()"),
+    (2, CP + "p2p", TORCHS, "lse.contiguous()", "lse"),
+    (2, CP + "all_gather", TORCHS, "lse.contiguous()", "lse.contiguous().double()"),
     (2, CP + "a2a", "mpu/kernels/rms_norm.py", "y, inverse = torch.empty_like(x)",
      "y, inverse = x.new_empty(x.shape[::-1]).permute(2, 1, 0)"),
     (1, DOCUMENTS, "mpu/layers/packed_seq_params.py", "dtype=torch.int32", "dtype=torch.int64"),
@@ -42,8 +44,8 @@ MUTANTS = [  # world, flags, file, a text, what takes its place
      "ends, longest = packed.cu_seqlens.repeat_interleave(2)[::2]"),
     (1, DOCUMENTS, BLOCKS, "q, k, v = q[0], k[0], v[0]",
      "q, k, v = q[0].mT.contiguous().mT, k[0], v[0]"),
-    (1, "", "mpu/zero/norm.py", "torch.tensor(lengths, device=device)",
-     "torch.tensor(lengths, device=device, dtype=torch.int32)"),
+    (1, "", "mpu/zero/norm.py", "torch.tensor(lengths, dtype=torch.int64, device=home)",
+     "torch.tensor(lengths, dtype=torch.int32, device=home)"),
     (1, "", "mpu/kernels/swiglu.py", "width, dx = dy.shape[-1], torch.empty_like(x)",
      "width, dx = dy.shape[-1], x.new_empty(x.shape[::-1]).permute(2, 1, 0)"),
     (1, "", "mpu/kernels/rms_norm.py", "dtype=inverse.dtype", "dtype=h.dtype"),
@@ -56,10 +58,9 @@ MUTANTS = [  # world, flags, file, a text, what takes its place
      "return"),
     (1, WIDE + "blockwise", SCALED, "(0, -squares.shape[1] % 4)", "(0, 1)"),
     (1, WIDE + "rowwise", SCALED, "return by_row if of_a", "return by_row.double() if of_a"),
-    (1, WIDE + "tensorwise", SCALED, "return scale_in_row(rows)",
-     "return scale_in_row(rows).bfloat16()"),
-    (1, HOST, FUSED, "parts = torch.zeros((torch.get_num_threads(), h), dtype=kind)",
-     "parts = torch.zeros((torch.get_num_threads(), h), dtype=torch.float64)"),
+    (1, WIDE + "tensorwise", SCALED, "noted[:1]).view(1)", "noted[:1]).view(1).bfloat16()"),
+    (1, HOST, FUSED, "parts = torch.zeros((torch.get_num_threads(), h), dtype=kind,",
+     "parts = torch.zeros((torch.get_num_threads(), h), dtype=torch.float64,"),
     (1, HOST, "mpu/layers/attention/core.py", "dtype=sums)", "dtype=q.dtype)"),
     (1, HOST, "mpu/layers/attention/core.py", "dy.contiguous(), dqkv",
      f"{LAST.format('dy')}, dqkv"),
@@ -93,7 +94,7 @@ MUTANTS = [  # world, flags, file, a text, what takes its place
      "tiles.reshape(-1).view(torch.float8_e8m0fnu).float()"),
     (1, WIDE + "blockwise", "mpu/kernels/float8.py",
      "*sizes, out, wide, out.shape[1], blocks, FROM_ROWS",
-     "*sizes, out, wide and wide.contiguous(), out.shape[1], blocks, FROM_ROWS"),
+     "*sizes, out, wide if wide is None else wide.contiguous(), out.shape[1], blocks, FROM_ROWS"),
     (1, WIDE + "rowwise", SCALED, "codes(a.rows, block, a.form), codes(b.rows",
      "F.pad(codes(a.rows, block, a.form).view(torch.uint8), (0, 1)).view(torch.float8_e4m3fn)"
      "[:, :-1], codes(b.rows"),
@@ -106,13 +107,13 @@ MUTANTS = [  # world, flags, file, a text, what takes its place
 ]  # fmt: skip
 LAUNCH, GRAPHS = "tests/mpu/test_launch.py", "tests/training/flags/test_graph_rules.py"
 ENVIRONMENT = [  # the test that is to fail, file, a text, what takes its place
-    (LAUNCH, "mpu/launch.py", 'wanted[REGISTER] = "0"', 'wanted[REGISTER] = "1"'),
+    (LAUNCH, "mpu/launch.py", 'defaults[REGISTER] = "0"', 'defaults[REGISTER] = "1"'),
     (GRAPHS, "mpu/launch.py", 'if value == "0" or', 'if value == "1" or'),
     (LAUNCH, "mpu/launch.py", '"expandable_segments:True"', '"expandable_segments:False"'),
     ("tests/mpu/layers/float8/test_cuda.py", SCALED, "if low <= found <= high",
      "if low <= found"),
     ("tests/mpu/layers/attention/test_backends.py", "mpu/layers/attention/backends.py",
-     "card.cudnn > CUDNN_PREFERRED", "card.cudnn >= CUDNN_OLDEST"),
+     "return card.cudnn > CUDNN_PREFERRED", "return card.cudnn >= CUDNN_OLDEST"),
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from tools.rehearsal.group import Distributed, Group, P2POp, Work
 from tools.rehearsal.host import Host
 from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
-from tools.rehearsal.run import Rehearsed, rehearse
+from tools.rehearsal.run import Rehearsed, heard_in, rehearse
 
 COLLECTIVES = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "isend",
@@ -129,6 +129,7 @@ def record(script: ModuleType, argv: list[str], launch: Launch, real: bool) -> R
     config = main.read(script, argv, launch.world)
     recorder = Recorder("cpu")
     network = (Listening if real else Distributed)(recorder, launch.rank)
+    network.answers = heard_in(config, script, launch.rank)
     with Patches() as patches:
         Host(recorder, real).install(patches, network)
         network.install(patches)

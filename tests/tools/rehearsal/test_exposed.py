@@ -60,8 +60,26 @@ def test_a_transfer_that_could_be_hidden_is_found(events, how):
     assert found(*events) == how
 
 
-def test_a_product_as_small_as_a_routers_hides_nothing():
-    assert found(runs(flops=100.0, written=(INPUT,)), runs(), sends(), WAIT, READS) == []
+LARGE = runs(flops=100.0)
+
+
+@pytest.mark.parametrize(
+    "events, how",
+    [
+        ((LARGE, sends(), WAIT, READS), ["an earlier start"]),
+        ((runs(flops=100.0, written=(INPUT,)), runs(), sends(), WAIT, READS), []),  # a router
+        ((LARGE, MAKES, sends(), WAIT, READS), []),
+        ((MAKES, sends(), WAIT, READS, LARGE), []),
+        ((LARGE, sends(), runs(), WAIT, READS), []),  # it is hidden by all that there is
+    ],
+)
+def test_a_small_product_is_none_that_could_hide(events, how):
+    assert found(*events) == how
+
+
+def test_a_forward_that_is_computed_again_begins_with_what_was_kept():
+    again = [event._replace(where=HERE._replace(phase="recompute")) for event in (sends(), READS)]
+    assert found(runs(), again[0], WAIT, again[1]) == []
 
 
 def test_a_transfer_that_the_program_waits_for_at_once_is_its_choice():

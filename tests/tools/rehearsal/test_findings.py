@@ -10,8 +10,10 @@ from mpu.host_memory import read_values
 from tools.rehearsal.events import Action, HostWait, Launch, Transfer, Where
 from tools.rehearsal.findings import communicators, launches, waits
 from tools.rehearsal.kernels_of_cuda import has_kernel, parse
+from tools.rehearsal.main import of_torch
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.watch import flops_of
+from training.config import UsageError
 
 BF, F32, F64 = "bfloat16", "float32", "float64"
 PASS, UPDATE = Action("F chunk 0 micro-batch 0 in stage 0"), Action("the update of iteration 2")
@@ -151,3 +153,14 @@ def test_flash_attention_of_whole_rows_has_the_flops_of_their_squares(backward):
         assert flops_of(func, (x, x, x), given, (x,)) == wanted
 
 
+
+
+def test_what_torch_raises_is_no_mistake_in_the_flags():
+    """A ValueError, too: of shapes, when the model runs while the flags are read."""
+    x = torch.zeros(2)
+    with pytest.raises(ValueError) as raised:
+        torch.nn.functional.mse_loss(x, x, reduction="other")
+    assert of_torch(raised.value)
+    with pytest.raises(ValueError) as raised:
+        raise UsageError("--num-layers 0")
+    assert not of_torch(raised.value)

@@ -2,11 +2,17 @@
 """What fake tensors and communicators let pass that a GPU, NCCL or autograd does not."""
 
 
+import weakref
+
 import pytest
 import torch
 
+from mpu.comm import collectives
+from mpu.comm.meta import MetaTransport
+from mpu.comm.transport import Axis
 from tools.rehearsal.events import Transfer
 from tools.rehearsal.group import Communicator, Distributed, Group
+from tools.rehearsal.patches import Patches
 from tools.rehearsal.record import Recorder
 from tools.rehearsal.watch import cast_by_autograd, scalars_are_single
 
@@ -32,6 +38,29 @@ def test_an_uneven_all_to_all_sends_the_rows_for_others():
     network.all_to_all_single(torch.ones(6, 2), x, group=group, async_op=True)
     sent = [(e.verb, e.bytes, e.sent) for e in recorder.events if isinstance(e, Transfer)]
     assert sent == [("all_to_all", 48, 5 * 8), ("all_to_all", 48, 32)]
+
+
+def test_a_recording_during_a_rehearsal_hears_its_own_ranks():
+    network, axes = Distributed(Recorder("cpu"), 0), []
+    network.answers = lambda data, axis: [data, b"of the rehearsal"]
+    for carries in (
+        MetaTransport(answers=lambda data, axis: [data, b"of the recording"]),
+        collectives.ProcessGroupTransport(None),
+    ):
+        axes.append(Axis("pp", 0, 2, (0, 1), carries))
+    with Patches() as patches:
+        network.install(patches)
+        told = [collectives.gather_bytes(b"own", axis) for axis in axes]
+    assert told == [[b"own", b"of the recording"], [b"own", b"of the rehearsal"]]
+
+
+def test_what_is_sent_lives_no_longer_for_the_trace():
+    network, axis = Distributed(Recorder("cpu"), 0), Axis("tp", 0, 2, (0, 1))
+    x = torch.ones(4)
+    network.issued("all_gather", axis, x, 16, False, None)
+    left = weakref.ref(x)
+    del x
+    assert left() is None
 
 
 class Widens(torch.autograd.Function):

@@ -229,6 +229,7 @@ def test_a_warm_up_lives_in_what_the_dry_run_states(world: Any) -> None:
         assert 0.85 * stated < warm < 1.15 * stated + kept
 
 
+@pytest.mark.prove
 def test_the_dry_run_states_what_a_start_needs() -> None:
     """On GPUs the last rank of a pipeline holds one micro-batch in a step, and in the warm-up that,
     with weights and gradients as large as the head's.
