@@ -561,6 +561,6 @@ def _gradients_by_kernel(
     if not drows.is_meta:
         from mpu.kernels import expert_rows
 
-        given = (x.contiguous() for x in (rows, place, weights, dy))
-        expert_rows.combine_backward(*given, drows, dweights)
+        rows, place, weights, dy = (x.contiguous() for x in (rows, place, weights, dy))
+        expert_rows.combine_backward(rows, place, weights, dy, drows, dweights)
     return drows, dweights
