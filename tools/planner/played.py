@@ -3,7 +3,7 @@
 
 Rank 0 is recorded with few layers a stage and few micro-batches (tools/rehearsal/worker.py), at two
 counts of each, and what further ones take is added. So these are the seconds that `--rehearse` of
-the same flags prints. A model whose layers differ is recorded with all of them.
+the same flags prints. A model whose layers differ is recorded with all of them, and so is Muon.
 """
 
 import json
@@ -42,6 +42,7 @@ from training.flags.parse import parse
 from training.model_profile import model_profile
 from training.pipeline_schedule import own_stages, schedule_of
 from training.pipeline_stages import costs, stages_of
+from training.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = (2, 3)  # layers of a stage
@@ -123,6 +124,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     block = p.recompute_granularity == "full" and p.recompute_method == "block"
     again = (p.recompute_num_layers or 0) if block else 0
     alike = len(set(model_profile(config, provider).layers)) == 1
+    alike = alike and not needs_full_matrices(config)  # owners get matrices, not layers
     if not alike or min(cut) < FEW[0]:
         points = [Point(0, 0)]  # all of them
     elif block:

@@ -81,6 +81,8 @@ def test_layers_that_differ_are_recorded_with_all_of_them() -> None:
     numbers = 8 * (1024 * (1024 + 2 * 512 + 1024) + 3 * 1024 * 2816 + 2 * 1024)
     assert int(size) == pytest.approx(automatic_size(numbers + 2 * 32000 * 1024), rel=0.01)
     assert prepared(few.model, few.cluster, few.argv).points == [Point(0, 0)]
+    muon = replace(alike, flags=f"{alike.flags} --optimizer muon")  # whose matrices have owners
+    assert prepared(muon.model, muon.cluster, muon.argv).points == [Point(0, 0)]
 
 
 def test_a_record_that_fails_says_why(worker: Worker) -> None:
