@@ -51,9 +51,9 @@ def leaves_empty(layer: GroupedLinear, x: Any, dy: Any, counts: Any) -> None:
             RECIPE.accumulate(grads[e], fresh, x[low:high], dy[low:high])
 
 
-def loses_last(rows: Any, place: Any, weights: Any = None, padded: bool = False) -> Any:
+def loses_last(rows: Any, place: Any, weights: Any, *rest: bool) -> Any:
     """Add all outputs of a token but the last."""
-    return real_sum(rows, place[:, :-1], None if weights is None else weights[:, :-1], padded)
+    return real_sum(rows, place[:, :-1], None if weights is None else weights[:, :-1], *rest)
 
 
 real_wgrad, real_sum = GroupedLinear.wgrad, dispatch._sum
