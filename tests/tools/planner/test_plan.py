@@ -166,6 +166,7 @@ def test_one_stands_for_layouts_within_the_error_of_a_comparison(plans: Plans) -
     assert len(chosen) == 4
 
 
+@pytest.mark.prove
 def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path, worker: Worker) -> None:
     """Of one offloaded layout: GB left of a GPU's, of a node's host memory, and the host's time."""
     content = json.loads((FOLDER / "h100_8_nodes.json").read_text()) | {"host_memory_gb": 10}
@@ -262,22 +263,19 @@ def test_why_adds_up_on_pairs_of_layouts(plans: Plans, worker: Worker) -> None:
             assert told["step"][column] == pytest.approx(run.played.step_seconds, abs=0.001)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("more", "flags", "said"),
     [
         (("--global-batch-size", "64"), "--zero-stage 1",
          ["seconds of a step: 64 sequences of 1,024 tokens", "for a step"]),
-        pytest.param(
-            ("--global-batch-size", "4096"), "--global-batch-size 64",
-            ["seconds of 1,000,000 tokens, as the two do different work", "yours 64 sequences of",
-             "best 4,096 sequences of", "for a token"], marks=pytest.mark.prove),
-        pytest.param((), "--global-batch-size 64 --seq-length 512",
-                     ["yours 64 sequences of 512 tokens, matm",
-                      "best 64 sequences of 1,024 tokens"], marks=pytest.mark.prove),
-        pytest.param(
-            ("--float8", "tensorwise"), "--global-batch-size 64",
-            ["64 sequences of 1,024 tokens, matmuls in bf16; best", "matmuls in tensorwise"],
-            marks=pytest.mark.prove),
+        (("--global-batch-size", "4096"), "--global-batch-size 64",
+         ["seconds of 1,000,000 tokens, as the two do different work", "yours 64 sequences of",
+          "best 4,096 sequences of", "for a token"]),
+        ((), "--global-batch-size 64 --seq-length 512", ["yours 64 sequences of 512 tokens, matm",
+                                                         "best 64 sequences of 1,024 tokens"]),
+        (("--float8", "tensorwise"), "--global-batch-size 64",
+         ["64 sequences of 1,024 tokens, matmuls in bf16; best", "matmuls in tensorwise"]),
     ],
 )  # fmt: skip
 def test_why_says_what_is_compared(
