@@ -11,13 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pretrain_llama
 from forecast.device_file import Device
-from mpu.pipeline.simulate import simulate
 from mpu.zero.bucket_layout import automatic_size
 from tools.planner.cluster import Cluster
 from tools.planner.model import Model, last_of_each
@@ -34,13 +33,13 @@ from tools.rehearsal.few_layers import (
     STAGE,
     STEP,
 )
-from tools.rehearsal.pipeline_clock import stage_seconds
+from tools.rehearsal.pipeline_clock import stage_seconds, through
 from tools.rehearsal.run import few_of
 from tools.waiting import Progress
 from training.config import Config
 from training.flags.parse import parse
 from training.model_profile import model_profile
-from training.pipeline_schedule import own_stages, schedule_of
+from training.pipeline_schedule import micro_batch_counts, own_stages, schedule_of
 from training.pipeline_stages import costs, stages_of
 from training.update_rules import needs_full_matrices
 
@@ -78,8 +77,8 @@ class Worker:
         """Return the answers to jobs, in order. Raises Unplayable where the process has ended."""
         to, back = self._process.stdin, self._process.stdout
         assert to is not None and back is not None
-        print(json.dumps(jobs), file=to)
-        to.flush()
+        with suppress(BrokenPipeError):  # it has ended: no answer comes
+            print(json.dumps(jobs), file=to, flush=True)
         found = []
         for _ in jobs:
             line = back.readline()
@@ -132,7 +131,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     else:
         points = [Point(n, 0) for n in FEW]
     one = config.batch.micro_batch_size * p.data_parallel_size
-    count = config.batch.global_batch_size // one
+    count = max(micro_batch_counts(config))
     several = p.pipeline_model_parallel_size
     if p.overlap_moe_expert_parallel_comm:
         counts = sorted({min(count, each * several) for each in PAIRS})
@@ -178,9 +177,7 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
         if "error" in found:
             raise Unplayable(found["error"])
     config, each = play.config, len(answers) // len(play.points)
-    one = config.batch.micro_batch_size * config.parallel.data_parallel_size
-    count = config.batch.global_batch_size // one
-    records = []
+    count, records = max(micro_batch_counts(config)), []
     for n in range(len(play.points)):
         by_count = [tuple(pair) for a in answers[n * each : (n + 1) * each] for pair in a["points"]]
         records.append(at_count(by_count, count))
@@ -199,11 +196,8 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
         own = {part: {schedule.stage(0, c): found[SEPARATOR.join((STAGE, part, str(c)))] / count
                       for c in range(chunks)} for part in PARTS}  # fmt: skip
         seconds = stage_seconds(own, costs(config, pretrain_llama.model_provider))
-        sent = simulate(schedule, replace(seconds, send=found[SEND]))
-        free = simulate(schedule, seconds)
-        step = found[REST] + sent.step
-        exposed["bubble"] = free.step - free.busy[0]
-        exposed["pp"] = exposed.get("pp", 0.0) + sent.step - free.step
+        simulated, exposed = through(schedule, 0, seconds, found[SEND], exposed)
+        step = found[REST] + simulated.step
     profile = model_profile(config, pretrain_llama.model_provider)
     tokens = config.batch.global_batch_size * config.model.seq_length
     flops = profile.flops * tokens / config.parallel.world_size

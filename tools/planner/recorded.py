@@ -89,14 +89,12 @@ def play(
 
     progress: counts the records.
     """
-    rest = [run for run in runs if run.timing is None]
-    if not rest:
-        return sorted(runs, key=lambda run: run.played.step_seconds)
-    plans = [prepared(run.model, run.cluster, run.argv) for run in rest]
-    jobs = [job for plan in plans for job in plan.jobs]
-    if progress is not None:
-        progress.begin("rehearsing the fastest layouts:", len(jobs), "records")
-    answers = iter(worker.answers(jobs, progress))
-    for run, plan in zip(rest, plans, strict=True):
-        run.timing = composed(plan, [next(answers) for _ in plan.jobs])
+    if rest := [run for run in runs if run.timing is None]:
+        plans = [prepared(run.model, run.cluster, run.argv) for run in rest]
+        jobs = [job for plan in plans for job in plan.jobs]
+        if progress is not None:
+            progress.begin("rehearsing the fastest layouts:", len(jobs), "records")
+        answers = iter(worker.answers(jobs, progress))
+        for run, plan in zip(rest, plans, strict=True):
+            run.timing = composed(plan, [next(answers) for _ in plan.jobs])
     return sorted(runs, key=lambda run: run.played.step_seconds)

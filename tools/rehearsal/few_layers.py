@@ -8,9 +8,7 @@ micro-batches; tools/planner/played.py has them at two counts of each, and adds 
 
 from forecast.device_file import Device
 from tools.rehearsal.clock import Timing, time_record
-from tools.rehearsal.events import Transfer
-from tools.rehearsal.links import message_seconds
-from tools.rehearsal.pipeline_clock import action_of, own_seconds
+from tools.rehearsal.pipeline_clock import action_of, own_seconds, send_seconds
 from tools.rehearsal.run import Rehearsed
 from training.pipeline_schedule import schedule_of
 from training.pipeline_stages import costs
@@ -42,10 +40,7 @@ def numbers(seen: Rehearsed, device: Device, micro_batches: int) -> dict[str, fl
                 found[SEPARATOR.join((STAGE, part, str(chunk)))] = of_stage[stage] * micro_batches
         acted = sum(s.end - s.begin for s in timing.actions if action_of(s.words))
         found[REST] = timing.step_seconds - acted
-        sends = [e for e in step if type(e) is Transfer and e.verb == "send"]
-        found[SEND] = max(
-            (message_seconds(device, e.bytes, seen.grid.rank, e.peer) for e in sends), default=0.0
-        )
+        found[SEND] = send_seconds(step, device, seen.grid.rank)
     return found
 
 

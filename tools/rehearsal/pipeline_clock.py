@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from forecast.device_file import Device
 from mpu.pipeline.schedules import Schedule
-from mpu.pipeline.simulate import Costs, simulate
+from mpu.pipeline.simulate import Costs, Simulation, simulate
 from tools.rehearsal.clock import ActionSpan, Span, Timing, time_record
 from tools.rehearsal.events import Event, Transfer
 from tools.rehearsal.links import message_seconds
@@ -80,6 +80,25 @@ def _by_part(work: Costs) -> dict[str, Sequence[float]]:
     return {"F": work.forward, "B": work.input_gradient, "W": work.weight_gradient}
 
 
+def send_seconds(events: Sequence[Event], device: Device, rank: int) -> float:
+    """Return the seconds of the longest message that a world rank sends."""
+    sends = [e for e in events if isinstance(e, Transfer) and e.verb == "send"]
+    return max((message_seconds(device, e.bytes, rank, e.peer) for e in sends), default=0.0)
+
+
+def through(
+    schedule: Schedule, pp_rank: int, costs: Costs, send: float, exposed: Mapping[str, float]
+) -> tuple[Simulation, dict[str, float]]:
+    """Return a schedule as it is simulated, and what is exposed: "bubble" and "pp" too.
+
+    exposed: of the rank where messages arrive at once. send: seconds of a message.
+    """
+    simulated, free = simulate(schedule, replace(costs, send=send)), simulate(schedule, costs)
+    found = {**exposed, "bubble": free.step - free.busy[pp_rank]}
+    found["pp"] = found.get("pp", 0.0) + simulated.step - free.step
+    return simulated, found
+
+
 def time_pipeline(
     events: Sequence[Event],
     device: Device,
@@ -97,15 +116,11 @@ def time_pipeline(
     messages that take no time.
     """
     alone = time_record(events, device, flops, dtype, rank, trace)
-    sends = [e for e in events if isinstance(e, Transfer) and e.verb == "send"]
-    send = max((message_seconds(device, e.bytes, rank, e.peer) for e in sends), default=0.0)
     costs = stage_seconds(own_seconds(alone.actions, schedule, pp_rank, work), work)
-    simulated, free = simulate(schedule, replace(costs, send=send)), simulate(schedule, costs)
+    send = send_seconds(events, device, rank)
+    simulated, exposed = through(schedule, pp_rank, costs, send, alone.exposed_seconds)
     own = sum(s.end - s.begin for s in alone.actions if action_of(s.words))
     step = alone.step_seconds - own + simulated.step
-    bubble = free.step - free.busy[pp_rank]
-    exposed = {**alone.exposed_seconds, "bubble": bubble}
-    exposed["pp"] = exposed.get("pp", 0.0) + simulated.step - free.step
     begins = {span.action[:3]: span.begin for span in simulated.timeline.ranks[pp_rank]}
     spans, actions = _moved(alone, begins, simulated.step)
     return replace(
