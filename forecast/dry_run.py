@@ -12,7 +12,8 @@ from math import prod
 from types import ModuleType
 from typing import Any
 
-from forecast.fit import available, fit_lines, gpu_of
+from forecast.fit import fit_lines
+from forecast.moments import Moment
 from forecast.obeyed_flags import check_attention, check_flags
 from forecast.recording import (
     ACTIVATIONS,
@@ -26,9 +27,7 @@ from forecast.recording import (
     UNSHARDED,
     WEIGHT_ROWS,
     WORKING,
-    Moment,
     Recording,
-    record,
     recordings_of,
 )
 from forecast.traffic import SMALL, Traffic, rows
@@ -103,7 +102,7 @@ def _of_the_model(config: Config, script: ModuleType) -> list[tuple[str, list[st
     check_attention(config, provider)
     check_flags(config, provider)
     found = recordings_of(config, script)
-    kinds = of_ranks_kinds(config, found)
+    kinds = [memory(config, each) for each in found]
     fullest = max(range(size), key=lambda rank: sum(kinds[rank].values()))
     rank = f"pipeline rank {fullest}, the fullest" if size > 1 else "one rank"
     of_rank = found[fullest]
@@ -134,26 +133,9 @@ def _groups(config: Config, provider: Any) -> list[str]:
     return param_groups.lines(dict(whole_model(config, provider).named_parameters()))
 
 
-def of_ranks_kinds(config: Config, found: Sequence[Recording]) -> list[dict[str, int]]:
-    """Return the bytes of each kind at the fullest moment of each rank of a pipeline.
-
-    Those of a rank that was not recorded lie on the line from the recorded one before it to the one
-    after it, whose stages are as long (`recordings_of`).
-    """
-    known = {rank: memory(config, each) for rank, each in enumerate(found) if each.recorded}
-    kinds = []
-    for rank in range(len(found)):
-        low = max(at for at in known if at <= rank)
-        high = min(at for at in known if at >= rank)
-        part = (rank - low) / max(high - low, 1)
-        below, above = known[low], known[high]
-        kinds.append({k: round(below[k] + part * (above[k] - below[k])) for k in below})
-    return kinds
-
-
 def memory_of_ranks(config: Config, script: ModuleType) -> list[dict[str, int]]:
     """Return the bytes of each kind at the fullest moment of each rank of a pipeline."""
-    return of_ranks_kinds(config, recordings_of(config, script))
+    return [memory(config, each) for each in recordings_of(config, script)]
 
 
 def memory(config: Config, recording: Recording) -> dict[str, int]:
@@ -321,13 +303,9 @@ def _memory(
         lines.append(f"{HOST:<19} {in_units(host):>10}  {', '.join(what)}; pinned")
 
     def peak(other: Config) -> int:
-        """Return the bytes of the rank that needs most; of this one alone where it does not fit."""
-        alone = record(other, script, [rank])[rank]
-        most = sum(memory(other, alone).values())
-        if len(found) == 1 or most > available(gpu_of(config)["memory"]):
-            return max(most, at_start(other, alone))
+        """Return the bytes of the rank that needs most."""
         of_ranks = recordings_of(other, script)
-        totals = [sum(each.values()) for each in of_ranks_kinds(other, of_ranks)]
+        totals = (sum(memory(other, each).values()) for each in of_ranks)
         return max(*totals, *(at_start(other, each) for each in of_ranks))
 
     return lines + fit_lines(config, max(total, start), peak, in_units)
@@ -406,7 +384,7 @@ def _traffic(rows: list[Traffic]) -> list[str]:
 
 def _host_traffic(config: Config, recording: Recording) -> list[str]:
     """Return the line of what a step sends between the device and its host, if anything."""
-    down, up = recording.recorder.down, recording.recorder.up
+    down, up = recording.copied()
     if not down + up:
         return []
     p, what = config.parallel, []

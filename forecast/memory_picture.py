@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from forecast.dry_run import fullest, step_memory, with_vocabulary
-from forecast.recording import Moment, record, recordings_of
+from forecast.moments import Moment
+from forecast.recording import recordings_of
 from mpu.pipeline.schedules import Action
 from training.config import Config
 from training.pipeline_schedule import micro_batch_counts
@@ -35,15 +36,12 @@ def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
             "no file of a tokenizer is here; give --vocab-size"
         )
     size, rank = config.parallel.pipeline_model_parallel_size, config.run.memory_picture_rank
+    steps = [step_memory(config, each) for each in recordings_of(config, script)]
     if rank is None:
-        recordings = [each for each in recordings_of(config, script) if each.recorded]
-    else:
-        recordings = [record(config, script, [rank])[rank]]
-    steps = {each.run.grid.pp.rank: step_memory(config, each) for each in recordings}
-    rank = max(steps, key=lambda r: fullest(steps[r]).total)
+        rank = max(range(size), key=lambda r: fullest(steps[r]).total)
     peak, p = fullest(steps[rank]), config.parallel
     drawn = [each.action for each in steps[rank] if isinstance(each.action, Action)]
-    count = recordings[0].few
+    count = 1 + max(each.micro_batch for each in drawn)
     every = max(micro_batch_counts(config))
     chunks = 1 + max(each.chunk for each in drawn)
     which = f"Pipeline rank {rank} of {size} ({p.schedule})" if size > 1 else "One rank"

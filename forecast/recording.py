@@ -29,6 +29,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from forecast.like_ranks import followed, like_ranks
+from forecast.moments import Moment, Place, of_layers, reordered
 from mpu.comm.meta import MetaTransport
 from mpu.comm.transport import Axis, Label
 from mpu.grid import Grid
@@ -42,9 +44,10 @@ from mpu.pipeline.engine import Payload
 from mpu.pipeline.schedules import Action, Schedule, build
 from mpu.pipeline.simulate import peak_activations
 from mpu.torch_private import DispatchMode
+from training.batch_size import micro_batches
 from training.config import Config
 from training.faults.monitor import FailureMonitor
-from training.pipeline_schedule import micro_batch_counts
+from training.pipeline_schedule import micro_batch_counts, schedule_of
 from training.pipeline_stages import rank_stages
 from training.run.stop import Agreement
 from training.run.warm_up import batches_of_zeros, run_chunks
@@ -63,7 +66,6 @@ KINDS = (
 SUMS, UPDATE = "sums of gradients", "update"  # what follows the schedule's last action
 ACTION = re.compile(r"(F|BW?|W) chunk (\d+) micro-batch (\d+)")
 MADE = {"F": "activation", "B": "gradient"}  # what a message carries
-LINEAR = ("1f1b", "interleaved")
 PHASES = {"F": "forward", "B": "backward", "W": "wgrad"}
 
 
@@ -97,19 +99,6 @@ class Transfer(NamedTuple):
     action: Action | str
 
 
-class Moment(NamedTuple):
-    """The fullest moment of an action. kinds: bytes on the device, by kind; after: as it ends."""
-
-    action: Action | str
-    kinds: dict[str, int]
-    after: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        """Return the bytes of all kinds."""
-        return sum(self.kinds.values())
-
-
 class Actions(FailureMonitor):
     """A FailureMonitor without a connection that passes each action on to `begins`."""
 
@@ -133,8 +122,8 @@ class Recorder(DispatchMode):
     """Answers operations on meta tensors from their shapes, and notes what a step does.
 
     events: in order, (storage, 1 as it comes or -1 as it goes), or an action that begins.
-    transfers: in order. down, up: bytes copied to host memory and from there. run: once there is
-    one. gpu: whether tensors stand for those of a GPU, apart from which there is host memory.
+    transfers: in order. copies: (action, bytes to host memory, bytes from there). run: once there
+    is one. gpu: whether tensors stand for those of a GPU, apart from which there is host memory.
     """
 
     def __init__(self, gpu: bool = False) -> None:
@@ -142,7 +131,7 @@ class Recorder(DispatchMode):
         self.gpu = gpu
         self.events: list[tuple[Storage, int] | Action | str] = []
         self.transfers: list[Transfer] = []
-        self.down = self.up = 0
+        self.copies: list[tuple[Action | str, int, int]] = []
         self.run: Any = None
         self.action: Action | str = ""
         self.storages: dict[int, Storage] = {}  # those that live, by id
@@ -192,8 +181,9 @@ class Recorder(DispatchMode):
     def _copied(self, to: Tensor, source: Tensor) -> None:
         if to.is_meta and source.is_meta:
             kinds = self.kind_of(to) == HOST, self.kind_of(source) == HOST
-            self.down += source.nbytes * (kinds == (True, False))
-            self.up += to.nbytes * (kinds == (False, True))
+            down, up = kinds == (True, False), kinds == (False, True)
+            if down or up:
+                self.copies.append((self.action, source.nbytes * down, to.nbytes * up))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Note that a storage has lost its memory, or got it back."""
@@ -295,24 +285,33 @@ class Recorder(DispatchMode):
 class Recording:
     """A step of one rank. run: what the program has built.
 
-    few: micro-batches that are recorded. recorded: whether a step was, or the rank only built.
-    start: bytes by kind as the step begins. warm_up: the most bytes before it, where each chunk
-    runs once. heard: what the ranks of the pipeline told each other meanwhile, in order: each time
-    what each of them said.
+    few: micro-batches that are recorded; micro_batches: of the step. start: bytes by kind as the
+    step begins. warm_up: the most bytes before it, where each chunk runs once. heard: what the
+    ranks of the pipeline told each other meanwhile, in order: each time what each of them said.
+    order: where it stands for another rank, that one's actions in order. more: where it stands for
+    one of more layers.
     """
 
     run: Any
     recorder: Recorder
     few: int
-    recorded: bool = True
+    micro_batches: int
     start: dict[str, int] = field(default_factory=dict)
     warm_up: int = 0
     heard: list[list[bytes]] = field(default_factory=list)
+    order: list[Place] | None = None
+    more: "MoreLayers | None" = None
 
-    def moments(self) -> list[Moment]:
-        """Return the fullest moment of each action, in order."""
+    def moments(self, only: str = "", begin: bool = False) -> list[Moment]:
+        """Return the fullest moment of each action, in order; of `only` that kind, if one is given,
+        else of all that are on the device. begin: the one before the first action too.
+        """
+
+        def counts(kind: str) -> bool:
+            return kind == only if only else kind != HOST
+
         found: list[Moment] = []
-        now = {kind: n for kind, n in self.start.items() if kind != HOST}
+        now = {kind: n for kind, n in self.start.items() if counts(kind)}
         total = most = sum(now.values())
         action: Action | str = ""
         kinds = dict(now)
@@ -322,23 +321,46 @@ class Recording:
                 action, most, kinds = event, total, dict(now)
                 continue
             storage, sign = event
-            if (kind := storage.kind or WORKING) == HOST:
+            if not counts(kind := storage.kind or WORKING):
                 continue
             now[kind] = now.get(kind, 0) + sign * storage.nbytes
             total += sign * storage.nbytes
             if total > most:
                 most, kinds = total, dict(now)
-        return [*found[1:], Moment(action, kinds, now)]
+        found.append(Moment(action, kinds, now))
+        if self.order is not None:
+            sent = (t.bytes for t in self.recorder.transfers if t.purpose == "message")
+            found = reordered(found, self.order, MESSAGES, next(sent, 0) * counts(MESSAGES))
+        if self.more is not None:
+            longer = self.more.longer
+            found = of_layers(found, longer.moments(only, True), self.more.chunks, self.more.few)
+        return found[0 if begin or len(found) < 2 else 1 :]
+
+    def times(self, action: Action | str) -> int:
+        """Return how often a step of all micro-batches does what a recorded action does: the one in
+        the middle stands for those that are not recorded.
+        """
+        middle = isinstance(action, Action) and action.micro_batch == self.few // 2
+        return 1 + middle * (self.micro_batches - self.few)
+
+    def copied(self) -> tuple[int, int]:
+        """Return the bytes that a step copies to host memory, and those that it copies back."""
+        copies = [(self.times(action), *nbytes) for action, *nbytes in self.recorder.copies]
+        return sum(n * down for n, down, _ in copies), sum(n * up for n, _, up in copies)
 
     def most(self, kind: str) -> int:
         """Return the most bytes of one kind at a moment of the step."""
-        now = most = self.start.get(kind, 0)
-        for event in self.recorder.events:
-            if isinstance(event, tuple) and not isinstance(event, Action):
-                storage, sign = event
-                now += sign * storage.nbytes * ((storage.kind or WORKING) == kind)
-                most = max(most, now)
-        return most
+        return max(moment.total for moment in self.moments(kind))
+
+
+class MoreLayers(NamedTuple):
+    """What a recording of few layers stands for. longer: the same rank with more layers. few: of
+    each chunk of both. chunks: of each chunk of the rank that they stand for.
+    """
+
+    longer: Recording
+    few: tuple[int, int]
+    chunks: list[int]
 
 
 class _Meeting:
@@ -444,24 +466,37 @@ def overlap_of(config: Config) -> OverlapMap:
     return OverlapMap("ring" if ring else "none")
 
 
-def recordings_of(config: Config, script: ModuleType) -> list[Recording]:
+def recordings_of(
+    config: Config, script: ModuleType, layers: tuple[int, int] | None = None
+) -> list[Recording]:
     """Return the recordings of all ranks of a pipeline, in order.
 
-    Of ranks in a row whose stages are as long, under 1F1B with more micro-batches than a rank has
-    in flight, the first and the last are recorded: from one to the next a rank has as many bytes
-    less. The others are only built.
+    Of ranks that are alike one is recorded, and stands for the others (forecast/like_ranks.py).
+    layers: stages are recorded with so many, and the ranks have the moments of as many as they have
+    (forecast/moments.py); None: with all.
     """
-    p, size = config.parallel, config.parallel.pipeline_model_parallel_size
-    wanted = list(range(size))
-    if p.schedule in LINEAR and few_micro_batches(config) < max(micro_batch_counts(config)):
-        stages = [rank_stages(config, script.model_provider, rank) for rank in wanted]
-        kinds = [[(len(s.layers), s.embedding, s.loss) for s in own] for own in stages]
-        wanted = [
-            rank for rank in wanted
-            if rank in (0, size - 1) or not kinds[rank - 1] == kinds[rank] == kinds[rank + 1]
-        ]  # fmt: skip
-    found = record(config, script, wanted)
-    return [found[rank] for rank in range(size)]
+    if layers is not None:
+        provider, size = script.model_provider, config.parallel.pipeline_model_parallel_size
+        chunks = [[len(s.layers) for s in rank_stages(config, provider, r)] for r in range(size)]
+        low, high = (_recordings(config, script, n) for n in layers)
+        return [
+            replace(few, more=MoreLayers(longer, layers, own))
+            for few, longer, own in zip(low, high, chunks, strict=True)
+        ]
+    return _recordings(config, script)
+
+
+def _recordings(config: Config, script: ModuleType, layers: int = 0) -> list[Recording]:
+    like = like_ranks(config, script.model_provider, layers)
+    found = dict(sorted(record(like.config, script, sorted(set(like.places))).items()))
+    if like.places == tuple(found):
+        return [found[place] for place in like.places]
+    few, count = few_micro_batches(like.config), micro_batches(config, 0)
+    whole, recorded = schedule_of(config, few_micro_batches(config)), schedule_of(like.config, few)
+    return [
+        replace(found[place], micro_batches=count, order=followed(whole, rank, recorded, place))
+        for rank, place in enumerate(like.places)
+    ]
 
 
 def _record(
@@ -475,7 +510,9 @@ def _record(
     with recorder:
         run = script.build(config, grid, META, Actions(recorder.begins))
         use_overlap(run.model, overlap_of(config))
-        recording = Recording(run, recorder, few or few_micro_batches(config), few >= 0)
+        recording = Recording(
+            run, recorder, few or few_micro_batches(config), micro_batches(config, 0)
+        )
         if few >= 0:
             gc.collect()
             _record_steps(recording, script, grid, warms_up)
@@ -520,7 +557,7 @@ def _record_steps(
     def begin() -> None:
         recorder.events.clear()
         recorder.transfers.clear()
-        recorder.down = recorder.up = 0
+        recorder.copies.clear()
         recording.start = dict.fromkeys(STATE, 0)
         for storage in recorder.storages.values():
             kind = storage.kind or OTHER_STATE

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from forecast.recording import Recording, Transfer, record
-from mpu.pipeline.schedules import Action
-from training.batch_size import micro_batches
 from training.config import Config
 
 SMALL = ("norm", "loss sum", "go on?")  # purposes that send a few numbers
@@ -54,13 +52,11 @@ def rows(recording: Recording) -> list[Traffic]:
 
     A step of more micro-batches repeats one in the middle.
     """
-    more, middle = micro_batches(recording.run.config, 0) - recording.few, recording.few // 2
     found: dict[Transfer, int] = {}
     for each in recording.recorder.transfers:
         if each.size > 1:
-            repeats = isinstance(each.action, Action) and each.action.micro_batch == middle
             key = each._replace(action="")
-            found[key] = found.get(key, 0) + 1 + more * repeats
+            found[key] = found.get(key, 0) + recording.times(each.action)
     return [
         Traffic(
             each.axis, each.verb, each.who, each.purpose, times=times, bytes=each.bytes,

@@ -75,7 +75,7 @@ def measured(comm, case: dict) -> tuple[dict[str, int], dict[str, int], list, li
             gc.enable()
     found = run.optimizer.memory() | memory_report.transient(run.sink)
     said = recorded(config, grid, case["m"])
-    real = Recording(SimpleNamespace(config=config), recorder, case["m"], start=start)
+    real = Recording(SimpleNamespace(config=config), recorder, case["m"], case["m"], start=start)
     both = [[(m.action, m.total) for m in each.moments()] for each in (real, said)]
     return found, memory(said), *both
 

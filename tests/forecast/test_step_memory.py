@@ -16,7 +16,9 @@ import pytest
 import pretrain_llama
 from forecast import dry_run, memory_picture
 from forecast.dry_run import step_memory
-from forecast.recording import ACTIVATIONS, record, recordings_of
+from forecast.recording import ACTIVATIONS, HOST, few_micro_batches, record, recordings_of
+from forecast.traffic import SMALL
+from forecast.traffic import rows as traffic_rows
 from mpu.pipeline.schedules import Action
 from mpu.pipeline.simulate import Costs, simulate
 from tests.forecast.test_activations import is_few, layer_bytes
@@ -42,23 +44,63 @@ def test_the_fullest_moment_of_a_drawn_layout_is_the_dry_runs_number(seed):
     config = parse([*MODEL, *flags.split(), "--dry-run"], world)
     found = recordings_of(config, pretrain_llama)
     text = dry_run.report(config, pretrain_llama)
-    totals = [sum(kinds.values()) for kinds in dry_run.of_ranks_kinds(config, found)]
+    steps = [step_memory(config, recording) for recording in found]
+    totals = [max(moment.total for moment in step) for step in steps]
     told = re.findall(r"^  total +(\S+ \S+)", text, re.M)
     assert told == [in_units(max(totals))]
     if len(found) > 1:
         table = text.split("Memory of each pipeline rank\n")[1].split("\n\n")[0].splitlines()[1:]
         assert all(row.endswith(in_units(n)) for row, n in zip(table, totals, strict=True))
-    for rank, recording in enumerate(found):
-        if not recording.recorded:
-            continue
-        step = step_memory(config, recording)
-        assert max(moment.total for moment in step) == totals[rank]
-        schedule = schedule_of(config, recording.few)
+    schedule = schedule_of(config, few_micro_batches(config))
+    for rank, step in enumerate(steps):
         pairs = {schedule.ranks[rank][n] for n in schedule.overlapped_forwards(rank)}
         order = [a for a in schedule.ranks[rank] if a.kind != "W" or schedule.split]
         drawn = [moment.action for moment in step if isinstance(moment.action, Action)]
         assert drawn == [action for action in order if action not in pairs]
         assert [moment.action for moment in step[-2:]] == ["sums of gradients", "update"]
+
+
+LONG = [
+    ("--zero-stage 1 --num-layers 30", 8, "1f1b", 1, 24),
+    ("--zero-stage 2 --overlap-grad-reduce --num-layers 22", 8, "interleaved", 2, 16),
+    ("--zero-stage 3 --overlap-param-gather --num-layers 21", 6, "interleaved", 3, 12),
+    ("--zero-stage 2 --recompute-granularity full --num-layers 22", 8, "zb-v", 2, 24),
+    ("--fused-linear-cross-entropy --num-layers 47", 8, "v-half", 2, 8),
+    ("--zero-stage 1 --cpu-offload-activations --num-layers 24", 6, "zb-h1", 1, 18),
+    ("--num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+     "--overlap-moe-expert-parallel-comm --num-layers 30", 6, "interleaved", 2, 18),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more, size, schedule, v, count",
+    [pytest.param(*row, marks=[] if n in (1, 3) else pytest.mark.prove)
+     for n, row in enumerate(LONG)],
+)  # fmt: skip
+def test_ranks_that_are_recorded_once_have_the_bytes_that_each_has(more, size, schedule, v, count):
+    """In each action, and in host memory; copies, collectives and messages too. The norm's index,
+    of all blocks of the model, is the shorter pipeline's, and so are the few bytes that all of its
+    ranks gather.
+    """
+    flags = f"{more} --pipeline-model-parallel-size {size} --pipeline-schedule {schedule}"
+    flags += f" --num-virtual-stages-per-pipeline-rank {v} --global-batch-size {count * 2}"
+    config = read(f"{flags} --micro-batch-size 1 --vocab-size 64 --device cuda", 2 * size)
+    every, found = record(config, pretrain_llama), recordings_of(config, pretrain_llama)
+    assert len({id(each.run) for each in found}) < size
+    for rank, one in enumerate(found):
+        other = every[rank]
+        mine, its = step_memory(config, one), step_memory(config, other)
+        assert [moment.action for moment in mine] == [moment.action for moment in its], rank
+        for here, there in zip(mine, its, strict=True):
+            assert here.total == pytest.approx(there.total, rel=2e-3), (rank, here.action)
+        assert one.most(HOST) == other.most(HOST) and one.copied() == other.copied()
+        sent = [
+            sorted((row.axis, row.verb, row.who, row.purpose, row.times, row.bytes)
+                   for row in traffic_rows(each)
+                   if row.verb != "receive" and (row.axis != "pp" or row.purpose not in SMALL))
+            for each in (one, other)
+        ]  # fmt: skip
+        assert sent[0] == sent[1], rank
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
@@ -112,6 +154,25 @@ def test_few_micro_batches_have_the_memory_of_all_where_an_f_is_beside_a_b():
         few, every = (record(config, pretrain_llama, [rank], n)[rank] for n in (0, 16))
         assert few.few < every.few == 16
         assert dry_run.memory(config, few) == dry_run.memory(config, every)
+
+
+@pytest.mark.parametrize("more, size", [
+    ("--zero-stage 1 --num-layers 13 --pipeline-model-parallel-size 2 "
+     "--num-virtual-stages-per-pipeline-rank 2", 2),
+    ("--zero-stage 3 --overlap-param-gather --overlap-grad-reduce --num-layers 7", 1),
+    ("--zero-stage 2 --pipeline-model-parallel-size 4 --pipeline-schedule zb-v --num-layers 33 "
+     "--recompute-granularity full", 4),
+])  # fmt: skip
+def test_stages_of_few_layers_have_the_bytes_of_many(more, size):
+    """A rank whose chunks differ by a layer too. Buckets are of less than a layer."""
+    flags = f"{more} --micro-batch-size 1 --vocab-size 64 --device cuda --ddp-bucket-size 4096"
+    config = read(f"{flags} --global-batch-size {32 * size}", 2 * size)
+    few, every = (recordings_of(config, pretrain_llama, n) for n in ((2, 3), None))
+    for rank, (one, other) in enumerate(zip(few, every, strict=True)):
+        mine, its = step_memory(config, one), step_memory(config, other)
+        assert [moment.action for moment in mine] == [moment.action for moment in its], rank
+        for here, there in zip(mine, its, strict=True):
+            assert here.total == pytest.approx(there.total, rel=1e-3), (rank, here.action)
 
 
 def bars(svg):

@@ -20,7 +20,7 @@ from forecast.device_file import Device
 from mpu.zero.bucket_layout import automatic_size
 from tools.planner.cluster import Cluster
 from tools.planner.model import Model, last_of_each
-from tools.planner.rank_bytes import sizes
+from tools.planner.rank_bytes import FEW, sizes
 from tools.rehearsal.clock import Timing
 from tools.rehearsal.few_layers import (
     BOUND,
@@ -44,7 +44,6 @@ from training.pipeline_stages import costs, stages_of
 from training.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW = (2, 3)  # layers of a stage
 PAIRS = (4, 6)  # micro-batches for each pipeline rank where a forward runs during a backward
 PARTS = ("F", "B", "W")
 Numbers = Mapping[str, float]

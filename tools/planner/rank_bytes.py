@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 import pretrain_llama
-from forecast.dry_run import matmul_workspaces, of_ranks_kinds
+from forecast.dry_run import matmul_workspaces, memory
+from forecast.like_ranks import alike
 from forecast.recording import HOST, recordings_of
 from mpu.optim.interface import state_bytes
 from mpu.pipeline.stage_layout import Stage
 from mpu.zero import bucket_layout
-from mpu.zero.bucket_layout import BucketLayout, sharing_of
+from mpu.zero.bucket_layout import LARGEST, BucketLayout, automatic_size, sharing_of
 from tools.planner.layout import RECOMPUTE_FLAGS, Layout
 from tools.planner.model import Model
 from tools.planner.pipeline import in_flight
@@ -29,11 +30,13 @@ from tools.planner.runs import Array, Runs
 from tools.planner.units import FIRST, LAST, LONGER, MIDDLE, unit_config, units
 from training.config import Config
 from training.model_profile import ParameterProfile, rank_parameters
-from training.update_rules import optimizer_groups
+from training.pipeline_stages import rank_stages
+from training.update_rules import needs_full_matrices, optimizer_groups
 
 PROVIDER = pretrain_llama.model_provider
 ENDS = (FIRST, MIDDLE, LAST)
 LAYER = Stage(1, 2)
+FEW = (2, 3)  # layers of a stage that are recorded where it has more
 NORM_BYTES = 9  # of a block in the norm's index: int64 and bool
 Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
@@ -99,17 +102,17 @@ def sizes(flags: tuple[str, ...], tp: int, ep: int = 0) -> Sizes:
     config = unit_config(flags, tp, "", ep)
     each = state_bytes(optimizer_groups(config), torch.float32)
 
-    def numbers(stage: Stage, cut: str = "") -> Array:
+    def numbers_of(stage: Stage, cut: str = "") -> Array:
         found = rank_parameters(config, PROVIDER, (stage,), LAST * stage.loss).values()
         own = [p.entry for p in found if cut in ("", p.entry.cut)]
         return np.array([sum(e.numel for e in own), sum(e.numel * each[e.group] for e in own)])
 
-    layer = numbers(LAYER)
+    layer = numbers_of(LAYER)
     ends = (Stage(0, 1, embedding=True), Stage(4, 5, loss=True))
-    first, last = (numbers(stage) - layer for stage in ends)
+    first, last = (numbers_of(stage) - layer for stage in ends)
     both = units(unit_config(flags, tp, "--pipeline-schedule zb-h1", ep))
     waits = both[LONGER].waits - both[MIDDLE].waits
-    parts = (layer, first, last, numbers(LAYER, "ep"))
+    parts = (layer, first, last, numbers_of(LAYER, "ep"))
     of_layer, embedding, head, experts = (float(part[0]) for part in parts)
     a, b, c, d = (float(part[1]) for part in parts)
     return Sizes(of_layer, embedding, head, waits, experts, (a, b, c, d))
@@ -249,11 +252,43 @@ class Exact(NamedTuple):
 
 
 def exactly(config: Config) -> list[Exact]:
-    """Return the bytes of each pipeline rank, as --dry-run has them.
-
-    Host memory is that of the rank with most.
+    """Return the bytes of each pipeline rank, as --dry-run has them; of host memory that of the
+    rank with most. Stages of many like layers are recorded with FEW of them.
     """
-    found = recordings_of(config, pretrain_llama)
-    kinds = of_ranks_kinds(config, found)
+    size, few = config.parallel.pipeline_model_parallel_size, None
+    stages = [rank_stages(config, PROVIDER, rank) for rank in range(size)]
+    if max(len(s.layers) for own in stages for s in own) > sum(FEW) and is_linear(config):
+        parallel = replace(config.parallel, ddp_bucket_size=bucket_size(config, stages))
+        config, few = replace(config, parallel=parallel), FEW
+    found = recordings_of(config, pretrain_llama, few)
     most = max(recording.most(HOST) for recording in found)
-    return [Exact(own, most) for own in kinds]
+    return [Exact(memory(config, recording), most) for recording in found]
+
+
+def is_linear(config: Config) -> bool:
+    """Return whether each layer more of a stage adds the same to what a rank has.
+
+    Not where layers differ, where backward runs some of them again or copies some, or where
+    matrices have owners; nor where a bucket has several layers.
+    """
+    p = config.parallel
+    some = p.recompute_method == "block" or (p.recompute_num_layers or 1) > 1
+    some |= config.gpu.cpu_offload_activations
+    if some or needs_full_matrices(config) or not alike(config, PROVIDER):
+        return False
+    return numbers(config, LAYER) >= (p.ddp_bucket_size or LARGEST)
+
+
+def numbers(config: Config, stage: Stage) -> int:
+    """Return the numbers that a rank with this stage has."""
+    return sum(p.entry.numel for p in rank_parameters(config, PROVIDER, (stage,), 0).values())
+
+
+def bucket_size(config: Config, stages: Sequence[Sequence[Stage]]) -> int:
+    """Return the size of a bucket in a run: the pipeline rank with most numbers sets it."""
+    layer = numbers(config, LAYER)
+    of_ranks = (
+        sum(layer * len(s.layers) + numbers(config, replace(s, first=0, last=0)) for s in own)
+        for own in stages
+    )
+    return config.parallel.ddp_bucket_size or automatic_size(max(of_ranks))

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let one recorded rank of a pipeline stand for those that do the same on other layers.
+
+Ranks with as many layers, and the same ends, differ in the order of their actions alone, and what
+an action makes and frees depends on the actions beside it, not on the pipeline's length. So one
+rank of each kind is recorded, in a shorter pipeline where there are many, and its actions are put
+in the order that the schedule has for the others.
+
+    pipeline   Et  tt  tt  tt  tt  tt  tt  tL
+    recorded   Et  tt                 (tt) tL      the one in brackets is only built
+    like        0   1   1   1   1   1   1   3
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from forecast.moments import Place
+from mpu.pipeline.schedules import V_SHAPED, Action, Schedule, stage_of
+from mpu.pipeline.stage_layout import Stage
+from mpu.pipeline.steps import plan
+from training.config import Config
+from training.model_profile import ModelProvider, model_profile
+from training.pipeline_schedule import micro_batch_counts
+from training.pipeline_stages import rank_stages
+
+BEHIND = 2  # ranks behind a middle one, at least: then it has an F between two others
+
+
+class Like(NamedTuple):
+    """The pipeline that is recorded, and for each rank of the whole one its place in it."""
+
+    config: Config
+    places: tuple[int, ...]
+
+
+class Turn(NamedTuple):
+    """An action among those of its rank. name: kind and chunk, of an F that runs beside it too;
+    before, after: names of its neighbours; begun, left: micro-batches before and after its own, 2
+    and 1 standing for more. receives: how many are posted as it ends, for later actions.
+    """
+
+    name: tuple[str | int, ...]
+    before: tuple[str | int, ...]
+    after: tuple[str | int, ...]
+    begun: int
+    left: int
+    receives: int
+
+
+def like_ranks(config: Config, provider: ModelProvider, layers: int = 0) -> Like:
+    """Return the pipeline to record for all ranks of a run's.
+
+    It is the run's own where layers differ, or ranks do in what they defer. layers: of each stage
+    of the pipeline to record; 0: as many as the run's have.
+    """
+    p = config.parallel
+    size = p.pipeline_model_parallel_size
+    stages = [rank_stages(config, provider, rank) for rank in range(size)]
+    if layers:
+        stages = [tuple(replace(s, first=0, last=layers) for s in own) for own in stages]
+    elif size == 1 or not alike(config, provider) or p.defer_embedding_wgrad_compute:
+        return Like(config, tuple(range(size)))
+    kinds = [tuple((len(s.layers), s.embedding, s.loss) for s in own) for own in stages]
+    if p.schedule in V_SHAPED:  # the last rank hands its first chunk's output to its second
+        kinds[-1] = (*kinds[-1], (0, False, False))
+    first = {kind: rank for rank, kind in reversed([*enumerate(kinds)])}
+    ends = [size - 1] * (kinds.count(kinds[-1]) == 1 < size)
+    middle = sorted(set(first.values()) - {0, *ends})
+    short = [0, *middle, *middle[-1:] * (BEHIND - len(ends)), *ends]
+    if len(short) >= size:
+        short, places = [*range(size)], tuple(first[kind] for kind in kinds)
+    else:
+        place = {kinds[rank]: n for n, rank in reversed([*enumerate(short)])}
+        places = tuple(place[kind] for kind in kinds)
+    if len(short) == size and not layers:
+        return Like(config, places)
+    return Like(_pipeline(config, [stages[rank] for rank in short]), places)
+
+
+def alike(config: Config, provider: ModelProvider) -> bool:
+    """Return whether all layers of a run's model are alike, in how they are updated too."""
+    return not config.optimizer.param_group and model_profile(config, provider).alike
+
+
+def _pipeline(config: Config, ranks: Sequence[Sequence[Stage]]) -> Config:
+    """Return the config of a pipeline of these ranks, with as many micro-batches as it can run."""
+    p, size = config.parallel, len(ranks)
+    v_shape = p.schedule in V_SHAPED
+    of_stage = {stage_of(rank, chunk, size, v_shape): stage
+                for rank, own in enumerate(ranks) for chunk, stage in enumerate(own)}  # fmt: skip
+    texts = ["E" * s.embedding + "t" * len(s.layers) + "L" * s.loss
+             for _, s in sorted(of_stage.items())]  # fmt: skip
+    layers = sum(len(s.layers) for s in of_stage.values())
+    parallel = replace(
+        p, pipeline_model_parallel_size=size,
+        pipeline_model_parallel_layout="|".join(texts) if size > 1 else None,
+        world_size=p.world_size // p.pipeline_model_parallel_size * size,
+        num_virtual_stages_per_pipeline_rank=p.virtual_stages,
+        num_layers_per_virtual_pipeline_stage=None, decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None, account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        microbatch_group_size_per_virtual_pipeline_stage=None,
+    )  # fmt: skip
+    count = max(micro_batch_counts(config))
+    count -= count % size if p.schedule == "interleaved" else 0
+    samples = count * config.batch.micro_batch_size * p.data_parallel_size
+    return replace(
+        config, parallel=parallel, model=replace(config.model, num_layers=layers),
+        batch=replace(config.batch, global_batch_size=samples, step_batch_size_schedule=None),
+    )  # fmt: skip
+
+
+def turns(schedule: Schedule, rank: int) -> list[tuple[Action, Turn]]:
+    """Return a rank's actions in order, as a recording has them: an F that overlaps a B is part of
+    it, and so is a W that follows its B where the schedule does not separate them.
+    """
+    names: list[tuple[Action, tuple[str | int, ...]]] = []
+    receives, beside = list[int](), -1
+    for step in plan(schedule)[rank]:
+        action = step.action
+        if receives:
+            receives[-1] += len(step.receives)
+        if step.overlapped:
+            beside = action.chunk
+        elif action.kind != "W" or schedule.split:
+            names.append((action, (action.kind, action.chunk, beside)))
+            receives.append(0)
+            beside = -1
+    last = max(action.micro_batch for action, _ in names)
+    none: tuple[str | int, ...] = ()
+    around = [none, *(name for _, name in names), none]
+    return [
+        (action, Turn(name, around[n], around[n + 2], min(action.micro_batch, 2),
+                      min(last - action.micro_batch, 1), receives[n]))
+        for n, (action, name) in enumerate(names)
+    ]  # fmt: skip
+
+
+def followed(schedule: Schedule, rank: int, recorded: Schedule, place: int) -> list[Place]:
+    """Return a rank's actions in order, each with the recorded one that is like it.
+
+    place: of the rank that was recorded, in its schedule.
+    """
+    by_name: dict[tuple[str | int, ...], list[tuple[Turn, int]]] = defaultdict(list)
+    for n, (_, turn) in enumerate(turns(recorded, place)):
+        by_name[turn.name].append((turn, n))
+    known: dict[Turn, tuple[Turn, int]] = {}
+    found = []
+    for action, turn in turns(schedule, rank):
+        if turn not in known:
+            known[turn] = max(by_name[turn.name], key=lambda other: _likeness(turn, other[0]))
+        like, n = known[turn]
+        found.append(Place(action, n, turn.receives - like.receives))
+    return found
+
+
+def _likeness(one: Turn, other: Turn) -> tuple[int, int, int]:
+    before, after, begun, left, receives = (a == b for a, b in zip(one[1:], other[1:], strict=True))
+    return begun + left, before + after, receives
