@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import declared, passes
+from mpu.kernels.launch import cdiv, next_power_of_2
 
 LANES = 1024  # elements of a row that a program computes
 
@@ -47,16 +48,16 @@ def swiglu_forward(x: Tensor) -> Tensor:
     """Return silu(gate) * up: x [..., 2 width] -> [..., width]."""
     width = x.shape[-1] // 2
     y = x.new_empty((*x.shape[:-1], width))
-    lanes = min(LANES, triton.next_power_of_2(width))
-    grid = (y.numel() // width, triton.cdiv(width, lanes))
-    swiglu_forward_kernel[grid](x=x, y=y, width=width, LANES=lanes)
+    lanes = min(LANES, next_power_of_2(width))
+    grid = (y.numel() // width, cdiv(width, lanes))
+    swiglu_forward_kernel.launch(grid, x=x, y=y, width=width, LANES=lanes)
     return y
 
 
 def swiglu_backward(x: Tensor, dy: Tensor) -> Tensor:
     """Return dx of x and dy [..., width]."""
     width, dx = dy.shape[-1], torch.empty_like(x)
-    lanes = min(LANES, triton.next_power_of_2(width))
-    grid = (dy.numel() // width, triton.cdiv(width, lanes))
-    swiglu_backward_kernel[grid](x=x, dy=dy, dx=dx, width=width, LANES=lanes)
+    lanes = min(LANES, next_power_of_2(width))
+    grid = (dy.numel() // width, cdiv(width, lanes))
+    swiglu_backward_kernel.launch(grid, x=x, dy=dy, dx=dx, width=width, LANES=lanes)
     return dx

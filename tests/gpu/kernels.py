@@ -36,7 +36,7 @@ def covered(measure: Callable[[Row], None]) -> Callable[[Row], None]:
         torch.manual_seed(1)
         with launches() as seen, row.device:
             measure(row)
-        names = {function.__name__ for function, _ in seen}
+        names = {kernel.fn.__name__ for kernel, _ in seen}
         missing = sorted(set(KERNELS[row.name]) - names)
         row.check(f"launched {', '.join(sorted(names))}", len(missing), 0, missing=missing)
 
@@ -45,11 +45,9 @@ def covered(measure: Callable[[Row], None]) -> Callable[[Row], None]:
 
 def bytes_of(run: Callable[[], object]) -> float:
     """Return the bytes that the launches of a function read and write, as declared."""
-    from mpu.kernels.declared import declaration
-
     with launches() as seen:
         run()
-    return float(sum(declaration(function).cost(given).bytes for function, given in seen))
+    return float(sum(kernel.declared.cost(given).bytes for kernel, given in seen))
 
 
 def speed(row: Row, what: str, ours: Callable[[], object], theirs: Callable[[], object]) -> None:

@@ -47,25 +47,17 @@ ATTENTION = {
 
 @contextmanager
 def launches() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    """Yield a list that gets (kernel.fn, {argument: value}) of each Triton launch in the block."""
-    from triton.runtime.interpreter import GridExecutor
-    from triton.runtime.jit import JITFunction
+    """Yield a list that gets (kernel, {argument: value}) of each Triton launch in the block."""
+    from mpu.kernels.launch import Kernel
 
     found: list[tuple[Any, dict[str, Any]]] = []
-    compiled, played = JITFunction.run, GridExecutor.__call__
+    launch = Kernel.launch
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append((self.fn, dict(zip(self.arg_names, args, strict=False)) | kwargs))
-        return compiled(self, *args, **kwargs)
+    def note(kernel: Kernel, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | named))
+        launch(kernel, grid, *args, **named)
 
-    def play(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append((self.fn, dict(zip(self.arg_names, args, strict=False)) | kwargs))
-        return played(self, *args, **kwargs)
-
-    with (
-        mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(GridExecutor, "__call__", play),
-    ):
+    with mock.patch.object(Kernel, "launch", note):
         yield found
 
 
