@@ -16,6 +16,19 @@ from mpu.kernels.launch import cdiv, next_power_of_2
 LANES = 1024  # elements of a row that a program computes
 
 
+@triton.jit
+def gated(gate, up):
+    """Return y."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def gated_backward(gate, up, grad):
+    """Return d_gate and d_up of grad, the gradient of y."""
+    sig = 1.0 / (1.0 + tl.exp(-gate))
+    return grad * up * sig * (1.0 + gate * (1.0 - sig)), grad * gate * sig
+
+
 @declared(passes("x", "y"), x="whole same", y="whole same")
 @triton.jit
 def swiglu_forward_kernel(x, y, width, LANES: tl.constexpr):
@@ -24,8 +37,7 @@ def swiglu_forward_kernel(x, y, width, LANES: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * LANES + tl.arange(0, LANES)
     gate = tl.load(x + row * 2 * width + at, at < width, 0.0).to(WIDE)
     up = tl.load(x + (row * 2 + 1) * width + at, at < width, 0.0).to(WIDE)
-    value = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(y + row * width + at, value.to(y.dtype.element_ty), at < width)
+    tl.store(y + row * width + at, gated(gate, up).to(y.dtype.element_ty), at < width)
 
 
 @declared(passes("x dy", "dx"), x="whole same", dy="whole same", dx="whole same")
@@ -38,10 +50,9 @@ def swiglu_backward_kernel(x, dy, dx, width, LANES: tl.constexpr):
     gate = tl.load(x + here, at < width, 0.0).to(WIDE)
     up = tl.load(x + here + width, at < width, 0.0).to(WIDE)
     grad = tl.load(dy + row * width + at, at < width, 0.0).to(WIDE)
-    sig = 1.0 / (1.0 + tl.exp(-gate))
-    d_gate = grad * up * sig * (1.0 + gate * (1.0 - sig))
+    d_gate, d_up = gated_backward(gate, up, grad)
     tl.store(dx + here, d_gate.to(dx.dtype.element_ty), at < width)
-    tl.store(dx + here + width, (grad * gate * sig).to(dx.dtype.element_ty), at < width)
+    tl.store(dx + here + width, d_up.to(dx.dtype.element_ty), at < width)
 
 
 def swiglu_forward(x: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ KERNELS = {
     "kernel-loss": ("softmax_stats_kernel", "softmax_gradient_kernel"),
     "kernel-adamw": ("adamw_kernel",),
     "kernel-float8": ("row_scales_kernel", "encode_kernel", "rows_kernel"),
+    "kernel-swiglu-rows": ("swiglu_scales_kernel", "swiglu_rows_kernel"),
     "kernel-sum": ("sum_of_parts_kernel",),
     "kernel-max-logits": ("max_logits_kernel",),
     "kernel-expert-rows": ("sum_rows_kernel", "combine_backward_kernel"),
