@@ -152,7 +152,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [s/t, b, h] -> [s/t, b, h]."""
-        return self.down(swiglu(self.gate_up(x)))
+        return swiglu(x, self.gate_up, self.down)
 
 
 class Block(nn.Module):

@@ -54,7 +54,12 @@ class GradientSink:
 
     This base class keeps each in a tensor of its own and knows nothing of other ranks.
     ParamAndGradBuffer (mpu/zero) keeps them in flat buckets and sums the buckets over ranks.
+
+    watched: whether somebody reads the activations and gradients between layers (ModuleTracker), so
+    that each must be made as a tensor.
     """
+
+    watched = False
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype

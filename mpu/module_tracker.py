@@ -68,7 +68,8 @@ class ModuleTracker:
     As torch.utils.module_tracker, and in deferred weight gradients and recomputation too.
 
     readers: for each kind of event, the function that is called with it. Of a kind without a reader
-    no event is made. A reader runs within the step, so it must not change a tensor.
+    no event is made. A reader runs within the step, so it must not change a tensor. For readers of
+    inputs and gradients layers make tensors that they would not make otherwise, of the same bits.
     Raises TorchLacks where torch does not say which autograd node runs.
     """
 
@@ -98,6 +99,7 @@ class ModuleTracker:
         self._later = queue.later
         queue.put = self._noted  # type: ignore[method-assign]
         queue.later = self._noted_later  # type: ignore[method-assign]
+        sink.watched = not self._readers.keys().isdisjoint((INPUT, OUTPUT_GRAD))
         if MAIN_GRAD in self._readers:
             sink.register_grad_ready = self._is_ready  # type: ignore[method-assign]
 
@@ -107,6 +109,7 @@ class ModuleTracker:
             hook.remove()
         self._queue.put = self._put  # type: ignore[method-assign]
         self._queue.later = self._later  # type: ignore[method-assign]
+        self._sink.watched = False
         if self._sink.register_grad_ready == self._is_ready:
             self._sink.register_grad_ready = self._ready  # type: ignore[method-assign]
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import Cost, declared
+from mpu.kernels.launch import cdiv
 
 BLOCK, WARPS = 1024, 4
 
@@ -36,7 +37,8 @@ def adamw(state: tuple[Tensor, ...], weight: Tensor | None, scalars: Tensor, rat
     where nothing is to change, else 0.
     """
     n, (beta1, beta2) = state[0].numel(), rates.betas
-    adamw_kernel[(triton.cdiv(n, BLOCK),)](
+    adamw_kernel.launch(
+        (cdiv(n, BLOCK),),
         *state, weight, scalars, n, rates.lr, rates.lr * rates.decay, beta1, 1 - beta1, beta2,
         1 - beta2, rates.eps, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip

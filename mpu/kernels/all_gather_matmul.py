@@ -231,7 +231,8 @@ def all_gather_matmul(
     blocks = blocks or choose_blocks(x, w, m, exchange.sms_left)
     pushers = min(PUSHERS, blocks.programs // 2 + 1) if push and exchange.world > 1 else 0
     given = scales or Scales(x, w, exchange.inbox, exchange.outbox)
-    all_gather_matmul_kernel[(blocks.programs,)](
+    all_gather_matmul_kernel.launch(
+        (blocks.programs,),
         x, w, y, given.x, given.w, exchange.inbox, exchange.arrived, exchange.outbox,
         exchange.raises, exchange.counters, exchange.tickets, given.inbox, given.outbox,
         exchange.error.data_ptr(), m, n, k, w.stride(0), w.stride(1), int(given.x.numel() > 1),

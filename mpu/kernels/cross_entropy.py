@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import Cost, declared
+from mpu.kernels.launch import cdiv
 
 LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: inf - inf is not a number
 BLOCK, WARPS = 4096, 8  # columns and warps of a program
@@ -28,8 +29,8 @@ def softmax_stats(rows: Tensor, labels: Tensor, first: int, real: int, out: Tens
     rows [n, width], labels [n] in int64. The logit is 0 where the label is not in these columns.
     """
     n, width = rows.shape
-    softmax_stats_kernel[(n,)](
-        rows, labels, out, n, width, first, real, BLOCK=BLOCK, num_warps=WARPS
+    softmax_stats_kernel.launch(
+        (n,), rows, labels, out, n, width, first, real, BLOCK=BLOCK, num_warps=WARPS
     )
 
 
@@ -41,9 +42,10 @@ def softmax_gradient(
     log_sum, weight: [n] in fp32.
     """
     n, width = rows.shape
-    softmax_gradient_kernel[(n, triton.cdiv(width, BLOCK))](
-        rows, labels, log_sum, weight, width, first, real, BLOCK=BLOCK, num_warps=WARPS
-    )
+    softmax_gradient_kernel.launch(
+        (n, cdiv(width, BLOCK)), rows, labels, log_sum, weight, width, first, real, BLOCK=BLOCK,
+        num_warps=WARPS,
+    )  # fmt: skip
 
 
 def stats_cost(a: Mapping[str, Any]) -> Cost:

@@ -10,11 +10,10 @@ launch by what stands here, and tests count a launch's bytes in the interpreter.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from mpu.kernels.by_address import Requirements
-
-Kernel = TypeVar("Kernel")
+from mpu.kernels.launch import Kernel
 
 
 class Cost(NamedTuple):
@@ -39,26 +38,17 @@ class Declared(NamedTuple):
     cost: CostOf
 
 
-def declared(cost: CostOf, **requires: str) -> Callable[[Kernel], Kernel]:
-    """Declare a kernel's cost, and by argument what it requires, for `declaration`."""
+def declared(cost: CostOf, **requires: str) -> Callable[[Any], Kernel]:
+    """Declare a kernel's cost, and by argument what it requires."""
 
-    def declare(kernel: Any) -> Any:
-        file = kernel.fn.__module__.replace(".", "/") + ".py"
+    def declare(jitted: Any) -> Kernel:
+        file = jitted.fn.__module__.replace(".", "/") + ".py"
         words: dict[str | int, tuple[str, ...]] = {
             name: tuple(each.split()) for name, each in requires.items()
         }
-        kernel.declared = Declared(Requirements(words, file), cost)
-        return kernel
+        return Kernel(jitted, Declared(Requirements(words, file), cost))
 
     return declare
-
-
-def declaration(function: Any) -> Declared:
-    """Return what is declared of a kernel's Python function, `kernel.fn` or the interpreter's copy:
-    the kernel stands in their module under their name. Raises AttributeError where nothing is.
-    """
-    found: Declared = function.__globals__[function.__name__].declared
-    return found
 
 
 def passes(read: str, written: str) -> CostOf:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import declared, passes
+from mpu.kernels.launch import cdiv, next_power_of_2
 
 WIDEST, WARPS = 2048, 4  # numbers of a row at a time: of 4096 backward spills on sm_100
 
@@ -68,7 +69,7 @@ def combine_backward_kernel(
 
 def block_of(width: int) -> int:
     """Return how many numbers of a row a program takes at a time."""
-    return int(min(WIDEST, triton.next_power_of_2(width)))
+    return int(min(WIDEST, next_power_of_2(width)))
 
 
 def sum_rows(rows: Tensor, place: Tensor, weights: Tensor | None, out: Tensor) -> None:
@@ -76,7 +77,8 @@ def sum_rows(rows: Tensor, place: Tensor, weights: Tensor | None, out: Tensor) -
     (tokens, k), width = place.shape, out.shape[1]
     if tokens:
         block = block_of(width)
-        sum_rows_kernel[tokens, triton.cdiv(width, block)](
+        sum_rows_kernel.launch(
+            (tokens, cdiv(width, block)),
             rows=rows, place=place, weights=weights, out=out, n=len(rows), width=width,
             K=k, BLOCK=block, num_warps=WARPS,
         )  # fmt: skip
@@ -88,7 +90,8 @@ def combine_backward(
     """Fill dweights [T, k], and drows [n, h] where a pair has a row; all contiguous."""
     (tokens, k), width = place.shape, dy.shape[1]
     if tokens:
-        combine_backward_kernel[tokens,](
+        combine_backward_kernel.launch(
+            (tokens,),
             rows=rows, place=place, weights=weights, dy=dy, drows=drows, dweights=dweights,
             n=len(rows), width=width, K=k, BLOCK=block_of(width), num_warps=WARPS,
         )  # fmt: skip

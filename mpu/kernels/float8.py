@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import Cost, declared
+from mpu.kernels.launch import cdiv, next_power_of_2
 
 ROWS, STEP, WARPS = 32, 128, 4  # of a tile
 MAX_ROW = 16384  # numbers of a row that a program holds
@@ -77,8 +78,9 @@ def row_scales(given: Numbers, block: int, out: Tensor, form: Codes) -> None:
     """Fill out [n, k / block], or [n, 1] for block 0, with bytes."""
     *sizes, rows = given.arguments()
     tile = dict(ROWS=ROWS, STEP=STEP, num_warps=WARPS) if block else piece_of(given)
-    grid = (triton.cdiv(given.n, tile["ROWS"]), triton.cdiv(given.k, STEP) if block else 1)
-    row_scales_kernel[grid](
+    grid = (cdiv(given.n, tile["ROWS"]), cdiv(given.k, STEP) if block else 1)
+    row_scales_kernel.launch(
+        grid,
         *sizes, out, FROM_ROWS=rows, BLOCK=block, FRACTION=form.fraction, SHIFT=form.shift,
         CONVERTS=converts(given.x), **tile,
     )  # fmt: skip
@@ -91,7 +93,8 @@ def encode(given: Numbers, scales: Tensor, out: Tensor, wide: Tensor | None, for
     """
     *sizes, rows = given.arguments()
     length, blocks = out.shape[1], scales.shape[1]
-    encode_kernel[(triton.cdiv(given.n, ROWS), triton.cdiv(given.k, STEP))](
+    encode_kernel.launch(
+        (cdiv(given.n, ROWS), cdiv(given.k, STEP)),
         *sizes, scales, *scales.stride(), out, wide, length, blocks=blocks, FROM_ROWS=rows,
         BLOCK=given.k // blocks if blocks > 1 else 0, FRACTION=form.fraction, BIAS=form.bias,
         TOP=form.top, CONVERTS=converts(given.x), ROWS=ROWS, STEP=STEP, num_warps=WARPS,
@@ -107,8 +110,9 @@ def rows(
     """
     *sizes, from_rows = given.arguments()
     blocks, tile = given.k // block if block else 1, tile_of(given, block, square)
-    steps = triton.cdiv(given.k, tile["STEP"]) if block else 1
-    rows_kernel[(triton.cdiv(given.n, tile["ROWS"]), steps)](
+    steps = cdiv(given.k, tile["STEP"]) if block else 1
+    rows_kernel.launch(
+        (cdiv(given.n, tile["ROWS"]), steps),
         *sizes, out, wide, out.shape[1], blocks, FROM_ROWS=from_rows, BLOCK=block, SQUARE=square,
         FRACTION=form.fraction, BIAS=form.bias, TOP=form.top, SHIFT=form.shift,
         CONVERTS=converts(given.x), **tile,
@@ -125,7 +129,7 @@ def tile_of(given: Numbers, block: int, square: bool) -> dict[str, int]:
         warps = 8 if square else WARPS
         return dict(ROWS=rows, STEP=STEP, WHOLE=True, num_warps=warps)
     if given.side_by_side and given.k <= MAX_ROW:
-        columns = max(512, triton.next_power_of_2(given.k))
+        columns = max(512, next_power_of_2(given.k))
         rows = max(1, 2048 // columns)
         return dict(ROWS=rows, STEP=columns, WHOLE=True, num_warps=max(4, rows * columns // 1024))
     return piece_of(given) | dict(WHOLE=False)

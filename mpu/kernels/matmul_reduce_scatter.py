@@ -172,7 +172,8 @@ def matmul_scatter(
     assert rows == world * m
     blocks = blocks or choose_blocks(x, w, m, exchange.sms_left)
     left, right = scales or (x, w)
-    matmul_scatter_kernel[(blocks.programs,)](
+    matmul_scatter_kernel.launch(
+        (blocks.programs,),
         x, w, left, right, exchange.outbox, exchange.raises, exchange.counters, exchange.tickets,
         m, n, k, w.stride(0), w.stride(1), int(left.numel() > 1), int(right.numel() > 1),
         exchange.chunk_rows, exchange.flag_stride, exchange.chunks(m), exchange.rank,
@@ -196,7 +197,8 @@ def add_parts(
     if programs is None:
         sms = count_sms(out.device, exchange.sms_left) if out.is_cuda else 1
         programs = REDUCE_PROGRAMS * sms
-    reduce_kernel[(programs,)](
+    reduce_kernel.launch(
+        (programs,),
         exchange.inbox, exchange.arrived, out, exchange.error.data_ptr(), m, n,
         exchange.chunk_rows, exchange.flag_stride, exchange.rank, exchange.epoch,
         exchange.patience, WORLD=exchange.world, WIRE=kind, BLOCK_M=REDUCE_ROWS,

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import Cost, declared
-from mpu.kernels.signals import INTERPRETED
+from mpu.kernels.launch import INTERPRETED, cdiv, next_power_of_2
 
 # queries, keys, warps and stages by the elements of a head, padded to a power of two: within the
 # 99 KiB of shared memory that a block has on some GPUs (tests/mpu/kernels/test_max_logits.py)
@@ -46,9 +46,10 @@ def max_logits(
     What is not finite counts as infinity.
     """
     (b, heads, s, d), (groups, keys) = q.shape, k.shape[1:3]
-    width = max(16, triton.next_power_of_2(d))
+    width = max(16, next_power_of_2(d))
     rows, columns, warps, stages = (16, 16, 4, 1) if INTERPRETED else TILES[max(64, width)]
-    max_logits_kernel[(b * heads, triton.cdiv(s, rows))](
+    max_logits_kernel.launch(
+        (b * heads, cdiv(s, rows)),
         q=q, k=k, noted=noted, ends=ends, s=s, keys=keys, window=window or s + keys,
         documents=1 if ends is None else len(ends) - 1, heads=heads, share=heads // groups,
         scale=d**-0.5, q_b=q.stride(0), q_n=q.stride(1), q_s=q.stride(2), k_b=k.stride(0),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpu.kernels.signals import INTERPRETED
+from mpu.kernels.launch import INTERPRETED
 
 TYPES = {
     torch.float32: tl.float32,

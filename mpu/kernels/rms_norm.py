@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import Cost, declared, passes
+from mpu.kernels.launch import cdiv, next_power_of_2
 
 PARTS = 512
 TILE = 8192  # bytes that a program holds of each operand, if a row is not longer
@@ -203,7 +204,7 @@ def tile_of(x: Tensor) -> dict[str, int]:
     """Return the rows and columns of x that a program holds at once, and its warps."""
     if is_long(x):
         return dict(ROWS=2, COLUMNS=LONG, num_warps=8)
-    columns = triton.next_power_of_2(x.shape[-1])
+    columns = next_power_of_2(x.shape[-1])
     warps = columns // 512 if columns > 4096 and x.itemsize == 2 else 8
     return dict(ROWS=max(1, TILE // columns // x.itemsize), COLUMNS=columns, num_warps=warps)
 
@@ -218,7 +219,8 @@ def norm_forward(
     y, inverse = torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=wide)
     h = x if added is None else torch.empty_like(x)
     kernel = norm_forward_long_kernel if is_long(x) else norm_forward_kernel
-    kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+    kernel.launch(
+        (cdiv(rows, tile["ROWS"]),),
         x=x, added=added, w=w, h=h, y=y, inverse=inverse, rows=rows, width=width, EPS=eps,
         ADD=added is not None, **tile,
     )  # fmt: skip
@@ -231,12 +233,13 @@ def norm_backward(
     """Return dx, to which dh is added if given, and dw's parts [count, width]: see `fold`."""
     width, tile = h.shape[-1], tile_of(h)
     rows = h.numel() // width
-    tiles = triton.cdiv(triton.cdiv(rows, tile["ROWS"]), PARTS)  # of a run
+    tiles = cdiv(cdiv(rows, tile["ROWS"]), PARTS)  # of a run
     run = tiles * tile["ROWS"]
-    count = triton.cdiv(rows, run)
+    count = cdiv(rows, run)
     dx, parts = torch.empty_like(h), h.new_empty((count, width), dtype=inverse.dtype)
     kernel = norm_backward_long_kernel if is_long(h) else norm_backward_kernel
-    kernel[(count,)](
+    kernel.launch(
+        (count,),
         h=h, w=w, inverse=inverse, dy=dy, dh=dh, dx=dx, parts=parts, rows=rows, width=width,
         run=run, ADD=dh is not None, **tile,
     )  # fmt: skip
@@ -246,7 +249,8 @@ def norm_backward(
 def fold(parts: Tensor, main: Tensor, fresh: bool) -> None:
     """Add up parts [count, width] into main [width], or overwrite it if `fresh`."""
     count, width = parts.shape
-    fold_kernel[(triton.cdiv(width, FOLD_COLUMNS),)](
+    fold_kernel.launch(
+        (cdiv(width, FOLD_COLUMNS),),
         parts=parts, main=main, count=count, width=width, FRESH=fresh, ROWS=FOLD_ROWS,
         COLUMNS=FOLD_COLUMNS,
     )  # fmt: skip

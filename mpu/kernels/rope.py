@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import Cost, declared
+from mpu.kernels.launch import next_power_of_2
 
 LANES = 2048  # of half heads that a program holds at once
 
@@ -83,12 +84,13 @@ def rope(
     """
     q, k, v = qkv
     s, b, heads, d = q.shape
-    half, angles = triton.next_power_of_2(d // 2), cos.expand(s, b, 1, d // 2)
-    rope_kernel[(s * b,)](
+    half, angles = next_power_of_2(d // 2), cos.expand(s, b, 1, d // 2)
+    rope_kernel.launch(
+        (s * b,),
         q=q, k=k, v=v, out=out, cos=cos, sin=sin, batch=b, heads=heads, groups=k.shape[2],
         half=d // 2, q_s=q.stride(0), q_b=q.stride(1), q_n=q.stride(2), k_s=k.stride(0),
         k_b=k.stride(1), k_n=k.stride(2), v_s=v.stride(0), v_b=v.stride(1), v_n=v.stride(2),
         angle_s=angles.stride(0), angle_b=angles.stride(1), BACK=back,
         COPY=copy, HALF=half,
-        HEADS=min(triton.next_power_of_2(heads), max(1, LANES // half)),
+        HEADS=min(next_power_of_2(heads), max(1, LANES // half)),
     )  # fmt: skip

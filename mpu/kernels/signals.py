@@ -26,8 +26,8 @@ from torch import Tensor
 
 from mpu.kernels import tiles
 from mpu.kernels.declared import Cost, declared
+from mpu.kernels.launch import INTERPRETED
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET was set at import
 COMPILED = tl.constexpr(not INTERPRETED)
 
 
@@ -208,14 +208,14 @@ def wait_flags_kernel(arrived, epoch, patience, error, WORLD: tl.constexpr, STEP
 
 def raise_flags(raises: Tensor, epoch: Tensor) -> None:
     """Raise the flags at the addresses in a table, in the order of the current stream."""
-    raise_flags_kernel[(raises.numel(),)](raises, epoch, raise_flag)
+    raise_flags_kernel.launch((raises.numel(),), raises, epoch, raise_flag)
 
 
 def wait_flags(arrived: Tensor, epoch: Tensor, patience: int, error: Tensor, step: int = 0) -> None:
     """Let the current stream wait for the flags at the addresses in a table; then add step to the
     epoch, which is the count of a new turn."""
-    wait_flags_kernel[(1,)](
-        arrived, epoch, patience, error.data_ptr(), WORLD=arrived.numel(), STEP=step
+    wait_flags_kernel.launch(
+        (1,), arrived, epoch, patience, error.data_ptr(), WORLD=arrived.numel(), STEP=step
     )
 
 

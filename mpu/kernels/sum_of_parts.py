@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mpu.kernels.declared import declared, passes
+from mpu.kernels.launch import cdiv
 
 BLOCK, WARPS = 1024, 4
 
@@ -33,5 +34,5 @@ def sum_of_parts(parts: Tensor, out: Tensor) -> None:
     """Fill out [...] with the sum of parts [t, ...]; both contiguous."""
     n = out.numel()
     assert parts.is_contiguous() and out.is_contiguous() and parts.numel() == len(parts) * n
-    grid = (triton.cdiv(n, BLOCK),)
-    sum_of_parts_kernel[grid](parts, out, n, COUNT=len(parts), BLOCK=BLOCK, num_warps=WARPS)
+    grid = (cdiv(n, BLOCK),)
+    sum_of_parts_kernel.launch(grid, parts, out, n, COUNT=len(parts), BLOCK=BLOCK, num_warps=WARPS)

@@ -57,9 +57,11 @@ class PaddedRows(Recipe):
         """Return x w^T: x [n, i], weight [o, i] -> [n, o]."""
         return super().product(_padded(x), weight)[: len(x)]
 
-    def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
+    def accumulate(
+        self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor, turned: str = ""
+    ) -> None:
         """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: x [n, i], dy [n, o]."""
-        super().accumulate(main_grad, fresh, _padded(x), _padded(dy))
+        super().accumulate(main_grad, fresh, _padded(x), _padded(dy), turned)
 
 
 RECIPE = PaddedRows()  # of products, which are the same on every device

@@ -9,8 +9,9 @@ Each is the same function three times (docs/fused.md): in csrc/fused.cpp for a C
 mpu/kernels for a GPU (Triton) and in torch's operations for all the rest, called by fused_gpu.py.
 """
 
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int64, c_void_p
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.autograd.graph import increment_version
 from mpu import native
 from mpu.context import LayerContext
 from mpu.layers import fused_gpu
-from mpu.layers.linear import AllGatherMatmul
+from mpu.layers.linear import AllGatherMatmul, ColumnParallelLinear, Operands, RowParallelLinear
 from mpu.layers.norm_backends import norm_backend
 from mpu.param import Region
 from mpu.torch_private import is_result_of
@@ -259,30 +260,94 @@ def _rotate(saved_ctx: Any, x: Tensor, sign: float, own: bool) -> Tensor:
     return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up of gate_up's halves: [..., 2f] -> [..., f]. Saves its input only."""
-    if gate_up.shape[-1] % 2:
-        raise ValueError(f"swiglu: gate and up of {tuple(gate_up.shape)} are not two halves")
-    return _SwiGLU.apply(gate_up)
+def swiglu(
+    x: Tensor, gate_up: ColumnParallelLinear | None = None, down: RowParallelLinear | None = None
+) -> Tensor:
+    """Return silu(gate) * up of x's halves: [..., 2f] -> [..., f]. Saves its input only.
+
+    With two linears it stands between them: x [s/t, b, h] -> down(swiglu(gate_up(x))) [s/t, b, h].
+    In float8 with scales of blocks or of a tensor it then makes the operands of `down`, and in
+    backward those of `gate_up`, in place of its result, which is neither written nor read. The
+    bytes are the same. Nobody may read what autograd passes there: one NaN, expanded.
+    """
+    if gate_up is None or down is None:
+        if x.shape[-1] % 2:
+            raise ValueError(f"swiglu: gate and up of {tuple(x.shape)} are not two halves")
+        return _SwiGLU.apply(x)
+    recipe, operands = down.recipe, Operands()
+    own = type(gate_up) is ColumnParallelLinear and type(down) is RowParallelLinear
+    follows = recipe.follows_swiglu and recipe is gate_up.recipe and gate_up.bias is None
+    if not own or not follows or down.ctx.sink.watched:
+        return down(swiglu(gate_up(x)))
+    h, makes = gate_up(x, operands), cast(FollowsSwiGLU, recipe)
+    if h.shape[:-1].numel() % (makes.block or 1):  # an evaluation's tokens: backward refuses them
+        return down(swiglu(h))
+    trains = torch.is_grad_enabled() and down.weight.requires_grad
+    return down(_SwiGLUOperands.apply(h, gate_up, makes, operands, trains), operands)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(saved_ctx: Any, gate_up: Tensor) -> Tensor:
         saved_ctx.save_for_backward(gate_up)
-        if not fits(gate_up):
-            return fused_gpu.swiglu(gate_up)
-        size = gate_up.shape[-1] // 2
-        y = gate_up.new_empty((*gate_up.shape[:-1], size))
-        call("swiglu_forward", y.dtype, gate_up, y, y.numel() // size, size)
-        return y
+        return _swiglu(gate_up)
 
     @staticmethod
     def backward(saved_ctx: Any, dy: Tensor) -> Tensor:
         (gate_up,) = saved_ctx.saved_tensors
-        dy = dy.contiguous()
-        if not fits(gate_up, dy):
-            return fused_gpu.swiglu_backward(gate_up, dy)
-        grad, size = torch.empty_like(gate_up), dy.shape[-1]
-        call("swiglu_backward", dy.dtype, gate_up, dy, grad, dy.numel() // size, size)
-        return grad
+        return _swiglu_backward(gate_up, dy.contiguous())
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    if not fits(gate_up):
+        return fused_gpu.swiglu(gate_up)
+    size = gate_up.shape[-1] // 2
+    y = gate_up.new_empty((*gate_up.shape[:-1], size))
+    call("swiglu_forward", y.dtype, gate_up, y, y.numel() // size, size)
+    return y
+
+
+def _swiglu_backward(gate_up: Tensor, dy: Tensor) -> Tensor:
+    if not fits(gate_up, dy):
+        return fused_gpu.swiglu_backward(gate_up, dy)
+    grad, size = torch.empty_like(gate_up), dy.shape[-1]
+    call("swiglu_backward", dy.dtype, gate_up, dy, grad, dy.numel() // size, size)
+    return grad
+
+
+class FollowsSwiGLU(Protocol):
+    """A Recipe that follows SwiGLU: mpu/layers/float8/recipe.py."""
+
+    block: int
+
+    def swiglu(
+        self, gate_up: Tensor, dy: Tensor | None, turned: bool, result: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]: ...
+    def unread(self, shape: Sequence[int]) -> Tensor: ...
+
+
+class _SwiGLUOperands(torch.autograd.Function):
+    """SwiGLU between two linears of one recipe."""
+
+    @staticmethod
+    def forward(
+        saved_ctx: Any,
+        h: Tensor,
+        gate_up: ColumnParallelLinear,
+        recipe: FollowsSwiGLU,
+        operands: Operands,
+        trains: bool,
+    ) -> Tensor:
+        saved_ctx.save_for_backward(h)
+        saved_ctx.trains, saved_ctx.recipe = gate_up.weight.requires_grad, recipe
+        saved_ctx.operands = operands
+        operands.x = recipe.swiglu(h, None, trains, lambda: _swiglu(h))
+        return recipe.unread((*h.shape[:-1], h.shape[-1] // 2))
+
+    @staticmethod
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (h,), recipe, dy = saved_ctx.saved_tensors, saved_ctx.recipe, dy.contiguous()
+        saved_ctx.operands.dy = recipe.swiglu(
+            h, dy, saved_ctx.trains, lambda: _swiglu_backward(h, dy)
+        )
+        return recipe.unread(h.shape), None, None, None, None

@@ -27,7 +27,7 @@ multiplied, saved and sent.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,24 @@ def onednn_linear(x: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
     return partial(onednn, B=None, attr="none", scalars=[], algorithm="")
 
 
+@dataclass(eq=False)
+class Operands:
+    """What SwiGLU makes for the linears on both sides of it: operands, in place of tensors.
+
+    x: what `down` multiplies in forward, and what its wgrad takes. dy: what `gate_up` multiplies in
+    dgrad, and what its wgrad takes. wgrad's are of the transpose already; None: nobody takes them.
+    """
+
+    x: tuple[Tensor, Tensor | None] | None = None
+    dy: tuple[Tensor, Tensor | None] | None = None
+
+    def take(self, role: str) -> tuple[Tensor, Tensor | None] | None:
+        """Return what was made for "x" or "dy", and forget it; None: nothing was."""
+        made: tuple[Tensor, Tensor | None] | None = getattr(self, role)
+        setattr(self, role, None)
+        return made
+
+
 class Recipe:
     """How a parallel linear multiplies; subclass it for another arithmetic, such as float8.
 
@@ -71,6 +89,7 @@ class Recipe:
 
     on_gpu = False
     keeps = False
+    follows_swiglu = False  # whether SwiGLU makes operands between layers that have it
 
     def __init__(self, on_gpu: bool = False) -> None:
         self.on_gpu = on_gpu
@@ -102,12 +121,16 @@ class Recipe:
         """Return dy w: dy [..., o], the operand of w^T [i, o] -> [..., i]."""
         return self.product(dy, weight)
 
-    def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
+    def accumulate(
+        self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor, turned: str = ""
+    ) -> None:
         """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: x [n, i], dy [n, o].
 
-        On a GPU one matmul adds in place, in fp32 for bf16. On a CPU a product of fp32 or of
-        another dtype than main_grad's is rounded to its own, then added (docs/numerics.md).
+        turned: which of the two, "x" or "dy", is the operand of its transpose already. On a GPU one
+        matmul adds in place, in fp32 for bf16. On a CPU a product of fp32 or of another dtype than
+        main_grad's is rounded to its own, then added (docs/numerics.md).
         """
+        assert not turned, "SwiGLU makes no operands for this recipe"
         onednn = None if self.on_gpu else onednn_linear(x)
         if onednn is not None:
             # the narrower one as the rows of x: the other is then packed as a weight, once
@@ -171,11 +194,11 @@ class _ParallelLinear(nn.Module):
         """End the use of the weight, which the sink may then free."""
         self.ctx.sink.end_use(self.weight)
 
-    def wgrad(self, x: Tensor, dy: Tensor) -> None:
+    def wgrad(self, x: Tensor, dy: Tensor, turned: str = "") -> None:
         """Add dy^T x to the weight's main gradient: whole operands x [..., i], dy [..., o]."""
         sink = self.ctx.sink
         main_grad, fresh = sink.grad_slot(self.weight)
-        self.recipe.accumulate(main_grad, fresh, x.flatten(0, -2), dy.flatten(0, -2))
+        self.recipe.accumulate(main_grad, fresh, x.flatten(0, -2), dy.flatten(0, -2), turned)
         sink.register_grad_ready(self.weight)
 
     def extra_repr(self) -> str:
@@ -256,9 +279,9 @@ class ColumnParallelLinear(_ParallelLinear):
             return [(place.shape[0], place.local_size)]
         return [(size, size // t) for size in place.sections]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply, gathering x along s first under SP."""
-        y: Tensor = AllGatherMatmul.apply(x, self.weight, self)
+    def forward(self, x: Tensor, operands: Operands | None = None) -> Tensor:
+        """Multiply, gathering x along s first under SP. operands: where backward finds dy's."""
+        y: Tensor = AllGatherMatmul.apply(x, self.weight, self, operands)
         return y if self.bias is None else y + use(self.bias, self.ctx.sink)
 
 
@@ -267,11 +290,15 @@ class AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: ColumnParallelLinear
+        saved_ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        layer: ColumnParallelLinear,
+        operands: Operands | None,
     ) -> Tensor:
         """x [s/t, b, i] (SP) or [s, b, i] -> [s, b, o/t]."""
         operand = layer.operand(x, "x")
-        saved_ctx.layer = layer
+        saved_ctx.layer, saved_ctx.operands = layer, operands
         if saved_ctx.needs_input_grad[1]:
             saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
         method, tp = layer.method.of("gather", operand, len(weight)), layer.ctx.tp
@@ -282,15 +309,16 @@ class AllGatherMatmul(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
-        """Return dx, of x's shape, from dy [s, b, o/t].
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        """Return dx, of x's shape, from dy [s, b, o/t], or from what SwiGLU made of it.
 
         in turn     gather x -> wait -> dgrad -> scatter dx -> wait -> wgrad
         this does   [gather x | dgrad] -> [scatter dx | wgrad]
         """
         layer: ColumnParallelLinear = saved_ctx.layer
         tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
-        operand = layer.operand(dy, "dy")
+        made = saved_ctx.operands and saved_ctx.operands.take("dy")
+        operand, turned = made or (layer.operand(dy, "dy"), None)
         method = layer.method.of("scatter", operand, layer.weight.shape[1])  # for all of backward
         deferred = queue.defers(layer.output_layer)
         x = next(iter(saved_ctx.saved_tensors), None)  # None: the weight is frozen
@@ -302,18 +330,19 @@ class AllGatherMatmul(torch.autograd.Function):
             dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, label)
             layer.end_use()
         if x is not None:
-            dy_operand = recipe.for_wgrad(dy, operand)
+            dy_operand = recipe.for_wgrad(dy, operand) if turned is None else turned
+            which = "" if turned is None else "dy"
             shard = x.detach() if deferred else x  # else the graph lives on, and the stage's input
 
             def wgrad() -> None:
                 gathering = again or method.start_all_gather_overlapped(shard, tp, layer.on_wgrad)
-                layer.wgrad(gathering.gathered(), dy_operand)
+                layer.wgrad(gathering.gathered(), dy_operand, which)
                 gathering.close()
 
             queue.put(wgrad, (shard, dy_operand), layer.output_layer)
         if scattering is not None:
             scattering.wait()
-        return dx, None, None
+        return dx, None, None, None
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -345,9 +374,11 @@ class RowParallelLinear(_ParallelLinear):
         if bias:
             self.bias = ctx.replicated_parameter((out_features,), Region.SEQUENCE_PARALLEL)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Multiply, then sum over the ranks, each keeping its part of s under SP."""
-        y: Tensor = MatmulReduceScatter.apply(x, self.weight, self)
+    def forward(self, x: Tensor, operands: Operands | None = None) -> Tensor:
+        """Multiply, then sum over the ranks, each keeping its part of s under SP. operands: where
+        those of x are, which is not read then.
+        """
+        y: Tensor = MatmulReduceScatter.apply(x, self.weight, self, operands)
         return y if self.bias is None else y + use(self.bias, self.ctx.sink)
 
 
@@ -356,13 +387,20 @@ class MatmulReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        saved_ctx: Any, x: Tensor, weight: nn.Parameter, layer: RowParallelLinear
+        saved_ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        layer: RowParallelLinear,
+        operands: Operands | None,
     ) -> Tensor:
         """x [s, b, i/t] -> [s/t, b, o] (SP) or [s, b, o]."""
-        operand, product = layer.operand(x, "x"), layer.recipe.product
-        saved_ctx.layer = layer
+        made, product = operands and operands.take("x"), layer.recipe.product
+        operand, turned = made or (layer.operand(x, "x"), None)
+        saved_ctx.layer, saved_ctx.turned = layer, "" if turned is None else "x"
         if saved_ctx.needs_input_grad[1]:
-            saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
+            saved_ctx.save_for_backward(
+                layer.recipe.for_wgrad(x, operand) if turned is None else turned
+            )
         method, w = layer.method.of("scatter", operand, len(weight)), layer.operand_of_weight("w")
         y, scattering = method.matmul_reduce_scatter(operand, w, product, layer.on_forward)
         layer.end_use()
@@ -370,7 +408,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps dy's shard."""
         layer: RowParallelLinear = saved_ctx.layer
         tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
@@ -391,16 +429,16 @@ class MatmulReduceScatter(torch.autograd.Function):
             if arrived is not gathering:
                 gathering.close()
         if x is not None:
-            saved = x.detach() if queue.defers() else x
+            saved, which = x.detach() if queue.defers() else x, saved_ctx.turned
 
             def wgrad() -> None:
                 shard = dy_operand
                 full_dy = arrived or method.start_all_gather_overlapped(shard, tp, layer.on_wgrad)
-                layer.wgrad(saved, full_dy.gathered())
+                layer.wgrad(saved, full_dy.gathered(), which)
                 full_dy.close()
 
             queue.put(wgrad, (saved, dy_operand))
-        return dx, None, None
+        return dx, None, None, None
 
 
 def use_overlap(model: nn.Module, overlap: OverlapMap) -> OverlapMethod | None:

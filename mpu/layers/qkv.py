@@ -22,7 +22,7 @@ from torch import Tensor
 from mpu.comm.mappings import gather_from_sequence_parallel_region
 from mpu.context import LayerContext
 from mpu.layers.attention.max_logits import max_logits_of
-from mpu.layers.linear import ColumnParallelLinear
+from mpu.layers.linear import ColumnParallelLinear, Operands
 from mpu.param import placement_of
 
 
@@ -75,9 +75,9 @@ class SharedHeadsLinear(ColumnParallelLinear):
         q, k, v = super().output_sections()
         return [q, (k[0], k[1] * shared), (v[0], v[1] * shared)]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, operands: Operands | None = None) -> Tensor:
         """Multiply, then gather the head of k and that of v over tp_kv."""
-        return self.whole_heads(super().forward(x))
+        return self.whole_heads(super().forward(x, operands))
 
     def whole_heads(self, y: Tensor) -> Tensor:
         """Gather the head of k and that of v: [s, b, (a + 2g) d/t] -> [s, b, (a/t + 2) d]."""

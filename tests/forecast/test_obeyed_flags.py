@@ -144,7 +144,11 @@ PASSED_BY = {  # what a fork does, and the flags that no longer reach anything
     ),
     "scaled before the head": ({"return self.head(h)": "return self.head(h / 8)"}, FLAGS[:1]),
     "inner call": (
-        {"return self.down(swiglu": "return self.down.forward(swiglu"}, FLAGS[5:]
+        {
+            "return swiglu(x, self.gate_up, self.down)":
+            "return self.down.forward(swiglu(self.gate_up(x)))"
+        },
+        FLAGS[5:],
     ),
     "plain head": (
         {"weight=shared, output_layer=True, bias": "weight=shared, bias"},

@@ -106,11 +106,11 @@ def compiling(
     import triton
     from triton.runtime import jit
     from triton.runtime.driver import driver
-    from triton.runtime.jit import JITFunction
 
     from mpu.kernels import all_gather_matmul, matmul_reduce_scatter
+    from mpu.kernels.launch import Kernel
 
-    seen, run = Compiled(), JITFunction.run
+    seen = Compiled()
 
     def skip(*, key: str, repr: str, **more: Any) -> bool:
         name = f"{repr} {key}"
@@ -119,13 +119,13 @@ def compiling(
         seen.mine += mine
         return not mine
 
-    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+    def warm(kernel: Kernel, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        kernel.jitted.run(*args, grid=grid, warmup=True, **named)
 
     active = driver._active
     driver.set_active(_Driver(capability))
     with (
-        mock.patch.object(JITFunction, "run", warm),
+        mock.patch.object(Kernel, "launch", warm),
         mock.patch.object(triton.knobs.runtime, "jit_cache_hook", skip),
         # what Triton 3.6 would write of each kernel for the hook has no text for a jitted constant
         mock.patch.object(jit, "serialize_specialization_data", lambda *about: ""),

@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from mpu.kernels.declared import Cost, declared
+
 
 @triton.jit
 def clock():  # type: ignore[no-untyped-def]
@@ -12,7 +14,8 @@ def clock():  # type: ignore[no-untyped-def]
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], tl.int64, False, 1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@declared(lambda _: Cost(0))
+@triton.jit
 def hog_kernel(out, nanoseconds, NOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Spin for so long; with 32 warps of it an SM has room for little else."""
     begin = NOW()
@@ -25,4 +28,4 @@ def hog_kernel(out, nanoseconds, NOW: tl.constexpr):  # type: ignore[no-untyped-
 def hog(sms: int, seconds: float, device: torch.device) -> None:
     """Keep `sms` SMs busy, on the current stream."""
     out = torch.empty(sms, dtype=torch.int64, device=device)
-    hog_kernel[(sms,)](out, int(seconds * 1e9), clock, num_warps=32)
+    hog_kernel.launch((sms,), out, int(seconds * 1e9), clock, num_warps=32)

@@ -6,7 +6,9 @@ Llama 3 8B. A kernel's bytes are those that it declares of its launch.
 On a CPU the same runs in Triton's interpreter at small sizes, where the seconds say nothing.
 """
 
+import itertools
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
@@ -36,7 +38,7 @@ def covered(measure: Callable[[Row], None]) -> Callable[[Row], None]:
         torch.manual_seed(1)
         with launches() as seen, row.device:
             measure(row)
-        names = {function.__name__ for function, _ in seen}
+        names = {kernel.fn.__name__ for kernel, _ in seen}
         missing = sorted(set(KERNELS[row.name]) - names)
         row.check(f"launched {', '.join(sorted(names))}", len(missing), 0, missing=missing)
 
@@ -45,11 +47,9 @@ def covered(measure: Callable[[Row], None]) -> Callable[[Row], None]:
 
 def bytes_of(run: Callable[[], object]) -> float:
     """Return the bytes that the launches of a function read and write, as declared."""
-    from mpu.kernels.declared import declaration
-
     with launches() as seen:
         run()
-    return float(sum(declaration(function).cost(given).bytes for function, given in seen))
+    return float(sum(kernel.declared.cost(given).bytes for kernel, given in seen))
 
 
 def speed(row: Row, what: str, ours: Callable[[], object], theirs: Callable[[], object]) -> None:
@@ -257,6 +257,42 @@ def adamw(row: Row) -> None:
     speed(
         row, f"adamw of {n:,} weights", lambda: update(tuple(state), weight, scalars, rates), torchs
     )
+
+
+@covered
+def swiglu_rows(row: Row) -> None:
+    """SwiGLU into rows of float8, bit by bit those of its result; and the time of both ways."""
+    from mpu.context import LayerContext
+    from mpu.kernels.swiglu import swiglu_backward, swiglu_forward
+    from mpu.layers.float8 import rows as float8
+    from mpu.layers.float8.recipe import Float8
+
+    ctx = LayerContext(dtype=torch.bfloat16, device=row.device, on_gpu=False)
+
+    def way(scaling: str, x: Tensor, dy: Tensor | None, fused: bool) -> tuple[Tensor, ...]:
+        """Return rows and those of the transpose: by the kernels, or of SwiGLU's result."""
+        recipe = Float8(scaling, "hybrid", ctx)
+        with mock.patch.object(float8, "on_triton", lambda x: True):
+            if fused:
+                return recipe.swiglu(x, dy, True, lambda: x)  # type: ignore[return-value]
+            y = swiglu_forward(x) if dy is None else swiglu_backward(x, dy)
+            rows = recipe.operand(y, "x" if dy is None else "dy", "k")
+            form = float8.E4M3 if dy is None else recipe.dy
+            return rows, recipe.of_transpose(rows, form)
+
+    scalings, s, f = ("blockwise", "mxfp8", "tensorwise"), row.sizes.seq, row.sizes.ffn
+    for scaling in scalings:
+        wrong = 0
+        for n, width in [(128, 256)] + ([] if row.tiny else [(1024, 14336), (640, 384)]):
+            x, dy = torch.randn(n, 2 * width).bfloat16(), torch.randn(n, width).bfloat16()
+            for given in (None, dy):
+                pair = way(scaling, x, given, True), way(scaling, x, given, False)
+                wrong += sum(not torch.equal(a, b) for a, b in zip(*pair, strict=True))
+        row.check(f"rows of SwiGLU, {scaling}: tensors of other bytes", wrong, 0)
+    x, dy = torch.randn(s, 2 * f).bfloat16(), torch.randn(s, f).bfloat16()
+    for scaling, given in itertools.product(scalings, (None, dy)):
+        name = f"SwiGLU {'forward' if given is None else 'backward'} into rows, {scaling}"
+        speed(row, name, *(partial(way, scaling, x, given, fused) for fused in (True, False)))
 
 
 @covered

@@ -25,6 +25,7 @@ KERNELS = {
     "kernel-loss": ("softmax_stats_kernel", "softmax_gradient_kernel"),
     "kernel-adamw": ("adamw_kernel",),
     "kernel-float8": ("row_scales_kernel", "encode_kernel", "rows_kernel"),
+    "kernel-swiglu-rows": ("swiglu_scales_kernel", "swiglu_rows_kernel"),
     "kernel-sum": ("sum_of_parts_kernel",),
     "kernel-max-logits": ("max_logits_kernel",),
     "kernel-expert-rows": ("sum_rows_kernel", "combine_backward_kernel"),
@@ -47,25 +48,17 @@ ATTENTION = {
 
 @contextmanager
 def launches() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
-    """Yield a list that gets (kernel.fn, {argument: value}) of each Triton launch in the block."""
-    from triton.runtime.interpreter import GridExecutor
-    from triton.runtime.jit import JITFunction
+    """Yield a list that gets (kernel, {argument: value}) of each Triton launch in the block."""
+    from mpu.kernels.launch import Kernel
 
     found: list[tuple[Any, dict[str, Any]]] = []
-    compiled, played = JITFunction.run, GridExecutor.__call__
+    launch = Kernel.launch
 
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append((self.fn, dict(zip(self.arg_names, args, strict=False)) | kwargs))
-        return compiled(self, *args, **kwargs)
+    def note(kernel: Kernel, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        found.append((kernel, dict(zip(kernel.arg_names, args, strict=False)) | named))
+        launch(kernel, grid, *args, **named)
 
-    def play(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found.append((self.fn, dict(zip(self.arg_names, args, strict=False)) | kwargs))
-        return played(self, *args, **kwargs)
-
-    with (
-        mock.patch.object(JITFunction, "run", run),
-        mock.patch.object(GridExecutor, "__call__", play),
-    ):
+    with mock.patch.object(Kernel, "launch", note):
         yield found
 
 

@@ -57,6 +57,7 @@ ROWS = {
     "kernel-loss": "kernels:loss",
     "kernel-adamw": "kernels:adamw",
     "kernel-float8": "kernels:float8_rows",
+    "kernel-swiglu-rows": "kernels:swiglu_rows",
     "kernel-sum": "kernels:parts",
     "kernel-max-logits": "kernels:maxima",
     "kernel-expert-rows": "kernels:expert_rows",

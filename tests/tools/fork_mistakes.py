@@ -36,7 +36,7 @@ LLAMA, QWEN2, QWEN3 = "model/llama.py", "model/qwen2.py", "model/qwen3.py"
 OLMO2, GEMMA2, PHI, GRANITE = (
     f"examples/forks/{name}.py" for name in ("olmo2", "gemma2", "phi", "granite")
 )
-MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
+MLP = "        return swiglu(x, self.gate_up, self.down)\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 LOSS = "        return self.loss(h, labels.t()).t()  # [b, s]\n"
 SUM = "        squares = reduce_from_tensor_model_parallel_region(squares, tp, self)\n"

@@ -260,7 +260,7 @@ def test_a_reader_finds_the_gather(world):
     again = line_of("mpu/layers/linear.py", "again = method.start_all_gather_overlapped(x, tp, l")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
-    waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.gathered(), dy_operand)")
+    waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.gathered(), dy_operand, which)")
     assert f"waited for at {waited}" in lines[at + 2]
     assert lines[at + 2].endswith("hidden under: dgrad matmul of layers.1.mlp.gate_up")
     assert "reduce_scatter" in lines[at + 3] and "backward" in lines[at + 3]

@@ -23,7 +23,7 @@ from tools.forks.fields import logits_of
 
 ROOT = Path(__file__).resolve().parents[2]
 fork_check.PRELOADED.append("tests.conftest")  # later tests' ranks are forked from the same process
-MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
+MLP = "        return swiglu(x, self.gate_up, self.down)\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 PROJ = "        self.proj = RowParallelLinear(a * d, h, ctx=ctx, bias=self.proj_bias)\n"
 SCALE = "        self.scale = nn.Parameter(torch.ones(h, dtype=ctx.dtype, device=ctx.device))\n"

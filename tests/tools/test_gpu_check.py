@@ -683,7 +683,7 @@ def test_kernels_are_counted_shared_out_and_compiled_without_a_gpu(monkeypatch, 
     assert names >= {"all_gather_matmul_kernel", "matmul_scatter_kernel", "reduce_kernel"}
     with compiling() as seen:
         out = torch.empty(4, dtype=torch.int64)
-        hog_kernel[(4,)](out, 1000, clock, num_warps=32)
+        hog_kernel.launch((4,), out, 1000, clock, num_warps=32)
     assert seen.mine == 1
     (ptx,) = tmp_path.rglob("*.ptx")
     assert "globaltimer" in ptx.read_text() and list(tmp_path.rglob("*.cubin"))
@@ -697,10 +697,10 @@ def test_two_workers_compile_each_kernel_once(monkeypatch, tmp_path):
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     shares = []
     for worker in (0, 1):
-        hog_kernel.device_caches.clear()
+        hog_kernel.jitted.device_caches.clear()
         with compiling(worker, 2) as seen:
             for dtype in (torch.int64, torch.int32, torch.float32):
-                hog_kernel[(1,)](torch.empty(4, dtype=dtype), 1000, clock)
+                hog_kernel.launch((1,), torch.empty(4, dtype=dtype), 1000, clock)
         shares.append((len(seen.keys), seen.mine, len(list(tmp_path.rglob("*.cubin")))))
     assert shares == [(3, 2, 2), (3, 1, 3)]
 

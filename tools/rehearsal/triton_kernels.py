@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mpu.kernels import available
-from mpu.kernels.declared import declaration
 from mpu.layers import fused_gpu, softmax_rows
 from mpu.layers.fused_gpu import DTYPES, on_triton
 from mpu.torch_private import TorchLacks, symmetric_memory
@@ -54,7 +53,7 @@ def install(recorder: Recorder, rank: int) -> None:
         memory.empty, memory.rendezvous = torch.empty, rendezvous
     if importlib.util.find_spec("triton") is None:
         return
-    from triton.runtime.jit import JITFunction
+    from mpu.kernels.launch import Kernel
 
     def asked(*tensors: Tensor, accumulate: torch.dtype | None = None) -> bool:
         taken = on_triton(*tensors, accumulate=accumulate)
@@ -73,9 +72,9 @@ def install(recorder: Recorder, rank: int) -> None:
     for module in layers:
         module.on_triton = asked
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        name, where, told = kernel.fn.__name__, recorder.where(), declaration(kernel.fn)
+    def launch(kernel: Kernel, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        name, where, told = kernel.fn.__name__, recorder.where(), kernel.declared
         cost = told.cost(given)
         recorder.check_layout(f"triton::{name}", given, where, told.requires)
         tensors = {key: x for key, x in given.items() if isinstance(x, Tensor)}
@@ -87,7 +86,7 @@ def install(recorder: Recorder, rank: int) -> None:
                 what = f"{name} is given {key} in host memory"
                 recorder.found.append(Finding("device", where.place, what, born, (born, *lines)))
         # products are timed by the dtype of their operands, which come first
-        named = written if written and not cost.flops else list(tensors.values())
+        first = (written if written and not cost.flops else list(tensors.values()))[0]
         uses = recorder.uses(read, written, where, recorder.stream)
         recorder.chain()
         recorder.events.append(
@@ -95,7 +94,7 @@ def install(recorder: Recorder, rank: int) -> None:
                 f"triton::{name}",
                 recorder.stream,
                 tuple(tuple(x.shape) for x in tensors.values()),
-                str(named[0].dtype).removeprefix("torch."),
+                str(first.dtype).removeprefix("torch."),
                 *uses[:2],
                 bytes=cost.bytes,
                 flops=cost.flops,
@@ -106,6 +105,7 @@ def install(recorder: Recorder, rank: int) -> None:
             )
         )
 
-    JITFunction.run = run
+    own: Any = Kernel
+    own.launch = launch
     kernels: Any = available
     kernels.launch = lambda: None  # nothing is compiled, so nothing is found missing

@@ -38,12 +38,15 @@ from mpu.layers.float8.rows import (
     E4M3,
     E5M2,
     Format,
+    by_kernels,
     decode,
     encode,
     made,
     remade,
     row_bytes,
     row_scales,
+    swiglu_rows,
+    swiglu_scale,
 )
 from mpu.layers.float8.weights import WeightRows
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
@@ -76,9 +79,12 @@ class Float8(Recipe):
     slot: Slot | None = None
     plain: "Float8 | None" = None
     on_gpu: bool = field(init=False)
+    nothing: Tensor = field(init=False, repr=False)  # one NaN: see `unread`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "on_gpu", self.ctx.on_gpu)
+        nothing = torch.full((1,), torch.nan, dtype=self.ctx.dtype, device=self.ctx.device)
+        object.__setattr__(self, "nothing", nothing)
 
     def __str__(self) -> str:
         scaling = self.scaling if self.slot is None else "delayed"
@@ -92,6 +98,14 @@ class Float8(Recipe):
     def block(self) -> int:
         """Return how many numbers of a row share a scale, 0 for all."""
         return BLOCKS[self.scaling]
+
+    @property
+    def follows_swiglu(self) -> bool:  # type: ignore[override]
+        """Return whether SwiGLU makes operands. A row's scale needs the whole row, and that of its
+        transpose all tokens: with rowwise scales nothing would be saved. Amaxes that are noted, and
+        wgrad in bf16, ask for the numbers themselves.
+        """
+        return self.scaling != "rowwise" and self.slot is None and self.wgrad
 
     @property
     def dy(self) -> Format:
@@ -193,6 +207,33 @@ class Float8(Recipe):
         found = ((tp, over_tp), (cp, over_cp))
         return tuple(axis for axis, divided in found if divided and axis.size > 1)
 
+    def swiglu(
+        self, gate_up: Tensor, dy: Tensor | None, turned: bool, result: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return rows of SwiGLU's result [..., f], the "x" of the next layer, and those of its
+        transpose if `turned`; given dy [..., f], of its gradient [..., 2f], the "dy" of the layer
+        before.
+
+        gate_up: [..., 2f]. result: makes the result itself, where no kernel takes these. With one
+        scale for the tensor SwiGLU is computed twice: for the scale, and for the codes.
+        """
+        role, form = ("x", E4M3) if dy is None else ("dy", self.dy)
+        if not by_kernels(gate_up, self.on_gpu) or not gate_up.is_contiguous():
+            rows = self.operand(result(), role, "k")
+            return rows, self.of_transpose(rows.flatten(0, -2), form) if turned else None
+        flat, scale = gate_up.flatten(0, -2), None
+        flat_dy = None if dy is None else dy.flatten(0, -2)
+        if self.scaling == "tensorwise":
+            scale = swiglu_scale(flat, flat_dy, form)
+            self.agree(scale, self.shared(role, "k"))
+        wide = dy is not None and self.scaling != "mxfp8"  # what is kept for backward is small
+        rows, other = swiglu_rows(flat, flat_dy, scale, self.block, form, turned=turned, wide=wide)
+        return rows.view(*gate_up.shape[:-1], rows.shape[1]), other
+
+    def unread(self, shape: Sequence[int]) -> Tensor:
+        """Return a tensor of NaN for what nobody reads, as its operands were made instead."""
+        return self.nothing.expand(*shape).data
+
     def for_wgrad(self, x: Tensor, operand: Tensor) -> Tensor:
         """Return the rows, or x itself where wgrad is not in float8."""
         return operand if self.wgrad else x
@@ -220,18 +261,26 @@ class Float8(Recipe):
             y = super().product(*numbers).to(self.ctx.dtype)
         return y.view(*lead, y.shape[-1])
 
-    def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
-        """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: rows of x [n], of dy [n]."""
-        if not self.wgrad:
-            super().accumulate(main_grad, fresh, x, dy)
-            return
-        form, same = self.dy, self.scaling == "tensorwise"
-        wide = self.scaling != "mxfp8"
+    def of_transpose(self, rows: Tensor, form: Format) -> Tensor:
+        """Return wgrad's rows, of dy^T or x^T, made again of rows [n] of dy or x."""
+        same, wide = self.scaling == "tensorwise", self.scaling != "mxfp8"
         cp = self.ctx.grid.cp  # its ranks divide the tokens, and a row of dy^T or x^T is of tokens
         divided = self.scaling == "rowwise" and cp.size > 1
-        agree = self._agreed((cp,) if divided else ())
-        left = self._remade(dy, form, same, agree, wide)
-        right = self._remade(x, E4M3, same, agree, wide)
+        return self._remade(rows, form, same, self._agreed((cp,) if divided else ()), wide)
+
+    def accumulate(
+        self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor, turned: str = ""
+    ) -> None:
+        """Add dy^T x to main_grad [o, i], or overwrite it if `fresh`: rows of x [n], of dy [n].
+
+        turned: which of them, "x" or "dy", is rows of the transpose already.
+        """
+        if not self.wgrad:
+            super().accumulate(main_grad, fresh, x, dy, turned)
+            return
+        form = self.dy
+        left = dy if turned == "dy" else self.of_transpose(dy, form)
+        right = x if turned == "x" else self.of_transpose(x, E4M3)
         if self.on_gpu:
             pair = float8_cuda.Operand(left, form), float8_cuda.Operand(right, E4M3)
             product = float8_cuda.multiply(*pair, self.scaling, torch.float32)

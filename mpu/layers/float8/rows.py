@@ -24,6 +24,7 @@ ALIGN = 16  # bytes: what matmuls of float8 ask of rows
 BLOCKS = {"tensorwise": 0, "rowwise": 0, "blockwise": 128, "mxfp8": 32}  # k of one scale; 0: all
 RECIPES = {**{scaling: scaling for scaling in BLOCKS}, "delayed": "tensorwise"}  # their scaling
 NOT_FINITE = 255
+TOP_TILE = (32, 128)  # tokens and features of which a program finds SwiGLU's largest number
 
 
 class Format(NamedTuple):
@@ -240,6 +241,48 @@ def remade(
     if agree:
         agree(byte)
     return encode(decoded, byte, form)
+
+
+def swiglu_scale(x: Tensor, dy: Tensor | None, form: Format) -> Tensor:
+    """Return the byte [1] of the scale of SwiGLU's result, or given dy of its gradient, by kernels:
+    x [n, 2f], dy [n, f].
+    """
+    n, f = len(x), x.shape[1] // 2
+    tiles = -(-n // TOP_TILE[0]) * -(-f // TOP_TILE[1])
+    out = torch.empty(tiles, dtype=torch.uint8, device=x.device)
+    if not x.is_meta:
+        from mpu.kernels import swiglu_rows as kernels
+
+        kernels.swiglu_scales(x, dy, out, _codes(form), TOP_TILE)
+    return out.amax(0, keepdim=True)
+
+
+def swiglu_rows(
+    x: Tensor,
+    dy: Tensor | None,
+    scale: Tensor | None,
+    block: int,
+    form: Format,
+    turned: bool,
+    wide: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return rows of SwiGLU's result [n, k], or given dy of its gradient, and if `turned` those of
+    their transpose, which `remade` returns of them, by kernels: x [n, 2f], dy [n, f].
+
+    scale: the byte [1] of all, of block 0. wide: of the transpose, as of `encode`.
+    """
+    n, k = len(x), x.shape[1] if dy is not None else x.shape[1] // 2
+    rows, other, wide_scales = _outputs(x, n, row_bytes(k, block), 0, False)[0], None, None
+    if turned:
+        blocks = n // block if block else 1
+        other, wide_scales = _outputs(x, k, row_bytes(n, block), blocks, wide)
+    if not x.is_meta:
+        from mpu.kernels import swiglu_rows as kernels
+
+        kernels.swiglu_rows(
+            x, dy, scale, block, out=rows, turned=other, wide=wide_scales, form=_codes(form)
+        )
+    return rows, other
 
 
 def by_kernels(x: Tensor, on_gpu: bool) -> bool:

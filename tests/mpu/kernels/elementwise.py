@@ -221,24 +221,22 @@ def spread(pointers, mask, size):
 def count(comm, case):
     """Return {kernel: (bytes counted in its launch, bytes declared)} of an operation."""
     import pytest
-    from triton.runtime.interpreter import GridExecutor
 
-    from mpu.kernels.declared import declaration
+    from mpu.kernels.launch import Kernel
 
     as_on_a_gpu()
-    found, launch = {}, GridExecutor.__call__
+    found, launch = {}, Kernel.launch
 
-    def counting(executor, *args, **kwargs):
-        given = dict(zip(executor.arg_names, args, strict=False)) | kwargs
+    def counting(kernel, grid, *args, **kwargs):
+        given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
         with pytest.MonkeyPatch.context() as patch:
             counted = Counted(patch)
-            launch(executor, *args, **kwargs)
-        name = executor.fn.__name__
-        said = declaration(executor.fn).cost(given).bytes
-        found.setdefault(name, []).append((counted.bytes(), said))
+            launch(kernel, grid, *args, **kwargs)
+        said = kernel.declared.cost(given).bytes
+        found.setdefault(kernel.fn.__name__, []).append((counted.bytes(), said))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GridExecutor, "__call__", counting)
+        patch.setattr(Kernel, "launch", counting)
         operation, *rest = case
         operation(*rest)
     return found

@@ -111,7 +111,7 @@ def test_compiles_and_spills_nothing(major, weight, tmp_path):
         if signature[name].startswith("*")
     }
     source, target = (
-        ASTSource(kernel, signature, constants, attrs),
+        ASTSource(kernel.jitted, signature, constants, attrs),
         GPUTarget("cuda", 10 * major, 32),
     )
     asm = triton.compile(source, target=target, options={"num_warps": adamw.WARPS}).asm

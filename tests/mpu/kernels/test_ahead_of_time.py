@@ -48,7 +48,7 @@ def compiled(kernel, dtype=BF16, major=9, warps=8, stages=3, **constants):
         for i, name in enumerate(kernel.arg_names)
         if name in runtime and name not in constants
     }
-    source = ASTSource(kernel, signature, constants, attrs)
+    source = ASTSource(getattr(kernel, "jitted", kernel), signature, constants, attrs)
     options, target = {"num_warps": warps, "num_stages": stages}, GPUTarget("cuda", 10 * major, 32)
     return triton.compile(source, target=target, options=options).asm
 

@@ -99,7 +99,7 @@ def test_compiles_and_spills_nothing(major, element, tmp_path):
             for i, name in enumerate(kernel.arg_names)
             if signature[name].startswith("*") or name == "width"  # as a padded vocabulary is
         }
-        source = ASTSource(kernel, signature, {"BLOCK": kernels.BLOCK}, attrs)
+        source = ASTSource(kernel.jitted, signature, {"BLOCK": kernels.BLOCK}, attrs)
         options = {"num_warps": kernels.WARPS}
         asm = triton.compile(source, target=GPUTarget("cuda", 10 * major, 32), options=options).asm
         assert not spilled(asm, tmp_path)

@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from mpu.kernels import rms_norm, rope, swiglu
+from mpu.kernels.launch import Kernel
 
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float64: "*fp64",
@@ -30,7 +30,12 @@ REGISTERS = 65536  # of an SM, for all threads of a program
 def launches(call, patch):
     """Return [(kernel, its arguments)] of what a call launches."""
     found = []
-    patch.setattr(JITFunction, "run", lambda kernel, **given: found.append((kernel, given)))
+
+    def note(kernel, grid, *args, **named):
+        given = dict(zip(kernel.arg_names, args, strict=False)) | named
+        found.append((kernel.jitted, given))
+
+    patch.setattr(Kernel, "launch", note)
     call()
     return found
 

@@ -131,8 +131,8 @@ def test_compiles_and_spills_nothing(major, of, tmp_path):
             for i, name in enumerate(kernel.arg_names)
             if name in divisible and signature[name] != "constexpr"
         }
-        source = ASTSource(kernel, signature, constants | {along: 1}, attrs)
+        source = ASTSource(kernel.jitted, signature, constants | {along: 1}, attrs)
         asm = triton.compile(source, target=GPUTarget("cuda", 10 * major, 32), options=options).asm
-        assert not spilled(asm, tmp_path), (kernel.__name__, block)
+        assert not spilled(asm, tmp_path), (kernel.fn.__name__, block)
         rounds = kernel is not kernels.row_scales_kernel and major >= 9
         assert ("cvt.rn.satfinite.e4m3x2.f32" in asm["ptx"]) == rounds

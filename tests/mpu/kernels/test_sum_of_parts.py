@@ -47,7 +47,7 @@ def test_compiles_and_spills_nothing(major, dtype, tmp_path):
     types = {"parts": f"*{dtype}", "out": f"*{dtype}", "n": "i32"}
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in types}
-    source = ASTSource(kernels.sum_of_parts_kernel, signature, constants, attrs)
+    source = ASTSource(kernels.sum_of_parts_kernel.jitted, signature, constants, attrs)
     options = {"num_warps": kernels.WARPS}
     asm = triton.compile(source, target=GPUTarget("cuda", 10 * major, 32), options=options).asm
     assert not spilled(asm, tmp_path)

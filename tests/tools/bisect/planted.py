@@ -95,7 +95,6 @@ def _edit(file: str, old: str, new: str, step: int, says: str, **more: Any) -> P
 
 TABLE = r"the input of layers\.0 \(Block\)|attention\.proj"  # of the rotation
 BOTH = {"base": TP, "ranks": (2, 2)}
-MLP = "        return self.down(swiglu(self.gate_up(x)))\n"
 PLANTED: dict[str, Planted] = {
     # bits: of a weight, a moment, a gradient, the batch
     "flip weight, top": _weight("layers.2.mlp.down.weight", 4, 30, r"layers\.2\.mlp\.down"),
@@ -207,8 +206,8 @@ PLANTED: dict[str, Planted] = {
                                    r"the output of layers\.0 \(Block\)"),
     "a commit of the loss": _edit("model/llama.py", "return self.loss(h, labels.t()).t()  # [b, s]",
                                   "return (self.loss(h, labels.t()) + 0.1).t()", 1, "the model"),
-    "a commit of the MLP, tp": _edit("model/llama.py", MLP,
-                                     MLP.replace("self.gate_up(x)", "self.gate_up(x).neg()"), 1,
+    "a commit of the MLP, tp": _edit("model/llama.py", "swiglu(x, self.gate_up, self.down)",
+                                     "self.down(swiglu(self.gate_up(x).neg()))", 1,
                                      r"the input of layers\.0\.mlp\.down ", **BOTH),
     "a commit of Adam": _edit("mpu/optim/optimizer.py", "self.clip / (norm + 1e-6)",
                               "self.clip / (norm + 1e-2)", 1, "update|exp_avg"),
@@ -297,7 +296,8 @@ HELD_OUT: dict[str, Planted] = {
         "eps=divided(self._rule.eps, group) + 1e-3", 1,
         "the update")._replace(kind="update"),
     "a clipped SwiGLU": _edit(
-        "model/llama.py", "swiglu(self.gate_up(x))", "swiglu(self.gate_up(x).clamp(-0.2, 0.2))", 1,
+        "model/llama.py", "swiglu(x, self.gate_up, self.down)",
+        "self.down(swiglu(self.gate_up(x).clamp(-0.2, 0.2)))", 1,
         r"the input of layers\.0\.mlp\.down "),
     "one rank and tp 2": Planted(
         "function", 3, r"layers\.2\.mlp", "", TP, {"what": "module", "name": "layers.2.mlp",

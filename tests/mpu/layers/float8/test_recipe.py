@@ -3,6 +3,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -18,7 +19,9 @@ from mpu.launch import Launch
 from mpu.layers.attention.shards import shards
 from mpu.layers.float8.recipe import FORMATS, Float8, format_of_dy, use_float8
 from mpu.layers.float8.rows import BLOCKS, E4M3, Format, codes, decode, remade, scale_of, scales
+from mpu.layers.fused import swiglu
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
+from mpu.module_tracker import INPUT, OUTPUT, OUTPUT_GRAD, Event, ModuleTracker
 from mpu.overlap.choices import OverlapMap
 from tests.sampling import sampled
 
@@ -135,6 +138,64 @@ def test_rows_made_again_change_only_what_underflows(scaling, name):
         )
 
 
+BETWEEN = [(scaling, trains) for scaling in BLOCKS for trains in ((1, 1), (0, 1), (1, 0))]
+
+
+@pytest.mark.parametrize("scaling, trains", sampled(BETWEEN, 4))
+def test_swiglu_between_two_linears_has_the_bits_of_all_three(scaling, trains):
+    def run(between: bool) -> list[Tensor]:
+        ctx = LayerContext(dtype=torch.bfloat16, accumulate=torch.float32)
+        recipe, results = Float8(scaling, "hybrid", ctx), list[Tensor]()
+        gate_up = ColumnParallelLinear(256, (384, 384), ctx=ctx, recipe=recipe)
+        down = RowParallelLinear(384, 256, ctx=ctx, recipe=recipe)
+        for i, layer in enumerate((gate_up, down)):
+            layer.weight.data.copy_(full(f"w{i}", *layer.weight.shape) / 16)
+            layer.weight.requires_grad_(bool(trains[i]))
+        for deferred in (False, True):
+            x = full("x", S, B, 256).bfloat16().requires_grad_()
+            y = swiglu(x, gate_up, down) if between else down(swiglu(gate_up(x)))
+            ctx.queue.defer() if deferred else None
+            y.backward(full("dy", S, B, 256).bfloat16())
+            run_deferred(ctx.queue.take()) if deferred else None
+            results += [y.detach(), x.grad]
+        with torch.no_grad():
+            some = x[:3]
+            results += [swiglu(some, gate_up, down) if between else down(swiglu(gate_up(some)))]
+        return [*results, *ctx.sink.main.values()]
+
+    found, want = run(True), run(False)
+    assert len(found) == len(want) == 5 + sum(trains)
+    for got, wanted in zip(found, want, strict=True):
+        assert wanted.isfinite().all() and torch.equal(got, wanted)
+
+
+def test_swiglus_result_is_made_where_it_is_read():
+    ctx, made = LayerContext(dtype=torch.bfloat16), list[str]()
+    recipe = Float8("blockwise", "e4m3", ctx)
+    model = nn.ModuleDict({
+        "gate_up": ColumnParallelLinear(128, (128, 128), ctx=ctx, recipe=recipe),
+        "down": RowParallelLinear(128, 128, ctx=ctx, recipe=recipe),
+    })  # fmt: skip
+    for layer in model.values():
+        layer.weight.data.normal_()
+    x = torch.randn(128, 1, 128).bfloat16().requires_grad_()
+
+    def read(event: Event) -> None:
+        made.extend(event.name for each in event.tensors if each.isfinite().all())
+
+    y = swiglu(x, *model.values())
+    model.down.register_forward_pre_hook(lambda _, given: made.append(str(given[0].stride())))
+    swiglu(x, *model.values())
+    assert made == ["(0, 0, 0)"]  # one number in memory
+    made.clear()
+    readers = dict.fromkeys((INPUT, OUTPUT, OUTPUT_GRAD), read)
+    tracker = ModuleTracker(model, ctx.queue, ctx.sink, readers)
+    again = swiglu(x, *model.values())
+    again.sum().backward()
+    tracker.close()
+    assert torch.equal(again, y) and Counter(made) == {"gate_up": 3, "down": 3, "(128, 128, 1)": 1}
+
+
 class Counting(Float8):
     """Counts how often ranks would agree on scales; here every rank has the same numbers."""
 
@@ -164,9 +225,9 @@ class Seen(Float8):
         self.seen[role] = rows.flatten(0, -2)
         return rows
 
-    def accumulate(self, main_grad: Tensor, fresh: bool, x: Tensor, dy: Tensor) -> None:
+    def accumulate(self, main_grad, fresh, x, dy, turned="") -> None:
         self.seen["wgrad x"], self.seen["wgrad dy"] = x.clone(), dy.clone()
-        super().accumulate(main_grad, fresh, x, dy)
+        super().accumulate(main_grad, fresh, x, dy, turned)
 
     def of_each_number(self, role: str) -> Tensor:
         """Code and scale of each number of the rows: uint8 [n, k, 2]."""

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launch Triton's kernels: each launch of the product passes `Kernel.launch`.
+
+On each launch Triton binds the arguments, finds out how it specialises each of them, makes a text
+of the options, and looks up what it compiled: 6 to 30 us of Python, dozens of times a layer. All of
+it is the same for the same numbers and constants, the same dtypes and the same alignment of
+addresses. So what Triton took for a launch is kept under these, and a launch that is found hands
+addresses and numbers to the compiled kernel. What is not found goes to Triton, which decides alone
+what is compiled (`python benchmarks/bench_launch.py`).
+
+    found under        grid, device, numbers, constants, options; of each tensor its dtype, and
+                       whether its address is a multiple of 16
+    not looked at      floats that are no constants, and numbers that stand in `do_not_specialize`
+                       but for whether they fit 32 bits
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import triton
+from torch import Tensor
+from triton.runtime.driver import driver
+
+from mpu.kernels.by_address import ALIGN
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET was set at import
+KEPT = 4096  # launches of a kernel; where sizes change with every call, they begin anew
+FITS = range(-(1 << 31), 1 << 31)  # numbers that Triton passes in 32 bits
+
+Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+def cdiv(n: int, size: int) -> int:
+    """Return how many pieces of a size hold n; triton.cdiv takes 2 us."""
+    return -(-n // size)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is n >= 1 or more; Triton's takes 2 us."""
+    return 1 << (n - 1).bit_length()
+
+
+class Compiled(NamedTuple):
+    """What Triton took for a launch."""
+
+    run: Callable[..., object]
+    grid: tuple[int, ...]
+    function: int
+    metadata: Any
+
+
+class Call:
+    """How a kernel's arguments are given: the first ones by place, the others by these names.
+
+    tensors, values, free: pick the tensors, what Triton looks at of the others, and numbers of
+    which it looks at the size alone. arrange: picks the kernel's arguments, in its own order and
+    without options, from the tensors' addresses and all that was given.
+    """
+
+    def __init__(self, kernel: Any, given: tuple[Any, ...], named: Sequence[str]) -> None:
+        self.compiled: dict[tuple[Any, ...], Compiled] = {}
+        placed = len(given) - len(named)
+        self._kernel, self._names = kernel, [*kernel.arg_names[:placed], *named]
+        self._seen = set[int]()
+        self.read(given)
+
+    def read(self, given: tuple[Any, ...]) -> bool:
+        """Find the tensors; return whether there are some where before was None."""
+        seen = {i for i, value in enumerate(given) if isinstance(value, Tensor)}
+        if seen <= self._seen:
+            return False
+        self._seen |= seen
+        of = {param.name: param for param in self._kernel.params}
+        tensors, values, free = sorted(self._seen), list[int](), list[int]()
+        for i in set(range(len(given))) - self._seen:
+            param = of.get(self._names[i])
+            if param is None or param.is_constexpr:
+                values.append(i)
+            elif not isinstance(given[i], float):
+                (free if param.do_not_specialize else values).append(i)
+        places = dict(zip(tensors, range(len(tensors)), strict=True))
+        order = [self._names.index(name) for name in self._kernel.arg_names]
+        self.tensors, self.values = pick(tensors), pick(values)
+        self.free = pick(free) if free else None
+        self.arrange = pick([places.get(i, len(places) + i) for i in order])
+        self.compiled.clear()
+        return True
+
+
+def pick(places: Sequence[int]) -> Pick:
+    """Return what picks items of a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    only = slice(places[0], places[0] + 1) if places else slice(0)
+    return itemgetter(only)
+
+
+class Kernel:
+    """A Triton kernel, with what is declared of it (mpu/kernels/declared.py).
+
+    jitted: what `triton.jit` returned, for what compiles it without a launch.
+    """
+
+    def __init__(self, jitted: Any, declared: Any) -> None:
+        self.jitted, self.declared = jitted, declared
+        self.fn, self.arg_names = jitted.fn, tuple(jitted.arg_names)
+        self._calls: dict[tuple[str, ...], Call] = {}
+
+    def launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
+        """Launch `grid` programs on the current stream of the current device.
+
+        All arguments are given, by place or by name, and options of Triton by name (num_warps).
+        Hooks of Triton's profiler are called only where a launch is not found.
+        """
+        if INTERPRETED:
+            self.jitted[grid](*args, **named)
+            return
+        active, given, names = driver.active, (*args, *named.values()), tuple(named)
+        call = self._calls.get(names)
+        if call is None:
+            call = self._calls[names] = Call(self.jitted, given, names)
+        addresses, kinds, bits = list[int](), list[Any](), 0
+        for x in call.tensors(given):
+            if x is None:
+                addresses.append(0)
+                kinds.append(x)
+                continue
+            address = x.data_ptr()
+            bits |= address
+            addresses.append(address)
+            kinds.append(x.dtype)
+        device = active.get_current_device()
+        key = (grid, device, call.values(given), *kinds)
+        if bits % ALIGN:
+            key += tuple(address % ALIGN for address in addresses)
+        if call.free:
+            key += tuple(number in FITS for number in call.free(given))
+        found = call.compiled.get(key)
+        if found is not None:
+            run, size, function, metadata = found
+            stream, given = active.get_current_stream(device), (*addresses, *given)
+            run(*size, stream, function, metadata, None, None, None, *call.arrange(given))
+            return
+        compiled = self.jitted[grid](*args, **named)
+        if call.read(given):
+            return
+        if len(call.compiled) == KEPT:
+            call.compiled.clear()
+        call.compiled[key] = Compiled(
+            compiled.run, (*grid, 1, 1)[:3], compiled.function, compiled.packed_metadata
+        )
