@@ -313,7 +313,6 @@ def train(
     watchers: list[Watcher] = [  # asked in this order, up to one that goes back
         slow,  # which rank is slow: numbers for the log
         log,  # the step's line
-        saver,  # how far the run is, for a supervisor
         MemoryReport(run, log),  # once
         Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
         guard,  # signals, time, bad numbers: stops, or goes back; reads what Intervals asked for
@@ -361,10 +360,6 @@ def train(
                         run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry,
                         only_best=not decision.save,
                     )  # fmt: skip
-            if decision.copy:
-                run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
-                with log.timing("copy"):
-                    saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save and validate(run, loaders.valid, log, saver):
                 run.monitor.enter("save", f"saving iteration {run.iteration} with its loss")
                 saver.save(run.iteration, run.consumed, must=True, hurry=True)

@@ -181,16 +181,12 @@ def test_a_step_is_followed_by_what_the_rules_say(monkeypatch):
 RULES = [
     ({}, {}),
     ({"save"}, {"save"}),
-    ({"copy"}, {"copy"}),
-    ({"save", "copy"}, {"save"}),  # a copy is for the steps between two saves
     ({"save", "skipped"}, {"skipped"}),  # the weights are a step older: an older save is as good
-    ({"copy", "skipped"}, {"skipped"}),
-    ({"save", "copy", "skipped"}, {"skipped"}),
     ({"stop", "save", "skipped"}, {"stop", "save", "skipped"}),  # but the last step is saved
     ({"stop"}, {"stop"}),  # there is no --save
     ({"evaluate", "sample", "save"}, {"evaluate", "sample", "save"}),
     ({"stop", "signal", "save", "evaluate"}, {"stop", "signal", "save", "evaluate_after_save"}),
-    ({"back", "stop", "signal", "save", "copy", "evaluate", "sample"}, {"back"}),
+    ({"back", "stop", "signal", "save", "evaluate", "sample"}, {"back"}),
 ]
 
 

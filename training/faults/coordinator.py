@@ -83,7 +83,7 @@ class Coordinator(threading.Thread):
         self.port: int = listener.getsockname()[1]
         self.world, self.silence, self.beat, self.detector = world, silence, beat, detector
         self.selector = selectors.DefaultSelector()
-        self.admission = Admission(listener, secret, self.selector, "rank", range(world))
+        self.admission = Admission(listener, secret, self.selector, world)
         self.begun, self.members = time.monotonic(), dict[int, Member]()
         self.decided: Cause | None = None
         self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)

@@ -245,7 +245,7 @@ def connect(
     try:
         grid.connect(device, store, timeout)
         c = config.checkpoint
-        if c.async_save or (c.save and c.save_hf) or config.fault.peer_checkpoint:
+        if c.async_save or (c.save and c.save_hf):
             grid.add_background(timeout)
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
