@@ -129,6 +129,7 @@ class Launch:
     local_world: int = 1
     launcher: str = ""  # of LAUNCHERS, where its variables said so
     attempt: int = 0  # restarts before this start, as this node's launcher counts them
+    error_file: str = field(default="", compare=False)  # torchrun's, for what ends this rank
     point: Rendezvous = field(default=Rendezvous(), compare=False)
 
     @classmethod
@@ -147,6 +148,7 @@ class Launch:
                 _number("LOCAL_RANK", "0"),
                 _number("LOCAL_WORLD_SIZE", str(world)),
                 attempt=_number("TORCHELASTIC_RESTART_COUNT", "0"),
+                error_file=e.get("TORCHELASTIC_ERROR_FILE", ""),
             )
         else:
             launch = cls(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import pretrain_llama
+from mpu.launch import Launch
 from training.arguments import FaultConfig
 from training.run.step import BACK, CONTINUE, Decision, Step, after_step, combine
 from training.run.stop import StepFlags
@@ -111,7 +112,7 @@ def by_train(case, monkeypatch):
         model=SimpleNamespace(ctx=SimpleNamespace(auxiliary_losses=SimpleNamespace(mean=None))),
         iteration=0,
         consumed=0,
-        grid=SimpleNamespace(world=None, rank=0),
+        grid=SimpleNamespace(world=None, rank=0, launch=Launch()),
         engine=None,
         sink=None,
         monitor=SimpleNamespace(action="", enter=lambda phase, action: None),
