@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,15 @@ class Torchrun:
         self.folder = folder
 
     def run(
-        self, attempts: dict[str, Any], *options: str, launcher: list[str] = PLAIN, flags: str = ""
-    ) -> subprocess.CompletedProcess[str]:
+        self, attempts: dict[str, Any], *options: str, launcher: list[str] = PLAIN,
+        flags: str = "", ranks: int = 2,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run to the end, disturbed as restarted_rank.py says."""
         argv = [*MODEL, "--tensor-model-parallel-size", "2", "--global-batch-size", "2"]
         argv += ["--save", f"{self.folder}/saved", "--load", f"{self.folder}/saved"]
         argv += ["--log-json", f"{self.folder}/log.jsonl", *flags.split()]
-        command = [sys.executable, *launcher, "--nproc-per-node", "2"]
-        command += [*(options or ["--standalone"]), SCRIPT, json.dumps(attempts), *argv]
+        command = [sys.executable, *launcher, "--nproc-per-node", str(ranks)]
+        command += [*options, SCRIPT, json.dumps(attempts), *argv]
         return subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=300,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -110,6 +112,26 @@ def test_a_run_whose_ranks_die_twice_is_healed_twice(
         assert f": rank {dead} failed first" in healed.stderr
     assert "step_00000003: at iteration 3" in healed.stdout
     assert "step_00000006: at iteration 6" in healed.stdout
+    assert weights(torchrun.result()) == weights(undisturbed)
+
+
+@pytest.mark.prove
+def test_a_run_on_two_nodes_is_healed(
+    torchrun: Torchrun, undisturbed: Result, free_port: Callable[[], int]
+) -> None:
+    """Each has a torchrun of its own, and looks at what its own ranks left."""
+    kill = {"0": {"fault": fault("update", 1, "kill") | {"from": 5, "call": 1}}}
+    meet = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+
+    def node(number: int) -> subprocess.CompletedProcess[str]:
+        more = [*meet, "--node-rank", str(number), "--max-restarts", "2"]
+        return torchrun.run(kill, *more, launcher=OURS, ranks=1)
+
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(node, range(2)))
+    assert [end.returncode for end in ends] == [0, 0], ends
+    assert "rank 1 failed first" in ends[0].stderr
+    assert "step_00000003: at iteration 3" in ends[0].stdout
     assert weights(torchrun.result()) == weights(undisturbed)
 
 

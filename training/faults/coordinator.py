@@ -136,6 +136,12 @@ class Coordinator(threading.Thread):
             return f"waiting for {spans(absent)}, to join the failure channel"
         return self.detector.elsewhere(_reports(members, time.monotonic()))
 
+    def has_others(self) -> bool:
+        """Return whether another rank than 0 is connected, or may still connect."""
+        others = [m for m in list(self.members.values()) if m.rank]
+        here = any(m.connection is not None or m.disconnected for m in others)
+        return here or len(others) < self.world - 1
+
     def _action_of_rank_0(self) -> str:
         """Return what rank 0 last reported."""
         return self.members[0].action if 0 in self.members else Member.action
