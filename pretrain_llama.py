@@ -10,6 +10,7 @@
     WORLD_SIZE=512 python pretrain_llama.py --rehearse ...     one rank's steps, without a GPU
 """
 
+import gc
 import math
 import os
 import signal
@@ -27,14 +28,17 @@ from typing import Any
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
 from mpu.needs import end_at_once, explain_missing_packages
 from training.activity import Activity
+from training.run.restarts import ERROR_FILE, end_again, write_error_file
 
 os.environ.update(environment_defaults(os.environ, sys.argv))
 if __name__ == "__main__":
     explain_missing_packages()
+    end_again(os.environ)  # where torchrun starts what cannot go on
     ACTIVITY = Activity.of_process()  # now, as imports from a slow file system take minutes
     ACTIVITY.what = "importing torch and the program"
     signal.signal(signal.SIGINT, end_at_once)  # while torch is imported, whose code may catch it
     PARENT = os.getppid()  # read now, as torchrun may be killed during the imports
+    gc.disable()  # what imports make stays: collections would be a tenth of their time
 
 import torch
 from torch import Tensor
@@ -94,7 +98,6 @@ from training.run.startup import (
     connect,
     new_monitor,
     refuse,
-    write_error_file,
 )
 from training.run.state import Run
 from training.run.step import Step, Watcher, after_step
@@ -109,6 +112,7 @@ from training.run.watch import (
     Replicas,
     Rewind,
     SlowRanks,
+    Stepped,
 )
 from training.stages import waits_for
 from training.untrusted import printable
@@ -313,8 +317,8 @@ def train(
     watchers: list[Watcher] = [  # asked in this order, up to one that goes back
         slow,  # which rank is slow: numbers for the log
         log,  # the step's line
-        saver,  # how far the run is, for a supervisor
         MemoryReport(run, log),  # once
+        *([Stepped(run.grid.launch.error_file)] if run.grid.launch.error_file else []),
         Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
         guard,  # signals, time, bad numbers: stops, or goes back; reads what Intervals asked for
         profile,
@@ -361,10 +365,6 @@ def train(
                         run.iteration, run.consumed, must=decision.stop, hurry=decision.hurry,
                         only_best=not decision.save,
                     )  # fmt: skip
-            if decision.copy:
-                run.monitor.enter("save", f"copying iteration {run.iteration} to memory")
-                with log.timing("copy"):
-                    saver.keep(run.iteration, run.consumed)
             if decision.evaluate_after_save and validate(run, loaders.valid, log, saver):
                 run.monitor.enter("save", f"saving iteration {run.iteration} with its loss")
                 saver.save(run.iteration, run.consumed, must=True, hurry=True)
@@ -390,7 +390,7 @@ def main(
     """
     launch, activity = Launch(), activity or Activity()
     monitor = FailureMonitor(activity=activity)
-    report_to = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    report_to = os.environ.get(ERROR_FILE)
     by = launched_by()
     launcher = (parent or os.getppid()) if by else None
     typed = sys.argv if argv is None else [PROGRAM, *argv]
@@ -430,6 +430,7 @@ def main(
             stop_signal.check()
         except (ValueError, OSError) as error:
             stop_signal.check()
+            stop_signal.verbose = False  # torchrun sends SIGTERM to all once a rank has ended
             return refuse(error, launch, 2, report_to, alone=True, typed=typed)
         timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
         try:
@@ -448,6 +449,7 @@ def main(
             stop_signal.check()
             if stop_signal.training and not isinstance(error, EXPECTED):
                 raise
+            stop_signal.verbose = False
             return refuse(error, launch, 1 if stop_signal.training else 2, report_to)
         except CommunicationError:
             if monitor.first is None:
@@ -499,5 +501,6 @@ def work(run: LlamaRun, loaders: Loaders, digests: dict[str, str], stop_signal: 
 
 
 if __name__ == "__main__":
+    gc.enable()
     run_main = partial(main, parent=PARENT, activity=ACTIVITY)
-    as_process(run_main, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+    as_process(run_main, os.environ.get(ERROR_FILE))

@@ -8,7 +8,8 @@
 #   moments, shared by 2 data-parallel ranks) = 24 GB, + 9.2 GB activations + 0.5 GB logits
 #   + 0.2 GB for what one action has at work = 34 GB.
 #
-#   --numa-binding=node (torchrun's) keeps a rank's threads on the cores near its GPU.
+#   --numa-binding=node (torchrun's) keeps a rank's threads on the cores near its GPU. After a fault
+#   --max-restarts 3 starts the ranks again, which go on at the newest checkpoint.
 #
 #   DATA=prefix TOKENIZER=tokenizer.model bash examples/llama3_8b_one_node.sh
 #   WORLD_SIZE=8 LAUNCH=python3 bash examples/llama3_8b_one_node.sh --dry-run
@@ -17,7 +18,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x .venv/bin/torchrun ]; then PATH=$PWD/.venv/bin:$PATH; fi
 
-LAUNCH=${LAUNCH:-torchrun --standalone --nproc-per-node 8 --numa-binding=node}
+LAUNCH=${LAUNCH:-torchrun --standalone --nproc-per-node 8 --max-restarts 3 --numa-binding=node}
 OUT=${OUT:-runs/llama3_8b}
 
 exec $LAUNCH pretrain_llama.py \

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what the launcher (torchrun, srun, mpirun, tools/supervise.py, ...) says in the environment:
+"""Read what the launcher (torchrun, srun, mpirun, ...) says in the environment:
 who this process is, and where the ranks meet. Set there what CUDA, its libraries and torch read
 when they start, unless the user has.
 """
@@ -88,7 +88,7 @@ PARTLY = {
 }  # fmt: skip
 # {a variable that says who started this process: its name}; the first that is set counts
 MARKS = {
-    "TORCHELASTIC_RUN_ID": "torchrun", "WEFT_SUPERVISOR": "supervise",
+    "TORCHELASTIC_RUN_ID": "torchrun",
     **{names.mark: names.launcher for names in LAUNCHERS},
 }  # fmt: skip
 SHORTEST, LONGEST = 16, 4096  # bytes of the run's secret
@@ -129,7 +129,7 @@ class Launch:
     local_world: int = 1
     launcher: str = ""  # of LAUNCHERS, where its variables said so
     attempt: int = 0  # restarts before this start, as this node's launcher counts them
-    supervisor: str = ""  # tools/supervise.py's directory in this host's memory
+    error_file: str = field(default="", compare=False)  # torchrun's, for what ends this rank
     point: Rendezvous = field(default=Rendezvous(), compare=False)
 
     @classmethod
@@ -148,7 +148,7 @@ class Launch:
                 _number("LOCAL_RANK", "0"),
                 _number("LOCAL_WORLD_SIZE", str(world)),
                 attempt=_number("TORCHELASTIC_RESTART_COUNT", "0"),
-                supervisor=e.get("WEFT_SUPERVISOR", ""),
+                error_file=e.get("TORCHELASTIC_ERROR_FILE", ""),
             )
         else:
             launch = cls(
@@ -295,7 +295,7 @@ def _content(path: str) -> bytes:
 
 
 def launched_by() -> str:
-    """Return "torchrun", "supervise" (tools/supervise.py), "srun", or "" for none of them."""
+    """Return "torchrun", the name of one of LAUNCHERS, or "" for none of them."""
     return next((name for mark, name in MARKS.items() if mark in os.environ), "")
 
 
@@ -304,8 +304,7 @@ def shares_cores() -> bool:
 
     torchrun sets OMP_NUM_THREADS=1 where nobody did, which would leave cores idle.
     """
-    unset = {"torchrun": (None, "1"), "supervise": (None,)}.get(launched_by(), ())
-    return os.environ.get("OMP_NUM_THREADS") in unset
+    return launched_by() == "torchrun" and os.environ.get("OMP_NUM_THREADS") in (None, "1")
 
 
 def visible_gpus() -> str | None:

@@ -50,9 +50,9 @@ PRELOADED = [
 
 # files that take longest, the longest first, as --durations tells
 LONGEST = """
-tools/test_fork_check.py training/test_optimizer.py tools/test_supervise.py
+tools/test_fork_check.py training/test_optimizer.py faults/test_restarts.py
 training/checkpoint/test_reshard.py tools/rehearsal/test_rehearse.py model/test_moe_layouts.py
-model/test_pipeline_parity.py tools/planner/test_plan.py tools/test_supervise_nodes.py
+model/test_pipeline_parity.py tools/planner/test_plan.py
 tools/test_checkpoint_hf.py tools/test_explain.py tools/rehearsal/test_one_addition.py
 tools/rehearsal/test_planner_clock.py training/checkpoint/test_sweep.py
 training/faults/test_monitor.py model/test_zero_parity.py mpu/layers/float8/test_recipe.py

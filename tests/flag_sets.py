@@ -29,8 +29,7 @@ from tests.launcher import Launcher
 from training.flags.flag_table import LIVE_KIND, known_flags
 from training.setting import Choice, Number
 
-# drawn with the layout and the sizes; naming files; ending or lengthening a run of 2 steps; needing
-# tools/supervise.py
+# drawn with the layout and the sizes; naming files; ending or lengthening a run of 2 steps
 LEFT_OUT = """--mock-data --vocab-size --num-layers --hidden-size --ffn-hidden-size --seq-length
 --num-attention-heads --num-query-groups --group-query-attention --kv-channels --lr --train-iters
 --train-samples --device --micro-batch-size --global-batch-size --tensor-model-parallel-size
@@ -38,7 +37,7 @@ LEFT_OUT = """--mock-data --vocab-size --num-layers --hidden-size --ffn-hidden-s
 --rehearse-device --rehearse-steps --rehearse-rank --rehearse-json --help --model-file --model-size
 --max-position-embeddings --distributed-timeout-minutes --exit-duration-in-mins --eval-iters
 --eval-interval --wandb-project --pretrained-checkpoint --use-checkpoint-args --data-timeout
---local-copy-dir --manual-gc-interval --peer-checkpoint""".split()
+--local-copy-dir --manual-gc-interval""".split()
 SMALL = (0, 1, 2, 3, 4, 8)
 
 

@@ -43,18 +43,6 @@ EXAMPLES = [
         },
     ),
     (
-        "cpu_supervised_nodes.slurm",
-        2,
-        {
-            "TP 1 x CP 1 x DP 2 x PP 1 = 2 ranks; sequence parallelism off": "DP 2 over gloo",
-            "3,344,064 in all": "3.3e6 parameters",
-            "3.382e+10 FLOPs a step": "3.4e10 FLOPs a step",
-            "moments               13.41 MB  AdamW's two, a share of 1/2": "8 / 2 for",
-            "activations           52.08 MB": "52 MB activations",
-            "total                 113.1 MB": "= 113 MB",
-        },
-    ),
-    (
         "llama3_8b_one_node.sh",
         8,
         {
@@ -147,10 +135,7 @@ def test_every_example_is_tested():
 
 
 # those whose model or arithmetic another one has too (test_kubernetes.py for 8B)
-LONG = {
-    "cpu_supervised_nodes.slurm", "llama3_8b_one_node.sh", "llama3_70b_16_nodes.slurm",
-    "llama3_405b_64_nodes.slurm",
-}  # fmt: skip
+LONG = {"llama3_8b_one_node.sh", "llama3_70b_16_nodes.slurm", "llama3_405b_64_nodes.slurm"}
 MARKED = [pytest.param(*e, marks=[pytest.mark.prove] if e[0] in LONG else []) for e in EXAMPLES]
 
 
@@ -254,12 +239,10 @@ def test_a_job_script_starts_every_rank_by_srun(name, tmp_path):
     assert "restart 2, last checkpoint: none; ranks meet at node7:23456" in done.stdout
     assert done.stdout.endswith("job 123456: exit code 0, last checkpoint: none\n")
     words = done.stdout.splitlines()[1:-1]
-    supervised = "supervised" in name
-    wait = ["--wait=0", "--no-kill"] if supervised else ["--wait=60"]
-    assert words[: 2 + len(wait)] == ["srun", "--kill-on-bad-exit=0", *wait]
+    assert words[:3] == ["srun", "--kill-on-bad-exit=0", "--wait=60"]
     assert "--container-image=weft.sqsh" in words
     after = {word: words[i + 1] for i, word in enumerate(words[:-1])}
-    assert after["python3"] == ("tools/supervise.py" if supervised else "pretrain_llama.py")
+    assert after["python3"] == "pretrain_llama.py"
     assert after["--save"] == after["--load"] == f"{tmp_path}/a b/checkpoints"
     directives = [w for w in (ROOT / "examples" / name).read_text().splitlines() if "#SBATCH" in w]
     wanted = {f"--nodes={nodes}", f"--ntasks-per-node={each}", "--requeue", "--open-mode=append"}

@@ -18,7 +18,7 @@ from mpu.launch import Launch, launched_by
 ROOT = Path(__file__).resolve().parent.parent
 PREFIXES = (
     "OMPI_", "PMI_", "PMIX_", "MPI_", "MV2_", "PALS_", "JSM_", "FLUX_", "SLURM", "ALPS_", "PBS_",
-    "TORCHELASTIC_", "WEFT_SUPERVISOR", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_",
+    "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_",
 )  # fmt: skip
 # rank 5 of 8, the second of four on its node
 OPEN_MPI = {

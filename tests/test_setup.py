@@ -85,7 +85,7 @@ def test_every_package_is_listed():
     }
     script = load_setup()
     assert found == set(script.PACKAGES)
-    assert {"tools", "tools.rehearsal", "tools.supervisor"} <= set(script.TOOLS)
+    assert {"tools", "tools.rehearsal"} <= set(script.TOOLS)
 
 
 @pytest.mark.prove

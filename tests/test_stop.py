@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 import pretrain_llama
+from mpu.launch import Launch
 from training.arguments import FaultConfig
 from training.run.step import BACK, CONTINUE, Decision, Step, after_step, combine
 from training.run.stop import StepFlags
@@ -111,7 +112,7 @@ def by_train(case, monkeypatch):
         model=SimpleNamespace(ctx=SimpleNamespace(auxiliary_losses=SimpleNamespace(mean=None))),
         iteration=0,
         consumed=0,
-        grid=SimpleNamespace(world=None, rank=0),
+        grid=SimpleNamespace(world=None, rank=0, launch=Launch()),
         engine=None,
         sink=None,
         monitor=SimpleNamespace(action="", enter=lambda phase, action: None),
@@ -181,16 +182,12 @@ def test_a_step_is_followed_by_what_the_rules_say(monkeypatch):
 RULES = [
     ({}, {}),
     ({"save"}, {"save"}),
-    ({"copy"}, {"copy"}),
-    ({"save", "copy"}, {"save"}),  # a copy is for the steps between two saves
     ({"save", "skipped"}, {"skipped"}),  # the weights are a step older: an older save is as good
-    ({"copy", "skipped"}, {"skipped"}),
-    ({"save", "copy", "skipped"}, {"skipped"}),
     ({"stop", "save", "skipped"}, {"stop", "save", "skipped"}),  # but the last step is saved
     ({"stop"}, {"stop"}),  # there is no --save
     ({"evaluate", "sample", "save"}, {"evaluate", "sample", "save"}),
     ({"stop", "signal", "save", "evaluate"}, {"stop", "signal", "save", "evaluate_after_save"}),
-    ({"back", "stop", "signal", "save", "copy", "evaluate", "sample"}, {"back"}),
+    ({"back", "stop", "signal", "save", "evaluate", "sample"}, {"back"}),
 ]
 
 

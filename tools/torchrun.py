@@ -4,7 +4,8 @@
 `make setup` writes .venv/bin/torchrun to run this. All arguments are torch's. A rank that nobody
 gave a number of threads takes its share of the cores (mpu/launch.py), so that torch's default of
 one needs no warning. Where a rank fails, torch.distributed.run raises; its report is one line here,
-with the first failing rank, its exit code and what it wrote to TORCHELASTIC_ERROR_FILE.
+with the first failing rank and what it wrote to TORCHELASTIC_ERROR_FILE, and that rank's exit code
+is handed on. SIGUSR1, too, is passed to the ranks: torchrun alone dies of it.
 """
 
 import logging
@@ -21,17 +22,18 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("PET_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     sys.argv[0] = "torchrun"
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main as torchrun
 
 from training.untrusted import printable
 
 
-def last_word(error: ChildFailedError) -> str:
-    """Return one line: the words of the rank that failed first, or else how it ended.
+def last_word(error: ChildFailedError) -> tuple[int, str]:
+    """Return the exit code, and one line: the words of the rank that failed first, or how it ended.
 
     A rank that torchrun ended, or that was killed, has left no words: then another rank's count.
     """
@@ -39,28 +41,36 @@ def last_word(error: ChildFailedError) -> str:
     for rank, failure in failures:
         message: Any = failure.message  # a str, or {"message": ...} of a rank's error file
         if isinstance(message, dict) and message.get("message"):
-            return f"torchrun: rank {rank}: {printable(str(message['message']).splitlines()[0])}"
+            words = printable(str(message["message"]).splitlines()[0])
+            return code_of(failure), f"torchrun: rank {rank}: {words}"
     rank, failure = failures[0]
-    how = f"ended with exit code {failure.exitcode}"
-    if failure.exitcode < 0:
-        how = f"was ended by {failure.signal_name()}"
-    return f"torchrun: rank {rank} {how} without a message"
+    code = code_of(failure)
+    how = f"ended with exit code {code}"
+    if code - 128 in signal.valid_signals():
+        how = f"was ended by {signal.Signals(code - 128).name}"
+    return code, f"torchrun: rank {rank} {how} without a message"
+
+
+def code_of(failure: ProcessFailure) -> int:
+    """Return a rank's exit code as a shell tells it: 128 + n for signal n."""
+    return int(failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode)
 
 
 def main() -> int:
-    """Run torch's torchrun; return the exit code, 1 for a rank that failed, as torch does."""
+    """Run torch's torchrun; return the exit code of the rank that failed first (torch's is 1)."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic.multiprocessing"):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # they repeat what the line says
     try:
         torchrun()
     except ChildFailedError as error:
-        print(last_word(error), file=sys.stderr, flush=True)
-        return 1
+        code, words = last_word(error)
+        print(words, file=sys.stderr, flush=True)
+        return code
     except SignalException as error:
         how = signal.Signals(error.sigval).name
         print(f"torchrun: ended by {how}", file=sys.stderr, flush=True)
-        return 1
+        return 128 + int(error.sigval)
     except Exception as error:  # of the launcher itself: no rank has started
         words = f"{type(error).__name__}: {' '.join(str(error).split())}"
         print(f"torchrun: {printable(words)}", file=sys.stderr, flush=True)

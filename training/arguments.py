@@ -1596,14 +1596,6 @@ class GpuConfig:
 class FaultConfig:
     """How faults are noticed and answered (docs/reliability.md)."""
 
-    peer_checkpoint: int | None = setting(
-        None,
-        "under tools/supervise.py, copy the state into the supervisors' memory every N steps: a "
-        "restart begins there",
-        "steps",
-        integer(1),
-        ours=True,
-    )
     peer_timeout: float = setting(
         20.0,
         "how long a rank may send no heartbeat before the run ends and names it",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs under a launcher of the user's: torchrun and tools/supervise.py, killed or left to restart.
+"""Runs under a launcher of the user's: torchrun, killed or left to restart.
 
 Every rank is a Python of its own here, so a start takes some seconds longer than elsewhere.
 """
@@ -17,11 +17,9 @@ from tests.launcher import SCRIPT, Result, writers_into
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = "-m torch.distributed.run --nproc-per-node {ranks} --master-port {port}"
-SUPERVISE = "tools/supervise.py --nproc-per-node {ranks}"
 LAUNCHERS = {
     "torchrun": TORCHRUN,
     "torchrun restarts": f"{TORCHRUN} --max-restarts 2",
-    "supervise": SUPERVISE,
 }
 
 

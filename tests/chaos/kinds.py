@@ -181,19 +181,13 @@ CLOCKS = [Kind("clock: jumps", jump, HARMLESS)]
 STOPPED = Promise(codes=(-9,), who="one", says="saved: the same command resumes")
 BACK = Promise(codes=(0,), who="one", says=DIED.says, limit=60.0)
 LAUNCHERS = [
-    Kind(f"launcher: {name} killed", wait, STOPPED, outside="kill_launcher", apart=apart, share=0.4)
-    for name, apart in (("torchrun", "torchrun"), ("supervise.py", "supervise"))
-]  # fmt: skip
-LAUNCHERS += [
+    Kind("launcher: torchrun killed", wait, STOPPED, outside="kill_launcher", apart="torchrun",
+         share=0.4),
     Kind("restart: killed, torchrun --max-restarts", at("layer, update", "kill"), BACK,
          apart="torchrun restarts", share=0.4),
-    Kind("restart: killed, supervise.py from disk", at("layer, update", "kill"), BACK,
-         apart="supervise", share=0.4),
-    Kind("restart: killed, supervise.py from memory", at("layer, update", "kill"), BACK,
-         flags="--peer-checkpoint 1", apart="supervise", share=0.4),
-    Kind("restart: hangs, supervise.py from disk", at("layer, update", "stall"),
+    Kind("restart: hangs, torchrun --max-restarts", at("layer, update", "stall"),
          Promise(codes=(0,), who="one", says="rank {rank} hangs", limit=60.0),
-         flags=HANG, apart="supervise", share=0.4),
+         flags=HANG, apart="torchrun restarts", share=0.4),
 ]  # fmt: skip
 STRANGERS = [
     Kind("network: garbage on the hub's port", wait, HARMLESS, outside="garbage"),

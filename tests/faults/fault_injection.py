@@ -104,6 +104,7 @@ SIGNALS = {
     "kill": [signal.SIGKILL],
     "stop": [signal.SIGSTOP],
     "term": [signal.SIGTERM],
+    "usr1": [signal.SIGUSR1],
     "int": [signal.SIGINT],
     "int twice": [signal.SIGINT, signal.SIGINT],
 }

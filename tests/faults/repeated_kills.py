@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kill a run again and again, and start it again each time as a supervisor would.
+"""Kill a run again and again, and start it again each time as a launcher would.
 
 Each kill is drawn from a seed beforehand: the step, the rank or all ranks, and the moment (at a
 call inside of a step, in a phase of a save, or by a timer, independent of both). The command never

@@ -13,6 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from training.run.restarts import end_again  # noqa: E402
+
+if __name__ == "__main__":
+    end_again(os.environ)
+
 import pretrain_llama  # noqa: E402
 from tests.faults.fault_injection import inject  # noqa: E402
 

@@ -159,7 +159,7 @@ def test_admission_change_no_bit_of_a_run(ranks: Ranks) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(4096, before[0]), before[1]))
     key = wire.proof(b"", "run", salt.encode())
     text = b'{"kind": "failed", "action": "the update", "why": "dead", "wait": 0}'
-    forged = wire.HEAD.pack(len(text), 0) + b"0" * wire.MAC + text
+    forged = wire.HEAD.pack(len(text)) + b"0" * wire.MAC + text
     noises = [b"[" * 30_000, b"\0" * 500, forged, b'{"rank": 1, "failed": "x", "wait": 0}\n']
     with suppress(ConnectionRefusedError):  # until the run is done
         while True:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,12 +22,13 @@ class Torchrun:
     """The program under torchrun, in a session of its own."""
 
     def __init__(
-        self, folder: Path, ranks: int, port: int, script: list[str], more: list[str] | None = None
-    ) -> None:
+        self, folder: Path, ranks: int, port: int, script: list[str],
+        more: list[str] | None = None, launcher: Sequence[str] = ("-m", "torch.distributed.run"),
+    ) -> None:  # fmt: skip
         self.log, tp = folder / "log.jsonl", ["--tensor-model-parallel-size", "2"]
         argv = [*MODEL, *tp, "--save", f"{folder}/saved", "--log-json", str(self.log)]
         argv += ["--global-batch-size", str(ranks)]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *launcher, "--nproc-per-node", str(ranks)]
         command += ["--master-port", str(port), *script, *argv, *(more or [])]
         self.process = subprocess.Popen(
             command,
@@ -105,16 +106,31 @@ def test_under_torchrun_a_mistake_is_printed_once_and_ends_the_report(
     assert "exitcode  : 2" in said and not (tmp_path / "saved").exists()
 
 
+def trained(
+    folder: Path, port: int, launcher: Sequence[str] = ("-m", "torch.distributed.run")
+) -> Torchrun:
+    """Return a run without an end that has made a step."""
+    more = ["--train-iters", "1000000", "--eval-interval", "1000000", "--save-interval", "1000000"]
+    run = Torchrun(folder, 2, port, ["pretrain_llama.py"], more, launcher)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and not (run.log.exists() and run.log.stat().st_size):
+        time.sleep(0.05)
+    return run
+
+
+def check_saved(folder: Path, out: str) -> None:
+    """The run said that it saved its last step, and it did."""
+    assert "stopped by " in out and f"saved: with --load {folder}/saved the same" in out
+    step = int(out.rsplit(" after iteration ", 1)[1].split()[0])
+    assert (folder / "saved" / f"step_{step:08d}" / "manifest.json").exists()
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("to", ["torchrun", "the terminal", "one rank"])
 def test_under_torchrun_a_signal_saves_and_leaves_no_process(
     tmp_path: Path, free_port: Callable[[], int], to: str
 ) -> None:
-    more = ["--train-iters", "1000000", "--eval-interval", "1000000", "--save-interval", "1000000"]
-    run = Torchrun(tmp_path, 2, free_port(), ["pretrain_llama.py"], more)
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and not (run.log.exists() and run.log.stat().st_size):
-        time.sleep(0.05)
+    run = trained(tmp_path, free_port())
     pids = run.children()
     if to == "torchrun":
         run.process.send_signal(signal.SIGTERM)
@@ -125,9 +141,21 @@ def test_under_torchrun_a_signal_saves_and_leaves_no_process(
     code, out, _ = run.wait()
     assert code == (0 if to == "one rank" else 1)  # torchrun's own, where the signal was for it
     assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert "stopped by " in out and f"saved: with --load {tmp_path}/saved the same" in out
-    step = int(out.rsplit(" after iteration ", 1)[1].split()[0])
-    assert (tmp_path / "saved" / f"step_{step:08d}" / "manifest.json").exists()
+    check_saved(tmp_path, out)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_our_torchrun_passes_a_signal_on_and_says_it_last(
+    tmp_path: Path, free_port: Callable[[], int], number: signal.Signals
+) -> None:
+    """And starts nothing again."""
+    run = trained(tmp_path, free_port(), ["tools/torchrun.py", "--max-restarts", "3"])
+    run.process.send_signal(number)
+    code, out, said = run.wait()
+    assert code == 128 + number and said.endswith(f"torchrun: ended by {number.name}\n")
+    assert f"{number.name}: stopping after this step" in said
+    check_saved(tmp_path, out)
 
 
 @pytest.mark.prove

@@ -128,7 +128,6 @@ def test_ranks_that_would_share_a_gpu_over_nccl(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *about, value=value: value)
     about = type("Properties", (), {"name": "NVIDIA H100", "major": 9, "minor": 0})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    monkeypatch.delenv("WEFT_SUPERVISOR", raising=False)
     config, notes, launch = parse([*FLAGS], 1), [], Launch(1, 2, 1, 2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     with pytest.raises(UsageError, match="2 ranks were started on this node, which has 1 CUDA dev"):

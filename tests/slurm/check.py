@@ -4,10 +4,9 @@
 
 Starts a SLURM of two nodes on this machine (tests/slurm/cluster.py) and submits the job script
 examples/cpu_two_nodes.slurm undisturbed. Then it submits the script again for each of a
-pre-emption, SIGUSR1 before the time limit, scancel, a node that dies, a hung rank and a flipped
-bit, and examples/cpu_supervised_nodes.slurm for a rank that is killed. Each run must end with the
-undisturbed run's losses and weights, bit for bit. A short run first measures how many steps make a
-run long enough.
+pre-emption, SIGUSR1 before the time limit, scancel, a node that dies, a killed rank, a hung rank
+and a flipped bit. Each run must end with the undisturbed run's losses and weights, bit for bit. A
+short run first measures how many steps make a run long enough.
 
 Exit code: 0 if all checks pass, 1 if one fails, 77 if no SLURM can be started here.
 """
@@ -90,10 +89,10 @@ def node_lost(cluster: Cluster, job: Job) -> tuple[float, float]:
 
 
 class Case(NamedTuple):
-    """A kind of disturbance. loses: whether steps are lost (None: as it happens)."""
+    """A kind of disturbance. loses: whether steps are lost."""
 
     play: Callable[[Cluster, Job], tuple[float, float]]
-    loses: bool | None = False
+    loses: bool = False
     flags: tuple[str, ...] = ()
     script: str = "examples/cpu_two_nodes.slurm"
 
@@ -103,9 +102,9 @@ CASES = {
     "the time limit": Case(out_of_time),
     "scancel": Case(cancelled),
     "a dead node": Case(node_lost, True),
+    "a killed rank": Case(slurm_faults.killed, True),
     "a hung rank": Case(slurm_faults.hung, True, (f"--hang-timeout={slurm_faults.HANG_TIMEOUT}",)),
     "a flipped bit": Case(slurm_faults.flipped, True, ("--check-replicas=5",), "replicated"),
-    "a killed rank": Case(slurm_faults.killed, None, script="examples/cpu_supervised_nodes.slurm"),
 }
 
 
@@ -139,7 +138,7 @@ def check(cluster: Cluster, wanted: list[str]) -> bool:
             job.finish()
             replicated = case.script in scripts
             lost = job.compare(oracles[replicated], agree=not replicated)
-            if (case.loses is not None and (lost > 0) != case.loses) or lost > 2 * job.every + 2:
+            if (lost > 0) != case.loses or lost > 2 * job.every + 2:
                 raise CheckError(f"{name}: {lost} steps were done twice")
             cells: tuple[str, ...] = (f"{stopped:.1f} s", f"{went_on:.1f} s", f"{lost} steps")
             cells += (codes(job), "the same bits")

@@ -197,18 +197,6 @@ class Cluster:
         words = {process: command_line(process).split(b"\0") for process in self.processes()}
         return [p for p, w in words.items() if w[0].endswith(b"python3") and SCRIPT in w[1:2]]
 
-    def forked(self) -> list[int]:
-        """Return the ids of the ranks that a supervisor's processes forked."""
-        found = []
-        for process in self.processes():
-            try:
-                status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it ended meanwhile
-                continue
-            if b"supervisor/ranks.py" in command_line(int(status[1])):
-                found.append(process)
-        return found
-
     def no_jobs(self) -> bool:
         """Return whether nothing runs but the daemons."""
         daemons = {daemon.pid for daemon in self.daemons.values()}

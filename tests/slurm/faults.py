@@ -9,7 +9,7 @@ import os
 import signal
 import time
 
-from tests.slurm.cluster import CheckError, Cluster, wait_for
+from tests.slurm.cluster import Cluster
 from tests.slurm.job import Job
 
 HANG_TIMEOUT, NOTICED = 15.0, 25.0  # s: of the hung rank; more, for the job to be back in the queue
@@ -78,14 +78,11 @@ def flipped(cluster: Cluster, job: Job) -> tuple[float, float]:
 
 
 def killed(cluster: Cluster, job: Job) -> tuple[float, float]:
-    """Kill -9 a rank under supervisors: they start the ranks again, inside the job."""
-    rank = max(cluster.forked())
+    """Kill -9 a rank: the other one says so and stops; the job script puts the job back."""
     began = time.monotonic()
-    os.kill(rank, signal.SIGKILL)
-    log = job.folder / "supervise.jsonl"
-    wait_for("the ranks are restarted", 60.0, lambda: log.read_text().count('"start"') == 2)
+    os.kill(max(cluster.ranks()), signal.SIGKILL)
+    job.put_back(1, NOTICED)
     stopped = time.monotonic() - began
-    wait_for("the run goes on", 60.0, lambda: '"back"' in log.read_text())
-    if '"source": "memory"' not in log.read_text():
-        raise CheckError("the restart did not begin at a copy in memory")
-    return stopped, time.monotonic() - began - stopped
+    job.all_gone()
+    job.must_say("failed first: the process died (killed?)", "back into the queue")
+    return stopped, job.go_on()

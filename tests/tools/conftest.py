@@ -10,7 +10,6 @@ import torch
 
 from model.llama import LlamaConfig, hf_config
 from mpu.grid import Grid
-from tests.supervisor import Supervisor
 from tests.tools.rehearsal.conftest import Process
 from tools.checkpoint import main
 from training.checkpoint import save
@@ -64,21 +63,6 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[st
         return code, said.out.splitlines(), said.err.splitlines()
 
     return tool
-
-
-@pytest.fixture
-def supervise(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
-    """supervise(flags, plan) -> a Supervisor, ended with the test."""
-    made: list[Supervisor] = []
-
-    def start(*args: Any, folder: Path = tmp_path, **more: Any) -> Supervisor:
-        made.append(Supervisor(folder, *args, **more))
-        return made[-1]
-
-    yield start
-    for each in made:
-        if each.process.poll() is None:
-            each.process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/torchrun.py: no warning before our words, no traceback after, the same exit codes."""
+"""tools/torchrun.py: no warning before our words, no traceback after, the rank's exit code."""
 
 import json
 import os
@@ -40,7 +40,7 @@ if os.environ["RANK"] == "1":
 time.sleep(60)
 """,
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "torchrun: rank 1: --lr is missing\n"
     done = run(tmp_path, "print(end='fine ')")
     assert (done.returncode, done.stdout, done.stderr) == (0, "fine fine ", "")
@@ -53,8 +53,15 @@ def test_a_mistake_of_the_launcher_itself_is_a_line():
     assert done.stderr.startswith("torchrun: ValueError: ") and "many" in done.stderr
 
 
-@pytest.mark.parametrize("code, how", [(7, "ended with exit code 7"), (-9, "was ended by SIGKILL")])
-def test_a_rank_that_left_no_word_is_named(code, how):
+@pytest.mark.parametrize(
+    "code, shell, how",
+    [
+        (7, 7, "ended with exit code 7"),
+        (-9, 137, "was ended by SIGKILL"),
+        (143, 143, "was ended by SIGTERM"),
+    ],
+)
+def test_a_rank_that_left_no_word_is_named(code, shell, how):
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="/no")
     said = last_word(ChildFailedError("program", {3: failure}))
-    assert said == f"torchrun: rank 3 {how} without a message"
+    assert said == (shell, f"torchrun: rank 3 {how} without a message")

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from tests.sampling import sampled
-from tests.supervisor import Supervisor
 from tests.unlucky import Case, check, drawn
 from training.data.indexed import IndexedWriter
 
@@ -344,47 +343,3 @@ CASES = drawn(KINDS, 150)
 @pytest.mark.parametrize(("name", "seed"), sampled(CASES, 19))
 def test_files_that_are_hostile_or_unlucky(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
-
-
-RANK = """
-import os, pathlib, sys, time
-folder, where = pathlib.Path(os.environ["WEFT_SUPERVISOR"]), sys.argv[1]
-(folder / "memory/step_00000001").mkdir()
-copy = {"manifest": "step_00000001/manifest.json", "needs": "needs_00000001.json"}
-files = {key: folder / "memory" / name for key, name in copy.items()}
-files |= {"error": pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]),
-          "progress": folder / "progress"}
-if where in copy:
-    files["manifest"].write_text('{"files": {}}')
-path = files[where]
-path.unlink(missing_ok=True)
-if sys.argv[2] == "pipe":
-    os.mkfifo(path)
-else:
-    path.write_bytes(bytes.fromhex(sys.argv[2]))
-if where == "manifest":
-    files["needs"].write_text('{"0": []}')
-time.sleep(0.5)
-os._exit(1)
-"""
-MESSAGE = b'{"message": {"message": %s}}'
-STATES = [
-    ("error", MESSAGE % b'""'), ("manifest", b"[]"), ("needs", b"[1]"), ("error", "pipe"),
-    ("error", b"[" * 9999), ("error", MESSAGE % b'"a\\u001b[2J"'), ("error", MESSAGE % b"{}"),
-    ("error", MESSAGE % (b"9" * 5000)), ("error", b"\xff"), ("error", b"3"), ("progress", "pipe"),
-    ("progress", b""), ("progress", b"\xff" * 99), ("manifest", "pipe"), ("manifest", b"{}"),
-    ("manifest", b'{"files": 3}'), ("manifest", b"[" * 9999), ("needs", "pipe"),
-    ("needs", b'{"0": 3}'), ("needs", b'{"0": [[]]}'), ("needs", b"[" * 9999), ("needs", b"{}"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("where", "data"), sampled(STATES, 30))
-def test_what_ranks_leave_to_their_supervisor(tmp_path, where, data):
-    """A rank's fault is told, and its files of state, however damaged, stop nothing."""
-    (tmp_path / "rank.py").write_text(RANK)
-    argv = [str(tmp_path / "rank.py"), where, data if data == "pipe" else data.hex()]
-    supervisor = Supervisor(tmp_path, "--max-restarts 0 --cold", argv=argv)
-    assert supervisor.wait() == 1
-    said = supervisor.said()
-    assert "--max-restarts 0" in said and "Traceback" not in said and "\x1b" not in said
-    assert len(supervisor.rows("fault")) == 1

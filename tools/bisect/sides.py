@@ -19,7 +19,7 @@ from tools.bisect.ranks import PROGRAM, ROOT, Program, RunError, run
 PLACES = {
     "--save": 1, "--save-interval": 1, "--async-save": 0, "--tensorboard-dir": 1,
     "--wandb-project": 1, "--wandb-exp-name": 1, "--log-json": 1, "--log-digests": 1,
-    "--peer-checkpoint": 1, "--exit-interval": 1, "--eval-interval": 1, "--sample-interval": 1,
+    "--exit-interval": 1, "--eval-interval": 1, "--sample-interval": 1,
     "--log-interval": 1, "--keep-last-k": 1, "--save-retain-interval": 1, "--save-hf": 1,
     "--save-hf-dtype": 1, "--save-hf-max-shard-size": 1, "--save-hf-keep-last-k": 1,
     "--profile": 0, "--profile-step-start": 1, "--profile-step-end": 1,

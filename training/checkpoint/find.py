@@ -31,24 +31,22 @@ FOREIGN_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt
 class Roots:
     """Several directories that hold checkpoints of one run, of which the newest counts.
 
-    local: one more, whose path differs between hosts. It has only the files that the host's ranks
-    load, and each rank hashes all that it loads from there. after: consider later steps only.
+    after: consider later steps only.
     """
 
     paths: Sequence[str]
-    local: Path | None = None
     after: int = -1
 
     def __str__(self) -> str:
-        return " or ".join([*self.paths, *(["the supervisor's memory"] if self.local else [])])
+        return " or ".join(self.paths)
 
     def candidates(self, step: int | None, flag: str) -> tuple[list[str], list[str]]:
         """Do what candidates() does, over all of them; of equal steps the first named is first."""
         found: list[tuple[int, str]] = []
         leftovers = []
-        for path in [*self.paths, *([str(self.local)] if self.local else [])]:
+        for path in self.paths:
             names, unfinished = candidates(Path(path), step, flag)
-            leftovers += unfinished if path != str(self.local) else []
+            leftovers += unfinished
             for name in names:
                 match = STEP.fullmatch(Path(name).name)
                 found.append((int(match[1]) if match else -1, name))
@@ -56,12 +54,6 @@ class Roots:
         # -1: a Hugging Face directory, which is no step
         later = [name for number, name in found if number > self.after or number < 0]
         return later, leftovers
-
-    def here(self, name: str, first: str) -> tuple[Path, bool]:
-        """Return this host's path of what rank 0, whose local root is `first`, calls `name`."""
-        path = Path(name)
-        local = self.local is not None and str(path.parent) == first
-        return (self.local / path.name, True) if local and self.local else (path, False)
 
 
 def find_latest(
@@ -94,14 +86,14 @@ def find_latest(
     """
     roots = root if isinstance(root, Roots) else Roots([str(root)])
 
-    def look() -> list[Any]:
-        return [*roots.candidates(step, flag), str(roots.local)] if grid.rank == 0 else []
+    def look() -> Sequence[list[str]]:
+        return roots.candidates(step, flag) if grid.rank == 0 else ()
 
     outcomes = together(look, grid.world, device)
     failed = first_error(outcomes)
     if failed is not None:
         raise CheckpointError(failed.error)
-    names, leftovers, first_local = outcomes[0].value
+    names, leftovers = outcomes[0].value
 
     def report(line: str) -> None:
         if grid.rank == 0:
@@ -110,16 +102,15 @@ def find_latest(
     for name in leftovers:
         report(f"checkpoint {name} is skipped: its save did not finish")
     for i, name in enumerate(names):
-        here, local = roots.here(name, first_local)
 
-        def read(directory: Path = here) -> Checkpoint:
+        def read(directory: Path = Path(name)) -> Checkpoint:
             checkpoint = open_checkpoint(directory, from_hf)
             checkpoint.check_model(expect or {}, from_hf)
             suits(checkpoint)
             checkpoint.check_tensors(pieces, cast)
             return checkpoint
 
-        found = _verified(read, grid, pieces, device, local)
+        found = _verified(read, grid, pieces, device)
         if isinstance(found, Checkpoint):
             found.passed_over = names[:i]
             return found
@@ -157,12 +148,10 @@ def _verified(
     grid: Grid,
     pieces: Sequence[NamedPiece],
     device: torch.device | None,
-    local: bool = False,
 ) -> Checkpoint | Outcome:
     """Read a checkpoint and hash the files that any rank will load, each on one of the ranks.
 
-    local: each host has files of its own, so each rank hashes what it will load. Return the same
-    on every rank: the checkpoint, or the first failure.
+    Return the same on every rank: the checkpoint, or the first failure.
     """
     opened: list[Checkpoint] = []
 
@@ -171,8 +160,7 @@ def _verified(
         opened.append(checkpoint)
         needed = set(checkpoint.files_of(pieces))
         if grid.rank == 0:
-            if not local:
-                checkpoint.check_sizes()
+            checkpoint.check_sizes()
             # and what is stored next to the tensors
             needed |= {n for n in checkpoint.manifest["files"] if not n.endswith(".safetensors")}
         bits = "".join("01"[name in needed] for name in sorted(checkpoint.manifest["files"]))
@@ -196,9 +184,6 @@ def _verified(
                 loads[rank] += files[name]["size"]
                 mine += [name] if rank == grid.world.rank else []
         model = {name for o in outcomes for name in o.value[1]}
-        if local:
-            bits = outcomes[grid.world.rank].value[0]
-            mine = [name for name, bit in zip(sorted(files), bits, strict=True) if bit == "1"]
 
         def verify() -> None:
             if not isinstance(checkpoint, HuggingFaceDirectory):

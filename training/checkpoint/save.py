@@ -69,7 +69,6 @@ def save(
     world: Axis | None = None,
     attach: Mapping[str, bytes] | None = None,
     file_bytes: int = FILE_BYTES,
-    local: bool = False,
     hook: Hook = lambda phase: None,
 ) -> Path:
     """Save collectively; return the new directory.
@@ -80,17 +79,12 @@ def save(
     device: where the world's collectives need their tensors (nccl: the rank's GPU).
     world: the axis of all ranks over which they exchange outcomes; None: grid.world.
     attach: {name: bytes} of small files to store too; rank 0's are written.
-    local: `root` is another directory on each host, and gets the files of the host's ranks alone,
-        with an index and a manifest of them all.
     hook(phase): "start", "piece" before each tensor, "shards", "manifest", "aside" (an older
         directory of this step was set aside), "renamed"; tests stop a save there.
     Raises SaveError, on every rank, naming the rank, the path and the cause. A value that is not
     finite is one, and a state that could not be read back: nothing is written then.
     """
-    launch = grid.launch
-    at = grid.rank - launch.local_rank if local else 0  # the rank that makes this directory
-    ranks = slice(at, at + (launch.local_world if local else grid.world_size))
-    directory, first = Path(root), grid.rank == at
+    directory, first = Path(root), grid.rank == 0
     aside: Path | None = None
 
     def phase(work: Any, rest: str = "; every rank must be able to write there") -> list[Any]:
@@ -114,9 +108,9 @@ def save(
         check_pieces(piece for file in mine for piece in file)
         return sum(piece.nbytes for file in mine for piece in file)
 
-    need = sum(phase(measure, rest="")[ranks])
+    need = sum(phase(measure, rest=""))
     hook("start")
-    name = phase(lambda: _begin(directory, step, need) if first else None)[at]
+    name = phase(lambda: _begin(directory, step, need) if first else None)[0]
     aside = directory / name
     answers = phase(lambda: _write(directory / name, mine, grid.rank, hook))
     hook("shards")
@@ -129,7 +123,7 @@ def save(
 
     def commit() -> None:
         if first:
-            _commit(directory, name, facts, answers, ranks=ranks, attach=attach or {}, hook=hook)
+            _commit(directory, name, facts, answers, attach=attach or {}, hook=hook)
 
     phase(commit)
     return directory / step_name(step)
@@ -192,17 +186,16 @@ def _commit(
     state: dict[str, Any],
     answers: list[dict[str, Any]],
     *,
-    ranks: slice,
     attach: Mapping[str, bytes],
     hook: Hook,
 ) -> None:
     """Write index, state and manifest, then rename the directory to its final name.
 
-    answers: of all ranks. ranks: those whose files must be here.
+    answers: of all ranks.
     """
     aside = root / name
     files = {file: info for answer in answers for file, info in answer["files"].items()}
-    for file, info in ((f, i) for answer in answers[ranks] for f, i in answer["files"].items()):
+    for file, info in files.items():
         check_size(aside / file, info["size"])
     for file, data in attach.items():
         assert PLAIN.fullmatch(file) and file not in files, file

@@ -5,17 +5,15 @@ Anybody who reaches the port may try to stop the run. So admission never blocks,
 bytes of an unauthenticated caller, keeps at most SPARE callers more than there are seats, each for
 at most PATIENCE seconds. With too many the oldest are closed, since ranks of the run are quick.
 
-A seat (rank 3, node 1) belongs to the first process that takes it. The same process may reconnect.
+A seat (rank 3) belongs to the first process that takes it. The same process may reconnect.
 Another process is refused: for good if the holder is heard from afterwards, else "not yet", since
 the holder may be dead. The owner of this object says who reports and who is gone
-(`Seat.last_report`, `free`).
+(`Seat.last_report`).
 """
 
 import selectors
 import socket
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from training.faults import wire
@@ -25,7 +23,6 @@ SPARE = 128  # unauthenticated callers
 PATIENCE = 5.0  # seconds until a caller must have proved that it knows the secret
 ACCEPTS = 64  # connections accepted in one turn
 CLAIMS = 64  # processes refused so far that are remembered
-NAMED = 8  # hosts with another secret that are reported
 
 
 @dataclass(eq=False)
@@ -50,9 +47,7 @@ class Seat:
 class Admission:
     """The callers at a port, and the holder of each seat.
 
-    listener: a socket that listens. secret: the run's. kind, numbers: the seats. visitors:
-    kinds of callers that need no seat. wrong: called with the address of a host that calls with
-    another secret, once.
+    listener: a socket that listens. secret: the run's. world: of so many ranks, each with a seat.
     """
 
     def __init__(
@@ -60,20 +55,14 @@ class Admission:
         listener: socket.socket,
         secret: bytes,
         selector: selectors.BaseSelector,
-        kind: str,
-        numbers: range,
-        visitors: tuple[str, ...] = (),
-        wrong: Callable[[str], None] = lambda address: None,
+        world: int,
     ) -> None:
         listener.setblocking(False)
         self.listener, self.secret, self.selector = listener, secret, selector
-        self.kind, self.numbers, self.visitors = kind, numbers, visitors
-        self.most = len(numbers) + SPARE
+        self.world, self.most = world, world + SPARE
         self.callers: list[Caller] = []  # the oldest first
         self.seats: dict[int, Seat] = {}
         self._claims: dict[tuple[int, bytes], float] = {}  # {(seat, session): since when}
-        self._lock = threading.Lock()  # of the seats: another thread may free one
-        self._wrong, self._named = wrong, set[str]()
 
     def accept(self, now: float) -> None:
         """Accept new callers; close those that take too long or are too many."""
@@ -118,7 +107,6 @@ class Admission:
         if hello is None:
             if len(caller.text) == wire.HELLO:
                 connection.send_raw(wire.NO)
-                self._note(connection.address)
             self.dismiss(caller)
             return None
         connection.use_keys(self.secret, caller.nonce, hello.nonce, listens=True)
@@ -132,40 +120,24 @@ class Admission:
         self._forget(caller)
         return hello
 
-    def _note(self, address: str) -> None:
-        if address not in self._named and len(self._named) < NAMED:
-            self._named.add(address)
-            self._wrong(address)
-
     def _take(self, hello: Hello, address: str) -> tuple[str, bool]:
         """Give a caller its seat; return why it is refused, or "", and whether for good."""
-        if hello.kind in self.visitors:
-            return "", True
         kind, number, session, _ = hello
-        if kind != self.kind or number not in self.numbers:
-            last = self.numbers[-1] if self.numbers else -1
-            return f"there is no {kind} {number} here: {self.kind}s end at {last}", True
-        with self._lock:
-            seat, now = self.seats.get(number), time.monotonic()
-            if seat is None or seat.session == session:
-                self.seats[number] = Seat(session, address)
-                return "", True
-            since = self._claims.setdefault((number, session), now)
-            if len(self._claims) > CLAIMS:
-                del self._claims[next(iter(self._claims))]
-            final = not seat.session or seat.last_report > since
-            return f"another process, at {seat.address}, is {kind} {number} already", final
+        if kind != "rank" or number not in range(self.world):
+            return f"there is no {kind} {number} here: ranks end at {self.world - 1}", True
+        seat, now = self.seats.get(number), time.monotonic()
+        if seat is None or seat.session == session:
+            self.seats[number] = Seat(session, address)
+            return "", True
+        since = self._claims.setdefault((number, session), now)
+        if len(self._claims) > CLAIMS:
+            del self._claims[next(iter(self._claims))]
+        final = not seat.session or seat.last_report > since
+        return f"another process, at {seat.address}, is {kind} {number} already", final
 
     def close_seat(self, number: int) -> None:
         """Refuse this seat to everybody from now on."""
-        with self._lock:
-            self.seats[number].session = b""
-
-    def free(self, number: int, seat: Seat) -> None:
-        """Free a seat whose holder is gone, unless another process has it already."""
-        with self._lock:
-            if self.seats.get(number) is seat:
-                del self.seats[number]
+        self.seats[number].session = b""
 
     def close(self) -> None:
         """Close every socket."""

@@ -83,7 +83,7 @@ class Coordinator(threading.Thread):
         self.port: int = listener.getsockname()[1]
         self.world, self.silence, self.beat, self.detector = world, silence, beat, detector
         self.selector = selectors.DefaultSelector()
-        self.admission = Admission(listener, secret, self.selector, "rank", range(world))
+        self.admission = Admission(listener, secret, self.selector, world)
         self.begun, self.members = time.monotonic(), dict[int, Member]()
         self.decided: Cause | None = None
         self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
@@ -135,6 +135,12 @@ class Coordinator(threading.Thread):
         if absent := sorted(set(range(self.world)) - {m.rank for m in members}):
             return f"waiting for {spans(absent)}, to join the failure channel"
         return self.detector.elsewhere(_reports(members, time.monotonic()))
+
+    def has_others(self) -> bool:
+        """Return whether another rank than 0 is connected, or may still connect."""
+        others = [m for m in list(self.members.values()) if m.rank]
+        here = any(m.connection is not None or m.disconnected for m in others)
+        return here or len(others) < self.world - 1
 
     def _action_of_rank_0(self) -> str:
         """Return what rank 0 last reported."""

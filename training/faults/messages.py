@@ -63,10 +63,10 @@ def receive(connection: Connection) -> list[Message]:
     return check(connection, connection.read())
 
 
-def check(connection: Connection, received: list[tuple[dict[str, Any], bytes]]) -> list[Message]:
+def check(connection: Connection, received: list[dict[str, Any]]) -> list[Message]:
     """Return what was received as messages; anything else ends the connection."""
     messages = []
-    for words, _ in received:
+    for words in received:
         try:
             messages.append(checked(words))
         except ValueError:

@@ -354,8 +354,10 @@ class FailureMonitor:
         messages.send(self._connection, "failed", **self._report)
         if self._notified.wait(timeout=self._grace + 5):
             self._print()
-        if self._coordinator is not None:
-            time.sleep(1.0)  # let the others hear the cause before rank 0's coordinator goes
+        if self._coordinator is not None:  # it goes with rank 0: the others hear the cause first
+            deadline = time.monotonic() + 1.0
+            while self._coordinator.has_others() and time.monotonic() < deadline:
+                time.sleep(0.01)
         if early:
             raise RuntimeError(why) from error
 

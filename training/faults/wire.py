@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carry messages between processes that know one secret, and nobody else's.
 
-The one wire of Weft: ranks talk over it to the coordinator of the failure channel, and supervisors
-(tools/supervise.py) to one another. One side listens (admission.py), the other calls:
+Ranks talk over it to the coordinator of the failure channel, which listens (admission.py):
 
     listener -> caller   greeting: GREETING and the listener's nonce
     caller -> listener   hello: seat, session, the caller's nonce, HMAC(secret, all of it + nonce)
     listener -> caller   NO and the end, where that HMAC is wrong; else YES
     both                 frames; the listener's first is its welcome, or why it refuses the caller
 
-    frame                length of the text and of the bytes | HMAC | text: a JSON object | bytes
+    frame                length of the text | HMAC | text: a JSON object
 
 The secret itself never travels. A hello has one length, and nothing in it is read before its HMAC
 is right. The frames' HMACs have keys made from both nonces and a number, so that no frame can be
@@ -33,10 +32,10 @@ NONCE = 32  # bytes: hexadecimal digits of 16 random bytes
 SEAT = 20  # bytes: "rank 17", padded
 HELLO = SEAT + 2 * NONCE + 64  # bytes: seat, session, nonce, HMAC
 NO, YES = b"-", b"+"
-HEAD = struct.Struct("!II")  # bytes of a frame's text, bytes behind it
+HEAD = struct.Struct("!I")  # bytes of a frame's text
 MAC = 32  # bytes
-TEXT_LIMIT, BLOB_LIMIT = 4 << 20, 8 << 20  # bytes; no frame of ours has more
-READ, MOST = 1 << 16, 1 << 20  # bytes read at a time: what a frame lacks, within these
+TEXT_LIMIT = 1 << 20  # bytes; no frame of ours has more
+READ = 1 << 16  # bytes read at a time
 PRINTED = 2000  # characters, at most, of one text
 
 Fields = dict[str, Any]
@@ -58,7 +57,7 @@ class AnotherSecret(ConnectionError):
 
 
 class Hello(NamedTuple):
-    """Who calls: "rank" 3, "node" 1, ... session: of its process. nonce: its own."""
+    """Who calls: "rank" 3. session: of its process. nonce: its own."""
 
     kind: str
     number: int
@@ -138,16 +137,15 @@ class Connection:
             mac.update(part)
         return mac.digest()
 
-    def send(self, message: Fields, blob: bytes = b"") -> None:
-        """Queue a message, and bytes with it; send what the socket takes now."""
+    def send(self, message: Fields) -> None:
+        """Queue a message; send what the socket takes now."""
         text = json.dumps(message).encode()
-        assert len(text) <= TEXT_LIMIT and len(blob) <= BLOB_LIMIT, "the frame is too long"
-        head = HEAD.pack(len(text), len(blob))
+        assert len(text) <= TEXT_LIMIT, "the frame is too long"
+        head = HEAD.pack(len(text))
         with self._lock:
-            mac = self._mac(1, head, text, blob)
+            mac = self._mac(1, head, text)
             self._counts[1] += 1
             self._out += head + mac + text
-            self._out += blob
             self._flush()
 
     def send_raw(self, data: bytes) -> None:
@@ -199,14 +197,11 @@ class Connection:
             self.ended = "broken" if self._reset else "closed"
         return data
 
-    def read(self) -> list[tuple[Fields, bytes]]:
-        """Return the messages that have arrived whole, and the bytes with each.
-
-        `ended` says whether more may come.
-        """
+    def read(self) -> list[Fields]:
+        """Return the messages that have arrived whole; `ended` says whether more may come."""
         messages = []
         try:
-            self._in += self.receive(min(MOST, max(READ, self._lacking())))
+            self._in += self.receive(READ)
             while len(self._in) >= HEAD.size and not self._lacking():
                 messages.append(self._take())
         except (ValueError, RecursionError):
@@ -217,34 +212,26 @@ class Connection:
         """Return how many bytes the frame that has begun lacks. Raises ValueError: none of ours."""
         if len(self._in) < HEAD.size:
             return 0
-        texts, blobs = HEAD.unpack_from(self._in)
-        if texts > TEXT_LIMIT or blobs > BLOB_LIMIT:
+        (size,) = HEAD.unpack_from(self._in)
+        if size > TEXT_LIMIT:
             raise ValueError("too long")
-        return max(0, HEAD.size + MAC + texts + blobs - len(self._in))
+        return max(0, HEAD.size + MAC + int(size) - len(self._in))
 
-    def _take(self) -> tuple[Fields, bytes]:
+    def _take(self) -> Fields:
         """Take the first frame. Raises ValueError, RecursionError where it is none of ours."""
-        texts, blobs = HEAD.unpack_from(self._in)
         start = HEAD.size + MAC
-        middle, end = start + texts, start + texts + blobs
-        with memoryview(self._in) as view:
-            head, mac = bytes(view[: HEAD.size]), bytes(view[HEAD.size : start])
-            text, blob = bytes(view[start:middle]), bytes(view[middle:end])
+        end = start + HEAD.unpack_from(self._in)[0]
+        head, mac, text = (
+            bytes(self._in[a:b]) for a, b in ((0, HEAD.size), (HEAD.size, start), (start, end))
+        )
         del self._in[:end]
-        if not hmac.compare_digest(mac, self._mac(0, head, text, blob)):
+        if not hmac.compare_digest(mac, self._mac(0, head, text)):
             raise ValueError("not from our peer, or changed on the way")
         self._counts[0] += 1
         message = json.loads(text)
         if not isinstance(message, dict):
             raise ValueError("not an object")
-        return message, blob
-
-    def hang_up(self) -> None:
-        """End the connection for both sides: a thread that waits here sees it."""
-        try:
-            self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the peer is gone, or it is closed already
+        return message
 
     def close(self) -> None:
         """Close the socket in this process; a forked child that has it may keep it open."""
@@ -253,7 +240,7 @@ class Connection:
 
 def join(
     address: tuple[str, int], secret: bytes, kind: str, number: int, session: bytes, seconds: float
-) -> tuple[Connection, list[tuple[Fields, bytes]]]:
+) -> tuple[Connection, list[Fields]]:
     """Call a listener and show each other the secret; return its first messages after the welcome.
 
     seconds: for all of it. Raises OSError: ConnectionRefusedError where nothing listens, Refused
@@ -274,7 +261,7 @@ def join(
             raise AnotherSecret(
                 "it has another secret: all ranks of a run need the same WEFT_SECRET"
             )
-        messages: list[tuple[Fields, bytes]] = []
+        messages: list[Fields] = []
         while answer == YES and not messages and _more(connection, deadline):
             messages = connection.read()
         if not messages:
@@ -284,7 +271,7 @@ def join(
                 if broken
                 else "it closed the connection: it may be busy"
             )
-        first = messages.pop(0)[0]
+        first = messages.pop(0)
         if "refused" in first:
             raise Refused(printable(str(first["refused"])), bool(first.get("final")))
     except BaseException:

@@ -27,6 +27,8 @@ REMOVED = {  # flags that this program had, and what to do instead
     "out, or name a method for the same bits in every run",
     "--fp8-auto": "--fp8-format puts every projection in float8; leave it out, or leave layers in "
     "bf16 by --first-last-layers-bf16",
+    "--peer-checkpoint": "no copies are kept in memory, and nothing takes their place: leave it "
+    "out; a restart begins at the newest checkpoint of --load or --save (--save-interval)",
 }
 LIVE_KIND, CHECKED_KIND, REFUSED_KIND, REMOVED_KIND = "live", "checked", "refused", "removed"
 

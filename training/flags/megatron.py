@@ -1177,7 +1177,7 @@ REFUSED = (
         "a restart inside the process",
         """--adlr-autoresume --inprocess-restart --enable-ft-package --calc-ft-timeouts
         --ft-num-warmup-iters""",
-        "use torchrun --max-restarts, tools/supervise.py or the requeue of SLURM",
+        "use torchrun --max-restarts or the requeue of SLURM",
     ),
     Refused(
         "fault injection",

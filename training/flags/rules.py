@@ -125,8 +125,6 @@ def idle(given: dict[str, Any], config: Config) -> Iterator[str]:
         if flag.name in given and not _acts(row, given, config):
             value = f" {row.needs_value}" if row.needs_value else ""
             yield f"{flag.name} has no effect without {row.needs[0]}{value}"
-    if {"--peer-checkpoint", "--dry-run"} <= given.keys():
-        yield "--peer-checkpoint needs a start by tools/supervise.py, which stores the copies"
     for name in ("--finetune", "--no-load-optim"):
         if name in given and "--use-checkpoint-opt-param-scheduler" in given:
             yield f"--use-checkpoint-opt-param-scheduler has no effect with {name}"

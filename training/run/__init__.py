@@ -3,10 +3,11 @@
 
 prepare, rendezvous, startup, start    before step 1: data, connecting the ranks, first lines
 state, step     Run, the state of a rank; Step, Decision and combine, what follows a step
-saver           save, resume, copies in a supervisor's memory; same_run: what may resume;
+saver           save, resume; same_run: what may resume;
                 settings_changed: which flags differ
 export          Hugging Face folders next to the saves
 stop            signals and time, agreed by all ranks
+restarts        what an attempt leaves to the next one, under torchrun --max-restarts
 log, output, layer_values, expert_values    the log: lines, JSON, TensorBoard, W&B
 memory_report, device, gpu_health, peak_flops, attention, trial, cuda_graph, warm_up    the device
 sample          a text that the model continues

@@ -66,7 +66,7 @@ def _check_count(config: Config, launch: Launch) -> None:
     """Raise UsageError where ranks would share a GPU over NCCL."""
     count, here = torch.cuda.device_count(), launch.local_world
     gloo = config.parallel.distributed_backend == "gloo"
-    if here > count and not gloo and launched_by() in ("torchrun", "supervise"):
+    if here > count and not gloo and launched_by() == "torchrun":
         gpus = "1 CUDA device" if count == 1 else f"{count} CUDA devices"
         raise UsageError(
             f"{here} ranks were started on this node, which has {gpus} (an instance of MIG counts "

@@ -55,10 +55,6 @@ def prepare(
     if line := needs.untested(torch.__version__):
         note(line)
     grid.launch.check_rendezvous()
-    if (steps := config.fault.peer_checkpoint) and not grid.launch.supervisor:
-        raise UsageError(
-            f"--peer-checkpoint {steps} needs tools/supervise.py, which stores the copies"
-        )
     activity = activity or Activity(grid.launch)
     activity.what = "starting the device"
     device = choose_device(config, grid.launch, share_cores, note)
@@ -128,10 +124,10 @@ def check_early(config: Config) -> None:
     if c.branch_from is not None and not found:
         why = f" ({why_none(c.branch_from)})" if below(c.branch_from) else ""
         raise UsageError(f"--branch-from {c.branch_from}: no checkpoint there{why}")
-    if c.load and c.load != c.save and not (found or config.fault.peer_checkpoint):
+    if c.load and c.load != c.save and not found:
         if below(c.load):  # a run that its user meant to go on with
             raise UsageError(f"--load {c.load}: no checkpoint there ({why_none(c.load)})")
-    if c.pretrained_checkpoint is not None and not (found or config.fault.peer_checkpoint):
+    if c.pretrained_checkpoint is not None and not found:
         place = c.pretrained_checkpoint
         why = why_none(place)
         raise UsageError(f"--pretrained-checkpoint {place}: no checkpoint there ({why})")

@@ -184,7 +184,7 @@ def check(
     names = file.hf_names(model)
     check_names(model, names)
     c = config.checkpoint
-    if not (c.save or config.fault.peer_checkpoint):
+    if not c.save:
         return
     own = {k: v for k, v in config.flat().items() if k.startswith("extra.")}
     dict(each_read(own, "extra_args_provider"))
@@ -192,7 +192,7 @@ def check(
     sizes: Any = model.config
     hf = spelled(file.hf_config, sizes, dtype)
     state = {**same_run.progress(config, 0, 0, (0, 0), digests), "optimizer_steps": 0, **digests}
-    found = Unwritten(Path(c.save or "memory"), {**state, "hf_config": hf}, model, names)
+    found = Unwritten(Path(c.save), {**state, "hf_config": hf}, model, names)
     again = spelled(file.hf_config, file.from_hf_config(dict(hf)), dtype)
     check_sizes(config, sizes, saved_config(file, dict(hf), found.state["config"]), again, hf)
     found.check_model(same_run.expected(config, hf))

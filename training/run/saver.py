@@ -1,18 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and resume a run: what a checkpoint holds besides tensors, and which one may be loaded.
 
-A restart, by tools/supervise.py or torchrun, has the flags of the first start. It begins at the
-newest sound checkpoint of this run: of --load, of --save, or of the copies in the supervisor's
-memory (--peer-checkpoint N). These have the format of a checkpoint, but each host has the files of
-its own ranks, and of other ranks' files those that its supervisor fetched. Each copy has a file
-needs_STEP.json: {rank: the files that this rank would load}.
+A restart by torchrun has the flags of the first start. It begins at the newest sound checkpoint of
+this run, of --load or of --save.
 """
 
 import os
-import secrets
-import shutil
-import struct
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,29 +18,21 @@ from mpu.optim.optimizer import Optimizer
 from mpu.param import unique_parameters
 from training import checkpoint
 from training.activity import Activity
-from training.checkpoint.files import write_json
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.lock import PATIENCE, DirectoryLock
-from training.checkpoint.manifest import STATE, STEP, step_name
+from training.checkpoint.manifest import STATE, step_name
 from training.checkpoint.retain import prune, step_directories
 from training.checkpoint.stage import Background, Staging
 from training.config import Config, UsageError
 from training.run import resumable, same_run
 from training.run.best import Best
 from training.run.export import HuggingFaceSaves
-from training.run.step import CONTINUE, Decision, Step
 from training.stages import waits_for
-
-PROGRESS = struct.Struct("=qdqdq")  # first iteration, when; iteration, when; SOURCES' place
-SOURCES = ("nothing", "disk", "memory")
-MOST = 3  # copies that may wait in memory for the supervisor to remove them
 
 
 class Saver:
     """Write a run's model and optimizer to checkpoints, and read them back.
-
-    Under a supervisor it also reports how far the run is, and keeps copies in that one's memory.
 
     names: the model's table of canonical names. hf_config(model.config, dtype): its sizes in
     Hugging Face's terms; from_hf_config: the inverse. digests: hashes of the tokenizer and of the
@@ -95,10 +80,6 @@ class Saver:
         self.overlap_choices: Mapping[str, str] = {}  # {matmul: method}: loaded, then in use
         self._hurry = False  # a signal ends the run: leave as soon as it is saved
         self._attach = same_run.tokenizer_files(config.data)
-        supervisor = ctx.grid.launch.supervisor
-        self._memory = Path(supervisor) / "memory" if supervisor else None
-        self._source, self._needs = 0, list[str]()  # of SOURCES; files that this rank would load
-        self._progress, self._first = -1, (0, 0.0)  # the supervisor's file; the first iteration
 
     def pieces(self, with_state: bool = True, to_load: bool = False) -> list[checkpoint.NamedPiece]:
         """List this rank's rectangles of the weights, and of the state: the optimizer's, which
@@ -132,17 +113,8 @@ class Saver:
         Raises what load() does, and SaveError. That includes a --save with complete checkpoints of
         steps after this run begins at: a resume would load one of those.
         """
-        every = self.config.fault.peer_checkpoint
         save = self.config.checkpoint.save
-        iteration, consumed = self.load() if save is None else self._lock_and_load(Path(save))
-        if every and self._staging is None:
-            self._staging = Staging(self.pieces())
-        if self._memory is not None and self.ctx.grid.rank == 0:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
-            self._progress = os.open(self._memory.parent / "progress", flags, 0o600)
-        self._first = (iteration, time.monotonic())
-        self.reached(iteration)
-        return iteration, consumed
+        return self.load() if save is None else self._lock_and_load(Path(save))
 
     def _lock_and_load(self, root: Path) -> tuple[int, int]:
         """Load under the lock of --save: another run that had it may have been saving."""
@@ -253,17 +225,6 @@ class Saver:
             flag = flag or f"--save {self.config.checkpoint.save}"
             raise checkpoint.SaveError(f"{flag}: {failed.error}")
         return [outcome.value for outcome in outcomes]
-
-    def after_step(self, step: Step) -> Decision:
-        """Report to the supervisor that the step is done."""
-        self.reached(step.iteration)
-        return CONTINUE
-
-    def reached(self, iteration: int) -> None:
-        """Report to the supervisor that this step is done."""
-        if self._progress >= 0:
-            record = PROGRESS.pack(*self._first, iteration, time.monotonic(), self._source)
-            os.pwrite(self._progress, record, 0)
 
     def evaluated(self, iteration: int, losses: Mapping[str, float]) -> bool:
         """Take the losses after this step, by the names of the validation sets; return whether the
@@ -429,7 +390,7 @@ class Saver:
         if fresh or checkpoint.is_hugging_face(paths[0], grid, self.ctx.device):
             fresh, paths = True, paths[c.load is not None and c.load != c.save :]
         after = (c.ckpt_step or 0) if fresh else -1  # what --save has later is this run's
-        found = self._find("--load", checkpoint.Roots(paths, self._memory, after), False)
+        found = self._find("--load", checkpoint.Roots(paths, after), False)
         return self.load_first() if found is None else found
 
     def load_first(self) -> tuple[int, int]:
@@ -464,18 +425,14 @@ class Saver:
     def rewind(self) -> tuple[int, int] | None:
         """Load the newest sound checkpoint of --save again, in the middle of a run.
 
-        Return (iteration, samples), or None where there is none. The copies in memory of what is
-        made undone are removed. Raises CheckpointError.
+        Return (iteration, samples), or None where there is none. Raises CheckpointError.
         """
         c = self.config.checkpoint
         assert c.save is not None, "there is no --save"
         self._wait()
-        found, memory = self._find("--save", c.save, fresh=False), self._memory
+        found = self._find("--save", c.save, fresh=False)
         if found is not None:
             self._find_best(found[0])
-        if found is not None and memory is not None and self.ctx.grid.launch.local_rank == 0:
-            for path in memory.glob("step_*"):
-                shutil.rmtree(path, ignore_errors=True)
         return found
 
     def _find(
@@ -587,61 +544,6 @@ class Saver:
                 "the settings of another, where a newer checkpoint is: remove that, or see why it "
                 "cannot be loaded"
             )
-        self._source = 2 if found.directory.parent == self._memory else 1
-
-    def keep(self, iteration: int, consumed: int) -> None:
-        """Copy this step's state into the supervisor's memory, in the background.
-
-        Where it fails, training continues with a line about it.
-        """
-        assert self._staging is not None and self._memory is not None
-        self._wait()
-        pieces, state = self.pieces(), self._state(iteration, consumed)
-        staged = self._staging.copy(pieces)
-        self._background.start(lambda: self._keep(iteration, pieces, staged, state))
-
-    def _keep(
-        self,
-        iteration: int,
-        pieces: Sequence[checkpoint.NamedPiece],
-        staged: Sequence[checkpoint.NamedPiece],
-        state: Mapping[str, Any],
-    ) -> None:
-        grid, memory = self.ctx.grid, self._memory
-        assert memory is not None
-
-        def count() -> int:
-            return sum(bool(STEP.fullmatch(name)) for name in os.listdir(memory))
-
-        def needs() -> list[str]:
-            return self._needs or Checkpoint(path).files_of(pieces)
-
-        try:
-            if max(self._on_all_ranks(count)) >= MOST:
-                raise checkpoint.SaveError(
-                    f"step {iteration} is not copied to memory: the supervisors are still busy "
-                    "with the last "
-                    f"{MOST} copies before"
-                )
-            path = checkpoint.save(
-                memory, step=iteration, pieces=staged, state=state, grid=grid,
-                world=grid.background, attach=self._attach, local=True,
-            )  # fmt: skip
-            of_ranks = self._on_all_ranks(needs)
-            self._needs = of_ranks[grid.rank]
-            if grid.launch.local_rank == 0:
-                aside = memory / f".needs-{secrets.token_hex(8)}"
-                write_json(aside, {str(rank): names for rank, names in enumerate(of_ranks)})
-                os.replace(aside, memory / f"needs_{iteration:08d}.json")
-        except (checkpoint.SaveError, OSError) as error:
-            self.note(f"{error}; training continues")
-
-    def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
-        """Return what work() is on each rank. Raises SaveError, on every rank, if one fails."""
-        outcomes = checkpoint.together(work, self.ctx.grid.background)
-        if (failed := checkpoint.first_error(outcomes)) is not None:
-            raise checkpoint.SaveError(f"no copy in memory: rank {failed.rank}: {failed.error}")
-        return [outcome.value for outcome in outcomes]
 
     def __enter__(self) -> "Saver":
         return self

@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,6 +40,7 @@ from training.flags.flag_table import known_flags
 from training.flags.parallel_rules import WrongWorldError
 from training.run import output
 from training.run.rendezvous import ABSENT, ACKNOWLEDGED, MARGIN, SHORT, RendezvousError, meet
+from training.run.restarts import SIGNAL, End, let_first_speak, tell_next, write_error_file
 from training.untrusted import sentence
 
 PROGRAM = "pretrain_llama.py"
@@ -245,7 +245,7 @@ def connect(
     try:
         grid.connect(device, store, timeout)
         c = config.checkpoint
-        if c.async_save or (c.save and c.save_hf) or config.fault.peer_checkpoint:
+        if c.async_save or (c.save and c.save_hf):
             grid.add_background(timeout)
     except RuntimeError as error:
         raise CommunicationError(f"the ranks did not connect: {error}") from error
@@ -279,14 +279,16 @@ def refuse(
     text = sentence(error)
     if isinstance(error, WrongWorldError) and launch.world == 1 and typed:  # of any length
         text += f"; start them with: {printable(start_line(typed, error.copy))}"
-    write_error_file(text, error_file)
     absent = isinstance(error, RendezvousError)
+    code = 1 if absent else code
     untold = isinstance(error, RendezvousError) and not error.reported
     if launch.local_rank == 0 or untold:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
+    write_error_file(text, error_file, End(code, text))
     if alone and launch.world > 1 and not _refuse_others(text, launch) and launch.local_rank:
         print(f"{PROGRAM}: {text}", file=sys.stderr, flush=True)
-    return 1 if absent else code
+    let_first_speak(error_file)
+    return code
 
 
 def start_line(typed: Sequence[str], ranks: int) -> str:
@@ -309,14 +311,6 @@ def _refuse_others(text: str, launch: Launch) -> bool:
     return False
 
 
-def write_error_file(text: str, error_file: str | None) -> None:
-    """Write the cause to TORCHELASTIC_ERROR_FILE, if any: torchrun's report ends with it."""
-    if error_file:
-        more = {"timestamp": str(int(time.time())), "py_callstack": text}
-        with suppress(OSError), open(error_file, "w", encoding="utf-8") as file:  # a full disk
-            json.dump({"message": {"message": text, "extraInfo": more}}, file)
-
-
 def as_process(main: Callable[[], int], error_file: str | None, program: str = PROGRAM) -> None:
     """Run main(), print the traceback of a bug, flush, and end the process at once.
 
@@ -334,6 +328,8 @@ def as_process(main: Callable[[], int], error_file: str | None, program: str = P
 
     def exit_early(status: int) -> NoReturn:
         if status % 256 or os.getpid() != pid:  # a failure; a child, which may end as it likes
+            if os.getpid() == pid:
+                tell_signal(status)
             leave(status)
         caller = sys._getframe(1)
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
@@ -343,6 +339,11 @@ def as_process(main: Callable[[], int], error_file: str | None, program: str = P
         failed(text)
         output.flush()
         leave(1)
+
+    def tell_signal(status: int) -> None:
+        if status - SIGNAL in signal.valid_signals():
+            name = signal.Signals(status - SIGNAL).name
+            tell_next(End(status, f"ended by {name}"), error_file)
 
     def failed(text: str) -> int:
         print(f"{program}: {printable(text)}", file=sys.stderr)
@@ -356,11 +357,13 @@ def as_process(main: Callable[[], int], error_file: str | None, program: str = P
         if isinstance(end.code, int | None):
             text = exited_early(end)
             code = failed(text) if text else (end.code or 0) % 256
+            tell_signal(code)
         else:
             code = failed(str(end.code))
     except KeyboardInterrupt:
+        code = SIGNAL + signal.SIGINT
+        tell_signal(code)
         failed("stopped by Ctrl-C")
-        code = 128 + signal.SIGINT
     except BaseException as error:  # where Rust panics it is no Exception
         if isinstance(error.__cause__, SystemExit):  # told to the other ranks (FailureMonitor)
             code = failed(str(error))

@@ -2,7 +2,7 @@
 """One training step, what watches it, and what is decided to follow it.
 
 for each watcher: decision = watcher.after_step(step)
-combine(decisions): back > stop > save > copy
+combine(decisions): back > stop > save
 """
 
 import time
@@ -30,7 +30,6 @@ class Decision:
     signal: bool = False  # and a signal is why
     skipped: bool = False  # the update was skipped: the weights are those of a step before
     save: bool = False
-    copy: bool = False  # to the supervisor's memory (--peer-checkpoint)
     evaluate: bool = False
     evaluate_after_save: bool = False  # of combine() alone: no watcher asks for it
     sample: bool = False
@@ -49,8 +48,7 @@ def combine(decisions: Iterable[Decision]) -> Decision:
 
     back        nothing follows: no evaluation, no sample, no save
     stop        a save is made even where the update was skipped
-    skipped     no save else, and no copy: it would push an older checkpoint out
-    save        no copy
+    skipped     no save else: it would push an older checkpoint out
     signal      evaluate after the save, as a signal's grace may be short
     """
     decided = union(decisions)
@@ -61,7 +59,6 @@ def combine(decisions: Iterable[Decision]) -> Decision:
         signal=decided.signal,
         skipped=decided.skipped,
         save=decided.save and (decided.stop or not decided.skipped),
-        copy=decided.copy and not decided.save and not decided.skipped,
         evaluate=decided.evaluate and not decided.signal,
         evaluate_after_save=decided.evaluate and decided.signal,
         sample=decided.sample,

@@ -10,6 +10,8 @@ import pytest
 import pretrain_llama
 from tools.checkpoint import main as checkpoint
 from tools.generate import main as generate
+from training.checkpoint.files import write_json
+from training.checkpoint.manifest import self_digest
 from training.data.indexed import IndexedTokens
 
 DATA = Path(__file__).parents[2] / "data"
@@ -51,6 +53,20 @@ def test_an_old_run_goes_on_with_the_losses_that_it_had(folder):
     rows = [row for row in rows if "loss" in row]
     assert [row["iteration"] for row in rows] == [3, 4]
     assert [row["loss"] for row in rows] == pytest.approx(LOSSES, rel=1e-3)
+
+
+def test_a_setting_that_is_gone_is_passed_over(folder):
+    """As of a run with --peer-checkpoint 5."""
+    step = folder / "saved" / "step_00000002"
+    state = json.loads((step / "state.json").read_text())
+    state["config"]["fault.peer_checkpoint"] = 5
+    manifest = json.loads((step / "manifest.json").read_text())
+    (step / "state.json").unlink()
+    manifest["files"]["state.json"] = write_json(step / "state.json", state)
+    manifest.pop("digest")
+    (step / "manifest.json").write_text(json.dumps({**manifest, "digest": self_digest(manifest)}))
+    assert pretrain_llama.main(FLAGS.split()) == 0
+    assert (folder / "saved" / "step_00000004").is_dir()
 
 
 def test_tools_read_an_old_checkpoint(folder, capsys):

@@ -180,7 +180,7 @@ def test_a_changed_message_is_no_message(two: Two) -> None:
     wait_until(lambda: 1 in two.hub.members)  # a rank is admitted before the hub's thread seats it
     sock, old = two.monitors[1]._connection.sock, two.hub.members[1].connection
     text = b'{"kind": "failed", "action": "", "why": "forged", "wait": 0}'
-    os.write(sock.fileno(), wire.HEAD.pack(len(text), 0) + b"0" * wire.MAC + text)
+    os.write(sock.fileno(), wire.HEAD.pack(len(text)) + b"0" * wire.MAC + text)
     wait_until(lambda: two.hub.members[1].connection not in (None, old))
     two.check()
 
@@ -213,7 +213,7 @@ def test_a_hub_that_does_not_know_the_secret_is_not_believed() -> None:
                 sock.sendall(wire.GREETING + b"0" * 32)
                 sock.recv(4096)
                 text = b'{"kind": "cause"}'
-                frame = wire.HEAD.pack(len(text), 0) + b"0" * wire.MAC + text
+                frame = wire.HEAD.pack(len(text)) + b"0" * wire.MAC + text
                 sock.sendall(wire.YES + frame)
 
         threading.Thread(target=serve, daemon=True).start()

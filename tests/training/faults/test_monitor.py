@@ -272,7 +272,7 @@ def test_a_goodbye_is_no_death_and_costs_no_time(ranks: Callable[..., Ranks], ca
 def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2)
     two.monitors[0]._coordinator.world = 3
-    two.monitors[0]._coordinator.admission.numbers = range(3)
+    two.monitors[0]._coordinator.admission.world = 3
     two.fail(1, RuntimeError("early"))
     assert {c.why for c in two.causes()} == {"RuntimeError: early"}
     late = Staying(2, 3, two.store, beat=0.05, unwind=0.1)

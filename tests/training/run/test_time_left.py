@@ -17,7 +17,7 @@ from training.run.time_left import TimeLeft
 from training.run.watch import Intervals
 from training.run.watch.intervals import evaluations_due, still_due
 
-TOOK = {"step": 2.0, "validation": 300.0, "sample": 50.0, "save": 120.0, "copy": 9.0, "test": 310.0}
+TOOK = {"step": 2.0, "validation": 300.0, "sample": 50.0, "save": 120.0, "test": 310.0}
 
 
 class Clock:
@@ -60,7 +60,6 @@ def simulate(flags: str, total: int, tested: bool, monkeypatch: Any, capsys: Any
         decided = intervals.after_step(step)
         for kind, due in (
             ("validation", decided.evaluate), ("sample", decided.sample), ("save", decided.save),
-            ("copy", decided.copy and not decided.save),
         ):  # fmt: skip
             if due:
                 spend(kind)

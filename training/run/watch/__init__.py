@@ -8,9 +8,10 @@ rewind.py           go back to a checkpoint, pass over iterations
 slow_ranks.py       the rank or the link that slows all others down
 digests.py          --log-digests: a line of digests, to compare runs by
 profile.py          --profile, --record-memory-history
+stepped.py          that torchrun's attempt made a step
 
 training/run/step.py says what a watcher is, and how their decisions are combined. The log, the
-saver, the memory report and the notes on overlap are watchers, too. train() of pretrain_llama.py
+memory report and the notes on overlap are watchers, too. train() of pretrain_llama.py
 lists all of them, in order.
 """
 
@@ -21,8 +22,9 @@ from training.run.watch.profile import Profile
 from training.run.watch.replicas import Replicas
 from training.run.watch.rewind import Rewind
 from training.run.watch.slow_ranks import SlowRanks
+from training.run.watch.stepped import Stepped
 
 __all__ = [
     "Digests", "GarbageCollection", "Guard", "Intervals", "Profile", "Replicas", "Rewind",
-    "SlowRanks",
+    "SlowRanks", "Stepped",
 ]  # fmt: skip

@@ -67,14 +67,14 @@ class Guard:
     def after_step(self, step: Step) -> Decision:
         """Judge the step before; judge this one too where it is the last, or a save may follow.
 
-        So no step is saved, nor copied, that the ranks have not agreed on. A step is judged once.
+        So no step is saved that the ranks have not agreed on. A step is judged once.
         """
         agreed, decided = step.agreed, step.decided
         if self._before is not None and self._rolls_back(self._before, agreed):
             return BACK
         self._before = step
         may_save = decided.evaluate and self.run.config.checkpoint.keep_best is not None
-        save = decided.save or decided.copy or may_save
+        save = decided.save or may_save
         if decided.stop or save or agreed.signal or agreed.over:
             now = self.agreement.close()
             if self._rolls_back(step, now):

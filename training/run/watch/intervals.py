@@ -36,7 +36,6 @@ def still_due(config: Config, iteration: int, total: int) -> dict[str, int]:
         "validation": evaluations_due(config, after, total, total),
         "sample": _times(config.log.sample_interval, after, total),
         "save": saves if config.checkpoint.save else 0,
-        "copy": _times(config.fault.peer_checkpoint, after, total),
     }
 
 
@@ -66,7 +65,6 @@ class Intervals:
         return Decision(
             stop=stop,
             save=save and bool(config.checkpoint.save),
-            copy=due(config.fault.peer_checkpoint, i),
             evaluate=evaluations_due(config, i - 1, i, self.total) > 0,
             sample=due(config.log.sample_interval, i),
         )

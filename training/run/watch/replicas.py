@@ -44,8 +44,7 @@ class Replicas:
 
     def after_step(self, step: Step) -> Decision:
         """Compare if it is due or a save follows. Raises FloatingPointError as the flags say."""
-        saves = step.decided.save or step.decided.copy
-        if not self.every or not (saves or due(self.every, step.iteration)):
+        if not self.every or not (step.decided.save or due(self.every, step.iteration)):
             return CONTINUE
         run = self.run
         run.monitor.action = f"comparing the replicas of iteration {run.iteration}"

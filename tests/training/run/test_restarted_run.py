@@ -54,14 +54,6 @@ def test_a_restart_goes_on_from_what_the_run_itself_saved(
     assert "step_00000003; starting at sample 0" in begun_at(capsys, fresh)
 
 
-def test_copies_in_memory_need_a_supervisor(capsys: Any) -> None:
-    said = begun_at(capsys, "--train-iters 1 --peer-checkpoint 5", code=2)
-    assert "--peer-checkpoint 5 needs tools/supervise.py" in said
-    words = "--train-iters 1 --peer-checkpoint 5 --dry-run".split()
-    assert pretrain_llama.main([*FLAGS.split(), *words]) == 0
-    assert "--peer-checkpoint needs a start by tools/supervise.py" in capsys.readouterr().out
-
-
 def test_nothing_is_missing_without_load(capsys: Any) -> None:
     """A flag that the dry run calls idle is idle in the run."""
     begun_at(capsys, "--train-iters 1 --exit-on-missing-checkpoint")
@@ -72,12 +64,12 @@ def write(root: Path, step: int) -> Path:
     return save(root, step=step, pieces=pieces, state={"iteration": step}, grid=Grid())
 
 
-def test_the_newest_sound_one_of_disk_and_memory_counts(tmp_path: Path) -> None:
-    disk, memory = tmp_path / "disk", tmp_path / "memory"
+def test_the_newest_sound_one_of_two_folders_counts(tmp_path: Path) -> None:
+    load, save = tmp_path / "load", tmp_path / "save"
     for step in (10, 20):
-        write(disk, step)
-    newest = write(memory, 25)
-    write(memory, 20)
+        write(load, step)
+    newest = write(save, 25)
+    write(save, 20)
     pieces = [whole("model.norm.weight", torch.zeros(4))]
     notes: list[str] = []
 
@@ -85,11 +77,11 @@ def test_the_newest_sound_one_of_disk_and_memory_counts(tmp_path: Path) -> None:
         chosen = find_latest(roots, Grid(), pieces=pieces, note=notes.append)
         return "" if chosen is None else f"{chosen.directory.parent.name} {chosen.step}"
 
-    both = Roots([str(disk)], memory)
-    assert found(both) == "memory 25" and not notes
+    both = Roots([str(load), str(save)])
+    assert found(both) == "save 25" and not notes
     data = next(newest.glob("*.safetensors"))
-    data.write_bytes(data.read_bytes()[:-1] + b"\x01")  # a bit of the copy flips
-    assert found(both) == "disk 20" and "step_00000025 is skipped" in notes[0]
-    assert found(Roots([str(disk)], None, after=20)) == ""
-    assert found(Roots([], memory, after=10)) == "memory 20"
-    assert found(Roots([str(tmp_path / "none")], tmp_path / "nowhere")) == ""
+    data.write_bytes(data.read_bytes()[:-1] + b"\x01")  # a bit flips
+    assert found(both) == "load 20" and "step_00000025 is skipped" in notes[0]
+    assert found(Roots([str(load)], after=20)) == ""
+    assert found(Roots([str(save)], after=10)) == "save 20"
+    assert found(Roots([str(tmp_path / "none")])) == ""
