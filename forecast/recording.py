@@ -289,7 +289,7 @@ class Recording:
     step begins. warm_up: the most bytes before it, where each chunk runs once. heard: what the
     ranks of the pipeline told each other meanwhile, in order: each time what each of them said.
     order: where it stands for another rank, that one's actions in order. more: where it stands for
-    one of more layers.
+    one of more layers. walked: the moments of the recorded actions, once they are asked for.
     """
 
     run: Any
@@ -301,17 +301,28 @@ class Recording:
     heard: list[list[bytes]] = field(default_factory=list)
     order: list[Place] | None = None
     more: "MoreLayers | None" = None
+    walked: dict[str, list[Moment]] = field(default_factory=dict, repr=False)
 
     def moments(self, only: str = "", begin: bool = False) -> list[Moment]:
         """Return the fullest moment of each action, in order; of `only` that kind, if one is given,
         else of all that are on the device. begin: the one before the first action too.
         """
+        if only not in self.walked:
+            self.walked[only] = self._walk(only)
+        found = self.walked[only]
+        if self.order is not None:
+            sent = (t.bytes for t in self.recorder.transfers if t.purpose == "message")
+            message = next(sent, 0) if only in ("", MESSAGES) else 0
+            found = reordered(found, self.order, MESSAGES, message)
+        if self.more is not None:
+            longer = self.more.longer
+            found = of_layers(found, longer.moments(only, True), self.more.chunks, self.more.few)
+        return found[0 if begin or len(found) < 2 else 1 :]
 
-        def counts(kind: str) -> bool:
-            return kind == only if only else kind != HOST
-
+    def _walk(self, only: str) -> list[Moment]:
+        """Return the moments of the recorded actions, and the one before them."""
         found: list[Moment] = []
-        now = {kind: n for kind, n in self.start.items() if counts(kind)}
+        now = {kind: n for kind, n in self.start.items() if (kind == only if only else kind != HOST)}
         total = most = sum(now.values())
         action: Action | str = ""
         kinds = dict(now)
@@ -321,20 +332,14 @@ class Recording:
                 action, most, kinds = event, total, dict(now)
                 continue
             storage, sign = event
-            if not counts(kind := storage.kind or WORKING):
+            kind = storage.kind or WORKING
+            if kind != only if only else kind == HOST:
                 continue
             now[kind] = now.get(kind, 0) + sign * storage.nbytes
             total += sign * storage.nbytes
             if total > most:
                 most, kinds = total, dict(now)
-        found.append(Moment(action, kinds, now))
-        if self.order is not None:
-            sent = (t.bytes for t in self.recorder.transfers if t.purpose == "message")
-            found = reordered(found, self.order, MESSAGES, next(sent, 0) * counts(MESSAGES))
-        if self.more is not None:
-            longer = self.more.longer
-            found = of_layers(found, longer.moments(only, True), self.more.chunks, self.more.few)
-        return found[0 if begin or len(found) < 2 else 1 :]
+        return [*found, Moment(action, kinds, now)]
 
     def times(self, action: Action | str) -> int:
         """Return how often a step of all micro-batches does what a recorded action does: the one in
@@ -558,6 +563,7 @@ def _record_steps(
         recorder.events.clear()
         recorder.transfers.clear()
         recorder.copies.clear()
+        recording.walked.clear()
         recording.start = dict.fromkeys(STATE, 0)
         for storage in recorder.storages.values():
             kind = storage.kind or OTHER_STATE

@@ -21,7 +21,8 @@ import gc
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
@@ -103,9 +104,9 @@ def compare(
         same["float8"] = dtype
     with Worker() as worker:
         plans = plans_of(model, cluster, {**same, **question}, flags, progress)
-        found = plans.chosen(top)
-        play([mine, *found], worker, progress)
-        best = play(found, worker)[0] if found else None
+        gc.freeze()
+        runs = play(chain([mine], plans.chosen(top)), worker, progress)
+        best = next((run for run in runs if run is not mine), None)
     return table.why(mine, best), mine.fits
 
 
@@ -177,10 +178,11 @@ def answer(args: argparse.Namespace) -> Answer:
         results = Results(args.measured)
         with Worker() as worker:
             plans = plans_of(args.model, cluster, question, progress=progress)
+            gc.freeze()  # no search is garbage, and a recording collects what is
             if args.svg is not None:
                 picture.draw(plans, args.svg)
-            found = plans.chosen(max(args.top, args.measure or 0))
-            best = play([*found, *also_measured(plans, found, results)], worker, progress)
+            runs = candidates(plans, max(args.top, args.measure or 0), results)
+            best = play(runs, worker, progress)
     fine = bool(best)
     if args.measure:
         fine = measure(plans, best[: args.measure], args.measure_steps, start, results)
@@ -191,13 +193,18 @@ def answer(args: argparse.Namespace) -> Answer:
         return table.ranking(plans, rows, args.tokens, known), fine
 
 
-def also_measured(plans: Plans, found: Sequence[Recorded], results: Results) -> list[Recorded]:
-    """Return the plan's layouts that were measured before and are not among those found."""
+def candidates(plans: Plans, top: int, results: Results) -> Iterator[Recorded]:
+    """Yield the first layouts of a plan, and those of it that were measured before."""
+    found = set[str]()
+    for run in plans.chosen(top):
+        found.add(run.flags)
+        yield run
     known = results.of(plans.model, plans.cluster)
-    rest = known.keys() - {run.flags for run in found}
-    if rest:  # of other batches, some
+    if rest := known.keys() - found:  # of other batches, some
         rest &= {each.flags() for each in plans.layouts}
-    return [Recorded(plans.model, plans.cluster, flags) for flags in known if flags in rest]
+    for flags in known:
+        if flags in rest:
+            yield Recorded(plans.model, plans.cluster, flags)
 
 
 def measure(

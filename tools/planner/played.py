@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pretrain_llama
 from forecast.device_file import Device
+from forecast.like_ranks import alike
 from mpu.zero.bucket_layout import automatic_size
 from tools.planner.cluster import Cluster
 from tools.planner.model import Model, last_of_each
@@ -35,15 +36,15 @@ from tools.rehearsal.few_layers import (
 )
 from tools.rehearsal.pipeline_clock import stage_seconds, through
 from tools.rehearsal.run import few_of
-from tools.waiting import Progress
 from training.config import Config
 from training.flags.parse import parse
 from training.model_profile import model_profile
-from training.pipeline_schedule import micro_batch_counts, own_stages, schedule_of
+from training.pipeline_schedule import GROUP, micro_batch_counts, own_stages, schedule_of
 from training.pipeline_stages import costs, stages_of
 from training.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT = 2  # ranks of a pipeline that is recorded for a longer one
 PAIRS = (4, 6)  # micro-batches for each pipeline rank where a forward runs during a backward
 PARTS = ("F", "B", "W")
 Numbers = Mapping[str, float]
@@ -70,25 +71,21 @@ class Worker:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
 
-    def answers(
-        self, jobs: Sequence[dict[str, Any]], progress: Progress | None = None
-    ) -> list[dict[str, Any]]:
-        """Return the answers to jobs, in order. Raises Unplayable where the process has ended."""
-        to, back = self._process.stdin, self._process.stdout
-        assert to is not None and back is not None
+    def ask(self, jobs: Sequence[dict[str, Any]]) -> None:
+        """Have jobs done; those that are asked for first are done first."""
+        assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended: no answer comes
-            print(json.dumps(jobs), file=to, flush=True)
-        found = []
-        for _ in jobs:
-            line = back.readline()
-            if not line:
-                self._errors.seek(0)
-                last = self._errors.read().strip().splitlines()[-1:]
-                raise Unplayable(*last or ["the process that rehearses has ended"])
-            found.append(json.loads(line))
-            if progress is not None:
-                progress.add()
-        return found
+            print(json.dumps(jobs), file=self._process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer to the next job. Raises Unplayable where the process has ended."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            found: dict[str, Any] = json.loads(line)
+            return found
+        self._errors.seek(0)
+        last = self._errors.read().strip().splitlines()[-1:]
+        raise Unplayable(*last or ["the process that rehearses has ended"])
 
     def __enter__(self) -> "Worker":
         return self
@@ -121,51 +118,61 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     cut = [len(stages[n].layers) for n in own_stages(config, 0)]
     block = p.recompute_granularity == "full" and p.recompute_method == "block"
     again = (p.recompute_num_layers or 0) if block else 0
-    alike = len(set(model_profile(config, provider).layers)) == 1
-    alike = alike and not needs_full_matrices(config)  # owners get matrices, not layers
-    if not alike or min(cut) < FEW[0]:
+    # owners of matrices get matrices, not layers
+    if not alike(config, provider) or needs_full_matrices(config) or min(cut) < FEW[0]:
         points = [Point(0, 0)]  # all of them
     elif block:
         points = [Point(FEW[0], 1), Point(FEW[1], 1), Point(FEW[1], 2)]
     else:
         points = [Point(n, 0) for n in FEW]
     one = config.batch.micro_batch_size * p.data_parallel_size
-    count = max(micro_batch_counts(config))
-    several = p.pipeline_model_parallel_size
+    count, ranks = max(micro_batch_counts(config)), p.pipeline_model_parallel_size
+    # in a pipeline of two rank 0 does the same, where it has the same neighbours on other axes
+    if points[0].layers and p.rank_order.endswith("-pp") and not p.defer_embedding_wgrad_compute:
+        ranks = min(ranks, SHORT)
     if p.overlap_moe_expert_parallel_comm:
-        counts = sorted({min(count, each * several) for each in PAIRS})
+        counts = sorted({min(count, each * ranks) for each in PAIRS})
+    elif ranks > SHORT or ranks == 1 or p.defer_embedding_wgrad_compute:
+        unit = p.microbatch_group_size_per_virtual_pipeline_stage or ranks
+        counts = [min(count, few_of(config) + (2 * max(ranks, unit) if ranks > 1 else 1))]
     else:
-        unit = p.microbatch_group_size_per_virtual_pipeline_stage or several
-        counts = [min(count, few_of(config) + (2 * max(several, unit) if several > 1 else 1))]
+        counts = [min(count, 4 * ranks)]
     jobs = []
     for point in points:
         for m in counts:
             words = [*argv, "--train-iters", "8", "--global-batch-size", str(m * one),
                      "--rehearse-device", cluster.device]  # fmt: skip
             if point.layers:
-                words += of_layers(model, config, point, len(stages))
+                words += of_layers(model, config, point, ranks)
             jobs.append({
-                "argv": last_of_each(words), "world": cluster.gpus, "node": cluster.node,
+                "argv": last_of_each(words), "node": cluster.node,
+                "world": cluster.gpus // p.pipeline_model_parallel_size * ranks,
                 "levels": [list(level.__dict__.values()) for level in device.levels],
             })  # fmt: skip
     return Play(config, cut, again, device, points, jobs)
 
 
-def of_layers(model: Model, config: Config, point: Point, stages: int) -> list[str]:
-    """Return the flags of a run with few layers in each stage, and buckets as all have."""
+def of_layers(model: Model, config: Config, point: Point, ranks: int) -> list[str]:
+    """Return the flags of a pipeline of so many ranks with few layers in each stage, and buckets as
+    all have.
+    """
     p, n = config.parallel, point.layers
+    stages = ranks * p.virtual_stages
     words = ["--num-layers", str(n * stages)]
-    if p.pipeline_model_parallel_size > 1:
+    if ranks > 1:
         cut = ["t" * n] * stages
+        words += ["--pipeline-model-parallel-size", str(ranks)]
         words += ["--pipeline-model-parallel-layout", "|".join(["E" + cut[0], *cut[1:]]) + "L"]
+    if p.microbatch_group_size_per_virtual_pipeline_stage:
+        words += [GROUP, str(ranks)]
     if point.again:
         words += ["--recompute-num-layers", str(point.again)]
     if not p.ddp_bucket_size:
         own = sizes(model.flags, p.tensor_model_parallel_size, config.expert_model_parallel_size)
-        ranks = p.pipeline_model_parallel_size
+        of_all = p.pipeline_model_parallel_size
         ends = (own.embedding, own.head)
-        both = ranks == 1 and config.model.untie_embeddings_and_output_weights
-        held = own.layer * config.model.num_layers / ranks + (sum(ends) if both else max(ends))
+        both = of_all == 1 and config.model.untie_embeddings_and_output_weights
+        held = own.layer * config.model.num_layers / of_all + (sum(ends) if both else max(ends))
         words += ["--ddp-bucket-size", str(automatic_size(int(held)))]
     return words
 

@@ -2,13 +2,13 @@
 """Record a layout as it is: its memory as --dry-run counts it, its time as --rehearse plays it."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from tools.planner.cluster import Cluster
 from tools.planner.model import REST, Model, last_of_each
-from tools.planner.played import Worker, composed, prepared
+from tools.planner.played import Play, Worker, composed, prepared
 from tools.planner.rank_bytes import Exact, Kinds, exactly
 from tools.rehearsal.clock import Timing
 from tools.waiting import Progress
@@ -83,18 +83,28 @@ class Recorded:
 
 
 def play(
-    runs: Sequence[Recorded], worker: Worker, progress: Progress | None = None
+    runs: Iterable[Recorded], worker: Worker, progress: Progress | None = None
 ) -> list[Recorded]:
     """Return the runs by the time of a step, the fastest first. Raises Unplayable.
 
-    progress: counts the records.
+    Those that come first are rehearsed while the next ones are looked for. progress: counts the
+    records.
     """
-    if rest := [run for run in runs if run.timing is None]:
-        plans = [prepared(run.model, run.cluster, run.argv) for run in rest]
-        jobs = [job for plan in plans for job in plan.jobs]
-        if progress is not None:
-            progress.begin("rehearsing the fastest layouts:", len(jobs), "records")
-        answers = iter(worker.answers(jobs, progress))
-        for run, plan in zip(rest, plans, strict=True):
-            run.timing = composed(plan, [next(answers) for _ in plan.jobs])
-    return sorted(runs, key=lambda run: run.played.step_seconds)
+    found, plans = list[Recorded](), list[tuple[Recorded, Play]]()
+    for run in runs:
+        found.append(run)
+        if run.timing is None:
+            plans.append((run, prepared(run.model, run.cluster, run.argv)))
+            worker.ask(plans[-1][1].jobs)
+    progress = progress or Progress()
+    jobs = sum(len(plan.jobs) for _, plan in plans)
+    if jobs:
+        progress.begin("rehearsing the fastest layouts:", jobs, "records")
+    answers = []
+    for _ in range(jobs):
+        answers.append(worker.answer())
+        progress.add()
+    of_plans = iter(answers)
+    for run, plan in plans:
+        run.timing = composed(plan, [next(of_plans) for _ in plan.jobs])
+    return sorted(found, key=lambda run: run.played.step_seconds)

@@ -7,7 +7,7 @@ How keys and values travel, and whether tp's transfers go in a ring, is chosen o
 and micro-batch: the way in which a layer takes the least time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
@@ -90,28 +90,26 @@ class Plans:
         """Return whether a layout fits: by the estimate, unless that is close to the limit."""
         return bool(self.bytes[n] * NEARLY <= self.limit) or self.recorded(n).fits
 
-    def chosen(self, top: int) -> list[Recorded]:
-        """Return layouts that fit, by the estimates: each stands for those within COMPARISON_ERROR
+    def chosen(self, top: int) -> Iterator[Recorded]:
+        """Yield layouts that fit, by the estimates: each stands for those within COMPARISON_ERROR
         of the fastest that no other stands for. It leaves at least RISK of a GPU's memory, if one
         of them does, and then has the fewest mechanisms, and of those the most memory left.
         """
         near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
         rest = [int(n) for n in near[np.lexsort((self.bytes[near], self.times.step[near]))]]
-        found: list[Recorded] = []
         self.progress.begin("computing the memory of the fastest layouts:", top, "layouts")
-        while rest and len(found) < top:
+        for _ in range(top):
             fastest = next((n for n in rest[:LOOKED] if self._holds(n)), None)
             if fastest is None:
-                break
+                return
             rest = rest[rest.index(fastest) :]
             end = self.times.step[fastest] * (1 + COMPARISON_ERROR)
             alike = [n for n in rest if self.times.step[n] <= end]
             some = sorted((n for n in alike if n == fastest or self.fits[n]), key=self._simpler)
             first = next((n for n in some[:LOOKED] if self.recorded(n).fits), fastest)
-            found.append(self.recorded(first))
+            yield self.recorded(first)
             rest = rest[len(alike) :]
             self.progress.add()
-        return found
 
 
 def cut_of(model: Model, each: Layout, costs: tuple[float, float, float]) -> list[int]:

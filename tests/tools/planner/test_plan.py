@@ -69,7 +69,7 @@ def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
     assert (one.nodes, one.node, one.gpus) == (1, 8, 8) and one.levels[0].bandwidth == 32e9
     assert (four.nodes, four.gpus, four.levels[0].bandwidth) == (4, 32, 300e9)
     plans = plan.plans_of(UNTIED, one, {"seq-length": 1024})
-    assert plans.limit == available(24e9) and plans.chosen(1)
+    assert plans.limit == available(24e9) and list(plans.chosen(1))
     for name, why in (("8xmi300x", "AMD's ROCm"), ("0x8xh100", "at least one node")):
         with pytest.raises(ClusterError, match=f"^{name}: .*{why}"):
             read_cluster(name)
@@ -81,7 +81,7 @@ def test_a_long_search_says_how_far_it_is() -> None:
         UNTIED, read_cluster("h100_8_nodes").of(1), {"seq-length": 1024}, progress=progress
     )
     assert re.fullmatch(r"computing the times of [\d,]+ layouts", str(progress))
-    assert len(few.chosen(2)) == 2
+    assert len(list(few.chosen(2))) == 2
     assert str(progress) == "computing the memory of the fastest layouts: 2 of 2 layouts"
 
 
@@ -150,7 +150,7 @@ def test_groups_of_parameters_are_planned_and_printed_for_a_shell() -> None:
 
 @pytest.mark.prove
 def test_one_stands_for_layouts_within_the_error_of_a_comparison(plans: Plans) -> None:
-    chosen, step = plans.chosen(4), plans.times.step
+    chosen, step = list(plans.chosen(4)), plans.times.step
     places = [plans.layouts.index(next(e for e in plans.layouts if e.flags() == run.flags))
               for run in chosen]  # fmt: skip
     begin = 0.0

@@ -41,8 +41,9 @@ def whole(run: Recorded, worker: Worker) -> Timing:
     """Return the time of a run from one record of all layers, and all micro-batches."""
     few = prepared(run.model, run.cluster, run.argv)
     argv = [*run.argv, "--train-iters", "8", "--rehearse-device", run.cluster.device]
-    job = {**few.jobs[0], "argv": argv}
-    (answer,) = worker.answers([job])
+    job = {**few.jobs[0], "argv": argv, "world": run.cluster.gpus}
+    worker.ask([job])
+    answer = worker.answer()
     every = Play(few.config, few.cut, few.again, few.device, [Point(0, 0)], [job])
     return composed(every, [{"points": answer["points"][-1:]}])
 
@@ -90,10 +91,12 @@ def test_a_record_that_fails_says_why(worker: Worker) -> None:
     few = prepared(run.model, run.cluster, run.argv)
     job = {**few.jobs[0], "argv": [*few.jobs[0]["argv"], "--no-such-flag"]}
     with pytest.raises(Unplayable, match="UsageError: .*--no-such-flag"):
-        composed(few, worker.answers([job, few.jobs[1]]))
+        worker.ask([job, few.jobs[1]])
+        composed(few, [worker.answer() for _ in few.jobs])
     with pytest.raises(Unplayable), Worker() as ended:
         ended._process.kill()
-        ended.answers([job])
+        ended.ask([job])
+        ended.answer()
 
 
 @pytest.mark.prove
