@@ -321,8 +321,12 @@ class Recording:
 
     def _walk(self, only: str) -> list[Moment]:
         """Return the moments of the recorded actions, and the one before them."""
+
+        def counts(kind: str) -> bool:
+            return kind == only if only else kind != HOST
+
         found: list[Moment] = []
-        now = {kind: n for kind, n in self.start.items() if (kind == only if only else kind != HOST)}
+        now = {kind: n for kind, n in self.start.items() if counts(kind)}
         total = most = sum(now.values())
         action: Action | str = ""
         kinds = dict(now)
@@ -332,8 +336,7 @@ class Recording:
                 action, most, kinds = event, total, dict(now)
                 continue
             storage, sign = event
-            kind = storage.kind or WORKING
-            if kind != only if only else kind == HOST:
+            if not counts(kind := storage.kind or WORKING):
                 continue
             now[kind] = now.get(kind, 0) + sign * storage.nbytes
             total += sign * storage.nbytes
