@@ -67,6 +67,9 @@ class ParamAndGradBuffer(GradientSink):
             )
         self.zero_stage = max(shared.zero_stage for shared in self._sharing.values())
         self.each = config.reduce_each_micro_batch and self.zero_stage >= 2
+        if self.each and not config.overlap_grad_reduce:  # each sum is waited for at once
+            for cut, how in self._reduction.items():
+                self._reduction[cut] = how._replace(is_async=False)
         self._module, self._lines = nn.Module(), dict[str, Sequence[str]]()  # see attach
         self.buckets: list[ParamAndGradBucket] = []
         self.frozen_buckets: list[ParamBucket] = []

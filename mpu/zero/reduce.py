@@ -25,7 +25,8 @@ class Reduction(NamedTuple):
 
     shard: the ranks that share a bucket. replicate: the ranks that own the same part of it in the
     optimizer's instances. dtype: the dtype of a sum. main_dtype: the dtype of a rank's own sum over
-    its micro-batches. wire_dtype: the dtype in which gradients travel; None: main_dtype.
+    its micro-batches. wire_dtype: the dtype in which gradients travel; None: main_dtype. is_async:
+    whether anything is computed while a sum is under way.
     """
 
     zero_stage: int
@@ -34,6 +35,7 @@ class Reduction(NamedTuple):
     dtype: torch.dtype
     main_dtype: torch.dtype
     wire_dtype: torch.dtype | None = None
+    is_async: bool = True
 
 
 def sum_over_extra_axes(grad: Tensor, axes: tuple[Axis, ...], label: Label) -> None:
@@ -60,7 +62,7 @@ def sum_over_data(
     if stage or not shard.on_gpu(grad) or shard.staged or narrow or replicate.size > 1:
         into = torch.empty_like(own) if earlier else own
         put = grad.to(how.wire_dtype) if narrow else grad
-        _, handle = reduce_scatter(put, shard, async_op=True, into=into, label=label)
+        _, handle = reduce_scatter(put, shard, async_op=how.is_async, into=into, label=label)
         del put
         yield handle
         if stage:
@@ -68,12 +70,12 @@ def sum_over_data(
         if earlier:
             own.add_(into)
         if replicate.size > 1 and last:
-            piece, handle = reduce_scatter(own, replicate, async_op=True, label=label)
+            piece, handle = reduce_scatter(own, replicate, async_op=how.is_async, label=label)
             yield handle
-            yield all_gather(piece, replicate, async_op=True, into=own, label=label)[1]
+            yield all_gather(piece, replicate, async_op=how.is_async, into=own, label=label)[1]
         if not stage:
-            yield all_gather(own, shard, async_op=True, into=grad, label=label)[1]
+            yield all_gather(own, shard, async_op=how.is_async, into=grad, label=label)[1]
     else:
-        yield all_reduce(grad, shard, async_op=True, label=label)[1]
+        yield all_reduce(grad, shard, async_op=how.is_async, label=label)[1]
     if not stage and grad.dtype != how.dtype:
         grad_shard.copy_(grad)

@@ -40,6 +40,7 @@ LAYOUTS = [  # world, flags; a global batch of 8
     (2, ZERO[3]),
     (2, ZERO[3] + GRADS + "--zero-reduce-each-microbatch"),
     (2, ZERO[2] + GRADS + "--zero-reduce-each-microbatch"),
+    (2, ZERO[2] + "--zero-reduce-each-microbatch"),
     (2, ZERO[1] + "--optimizer-cpu-offload"),
     (2, ZERO[3] + GATHERS + RECOMPUTE + "full"),
     (2, PP + "2"),
