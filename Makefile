@@ -97,7 +97,7 @@ chaos: setup ## play a seeded storm of faults of every kind on real runs, as roo
 rehearse: setup ## run one rank's steps of an example on a GPU without memory: launches, memory, traffic, time, mistakes (WORLD=8 RANK=0 DEVICE=h100 EXAMPLE=llama3_8b_one_node.sh ARGS="--more-flags")
 	@WORLD_SIZE=$(or $(call given,WORLD),8) LAUNCH=$(RUN) bash examples/$(or $(call given,EXAMPLE),llama3_8b_one_node.sh) --rehearse $(call flag,RANK,--rehearse-rank) $(call flag,DEVICE,--rehearse-device) $(call given,ARGS)
 
-explain: setup ## print every collective and message of one tiny step (TP=2 CP=2 CP_COMM=a2a DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 FP8=rowwise EXPERTS=4 EP=2 DISPATCHER=alltoall SHARED=1 OVERLAP=1 OPTIMIZER=muon ...), and draw it (TIMELINE=step.svg)
+explain: setup ## print every collective and message of one tiny step (TP=2 CP=2 CP_COMM=a2a DP=2 ZERO=3 PP=2 SCHEDULE=zb-v TIED=1 LAYERS=4 MICRO_BATCHES=3 RECOMPUTE=full SP=0 FP8=tensorwise EXPERTS=4 EP=2 DISPATCHER=alltoall SHARED=1 OVERLAP=1 OPTIMIZER=muon ...), and draw it (TIMELINE=step.svg)
 	@$(RUN) tools/explain.py $(call flag,TP,--tp) $(call flag,CP,--cp) $(call flag,CP_COMM,--cp-comm-type) $(call flag,DP,--dp) $(call flag,PP,--pp) $(call flag,ZERO,--zero) \
 	  $(call flag,LAYERS,--layers) $(call flag,MICRO_BATCHES,--micro-batches) $(call flag,RECOMPUTE,--recompute-granularity) \
 	  $(call flag,SCHEDULE,--schedule) $(if $(filter 1,$(call given,TIED)),--tied) $(if $(filter 0,$(call given,SP)),--no-sequence-parallel) \

@@ -121,7 +121,8 @@ RUNS = {
     "zero3-tp2-pp2": Run(8, EARLY + SP + PP + "--zero-stage 3"),
 }
 FORK = {  # pattern: replacement in a copy of model/llama.py, where each matches once
-    r"self\.down\(swiglu\(self\.gate_up\(x\)\)\)": "self.down(gated(self.gate_up(x)))",
+    r"self\.down\(swiglu\(self\.gate_up\(x\)\)\)|swiglu\(x, self\.gate_up, self\.down\)":
+    "self.down(gated(self.gate_up(x)))",
     r"\Z": (
         "\n\ndef gated(gate_up):\n"
         "    gate, up = gate_up.chunk(2, -1)\n"

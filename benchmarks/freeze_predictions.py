@@ -7,8 +7,9 @@
     python benchmarks/freeze_predictions.py --peer    the peer's record alone, as JSON (used above)
 
 Steps of 2 and 6 layers of Llama 3 8B, four micro-batches of 8,192 tokens, as `make gpu-check` runs
-them; and the same 6 layers in torch's own eager stack (benchmarks/peers/native.py: autocast to
-bf16, fp32 weights, fused AdamW). Both are recorded and timed alike. Each is a range: by the device
+them, of 6 layers in float8 too; and 6 layers in torch's own eager stack
+(benchmarks/peers/native.py: autocast to bf16, fp32 weights, fused AdamW). Both are recorded and
+timed alike. Each is a range: by the device
 file's values, and by its other end. The hash is of the files that made the numbers (MADE_BY) and of
 the flags; a test computes it again.
 """
@@ -25,7 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 FROZEN = ROOT / "benchmarks" / "frozen_predictions.json"
-DEVICES, LAYERS, PEER_LAYERS, MICRO_BATCHES = ("h100", "h200"), (2, 6), 6, 4
+DEVICES, PEER_LAYERS, MICRO_BATCHES = ("h100", "h200"), 6, 4
+STEPS = {  # the row of `make gpu-check`: layers, further flags
+    "step-2": (2, ""),
+    "step-6": (6, ""),
+    "step-6-fp8-tensorwise": (6, "--fp8-format hybrid --fp8-recipe tensorwise"),
+    "step-6-fp8-blockwise": (6, "--fp8-format e4m3 --fp8-recipe blockwise"),
+}
 REHEARSAL = "tools/rehearsal/"
 MADE_BY = (
     REHEARSAL + "clock.py", REHEARSAL + "roofline.py", "forecast/device_file.py",
@@ -37,9 +44,10 @@ PEER = dict(
 )  # fmt: skip
 
 
-def flags(layers: int) -> list[str]:
+def flags(step: str) -> list[str]:
     """Return the flags of a step beside benchmarks/fused_launches.py's FLAGS."""
-    return [f"--num-layers={layers}", f"--global-batch-size={MICRO_BATCHES}"]
+    layers, more = STEPS[step]
+    return [f"--num-layers={layers}", f"--global-batch-size={MICRO_BATCHES}", *more.split()]
 
 
 def fingerprint() -> str:
@@ -47,7 +55,7 @@ def fingerprint() -> str:
     found = hashlib.sha256()
     for name in MADE_BY:
         found.update(name.encode() + b"\0" + (ROOT / name).read_bytes() + b"\0")
-    asked = [*map(flags, LAYERS), sorted(PEER.items()), MICRO_BATCHES]
+    asked = [*map(flags, STEPS), sorted(PEER.items()), MICRO_BATCHES]
     found.update(json.dumps(asked).encode())
     return found.hexdigest()
 
@@ -59,10 +67,9 @@ def freeze() -> dict[str, Any]:
     steps: dict[str, dict[str, Any]] = {}
     for device in DEVICES:
         found = steps[device] = {}
-        for layers in LAYERS:
-            words = [*flags(layers), f"--rehearse-device={device}"]
-            made = report(ROOT, words, True)
-            found[f"{layers} layers"] = _entry(made["time"]["range"], made)
+        for step in STEPS:
+            made = report(ROOT, [*flags(step), f"--rehearse-device={device}"], True)
+            found[step] = _entry(made["time"]["range"], made)
     for device, made in peer().items():
         steps[device][f"peer, {PEER_LAYERS} layers, eager"] = _entry(made["range"], made)
     return {"sha256": fingerprint(), "made_by": list(MADE_BY), "steps": steps}

@@ -42,6 +42,7 @@ if not int(sys.argv.pop(1)):
 sys.argv.pop(0)
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+MATMULS = ("aten::mm", "aten::addmm", "triton::grouped_wgrad_kernel")  # of weight gradients
 APART = ("linear", "attention", "wgrad", "optimizer")  # not between the matmuls
 Parts = Mapping[str, tuple[float, float]]  # launches and bytes of each part
 
@@ -73,7 +74,7 @@ def rehearse(tree: Path, flags: Sequence[str], triton: bool) -> dict[str, Counte
     for row in report(tree, flags, triton)["launches"]:
         part = parts.setdefault(row["part"], Counter())
         part.update(launches=row["count"], bytes=row["bytes"])
-        if row["op"] in ("aten::mm", "aten::addmm") and row["part"] == "wgrad":
+        if row["op"] in MATMULS and row["part"] == "wgrad":
             part.update(matmuls=row["count"], matmul_bytes=row["bytes"])
     return parts
 

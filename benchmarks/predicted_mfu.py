@@ -35,8 +35,8 @@ FP8 = "--fp8-format=hybrid --fp8-recipe="
 VARIANTS = {  # name: whether Triton's kernels run, flags
     "eager": (False, ""),
     "fused": (True, ""),
-    "fused, float8 rowwise": (True, f"{FP8}rowwise"),
     "fused, float8 tensorwise": (True, f"{FP8}tensorwise"),
+    "fused, float8 blockwise": (True, f"{FP8}blockwise"),
 }
 SEVENTY = """
     --num-layers=4 --hidden-size=8192 --ffn-hidden-size=28672 --num-attention-heads=64

@@ -117,7 +117,8 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
             Row("ep-overlap", 180),
             pytest("test-offload", 90, "tests/gpu/test_offload.py", small="state or dtype1"),
             *(Row(f"kernel-{name}", 60, needs=("triton",)) for name in (
-                "norm", "max-logits", "expert-rows", "float8", "swiglu-rows")),
+                "norm", "max-logits", "expert-rows", "grouped-wgrad", "float8",
+                "swiglu-rows")),
             Row("calibrate", 150),
         ),
     ),

@@ -58,34 +58,30 @@ class Call:
     without options, from the tensors' addresses and all that was given.
     """
 
-    def __init__(self, kernel: Any, given: tuple[Any, ...], named: Sequence[str]) -> None:
-        self.compiled: dict[tuple[Any, ...], Compiled] = {}
-        placed = len(given) - len(named)
-        self._kernel, self._names = kernel, [*kernel.arg_names[:placed], *named]
-        self._seen = set[int]()
-        self.read(given)
-
-    def read(self, given: tuple[Any, ...]) -> bool:
-        """Find the tensors; return whether there are some where before was None."""
-        seen = {i for i, value in enumerate(given) if isinstance(value, Tensor)}
-        if seen <= self._seen:
-            return False
-        self._seen |= seen
-        of = {param.name: param for param in self._kernel.params}
-        tensors, values, free = sorted(self._seen), list[int](), list[int]()
-        for i in set(range(len(given))) - self._seen:
-            param = of.get(self._names[i])
+    def __init__(
+        self, kernel: Any, given: tuple[Any, ...], named: Sequence[str], seen: frozenset[int]
+    ) -> None:
+        """seen: the places of tensors, of `given` or of an earlier call that had None elsewhere."""
+        self.seen, self.compiled = seen, dict[tuple[Any, ...], Compiled]()
+        names = [*kernel.arg_names[: len(given) - len(named)], *named]
+        of = {param.name: param for param in kernel.params}
+        tensors, values, free = sorted(seen), list[int](), list[int]()
+        for i in set(range(len(given))) - seen:
+            param = of.get(names[i])
             if param is None or param.is_constexpr:
                 values.append(i)
             elif not isinstance(given[i], float):
                 (free if param.do_not_specialize else values).append(i)
         places = dict(zip(tensors, range(len(tensors)), strict=True))
-        order = [self._names.index(name) for name in self._kernel.arg_names]
+        order = [names.index(name) for name in kernel.arg_names]
         self.tensors, self.values = pick(tensors), pick(values)
         self.free = pick(free) if free else None
         self.arrange = pick([places.get(i, len(places) + i) for i in order])
-        self.compiled.clear()
-        return True
+
+
+def places_of_tensors(given: Sequence[Any]) -> frozenset[int]:
+    """Return where tensors stand."""
+    return frozenset(i for i, value in enumerate(given) if isinstance(value, Tensor))
 
 
 def pick(places: Sequence[int]) -> Pick:
@@ -119,7 +115,8 @@ class Kernel:
         active, given, names = driver.active, (*args, *named.values()), tuple(named)
         call = self._calls.get(names)
         if call is None:
-            call = self._calls[names] = Call(self.jitted, given, names)
+            seen = places_of_tensors(given)
+            call = self._calls[names] = Call(self.jitted, given, names, seen)
         addresses, kinds, bits = list[int](), list[Any](), 0
         for x in call.tensors(given):
             if x is None:
@@ -143,7 +140,8 @@ class Kernel:
             run(*size, stream, function, metadata, None, None, None, *call.arrange(given))
             return
         compiled = self.jitted[grid](*args, **named)
-        if call.read(given):
+        if not (seen := places_of_tensors(given)) <= call.seen:  # before, some were None
+            self._calls[names] = Call(self.jitted, given, names, call.seen | seen)
             return
         if len(call.compiled) == KEPT:
             call.compiled.clear()

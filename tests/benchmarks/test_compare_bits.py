@@ -93,7 +93,7 @@ def test_a_fork_is_edited_everywhere_or_refused(tmp_path: Path) -> None:
     assert "from alpaca import" in (tmp_path / "fork" / "pretrain_alpaca.py").read_text()
     tree = tmp_path / "tree"
     (tree / "model").mkdir(parents=True)
-    for old in ("self.down(swiglu(", "self.mlp_norm = ", "return h + self", '"mlp_norm": '):
+    for old in ("swiglu(x, self", "self.mlp_norm = ", "return h + self", '"mlp_norm": '):
         changed = (ROOT / "model" / "llama.py").read_text().replace(old, "another")
         (tree / "model" / "llama.py").write_text(changed)
         with pytest.raises(NoCheckout, match="matches 0 times"):

@@ -31,7 +31,7 @@ def test_every_layout_has_every_variant():
     lines = list(mfu([], answer(asked)))
     assert len(lines) == 2 + len(LAYOUTS) * len(VARIANTS)
     recipes = [(config.float8.fp8_recipe, triton) for config, triton in asked[: len(VARIANTS)]]
-    assert recipes == [(None, False), (None, True), ("rowwise", True), ("tensorwise", True)]
+    assert recipes == [(None, False), (None, True), ("tensorwise", True), ("blockwise", True)]
     assert {config.parallel.tensor_model_parallel_size for config, _ in asked} == {1, 8}
     assert lines[2].endswith("| 1,234 | 250 | 40.0% | matmul | 100 | tp 20 |")
 

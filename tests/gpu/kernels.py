@@ -9,6 +9,7 @@ On a CPU the same runs in Triton's interpreter at small sizes, where the seconds
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -409,6 +410,39 @@ def expert_rows(row: Row) -> None:
         row, "rows of experts, backward", backward,
         lambda: _gradients(rows, weights, flat, place, dy, False),
     )  # fmt: skip
+
+
+@covered
+def grouped_wgrad(row: Row) -> None:
+    """Weight gradients of experts in one launch: against float64 and a matmul for each expert."""
+    from mpu.kernels import grouped_wgrad as ours
+    from mpu.layers.experts import Counts, PaddedRows, runs
+
+    recipe, models = PaddedRows(row.cuda), {"odd": ([5, 0, 17, 1], 33, 18)}
+    if not row.tiny:
+        models |= {"Qwen3": ([512] * 128, 1536, 2048), "Mixtral": ([2048] * 8, 28672, 4096)}
+    for name, (each, o, i) in models.items():
+        x, dy = (torch.randn(sum(each), width).bfloat16() for width in (i, o))
+        counts, main = Counts.of(each, torch.tensor(each)), torch.randn(len(each), o, i)
+        found, before = main.clone(), main[:4].double()
+        ours.grouped_wgrad(x, dy, counts.ends, found, False)
+        worst = 0.0
+        for e, low, high in [*runs(counts)][: len(before)]:
+            exact = before[e] + dy[low:high].double().t() @ x[low:high].double()
+            worst = max(worst, ((found[e] - exact).norm() / exact.norm()).item())
+        row.check(f"weight gradients of experts, {name}", worst, 1e-5)
+
+        def once(x: Tensor = x, dy: Tensor = dy, main: Tensor = main, at: Any = counts) -> None:
+            ours.grouped_wgrad(x, dy, at.ends, main, False)
+
+        def each_alone(
+            x: Tensor = x, dy: Tensor = dy, main: Tensor = main, at: Any = counts
+        ) -> None:
+            for e, low, high in runs(at):
+                if high > low:
+                    recipe.accumulate(main[e], False, x[low:high], dy[low:high])
+
+        speed(row, f"weight gradients of experts, {name}", once, each_alone)
 
 
 @covered

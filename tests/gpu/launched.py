@@ -29,6 +29,7 @@ KERNELS = {
     "kernel-sum": ("sum_of_parts_kernel",),
     "kernel-max-logits": ("max_logits_kernel",),
     "kernel-expert-rows": ("sum_rows_kernel", "combine_backward_kernel"),
+    "kernel-grouped-wgrad": ("grouped_wgrad_kernel",),
     # between processes, and as one that plays a rank: tests/gpu/test_overlap_kernels.py
     "overlap-kernels": (
         "all_gather_matmul_kernel", "matmul_scatter_kernel", "reduce_kernel",

@@ -61,6 +61,7 @@ ROWS = {
     "kernel-sum": "kernels:parts",
     "kernel-max-logits": "kernels:maxima",
     "kernel-expert-rows": "kernels:expert_rows",
+    "kernel-grouped-wgrad": "kernels:grouped_wgrad",
     "attention": "attention:paths",
     "context": "attention:context",
     "float8": "products:products",

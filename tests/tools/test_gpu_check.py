@@ -412,10 +412,11 @@ def test_what_was_frozen_is_what_the_rows_run():
         return parse(words, 1, None, of_checkpoint)
 
     i = FLAGS.index("--rehearse-device")
-    for layers in frozen.LAYERS:
-        assert f"step-{layers}" in ROWS
-        predicted = [*FLAGS[:i], *FLAGS[i + 2 :], *frozen.flags(layers)]
-        assert taken(predicted) == taken(steps.flags(LLAMA, layers)), layers
+    for step, (layers, _) in frozen.STEPS.items():
+        assert step in ROWS
+        predicted = [*FLAGS[:i], *FLAGS[i + 2 :], *frozen.flags(step)]
+        more = steps.VARIANTS[step.removeprefix(f"step-{layers}").strip("-") or "bf16"]
+        assert taken(predicted) == taken([*steps.flags(LLAMA, layers), *more.split()]), step
     given, z = dict(frozen.PEER), LLAMA
     assert frozen.MICRO_BATCHES == steps.MICRO_BATCHES and given.pop("layers") == 6
     assert peer.PEERS["eager"] == (False, "") and not given.pop("compile")

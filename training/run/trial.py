@@ -38,7 +38,7 @@ from mpu.layers.experts import Counts, Experts, RouterLinear
 from mpu.layers.float8.rows import RECIPES
 from mpu.layers.float8.weights import WeightRows
 from mpu.layers.fused import ResidualRMSNorm, swiglu
-from mpu.layers.linear import ColumnParallelLinear, Recipe
+from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.layers.qkv import qkv_linear
 from mpu.layers.rope import rope_frequencies, rope_table
@@ -117,6 +117,11 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
         what = f"the largest attention logit of {flag}, heads of {config.model.kv_channels} in "
         yield Trial(what + name, avoid, lambda: _maxima(config, ctx))
     yield Trial("SwiGLU", own, lambda: _backward(swiglu, _numbers(ctx, TOKENS, 1, 2 * TOKENS)))
+    if config.float8.fp8_format is not None and config.float8.fp8_recipe != "delayed":
+        recipe = recipe_of(config, ctx)
+        if recipe.follows_swiglu:
+            what = f"SwiGLU between matmuls of --fp8-recipe {config.float8.fp8_recipe}"
+            yield Trial(what, own, lambda: _between(ctx, recipe))
     if config.moe.experts:
         yield from _mixture(config, ctx)
     yield Trial("the cross entropy", own, lambda: _loss(config, ctx))
@@ -184,6 +189,15 @@ def _matmuls(what: str, recipe: Recipe, ctx: LayerContext, sums: torch.dtype) ->
         avoid = "use --main-grads-dtype bf16"
     yield Trial(f"the matmul {what} of the weight's gradient (wgrad), added in {narrow}", avoid,
                 wgrad)  # fmt: skip
+
+
+def _between(ctx: LayerContext, recipe: Recipe) -> None:
+    """SwiGLU makes the operands of a layer behind it, and in backward of one before it."""
+    gate_up = ColumnParallelLinear(TOKENS, (TOKENS, TOKENS), ctx=ctx, recipe=recipe)
+    down = RowParallelLinear(TOKENS, TOKENS, ctx=ctx, recipe=recipe)
+    for layer in (gate_up, down):
+        layer.weight.detach().fill_(1 / TOKENS)
+    _backward(lambda x: swiglu(x, gate_up, down), _numbers(ctx, TOKENS, 1, TOKENS))
 
 
 def _works(config: Config) -> Iterator[Work]:

@@ -54,8 +54,8 @@ def read(more="", world=1):
         (f"{MOE} {EP} allgather --moe-token-drop-policy position {CAPACITY}", 4, 11),
         ("--bf16 --optimizer muon", 1, 9),
         ("--optimizer muon --muon-use-syrk --muon-fp32-matmul-prec highest", 1, 9),
-        (f"--bf16 --zero-stage 1 {FLOAT8} blockwise --fp8-param-gather", 1, 12),
-        (f"--bf16 --zero-stage 3 {FLOAT8} tensorwise --fp8-param-gather", 1, 12),
+        (f"--bf16 --zero-stage 1 {FLOAT8} blockwise --fp8-param-gather", 1, 13),
+        (f"--bf16 --zero-stage 3 {FLOAT8} tensorwise --fp8-param-gather", 1, 13),
     ],
 )
 def test_the_calls_of_a_run(more, world, count):
