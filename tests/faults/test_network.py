@@ -141,7 +141,7 @@ SECRET = {"WEFT_SECRET": "known to the ranks of this run"}
 
 
 @pytest.mark.prove
-def test_admission_change_no_bit_of_a_run(ranks: Ranks) -> None:
+def test_strangers_change_no_bit_of_a_run(ranks: Ranks) -> None:
     """Garbage, 2,000 connections, forged deaths and fake ranks, all the time, at nofile 1,024.
 
     The caller reads torch's store, which nobody guards, and so knows all but the secret.
@@ -157,9 +157,9 @@ def test_admission_change_no_bit_of_a_run(ranks: Ranks) -> None:
     where, held, counts = (address, int(port)), [], dict.fromkeys(("held", "noise", "fake"), 0)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(4096, before[0]), before[1]))
-    key = wire.proof(b"", "run", salt.encode())
+    key = wire.secret_of(b"", salt)
     text = b'{"kind": "failed", "action": "the update", "why": "dead", "wait": 0}'
-    forged = wire.HEAD.pack(len(text)) + b"0" * wire.MAC + text
+    forged = wire.HEAD.pack(len(text)) + text
     noises = [b"[" * 30_000, b"\0" * 500, forged, b'{"rank": 1, "failed": "x", "wait": 0}\n']
     with suppress(ConnectionRefusedError):  # until the run is done
         while True:
@@ -171,7 +171,7 @@ def test_admission_change_no_bit_of_a_run(ranks: Ranks) -> None:
             for rank in (0, 1):
                 with suppress(TimeoutError, ConnectionResetError, BrokenPipeError):
                     try:
-                        wire.join(where, key, "rank", rank, wire.nonce(), 0.5)
+                        wire.join(where, key, rank, "a session", 0.5)
                         raise AssertionError("a fake rank was let in")
                     except ConnectionRefusedError:
                         raise

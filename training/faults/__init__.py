@@ -3,8 +3,7 @@
 
 monitor       FailureMonitor, a rank's end of the channel
 coordinator   Coordinator, a thread of rank 0, decides on one first cause and sends it to all
-admission     authenticates callers, and gives each rank its seat
-wire          handshake and frames of a connection
+wire          the hello of a rank, and frames of a connection
 messages      the channel's kinds of messages and their fields
 hang_watch    whether this rank makes progress, and where it is
 hang_detector which rank hangs, from the reports of all ranks

@@ -5,6 +5,7 @@ It accepts one connection per rank, receives beats and reports, and sends all ra
 It uses no process group, so it goes on when they break. Its peers: training/faults/monitor.py.
 """
 
+import hmac
 import selectors
 import socket
 import threading
@@ -14,15 +15,17 @@ from typing import Any
 
 from training.activity import say
 from training.faults import messages
-from training.faults.admission import Admission, Caller, Seat
 from training.faults.hang_detector import HangDetector, named
 from training.faults.store import spans
-from training.faults.wire import Connection
+from training.faults.wire import HELLO, LIMIT, Connection, Fields
 
 DIED = "the process died (killed?)"
 LOST_CONTACT = "(dead, stopped, or cut off by the network)"
 JOIN = 30.0  # seconds in which all ranks join, once they have met
 RETURN = 2.0  # seconds in which a rank whose connection was reset comes back
+PATIENCE = 5.0  # seconds in which a caller says that it is a rank
+SPARE = 128  # callers, at most, more than there are ranks: then the oldest is closed
+ACCEPTS = 64  # connections accepted in one turn
 
 
 def at(action: str) -> str:
@@ -50,11 +53,19 @@ class Cause:
 
 
 @dataclass(eq=False)
+class Caller:
+    """A connection, since a time, that has not said who it is."""
+
+    connection: Connection
+    since: float
+
+
+@dataclass(eq=False)
 class Member:
-    """A rank that has joined: what the coordinator knows of it."""
+    """A rank that has joined: what the coordinator knows of it. session: of its process."""
 
     rank: int
-    seat: Seat
+    session: Any
     connection: Connection | None
     address: str  # of its host, as the others know it
     action: str = "start-up"
@@ -66,24 +77,26 @@ class Member:
 class Coordinator(threading.Thread):
     """Accept one connection per rank, decide on the first cause, send it to all.
 
-    listener: a socket that listens. secret: what a rank must know. silence: seconds without a
-    message after which a rank counts as lost. beat: seconds between beats. detector: finds hangs.
+    listener: a socket that listens. secret: what a rank says in its hello. silence: seconds without
+    a message after which a rank counts as lost. beat: seconds between beats. detector: finds hangs.
     """
 
     def __init__(
         self,
         world: int,
         listener: socket.socket,
-        secret: bytes,
+        secret: str,
         silence: float,
         beat: float,
         detector: HangDetector,
     ) -> None:
         super().__init__(name="failure-coordinator", daemon=True)
         self.port: int = listener.getsockname()[1]
+        listener.setblocking(False)
+        self.listener, self.secret = listener, secret.encode()
+        self.callers: list[Caller] = []  # the oldest first
         self.world, self.silence, self.beat, self.detector = world, silence, beat, detector
         self.selector = selectors.DefaultSelector()
-        self.admission = Admission(listener, secret, self.selector, world)
         self.begun, self.members = time.monotonic(), dict[int, Member]()
         self.decided: Cause | None = None
         self.weak: list[tuple[float, Cause]] = []  # (when it counts, cause)
@@ -96,7 +109,9 @@ class Coordinator(threading.Thread):
 
     def close(self) -> None:
         """Close every socket. A forked child calls it, too."""
-        self.admission.close()
+        self.listener.close()
+        for caller in self.callers:
+            caller.connection.close()
         for member in self.members.values():
             if member.connection is not None:
                 member.connection.close()
@@ -115,7 +130,7 @@ class Coordinator(threading.Thread):
             now = time.monotonic()
             if quick or now - accepted > 0.1:  # callers take no more of rank 0's time than this
                 accepted = now
-                self.admission.accept(now)
+                self._accept(now)
             if (
                 now - looked > self.detector.shortest(self.silence) / 2
             ):  # this process was stopped, not the others
@@ -152,24 +167,66 @@ class Coordinator(threading.Thread):
             return True
         return any(m.connection is not None or m.disconnected for m in self.members.values())
 
+    def _accept(self, now: float) -> None:
+        """Accept callers; close those that do not say who they are in time, or are too many."""
+        for _ in range(ACCEPTS):
+            try:
+                caller = Caller(Connection(self.listener.accept()[0], HELLO), now)
+            except BlockingIOError:
+                break
+            except OSError:  # out of descriptors, or a connection that is gone already
+                for oldest in self.callers[:1]:
+                    self._forget(oldest).close()
+                break
+            self.callers.append(caller)
+            self.selector.register(caller.connection.sock, selectors.EVENT_READ, caller)
+        late = [caller for caller in self.callers if now - caller.since > PATIENCE]
+        for caller in late or self.callers[: -self.world - SPARE]:
+            self._forget(caller).close()
+
+    def _forget(self, caller: Caller) -> Connection:
+        self.callers.remove(caller)
+        self.selector.unregister(caller.connection.sock)
+        return caller.connection
+
     def _greet(self, caller: Caller) -> None:
         """Make a caller that knows the secret a member, for the first time or again."""
-        hello = self.admission.admit(caller)
-        if hello is None:
+        hellos = caller.connection.read()
+        if not hellos and not caller.connection.ended:
             return
-        rank, connection = hello.number, caller.connection
-        seat, member = self.admission.seats[rank], self.members.get(rank)
+        connection = self._forget(caller)
+        if not hellos or (why := self._refusal(hellos[0])):
+            if hellos:
+                connection.send({"refused": why})
+            connection.close()
+            return
+        connection.send({"welcome": True})
+        connection.limit = LIMIT
+        rank, session = hellos[0]["rank"], hellos[0].get("session")
+        member = self.members.get(rank)
         if member is None:
-            member = self.members[rank] = Member(rank, seat, connection, connection.address)
+            member = self.members[rank] = Member(rank, session, connection, connection.address)
         elif member.connection is not None:
             self._part(member)
         self.selector.register(connection.sock, selectors.EVENT_READ, member)
-        member.seat, member.address = seat, connection.address
+        member.address = connection.address
         member.connection, member.disconnected, member.last = connection, None, time.monotonic()
         messages.send(connection, "alive", action=self._action_of_rank_0())
         messages.send(connection, "place", said=self.detector.place)
         if self.decided is not None:
             messages.send(connection, "cause", **vars(self.decided))
+
+    def _refusal(self, hello: Fields) -> str:
+        """Return why a caller is no rank of this start, or "" where it is one."""
+        rank, secret = hello.get("rank"), str(hello.get("secret")).encode(errors="replace")
+        if not hmac.compare_digest(secret, self.secret):
+            return "it has another secret: all ranks of a run need the same WEFT_SECRET"
+        if type(rank) is not int or rank not in range(self.world):
+            return f"there is no rank {rank} here: ranks end at {self.world - 1}"
+        member = self.members.get(rank)
+        if member is not None and member.session != hello.get("session"):
+            return f"another process, at {member.address}, is rank {rank} already"
+        return ""
 
     def _part(self, member: Member) -> None:
         """Close a member's connection."""
@@ -198,11 +255,10 @@ class Coordinator(threading.Thread):
 
     def hear(self, member: Member, kind: str, fields: dict[str, Any]) -> None:
         """Take a message of a member."""
-        member.last = member.seat.last_report = time.monotonic()
+        member.last = time.monotonic()
         member.action = fields.get("action", member.action)
         if kind in ("bye", "failed"):
             member.left = True
-            self.admission.close_seat(member.rank)
         if kind == "failed":
             cause = Cause(member.rank, member.action, fields["why"])
             if fields["wait"]:
@@ -230,7 +286,6 @@ class Coordinator(threading.Thread):
     def _lose(self, member: Member, why: str, address: str = "") -> None:
         """Decide on a rank that did not report its own failure, with its last action."""
         member.left, member.disconnected = True, None
-        self.admission.close_seat(member.rank)
         age = time.monotonic() - member.last
         why = f"{why}; its last report, {age:.1f} s before: {member.action}"
         self.decide(Cause(member.rank, "", why, int(bool(address)), address))

@@ -46,7 +46,7 @@ from training.faults.store import await_key
 NOISE = re.compile(r"\[\S+\.\w+:\d+\] |\. This is typically caused by .*")
 QUICK = 1.0  # seconds for the main thread to unwind where nobody can go on
 SIGNAL_WAIT = 0.5  # seconds that a report of a signal waits for the death behind it
-LASTING = (ConnectionRefusedError, TimeoutError, wire.AnotherSecret)  # trying again does not help
+LASTING = (ConnectionRefusedError, TimeoutError, wire.Refused)  # trying again does not help
 JOIN_TIMEOUT = 60.0  # seconds, at most, until all ranks have joined
 JOINING = 5.0  # seconds, at most, in which a rank joins once it knows where
 
@@ -117,7 +117,7 @@ class FailureMonitor:
         self._own, self._left, self._printed = "", False, False
         self._report: dict[str, Any] = {}  # of this rank's failure, once it is sent
         self._lock = threading.Lock()
-        self._session = wire.nonce()
+        self._session = secrets.token_hex(8)
         self._to_gpu = to_this_gpu()  # NCCL's flight recorder asks for events of CUDA
         self._connection: wire.Connection | None = None
         self._coordinator: Coordinator | None = None
@@ -131,7 +131,7 @@ class FailureMonitor:
                 publish_address(store, host)
             address, port, salt = self._from(store, 0, "monitor").split(",")
             self._address = (address or host, int(port))
-            self._secret = wire.proof(secret, "run", salt.encode())
+            self._secret = wire.secret_of(secret, salt)
             self._connection, received = self._join(JOINING)
         except (OSError, RuntimeError, ValueError) as error:
             text = str(error).splitlines()[0]
@@ -149,16 +149,17 @@ class FailureMonitor:
     def _coordinate(self, store: Any, host: str, secret: bytes) -> Coordinator:
         """Start the coordinator and tell the store where it listens.
 
-        `salt` makes the key of this one start; without a secret of the run it is the key.
+        `salt` makes the secret of this one start from the run's.
         """
         last = self.world - 1
         address, listener = listen_as_known(
             host, self.world, lambda key: self._from(store, last, key)
         )
         salt = secrets.token_hex(16)
-        key = wire.proof(secret, "run", salt.encode())
-        detector = self._detector()
-        coordinator = Coordinator(self.world, listener, key, self._silence, self._beat, detector)
+        coordinator = Coordinator(
+            self.world, listener, wire.secret_of(secret, salt), self._silence, self._beat,
+            self._detector(),
+        )  # fmt: skip
         coordinator.start()
         store.set("monitor", f"{address},{coordinator.port},{salt}")
         return coordinator
@@ -201,12 +202,11 @@ class FailureMonitor:
             left = deadline - time.monotonic()
             try:
                 connection, received = wire.join(
-                    self._address, self._secret, "rank", self.rank, self._session, left
+                    self._address, self._secret, self.rank, self._session, left
                 )
                 return connection, messages.check(connection, received)
             except OSError as error:
-                lasting = isinstance(error, LASTING) or getattr(error, "final", False)
-                if lasting or time.monotonic() + 0.1 > deadline:
+                if isinstance(error, LASTING) or time.monotonic() + 0.1 > deadline:
                     raise
             time.sleep(0.1)
 

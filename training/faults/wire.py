@@ -1,40 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry messages between processes that know one secret, and nobody else's.
+"""Carry messages between ranks and the coordinator of the failure channel, which listens.
 
-Ranks talk over it to the coordinator of the failure channel, which listens (admission.py):
+    frame                  length of the text, 4 bytes | text: a JSON object
 
-    listener -> caller   greeting: GREETING and the listener's nonce
-    caller -> listener   hello: seat, session, the caller's nonce, HMAC(secret, all of it + nonce)
-    listener -> caller   NO and the end, where that HMAC is wrong; else YES
-    both                 frames; the listener's first is its welcome, or why it refuses the caller
+    rank -> coordinator    the hello: {"rank": 3, "session": of its process, "secret": this start's}
+    coordinator -> rank    {"refused": why} and the end, or {"welcome": true}
+    both                   messages (messages.py)
 
-    frame                length of the text | HMAC | text: a JSON object
-
-The secret itself never travels. A hello has one length, and nothing in it is read before its HMAC
-is right. The frames' HMACs have keys made from both nonces and a number, so that no frame can be
-forged, changed, repeated or moved; the first one proves that the listener knows the secret, too.
-Nothing is encrypted.
+The secret tells a rank of this start from whatever else calls the port: another run, a scanner. The
+network is private, as torch's store and gloo need it to be: frames are neither signed nor
+encrypted.
 """
 
 import hashlib
 import hmac
 import json
-import secrets
 import select
 import socket
 import struct
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
-GREETING = b"weft 3 "
-NONCE = 32  # bytes: hexadecimal digits of 16 random bytes
-SEAT = 20  # bytes: "rank 17", padded
-HELLO = SEAT + 2 * NONCE + 64  # bytes: seat, session, nonce, HMAC
-NO, YES = b"-", b"+"
 HEAD = struct.Struct("!I")  # bytes of a frame's text
-MAC = 32  # bytes
-TEXT_LIMIT = 1 << 20  # bytes; no frame of ours has more
+HELLO, LIMIT = 1 << 10, 1 << 20  # bytes of a hello's text, and of any text, at most
 READ = 1 << 16  # bytes read at a time
 PRINTED = 2000  # characters, at most, of one text
 
@@ -42,27 +31,7 @@ Fields = dict[str, Any]
 
 
 class Refused(ConnectionError):
-    """The listener knows the secret and does not take this caller.
-
-    final: it will not later, either. Otherwise whoever has the seat may be gone soon.
-    """
-
-    def __init__(self, why: str, final: bool) -> None:
-        super().__init__(why)
-        self.final = final
-
-
-class AnotherSecret(ConnectionError):
-    """The listener says that this caller's secret is not the run's."""
-
-
-class Hello(NamedTuple):
-    """Who calls: "rank" 3. session: of its process. nonce: its own."""
-
-    kind: str
-    number: int
-    session: bytes
-    nonce: bytes
+    """The coordinator does not take this rank: trying again does not help."""
 
 
 def printable(text: str) -> str:
@@ -73,85 +42,37 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
 
 
-def nonce() -> bytes:
-    """Return random hexadecimal digits."""
-    return secrets.token_hex(NONCE // 2).encode()
-
-
-def proof(secret: bytes, purpose: str, *parts: bytes) -> bytes:
-    """Return the HMAC-SHA256 of parts, each of a fixed length, in hexadecimal digits."""
-    text = b"\0".join([purpose.encode(), *parts])
-    return hmac.new(secret, text, hashlib.sha256).hexdigest().encode()
-
-
-def hello(
-    secret: bytes, kind: str, number: int, session: bytes, own: bytes, listener: bytes
-) -> bytes:
-    """Return what a caller sends first. own, listener: the two nonces."""
-    text = f"{kind} {number}".encode().ljust(SEAT) + session + own
-    return text + proof(secret, "hello", text, listener)
-
-
-def read_hello(secret: bytes, text: bytes, listener: bytes) -> Hello | None:
-    """Return what a hello says, or None where its author does not know the secret."""
-    signed, mac = text[:-64], text[-64:]
-    right = proof(secret, "hello", signed, listener)
-    if len(text) != HELLO or not hmac.compare_digest(mac, right):
-        return None
-    kind, _, number = signed[:SEAT].decode("ascii", "replace").strip().rpartition(" ")
-    seat = int(number) if number.isdecimal() else -1
-    return Hello(kind, seat, signed[SEAT : SEAT + NONCE], signed[SEAT + NONCE :])
+def secret_of(run: bytes, salt: str) -> str:
+    """Return what the ranks of one start say in their hellos: an HMAC of its salt under the run's
+    secret, which is not sent itself.
+    """
+    return hmac.new(run, salt.encode(), hashlib.sha256).hexdigest()
 
 
 class Connection:
     """A socket that carries frames both ways and waits for nobody unless asked to.
 
-    address, here: the numeric addresses of the peer and of this side. ended: how it ended, as far
-    as read() has seen: "" (not yet), "closed" (the peer's kernel closed it in order), or "broken"
-    (reset, timed out, or not what our peer sends). lost: something could not be sent any more.
+    address, here: the numeric addresses of the peer and of this side. limit: bytes of a text that
+    is read. ended: how it ended, as far as read() has seen: "" (not yet), "closed" (the peer's
+    kernel closed it in order), or "broken" (reset, timed out, or not what our peer sends).
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, limit: int = LIMIT) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.address: str = sock.getpeername()[0]
         self.here: str = sock.getsockname()[0]
-        self.sock, self.ended, self.lost = sock, "", False
+        self.sock, self.limit, self.ended = sock, limit, ""
         self._in, self._out = bytearray(), bytearray()
-        self._keys, self._counts = (b"", b""), [0, 0]  # to read, to write
         self._reset = False  # a send saw the reset; then no read does
         self._lock = threading.Lock()  # several threads send
-
-    def use_keys(self, secret: bytes, listener: bytes, caller: bytes, listens: bool) -> None:
-        """Take the keys of this connection, from both nonces. listens: this side does."""
-        names = ("to listener", "to caller") if listens else ("to caller", "to listener")
-        read, write = (
-            hmac.digest(secret, b"\0".join([name.encode(), listener, caller]), "sha256")
-            for name in names
-        )
-        self._keys = (read, write)
-
-    def _mac(self, way: int, *parts: bytes) -> bytes:
-        mac = hmac.new(self._keys[way], self._counts[way].to_bytes(8, "big"), "sha256")
-        for part in parts:
-            mac.update(part)
-        return mac.digest()
 
     def send(self, message: Fields) -> None:
         """Queue a message; send what the socket takes now."""
         text = json.dumps(message).encode()
-        assert len(text) <= TEXT_LIMIT, "the frame is too long"
-        head = HEAD.pack(len(text))
+        assert len(text) <= LIMIT, "the frame is too long"
         with self._lock:
-            mac = self._mac(1, head, text)
-            self._counts[1] += 1
-            self._out += head + mac + text
-            self._flush()
-
-    def send_raw(self, data: bytes) -> None:
-        """Queue bytes that are no frame."""
-        with self._lock:
-            self._out += data
+            self._out += HEAD.pack(len(text)) + text
             self._flush()
 
     def flush(self) -> bool:
@@ -172,66 +93,41 @@ class Connection:
             pass
         except OSError as error:
             self._out.clear()  # read() will see the end
-            self.lost = True
             self._reset = self._reset or isinstance(error, ConnectionResetError)
 
-    def wait(self, seconds: float, to_send: bool = False) -> bool:
-        """Wait until there is something to read (or room to send); return whether there is."""
+    def wait(self, seconds: float) -> bool:
+        """Wait until there is something to read; return whether there is."""
         poll = select.poll()  # select.select() knows no descriptor above 1023
         try:
-            poll.register(self.sock, select.POLLOUT if to_send else select.POLLIN)
+            poll.register(self.sock, select.POLLIN)
         except (OSError, ValueError):
             return True  # closed
         return bool(poll.poll(1000 * max(0.0, seconds)))
 
-    def receive(self, size: int) -> bytes:
-        """Return at most `size` bytes that are there, b"" where none are; note an end."""
-        try:
-            data = self.sock.recv(size)
-        except BlockingIOError:
-            return b""
-        except OSError:
-            self.ended = "broken"
-            return b""
-        if not data:
-            self.ended = "broken" if self._reset else "closed"
-        return data
-
     def read(self) -> list[Fields]:
         """Return the messages that have arrived whole; `ended` says whether more may come."""
-        messages = []
+        messages = list[Fields]()
         try:
-            self._in += self.receive(READ)
-            while len(self._in) >= HEAD.size and not self._lacking():
-                messages.append(self._take())
-        except (ValueError, RecursionError):
+            data = self.sock.recv(READ)
+            if not data:
+                self.ended = "broken" if self._reset else "closed"
+            self._in += data
+            while len(self._in) >= HEAD.size:
+                end = HEAD.size + HEAD.unpack_from(self._in)[0]
+                if end - HEAD.size > self.limit:
+                    raise ValueError("too long")
+                if len(self._in) < end:
+                    break
+                message = json.loads(self._in[HEAD.size : end])
+                if not isinstance(message, dict):
+                    raise ValueError("not an object")
+                messages.append(message)
+                del self._in[:end]
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError, RecursionError):
             self.ended = "broken"
         return messages
-
-    def _lacking(self) -> int:
-        """Return how many bytes the frame that has begun lacks. Raises ValueError: none of ours."""
-        if len(self._in) < HEAD.size:
-            return 0
-        (size,) = HEAD.unpack_from(self._in)
-        if size > TEXT_LIMIT:
-            raise ValueError("too long")
-        return max(0, HEAD.size + MAC + int(size) - len(self._in))
-
-    def _take(self) -> Fields:
-        """Take the first frame. Raises ValueError, RecursionError where it is none of ours."""
-        start = HEAD.size + MAC
-        end = start + HEAD.unpack_from(self._in)[0]
-        head, mac, text = (
-            bytes(self._in[a:b]) for a, b in ((0, HEAD.size), (HEAD.size, start), (start, end))
-        )
-        del self._in[:end]
-        if not hmac.compare_digest(mac, self._mac(0, head, text)):
-            raise ValueError("not from our peer, or changed on the way")
-        self._counts[0] += 1
-        message = json.loads(text)
-        if not isinstance(message, dict):
-            raise ValueError("not an object")
-        return message
 
     def close(self) -> None:
         """Close the socket in this process; a forked child that has it may keep it open."""
@@ -239,59 +135,30 @@ class Connection:
 
 
 def join(
-    address: tuple[str, int], secret: bytes, kind: str, number: int, session: bytes, seconds: float
+    address: tuple[str, int], secret: str, rank: int, session: str, seconds: float
 ) -> tuple[Connection, list[Fields]]:
-    """Call a listener and show each other the secret; return its first messages after the welcome.
+    """Call the coordinator and say who this is; return its first messages after the welcome.
 
     seconds: for all of it. Raises OSError: ConnectionRefusedError where nothing listens, Refused
-    and AnotherSecret where the listener says no, TimeoutError.
+    where the coordinator says no, TimeoutError.
     """
     deadline = time.monotonic() + seconds
     sock = socket.create_connection(address, timeout=seconds)
     try:
-        connection = Connection(sock)
-        greeting = _exactly(connection, len(GREETING) + NONCE, deadline)
-        own, listener = nonce(), greeting[len(GREETING) :]
-        if not greeting.startswith(GREETING) or len(listener) < NONCE:
-            raise ConnectionError("the listener there is not Weft, or is busy")
-        connection.use_keys(secret, listener, own, listens=False)
-        connection.send_raw(hello(secret, kind, number, session, own, listener))
-        answer = _exactly(connection, 1, deadline)
-        if answer == NO:
-            raise AnotherSecret(
-                "it has another secret: all ranks of a run need the same WEFT_SECRET"
-            )
-        messages: list[Fields] = []
-        while answer == YES and not messages and _more(connection, deadline):
+        connection, messages = Connection(sock), list[Fields]()
+        connection.send({"rank": rank, "session": session, "secret": secret})
+        while not messages and not connection.ended:
+            if not connection.wait(deadline - time.monotonic()):
+                raise TimeoutError("no answer")
             messages = connection.read()
         if not messages:
-            broken = answer and connection.ended == "broken"
-            raise ConnectionError(
-                "it does not know this secret"
-                if broken
-                else "it closed the connection: it may be busy"
-            )
+            raise ConnectionError("it closed the connection: it may be busy")
         first = messages.pop(0)
         if "refused" in first:
-            raise Refused(printable(str(first["refused"])), bool(first.get("final")))
+            raise Refused(printable(str(first["refused"])))
+        if "welcome" not in first:
+            raise ConnectionError("the listener there is not Weft's")
     except BaseException:
         sock.close()
         raise
     return connection, messages
-
-
-def _exactly(connection: Connection, size: int, deadline: float) -> bytes:
-    """Return so many bytes, fewer at the end. Raises TimeoutError."""
-    data = b""
-    while len(data) < size and _more(connection, deadline):
-        data += connection.receive(size - len(data))
-    return data
-
-
-def _more(connection: Connection, deadline: float) -> bool:
-    """Wait for something to read; return False at the end. Raises TimeoutError."""
-    if connection.ended:
-        return False
-    if not connection.wait(deadline - time.monotonic()):
-        raise TimeoutError("no answer")
-    return True

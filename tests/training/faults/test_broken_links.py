@@ -78,7 +78,7 @@ def test_a_reset_that_a_send_was_told_is_no_orderly_end() -> None:
     there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     there.close()  # with a reset
     connection.wait(PATIENCE)
-    connection.send_raw(b"x")
+    connection.send({})
     connection.read()
     assert connection.ended == "broken"
     here.close()

@@ -272,7 +272,6 @@ def test_a_goodbye_is_no_death_and_costs_no_time(ranks: Callable[..., Ranks], ca
 def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2)
     two.monitors[0]._coordinator.world = 3
-    two.monitors[0]._coordinator.admission.world = 3
     two.fail(1, RuntimeError("early"))
     assert {c.why for c in two.causes()} == {"RuntimeError: early"}
     late = Staying(2, 3, two.store, beat=0.05, unwind=0.1)
@@ -285,7 +284,7 @@ def test_one_that_joins_late_is_told(ranks: Callable[..., Ranks]) -> None:
     [b"GET / HTTP/1.1\r\n\r\n", b"\xff\x00" * 100, b'["a"]\n', b"x" * 100_000]
     + [b'{"rank": 1, "token": "guessed", "failed": "ha", "wait": 0}\n', b'{"failed": "x"}\n', b""],
 )
-def test_admission_on_the_port_change_nothing(ranks: Callable[..., Ranks], noise: bytes) -> None:
+def test_strangers_at_the_port_change_nothing(ranks: Callable[..., Ranks], noise: bytes) -> None:
     two = ranks(2)
     port = two.monitors[0]._coordinator.port
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as caller:
@@ -297,7 +296,7 @@ def test_admission_on_the_port_change_nothing(ranks: Callable[..., Ranks], noise
 
 
 def test_the_port_of_a_local_run_is_not_open_to_the_network(ranks: Callable[..., Ranks]) -> None:
-    assert ranks(2).monitors[0]._coordinator.admission.listener.getsockname()[0] == "127.0.0.1"
+    assert ranks(2).monitors[0]._coordinator.listener.getsockname()[0] == "127.0.0.1"
 
 
 def test_a_forked_child_does_not_hide_a_death(ranks: Callable[..., Ranks]) -> None:
@@ -307,7 +306,7 @@ def test_a_forked_child_does_not_hide_a_death(ranks: Callable[..., Ranks]) -> No
     if child == 0:
         os.close(write)
         os.read(read, 1)  # outlive the rank
-        listener = two.monitors[0]._coordinator.admission.listener
+        listener = two.monitors[0]._coordinator.listener
         os._exit(0 if listener.fileno() < 0 else 1)
     try:
         two.monitors[1]._left = True

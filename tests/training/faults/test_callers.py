@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strangers at the failure channel's port: what they send, hold or pretend changes nothing."""
+"""Callers at the failure channel's port that are no ranks: what they send changes nothing."""
 
 import os
 import re
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mpu.comm.transport import CommunicationError
 from mpu.launch import run_secret
 from tests.training.faults.test_monitor import PATIENCE, Staying, wait_until
-from training.faults import admission, coordinator, messages, wire
+from training.faults import coordinator, messages, wire
 from training.faults import monitor as failure_monitor
 from training.faults.address import is_loopback, listen, resolve
 from training.faults.coordinator import Cause
@@ -40,9 +40,8 @@ class Two:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
-    def key(self) -> bytes:
-        salt = self.store.get("monitor").decode().split(",")[2]
-        return wire.proof(SECRET, "run", salt.encode())
+    def key(self) -> str:
+        return wire.secret_of(SECRET, self.store.get("monitor").decode().split(",")[2])
 
     def check(self) -> None:
         """Nothing has been decided, and a real failure still reaches all."""
@@ -69,14 +68,18 @@ def two() -> Iterator[Two]:
         monitor._connection.close()
 
 
+HELLO = b'{"rank": 1, "session": "", "secret": "guessed"}'
 GARBAGE = {
     "nothing": b"",
     "deep JSON": b"[" * 30_000,
     "zeros": b"\0" * 100_000,
     "a line without end": b"x" * 1_000_000,
     "an old message": b'{"rank": 1, "token": "guessed", "failed": "ha", "wait": 0}\n',
-    "a hello without a proof": wire.hello(b"", "rank", 1, b"0" * 32, b"0" * 32, b"0" * 32),
-    "digits that are none": "²".encode() * 68,
+    "a hello with another secret": wire.HEAD.pack(len(HELLO)) + HELLO,
+    "a frame without an object": wire.HEAD.pack(3) + b"[1]",
+    "a number that is too long": wire.HEAD.pack(900) + b"9" * 900,
+    "text that is none": wire.HEAD.pack(2) + b"\xff\xfe",
+    "a secret that no text has": wire.HEAD.pack(20) + b'{"secret": "\\ud800"}',
 }
 
 
@@ -85,7 +88,7 @@ def test_garbage_is_sent_away(two: Two, noise: bytes) -> None:
     with two.connect() as caller:
         try:
             caller.sendall(noise)
-            if len(noise) >= wire.HELLO:
+            if noise:
                 while caller.recv(4096):
                     pass
         except ConnectionError:
@@ -113,7 +116,7 @@ sys.stdin.read()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as callers:
         assert callers.stdout.readline() == b"connected\n"
-        assert descriptors() - before < admission.SPARE + 20
+        assert descriptors() - before < coordinator.SPARE + 20
         two.check()
         callers.stdin.close()
 
@@ -126,7 +129,7 @@ def test_no_descriptors_left(two: Two) -> None:
     """accept() fails; the ranks that have joined hear each other all the same."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     callers = [two.connect() for _ in range(3)]
-    wait_until(lambda: len(two.hub.admission.callers) == 3)
+    wait_until(lambda: len(two.hub.callers) == 3)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
     held = []
     try:
@@ -148,7 +151,7 @@ def test_no_descriptors_left(two: Two) -> None:
 
 
 def test_a_stranger_who_waits_is_sent_away(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "PATIENCE", 0.2)
+    monkeypatch.setattr(coordinator, "PATIENCE", 0.2)
     with two.connect() as caller:
         caller.sendall(b"half a hello")
         while caller.recv(4096):
@@ -159,29 +162,8 @@ def test_a_stranger_who_waits_is_sent_away(two: Two, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("rank", [0, 1, 2, 99_999_999])
 def test_a_fake_rank_with_another_secret_is_sent_away(two: Two, rank: int) -> None:
     address = ("127.0.0.1", two.port)
-    with pytest.raises(wire.AnotherSecret, match="it has another secret"):
-        wire.join(address, b"guessed", "rank", rank, wire.nonce(), PATIENCE)
-    two.check()
-
-
-def test_a_hello_cannot_be_used_twice(two: Two) -> None:
-    """Each connection has a nonce of the hub's."""
-    with two.connect() as first, two.connect() as second:
-        greetings = [sock.recv(100) for sock in (first, second)]
-        hub = greetings[0][len(wire.GREETING) :]
-        said = wire.hello(two.key(), "rank", 1, two.monitors[1]._session, wire.nonce(), hub)
-        second.sendall(said)
-        assert second.recv(100) == wire.NO and second.recv(100) == b""
-    two.check()
-
-
-def test_a_changed_message_is_no_message(two: Two) -> None:
-    """Who sits on the line can break it, but say nothing in a rank's name; the rank comes back."""
-    wait_until(lambda: 1 in two.hub.members)  # a rank is admitted before the hub's thread seats it
-    sock, old = two.monitors[1]._connection.sock, two.hub.members[1].connection
-    text = b'{"kind": "failed", "action": "", "why": "forged", "wait": 0}'
-    os.write(sock.fileno(), wire.HEAD.pack(len(text)) + b"0" * wire.MAC + text)
-    wait_until(lambda: two.hub.members[1].connection not in (None, old))
+    with pytest.raises(wire.Refused, match="it has another secret"):
+        wire.join(address, "guessed", rank, "a session", PATIENCE)
     two.check()
 
 
@@ -197,28 +179,6 @@ def test_a_rank_beyond_the_world_is_refused(two: Two) -> None:
     with pytest.raises(CommunicationError, match="there is no rank 2 here: ranks end at 1"):
         Staying(2, 3, two.store, "127.0.0.1", SECRET)
     two.check()
-
-
-def test_a_hub_that_does_not_know_the_secret_is_not_believed() -> None:
-    store = dist.HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as fake:
-        store.set("monitor", f"127.0.0.1,{fake.getsockname()[1]},00")
-
-        def serve() -> None:
-            while True:
-                try:
-                    sock = fake.accept()[0]
-                except OSError:  # the test is over
-                    return
-                sock.sendall(wire.GREETING + b"0" * 32)
-                sock.recv(4096)
-                text = b'{"kind": "cause"}'
-                frame = wire.HEAD.pack(len(text)) + b"0" * wire.MAC + text
-                sock.sendall(wire.YES + frame)
-
-        threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(CommunicationError, match="it does not know this secret"):
-            Staying(1, 2, store, "127.0.0.1", SECRET)
 
 
 def test_a_rank_with_another_secret_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +211,7 @@ def test_the_secret_is_not_in_the_store(two: Two) -> None:
     said = two.store.get("monitor")
     assert SECRET not in said and SECRET.hex().encode() not in said
     salt = said.decode().split(",")[2]
-    assert wire.proof(b"", "run", salt.encode()) != two.key()
+    assert wire.secret_of(b"", salt) != two.key()
 
 
 def test_text_from_the_wire_is_safe_to_print() -> None:
