@@ -31,10 +31,12 @@ from mpu.kernels import (  # noqa: E402
     cross_entropy,
     expert_rows,
     float8,
+    grouped_wgrad,
     rms_norm,
     rope,
     sum_of_parts,
     swiglu,
+    swiglu_rows,
 )
 from mpu.kernels.launch import Kernel  # noqa: E402
 
@@ -99,12 +101,14 @@ def calls() -> dict[str, Callable[[], object]]:
     slices = qkv.split([4, 1, 1], 2)
     state, scalars = tuple(torch.ones(64) for _ in range(4)), torch.ones(4)
     rates = adamw.Rates(1e-3, (0.9, 0.95), 1e-8, 0.1)
+    wide_x = torch.ones(16, 256, dtype=BF16)
     labels, sums = torch.zeros(16, dtype=torch.int64), torch.ones(3, 16)
     place, shares = torch.zeros(16, 2, dtype=torch.int64), torch.ones(16, 2)
     given, form = (
         float8.Numbers(torch.ones(16, 128, dtype=BF16), 16, 128),
         float8.Codes(3, 7, 448.0, 8),
     )
+    ends, main_grads = torch.tensor([4, 16], dtype=torch.int32), torch.ones(2, 64, 64)
     out, byte = torch.zeros(16, 144, dtype=torch.uint8), torch.ones(16, 1, dtype=torch.uint8)
     return {
         "swiglu_forward": lambda: swiglu.swiglu_forward(x),
@@ -121,6 +125,10 @@ def calls() -> dict[str, Callable[[], object]]:
         "sum_of_parts": lambda: sum_of_parts.sum_of_parts(parts, main),
         "sum_rows": lambda: expert_rows.sum_rows(x, place, shares, x),
         "combine_backward": lambda: expert_rows.combine_backward(x, place, shares, x, x, shares),
+        "grouped_wgrad": lambda: grouped_wgrad.grouped_wgrad(x, x, ends, main_grads, False),
+        "swiglu_rows": lambda: swiglu_rows.swiglu_rows(
+            wide_x, None, byte[0], 0, out=out, turned=None, wide=None, form=form
+        ),
         "float8 row_scales": lambda: float8.row_scales(given, 0, byte, form),
         "float8 encode": lambda: float8.encode(given, byte, out, None, form),
         "float8 rows": lambda: float8.rows(given, 128, out, None, form, False),

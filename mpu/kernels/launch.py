@@ -117,7 +117,9 @@ class Kernel:
         if call is None:
             seen = places_of_tensors(given)
             call = self._calls[names] = Call(self.jitted, given, names, seen)
-        addresses, kinds, bits = list[int](), list[Any](), 0
+        addresses: list[int] = []
+        kinds: list[Any] = []
+        bits = 0
         for x in call.tensors(given):
             if x is None:
                 addresses.append(0)
