@@ -7,6 +7,7 @@ runs is neither used nor touched.
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -195,7 +196,8 @@ class Cluster:
     def ranks(self) -> list[int]:
         """Return the ids of the processes that train."""
         words = {process: command_line(process).split(b"\0") for process in self.processes()}
-        return [p for p, w in words.items() if w[0].endswith(b"python3") and SCRIPT in w[1:2]]
+        python = re.compile(rb"(.*/)?python3?")  # .venv/bin/python, or the environment's python3
+        return [p for p, w in words.items() if python.fullmatch(w[0]) and SCRIPT in w[1:2]]
 
     def no_jobs(self) -> bool:
         """Return whether nothing runs but the daemons."""
