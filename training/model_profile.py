@@ -34,6 +34,7 @@ from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 from mpu.torch_private import SCALED_MM
 from mpu.zero.bucket_layout import ParamEntry, block_of, entries_of
+from mpu.zero.gradient_check import check_registered
 from training.arguments import BatchConfig, ParallelConfig
 from training.config import Config
 from training.layer_options import context_of, recompute_of
@@ -148,7 +149,8 @@ def model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     attention (F.scaled_dot_product_attention) count half where it is causal or masked, and those of
     a window block by block (mpu/layers/attention/blocks.py). Documents, whose lengths are not known
     before the run, count as one. Look-ups and elementwise work do not count. Raises ValueError
-    where the vocabulary size is not known yet.
+    where the vocabulary size is not known yet, PlacementError where a tensor that wants a gradient
+    is no parameter.
     """
     if config.model.vocab_size is None:
         raise ValueError("the vocabulary size is not known before the tokenizer is read")
@@ -175,7 +177,8 @@ def _model_profile(config: Config, provider: ModelProvider) -> ModelProfile:
     sink = _Uses()
     ctx = meta_context(config, Grid(), sink, experts=ExpertOptions())
     with torch.no_grad(), flops:
-        built = provider(config, ctx, _CountedRecompute(flops), stages)
+        built: Any = provider(config, ctx, _CountedRecompute(flops), stages)
+        check_registered(built)
         tokens = torch.empty((1, length), dtype=torch.long, device=META)
         hidden, parts, cores, uses = None, [], [], []
         for chunk in range(count + 2):

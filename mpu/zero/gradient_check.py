@@ -138,6 +138,18 @@ class GradientCheck:
         return self.steps >= STEPS or not any(waiting for _, _, waiting in every)
 
 
+def check_registered(module: nn.Module) -> None:
+    """Raise PlacementError where a module holds a tensor that wants a gradient and is no parameter
+    of it.
+    """
+    if hidden := unregistered(module):
+        raise PlacementError(
+            f"{hidden}: a tensor there requires a gradient and is not a parameter of the module, "
+            "so nothing would train or save it; assign it as an attribute of its own, or put it "
+            "into nn.ParameterList, nn.ParameterDict or nn.ModuleList"
+        )
+
+
 def unregistered(module: nn.Module) -> str:
     """Return where a module holds a tensor that wants a gradient and is no parameter, or ""."""
     known = set(module.parameters())

@@ -35,7 +35,7 @@ from mpu.zero.bucket_layout import (
 from mpu.zero.float8_gather import Float8Gather, of_buckets
 from mpu.zero.frozen import Frozen, agree
 from mpu.zero.gather import Gatherer, fill
-from mpu.zero.gradient_check import GradientCheck, unregistered
+from mpu.zero.gradient_check import GradientCheck, check_registered
 from mpu.zero.reduce import Reduction
 
 
@@ -113,13 +113,7 @@ class ParamAndGradBuffer(GradientSink):
         plain nn.Parameter is taken as replicated over tp. Raises PlacementError where a module
         holds a tensor that wants a gradient and is not registered, and as `agree` does.
         """
-        if hidden := unregistered(module):
-            raise PlacementError(
-                f"{hidden}: a tensor there requires a gradient and is not a parameter of the "
-                "module, so "
-                "nothing would train or save it; assign it as an attribute of its own, or put it "
-                "into nn.ParameterList, nn.ParameterDict or nn.ModuleList"
-            )
+        check_registered(module)
         for _, param in module.named_parameters(remove_duplicate=False):
             self._uses[param] = self._uses.get(param, 0) + 1
         self._module, self._lines = module, dict(uses or {})
