@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 REMOVED = (
     "fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto",
     "parallel.core_attention_backend",  # parallel.attention_backend
+    "fault.peer_checkpoint",
 )  # fmt: skip
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 
