@@ -313,7 +313,8 @@ def test_the_models_pass(model, only, capfd, monkeypatch):
     monkeypatch.setattr(waiting, "AFTER", 0.05)
     code = main(["--model", str(ROOT / "model" / f"{model}.py"), *only])
     out, err = capfd.readouterr()
-    assert re.search(r"^one rank(, tied)?: \d s, layout 1 of \d+$", err, re.M), "before the first row"
+    first = r"^one rank(, tied)?: \d s, layout 1 of \d+$"
+    assert re.search(first, err, re.M), "before the first row"
     assert re.search(r"layout \d+ of \d+, about \d+ s left$", err, re.M)
     assert code == 0, out
     assert "layouts agree" in out and "warning" not in out
