@@ -194,6 +194,7 @@ def test_a_gpu_that_is_none_is_refused(name):
         report(read(f"--rehearse-device {name}"))
 
 
+@pytest.mark.prove
 def test_the_measures_that_are_told_are_those_that_help():
     first, found = advice("--zero-stage 3 --global-batch-size 4 --optimizer-cpu-offload", 2)
     assert first.startswith("fits a GPU of 80 GB (73.7 GB available), with ") and not found

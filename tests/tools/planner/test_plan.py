@@ -134,6 +134,7 @@ def test_the_table_is_in_order_and_its_parts_add_up(plans: Plans, worker: Worker
     assert parse(argv, plans.cluster.gpus) == same
 
 
+@pytest.mark.prove
 def test_groups_of_parameters_are_planned_and_printed_for_a_shell() -> None:
     """A flag that may be repeated stays, and what is frozen takes less memory."""
     groups = ("*norm* lr-mult=0.5", "layers.[4-7].* frozen")
