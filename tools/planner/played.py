@@ -118,8 +118,9 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     cut = [len(stages[n].layers) for n in own_stages(config, 0)]
     block = p.recompute_granularity == "full" and p.recompute_method == "block"
     again = (p.recompute_num_layers or 0) if block else 0
+    small = p.pipeline_model_parallel_size == 1 and cut[0] < FEW[0]
     # owners of matrices get matrices, not layers
-    if not alike(config, provider) or needs_full_matrices(config) or min(cut) < FEW[0]:
+    if small or not alike(config, provider) or needs_full_matrices(config):
         points = [Point(0, 0)]  # all of them
     elif block:
         points = [Point(FEW[0], 1), Point(FEW[1], 1), Point(FEW[1], 2)]
