@@ -62,14 +62,14 @@ class ParamAndGradBuffer(GradientSink):
             _, every, shard, replicate = grid.data(cut)
             shared = sharing_of(cut, every.size, shard.size, config.zero_stage)
             self._sharing[cut] = shared
+            # without overlap, a sum of each micro-batch is waited for at once
+            each = config.reduce_each_micro_batch and shared.zero_stage >= 2
             self._reduction[cut] = Reduction(
-                shared.zero_stage, shard, replicate, dtype, main, wire
-            )
+                shared.zero_stage, shard, replicate, dtype, main, wire,
+                is_async=config.overlap_grad_reduce or not each,
+            )  # fmt: skip
         self.zero_stage = max(shared.zero_stage for shared in self._sharing.values())
         self.each = config.reduce_each_micro_batch and self.zero_stage >= 2
-        if self.each and not config.overlap_grad_reduce:  # each sum is waited for at once
-            for cut, how in self._reduction.items():
-                self._reduction[cut] = how._replace(is_async=False)
         self._module, self._lines = nn.Module(), dict[str, Sequence[str]]()  # see attach
         self.buckets: list[ParamAndGradBucket] = []
         self.frozen_buckets: list[ParamBucket] = []

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import pretrain_llama
 from forecast.device_file import Device
 from forecast.like_ranks import alike
-from mpu.zero.bucket_layout import automatic_size
 from tools.planner.cluster import Cluster
 from tools.planner.model import Model, last_of_each
-from tools.planner.rank_bytes import FEW, sizes
+from tools.planner.rank_bytes import FEW, bucket_size
 from tools.rehearsal.clock import Timing
 from tools.rehearsal.few_layers import (
     BOUND,
@@ -40,7 +39,7 @@ from training.config import Config
 from training.flags.parse import parse
 from training.model_profile import model_profile
 from training.pipeline_schedule import GROUP, micro_batch_counts, own_stages, schedule_of
-from training.pipeline_stages import costs, stages_of
+from training.pipeline_stages import costs, rank_stages, stages_of
 from training.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,7 +143,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
             words = [*argv, "--train-iters", "8", "--global-batch-size", str(m * one),
                      "--rehearse-device", cluster.device]  # fmt: skip
             if point.layers:
-                words += of_layers(model, config, point, ranks)
+                words += of_layers(config, point, ranks)
             jobs.append({
                 "argv": last_of_each(words), "node": cluster.node,
                 "world": cluster.gpus // p.pipeline_model_parallel_size * ranks,
@@ -153,7 +152,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     return Play(config, cut, again, device, points, jobs)
 
 
-def of_layers(model: Model, config: Config, point: Point, ranks: int) -> list[str]:
+def of_layers(config: Config, point: Point, ranks: int) -> list[str]:
     """Return the flags of a pipeline of so many ranks with few layers in each stage, and buckets as
     all have.
     """
@@ -168,13 +167,9 @@ def of_layers(model: Model, config: Config, point: Point, ranks: int) -> list[st
         words += [GROUP, str(ranks)]
     if point.again:
         words += ["--recompute-num-layers", str(point.again)]
-    if not p.ddp_bucket_size:
-        own = sizes(model.flags, p.tensor_model_parallel_size, config.expert_model_parallel_size)
-        of_all = p.pipeline_model_parallel_size
-        ends = (own.embedding, own.head)
-        both = of_all == 1 and config.model.untie_embeddings_and_output_weights
-        held = own.layer * config.model.num_layers / of_all + (sum(ends) if both else max(ends))
-        words += ["--ddp-bucket-size", str(automatic_size(int(held)))]
+    every = [rank_stages(config, pretrain_llama.model_provider, rank)
+             for rank in range(p.pipeline_model_parallel_size)]  # fmt: skip
+    words += ["--ddp-bucket-size", str(bucket_size(config, every))]
     return words
 
 
