@@ -27,7 +27,7 @@ from typing import Any
 
 from mpu.launch import Launch, environment_defaults, launched_by, shares_cores
 from mpu.needs import end_at_once, explain_missing_packages
-from training.activity import Activity
+from training.faults.activity import Activity
 from training.run.restarts import ERROR_FILE, end_again, write_error_file
 
 os.environ.update(environment_defaults(os.environ, sys.argv))
@@ -67,25 +67,20 @@ from mpu.pipeline.schedules import Schedule, forward_only
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Recompute
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training import matrices, param_groups
-from training.batch_size import total_iterations
-from training.config import Config
 from training.data.batch import Batch
 from training.data.build import Loaders
 from training.data.loader import Loader
-from training.expert_options import own_sizes
 from training.faults.monitor import FailureMonitor
+from training.files.untrusted import printable
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
-from training.layer_options import accumulate_dtype, as_configured, context_of, recompute_of
-from training.model_profile import make_grid, whole_model
-from training.param_groups import Assigned
-from training.pipeline_stages import rank_stages, uses_of
-from training.run import memory_report, resumable
+from training.run import matrices, memory_report, resumable
 from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.layer_values import LayerValues
 from training.run.log import Log
 from training.run.memory_report import MemoryReport
+from training.run.model_profile import make_grid, whole_model
+from training.run.pipeline_stages import rank_stages, uses_of
 from training.run.prepare import prepare
 from training.run.rendezvous import meet
 from training.run.sample import draw_sample
@@ -114,10 +109,20 @@ from training.run.watch import (
     SlowRanks,
     Stepped,
 )
-from training.stages import waits_for
-from training.untrusted import printable
-from training.update_rules import mup_of, optimizer_groups
-from training.zero_config import zero_config
+from training.settings import param_groups
+from training.settings.batch_size import total_iterations
+from training.settings.config import Config
+from training.settings.expert_options import own_sizes
+from training.settings.layer_options import (
+    accumulate_dtype,
+    as_configured,
+    context_of,
+    recompute_of,
+)
+from training.settings.param_groups import Assigned
+from training.settings.stages import waits_for
+from training.settings.update_rules import mup_of, optimizer_groups
+from training.settings.zero_config import zero_config
 
 
 @dataclass

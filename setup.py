@@ -27,6 +27,9 @@ FLAGS = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trap
 FLAGS += ["-Wall", "-Wextra"]
 PACKAGES = [
     "forecast",
+    "forecast.explainer",
+    "forecast.planner",
+    "forecast.rehearsal",
     "model",
     "mpu",
     "mpu.comm",
@@ -38,14 +41,15 @@ PACKAGES = [
     "mpu.overlap",
     "mpu.pipeline",
     "mpu.zero",
-    "training",
     "training.checkpoint",
     "training.data",
     "training.faults",
+    "training.files",
     "training.flags",
     "training.run",
     "training.run.autotune",
     "training.run.watch",
+    "training.settings",
 ]
 # tools/ has no __init__.py: its scripts run by their path; installed, they run by python -m, too
 TOOLS = find_namespace_packages(str(ROOT), include=["tools", "tools.*"])

@@ -48,7 +48,7 @@ from mpu.layers.attention.shards import gather_blocks, shards  # noqa: E402
 from tools.explain import micro_batches  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
-from training.model_profile import make_grid  # noqa: E402
+from training.run.model_profile import make_grid  # noqa: E402
 from training.run.rendezvous import meet  # noqa: E402
 
 KINDS = ("p2p", "all_gather", "a2a")

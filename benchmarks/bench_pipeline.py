@@ -47,7 +47,7 @@ from mpu.pipeline.simulate import Costs, simulate  # noqa: E402
 from mpu.pipeline.stage_layout import Stage  # noqa: E402
 from pretrain_llama import model_provider  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
-from training.pipeline_stages import stages_of  # noqa: E402
+from training.run.pipeline_stages import stages_of  # noqa: E402
 
 P = 2
 THEIRS = {  # our schedule: torch's class, and its stages a rank

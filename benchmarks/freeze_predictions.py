@@ -33,7 +33,7 @@ STEPS = {  # the row of `make gpu-check`: layers, further flags
     "step-6-fp8-tensorwise": (6, "--fp8-format hybrid --fp8-recipe tensorwise"),
     "step-6-fp8-blockwise": (6, "--fp8-format e4m3 --fp8-recipe blockwise"),
 }
-REHEARSAL = "tools/rehearsal/"
+REHEARSAL = "forecast/rehearsal/"
 MADE_BY = (
     REHEARSAL + "clock.py", REHEARSAL + "roofline.py", "forecast/device_file.py",
     *(f"forecast/devices/{name}.json" for name in DEVICES),
@@ -95,7 +95,7 @@ def peer() -> dict[str, dict[str, Any]]:
 
 def record_peer() -> dict[str, dict[str, Any]]:
     """Record two steps of the peer on the fake device, and time the second on each device."""
-    from tools.rehearsal import guard
+    from forecast.rehearsal import guard
 
     guard.load()
     import torch
@@ -104,11 +104,11 @@ def record_peer() -> dict[str, dict[str, Any]]:
     guard.check(torch)
     from benchmarks.peers import native
     from forecast.device_file import read_device
-    from tools.rehearsal import report
-    from tools.rehearsal.clock import time_record
-    from tools.rehearsal.device import Reads, install
-    from tools.rehearsal.record import Recorder
-    from tools.rehearsal.watch import Watch
+    from forecast.rehearsal import report
+    from forecast.rehearsal.clock import time_record
+    from forecast.rehearsal.device import Reads, install
+    from forecast.rehearsal.record import Recorder
+    from forecast.rehearsal.watch import Watch
 
     recorder, h100, a = Recorder("cuda"), read_device("h100"), Namespace(**PEER)
     install(recorder, {

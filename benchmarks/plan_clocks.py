@@ -5,9 +5,9 @@
     python benchmarks/plan_clocks.py [--only TEXT]
 
 plan.py records rank 0 with few layers and few micro-batches, and adds what the rest takes
-(tools/planner/played.py). --rehearse runs all layers. Both play the same events by the same clock,
-so what differs is what is not linear in layers or micro-batches. A line is a layout: its seconds by
-both, the difference, and the part of a step that differs most. It takes about ten minutes.
+(forecast/planner/played.py). --rehearse runs all layers. Both play the same events by the same
+clock, so what differs is what is not linear in layers or micro-batches. A line is a layout: its
+seconds by both, the difference, and the part of a step that differs most. It takes about ten minutes.
 """
 
 import argparse
@@ -25,13 +25,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from forecast.device_file import LEVEL, NUMBERS, Device  # noqa: E402
-from tools.planner.cluster import read_cluster  # noqa: E402
-from tools.planner.model import read_model  # noqa: E402
-from tools.planner.played import Worker  # noqa: E402
-from tools.planner.recorded import Recorded, play  # noqa: E402
-from tools.planner.table import breakdown  # noqa: E402
-from tools.rehearsal.clock import Timing  # noqa: E402
-from training.text import aligned  # noqa: E402
+from forecast.planner.cluster import read_cluster  # noqa: E402
+from forecast.planner.model import read_model  # noqa: E402
+from forecast.planner.played import Worker  # noqa: E402
+from forecast.planner.recorded import Recorded, play  # noqa: E402
+from forecast.planner.table import breakdown  # noqa: E402
+from forecast.rehearsal.clock import Timing  # noqa: E402
+from training.run.text import aligned  # noqa: E402
 
 SOURCE = "written by benchmarks/plan_clocks.py"
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"

@@ -34,17 +34,17 @@ import torch  # noqa: E402
 from benchmarks.planning import cpu_probe  # noqa: E402
 from benchmarks.planning.cpu_host import Host, Product, Rates  # noqa: E402
 from benchmarks.planning.cpu_time import Rank, Told, told  # noqa: E402
+from forecast.rehearsal.run import loader  # noqa: E402
 from mpu.comm.collectives import all_gather, barrier  # noqa: E402
 from mpu.connect import share  # noqa: E402
 from mpu.launch import Launch  # noqa: E402
 from pretrain_llama import build, train_step  # noqa: E402
-from tools.rehearsal.run import loader  # noqa: E402
-from training.config import Config  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
-from training.model_profile import make_grid  # noqa: E402
 from training.run.device import keep_freed_memory  # noqa: E402
+from training.run.model_profile import make_grid  # noqa: E402
 from training.run.rendezvous import meet  # noqa: E402
+from training.settings.config import Config  # noqa: E402
 
 CPU, TIMEOUT = torch.device("cpu"), timedelta(minutes=10)
 SIZES = {  # as in bench_step.py

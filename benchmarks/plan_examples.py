@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from forecast.planner import search, table  # noqa: E402
+from forecast.planner.cluster import read_cluster  # noqa: E402
+from forecast.planner.model import read_model  # noqa: E402
+from forecast.planner.played import Worker  # noqa: E402
+from forecast.planner.recorded import Recorded, play  # noqa: E402
 from tools.plan import TOP, plans_of  # noqa: E402
-from tools.planner import search, table  # noqa: E402
-from tools.planner.cluster import read_cluster  # noqa: E402
-from tools.planner.model import read_model  # noqa: E402
-from tools.planner.played import Worker  # noqa: E402
-from tools.planner.recorded import Recorded, play  # noqa: E402
-from training.text import aligned  # noqa: E402
+from training.run.text import aligned  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYOUT = (

@@ -29,8 +29,8 @@ from benchmarks.planning import odds, other_runs  # noqa: E402
 from benchmarks.planning.frameworks import FOLDER, MEMORY, TIME, defaults  # noqa: E402
 from benchmarks.planning.predict import TERMS, memory, terms  # noqa: E402
 from benchmarks.planning.published import Row, read_table  # noqa: E402
-from tools.planner.runs import Runs, stacked  # noqa: E402
-from tools.planner.step_time import times  # noqa: E402
+from forecast.planner.runs import Runs, stacked  # noqa: E402
+from forecast.planner.step_time import times  # noqa: E402
 
 Values = dict[str, float]
 CAP = 0.5  # a run that is off by more counts as off by this: failures are among the runs

@@ -25,11 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.plan_clocks import ETHERNET  # noqa: E402
+from forecast.planner import table  # noqa: E402
+from forecast.planner.cluster import read_cluster  # noqa: E402
+from forecast.planner.played import Worker  # noqa: E402
+from forecast.planner.recorded import Recorded, play  # noqa: E402
 from tools.plan import TOP, plans_of  # noqa: E402
-from tools.planner import table  # noqa: E402
-from tools.planner.cluster import read_cluster  # noqa: E402
-from tools.planner.played import Worker  # noqa: E402
-from tools.planner.recorded import Recorded, play  # noqa: E402
 
 TITAN = "torchtitan's benchmarks"
 

@@ -5,7 +5,7 @@ A file is JSON, {"name": ..., "numbers": {key: {"value", "unit", "source"}}, "le
 level {"name", "ranks", "bandwidth", "step_seconds", "tree_seconds"} whose last three are numbers in
 the same form. NUMBERS and LEVEL list every key with its unit, and no other is allowed.
 
-A GPU without a file is a row of training/gpus.py, or a small file with such a row as an object,
+A GPU without a file is a row of training/run/gpus.py, or a small file with such a row as an object,
 {"name", "like", "memory", ...} in the units of the rows: it has the data sheet's peaks, and the
 shares of them that the file `like` has.
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from training.gpus import Gpu, UnknownGpu, gpu_of, named, of_driver
-from training.untrusted import read_json
+from training.files.untrusted import read_json
+from training.run.gpus import Gpu, UnknownGpu, gpu_of, named, of_driver
 
 FOLDER = Path(__file__).resolve().parent / "devices"
 DTYPES = ("bfloat16", "float16", "float8", "tf32", "float32")
@@ -138,8 +138,9 @@ def path_of(name: str) -> Path:
 
 
 def read_device(name: str) -> Device:
-    """Return the device of a file, or of a row of training/gpus.py. Raises DeviceFileError where a
-    file breaks a rule, or a name is unknown.
+    """Return the device of a file, or of a row of training/run/gpus.py.
+
+    Raises DeviceFileError where a file breaks a rule, or a name is unknown.
     """
     path = path_of(name)
     if not path.is_file():
@@ -203,7 +204,7 @@ def _row(path: Path, content: dict[str, Any]) -> Gpu:
         fault = "is missing" if odd in wanted else "is none that is read"
         raise DeviceFileError(
             f"{path}: {odd} {fault}; a GPU has {', '.join(sorted(wanted))}, in the units of "
-            "training/gpus.py"
+            "training/run/gpus.py"
         )
     bases = sorted(file.stem for file in FOLDER.glob("*.json"))
     if content["like"] not in bases:

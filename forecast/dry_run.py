@@ -32,16 +32,17 @@ from forecast.recording import (
 )
 from forecast.traffic import SMALL, Traffic, rows
 from mpu.optim.interface import rules_of
-from training import batch_size, context_parallel, matrices, param_groups, pipeline_stages
-from training.arguments import ParallelConfig
-from training.config import Config
 from training.data.tokenizer import tokenizer_for
 from training.flags.megatron import DIFFERENCES
-from training.layer_options import accumulate_dtype
-from training.model_profile import grid_of, model_profile, whole_model
-from training.stages import tokens_at
-from training.text import aligned, in_units
-from training.update_rules import optimizer_groups
+from training.run import context_parallel, matrices, pipeline_stages
+from training.run.model_profile import grid_of, model_profile, whole_model
+from training.run.text import aligned, in_units
+from training.settings import batch_size, param_groups
+from training.settings.arguments import ParallelConfig
+from training.settings.config import Config
+from training.settings.layer_options import accumulate_dtype
+from training.settings.stages import tokens_at
+from training.settings.update_rules import optimizer_groups
 
 NO_VOCABULARY = (
     "parameters, memory, FLOPs and traffic: they depend on the vocabulary, and no file of a "

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from forecast.device_file import Device, DeviceFileError, read_device
-from training.config import Config, UsageError
 from training.flags import parallel_rules, rules
+from training.settings.config import Config, UsageError
 
 OVERHEAD, POOL = 1.5e9, 0.94  # bytes of context and libraries; share of a GPU that a pool can use
 

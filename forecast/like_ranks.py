@@ -20,10 +20,10 @@ from forecast.moments import Place
 from mpu.pipeline.schedules import V_SHAPED, Action, Schedule, stage_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.pipeline.steps import plan
-from training.config import Config
-from training.model_profile import ModelProvider, model_profile
-from training.pipeline_schedule import micro_batch_counts
-from training.pipeline_stages import rank_stages
+from training.run.model_profile import ModelProvider, model_profile
+from training.run.pipeline_stages import rank_stages
+from training.settings.config import Config
+from training.settings.pipeline_schedule import micro_batch_counts
 
 BEHIND = 2  # ranks behind a middle one, at least: then it has an F between two others
 

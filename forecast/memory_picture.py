@@ -16,9 +16,9 @@ from forecast.dry_run import fullest, step_memory, with_vocabulary
 from forecast.moments import Moment
 from forecast.recording import recordings_of
 from mpu.pipeline.schedules import Action
-from training.config import Config
-from training.pipeline_schedule import micro_batch_counts
-from training.text import in_units
+from training.run.text import in_units
+from training.settings.config import Config
+from training.settings.pipeline_schedule import micro_batch_counts
 
 TOOL = Path(__file__).resolve().parent.parent / "tools" / "draw_memory.py"
 

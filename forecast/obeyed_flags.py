@@ -46,10 +46,10 @@ from mpu.meta_tensors import META, MetaOperations
 from mpu.param import placement_of
 from mpu.pipeline.stage_layout import Stage
 from mpu.recompute import Blocks, Recompute
-from training.config import Config
-from training.context_parallel import rank_batch
-from training.layer_options import recompute_of
-from training.model_profile import ModelProvider, StagedModel, rank_model
+from training.run.context_parallel import rank_batch
+from training.run.model_profile import ModelProvider, StagedModel, rank_model
+from training.settings.config import Config
+from training.settings.layer_options import recompute_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSS, ATTENTION = "--fused-linear-cross-entropy", "--attention-backend"

@@ -44,13 +44,13 @@ from mpu.pipeline.engine import Payload
 from mpu.pipeline.schedules import Action, Schedule, build
 from mpu.pipeline.simulate import peak_activations
 from mpu.torch_private import DispatchMode
-from training.batch_size import micro_batches
-from training.config import Config
 from training.faults.monitor import FailureMonitor
-from training.pipeline_schedule import micro_batch_counts, schedule_of
-from training.pipeline_stages import rank_stages
+from training.run.pipeline_stages import rank_stages
 from training.run.stop import Agreement
 from training.run.warm_up import batches_of_zeros, run_chunks
+from training.settings.batch_size import micro_batches
+from training.settings.config import Config
+from training.settings.pipeline_schedule import micro_batch_counts, schedule_of
 
 # Kinds of memory. The first five persist from step to step.
 STATE = ("parameters", "gradients", "masters", "moments")

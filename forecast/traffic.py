@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from forecast.recording import Recording, Transfer, record
-from training.config import Config
+from training.settings.config import Config
 
 SMALL = ("norm", "loss sum", "go on?")  # purposes that send a few numbers
 Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, bytes sent

@@ -641,7 +641,7 @@ def with_mup(config: LlamaConfig, mup: MuP) -> Widths:
 
 
 def parameter_group(name: str, param: nn.Parameter) -> str:
-    """Return a parameter's group; training/update_rules.py says what the flags do with each."""
+    """Return a parameter's group; settings/update_rules.py has what the flags do with it."""
     if name in ("embedding.weight", "head.weight"):
         return "embedding"
     return "matrix" if param.dim() > 1 else "vector"

@@ -4,7 +4,7 @@
 import math
 from typing import Any
 
-# the most of each, far beyond any model; the flags (training/arguments.py) have the same bounds
+# the most of each, far beyond any model; the flags (settings/arguments.py) have these bounds
 MOST = {
     "vocab_size": (1 << 31) - 1,
     "hidden_size": 1 << 20,

@@ -154,7 +154,7 @@ def placement_of(param: nn.Parameter) -> Placement:
 
 
 # The groups that a model may put a parameter in. The kind says which optimizer and which learning
-# rate are for it, the ending whether weight decay is (training/update_rules.py).
+# rate are for it, the ending whether weight decay is (training/settings/update_rules.py).
 GROUPS = ("matrix", "matrix_no_decay", "vector", "vector_decay", "embedding", "embedding_no_decay")
 PLAIN = ("matrix_no_decay", "vector", "embedding_no_decay")  # those without weight decay
 

@@ -9,8 +9,8 @@ misses it. Where nothing takes its place, the feature that was asked for raises 
 
 A storage is known by `id(x.untyped_storage())`, which needs no private name: torch keeps one Python
 object for a storage as long as it lives, whoever holds it. Tables that recognise operators in what
-has run (mpu/kernels/by_address.py, tools/rehearsal) call none of them, and a name that torch does
-not have is never met there.
+has run (mpu/kernels/by_address.py, forecast/rehearsal) call none of them, and a name that torch
+does not have is never met there.
 """
 
 import contextlib

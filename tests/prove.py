@@ -29,7 +29,8 @@ GPU = "tests/gpu"  # `make gpu-check` runs it
 PARTS: dict[str, tuple[str, ...]] = {
     "house": ("tests",),
     "mpu": ("tests/mpu",),
-    "training": ("tests/training", "tests/forecast"),
+    "training": ("tests/training",),
+    "forecast": ("tests/forecast",),
     "checkpoint": ("tests/training/checkpoint",),
     "tools": ("tests/tools", "tests/benchmarks"),
     "model": ("tests/model",),

@@ -255,7 +255,7 @@ def in_child(folder: Path, world: int, flags: str, rank: int | None, hits: bool)
             argv = [*MODEL.split(), *flags.split(), "--rehearse", "--rehearse-json", f"{out}.json"]
             argv += ["--rehearse-all-ranks"] if rank is None else ["--rehearse-rank", str(rank)]
             import pretrain_llama
-            from tools.rehearsal.main import main
+            from forecast.rehearsal.main import main
 
             step = pretrain_llama.train_step
 
@@ -387,7 +387,7 @@ def main(argv: list[str]) -> int:
 def prepare() -> None:
     """Load torch with the device that does nothing, once for all mutants; none of the product."""
     sys.path.insert(0, str(ROOT))
-    from tools.rehearsal import guard
+    from forecast.rehearsal import guard
 
     guard.load()
     import numpy  # noqa: F401

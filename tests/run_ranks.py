@@ -39,8 +39,10 @@ import pretrain_llama  # noqa: E402
 from mpu.comm import symmetric  # noqa: E402
 from mpu.grid import Grid  # noqa: E402
 from tests.faults.fault_injection import inject  # noqa: E402
-from training import activity  # noqa: E402
-from training.faults import process  # noqa: E402
+from training.faults import (
+    activity,  # noqa: E402
+    process,  # noqa: E402
+)
 from training.faults.hang_watch import HangWatch  # noqa: E402
 from training.run.peak_flops import measured_peak  # noqa: E402
 from training.run.step import Decision, Step  # noqa: E402

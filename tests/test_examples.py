@@ -129,7 +129,7 @@ def run(name, *flags, **environment):
 
 def test_every_example_is_tested():
     scripts = {p.name for p in (ROOT / "examples").iterdir() if p.suffix in (".sh", ".slurm")}
-    # in test_slurm.py, tools/test_evaluate.py and tools/planner/test_measured.py
+    # in test_slurm.py, tools/test_evaluate.py and forecast/planner/test_measured.py
     elsewhere = {"slurm_ranks.sh", "eval.slurm", "measure.slurm"}
     assert scripts == {name for name, _, _ in EXAMPLES} | elsewhere
 

@@ -18,11 +18,11 @@ import pytest
 from tests import launcher as launching
 from tests.launcher import Launcher, Result
 from tools.ledger import Entry, ledger
-from training.batch_size import global_batch_size, samples_after
 from training.data.build import build_datasets, build_loaders
 from training.data.indexed import IndexedWriter, token_dtype
 from training.data.tokenizer import build_tokenizer
 from training.flags.parse import parse
+from training.settings.batch_size import global_batch_size, samples_after
 
 # of the failure channel, shortened; not its silence: on a busy machine a rank may be quiet for long
 PATIENCE = {"grace": 0.5, "unwind": 0.5}

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import setup_env, waiting
+from tools import setup_env
+from training.run import waiting
 
 ROOT = Path(__file__).parents[1]
 
@@ -85,7 +86,7 @@ def test_every_package_is_listed():
     }
     script = load_setup()
     assert found == set(script.PACKAGES)
-    assert {"tools", "tools.rehearsal"} <= set(script.TOOLS)
+    assert {"tools", "tools.bisect"} <= set(script.TOOLS)
 
 
 @pytest.mark.prove

@@ -17,9 +17,9 @@ import pytest
 import pretrain_llama
 from tests.test_readme import PAGES, ROOT
 from tools.preprocess_data import preprocess
-from training.config import CheckpointConfig
 from training.data.text_files import find_files
 from training.run.stop import StopSignal
+from training.settings.config import CheckpointConfig
 
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --lr 1e-3
     --micro-batch-size 2 --mock-data --vocab-size 64 --device cpu --num-workers 0""".split()

@@ -9,10 +9,10 @@ import torch
 
 import pretrain_llama
 from mpu.launch import Launch
-from training.arguments import FaultConfig
 from training.run.step import BACK, CONTINUE, Decision, Step, after_step, combine
 from training.run.stop import StepFlags
 from training.run.watch import guard
+from training.settings.arguments import FaultConfig
 
 # Of one step: heard of the step before (signal, over, skipped), heard of this very one (the same),
 # --on-nan stop, the last step, whether the flags make due: exit, save, evaluate; whether there is a

@@ -44,8 +44,8 @@ from tools.bisect.report import page
 from tools.bisect.side import Side
 from tools.bisect.sides import Named, named, replay_flags, run_side, value_of
 from tools.bisect.verdict import Verdict, verdict_of
-from tools.waiting import Progress, duration, waiting
-from training.untrusted import first_of, printable, private, sentence
+from training.files.untrusted import first_of, printable, private, sentence
+from training.run.waiting import Progress, duration, waiting
 
 
 @dataclass
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _is_ours(out: Path) -> bool:
     """Return whether all in a folder has names and forms of what a comparison writes there.
 
-    As in training/owned.py, which the processes of two checkouts cannot share.
+    As in training/files/owned.py, which the processes of two checkouts cannot share.
     """
     heads = {"report.json": b'{\n "sentence"', "report.md": b"# Where two runs differ first"}
     folders = [f"{what}-{side}" for what in ("run", "replay") for side in "AB"]

@@ -39,13 +39,13 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from tools.command_line import Parser, error_line
-from tools.waiting import waiting
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.files import replacing, write_text
 from training.data.shards import documents
 from training.data.text_files import ending_of, find_files, split_names, stat_files
-from training.owned import check, json_with, refuse
-from training.untrusted import open_plain, parse_json, read_json, read_plain
+from training.files.owned import check, json_with, refuse
+from training.files.untrusted import open_plain, parse_json, read_json, read_plain
+from training.run.waiting import waiting
 
 SKIP = "--on-bad-document skip (of make train: ON_BAD_DOCUMENT=skip)"
 PERCENT, OWN_PERCENT = 5.0, 10.0  # of the library's files, of the pieces of a person's text

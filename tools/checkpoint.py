@@ -44,14 +44,14 @@ from tools.checkpoints.mcore_export import export_mcore
 from tools.checkpoints.show import bytes_of, list_steps, show, size_of, verify
 from tools.checkpoints.upcycle import upcycle
 from tools.command_line import Parser, integer
-from tools.waiting import waiting
 from training.checkpoint import Checkpoint, why_none
 from training.checkpoint.find import refuse_foreign
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import MANIFEST, STEP
 from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import choose, clear_rubbish, prune, step_directories
-from training.untrusted import owner_only, printable, sentence
+from training.files.untrusted import owner_only, printable, sentence
+from training.run.waiting import waiting
 
 Words = dict[str, Any]  # keywords of add_argument
 MUST = ("save", "hf_config", "load", "num_experts")  # where the way that they go with is taken

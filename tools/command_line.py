@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from training.data.tokenizer import OTHER_TYPE, TOKENIZER_TYPES
-from training.untrusted import printable, sentence, trust_owners
+from training.files.untrusted import printable, sentence, trust_owners
 
 MOST = (1 << 63) - 1
 # {flag of these tools: what nanoGPT, litgpt, transformers, lm-eval and Megatron-LM call it}

@@ -43,8 +43,8 @@ from tools.plot_loss import spread
 from training.data.batch import Batch
 from training.data.files import write_text
 from training.faults.monitor import FailureMonitor
+from training.files.owned import json_with, refuse
 from training.flags.parse import parse
-from training.owned import json_with, refuse
 
 # The embedding is large, so that a few steps do not turn the residual stream: else the logits also
 # change by the output layer's initial weights, as 1 / sqrt(width).

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from tools.pictures.style import GRID, INK, PALETTE, QUIET, RULE, axes_at, page
-from training.untrusted import parse_json, sentence
+from training.files.untrusted import parse_json, sentence
 
 # from the bottom, that is from what is there all the time: what --dry-run prints of each
 GROUPS = {

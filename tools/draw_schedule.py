@@ -28,7 +28,7 @@ from mpu.pipeline.simulate import Costs, Span, Timeline, simulate, validate
 from tools.command_line import Parser, error_line
 from tools.pictures.schedule import caption, draw, heading
 from tools.pictures.timeline import Summary, rows, summary, usual_peak
-from training.untrusted import read_json
+from training.files.untrusted import read_json
 
 LARGEST = 1 << 30  # bytes of one rank's record
 

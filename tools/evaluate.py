@@ -41,17 +41,17 @@ from tools.command_line import Parser, add_tokenizer, integer
 from tools.evaluator.harness import check_installed, find_tasks, harness_model
 from tools.evaluator.score import Scorer
 from tools.generate import TIMEOUT, load_model, tokenizer_of
-from tools.waiting import Progress, waiting
 from training.checkpoint.agree import first_error, together
 from training.checkpoint.find import at_or_below, candidates
 from training.checkpoint.manifest import STEP
 from training.data.files import write_text
-from training.owned import json_with
+from training.files.owned import json_with
+from training.files.untrusted import nothing_downloaded, printable, sentence
 from training.run.device import set_arithmetic
 from training.run.output import open_tensorboard, open_wandb, write_scalars
 from training.run.rendezvous import meet
 from training.run.startup import as_process
-from training.untrusted import nothing_downloaded, printable, sentence
+from training.run.waiting import Progress, waiting
 
 Scores = dict[str, dict[str, float]]  # by task, by metric
 
@@ -162,8 +162,8 @@ def evaluate(
 ) -> tuple[str, int | None, Scores, dict[str, Any]]:
     """Load one checkpoint and play the tasks: its name, step, scores, and what was evaluated how.
 
-    Rank 0 shows how far it is (tools/waiting.py), and has the scores: they are empty on other
-    ranks. Raises ValueError.
+    Rank 0 shows how far it is (training/run/waiting.py), and has the scores: they are empty on
+    other ranks. Raises ValueError.
     """
     with waiting("evaluating") if grid.rank == 0 else nullcontext(Progress()) as progress:
         progress.begin("reading the checkpoint")

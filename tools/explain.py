@@ -39,6 +39,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import pretrain_llama
+from forecast.explainer.ops import Operations
+from forecast.explainer.text import head, in_order, pipeline, rule, story, sums
+from forecast.explainer.timeline import Streams, streams, streams_of
+from forecast.explainer.trace import Explainer
 from forecast.traffic import Totals, totals, traffic
 from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
@@ -49,23 +53,19 @@ from mpu.pipeline.schedules import CHUNKS, NAMES
 from mpu.torch_private import running_node
 from pretrain_llama import build, train_step
 from tools.command_line import Parser, error_line
-from tools.explainer.ops import Operations
-from tools.explainer.text import head, in_order, pipeline, rule, story, sums
-from tools.explainer.timeline import Streams, streams, streams_of
-from tools.explainer.trace import Explainer
 from tools.pictures.streams import draw
 from tools.pictures.style import check_name
-from tools.waiting import waiting
-from training import batch_size
-from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.mock import MockDataset
 from training.flags.parse import parse
-from training.model_profile import make_grid
-from training.pipeline_stages import describe_stages
+from training.run.model_profile import make_grid
+from training.run.pipeline_stages import describe_stages
 from training.run.stop import Agreement
-from training.update_rules import RULES
+from training.run.waiting import waiting
+from training.settings import batch_size
+from training.settings.config import Config
+from training.settings.update_rules import RULES
 
 MOST_RANKS = 16
 ABOUT = (

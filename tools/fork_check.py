@@ -47,7 +47,7 @@ from tools.forks.case import Case, Desk, describe_error
 from tools.forks.layouts import cases, sizes
 from tools.forks.rank import work
 from tools.forks.results_table import Row, head, row_of, table
-from tools.waiting import time_left, waiting
+from training.run.waiting import time_left, waiting
 
 # Imported once for all ranks: optimizers import the third, a comparison the fourth, if it is there.
 PRELOADED = ["tools.forkserver_start", "tools.forks.rank", COMPILER, "transformers.modeling_utils"]

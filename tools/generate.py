@@ -38,17 +38,17 @@ from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from tools.command_line import Parser, add_tokenizer, integer, model_of
-from tools.waiting import waiting
 from training.checkpoint import Checkpoint, find_latest, load, weight_pieces
 from training.checkpoint.find import at_or_below, why_none
 from training.checkpoint.header import BY_NAME
 from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
+from training.files.untrusted import printable, sentence
 from training.run.device import set_arithmetic
 from training.run.rendezvous import meet
 from training.run.sample import gather_logits, pick
 from training.run.startup import as_process
-from training.untrusted import printable, sentence
+from training.run.waiting import waiting
 
 TIMEOUT = timedelta(minutes=5)  # of a collective
 PARAMETERS_A_THREAD = 30_000_000

@@ -44,7 +44,7 @@ sys.path.insert(0, str(ROOT))  # as a script, find tools
 
 from tools import gpu_summary as summary  # noqa: E402
 from tools.gpu_summary import SKIPPED, append  # noqa: E402
-from training.owned import begins, refuse  # noqa: E402
+from training.files.owned import begins, refuse  # noqa: E402
 
 LIMIT = 540.0  # seconds of a call, compiling included, unless --seconds says otherwise
 MOST_PRINTED = 12_000  # characters, of which the summary is sure of its part

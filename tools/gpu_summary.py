@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.untrusted import parse_json, read_plain
+from training.files.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 28  # bytes of the file
 LINES = "gpu-check.jsonl"

@@ -29,15 +29,15 @@ if __name__ == "__main__":
 
 from mpu.grid import Grid
 from tools.command_line import Parser, error_line, integer
-from training.batch_size import global_batch_size, samples_after
 from training.checkpoint import find_latest
-from training.config import Config
 from training.data.build import build_loaders
 from training.data.dataset import Dataset
 from training.data.loader import Loader
 from training.data.tokenizer import Tokenizer, tokenizer_for
 from training.flags.parse import parse
-from training.stages import name_at, stage_at, waits_for
+from training.settings.batch_size import global_batch_size, samples_after
+from training.settings.config import Config
+from training.settings.stages import name_at, stage_at, waits_for
 
 Row = tuple[int, int, int, int]  # sample, dataset, document, offset
 

@@ -8,8 +8,8 @@
     python tools/plan.py MODEL CLUSTER --measure N
 
 MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
-(with --model-file for a fork). CLUSTER is a file like those of tools/planner/clusters, or a name of
-theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090; 2xcpu is two ranks
+(with --model-file for a fork). CLUSTER is a file like those of forecast/planner/clusters, or a name
+of theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090; 2xcpu is two ranks
 of a machine without GPUs. docs/planning.md explains the table and how far to trust it. --measure
 runs the first N layouts, for some steps each, on the ranks that you have. The exit code is 0 where
 a plan was found, 1 where nothing fits (no layout, or the layout of --why) or every layout that was
@@ -32,16 +32,17 @@ from mpu.needs import explain_missing_packages
 if __name__ == "__main__":
     explain_missing_packages()
 
+from forecast.planner import measured, own, rank_order, search, table
+from forecast.planner.cluster import Cluster, read_cluster
+from forecast.planner.measured import MeasureError, Results
+from forecast.planner.model import Model, on_cpu, read_model
+from forecast.planner.played import Worker
+from forecast.planner.recorded import Recorded, play
+from forecast.planner.search import Plans
 from tools.command_line import Parser, error_line, integer, number
-from tools.planner import measured, own, picture, rank_order, search, table
-from tools.planner.cluster import Cluster, read_cluster
-from tools.planner.measured import MeasureError, Results
-from tools.planner.model import Model, on_cpu, read_model
-from tools.planner.played import Worker
-from tools.planner.recorded import Recorded, play
-from tools.planner.search import Plans
-from tools.waiting import Progress, waiting
-from training.update_rules import RULES
+from tools.pictures import plan as picture
+from training.run.waiting import Progress, waiting
+from training.settings.update_rules import RULES
 
 TOKENS, SEQUENCE, BATCH_TOKENS, TOP = 1e12, 8192, 4 * 1024**2, 5
 MEASURED, STEPS = Path("runs/measured.json"), 20

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, QUIET, axes_at, check_name, page
-from training.untrusted import parse_json, read_plain
+from training.files.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log
 NAMED = len(PALETTE)  # layers that have a line of their own; of more, the highest and the mean

@@ -41,7 +41,7 @@ from tools.pictures.style import (
     short_names,
     text_width,
 )
-from training.untrusted import parse_json, read_plain
+from training.files.untrusted import parse_json, read_plain
 
 LARGEST = 1 << 30  # bytes of a log
 AXES = {"iterations": "iteration", "tokens": "tokens", "time": "hours of training steps"}

@@ -55,7 +55,6 @@ if __name__ == "__main__":
 import numpy as np
 
 from tools.command_line import Parser, add_tokenizer, error_line, integer, model_of
-from tools.waiting import waiting
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.cache import IndexCache
 from training.data.files import replacing
@@ -65,8 +64,9 @@ from training.data.made_with import is_record, record_of
 from training.data.shards import Shard, cut_files
 from training.data.text_files import find_files, kind_of, stat_files
 from training.data.tokenizer import Tokenizer, build_tokenizer
-from training.owned import plain_files, refuse
-from training.written import Written
+from training.files.owned import plain_files, refuse
+from training.files.written import Written
+from training.run.waiting import waiting
 
 SHARD = 1 << 20, 64 << 20  # least and most bytes of input that a worker takes at a time
 INPUT = ".txt, .jsonl (also .gz, .zst) or .parquet files, folders of them, or patterns"

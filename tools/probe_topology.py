@@ -37,18 +37,18 @@ import numpy as np
 import torch
 
 from forecast.device_file import DeviceFileError, read_device
+from forecast.planner.cluster import content_of
 from mpu.accelerators import own_gpu, unusable_gpu
 from mpu.comm.collectives import all_gather, gather_bytes
 from mpu.grid import ORDER, Grid
 from tools.command_line import Parser, error_line, integer
-from tools.planner.cluster import content_of
 from tools.topology import host
 from tools.topology.levels import levels_of
 from tools.topology.measure import Prober, collectives
 from tools.topology.rings import EXACT, Matrix, all_rings, best_rings, edges, ring_seconds
 from training.data.files import write_text
+from training.files.owned import json_with
 from training.flags.parallel_rules import rank_order
-from training.owned import json_with
 from training.run.rendezvous import meet
 
 EVERY = 64  # ranks up to which every pair is measured

@@ -38,8 +38,8 @@ from tools.build_corpus import text_of
 from tools.command_line import error_line
 from training.data.files import write_text
 from training.data.indexed import IndexedTokens
-from training.owned import json_with
-from training.untrusted import open_plain, parse_json, printable, read_json, read_plain
+from training.files.owned import json_with
+from training.files.untrusted import open_plain, parse_json, printable, read_json, read_plain
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = os.path.relpath(sys.executable, ROOT)

@@ -23,18 +23,18 @@ from mpu.needs import explain_missing_packages  # noqa: E402
 if __name__ == "__main__":
     explain_missing_packages()
 
-from tools.waiting import waiting  # noqa: E402
+from training.run.waiting import waiting  # noqa: E402
 
 
 def main(path: str, argv: list[str]) -> int:
     """Rehearse the program at `path` with these flags; return the exit code."""
-    from tools.rehearsal import guard
+    from forecast.rehearsal import guard
 
     fake = guard.flag(argv, "--rehearse-device") != "cpu"
     try:
         if fake:
             guard.load()
-        from tools.rehearsal import main as rehearsal  # with torch, so after the guard
+        from forecast.rehearsal import main as rehearsal  # with torch, so after the guard
 
         with waiting("rehearsing") as progress:
             return rehearsal.main(load(path), argv, progress)

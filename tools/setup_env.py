@@ -128,10 +128,10 @@ def reachable(url: str) -> bool:
 
 
 def at_work(what: str, state: Any = str) -> Any:
-    """Return tools/waiting.py's context manager. Not on an older Python: check_interpreter."""
+    """Return the context manager of training/run/waiting.py. It needs check_interpreter first."""
     if ROOT not in sys.path:
         sys.path.insert(0, ROOT)
-    from tools.waiting import waiting
+    from training.run.waiting import waiting
 
     return waiting(what, state)
 

@@ -29,7 +29,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main as torchrun
 
-from training.untrusted import printable
+from training.files.untrusted import printable
 
 
 def last_word(error: ChildFailedError) -> tuple[int, str]:

@@ -30,13 +30,13 @@ if __name__ == "__main__":
     explain_missing_packages()
 
 from tools.command_line import Parser, error_line, integer
-from tools.waiting import Progress, waiting
 from training.data.bad_documents import POLICIES, BadDocuments
 from training.data.shards import documents
 from training.data.text_files import find_files, stat_files
 from training.data.token_texts import SPACE
-from training.owned import begins, refuse
-from training.untrusted import read_plain
+from training.files.owned import begins, refuse
+from training.files.untrusted import read_plain
+from training.run.waiting import Progress, waiting
 
 NEWLINES = ["\n", *("\n" + SPACE * n for n in (4, 8, 12, 16, 20))]
 BLANK_LINES = ["\n\n" + SPACE * n for n in (4, 8)]

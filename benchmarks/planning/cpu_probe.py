@@ -19,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.planning.cpu_host import Host, Product, Rates
 from benchmarks.planning.cpu_time import Rank, parts, told
+from forecast.rehearsal.patches import Patches
 from mpu.comm.collectives import all_gather, all_reduce, all_to_all, barrier, reduce_scatter
 from mpu.comm.p2p import receive, send
 from mpu.comm.transport import Axis
@@ -26,12 +27,11 @@ from mpu.launch import Launch
 from mpu.layers import fused
 from mpu.layers.linear import Recipe
 from pretrain_llama import LlamaRun, build, train_step
-from tools.rehearsal.patches import Patches
-from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.model_profile import make_grid
+from training.run.model_profile import make_grid
+from training.settings.config import Config
 
 CPU = torch.device("cpu")
 REPEATS = 5

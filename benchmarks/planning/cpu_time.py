@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 import pretrain_llama
 from benchmarks.planning.cpu_host import Host, Product, Rates
+from forecast.planner.rank_order import Sizes, groups, ledger
 from mpu.grid import ORDER
 from mpu.pipeline.play import cores
 from mpu.pipeline.simulate import Costs, simulate
-from tools.planner.rank_order import Sizes, groups, ledger
-from training import batch_size
-from training.config import Config
-from training.model_profile import rank_parameters
-from training.pipeline_schedule import schedule_of
-from training.pipeline_stages import rank_stages
+from training.run.model_profile import rank_parameters
+from training.run.pipeline_stages import rank_stages
+from training.settings import batch_size
+from training.settings.config import Config
+from training.settings.pipeline_schedule import schedule_of
 
 PROVIDER = pretrain_llama.model_provider
 IN_STEP = ("tp", "cp", "tp_kv", "cp_a2a", "cp_p2p")  # axes of which each micro-batch has transfers

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planning.frameworks import profile
-from tools.planner.model import MIXTURES
-from tools.planner.pipeline import SCHEDULES
-from tools.planner.runs import Runs, even_cut, stacked
-from tools.planner.step_time import times
+from forecast.planner.model import MIXTURES
+from forecast.planner.pipeline import SCHEDULES
+from forecast.planner.runs import Runs, even_cut, stacked
+from forecast.planner.step_time import times
 
 NODE, NETWORK = 8, 50e9
 PROFILE = "nemo_h100"

@@ -3,16 +3,16 @@
 
 A profile is a framework on a device: what the framework does besides the matmuls (FRAMEWORKS, read
 in its source) and a file of benchmarks/planning/fitted with the numbers that benchmarks/plan_fit.py
-fitted on published runs. Weft's own are those of the planner (tools/planner/constants.py).
+fitted on published runs. Weft's own are those of the planner (forecast/planner/constants.py).
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.planner.constants import FIXED, device_constants, own
-from tools.rehearsal.roofline import ATTENTION_RAMP
-from training.untrusted import read_json
+from forecast.planner.constants import FIXED, device_constants, own
+from forecast.rehearsal.roofline import ATTENTION_RAMP
+from training.files.untrusted import read_json
 
 FOLDER = Path(__file__).resolve().parent / "fitted"
 DEVICES = ("a100", "b200", "h100", "h200")

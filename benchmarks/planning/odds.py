@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.planning.published import Row
-from tools.planner.runs import Array, Runs, stacked
-from training.untrusted import read_json
+from forecast.planner.runs import Array, Runs, stacked
+from training.files.untrusted import read_json
 
 PROFILE = "nanotron_h100"
 FITTED = Path(__file__).with_name(f"odds_{PROFILE}.json")

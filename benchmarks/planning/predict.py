@@ -16,11 +16,11 @@ import numpy as np
 
 from benchmarks.planning.frameworks import profile
 from benchmarks.planning.published import GIB, Row, Table
-from tools.planner.pipeline import SCHEDULES
-from tools.planner.runs import Array, Runs, stacked
-from tools.planner.step_time import times
+from forecast.planner.pipeline import SCHEDULES
+from forecast.planner.runs import Array, Runs, stacked
+from forecast.planner.step_time import times
 from training.data.files import write_text
-from training.untrusted import open_plain
+from training.files.untrusted import open_plain
 
 COLUMNS = (
     "predicted_step_s", "predicted_tok_s_gpu", "predicted_mem_gib", "predicted_fits",

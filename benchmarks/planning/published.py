@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from forecast.device_file import read_device
+from forecast.planner.pipeline import SCHEDULES as ORDER
+from forecast.planner.runs import even_cut
 from mpu.layers.float8.cuda import lacks
-from tools.planner.pipeline import SCHEDULES as ORDER
-from tools.planner.runs import even_cut
-from training.untrusted import read_plain
+from training.files.untrusted import read_plain
 
 LARGEST = 1 << 28  # bytes of a CSV
 PLAYBOOK = {  # layers, hidden, heads, ffn: the table's own FLOPs confirm them to 1 %

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from benchmarks.planning.published import Row, read_table
 from benchmarks.planning.written_record import Layout, Model, Passes, Recipe, StepClock
 from forecast.device_file import Device, read_device
-from tools.planner.pipeline import SCHEDULES
+from forecast.planner.pipeline import SCHEDULES
 
 BANDWIDTH = {"A100-SXM-40G": 1.555e12}  # NVIDIA A100 datasheet, SXM 40 GB
 HOST_SECONDS = Path(__file__).parent.parent / "host_seconds.json"  # fitted: fit_device.py

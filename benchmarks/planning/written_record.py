@@ -15,12 +15,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from forecast.device_file import Device
+from forecast.rehearsal.clock import Clock
+from forecast.rehearsal.events import Event, Launch, Transfer, Wait, Where
+from forecast.rehearsal.links import collective_seconds, message_seconds
+from forecast.rehearsal.roofline import Kernel, memory_seconds
 from mpu.pipeline import schedules
 from mpu.pipeline.simulate import Costs, simulate
-from tools.rehearsal.clock import Clock
-from tools.rehearsal.events import Event, Launch, Transfer, Wait, Where
-from tools.rehearsal.links import collective_seconds, message_seconds
-from tools.rehearsal.roofline import Kernel, memory_seconds
 
 NOWHERE = Where()
 COMPUTE, TP_STREAM, DP_STREAM = 0, 1, 2

@@ -7,7 +7,7 @@ Transport   what carries the tensors of an axis: a process group (mpu/comm/colle
             GPUs write for each other (mpu/comm/symmetric_cuda.py), or nothing but shapes
             (mpu/comm/meta.py)
 Handle      one collective or message that was started, to be waited for once
-Trace       is called at every start, where an axis has one (tools/explainer/trace.py)
+Trace       is called at every start, where an axis has one (forecast/explainer/trace.py)
 Waits       keeps what this rank waits for, and for how long (mpu/comm/waits.py)
 """
 

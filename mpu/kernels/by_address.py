@@ -12,7 +12,7 @@ computes wrong numbers, and nothing raises. A Triton kernel of ours declares wha
     columns     contiguous if it is transposed     scaled: of those behind it, if SCALED is set
 
 Call sites make their arguments fit, or use another kernel (`fits`, `on_triton`, `kernel_of`). A
-rehearsal checks every launch, on a CPU too, and names the line (tools/rehearsal). What
+rehearsal checks every launch, on a CPU too, and names the line (forecast/rehearsal). What
 a call site allocates, such as an output of empty_like, is checked too.
 """
 

@@ -17,7 +17,7 @@ from tests.launcher import Launcher, Result
 from tests.model.twin import config_of, micro_batches
 from tests.saved import check_equal, tensors
 from training.faults.monitor import FailureMonitor
-from training.update_rules import optimizer_groups
+from training.settings.update_rules import optimizer_groups
 
 LATER = pytest.mark.prove
 FLAGS = "--num-workers 0 --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 20000"

@@ -4,7 +4,7 @@
 import pretrain_llama
 from forecast.recording import GATHERED, STATE, UNSHARDED, Recording, record
 from mpu.grid import Grid
-from training.config import Config
+from training.settings.config import Config
 
 
 def recorded(config: Config, grid: Grid, few: int = 0) -> Recording:

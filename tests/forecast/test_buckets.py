@@ -16,8 +16,8 @@ from model.llama import SIZES
 from mpu.param import placement_of
 from pretrain_llama import model_provider
 from tests.training.small_llama import TIES, build, read
-from training import matrices
-from training.model_profile import model_profile
+from training.run import matrices
+from training.run.model_profile import model_profile
 
 K = 1024
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -9,14 +9,14 @@ import pytest
 import pretrain_llama
 from forecast import dry_run
 from forecast.fit import fit_lines
+from forecast.planner.cluster import read_cluster
+from forecast.planner.layout import Layout
+from forecast.planner.model import read_model
+from forecast.planner.search import evaluate
 from tests.training.small_llama import PIPELINE, SMALL, read
-from tools.planner.cluster import read_cluster
-from tools.planner.layout import Layout
-from tools.planner.model import read_model
-from tools.planner.search import evaluate
-from training.config import UsageError
 from training.flags.megatron import DIFFERENCES
-from training.text import in_units
+from training.run.text import in_units
+from training.settings.config import UsageError
 
 UNTIED = "--untie-embeddings-and-output-weights"
 

@@ -4,9 +4,9 @@
 import pytest
 
 from forecast.dry_run import WORKSPACES
+from forecast.planner import table
 from forecast.recording import KINDS
 from tools.draw_memory import GROUPS
-from tools.planner import table
 
 
 @pytest.mark.parametrize("groups", [GROUPS, table.KINDS], ids=["picture", "plan"])

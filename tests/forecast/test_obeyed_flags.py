@@ -21,7 +21,7 @@ from pretrain_llama import model_provider
 from tests.model.test_worked_forks import case_of, equal
 from tests.model.twin import run_cases
 from training.flags.parse import parse
-from training.layer_options import recompute_of
+from training.settings.layer_options import recompute_of
 
 SIZES = """
     --num-layers 3 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 4

@@ -6,8 +6,8 @@ import pytest
 import pretrain_llama
 from forecast.dry_run import report
 from forecast.recording import ACTIVATIONS, HOST, record
+from forecast.rehearsal.activation_costs import saved_by_module
 from tests.training.small_llama import read
-from tools.rehearsal.activation_costs import saved_by_module
 
 ON = "--cpu-offload-activations --min-offloaded-tensor-size 1 --num-layers 6"
 

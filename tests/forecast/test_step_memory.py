@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory over a step: its fullest moment is the dry run's number, and the picture shows just that.
 
-Layouts are drawn as for the rehearsal (tests/tools/rehearsal/drawn_layouts.py).
+Layouts are drawn as for the rehearsal (tests/forecast/rehearsal/drawn_layouts.py).
 """
 
 import os
@@ -21,16 +21,16 @@ from forecast.traffic import SMALL
 from forecast.traffic import rows as traffic_rows
 from mpu.pipeline.schedules import Action
 from mpu.pipeline.simulate import Costs, simulate
+from tests.forecast.rehearsal.drawn_layouts import accepted
+from tests.forecast.rehearsal.test_drawn_memory import MODEL, WITHOUT
 from tests.forecast.test_activations import is_few, layer_bytes
-from tests.tools.rehearsal.drawn_layouts import accepted
-from tests.tools.rehearsal.test_drawn_memory import MODEL, WITHOUT
 from tests.training.small_llama import read
 from tools.pictures.style import shapes
 from tools.pictures.timeline import in_flight, rows
 from training.flags.parse import parse
-from training.pipeline_schedule import schedule_of
-from training.pipeline_stages import rank_stages
-from training.text import in_units
+from training.run.pipeline_stages import rank_stages
+from training.run.text import in_units
+from training.settings.pipeline_schedule import schedule_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 4 --micro-batch-size 1"

@@ -2,7 +2,7 @@
 """Facts about the machine, and its speed as a device file that predictions read.
 
 `calibrate` times what a step of Llama 3 8B consists of: its matmuls, attention by each kernel, a
-copy, launches on the host. From these it sets the numbers of a device file (tools/rehearsal/
+copy, launches on the host. From these it sets the numbers of a device file (forecast/rehearsal/
 device_file.py) so that the rehearsal's model of each operation gives the seconds that were
 measured, and writes the file anew after each part.
 """
@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forecast.device_file import NUMBERS, Device, path_of, read_device
+from forecast.rehearsal import roofline
 from tests.gpu.row import Row, Skip, Stopwatch, Time, Watch, sentence, synchronize
-from tools.rehearsal import roofline
 from training.run.gpu_health import uuid_of
 
 LIBRARIES = {"cublasLt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}

@@ -97,10 +97,10 @@ class Ranks:
         from tests.gpu.row import TINY as SMALL
         from tests.gpu.steps import flags
         from training.flags.parse import parse
-        from training.layer_options import context_of
         from training.run.device import choose_device
         from training.run.rendezvous import meet
         from training.run.startup import connect
+        from training.settings.layer_options import context_of
 
         launch, wait = Launch.from_env(), timedelta(minutes=2)
         words = [*flags(SMALL._replace(heads=8, groups=8), 1), "--device", kind]

@@ -30,8 +30,8 @@ from training.data.batch import DocumentRules, make_batch
 from training.data.tokenizer import tokenizer_for
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
-from training.model_profile import make_grid, model_profile
 from training.run.device import choose_device
+from training.run.model_profile import make_grid, model_profile
 from training.run.peak_flops import peak_flops
 
 MICRO_BATCHES = 4  # of a step

@@ -19,8 +19,8 @@ from tests.sampling import sampled
 from tools.forks.huggingface import compare
 from training.checkpoint import MismatchError
 from training.checkpoint.load import Checkpoint
-from training.config import UsageError
 from training.flags import model_sizes
+from training.settings.config import UsageError
 
 FILES: dict[str, Any] = {
     "llama": llama, "qwen2": qwen2, "qwen3": qwen3, "mixtral": moe, "qwen3_moe": moe,

@@ -30,7 +30,7 @@ from tools.generate import load_model
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.huggingface import spelt
 from training.flags.parse import parse
-from training.model_profile import model_profile
+from training.run.model_profile import model_profile
 
 PATH = str(Path(__file__).resolve().parents[2] / "examples/forks/deepseek.py")
 FILE = load_model_file(PATH)

@@ -19,7 +19,10 @@ import pretrain_llama
 from model.load import ModelFile, load_model_file
 from tests.model.twin import gathered
 from tests.saved import check_equal, stored
-from training.arguments import (
+from training.data.batch import Batch
+from training.faults.monitor import FailureMonitor
+from training.run.saver import Saver
+from training.settings.arguments import (
     BatchConfig,
     CheckpointConfig,
     ModelConfig,
@@ -27,10 +30,7 @@ from training.arguments import (
     ParallelConfig,
     RunConfig,
 )
-from training.config import Config
-from training.data.batch import Batch
-from training.faults.monitor import FailureMonitor
-from training.run.saver import Saver
+from training.settings.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,10 +23,10 @@ from mpu.context import LayerContext
 from mpu.gradients import GradientSink
 from mpu.grid import Grid
 from tests.training.small_llama import read
-from training import pipeline_stages
 from training.flags import model_sizes
-from training.model_profile import model_profile
-from training.pipeline_stages import stages_of
+from training.run import pipeline_stages
+from training.run.model_profile import model_profile
+from training.run.pipeline_stages import stages_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EDITS = {

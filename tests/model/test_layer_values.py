@@ -12,9 +12,9 @@ import pretrain_llama
 from mpu.context import LayerContext
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from tests.model.twin import Twin, compare, config_of, grid_of, micro_batches
-from training.arguments import LogConfig
 from training.faults.monitor import FailureMonitor
 from training.run.layer_values import LayerValues
+from training.settings.arguments import LogConfig
 
 C = 0.02
 BASE = dict(tp=1, dp=1, sp=False, recompute=None, tied=True, m=1, rows=8, s=16, layers=2)

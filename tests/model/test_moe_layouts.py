@@ -18,10 +18,10 @@ from tests.model.moe_twin import SPARSE
 from tests.model.test_moe_parity import BASE, KINDS, STEPS, held
 from tests.model.twin import batch_of, config_of, micro_batches, run_layout, same_bits
 from tests.saved import check_equal, stored
-from training.arguments import CheckpointConfig
 from training.faults.monitor import FailureMonitor
 from training.run import memory_report
 from training.run.saver import Saver
+from training.settings.arguments import CheckpointConfig
 
 RUN = BASE | dict(layers=3, lr=1e-2, clip=0.5, sp=False)
 

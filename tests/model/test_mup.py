@@ -20,7 +20,7 @@ from tools import coordinate_check
 from training.checkpoint.errors import MismatchError
 from training.checkpoint.load import Checkpoint
 from training.faults.monitor import FailureMonitor
-from training.update_rules import optimizer_groups
+from training.settings.update_rules import optimizer_groups
 
 M = 4.0  # hidden 28 over 7
 MUP = dict(use_mup=True, mup_base_hidden_size=7, mup_embedding_mult=3.0, mup_base_head_dim=2.0)

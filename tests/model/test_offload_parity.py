@@ -9,7 +9,7 @@ import pytest
 from mpu.pipeline.schedules import CHUNKS
 from tests.model.test_pipeline_parity import admitted, case_of, twin_of
 from tests.model.twin import compare, run_layout
-from training.arguments import GpuConfig
+from training.settings.arguments import GpuConfig
 
 ALL = GpuConfig(cpu_offload_activations=True, min_offloaded_tensor_size=1)
 SOME = GpuConfig(

@@ -29,7 +29,7 @@ from tests.model.twin import (
 )
 from tests.sampling import sampled
 from training.faults.monitor import FailureMonitor
-from training.update_rules import optimizer_groups
+from training.settings.update_rules import optimizer_groups
 
 STEPS = 3
 FILE = "model/llama.py"

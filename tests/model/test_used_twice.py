@@ -17,7 +17,7 @@ from mpu.grid import Grid
 from tests.model.twin import config_of, micro_batches, run_cases
 from tests.sampling import sampled
 from training.faults.monitor import FailureMonitor
-from training.pipeline_stages import uses_of
+from training.run.pipeline_stages import uses_of
 
 FILE = "tests/model/twice_fork.py"
 ONE = dict(tp=1, dp=1, sp=False, recompute=None, tied=True, m=2, rows=8, layers=4, lr=1e-2,

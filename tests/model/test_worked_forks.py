@@ -24,7 +24,7 @@ from pretrain_llama import model_provider
 from tests.model.test_qwen3_hf import SMALL, run
 from tests.model.twin import SIZES, S, V, config_of, run_cases
 from tools.generate import load_model
-from training.model_profile import model_profile
+from training.run.model_profile import model_profile
 
 ROOT = Path(__file__).resolve().parents[2]
 MORE: dict[str, dict[str, Any]] = {  # what a fork's case has

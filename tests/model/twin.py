@@ -27,7 +27,11 @@ from mpu.layers.linear import use_overlap
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.overlap.choices import METHODS, OverlapMap
 from mpu.param import placement_of, unique_parameters
-from training.arguments import (
+from training.data.batch import Batch
+from training.data.context_part import context_part
+from training.faults.monitor import FailureMonitor
+from training.run.autotune.overlap import projections
+from training.settings.arguments import (
     BatchConfig,
     DataConfig,
     GpuConfig,
@@ -37,12 +41,8 @@ from training.arguments import (
     ParallelConfig,
     RunConfig,
 )
-from training.config import Config
-from training.data.batch import Batch
-from training.data.context_part import context_part
-from training.faults.monitor import FailureMonitor
-from training.run.autotune.overlap import projections
-from training.update_rules import needs_full_matrices, optimizer_groups
+from training.settings.config import Config
+from training.settings.update_rules import needs_full_matrices, optimizer_groups
 
 ROWS, S, V = 6, 12, 97
 SIZES = dict(

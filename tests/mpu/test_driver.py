@@ -10,9 +10,9 @@ import pretrain_llama
 from mpu import driver
 from mpu.accelerators import unusable_gpu
 from mpu.launch import Launch
-from training.config import UsageError
 from training.flags.parse import parse
 from training.run.device import choose_device
+from training.settings.config import UsageError
 
 FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 1e-3
     --train-iters 1 --mock-data --vocab-size 64""".split()

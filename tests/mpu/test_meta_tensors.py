@@ -99,7 +99,7 @@ def test_flops_need_no_symbolic_algebra():
     code = (
         "import sys; from tests.training.small_llama import read; "
         "from pretrain_llama import model_provider; "
-        "from training.model_profile import model_profile; "
+        "from training.run.model_profile import model_profile; "
         "assert model_profile(read(), model_provider).flops; print('sympy' in sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]

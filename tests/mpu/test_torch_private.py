@@ -39,9 +39,9 @@ from mpu.optim.adam import AdamW
 from mpu.optim.interface import Parts
 from tests.launcher import Launcher
 from tests.mpu.layers.attention.test_block_attention import ReadsByAddress, flash_stand_in
-from training.config import UsageError
 from training.faults.hang_watch import flight_recorder
 from training.flags.parse import parse
+from training.settings.config import UsageError
 
 ROOT = Path(torch_private.__file__).parents[1]
 ATEN = "torch.ops.aten"
@@ -305,8 +305,8 @@ def test_a_storage_is_one_python_object_as_long_as_it_lives():
 
 def test_tools_that_follow_a_model_say_what_is_lacking(monkeypatch, capsys, tmp_path):
     import pretrain_llama
+    from forecast.rehearsal import main as rehearsal
     from tools import bisect_runs, explain, fork_check
-    from tools.rehearsal import main as rehearsal
     from training.run.watch.first_nonfinite import find_first
 
     path = "torch._C._current_autograd_node"
@@ -326,7 +326,7 @@ def test_tools_that_follow_a_model_say_what_is_lacking(monkeypatch, capsys, tmp_
 @pytest.mark.parametrize("name", ["FakeTensor", "FakeTensorMode"])
 def test_a_rehearsal_without_fake_tensors_is_refused(monkeypatch, capsys, name):
     import pretrain_llama
-    from tools.rehearsal import main as rehearsal
+    from forecast.rehearsal import main as rehearsal
 
     path = f"torch._subclasses.fake_tensor.{name}"
     hide(monkeypatch, path)

@@ -10,7 +10,7 @@ import torch
 
 from model.llama import LlamaConfig, hf_config
 from mpu.grid import Grid
-from tests.tools.rehearsal.conftest import Process
+from tests.forecast.rehearsal.conftest import Process
 from tools.checkpoint import main
 from training.checkpoint import save
 from training.checkpoint.pieces import whole

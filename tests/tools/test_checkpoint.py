@@ -18,10 +18,10 @@ from tools.checkpoint import main
 from tools.checkpoints.copy import consolidate
 from tools.checkpoints.diff import diff
 from tools.checkpoints.show import size_of
-from tools.waiting import Progress
 from training.checkpoint import Checkpoint
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.manifest import self_digest
+from training.run.waiting import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARD = "rank_00000-000.safetensors"
@@ -242,7 +242,7 @@ def test_it_runs_as_a_script_from_anywhere(tmp_path: Path, launcher: Launcher) -
 
 
 def test_long_work_counts_what_it_wrote(tmp_path: Path, write: Any) -> None:
-    """The line of tools/waiting.py has bytes or tensors, all of them at the end."""
+    """The line of training/run/waiting.py has bytes or tensors, all of them at the end."""
     a, b = write(tmp_path / "a", 3), write(tmp_path / "b", 3, norm=torch.ones(7))
     progress = Progress()
     consolidate(tmp_path / "a", tmp_path / "c", 1 << 30, progress)

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from forecast.explainer.text import columns, sums
+from forecast.explainer.timeline import COMPUTE
 from forecast.traffic import Traffic
 from mpu.grid import Grid
 from mpu.pipeline.schedules import NAMES, build
 from mpu.pipeline.simulate import Costs, simulate
 from mpu.pipeline.steps import plan
-from tools import waiting
 from tools.explain import draw_timeline, explain, main, read_arguments, tiny
-from tools.explainer.text import columns, sums
-from tools.explainer.timeline import COMPUTE
 from tools.pictures.style import shapes
-from training import batch_size
-from training.pipeline_schedule import schedule_of
+from training.run import waiting
+from training.settings import batch_size
+from training.settings.pipeline_schedule import schedule_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "parallelism.md"

@@ -15,11 +15,12 @@ import torch
 
 from model import llama
 from tests.tools import fork_mistakes, fork_tensors
-from tools import fork_check, waiting
+from tools import fork_check
 from tools.fork_check import main
 from tools.forks import huggingface, layouts
 from tools.forks.case import Desk, Oracle
 from tools.forks.fields import logits_of
+from training.run import waiting
 
 ROOT = Path(__file__).resolve().parents[2]
 fork_check.PRELOADED.append("tests.conftest")  # later tests' ranks are forked from the same process

@@ -448,4 +448,4 @@ def test_gpus_are_chosen_in_one_place() -> None:
             text = path.read_text()
             if "set_device(" in text or "cuda\", launch.local_rank" in text:
                 found.add(path.relative_to(ROOT).as_posix())
-    assert found - {"tools/rehearsal/device.py"} == {"mpu/accelerators.py"}
+    assert found - {"forecast/rehearsal/device.py"} == {"mpu/accelerators.py"}

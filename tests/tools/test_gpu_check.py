@@ -456,9 +456,9 @@ def test_blocks_of_context_parallelism_are_held_against_whole_attention(monkeypa
 
 def test_a_device_file_is_fitted_and_can_be_read(tmp_path):
     from forecast.device_file import read_device
+    from forecast.rehearsal import roofline
     from tests.gpu.calibrate import Calibrated, base_of
     from tests.gpu.row import Row as Measured
-    from tools.rehearsal import roofline
 
     file = Calibrated(Measured("calibrate", tmp_path / LINES, "cpu", True))
     sizes = [(8192, 6144, 4096), (8192, 4096, 14336), (8192, 28672, 4096)]

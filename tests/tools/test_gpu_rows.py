@@ -224,7 +224,7 @@ def test_the_flags_of_every_row_are_taken_at_full_size():
     from pretrain_llama import model_provider
     from tests.gpu import small
     from training.flags.parse import parse
-    from training.model_profile import model_profile
+    from training.run.model_profile import model_profile
 
     plan = ["--device", "cuda", "--dry-run"]  # no GPU is here
     step = [*small.small_flags(False), *small.batch_flags(4, 4), "--cuda-graph"]

@@ -194,7 +194,7 @@ def test_a_mistake_is_one_sentence(given, said):
 @pytest.mark.parametrize("tp", range(1, 9))
 def test_make_takes_the_layouts_that_the_trainer_takes(monkeypatch, tp):
     from pretrain_llama import model_provider
-    from training.pipeline_stages import rank_stages
+    from training.run.pipeline_stages import rank_stages
 
     ran = []
     monkeypatch.setattr(quickstart, "run", lambda command, *how, **more: ran.append(command))
@@ -294,7 +294,7 @@ def test_the_number_that_compares_and_a_text_learnt_by_heart():
 
 
 def test_a_second_call_says_what_it_goes_on_with_and_at_which_lr(tmp_path):
-    from training.learning_rate import learning_rate
+    from training.settings.learning_rate import learning_rate
 
     (tmp_path / "log.jsonl").write_text('{"iteration": 1000, "lr": 0.0002}\n')
     said = quickstart.continues(tmp_path, 1000, 2000)

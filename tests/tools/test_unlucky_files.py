@@ -151,7 +151,7 @@ def a_device(rng: random.Random, folder: Path) -> Case:
     spoil(rng, path)
     code = (
         "import sys\nfrom forecast.device_file import read_device\n"
-        "from training.untrusted import sentence\n"
+        "from training.files.untrusted import sentence\n"
         "try:\n    print('read', read_device(sys.argv[1]).major)\n"
         "except (ValueError, OSError) as error:\n    sys.exit(sentence(error))\n"
     )

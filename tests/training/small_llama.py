@@ -8,9 +8,9 @@ import torch
 from mpu.context import LayerContext
 from pretrain_llama import model_provider
 from training.flags.parse import parse
-from training.layer_options import recompute_of
-from training.model_profile import grid_of
-from training.pipeline_stages import rank_stages
+from training.run.model_profile import grid_of
+from training.run.pipeline_stages import rank_stages
+from training.settings.layer_options import recompute_of
 
 SMALL = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 8 --group-query-attention "

@@ -29,8 +29,8 @@ from mpu.param import Piece, draw_normal, placement_of, unique_parameters
 from tests.model.twin import config_of, grid_of
 from tests.sampling import sampled
 from tests.training.small_llama import read
-from training.config import UsageError
 from training.faults.monitor import FailureMonitor
+from training.settings.config import UsageError
 
 LR, DECAY, STEPS = 1e-2, 0.1, 3
 BASE = dict(tp=1, dp=1, sp=False, recompute=None, tied=False, m=1, rows=12, lr=LR, layers=2)

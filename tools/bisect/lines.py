@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bisect.compare import GROWS, GROWS_ALL, TOLERANCE, Allowed, after_rounding
-from training.untrusted import open_plain, parse_json, read_json
+from training.files.untrusted import open_plain, parse_json, read_json
 
 DIGESTS, FORMAT = "digests.jsonl", "weft digests 1"
 CHANCE = 4  # a signed sum is as far as the tensors are, on average: 4 times as far is one in 10^4

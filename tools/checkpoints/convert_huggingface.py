@@ -15,7 +15,6 @@ from mpu.context import LayerContext
 from mpu.grid import Grid
 from tools.checkpoints.copy import counted, from_hf, open_newest, save_new, warn
 from tools.checkpoints.fused_experts import fused_pieces
-from tools.waiting import Progress
 from training.checkpoint import Checkpoint, refuse_to_save, weight_pieces
 from training.checkpoint.find import at_or_below
 from training.checkpoint.header import BY_NAME
@@ -23,14 +22,15 @@ from training.checkpoint.huggingface import EMBEDDING, HuggingFaceDirectory
 from training.checkpoint.stream import stream
 from training.checkpoint.write_huggingface import write_huggingface
 from training.data.tokenizer import tokenizer_of
-from training.owned import empty, refuse
+from training.files.owned import empty, refuse
+from training.files.untrusted import nothing_downloaded
 from training.run.export import (
     TOKEN_IDS,
     exported_tokenizer,
     not_for_transformers,
     tokenizer_files,
 )
-from training.untrusted import nothing_downloaded
+from training.run.waiting import Progress
 
 
 def expected_tensors(file: ModelFile, config: LlamaConfig) -> dict[str, tuple[int, ...]]:

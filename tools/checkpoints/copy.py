@@ -11,7 +11,6 @@ from torch import Tensor
 
 from model.load import model_file_of, read_sizes
 from mpu.grid import Grid
-from tools.waiting import Progress
 from training.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -24,7 +23,8 @@ from training.checkpoint.find import at_or_below, candidates, why_none
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.stream import attached, stream
-from training.untrusted import printable
+from training.files.untrusted import printable
+from training.run.waiting import Progress
 
 Say = Callable[[str], None]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.waiting import Progress
 from training.checkpoint import Checkpoint, NamedPiece
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.stream import Room
+from training.run.waiting import Progress
 
 BLOCK = 1 << 20  # elements of each side in memory
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # same bits, by bytes an element

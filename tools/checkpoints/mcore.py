@@ -31,15 +31,15 @@ from tools.checkpoints.mcore_state import (
     steps_of,
 )
 from tools.checkpoints.torch_dist import COMMON, McoreCheckpoint, is_count
-from tools.waiting import Progress
-from training.arguments import SETTINGS
 from training.checkpoint import CheckpointError, NamedPiece
 from training.checkpoint.huggingface import CONFIG, read_json, spelt
 from training.checkpoint.pieces import state_name, whole
 from training.data.tokenizer import tokenizer_of
 from training.run.export import TOKEN_IDS, tokenizer_files
 from training.run.same_run import NUMERICS
-from training.setting import SWITCH, Number, Rule
+from training.run.waiting import Progress
+from training.settings.arguments import SETTINGS
+from training.settings.setting import SWITCH, Number, Rule
 
 # Megatron's arguments that state.json takes over, by the part of the config that has them.
 ARGUMENTS = {

@@ -42,16 +42,16 @@ from tools.checkpoints.mcore import ARGUMENTS, fits
 from tools.checkpoints.mcore_names import FC1, FC2, LAYER, PROJ, QKV, Names, Theirs
 from tools.checkpoints.mcore_state import MASTERS, MOMENTS
 from tools.checkpoints.torch_dist import COMMON, FORMAT, LATEST
-from tools.waiting import Progress
-from training.arguments import SETTINGS
 from training.checkpoint import Checkpoint, SaveError
 from training.checkpoint.files import write_bytes
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import spelt
 from training.checkpoint.lock import DirectoryLock
 from training.checkpoint.pieces import is_state, state_name, whole
-from training.owned import check, fsync_directory, plain_files, refuse
-from training.untrusted import printable, read_plain
+from training.files.owned import check, fsync_directory, plain_files, refuse
+from training.files.untrusted import printable, read_plain
+from training.run.waiting import Progress
+from training.settings.arguments import SETTINGS
 
 FILE_BYTES = 4 << 30
 MARK = "weft_export"  # a key of common.pt, of which Megatron reads those that it knows

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tools.checkpoints.diff import flatten
-from tools.waiting import waiting
 from training.checkpoint import Checkpoint, CheckpointError
 from training.checkpoint.header import BY_NAME
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.manifest import MANIFEST
 from training.checkpoint.pieces import is_state
 from training.checkpoint.retain import TRASH, UNFINISHED, evaluations, step_directories
+from training.run.waiting import waiting
 
 WRITER = re.compile(r"rank_(\d+)-\d+\.safetensors")
 PROGRESS = ("consumed_samples", "consumed_tokens", "optimizer_steps")

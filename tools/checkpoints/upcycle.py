@@ -17,13 +17,13 @@ from model.load import load_model_file, model_file_of, saved_config
 from mpu.param import draw_normal
 from tools.checkpoints.convert_huggingface import check_shapes, expected_tensors
 from tools.checkpoints.copy import open_newest, save_new
-from tools.waiting import Progress
 from training.checkpoint import NamedPiece
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
 from training.checkpoint.stream import attached, stream
 from training.data.tokenizer import tokenizer_of
 from training.run.export import tokenizer_files
+from training.run.waiting import Progress
 
 DENSE = {llama.__file__: False, qwen3.__file__: True}  # whether queries and keys are normalised
 

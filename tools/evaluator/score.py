@@ -17,8 +17,8 @@ from model.llama import Llama
 from mpu.comm.collectives import all_gather
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
-from tools.waiting import Progress
 from training.checkpoint.agree import first_error, together
+from training.run.waiting import Progress
 
 Row = tuple[Sequence[int], Sequence[int]]  # ids of a context, at least one, and of a continuation
 POSITIONS = 512  # whose logits over the whole vocabulary are made at once

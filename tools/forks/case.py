@@ -21,10 +21,10 @@ from mpu.param import Piece, placement_of, unique_parameters
 from mpu.pipeline.schedules import forward_only
 from pretrain_llama import LlamaRun, run_schedule, train_step
 from tools.bisect.record import recorded
-from training.config import Config, UsageError
 from training.data.batch import Batch
 from training.data.context_part import context_part
 from training.flags.parse import parse
+from training.settings.config import Config, UsageError
 
 
 class Case(NamedTuple):

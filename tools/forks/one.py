@@ -19,8 +19,8 @@ from model.load import load_model_file
 from mpu.grid import Grid
 from mpu.param import Piece, placement_of, unique_parameters
 from pretrain_llama import LlamaRun, model_provider
-from training.config import Config
-from training.model_profile import meta_context
+from training.run.model_profile import meta_context
+from training.settings.config import Config
 
 STEP = 1e-6  # of each weight, in the differences
 WRONG = 1e-4  # a gradient's largest error against differences, of its norm

@@ -60,7 +60,7 @@ from tools.forks.one import (
     names_of,
 )
 from training.faults.monitor import FailureMonitor
-from training.model_profile import make_grid
+from training.run.model_profile import make_grid
 from training.run.saver import Saver
 from training.run.startup import connect
 

@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forecast.explainer.timeline import COMPUTE, Box, Part, Streams
 from mpu.zero.bucket_layout import block_of
-from tools.explainer.timeline import COMPUTE, Box, Part, Streams
 from tools.pictures.style import (
     GRID,
     IDLE,

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from training.owned import refuse
-from training.untrusted import open_plain
+from training.files.owned import refuse
+from training.files.untrusted import open_plain
 
 # of runs, ranks and parts, in this order: distinct under the common colour blindnesses
 PALETTE = (

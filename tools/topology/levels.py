@@ -5,7 +5,7 @@ from statistics import median
 
 import numpy as np
 
-from tools.planner.cluster import MOST_LEVELS, Level
+from forecast.planner.cluster import MOST_LEVELS, Level
 from tools.topology.rings import Matrix, edges
 
 TYPICAL = 1 << 20  # bytes by which pairs are compared

@@ -28,7 +28,7 @@ import xxhash
 
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.pieces import NamedPiece, dtype_name
-from training.untrusted import trusted
+from training.files.untrusted import trusted
 
 Hook = Callable[[str], None]
 SUMS: dict[str, tuple[Any, str]] = {  # by their keys in a manifest

@@ -22,7 +22,7 @@ from training.checkpoint.huggingface import CONFIG, HuggingFaceDirectory, instea
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import MANIFEST, STEP, holds_a_save
 from training.checkpoint.pieces import NamedPiece
-from training.untrusted import first_of, folders_below, nothing_downloaded
+from training.files.untrusted import first_of, folders_below, nothing_downloaded
 
 FOREIGN_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt", "modelopt_state")
 

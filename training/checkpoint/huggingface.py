@@ -23,7 +23,7 @@ from training.checkpoint.files import open_directory, open_plain
 from training.checkpoint.header import BY_NAME, HEADER_LIMIT, NAMES, read_header
 from training.checkpoint.load import Checkpoint, OneOfFused
 from training.checkpoint.manifest import parse
-from training.untrusted import first_of
+from training.files.untrusted import first_of
 
 CONFIG, SINGLE, SHARDS = "config.json", "model.safetensors", "model.safetensors.index.json"
 PLAIN = re.compile(r"\w[\w .()+,@=-]*\.safetensors")

@@ -39,7 +39,7 @@ from training.checkpoint.manifest import (
     volume,
 )
 from training.checkpoint.pieces import NamedPiece, dtype_name, is_state
-from training.untrusted import SHOWN, first_of
+from training.files.untrusted import SHOWN, first_of
 
 # Fields that may differ between a checkpoint's model and the run's: no tensor depends on them.
 FREE_FIELDS = ("architectures", "torch_dtype", "initializer_range", "max_position_embeddings")

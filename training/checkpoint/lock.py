@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from training.checkpoint.errors import SaveError
-from training.untrusted import parse_json
+from training.files.untrusted import parse_json
 
 NAME = "lock"
 WITHOUT = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -18,8 +18,8 @@ from typing import Any
 from training.checkpoint.errors import CheckpointError, MismatchError
 from training.checkpoint.files import SUMS, open_plain, read_checked
 from training.checkpoint.pieces import DTYPES
-from training.owned import plain_files
-from training.untrusted import parse_json
+from training.files.owned import plain_files
+from training.files.untrusted import parse_json
 
 FORMAT = "weft-checkpoint"
 # 2: the state names frozen parameters, and the optimizer has nothing of them
@@ -63,7 +63,7 @@ def self_digest(manifest: dict[str, Any]) -> str:
 
 
 def parse(data: bytes, name: str, foreign: bool = False) -> dict[str, Any]:
-    """Parse a JSON object within the limits of training/untrusted.py, or raise CheckpointError.
+    """Parse a JSON object, within the limits of files/untrusted.py, or raise CheckpointError.
 
     foreign: as of parse_json.
     """

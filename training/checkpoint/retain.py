@@ -28,7 +28,7 @@ from training.checkpoint.evaluated import Evaluation, evaluation_of
 from training.checkpoint.files import Hook
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.manifest import STEP, holds_a_save
-from training.owned import set_aside
+from training.files.owned import set_aside
 
 Note = Callable[[str], None]
 

@@ -52,8 +52,8 @@ from training.checkpoint.manifest import (
 )
 from training.checkpoint.pieces import NamedPiece, dtype_name, into_files, share
 from training.checkpoint.retain import clear_rubbish
-from training.owned import check, fsync_directory, rename
-from training.untrusted import read_plain
+from training.files.owned import check, fsync_directory, rename
+from training.files.untrusted import read_plain
 
 FILE_BYTES = 4 << 30  # a file's limit: several files can be hashed and read at the same time
 

@@ -33,8 +33,8 @@ from training.checkpoint.files import (
 from training.checkpoint.load import Checkpoint
 from training.checkpoint.pieces import NamedPiece, into_files, is_state
 from training.checkpoint.stream import stream
-from training.owned import check, empty, fsync_directory, rename, set_aside
-from training.written import Written
+from training.files.owned import check, empty, fsync_directory, rename, set_aside
+from training.files.written import Written
 
 RUBBISH = re.compile(r"\.(.+)\.(tmp|old)-[0-9a-f]{16}")  # what a killed write or removal left
 Extra = tuple[Mapping[str, bytes], Mapping[str, Any]]  # small files; more fields of config.json

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mpu import native
-from training.activity import Activity
 from training.data.batch import DocumentRules
 from training.data.blend import Blend, parse_blend
 from training.data.bytes_per_token import TextBytes
@@ -33,11 +32,12 @@ from training.data.one_pass import OnePass
 from training.data.same_data import Part, twice
 from training.data.split import DEFAULT_SPLIT, SPLITS, parse_split, split_documents
 from training.data.stage_datasets import Staged, StageData
-from training.stages import stage_of
+from training.faults.activity import Activity
+from training.settings.stages import stage_of
 
 if TYPE_CHECKING:
-    from training.config import Config
     from training.data.tokenizer import Tokenizer
+    from training.settings.config import Config
 
 
 # Asked about data that is read twice: (split, training data) -> whether the run resumes one that

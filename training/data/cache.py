@@ -22,9 +22,9 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from training.activity import Activity
 from training.data.files import replacing
-from training.untrusted import open_plain, trusted
+from training.faults.activity import Activity
+from training.files.untrusted import open_plain, trusted
 
 WORDS = 8  # of int32 in a SHA-256
 READ_LIMIT = 256 << 20  # bytes; a larger entry is mapped instead of read

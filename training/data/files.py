@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from training.owned import Ours, anybody, check
+from training.files.owned import Ours, anybody, check
 
 
 @contextmanager
@@ -16,7 +16,8 @@ def replacing(path: str, ours: Ours = anybody) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` on success and is removed on failure.
 
     Its name cannot be guessed and it is new, so that no existing file is written through. ours:
-    whether what is at `path` may be replaced (training/owned.py); FileExistsError where it may not.
+    whether what is at `path` may be replaced (training/files/owned.py); FileExistsError where it
+    may not.
     """
     check(Path(path), ours)
     temporary = f"{path}.{secrets.token_hex(8)}.tmp"

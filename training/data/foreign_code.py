@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from training.untrusted import nothing_downloaded, read_plain
+from training.files.untrusted import nothing_downloaded, read_plain
 
 LARGEST = 1 << 27  # bytes of a tokenizer's file
 

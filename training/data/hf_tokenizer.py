@@ -23,7 +23,7 @@ from training.data.hf_classes import (
 )
 from training.data.tik_tokenizer import LLAMA3, is_ranks
 from training.data.token_texts import texts_of
-from training.untrusted import parse_json
+from training.files.untrusted import parse_json
 
 IDS = "ids:"  # how a digest begins that covers what changes token ids, and nothing else
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"

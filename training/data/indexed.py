@@ -37,7 +37,7 @@ from training.data.files import replacing, write_text
 from training.data.identity import full_digest
 from training.data.made_with import Record, facts_of, is_record
 from training.data.watched import WatchedFile
-from training.untrusted import open_plain
+from training.files.untrusted import open_plain
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from training.activity import Activity
 from training.data.dataset import DataError
 from training.data.files import replacing
 from training.data.loss_mask import ENDS
-from training.untrusted import open_plain, trusted
+from training.faults.activity import Activity
+from training.files.untrusted import open_plain, trusted
 
 BLOCK = 16 << 20  # bytes of one read
 QUIET = 5.0  # seconds before progress is reported, and between two lines of it

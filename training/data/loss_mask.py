@@ -18,7 +18,7 @@ from training.data.indexed import IndexedTokens
 from training.data.made_with import Record
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.settings.config import Config
 
 SUFFIX = ".loss_mask"  # of a mask's prefix, after its pair's
 ENDS = (f"{SUFFIX}.bin", f"{SUFFIX}.idx")

@@ -16,8 +16,8 @@ import xxhash
 
 from training.data.tokenizer import Tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer
-from training.owned import json_with
-from training.untrusted import read_json
+from training.files.owned import json_with
+from training.files.untrusted import read_json
 
 FORMAT = "weft-tokens"
 FIELDS: Mapping[str, tuple[type, ...]] = {

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from training.data.loss_mask import SUFFIX
 from training.data.text_files import any_text
-from training.untrusted import first_of
+from training.files.untrusted import first_of
 
 COMMAND = "python tools/preprocess_data.py"
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from training.config import Stage
 from training.data.blend import Blend
 from training.data.dataset import FULL_DIGEST, Dataset
 from training.data.gpt import GPTDataset
-from training.stages import stage_at
+from training.settings.config import Stage
+from training.settings.stages import stage_at
 
 
 class DatasetFrom:

@@ -19,7 +19,7 @@ from io import BufferedReader, RawIOBase
 from typing import Any, BinaryIO
 
 from training.data.bad_documents import listed
-from training.untrusted import open_plain, printable
+from training.files.untrusted import open_plain, printable
 
 KINDS = ("txt", "jsonl", "parquet")
 PACKED = (".gz", ".zst")  # of .txt and .jsonl

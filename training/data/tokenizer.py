@@ -29,7 +29,7 @@ from training.data.tik_tokenizer import TikTokenizer, is_ranks
 from training.data.token_texts import SPACE
 
 if TYPE_CHECKING:
-    from training.config import Config
+    from training.settings.config import Config
 
 MOST_IDS = (1 << 31) - 1  # tokens are int32 at most
 

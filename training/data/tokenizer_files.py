@@ -14,7 +14,7 @@ from typing import Any
 from training.data.hf_classes import class_of
 from training.data.hf_tokenizer import ADDED, CONFIG, IDS, SPECIAL, HuggingFaceTokenizer
 from training.data.tokenizer import Tokenizer, build_tokenizer, tokenizer_of
-from training.untrusted import open_plain, read_json
+from training.files.untrusted import open_plain, read_json
 
 STANDARD = {  # the name that a type's own file has in a Hugging Face directory
     "HuggingFaceTokenizer": "tokenizer.json",

@@ -12,7 +12,7 @@ from threading import Lock, get_ident
 import numpy as np
 
 from training.data.dataset import DataError
-from training.untrusted import open_plain
+from training.files.untrusted import open_plain
 
 
 class WatchedFile:

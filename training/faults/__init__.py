@@ -10,5 +10,6 @@ hang_detector which rank hangs, from the reports of all ranks
 process       another rank's process on this host: stopped, or its Python interpreter is blocked
 links         connections to other hosts that are dead
 address       on which address a rank listens
+activity      what this process does, in words
 store         what ranks wait for in the store at which they meet, and which ranks are late
 """

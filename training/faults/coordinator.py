@@ -13,8 +13,8 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from training.activity import say
 from training.faults import messages
+from training.faults.activity import say
 from training.faults.hang_detector import HangDetector, named
 from training.faults.store import spans
 from training.faults.wire import HELLO, LIMIT, Connection, Fields

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpu.comm.waits import Wait
-from training.activity import say
+from training.faults.activity import say
 from training.faults.hang_watch import HangWatch
 from training.faults.process import Process
 from training.faults.store import spans

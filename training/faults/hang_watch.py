@@ -25,7 +25,7 @@ from typing import Any
 
 from mpu.comm.waits import Waits
 from mpu.torch_private import nccl_record
-from training.activity import own_lines, say
+from training.faults.activity import own_lines, say
 from training.faults.process import Dump
 
 FACTOR = 10.0

@@ -31,8 +31,8 @@ from typing import Any
 from mpu.comm.transport import CommunicationError
 from mpu.launch import Launch
 from mpu.worker import to_this_gpu
-from training.activity import Activity, say
 from training.faults import messages, wire
+from training.faults.activity import Activity, say
 from training.faults.address import listen_as_known, publish_address
 from training.faults.coordinator import DIED, LOST_CONTACT, RETURN, Cause, Coordinator, at
 from training.faults.hang_detector import HangDetector, silence, watch_alone

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu.comm.symmetric import host
-from training.activity import own_line
+from training.faults.activity import own_line
 
 LIMIT = 1 << 16  # bytes of a dump that are read
 NAME = "weft-stacks"  # of a dump's memory, as /proc shows it

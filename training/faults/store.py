@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpu.launch import Launch
-from training.activity import LATER, Activity
+from training.faults.activity import LATER, Activity
 from training.faults.wire import printable
 
 MOST = 4  # nodes that one line names

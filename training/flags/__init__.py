@@ -13,5 +13,5 @@ model_sizes             the model's sizes, as a Config or a checkpoint gives the
 saved_schedule          the learning rate's curve from a checkpoint
 data_stages             the file of --data-stages
 
-The settings are fields of training/arguments.py.
+The settings themselves are in training/settings/.
 """

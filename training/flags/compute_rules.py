@@ -15,10 +15,10 @@ from mpu.layers.attention.backends import (
     why_no_length,
 )
 from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
-from training.arguments import GpuConfig
-from training.config import Config, UsageError
 from training.flags import parallel_rules
-from training.pipeline_schedule import micro_batch_counts
+from training.settings.arguments import GpuConfig
+from training.settings.config import Config, UsageError
+from training.settings.pipeline_schedule import micro_batch_counts
 
 OFFLOAD = "--cpu-offload-activations"
 GRAPH = "--cuda-graph"

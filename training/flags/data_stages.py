@@ -11,14 +11,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training import batch_size
-from training.arguments import SETTINGS
 from training.checkpoint.find import resumed
-from training.config import Config, Stage, UsageError
 from training.data.blend import parse_blend
+from training.files.untrusted import read_json
 from training.flags.model_sizes import checked
-from training.stages import LENGTH, ROPE, plan, stage_at
-from training.untrusted import read_json
+from training.settings import batch_size
+from training.settings.arguments import SETTINGS
+from training.settings.config import Config, Stage, UsageError
+from training.settings.stages import LENGTH, ROPE, plan, stage_at
 
 FLAG, DATA = "--data-stages", "train_data_path"
 NEEDED = ("name", "start_tokens", DATA)

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpu.pipeline.schedules import OVERLAPPING
-from training.arguments import EXPERTS, MoEConfig
-from training.config import Config, UsageError
 from training.flags.megatron import WITH_EXPERTS
-from training.pipeline_schedule import micro_batch_counts, schedule_of
+from training.settings.arguments import EXPERTS, MoEConfig
+from training.settings.config import Config, UsageError
+from training.settings.pipeline_schedule import micro_batch_counts, schedule_of
 
 OVERLAP, DISPATCHER = "--overlap-moe-expert-parallel-comm", "--moe-token-dispatcher-type"
 INSTANCES = "--num-distributed-optimizer-instances"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classify every flag: live (it does something), checked (accepted as it is), refused or removed.
 
-A live flag is a row of training/arguments.py. Megatron-LM's other flags are in
+A live flag is a row of training/settings/arguments.py. Megatron-LM's other flags are in
 `training.flags.megatron`, so that none is silently ignored. `training.flags.parse` builds argparse
 from all of them; docs/flags.md lists them.
 """
@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from training.arguments import GROUPS, OTHER_FLAGS
-from training.config import UsageError
 from training.data.tokenizer import OTHER_TYPE
 from training.flags.megatron import ACCEPTED, IDLE, REFUSED, SPELLED
-from training.setting import SWITCH, Rule, Setting
+from training.settings.arguments import GROUPS, OTHER_FLAGS
+from training.settings.config import UsageError
+from training.settings.setting import SWITCH, Rule, Setting
 
 OTHERS = {  # what to write for a value that other programs have
     "--tokenizer-type": OTHER_TYPE,
@@ -93,7 +93,7 @@ def known_flags() -> dict[str, Flag]:
 
 
 def _live() -> Iterator[Flag]:
-    """Yield the flags of training/arguments.py, and their other names."""
+    """Yield the flags of training/settings/arguments.py, and their other names."""
     for group, (kind, _) in GROUPS.items():
         rows = {part.name: part.metadata["setting"] for part in fields(kind) if part.metadata}
         for field, row in (rows | OTHER_FLAGS.get(group, {})).items():

@@ -18,11 +18,11 @@ from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 
-from training.config import UsageError
+from training.files.untrusted import first_of
 from training.flags import flag_table
 from training.flags.names import ELSEWHERE, FALSE, SPELT, SYNONYMS, TRUE, VALUES
 from training.flags.trees import TREES
-from training.untrusted import first_of
+from training.settings.config import UsageError
 
 FLAG = "--ignore-flags"
 SETTINGS_FILE = re.compile(r".*\.(py|json|ya?ml|toml|cfg|ini)")

@@ -5,8 +5,6 @@ import textwrap
 from collections.abc import Collection
 from typing import NamedTuple
 
-from training.arguments import GROUPS
-from training.config import UsageError
 from training.flags import flag_table
 from training.flags.flag_table import Flag
 from training.flags.foreign import like, refuse_unknown
@@ -14,6 +12,8 @@ from training.flags.megatron import DIFFERENCES
 from training.flags.names import SYNONYMS
 from training.flags.rules import EXCLUDE
 from training.flags.trees import TREES
+from training.settings.arguments import GROUPS
+from training.settings.config import UsageError
 
 ALL = "all"
 TITLE = "Pretrain a Llama. Flags have Megatron-LM's names and meanings."

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from training.arguments import EXPERTS, OptimizerConfig
-from training.setting import SWITCH, TEXT, TEXTS, Rule
+from training.settings.arguments import EXPERTS, OptimizerConfig
+from training.settings.setting import SWITCH, TEXT, TEXTS, Rule
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from dataclasses import fields
 from typing import Any
 
 from mpu.layers.rope import Yarn
-from training.arguments import EXPERT_SIZES, ModelConfig
 from training.checkpoint.errors import CheckpointError
 from training.checkpoint.find import newest, places, why_none
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint, same_value
-from training.config import UsageError
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
 from training.flags.flag_table import known_flags
+from training.settings.arguments import EXPERT_SIZES, ModelConfig
+from training.settings.config import UsageError
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()

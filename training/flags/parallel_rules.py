@@ -14,9 +14,9 @@ import torch
 from mpu.accelerators import unusable_gpu
 from mpu.grid import ORDER
 from mpu.layers.context_attention import COMM_TYPES
-from training.arguments import ParallelConfig
-from training.config import Config, UsageError
-from training.pipeline_schedule import micro_batch_counts
+from training.settings.arguments import ParallelConfig
+from training.settings.config import Config, UsageError
+from training.settings.pipeline_schedule import micro_batch_counts
 
 SIZE, COMM = "--context-parallel-size", "--cp-comm-type"
 RANKS = "--rank-order"

@@ -14,10 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from training import batch_size
-from training.arguments import STRATEGIES, ModelConfig, ParallelConfig
-from training.config import SECTIONS, Config, UsageError
 from training.data.split import DEFAULT_SPLIT
+from training.files.untrusted import trust_owners
 from training.flags import (
     compute_rules,
     data_stages,
@@ -33,8 +31,10 @@ from training.flags import (
 from training.flags.flag_table import Flag
 from training.flags.help import START, Page, effect, page_of
 from training.flags.run_rules import has_validation, shard_list
-from training.pipeline_schedule import virtual_stages
-from training.untrusted import trust_owners
+from training.settings import batch_size
+from training.settings.arguments import STRATEGIES, ModelConfig, ParallelConfig
+from training.settings.config import SECTIONS, Config, UsageError
+from training.settings.pipeline_schedule import virtual_stages
 
 __all__ = ["UsageError", "build_parser", "parse"]
 

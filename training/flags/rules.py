@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpu.pipeline.schedules import SPLIT
-from training import pipeline_schedule
-from training.config import Config, UsageError
 from training.flags import (
     compute_rules,
     expert_rules,
@@ -19,7 +17,9 @@ from training.flags import (
     run_rules,
     size_rules,
 )
-from training.setting import Setting
+from training.settings import pipeline_schedule
+from training.settings.config import Config, UsageError
+from training.settings.setting import Setting
 
 # Pairs of flags of which only one may be given.
 EXCLUDE = (

@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 
 from mpu.torch_private import TorchLacks, memory_history
-from training.arguments import CHANGES, CheckpointConfig, DataConfig
 from training.checkpoint import refuse_to_save
 from training.checkpoint.manifest import MANIFEST, STEP
-from training.config import Config, UsageError
 from training.data.blend import parse_blend
 from training.data.build import validation_sets
 from training.data.loss_mask import SUFFIX
 from training.data.not_tokens import instead
 from training.data.split import parse_split
-from training.owned import json_lines, refuse
-from training.untrusted import SETTINGS, nothing_downloaded, read_plain
+from training.files.owned import json_lines, refuse
+from training.files.untrusted import SETTINGS, nothing_downloaded, read_plain
+from training.settings.arguments import CHANGES, CheckpointConfig, DataConfig
+from training.settings.config import Config, UsageError
 
 # flags whose value "rewind" goes back to a checkpoint of --save
 REWINDS = ("--on-nan", "--on-spike", "--on-replica-mismatch")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint.find import newest
-from training.config import UsageError
 from training.flags import model_sizes
+from training.settings.config import UsageError
 
 FLAG = "--use-checkpoint-opt-param-scheduler"
 TAKEN = ("lr", "min_lr", "lr_decay_style", "weight_decay")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the sizes of a model and of a batch, and that they divide over the ranks."""
 
-from training import batch_size
-from training.arguments import ModelConfig
-from training.config import Config, UsageError
+from training.settings import batch_size
+from training.settings.arguments import ModelConfig
+from training.settings.config import Config, UsageError
 
 TOKENS = 1 << 23  # of one micro-batch
 PASSES = 1 << 17  # forwards of all stages in one step

@@ -8,8 +8,8 @@ import torch
 from torch.nn import attention
 
 from mpu.layers.attention.backends import Card, card_of, kernel_of
-from training.config import Config, UsageError
 from training.flags.compute_rules import attention_line, attention_works
+from training.settings.config import Config, UsageError
 
 VERSION = "--flash-attention-version"
 FA3 = "flash_attn_interface"  # the package that torch takes FlashAttention 3 from

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from mpu.pipeline.schedules import Schedule
-from training.arguments import ParallelConfig
 from training.data.batch import Batch
 from training.run.state import Run, RunSchedule
+from training.settings.arguments import ParallelConfig
 
 INPUTS = ("tokens", "labels", "loss_mask", "position_ids")
 

@@ -20,7 +20,7 @@ from mpu.launch import (
     rounding_variables,
     set_deterministic,
 )
-from training.config import Config, UsageError
+from training.settings.config import Config, UsageError
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 LARGEST_MMAP_THRESHOLD = 32 << 20  # what mallopt accepts

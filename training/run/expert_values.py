@@ -17,8 +17,8 @@ from mpu.comm.collectives import sum_in_order
 from mpu.comm.transport import Label
 from mpu.host_memory import read_values
 from mpu.layers.expert_load import ExpertLoad, ExpertLoads
-from training.config import Config
 from training.run.state import Run
+from training.settings.config import Config
 
 LABEL = Label("experts", "log")
 

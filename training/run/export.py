@@ -18,7 +18,6 @@ import torch
 
 from mpu.comm.transport import Axis
 from mpu.grid import Grid
-from training.arguments import CheckpointConfig
 from training.checkpoint import Checkpoint, SaveError
 from training.checkpoint.files import open_plain
 from training.checkpoint.huggingface import HuggingFaceDirectory
@@ -33,7 +32,8 @@ from training.checkpoint.write_huggingface import (
 from training.data.auto_tokenizer import auto_tokenizer
 from training.data.foreign_code import LARGEST
 from training.data.tokenizer_files import MODEL, STANDARD, TOKENIZER_FILES, tokenizer_in, with_class
-from training.written import Written
+from training.files.written import Written
+from training.settings.arguments import CheckpointConfig
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 STEP = re.compile(r"step_\d{8,}")

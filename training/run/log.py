@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mpu.host_memory import read_values
-from training.arguments import LogConfig
+from training.files.untrusted import printable
 from training.run.output import (
     open_json,
     open_tensorboard,
@@ -33,7 +33,7 @@ from training.run.output import (
 from training.run.peak_flops import peak_flops
 from training.run.step import CONTINUE, Decision, Step
 from training.run.time_left import TimeLeft
-from training.untrusted import printable
+from training.settings.arguments import LogConfig
 
 WIDTH = 100  # columns of a step's line
 # each output: the flag that asked for it, and how it is closed

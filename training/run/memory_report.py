@@ -11,11 +11,11 @@ import torch
 from mpu.grid import Grid
 from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training.config import Config, UsageError
 from training.run.log import Log
 from training.run.state import Run
 from training.run.step import CONTINUE, Decision, Step
-from training.text import in_units
+from training.run.text import in_units
+from training.settings.config import Config, UsageError
 
 STATE = ("parameters", "gradients", "masters", "moments")  # their size is the model's
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from training.owned import json_lines, refuse
-from training.untrusted import owner_only, private
+from training.files.owned import json_lines, refuse
+from training.files.untrusted import owner_only, private
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import time
 import torch
 
 from mpu.layers.linear import Recipe
-from training.gpus import of_driver
+from training.run.gpus import of_driver
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

@@ -14,21 +14,21 @@ from mpu import needs
 from mpu.accelerators import missing
 from mpu.grid import Grid
 from mpu.layers.attention.backends import FLAG
-from training.activity import Activity
 from training.checkpoint.find import below, candidates, places, resumed, why_none
-from training.config import Config, UsageError
 from training.data.build import Loaders, build_loaders
 from training.data.dataset import Dataset
 from training.data.stage_datasets import Staged
 from training.data.tokenizer import tokenizer_for
 from training.data.tokenizer_files import digests_of
-from training.float8_layers import check_device
-from training.layer_options import accumulate_dtype
+from training.faults.activity import Activity
 from training.run import same_run
 from training.run.attention import prepare_attention
 from training.run.device import choose_device
 from training.run.output import check_wandb_login
 from training.run.trial import try_calls
+from training.settings.config import Config, UsageError
+from training.settings.float8_layers import check_device
+from training.settings.layer_options import accumulate_dtype
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -26,11 +26,11 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from mpu.launch import Launch
-from training.activity import Activity
-from training.config import UsageError
+from training.faults.activity import Activity
 from training.faults.address import is_loopback, listen, resolve
 from training.faults.store import await_key, late_ranks, place_of, spans
 from training.faults.wire import printable
+from training.settings.config import UsageError
 
 SHORT = timedelta(seconds=5)  # how long a rank with a mistake looks for the others
 ACKNOWLEDGED = 5.0  # seconds, at most, that rank 0 waits for all others to read why nothing starts

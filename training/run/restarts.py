@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from training.untrusted import printable, read_json
+from training.files.untrusted import printable, read_json
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 END, STEPPED = "end.json", "stepped"

@@ -21,10 +21,10 @@ from training.checkpoint.files import json_bytes
 from training.checkpoint.load import FREE_FIELDS, check_state
 from training.checkpoint.manifest import INDEX, LIMIT, STATE, check_index, merge_index, parse
 from training.checkpoint.pieces import DTYPES, dtype_name, is_state
-from training.config import Config, UsageError
 from training.flags.model_sizes import SAME
-from training.model_profile import StagedModel
 from training.run import same_run
+from training.run.model_profile import StagedModel
+from training.settings.config import Config, UsageError
 
 # sizes of a model that a config.json need not have: no tensor depends on them
 FREE = ("kv_channels", "init_method_std", "max_position_embeddings")  # the first is head_size

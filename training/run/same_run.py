@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.arguments import DataConfig
-from training.batch_size import schedule, steps_of
 from training.checkpoint import Checkpoint, plain_name
 from training.checkpoint.load import same_value
-from training.config import Config
 from training.data.dataset import FULL_DIGEST
 from training.data.tokenizer_files import files_of, same_tokenizer, with_class
-from training.expert_options import expert_options
-from training.learning_rate import learning_rate
 from training.run import settings_changed
-from training.stages import ROPE as ROPE_SETTINGS
-from training.stages import record, saved_settings, tokens_at
+from training.settings.arguments import DataConfig
+from training.settings.batch_size import schedule, steps_of
+from training.settings.config import Config
+from training.settings.expert_options import expert_options
+from training.settings.learning_rate import learning_rate
+from training.settings.stages import ROPE as ROPE_SETTINGS
+from training.settings.stages import record, saved_settings, tokens_at
 
 # What a resumed run must share with its checkpoint, by the word that --allow-change takes: settings
 # of the config, and hashes kept in the state.

@@ -14,12 +14,12 @@ from torch import Tensor
 from mpu.comm.collectives import all_gather, sum_in_order
 from mpu.comm.transport import Axis, Label
 from mpu.pipeline.schedules import forward_only
-from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.build import Loaders
 from training.data.context_part import context_part
 from training.run.log import Log
 from training.run.state import Run
+from training.settings.config import Config
 
 NEW = 32  # tokens of a sample
 PROMPT_TOKENS = 16  # tokens of held-out text before them, where there is no --sample-prompt

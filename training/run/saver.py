@@ -17,18 +17,18 @@ from mpu.context import LayerContext
 from mpu.optim.optimizer import Optimizer
 from mpu.param import unique_parameters
 from training import checkpoint
-from training.activity import Activity
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import COUNTS, Checkpoint
 from training.checkpoint.lock import PATIENCE, DirectoryLock
 from training.checkpoint.manifest import STATE, step_name
 from training.checkpoint.retain import prune, step_directories
 from training.checkpoint.stage import Background, Staging
-from training.config import Config, UsageError
+from training.faults.activity import Activity
 from training.run import resumable, same_run
 from training.run.best import Best
 from training.run.export import HuggingFaceSaves
-from training.stages import waits_for
+from training.settings.config import Config, UsageError
+from training.settings.stages import waits_for
 
 
 class Saver:

@@ -2,7 +2,7 @@
 """Say which settings differ from those of the run that saved a checkpoint, as it is resumed.
 
 training/run/same_run.py refuses what would repeat samples or leave some out. What is reported here
-may change, and changes how training goes on: the settings that their row of training/arguments.py
+may change, and changes how training goes on: the settings that their row of settings/arguments.py
 marks with `reported`, by itself or by its section, and a fork's own. A line has a flag with its
 value there and here; another one has the learning rates before and after, and where both curves
 end.
@@ -13,12 +13,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import PurePath
 from typing import Any
 
-from training.arguments import SETTINGS
-from training.batch_size import samples_after, schedule, steps_of, total_iterations
 from training.checkpoint import Checkpoint
-from training.config import Config
-from training.expert_options import expert_options
-from training.learning_rate import at, curve_of, decoupled_curve_of
+from training.settings.arguments import SETTINGS
+from training.settings.batch_size import samples_after, schedule, steps_of, total_iterations
+from training.settings.config import Config
+from training.settings.expert_options import expert_options
+from training.settings.learning_rate import at, curve_of, decoupled_curve_of
 
 SECTIONS = ("batch", "optimizer", "moe", "float8", "extra")  # reported where a row says nothing
 PATHS = ("data.valid_data_path", "data.test_data_path")  # no digest says whether these only moved

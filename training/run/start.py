@@ -8,21 +8,21 @@ from mpu.grid import Grid
 from mpu.layers import fused_gpu
 from mpu.param import PlacementError
 from mpu.zero.gradient_check import GradientCheck
-from training import context_parallel, matrices, param_groups, pipeline_stages
 from training.checkpoint import CheckpointError
-from training.config import UsageError
 from training.data.dataset import DataError
-from training.model_profile import ModelProvider, model_profile, whole_model
-from training.run import memory_report
+from training.run import context_parallel, matrices, memory_report, pipeline_stages
 from training.run.autotune import overlap
 from training.run.autotune.overlap import Note, Overlap
 from training.run.log import Log
+from training.run.model_profile import ModelProvider, model_profile, whole_model
 from training.run.output import say
 from training.run.saver import Saver
 from training.run.state import Run, RunSchedule
 from training.run.warm_up import warm_up
 from training.run.watch.intervals import still_due
-from training.stages import name_at, tokens_at
+from training.settings import param_groups
+from training.settings.config import UsageError
+from training.settings.stages import name_at, tokens_at
 
 # errors that a user can do something about: one sentence, no traceback
 EXPECTED = (UsageError, DataError, CheckpointError, FloatingPointError, PlacementError)

@@ -30,18 +30,18 @@ from mpu.comm.transport import CommunicationError
 from mpu.connect import share, share_gpus
 from mpu.grid import Grid
 from mpu.launch import Launch
-from training.activity import Activity
-from training.config import Config, UsageError
+from training.faults.activity import Activity
 from training.faults.hang_watch import HangWatch
 from training.faults.monitor import FailureMonitor, exited_early
 from training.faults.store import await_key, late_ranks, poll
 from training.faults.wire import printable
+from training.files.untrusted import sentence
 from training.flags.flag_table import known_flags
 from training.flags.parallel_rules import WrongWorldError
 from training.run import output
 from training.run.rendezvous import ABSENT, ACKNOWLEDGED, MARGIN, SHORT, RendezvousError, meet
 from training.run.restarts import SIGNAL, End, let_first_speak, tell_next, write_error_file
-from training.untrusted import sentence
+from training.settings.config import Config, UsageError
 
 PROGRAM = "pretrain_llama.py"
 COMPARING = 60.0  # seconds, at most, that ranks which have met wait for one another

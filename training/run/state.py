@@ -13,11 +13,11 @@ from mpu.optim.optimizer import Optimizer
 from mpu.pipeline.engine import Engine
 from mpu.pipeline.schedules import Schedule
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training.config import Config
 from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
-from training.model_profile import StagedModel
-from training.pipeline_schedule import schedule_of
+from training.run.model_profile import StagedModel
+from training.settings.config import Config
+from training.settings.pipeline_schedule import schedule_of
 
 
 @dataclass

@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from training.batch_size import global_batch_size
 from training.data.batch import Batch
 from training.data.loader import Loader
-from training.learning_rate import decoupled_learning_rate, learning_rate
 from training.run.state import Run
 from training.run.stop import StepFlags
+from training.settings.batch_size import global_batch_size
+from training.settings.learning_rate import decoupled_learning_rate, learning_rate
 
 
 @dataclass(frozen=True)

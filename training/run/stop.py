@@ -16,7 +16,7 @@ from torch import Tensor
 from mpu.comm.collectives import all_reduce
 from mpu.comm.transport import Axis, Label
 from mpu.host_memory import read_values
-from training.arguments import CheckpointConfig, RunConfig
+from training.settings.arguments import CheckpointConfig, RunConfig
 
 AT_ONCE = "stopped at once"
 

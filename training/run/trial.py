@@ -46,10 +46,10 @@ from mpu.optim.interface import Parts
 from mpu.optim.muon import Muon
 from mpu.optim.newton_schulz import block_rows, orthogonalise
 from mpu.optim.optimizer import multiply_rows
-from training.config import Config, UsageError
-from training.float8_layers import recipe_of
-from training.layer_options import context_of, main_grads_dtype
-from training.update_rules import optimizer_groups
+from training.settings.config import Config, UsageError
+from training.settings.float8_layers import recipe_of
+from training.settings.layer_options import context_of, main_grads_dtype
+from training.settings.update_rules import optimizer_groups
 
 TOKENS = 256  # of a call: more than a block of any kernel, and a multiple of float8's
 WITHOUT = "without Triton, torch's slower operations are used: pip uninstall triton"

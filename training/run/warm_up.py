@@ -28,15 +28,15 @@ from mpu.overlap.choices import OverlapMap
 from mpu.pipeline.engine import Engine, Forward
 from mpu.pipeline.schedules import Schedule
 from mpu.pipeline.stage_layout import Stage
-from training.config import Config
 from training.data.batch import Batch, DocumentRules, make_batch
 from training.data.context_part import context_part
 from training.data.loss_mask import is_masked
-from training.layer_options import context_of, main_grads_dtype, recompute_of
-from training.model_profile import ModelProvider
-from training.pipeline_stages import rank_stages
 from training.run.cuda_graph import Graphs
+from training.run.model_profile import ModelProvider
+from training.run.pipeline_stages import rank_stages
 from training.run.state import Run, RunSchedule
+from training.settings.config import Config
+from training.settings.layer_options import context_of, main_grads_dtype, recompute_of
 
 MICRO_BATCHES = 2  # the first writes weight gradients, the second adds to them
 

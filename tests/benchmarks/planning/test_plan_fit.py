@@ -14,8 +14,8 @@ from benchmarks.planning import odds
 from benchmarks.planning.frameworks import profile
 from benchmarks.planning.predict import memory
 from benchmarks.planning.published import read_table
-from tools.planner.runs import stacked
-from tools.planner.step_time import times
+from forecast.planner.runs import stacked
+from forecast.planner.step_time import times
 
 PLAYBOOK = "model,nodes,dp,tp,pp,mbs,grad_acc,gbs,zero,mfu_pct,tok_s_gpu,tok_s,mem_gb,status"
 

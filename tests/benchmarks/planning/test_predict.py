@@ -16,10 +16,10 @@ from benchmarks.planning.other_runs import BLIND, NOT_SEEN, SOURCES
 from benchmarks.planning.predict import COLUMNS, predict
 from benchmarks.planning.published import RowError, playbook_cut, read_table
 from forecast.device_file import read_device
-from tools.planner.runs import even_cut, stacked
-from tools.planner.step_time import collective, matmul
-from tools.rehearsal.links import collective_seconds
-from tools.rehearsal.roofline import matmul_seconds
+from forecast.planner.runs import even_cut, stacked
+from forecast.planner.step_time import collective, matmul
+from forecast.rehearsal.links import collective_seconds
+from forecast.rehearsal.roofline import matmul_seconds
 
 COMMITTED = (  # of BLIND: runs, columns before the measured rates, and their hash
     (51, 24, "c93f07764da56701e8df3b8ddae0b634115c129d9d1cdd50553dc285dd1f641b"),

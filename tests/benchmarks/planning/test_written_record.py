@@ -17,9 +17,9 @@ from benchmarks.planning.written_record import (
     stage,
 )
 from forecast.device_file import read_device
-from tests.tools.rehearsal.clock_device import device
-from tools.rehearsal.clock import Clock
-from tools.rehearsal.events import Launch, Transfer
+from forecast.rehearsal.clock import Clock
+from forecast.rehearsal.events import Launch, Transfer
+from tests.forecast.rehearsal.clock_device import device
 
 MODEL = Model(8, 256, 8, 2, 512, 1024, 128, True)
 LAYOUT = Layout(1, 1, 1, 2, 3)

@@ -15,7 +15,7 @@ from mpu.pipeline.schedules import CHUNKS, build, forward_only
 from mpu.pipeline.simulate import Costs, simulate
 from tests.model.twin import config_of, micro_batches
 from training.faults.monitor import FailureMonitor
-from training.pipeline_schedule import schedule_of
+from training.settings.pipeline_schedule import schedule_of
 
 
 class LiveStorages:

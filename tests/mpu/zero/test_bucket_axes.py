@@ -22,6 +22,9 @@ import torch
 
 import pretrain_llama
 from forecast.dry_run import report
+from forecast.explainer.text import sums
+from forecast.planner.cluster import Level
+from forecast.planner.rank_order import Sizes, across, ledger
 from forecast.recording import record
 from forecast.traffic import SMALL, rows, totals, traffic
 from model.load import load_model_file
@@ -41,15 +44,12 @@ from tests.mpu.zero.test_replica_check import flip
 from tests.sampling import sampled
 from tests.saved import check_equal, stored
 from tools.explain import explain, tiny
-from tools.explainer.text import sums
-from tools.planner.cluster import Level
-from tools.planner.rank_order import Sizes, across, ledger
-from training.arguments import CheckpointConfig
-from training.config import Config
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run import memory_report
 from training.run.saver import Saver
+from training.settings.arguments import CheckpointConfig
+from training.settings.config import Config
 
 ROOT = Path(__file__).resolve().parents[3]
 EXPERTS = '''

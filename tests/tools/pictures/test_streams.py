@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from matplotlib.text import Text
 
-from tools.explainer.timeline import COMPUTE, Box, Part, Streams
+from forecast.explainer.timeline import COMPUTE, Box, Part, Streams
 from tools.pictures import streams
 from tools.pictures.streams import UNITS, cut, draw
 from tools.pictures.style import page

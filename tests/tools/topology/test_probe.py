@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from forecast.planner.cluster import read_cluster
 from tests.delayed_networks import DelayedNetworks
-from tools.planner.cluster import read_cluster
 from tools.probe_topology import RING_BYTES
 from tools.topology import host
 

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from tools.planner.cluster import content_of, read_cluster
+from forecast.planner.cluster import content_of, read_cluster
 from tools.topology.levels import blocks_of, levels_of
 from tools.topology.measure import rounds
 from tools.topology.rings import EXACT, all_rings, best_rings, edges, ring_seconds

@@ -19,7 +19,10 @@ from torch import Tensor
 import pretrain_llama
 from model.llama import from_hf_config, hf_config, hf_names
 from mpu.grid import Grid
-from training.arguments import (
+from training.data.batch import Batch
+from training.faults.monitor import FailureMonitor
+from training.run.saver import Saver
+from training.settings.arguments import (
     BatchConfig,
     CheckpointConfig,
     ModelConfig,
@@ -27,10 +30,7 @@ from training.arguments import (
     ParallelConfig,
     RunConfig,
 )
-from training.config import Config
-from training.data.batch import Batch
-from training.faults.monitor import FailureMonitor
-from training.run.saver import Saver
+from training.settings.config import Config
 
 KINDS = ("master", "exp_avg", "exp_avg_sq")
 V, PAD, LAYERS, STEPS = 97, 3, 9, 11  # STEPS: updates that the canonical state has seen

@@ -18,7 +18,7 @@ from tools import checkpoint as tool
 from training.checkpoint import CheckpointError
 from training.checkpoint.manifest import check_index, tiles
 from training.flags.flag_table import known_flags
-from training.setting import integer
+from training.settings.setting import integer
 
 SHORT, LONG, BLOCK = 16, 480, 60
 FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 1e-3

@@ -23,7 +23,7 @@ from training.checkpoint.header import read_header
 from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.pieces import whole
 from training.data.foreign_code import read_model
-from training.untrusted import trust_owners
+from training.files.untrusted import trust_owners
 
 SIZES = hf_config(LlamaConfig(250, 64, 96, 2, 8, 4))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

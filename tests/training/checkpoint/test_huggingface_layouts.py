@@ -20,8 +20,8 @@ from mpu.grid import Grid
 from tests.training.checkpoint import canonical
 from tests.training.checkpoint.canonical import Canonical, same_bits, saver_of
 from tests.training.checkpoint.test_reshard import alone, every_case, name_of, ranks
-from training.arguments import CheckpointConfig
 from training.checkpoint import CheckpointError
+from training.settings.arguments import CheckpointConfig
 
 Case = dict
 

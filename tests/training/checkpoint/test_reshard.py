@@ -24,8 +24,8 @@ from mpu.grid import Grid
 from tests.saved import stored
 from tests.training.checkpoint import canonical
 from tests.training.checkpoint.canonical import STEPS, Canonical, same_bits, saver_of, train
-from training import pipeline_schedule
-from training.config import UsageError
+from training.settings import pipeline_schedule
+from training.settings.config import UsageError
 
 SAMPLES = 240  # consumed, as the canonical checkpoint says
 DTYPES = ("float64", "bfloat16", "float32")

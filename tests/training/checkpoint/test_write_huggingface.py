@@ -21,7 +21,7 @@ from training.checkpoint.write_huggingface import (
     weights_of,
     write_huggingface,
 )
-from training.written import Written
+from training.files.written import Written
 
 NAMES = [f"layers.{i}.weight" for i in range(7)]
 MOMENTS = 20

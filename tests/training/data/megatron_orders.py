@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tools.ledger import any_run
-from training.arguments import BatchConfig, DataConfig, ModelConfig, RunConfig
-from training.config import Config
 from training.data.batch import DocumentRules, make_batch
 from training.data.build import build_datasets, samples_needed
 from training.data.dataset import Dataset
 from training.data.indexed import IndexedWriter, token_dtype
+from training.settings.arguments import BatchConfig, DataConfig, ModelConfig, RunConfig
+from training.settings.config import Config
 
 WRITTEN = Path(__file__).with_suffix(".json")
 VERSION = "0.16.1"

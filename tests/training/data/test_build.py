@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from training.arguments import BatchConfig, DataConfig, ModelConfig, RunConfig
-from training.config import Config
 from training.data.build import build_datasets, build_loaders
 from training.data.indexed import IndexedWriter, token_dtype
 from training.data.loader import Loader
 from training.flags.parse import parse
+from training.settings.arguments import BatchConfig, DataConfig, ModelConfig, RunConfig
+from training.settings.config import Config
 
 TOKENIZER = SimpleNamespace(vocab_size=1000, bos=None, eod=999, texts=lambda: [b""] * 1000)
 

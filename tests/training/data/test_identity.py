@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from training import untrusted
 from training.data import cache, identity
 from training.data.cache import IndexCache
 from training.data.indexed import IndexedTokens, IndexedWriter
+from training.files import untrusted
 
 TOKENS = 300_000
 DOCUMENTS = 30

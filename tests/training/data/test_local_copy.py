@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from tests.training.small_llama import SMALL, read
-from training import untrusted
-from training.config import UsageError
 from training.data import local_copy as module
 from training.data.dataset import DataError
 from training.data.indexed import IndexedTokens, IndexedWriter
 from training.data.local_copy import local_copy
+from training.files import untrusted
+from training.settings.config import UsageError
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ import torch
 import pretrain_llama
 from forecast.traffic import traffic
 from tests.training.small_llama import SMALL, read
-from training.config import UsageError
 from training.data.batch import DocumentRules, make_batch
 from training.data.build import build_datasets, build_loaders
 from training.data.bytes_per_token import TextBytes
@@ -25,8 +24,9 @@ from training.data.indexed import IndexedTokens, IndexedWriter
 from training.data.loss_mask import SUFFIX, is_masked
 from training.data.made_with import record_of
 from training.data.tokenizer import NullTokenizer, build_tokenizer
-from training.model_profile import grid_of
+from training.run.model_profile import grid_of
 from training.run.warm_up import batches_of_zeros
+from training.settings.config import UsageError
 
 TOKENIZER, EOD, FIRST = NullTokenizer(200), 199, 100  # ids from FIRST on count
 BASE = SMALL.replace("--mock-data --dry-run", "").replace("--vocab-size 300", "--device cpu")

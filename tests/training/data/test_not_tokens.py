@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models
 
 from tests.training.small_llama import SMALL, read
 from tools import preprocess_data
-from training.config import UsageError
 from training.data.indexed import IndexedTokens, IndexedWriter
+from training.settings.config import UsageError
 
 BASE = SMALL.replace("--mock-data --dry-run", "").replace("--vocab-size 300", "")
 TEXT = '{"text": "a b a"}\n'

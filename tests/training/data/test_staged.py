@@ -15,7 +15,7 @@ from training.data.indexed import IndexedWriter, token_dtype
 from training.data.stage_datasets import Staged
 from training.data.tokenizer import build_tokenizer
 from training.flags.parse import parse
-from training.stages import stage_at
+from training.settings.stages import stage_at
 
 DOCUMENTS = {"web": 300, "code": 120, "books": 60}  # of 1 to 39 tokens; no token comes twice
 FLAGS = """--num-layers 1 --hidden-size 8 --num-attention-heads 2 --device cpu --seq-length 8

@@ -21,8 +21,8 @@ import torch
 
 from mpu.comm.transport import blocked
 from mpu.comm.waits import Wait, Waits
-from training.activity import own_line
 from training.faults import hang_watch
+from training.faults.activity import own_line
 from training.faults.hang_detector import HangDetector, Status, find, named, silence, watch_alone
 from training.faults.hang_watch import FACTOR, HangWatch, flight_recorder
 from training.faults.monitor import FailureMonitor

@@ -21,7 +21,7 @@ import numpy as np
 import pretrain_llama
 from training.data.indexed import IndexedWriter
 from training.flags.flag_table import Flag, live
-from training.setting import DIRECTORY, FILE, Choice, Number
+from training.settings.setting import DIRECTORY, FILE, Choice, Number
 
 SECONDS = 60  # that an answer may take, on a busy machine
 GOOD = {

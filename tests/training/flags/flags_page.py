@@ -10,19 +10,19 @@ page's diff: the list of flags is frozen there.
 from collections.abc import Iterator
 from pathlib import Path
 
-from training.arguments import GROUPS
 from training.flags import flag_table
 from training.flags.help import effect, heading, of_group
 from training.flags.megatron import DIFFERENCES
 from training.flags.names import SYNONYMS, VALUES
+from training.settings.arguments import GROUPS
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 HEAD = """# All flags
 
 Made by `python -m tests.training.flags.flags_page`; a test compares it with the program.
-The settings are declared in [training/arguments.py](../training/arguments.py), a file named as
-Megatron-LM's. `python pretrain_llama.py --help` begins with the few flags that a first run needs,
-`--help GROUP` prints a group of this page, and `--help FLAG` prints all that is known of a flag."""
+The settings are declared in [arguments.py](../training/settings/arguments.py).
+`python pretrain_llama.py --help` begins with the few flags that a first run needs, `--help GROUP`
+prints a group of this page, and `--help FLAG` prints all that is known of a flag."""
 
 
 def page() -> str:

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from model.load import of_checkpoint
-from training.config import Config, UsageError
 from training.flags import run_rules
 from training.flags.foreign import translate, unknown
 from training.flags.parse import parse
 from training.flags.trees import TREES
+from training.settings.config import Config, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
 LIST = Path(__file__).with_suffix(".txt")

@@ -3,9 +3,9 @@
 
 import pytest
 
-from training.config import UsageError
 from training.flags.compute_rules import attention_works
 from training.flags.parse import parse
+from training.settings.config import UsageError
 
 BASE = """--mock-data --vocab-size 1000 --num-layers 2 --hidden-size 64 --num-attention-heads 4
     --seq-length 64 --train-iters 10 --lr 1e-3 --micro-batch-size 1 --bf16"""

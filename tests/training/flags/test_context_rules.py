@@ -3,8 +3,8 @@
 
 import pytest
 
-from training.config import UsageError
 from training.flags.parse import parse
+from training.settings.config import UsageError
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --group-query-attention "

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from training.config import UsageError
 from training.data.indexed import IndexedWriter, token_dtype
 from training.flags.parse import parse
+from training.settings.config import UsageError
 
 MODEL = """--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 16
     --tokenizer-type NullTokenizer --vocab-size 99 --lr 1e-3 --train-iters 100

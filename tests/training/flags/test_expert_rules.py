@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.training.flags.public_scripts import LIST, Script, read_flags, refusal, scripts
-from training.config import Config, UsageError
-from training.expert_options import expert_options, own_sizes
 from training.flags.parse import parse
+from training.settings.config import Config, UsageError
+from training.settings.expert_options import expert_options, own_sizes
 
 BASE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3
     --train-iters 1 --vocab-size 100 --mock-data"""

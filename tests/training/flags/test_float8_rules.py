@@ -9,11 +9,11 @@ import torch
 
 from mpu.layers.float8 import cuda as float8_cuda
 from mpu.layers.float8.recipe import BLOCKS
-from training.config import UsageError
 from training.flags import parallel_rules
 from training.flags.parse import parse
-from training.float8_layers import layers_in_bf16
 from training.run import same_run
+from training.settings.config import UsageError
+from training.settings.float8_layers import layers_in_bf16
 
 SMALL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --kv-channels 128 --ffn-hidden-size "

@@ -6,8 +6,8 @@ import shlex
 import pytest
 import torch
 
-from training.config import UsageError
 from training.flags.parse import parse
+from training.settings.config import UsageError
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 --dry-run "

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from training.arguments import GROUPS
-from training.config import UsageError
 from training.flags.flag_table import known_flags, live
 from training.flags.foreign import suggest
 from training.flags.help import heading, page_of
 from training.flags.parse import build_parser, parse
+from training.settings.arguments import GROUPS
+from training.settings.config import UsageError
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

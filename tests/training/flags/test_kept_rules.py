@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pretrain_llama import model_provider
-from training.config import UsageError
 from training.flags.parse import parse
-from training.layer_options import recompute_of
-from training.model_profile import rank_model
-from training.pipeline_stages import rank_stages
+from training.run.model_profile import rank_model
+from training.run.pipeline_stages import rank_stages
+from training.settings.config import UsageError
+from training.settings.layer_options import recompute_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "

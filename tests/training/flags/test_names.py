@@ -6,10 +6,10 @@ import shlex
 
 import pytest
 
-from training.config import UsageError
 from training.flags.flag_table import known_flags
 from training.flags.names import ELSEWHERE, SYNONYMS
 from training.flags.parse import parse
+from training.settings.config import UsageError
 
 BASE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3 "

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 BEFORE = "    log_params_norm: bool = setting("
 ENTRY = '    log_lines: int = setting(7, "made up", "lines", integer(2, 9), needs="--save")\n'
 PROGRAM = """
-from training.config import UsageError
+from training.settings.config import UsageError
 from training.flags.parse import parse
 from tests.training.flags.flags_page import page
 base = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 3"
@@ -35,7 +35,7 @@ def test_a_flag_is_added_by_one_line(tmp_path: Path) -> None:
     assert "--log-lines" not in {flag.name for flag in live()}
     for room in ("mpu", "model", "training", "tests"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
-    table = tmp_path / "training" / "arguments.py"
+    table = tmp_path / "training" / "settings" / "arguments.py"
     text = table.read_text()
     assert text.count(BEFORE) == 1
     table.write_text(text.replace(BEFORE, ENTRY + BEFORE))

@@ -9,9 +9,9 @@ import torch
 
 from training.data.build import validation_sets
 from training.flags.parse import UsageError, parse
-from training.pipeline_schedule import schedule_of
 from training.run.step import CONTINUE, Step
 from training.run.watch.intervals import Intervals
+from training.settings.pipeline_schedule import schedule_of
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "

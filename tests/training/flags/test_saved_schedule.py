@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from training.config import UsageError
 from training.flags import saved_schedule
 from training.flags.parse import parse
-from training.learning_rate import learning_rate
+from training.settings.config import UsageError
+from training.settings.learning_rate import learning_rate
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100"
 FLAG = "--use-checkpoint-opt_param-scheduler"

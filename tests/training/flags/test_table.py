@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.training.flags import flags_page
-from training import arguments, config
-from training.config import SECTIONS
 from training.flags.flag_table import REMOVED, UsageError, known_flags, live
 from training.flags.foreign import like, suggest
 from training.flags.megatron import DIFFERENCES
+from training.settings import arguments, config
+from training.settings.config import SECTIONS
 
 # Of older Megatron-LM, still in launch scripts.
 OLDER = """
@@ -114,7 +114,7 @@ def test_every_setting_is_read_by_the_run():
         "run_rules recording fit traffic"
     ).split()
     files = [root / "pretrain_llama.py", *(root / "training").rglob("*.py")]
-    files += (root / "tools/rehearsal").glob("*.py")
+    files += (root / "forecast/rehearsal").glob("*.py")
     files += (root / "forecast").glob("*.py")
     nodes = [
         node

@@ -5,11 +5,11 @@ import shlex
 
 import pytest
 
-from training.config import UsageError
 from training.flags.flag_table import known_flags
 from training.flags.names import SYNONYMS, VALUES
 from training.flags.parse import parse
 from training.flags.trees import TREES
+from training.settings.config import UsageError
 
 BASE = "--hidden-size 64 --num-attention-heads 4 --lr 1e-3 --train-iters 2 --mock-data"
 BASE += " --vocab-size 100 --seq-length 64"

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from mpu.layers.attention.backends import Card
-from training.config import UsageError
 from training.flags.parse import parse
 from training.run import attention as module
+from training.settings.config import UsageError
 
 FLAGS = """--mock-data --vocab-size 1000 --num-layers 2 --hidden-size 64 --num-attention-heads 4
     --seq-length 64 --train-iters 10 --lr 1e-3 --micro-batch-size 1 --bf16 --dry-run"""

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from training.arguments import FaultConfig
 from training.run.log import cuda_memory
 from training.run.memory_report import empty_cache
+from training.settings.arguments import FaultConfig
 
 
 @pytest.mark.parametrize("given, emptied", [(0, []), (1, [1]), (2, [1, 2])])

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mpu.launch import Launch
-from training.config import UsageError
 from training.flags.parse import parse
 from training.run import device as device_module
 from training.run.device import choose_device, set_arithmetic
+from training.settings.config import UsageError
 
 FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 1e-3
     --train-iters 1 --mock-data --vocab-size 64"""
@@ -142,7 +142,7 @@ def test_a_rank_that_does_not_see_its_neighbours_gpus_says_so(
 def test_one_queue_for_all_streams_is_told_where_gathers_run_ahead(
     settings, monkeypatch, value, more, told
 ):
-    """Megatron-LM asks its users for 1, and refuses it for FSDP (training/arguments.py)."""
+    """Megatron-LM asks its users for 1, and refuses it for FSDP (its training/arguments.py)."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

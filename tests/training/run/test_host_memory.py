@@ -8,9 +8,9 @@ import pretrain_llama
 from forecast import dry_run
 from mpu.grid import Grid
 from mpu.launch import Launch
-from training.config import UsageError
 from training.flags.parse import parse
 from training.run import memory_report as memory
+from training.settings.config import UsageError
 
 FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --lr 1e-3
     --train-iters 1 --mock-data --vocab-size 100 --device cpu --micro-batch-size 1""".split()

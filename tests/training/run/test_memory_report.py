@@ -12,7 +12,7 @@ from tests.model.twin import config_of, micro_batches
 from training.faults.monitor import FailureMonitor
 from training.run import memory_report
 from training.run.start import describe
-from training.update_rules import optimizer_groups
+from training.settings.update_rules import optimizer_groups
 
 BASE = dict(tp=1, dp=2, sp=False, recompute=None, tied=True, m=1, rows=12, lr=1e-2)
 KINDS = ("parameters", "gradients", "masters", "moments")

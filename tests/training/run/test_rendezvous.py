@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from mpu.launch import Launch, Rendezvous
-from training import activity as slow_start
-from training.activity import Activity
-from training.config import UsageError
+from training.faults import activity as slow_start
+from training.faults.activity import Activity
 from training.faults.store import late_ranks, spans
 from training.run import rendezvous, startup
 from training.run.rendezvous import RendezvousError, meet
 from training.run.startup import _exchange
+from training.settings.config import UsageError
 
 MARGIN = 0.3  # seconds, in place of the program's
 LIMIT = 20.0  # seconds, for what takes much less

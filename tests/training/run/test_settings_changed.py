@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import pretrain_llama
-from training.arguments import SETTINGS
 from training.flags.parse import parse
 from training.run import same_run, settings_changed
+from training.settings.arguments import SETTINGS
 
 SIZES = "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --vocab-size 100"
 FLAGS = f"""{SIZES} --mock-data --micro-batch-size 2 --global-batch-size 4 --log-interval 1

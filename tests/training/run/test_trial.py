@@ -14,10 +14,10 @@ from mpu.layers.attention import max_logits
 from mpu.layers.float8 import weights
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import Recipe
-from training.config import UsageError
 from training.flags.parse import parse
 from training.run import prepare, startup, trial
 from training.run.trial import agreed, trials, try_calls
+from training.settings.config import UsageError
 
 FLAGS = """--num-layers 2 --hidden-size 256 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --seq-length 512 --lr 1e-3 --train-iters 1 --mock-data --vocab-size 1000

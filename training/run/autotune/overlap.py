@@ -16,10 +16,10 @@ from mpu.comm.collectives import gather_bytes
 from mpu.context import LayerContext
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear, use_overlap
 from mpu.overlap.choices import METHODS, Auto, OverlapMap
-from training.config import Config
 from training.run.autotune.measure import MARGIN, Projection, choose, tune
 from training.run.log import Log
 from training.run.step import CONTINUE, Decision, Step
+from training.settings.config import Config
 
 Note = Callable[[str], None]
 

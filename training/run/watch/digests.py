@@ -19,7 +19,6 @@ from torch import Tensor
 from mpu.comm.collectives import all_reduce
 from mpu.comm.transport import Label
 from mpu.zero.digest import KINDS, StateDigest, keys
-from training.config import Config
 from training.data.batch import Batch
 from training.data.context_part import places_of
 from training.run.log import Log
@@ -27,6 +26,7 @@ from training.run.output import open_json, write_line
 from training.run.state import Run
 from training.run.step import CONTINUE, Decision, Step
 from training.run.watch.intervals import due
+from training.settings.config import Config
 
 FORMAT = "weft digests 1"
 FILE = "digests.jsonl"

@@ -3,9 +3,9 @@
 
 import gc
 
-from training.config import Config
 from training.run.step import CONTINUE, Decision, Step
-from training.stages import waits_for
+from training.settings.config import Config
+from training.settings.stages import waits_for
 
 
 def due(interval: int | None, iteration: int) -> bool:

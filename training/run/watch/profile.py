@@ -19,13 +19,13 @@ from mpu.grid import Grid
 from mpu.pipeline.engine import Engine
 from mpu.torch_private import memory_history
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
-from training.config import Config
 from training.data.files import write_text
-from training.owned import check, json_with
+from training.files.owned import check, json_with
+from training.files.untrusted import open_plain
 from training.run.output import say
 from training.run.step import CONTINUE, Decision, Step
 from training.run.stop import Agreement
-from training.untrusted import open_plain
+from training.settings.config import Config
 
 EVENTS = 100_000  # of the allocator that are kept, as in Megatron: the newest
 VIEWER = "https://pytorch.org/memory_viz"

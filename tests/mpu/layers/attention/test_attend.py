@@ -26,7 +26,7 @@ from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.meta_tensors import META, MetaOperations
 from mpu.recompute import Recompute
 from tests.mpu.layers.attention.test_block_attention import flash_stand_in
-from training.model_profile import _Flops
+from training.run.model_profile import _Flops
 
 SEED = 11
 HEADS = ((4, 4), (4, 2), (8, 2), (4, 1))  # query heads, groups

@@ -19,9 +19,9 @@ from mpu.overlap.choices import OverlapMap
 from tests.model.twin import config_of, micro_batches
 from tests.training.small_llama import read as parsed
 from training.checkpoint import find_latest
-from training.config import UsageError
 from training.faults.monitor import FailureMonitor
 from training.run.autotune import overlap
+from training.settings.config import UsageError
 
 TP = "--tensor-model-parallel-size 2"
 KEYS = ["gather 4x8 -> 6 float32", "scatter 4x6 -> 8 float32"]

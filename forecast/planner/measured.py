@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run layouts of a plan for some steps on the user's own ranks, and keep what was measured.
+
+A run is pretrain_llama.py with the flags of the plan, on mock data; nothing is saved. Its rate is
+the median of --log-json's tokens a second, without the first quarter of its steps, in which kernels
+are compiled and memory is allocated. Results are kept in a JSON file of the user's. A later plan of
+the same model on the same cluster ranks these layouts by it.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forecast.device_file import read_device
+from forecast.planner.cluster import Cluster
+from forecast.planner.model import Model
+from model.load import digest, load_model_file
+from training.data.files import write_text
+from training.files.owned import json_with
+from training.files.untrusted import parse_json, printable, read_json, read_plain
+from training.run.waiting import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMAT = "weft-measured"
+LOOK = 0.5  # seconds between two looks at the log of a run
+PATIENCE = 45.0  # seconds for the ranks to end: a step, and torchrun's own 30 s
+LARGEST = 1 << 26  # bytes of a run's log, and of what it prints, that are read
+NUMBERS = {"tokens_per_second": (int, float), "steps": (int,)}  # the other values are texts
+SLURM = ("srun: ", "slurmstepd: ")  # begin lines that follow those of the ranks
+
+
+class MeasureError(ValueError):
+    """A measurement that cannot be made, or a file of results that cannot be read: the text names
+    the flag or file, the value and the rule.
+    """
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A layout that was run.
+
+    model, cluster: as `names_of` writes them. layout: its flags. tokens_per_second: of all
+    ranks; 0 where it failed. steps: those that it is the median of. error: the last line of
+    a run that failed, else "". date: as 2026-11-29.
+    """
+
+    model: str
+    cluster: str
+    layout: str
+    tokens_per_second: float
+    steps: int
+    error: str
+    date: str
+
+
+def names_of(model: Model, cluster: Cluster) -> tuple[str, str]:
+    """Return what a result holds for: the model's flags, with the digest of a fork's file, and the
+    cluster with the number and kind of its ranks.
+    """
+    words, file = shlex.join(model.flags), model.config.model.model_file
+    if not file.startswith("model/"):
+        words += f" (digest {digest(load_model_file(file))})"
+    device = read_device(cluster.device).name
+    return words, f"{cluster.name}: {cluster.nodes} nodes of {cluster.node} ranks, {device}"
+
+
+class Results:
+    """The results in a file, which may not be there yet. Raises MeasureError, OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs = _read(path)
+
+    def of(self, model: Model, cluster: Cluster) -> dict[str, Measured]:
+        """Return the results of a model's layouts on a cluster, by the layouts' flags."""
+        names = names_of(model, cluster)
+        return {run.layout: run for run in self.runs if (run.model, run.cluster) == names}
+
+    def add(self, run: Measured) -> None:
+        """Keep a result, in place of an older one of the layout, and write the file."""
+        key = (run.model, run.cluster, run.layout)
+        now = _read(self.path)  # another job may have added its own
+        self.runs = [old for old in now if (old.model, old.cluster, old.layout) != key]
+        self.runs.append(run)
+        content = {"format": FORMAT, "runs": [asdict(each) for each in self.runs]}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.path, json.dumps(content, indent=1) + "\n", json_with("format", "runs"))
+
+
+def _read(path: Path) -> list[Measured]:
+    """Return the results of a file. Raises MeasureError, OSError."""
+    if not os.path.lexists(path):
+        return []
+    try:
+        found = read_json(path)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"it is not of the format {FORMAT}")
+        return [_measured(entry) for entry in found["runs"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise MeasureError(
+            f"--measured {path}: what was measured cannot be read ({error}): move the file away, "
+            "or name another"
+        ) from None
+
+
+def _measured(entry: Any) -> Measured:
+    """Return the result that an entry of the file holds. Raises ValueError."""
+    names = [field.name for field in fields(Measured)]
+    if not isinstance(entry, dict) or entry.keys() != {*names}:
+        raise ValueError(f"a run must be an object with {', '.join(names)}")
+    for key, value in entry.items():
+        kinds = NUMBERS.get(key, (str,))
+        if type(value) not in kinds or (key in NUMBERS and value < 0):
+            raise ValueError(f"{key} of a run is {value!r}")
+    return Measured(**entry)
+
+
+def ranked(layouts: Iterable[str], results: Mapping[str, Measured]) -> list[str]:
+    """Return layouts in the order of a table: those measured, the fastest first; the others as they
+    are; those that failed.
+    """
+
+    def place(layout: str) -> tuple[int, float]:
+        if layout not in results:
+            return 1, 0.0
+        return 2 * bool(results[layout].error), -results[layout].tokens_per_second
+
+    return sorted(layouts, key=place)
+
+
+def launcher(cluster: Cluster, launch: str) -> list[str]:
+    """Return the words that start a program on every rank of a cluster.
+
+    launch: the user's own, for ranks of other machines; "": torchrun, on this one. Raises
+    MeasureError where they cannot be started.
+    """
+    if launch:
+        words = shlex.split(launch)
+        if not words or shutil.which(words[0]) is None:
+            raise MeasureError(f"--launch {launch!r}: there is no program {words[0:1]} here")
+        return words
+    if cluster.nodes > 1:
+        raise MeasureError(
+            f"--measure: {cluster.name} has {cluster.nodes} nodes, and torchrun starts the ranks "
+            "of one; in a job that has them all, --launch names what starts them "
+            "(examples/measure.slurm)"
+        )
+    here, what = (torch.cuda.device_count(), "GPUs") if not cluster.cpu else (_cores(), "cores")
+    if cluster.node > here:
+        raise MeasureError(
+            f"--measure: {cluster.name} has {cluster.node} ranks, and this machine {here} {what}; "
+            "name the cluster that you have, or by --launch what starts ranks elsewhere"
+        )
+    torchrun = [sys.executable, str(ROOT / "tools/torchrun.py"), "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(cluster.node)]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def measure(
+    model: Model, cluster: Cluster, layout: str, words: Sequence[str], steps: int, folder: Path,
+    progress: Progress,
+) -> Measured:  # fmt: skip
+    """Run a layout for some steps, and return what its ranks did.
+
+    words: what starts them, with the program and its flags. folder: has the log until the run ends.
+    progress: counts the steps. An exception, such as Ctrl-C's, ends the ranks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".measure-", dir=folder) as own:
+        log, errors = (Path(own).absolute() / name for name in ("log.jsonl", "errors"))
+        more = ["--train-iters", str(steps), "--log-interval", "1", "--log-json", str(log)]
+        code = _run([*words, *more], log, errors, progress)
+        rates, last = _rates(log), _last_line(errors)
+    error = ""
+    if code:
+        error = last or f"ended with exit code {code} without a line"
+    elif len(rates) < steps:
+        error = f"ended after {len(rates)} of {steps} steps"
+    timed = rates[max(1, steps // 4) :]
+    rate = 0.0 if error else statistics.median(timed)
+    today = time.strftime("%Y-%m-%d")
+    return Measured(*names_of(model, cluster), layout, rate, len(timed), error, today)
+
+
+def _run(words: Sequence[str], log: Path, errors: Path, progress: Progress) -> int:
+    """Run a command to its end, and return its exit code. errors: gets its standard error."""
+    seen = 0
+    # in a session of its own, so that Ctrl-C does not reach the launcher a second time
+    with (
+        errors.open("wb") as file,
+        subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=file,
+            start_new_session=True,
+        ) as child,
+    ):
+        try:
+            while child.poll() is None:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(LOOK)
+                steps = len(_rates(log))
+                progress.add(steps - seen)
+                seen = steps
+        except BaseException:
+            _end(child)
+            raise
+    return child.returncode
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a launcher and its ranks; it passes the signal on to those in other sessions."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(PATIENCE)
+            return
+
+
+def _rates(log: Path) -> list[float]:
+    """Return the tokens a second of each step that a log has so far."""
+    if not log.exists():
+        return []
+    lines = read_plain(log, LARGEST).split(b"\n")[:-1]
+    records = [parse_json(line, str(log)) for line in lines]
+    return [each["tokens_per_second"] for each in records if "tokens_per_second" in each]
+
+
+def _last_line(errors: Path) -> str:
+    """Return the last line of a run's standard error, where there is one that is not SLURM's."""
+    text = read_plain(errors, LARGEST).decode(errors="replace")
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    own = [line for line in lines if not line.startswith(SLURM)]
+    return printable((own or lines or [""])[-1])

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Name a model: by its size, by the config.json of Hugging Face, or by flags, a fork's too."""
+
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pretrain_llama
+from model.llama import SIZES, read_rope
+from model.moe import from_hf_config
+from training.files.untrusted import read_json
+from training.flags.flag_table import live
+from training.flags.parse import parse
+from training.run.model_profile import model_profile
+from training.settings.config import Config
+
+LLAMA = {  # names of model.llama.SIZES
+    "1B": "llama3.2-1b", "3B": "llama3.2-3b", "7B": "llama2-7b", "8B": "llama3-8b",
+    "13B": "llama2-13b", "70B": "llama3-70b", "405B": "llama3.1-405b",
+}  # fmt: skip
+HUGGING_FACE = {  # pretrain_llama.py's flag of each key
+    "num_hidden_layers": "--num-layers", "hidden_size": "--hidden-size",
+    "intermediate_size": "--ffn-hidden-size", "num_attention_heads": "--num-attention-heads",
+    "vocab_size": "--vocab-size", "rope_theta": "--rotary-base",
+}  # fmt: skip
+REST = "--bf16 --lr 1e-4 --mock-data --train-iters 1"  # what parsing requires besides a plan
+MIXTURES = {  # a mixture of experts by its name: the same, then experts, k, their width, channels
+    "MIXTRAL-8X7B": ((32, 4096, 14336, 32, 8, 32000), (8, 2, 14336), 128, 1000000),
+    "MIXTRAL-8X22B": ((56, 6144, 16384, 48, 8, 32768), (8, 2, 16384), 128, 1000000),
+    "QWEN3-30B-A3B": ((48, 2048, 6144, 32, 4, 151936), (128, 8, 768), 128, 1000000),
+    "QWEN3-235B-A22B": ((94, 4096, 12288, 64, 4, 151936), (128, 8, 1536), 128, 1000000),
+}
+ALIASES = {"MIXTRAL": "MIXTRAL-8X7B", "QWEN3-30B": "QWEN3-30B-A3B", "QWEN3-235B": "QWEN3-235B-A22B"}
+FEW = 1  # layers of a model whose parts are costed
+
+
+class ModelError(ValueError):
+    """A model that cannot be planned: the text names what was given and the rule."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by its flags; config: as pretrain_llama.py reads them on one rank."""
+
+    name: str
+    flags: tuple[str, ...]
+    config: Config
+
+    def costs(self) -> tuple[float, float, float]:
+        """Return forward FLOPs of a token: embedding, a layer, head."""
+        few = replace(self.config, model=replace(self.config.model, num_layers=FEW))
+        profile = model_profile(few, pretrain_llama.model_provider)
+        return profile.embedding, profile.layers[0], profile.head
+
+
+    @property
+    def experts(self) -> int:
+        """Return the experts of a layer; 0: the model is dense."""
+        return self.config.moe.experts
+
+    def own(self) -> dict[str, float]:
+        """Return the sizes of experts, and of a head, as Runs has them."""
+        moe, m = self.config.moe, self.config.model
+        found: dict[str, float] = {"channels": m.kv_channels or 0}
+        if self.experts:
+            ffn = moe.moe_ffn_hidden_size or m.ffn_hidden_size or 0
+            found |= {"experts": self.experts, "topk": moe.moe_router_topk, "expert_ffn": ffn}
+        return found
+
+
+MIXED = (
+    "its layers with experts stand among dense ones, and the search takes layers as alike; "
+    "--dry-run shows what a layout of yours stores and sends"
+)
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")  # of a config.json
+
+
+def on_cpu(model: Model) -> Model:
+    """Return the model as it is run on CPU ranks."""
+    words = (*model.flags, "--device", "cpu")
+    return replace(model, flags=words, config=parse([*words, *REST.split()], 1))
+
+
+def read_model(name: str, sequence: int, optimizer: str = "") -> Model:
+    """Return the model of a size name, a config.json, or flags. Raises ModelError, UsageError.
+
+    optimizer: that of the run, as --optimizer names it; "": what the flags say.
+    """
+    if name.lstrip().startswith("-"):
+        flags = shlex.split(name)
+    elif (size := LLAMA.get(name.upper(), name.lower())) in SIZES:
+        flags = _llama(size)
+    elif ALIASES.get(name.upper(), name.upper()) in MIXTURES:
+        flags = _mixture(ALIASES.get(name.upper(), name.upper()))
+    else:
+        flags = _hugging_face(Path(name))
+    if optimizer:
+        flags = last_of_each([*flags, "--optimizer", optimizer])
+    if "--seq-length" not in flags:
+        flags = [*flags, "--seq-length", str(sequence)]
+    config = parse([*flags, *REST.split()], 1)
+    every = (1, (1,) * config.model.num_layers)
+    if config.moe.experts and config.moe.moe_layer_freq not in every:
+        raise ModelError(f"{name}: {MIXED}")
+    if config.model.vocab_size is None:
+        raise ModelError(f"{name}: --vocab-size is needed, as memory and FLOPs depend on it")
+    return Model(name, tuple(flags), config)
+
+
+def _llama(name: str) -> list[str]:
+    """Return the flags of a size of model.llama.SIZES; RoPE's scaling costs nothing."""
+    m = SIZES[name]
+    flags = f"""--num-layers {m.num_layers} --hidden-size {m.hidden_size}
+        --ffn-hidden-size {m.ffn_hidden_size} --num-attention-heads {m.num_attention_heads}
+        --vocab-size {m.vocab_size} --rotary-base {m.rotary_base:g}""".split()
+    if m.num_query_groups != m.num_attention_heads:
+        flags += ["--group-query-attention", "--num-query-groups", str(m.num_query_groups)]
+    return flags + ["--untie-embeddings-and-output-weights"] * (not m.tied)
+
+
+def _hugging_face(path: Path) -> list[str]:
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        known = ", ".join([*LLAMA, *MIXTURES])
+        raise ModelError(f"{path}: not a file, flags in quotes, or a known model ({known})")
+    content = read_json(path, limit=1 << 20, foreign=True)
+    flags: list[str] = []
+    if isinstance(content, dict):
+        with suppress(ValueError):  # positions of any kind cost the same
+            content["rope_theta"] = read_rope(content)["rope_theta"]
+    if isinstance(content, dict) and any(content.get(key) for key in EXPERT_KEYS):
+        flags = _experts_of(path, content)
+    for key, flag in HUGGING_FACE.items():
+        if not isinstance(content, dict) or not isinstance(content.get(key), int | float):
+            raise ModelError(f"{path}: {key} is missing, or no number")
+        flags += [flag, f"{content[key]:g}" if key == "rope_theta" else str(content[key])]
+    groups = content.get("num_key_value_heads", content["num_attention_heads"])
+    if groups != content["num_attention_heads"]:
+        flags += ["--group-query-attention", "--num-query-groups", str(groups)]
+    if not content.get("tie_word_embeddings", False):
+        flags.append("--untie-embeddings-and-output-weights")
+    if content.get("head_dim"):
+        flags += ["--kv-channels", str(content["head_dim"])]
+    return flags
+
+
+def _mixture(name: str) -> list[str]:
+    (layers, hidden, ffn, heads, kv, vocab), (experts, topk, width), channels, base = MIXTURES[name]
+    flags = f"""--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn}
+        --num-attention-heads {heads} --group-query-attention --num-query-groups {kv}
+        --kv-channels {channels} --vocab-size {vocab} --rotary-base {base}
+        --untie-embeddings-and-output-weights --num-experts {experts} --moe-router-topk {topk}
+        --moe-ffn-hidden-size {width}"""
+    return [*flags.split(), *["--qk-layernorm"] * name.startswith("QWEN3")]
+
+
+def _experts_of(path: Path, content: dict[str, Any]) -> list[str]:
+    """Return the flags of a Mixtral's or a Qwen3-MoE's experts, as model/moe.py reads them."""
+    try:
+        found = from_hf_config({"model_type": "", **content})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: {error}") from None
+    if found.moe_layer_freq != 1:
+        raise ModelError(f"{path}: {MIXED}")
+    flags = ["--num-experts", str(found.num_experts)]
+    flags += ["--moe-router-topk", str(found.moe_router_topk)]
+    flags += ["--moe-ffn-hidden-size", str(found.expert_ffn)]
+    flags += ["--moe-router-pre-softmax"] * found.moe_router_pre_softmax
+    return flags + ["--qk-layernorm"] * found.qk_layernorm
+
+
+def last_of_each(argv: list[str]) -> list[str]:
+    """Return flags without what a later one of the same name replaces; some only add to it."""
+    added = {flag.name for flag in live() if flag.rule.repeated}
+    given = [n for n, word in enumerate(argv) if word.startswith("--")]
+    latest = {argv[n]: n for n in given}
+    arguments: list[str] = []
+    for n, following in zip(given, [*given[1:], len(argv)], strict=True):
+        if latest[argv[n]] == n or argv[n] in added:
+            arguments += argv[n:following]
+    return arguments

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a layout of the user's own flags."""
+
+import shlex
+from dataclasses import fields, replace
+
+from forecast.planner.cluster import Cluster
+from forecast.planner.model import REST, Model, last_of_each
+from forecast.planner.search import PlanError
+from mpu.layers.float8.rows import RECIPES
+from training.flags.parse import parse
+from training.settings.config import Config
+
+OF_MODEL = {"seq_length", "max_position_embeddings", "init_method_std"}  # may differ: same layers
+
+
+def config_of(model: Model, cluster: Cluster, flags: str, batch: int = 0) -> Config:
+    """Return the Config of a layout's flags on a cluster. Raises PlanError, UsageError.
+
+    batch: sequences of a step where the flags say none; 0: as the trainer takes it.
+    """
+    words = shlex.split(flags)
+    if batch and not any(word.startswith("--global-batch-size") for word in words):
+        words += ["--global-batch-size", str(batch)]
+    config = parse([*model.flags, *REST.split(), *words], cluster.gpus)
+    other = [
+        f"--{field.name.replace('_', '-')}" for field in fields(config.model)
+        if field.name not in OF_MODEL
+        and getattr(config.model, field.name) != getattr(model.config.model, field.name)
+    ]  # fmt: skip
+    if other:
+        raise PlanError(
+            f"--why: {', '.join(other)} makes another model than {model.name}, with which nothing "
+            "can be compared: name that model as MODEL"
+        )
+    return config
+
+
+def dtype_of(config: Config) -> str:
+    """Return the dtype of the layers' matmuls: bf16, or a float8 recipe."""
+    f = config.float8
+    return RECIPES[f.fp8_recipe or ""] if f.fp8_format else "bf16"
+
+
+def with_optimizer(model: Model, flags: str) -> Model:
+    """Return the model with the optimizer that a layout's flags name, if they name one."""
+    added, taken = list[str](), False
+    for word in shlex.split(flags):
+        if word.startswith("--"):
+            name = word.partition("=")[0].replace("_", "-")
+            taken = name == "--optimizer" or name.startswith("--muon-")
+        added += [word] * taken
+    if not added:
+        return model
+    words = last_of_each([*model.flags, *added])
+    return replace(model, flags=tuple(words), config=parse([*words, *REST.split()], 1))

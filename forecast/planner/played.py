@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time a step by the rehearsal: its record of a rank, its clock, its model of a pipeline.
+
+Rank 0 is recorded with few layers a stage and few micro-batches (forecast/rehearsal/worker.py), at
+two counts of each, and what further ones take is added. So these are the seconds that `--rehearse`
+of the same flags prints. A model whose layers differ is recorded with all of them, and so is Muon.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pretrain_llama
+from forecast.device_file import Device
+from forecast.like_ranks import alike
+from forecast.planner.cluster import Cluster
+from forecast.planner.model import Model, last_of_each
+from forecast.planner.rank_bytes import FEW, bucket_size
+from forecast.rehearsal.clock import Timing
+from forecast.rehearsal.few_layers import (
+    BOUND,
+    BUSY,
+    EXPOSED,
+    HOST,
+    REST,
+    SEND,
+    SEPARATOR,
+    STAGE,
+    STEP,
+)
+from forecast.rehearsal.pipeline_clock import stage_seconds, through
+from forecast.rehearsal.run import few_of
+from training.flags.parse import parse
+from training.run.model_profile import model_profile
+from training.run.pipeline_stages import costs, rank_stages, stages_of
+from training.settings.config import Config
+from training.settings.pipeline_schedule import GROUP, micro_batch_counts, own_stages, schedule_of
+from training.settings.update_rules import needs_full_matrices
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = 2  # ranks of a pipeline that is recorded for a longer one
+PAIRS = (4, 6)  # micro-batches for each pipeline rank where a forward runs during a backward
+PARTS = ("F", "B", "W")
+Numbers = Mapping[str, float]
+
+
+class Point(NamedTuple):
+    """Layers of each stage, and those of them that backward runs again, in a record."""
+
+    layers: int
+    again: int
+
+
+class Unplayable(ValueError):
+    """A layout that no rehearsal runs: the text says why."""
+
+
+class Worker:
+    """The process that rehearses. It starts at once, and ends with the context."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "forecast.rehearsal.worker"], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+        )  # fmt: skip
+
+    def ask(self, jobs: Sequence[dict[str, Any]]) -> None:
+        """Have jobs done; those that are asked for first are done first."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: no answer comes
+            print(json.dumps(jobs), file=self._process.stdin, flush=True)
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer to the next job. Raises Unplayable where the process has ended."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            found: dict[str, Any] = json.loads(line)
+            return found
+        self._errors.seek(0)
+        last = self._errors.read().strip().splitlines()[-1:]
+        raise Unplayable(*last or ["the process that rehearses has ended"])
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+class Play(NamedTuple):
+    """How a layout is played. config: its own. cut: layers of rank 0's chunks. again: those of a
+    stage that backward runs again. device: with the cluster's links. points: the records, by their
+    layers. jobs: for the worker, as many for each point.
+    """
+
+    config: Config
+    cut: list[int]
+    again: int
+    device: Device
+    points: list[Point]
+    jobs: list[dict[str, Any]]
+
+
+def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
+    """Return how a run of a model is to be played. argv: its flags."""
+    config, device = parse(list(argv), cluster.gpus), cluster.links()
+    provider, p = pretrain_llama.model_provider, config.parallel
+    stages = stages_of(config, provider)
+    cut = [len(stages[n].layers) for n in own_stages(config, 0)]
+    block = p.recompute_granularity == "full" and p.recompute_method == "block"
+    again = (p.recompute_num_layers or 0) if block else 0
+    small = p.pipeline_model_parallel_size == 1 and cut[0] < FEW[0]
+    # owners of matrices get matrices, not layers
+    if small or not alike(config, provider) or needs_full_matrices(config):
+        points = [Point(0, 0)]  # all of them
+    elif block:
+        points = [Point(FEW[0], 1), Point(FEW[1], 1), Point(FEW[1], 2)]
+    else:
+        points = [Point(n, 0) for n in FEW]
+    one = config.batch.micro_batch_size * p.data_parallel_size
+    count, ranks = max(micro_batch_counts(config)), p.pipeline_model_parallel_size
+    # in a pipeline of two rank 0 does the same, where it has the same neighbours on other axes
+    if points[0].layers and p.rank_order.endswith("-pp") and not p.defer_embedding_wgrad_compute:
+        ranks = min(ranks, SHORT)
+    if p.overlap_moe_expert_parallel_comm:
+        counts = sorted({min(count, each * ranks) for each in PAIRS})
+    elif ranks > SHORT or ranks == 1 or p.defer_embedding_wgrad_compute:
+        unit = p.microbatch_group_size_per_virtual_pipeline_stage or ranks
+        counts = [min(count, few_of(config) + (2 * max(ranks, unit) if ranks > 1 else 1))]
+    else:
+        counts = [min(count, 4 * ranks)]
+    jobs = []
+    for point in points:
+        for m in counts:
+            words = [*argv, "--train-iters", "8", "--global-batch-size", str(m * one),
+                     "--rehearse-device", cluster.device]  # fmt: skip
+            if point.layers:
+                words += of_layers(config, point, ranks)
+            jobs.append({
+                "argv": last_of_each(words), "node": cluster.node,
+                "world": cluster.gpus // p.pipeline_model_parallel_size * ranks,
+                "levels": [list(level.__dict__.values()) for level in device.levels],
+            })  # fmt: skip
+    return Play(config, cut, again, device, points, jobs)
+
+
+def of_layers(config: Config, point: Point, ranks: int) -> list[str]:
+    """Return the flags of a pipeline of so many ranks with few layers in each stage, and buckets as
+    all have.
+    """
+    p, n = config.parallel, point.layers
+    stages = ranks * p.virtual_stages
+    words = ["--num-layers", str(n * stages)]
+    if ranks > 1:
+        cut = ["t" * n] * stages
+        words += ["--pipeline-model-parallel-size", str(ranks)]
+        words += ["--pipeline-model-parallel-layout", "|".join(["E" + cut[0], *cut[1:]]) + "L"]
+    if p.microbatch_group_size_per_virtual_pipeline_stage:
+        words += [GROUP, str(ranks)]
+    if point.again:
+        words += ["--recompute-num-layers", str(point.again)]
+    every = [rank_stages(config, pretrain_llama.model_provider, rank)
+             for rank in range(p.pipeline_model_parallel_size)]  # fmt: skip
+    words += ["--ddp-bucket-size", str(bucket_size(config, every))]
+    return words
+
+
+def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
+    """Return the time of a step, from its records. Raises Unplayable with what a record raised."""
+    for found in answers:
+        if "error" in found:
+            raise Unplayable(found["error"])
+    config, each = play.config, len(answers) // len(play.points)
+    count, records = max(micro_batch_counts(config)), []
+    for n in range(len(play.points)):
+        by_count = [tuple(pair) for a in answers[n * each : (n + 1) * each] for pair in a["points"]]
+        records.append(at_count(by_count, count))
+    names = dict.fromkeys(name for record in records for name in record)
+    ranks = config.parallel.pipeline_model_parallel_size
+    chunks = len(play.cut)
+    mean = sum(play.cut) / chunks
+    found = dict[str, float]()
+    for name in names:
+        kind, *rest = name.split(SEPARATOR)
+        layers = play.cut[int(rest[1])] if kind == STAGE else mean
+        found[name] = at_layers(play, [r.get(name, 0.0) for r in records], layers)
+    step, exposed = found[STEP], of_kind(found, EXPOSED)
+    if ranks > 1:
+        schedule = schedule_of(config, count)
+        own = {part: {schedule.stage(0, c): found[SEPARATOR.join((STAGE, part, str(c)))] / count
+                      for c in range(chunks)} for part in PARTS}  # fmt: skip
+        seconds = stage_seconds(own, costs(config, pretrain_llama.model_provider))
+        simulated, exposed = through(schedule, 0, seconds, found[SEND], exposed)
+        step = found[REST] + simulated.step
+    profile = model_profile(config, pretrain_llama.model_provider)
+    tokens = config.batch.global_batch_size * config.model.seq_length
+    flops = profile.flops * tokens / config.parallel.world_size
+    dtype = str(config.run.dtype).removeprefix("torch.")
+    return Timing(
+        step, flops / (step * play.device.peak(dtype)), of_kind(found, BUSY), exposed,
+        of_kind(found, BOUND), found[HOST],
+    )  # fmt: skip
+
+
+def of_kind(found: Numbers, kind: str) -> dict[str, float]:
+    """Return the numbers of a kind by their own names."""
+    return {name.partition(SEPARATOR)[2]: value for name, value in found.items()
+            if name.startswith(kind + SEPARATOR)}  # fmt: skip
+
+
+def at_count(points: Sequence[Any], count: int) -> Numbers:
+    """Return numbers at so many micro-batches, from those of one count or two."""
+    points = sorted(points, key=lambda point: point[0])
+    (few, low), (many, high) = points[0], points[-1]
+    if few == many:
+        assert count == many, f"{many} micro-batches are recorded of {count}"
+        return dict(low)
+    share = (count - few) / (many - few)
+    found = {name: low.get(name, 0.0) + share * (value - low.get(name, 0.0))
+             for name, value in high.items()}  # fmt: skip
+    return found | ({SEND: high[SEND]} if SEND in high else {})
+
+
+def at_layers(play: Play, values: Sequence[float], layers: float) -> float:
+    """Return a number of so many layers a stage, from the records'."""
+    if len(values) == 1:
+        return values[0]
+    first, second = play.points[:2]
+    one = (values[1] - values[0]) / (second.layers - first.layers)
+    found = values[0] + one * (layers - first.layers)
+    if len(values) == 3:
+        again = min(play.again, layers)
+        found += (values[2] - values[1]) * (again - first.again)
+    return found

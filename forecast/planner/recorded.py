@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Record a layout as it is: its memory as --dry-run counts it, its time as --rehearse plays it."""
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from forecast.planner.cluster import Cluster
+from forecast.planner.model import REST, Model, last_of_each
+from forecast.planner.played import Play, Worker, composed, prepared
+from forecast.planner.rank_bytes import Exact, Kinds, exactly
+from forecast.rehearsal.clock import Timing
+from training.flags.parse import parse
+from training.run.waiting import Progress
+from training.settings.config import Config
+
+
+@dataclass
+class Recorded:
+    """A run of a model on a cluster. flags: of its layout. timing: once it is played."""
+
+    model: Model
+    cluster: Cluster
+    flags: str
+    timing: Timing | None = field(default=None, repr=False)
+
+    @property
+    def argv(self) -> list[str]:
+        """Return the flags of the model and of the layout, with what parsing requires besides."""
+        return last_of_each([*self.model.flags, *REST.split(), *shlex.split(self.flags)])
+
+    @property
+    def command(self) -> str:
+        """Return the flags of model and layout; data, learning rate and length are the user's."""
+        return f"{shlex.join(self.model.flags)} --bf16 {self.flags}"
+
+    @cached_property
+    def config(self) -> Config:
+        """Return the run's config. Raises UsageError."""
+        return parse(self.argv, self.cluster.gpus)
+
+    @cached_property
+    def ranks(self) -> list[Exact]:
+        """Return the bytes of each pipeline rank, as --dry-run has them."""
+        return exactly(self.config)
+
+    @property
+    def fullest(self) -> Kinds:
+        """Return the bytes of the fullest rank by kind."""
+        return max((rank.kinds for rank in self.ranks), key=lambda kinds: sum(kinds.values()))
+
+    @property
+    def bytes(self) -> float:
+        """Return the bytes of the fullest rank."""
+        return sum(self.fullest.values())
+
+    @property
+    def in_host(self) -> float:
+        """Return the bytes of activations and state that are kept in a node's host memory."""
+        return self.cluster.node * max(rank.in_host for rank in self.ranks)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the fullest rank fits a GPU, and what is kept in host memory a host."""
+        return self.bytes <= self.cluster.limit and self.in_host <= self.cluster.host
+
+    @property
+    def played(self) -> Timing:
+        """Return the time of a step, of a run that is played."""
+        assert self.timing is not None, "not played"
+        return self.timing
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step."""
+        return self.config.batch.global_batch_size * self.config.model.seq_length
+
+    @property
+    def rate(self) -> float:
+        """Return tokens a second and GPU, of a run that is played."""
+        return self.tokens / self.played.step_seconds / self.cluster.gpus
+
+
+def play(
+    runs: Iterable[Recorded], worker: Worker, progress: Progress | None = None
+) -> list[Recorded]:
+    """Return the runs by the time of a step, the fastest first. Raises Unplayable.
+
+    Those that come first are rehearsed while the next ones are looked for. progress: counts the
+    records.
+    """
+    found, plans = list[Recorded](), list[tuple[Recorded, Play]]()
+    for run in runs:
+        found.append(run)
+        if run.timing is None:
+            plans.append((run, prepared(run.model, run.cluster, run.argv)))
+            worker.ask(plans[-1][1].jobs)
+    progress = progress or Progress()
+    jobs = sum(len(plan.jobs) for _, plan in plans)
+    if jobs:
+        progress.begin("rehearsing the fastest layouts:", jobs, "records")
+    answers = []
+    for _ in range(jobs):
+        answers.append(worker.answer())
+        progress.add()
+    of_plans = iter(answers)
+    for run, plan in plans:
+        run.timing = composed(plan, [next(of_plans) for _ in plan.jobs])
+    return sorted(found, key=lambda run: run.played.step_seconds)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs to be timed: models, layouts and batches, as arrays with a number for each run.
+
+Arrays let tens of thousands of layouts be timed in a second.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forecast.planner.pipeline import V_SHAPED
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of one framework on one kind of device; every field is an array over the runs.
+
+    layers, hidden, heads, kv_heads, ffn, vocab, sequence: the model's sizes. gated: its MLP has a
+    gate. tied: embedding and output layer are one matrix. causal: attention skips what is masked.
+    micro_batches: of a step and data-parallel rank. recompute: share of the layers whose forward
+    runs again in backward. sequence_parallel, overlap: 0 or 1. float8: 1 where the layers' matmuls
+    are in float8. schedule: an index into SCHEDULES of pipeline.py. node: GPUs of a node. network:
+    bytes a second of one GPU's share of the node's network cards, one direction. cut: [runs,
+    stages], the layers of each stage, 0 beyond pp * virtual. head: the stage that has the output
+    layer. idle: 1 where a pipeline rank has nothing to do. core_again: 1 where attention runs again
+    in backward. comm: how keys and values travel, an index into COMMS. overlap: 1 where tp's
+    transfers travel in a ring during matmuls. offload: bytes of a layer and micro-batch that wait
+    in host memory. reduces: sums of gradients of a step. experts, topk, expert_ffn: of a mixture of
+    experts, of each layer; ffn is then what every token meets. ep: the ranks that experts are dealt
+    out over. dispatcher: how rows travel to them, an index into DISPATCHERS. paired: share of the
+    forwards that run during a backward, each while the other's rows travel. channels: of a head; 0
+    means hidden / heads.
+    """
+
+    layers: Array
+    hidden: Array
+    heads: Array
+    kv_heads: Array
+    ffn: Array
+    vocab: Array
+    sequence: Array
+    gated: Array
+    tied: Array
+    causal: Array
+    tp: Array
+    cp: Array
+    dp: Array
+    pp: Array
+    virtual: Array
+    micro_batch: Array
+    micro_batches: Array
+    zero: Array
+    recompute: Array
+    sequence_parallel: Array
+    float8: Array
+    schedule: Array
+    node: Array
+    network: Array
+    head: Array
+    idle: Array
+    core_again: Array
+    comm: Array
+    overlap: Array
+    offload: Array
+    reduces: Array
+    experts: Array
+    topk: Array
+    expert_ffn: Array
+    ep: Array
+    dispatcher: Array
+    paired: Array
+    channels: Array
+    cut: Array
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> "Runs":
+        return Runs(**{f.name: getattr(self, f.name)[chosen] for f in fields(self)})
+
+    @property
+    def gpus(self) -> Array:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def nodes(self) -> Array:
+        return np.ceil(self.gpus / self.node)
+
+    @property
+    def tokens(self) -> Array:
+        """Return the tokens of a step."""
+        return self.dp * self.micro_batch * self.micro_batches * self.sequence
+
+    @property
+    def head_size(self) -> Array:
+        return np.where(self.channels > 0, self.channels, self.hidden / self.heads)
+
+    @property
+    def queries(self) -> Array:
+        """Return the numbers of a token's queries."""
+        return np.where(self.channels > 0, self.heads * self.channels, self.hidden)
+
+    @property
+    def layer_weights(self) -> Array:
+        """Return the numbers in a layer's matrices, but for its experts'."""
+        attention = 2 * self.queries + 2 * self.kv_heads * self.head_size
+        return self.hidden * (attention + (2 + self.gated) * self.ffn)
+
+    @property
+    def expert_weights(self) -> Array:
+        """Return the numbers in one expert's matrices."""
+        return (2 + self.gated) * self.hidden * self.expert_ffn
+
+    @property
+    def edp(self) -> Array:
+        """Return the ranks of a stage that hold the same experts."""
+        return self.tp * self.cp * self.dp / self.ep
+
+    @property
+    def weights(self) -> Array:
+        """Return the numbers in all matrices, the embedding's and the output layer's too."""
+        each = self.layer_weights + self.experts * self.expert_weights
+        return self.layers * each + (2 - self.tied) * self.vocab * self.hidden
+
+    @property
+    def flops(self) -> Array:
+        """Return the model's FLOPs a token: 6 a weight in matmuls, and attention's.
+
+        Of experts those count that a token meets.
+        """
+        score = np.where(self.causal > 0, 6.0, 12.0)
+        active = self.layer_weights + self.topk * self.expert_weights
+        matmuls = 6 * (self.layers * active + self.vocab * self.hidden)
+        return matmuls + score * self.layers * self.sequence * self.queries
+
+    def by_rank(self, values: Array) -> Array:
+        """Return [runs, ranks] of [runs, stages]: the sum over a pipeline rank's own stages."""
+        width = int(self.pp.max())
+        if not (self.virtual > 1).any():
+            return np.asarray(values[:, :width])
+        pp = np.maximum(self.pp, 1).astype(int)[:, None]
+        number = np.arange(values.shape[1])[None, :]
+        chunk, place = number // pp, number % pp
+        back = np.isin(self.schedule, V_SHAPED)[:, None] & (chunk % 2 == 1)
+        place = np.where(back, pp - 1 - place, place)
+        used = chunk < self.virtual[:, None]
+        at = np.arange(len(self))[:, None] * width + np.where(used, place, 0)
+        total = np.bincount(at.ravel(), np.where(used, values, 0.0).ravel(), len(self) * width)
+        return np.asarray(total.reshape(len(self), width))
+
+
+COMMS = ("p2p", "all_gather", "a2a")
+DISPATCHERS = ("auto", "allgather", "alltoall")
+PLAIN = {"core_again": 0, "comm": 0, "overlap": 0, "offload": 0, "reduces": 1,
+         "experts": 0, "topk": 0, "expert_ffn": 0, "ep": 1,
+         "dispatcher": 0, "paired": 0, "channels": 0}  # the defaults  # fmt: skip
+
+
+def even_cut(layers: int, stages: int) -> list[int]:
+    """Return layers cut into stages, the first ones one longer where they do not divide."""
+    return [layers // stages + (n < layers % stages) for n in range(stages)]
+
+
+def stacked(records: Sequence[dict[str, Any]]) -> Runs:
+    """Return the runs of records: a dict each, with Runs' fields; cut is a list."""
+    longest = max(len(record["cut"]) for record in records)
+    cut = np.zeros((len(records), longest))
+    for row, record in zip(cut, records, strict=True):
+        row[: len(record["cut"])] = record["cut"]
+    names = [field.name for field in fields(Runs) if field.name != "cut"]
+    values = {
+        name: np.array([r.get(name, PLAIN.get(name)) for r in records], float) for name in names
+    }
+    return Runs(**values, cut=cut)

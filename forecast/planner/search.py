@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Estimate time and memory of every layout of a model on a cluster, and record the best ones.
+
+Layouts are those of layout.py in this folder. The estimate of memory is in rank_bytes.py, that of
+time in step_time.py; what is printed is recorded (recorded.py).
+How keys and values travel, and whether tp's transfers go in a ring, is chosen once for each tp, cp
+and micro-batch: the way in which a layer takes the least time.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from forecast.device_file import read_device
+from forecast.planner.cluster import Cluster
+from forecast.planner.constants import own
+from forecast.planner.layout import MICRO_BATCHES, Choice, Layout, choices, grids, layouts
+from forecast.planner.model import Model
+from forecast.planner.pipeline import SCHEDULES, paired
+from forecast.planner.rank_bytes import many, of_layers, sizes
+from forecast.planner.recorded import Recorded
+from forecast.planner.runs import COMMS, DISPATCHERS, Array, Runs
+from forecast.planner.step_time import (
+    Constants,
+    Times,
+    carried,
+    host_layer,
+    layer,
+    updated_on_host,
+)
+from forecast.planner.step_time import times as times_of_runs
+from mpu.layers.float8.cuda import CAPABLE, lacks
+from mpu.pipeline import stage_layout
+from training.run.waiting import Progress
+
+NEARLY = 1.1  # layouts estimated at up to so much above the limit are computed exactly too
+LOOKED = 25  # layouts whose memory is recorded, at most, to find one that fits
+# median error of a comparison of two layouts: benchmarks/plan_accuracy.py prints it
+COMPARISON_ERROR = 0.048
+RISK = 0.05  # of a GPU's memory: with less of it left, a plan is a risk
+
+
+class PlanError(ValueError):
+    """A plan that was requested and does not exist: the text says why."""
+
+
+@dataclass(frozen=True)
+class Plans:
+    """Layouts and their predictions, in the same order.
+
+    bytes: of the fullest rank, to a few percent. progress: of the rows that are looked for.
+    """
+
+    model: Model
+    cluster: Cluster
+    layouts: list[Layout]
+    runs: Runs
+    times: Times
+    bytes: Array
+    progress: Progress = field(default_factory=Progress, compare=False)
+
+    @property
+    def limit(self) -> float:
+        """Return the bytes of a GPU that a plan counts on."""
+        return self.cluster.limit
+
+    @property
+    def fits(self) -> npt.NDArray[np.bool_]:
+        return self.bytes <= self.limit
+
+    @cached_property
+    def _known(self) -> dict[int, Recorded]:
+        return {}
+
+    def recorded(self, n: int) -> Recorded:
+        """Return a layout as it is recorded."""
+        if n not in self._known:
+            self._known[n] = Recorded(self.model, self.cluster, self.layouts[n].flags())
+        return self._known[n]
+
+    def _simpler(self, n: int) -> tuple[bool, int, float]:
+        """Return by what layouts are ordered whose estimates are alike."""
+        tight = self.limit - self.bytes[n] < RISK * self.cluster.memory
+        return bool(tight), self.layouts[n].mechanisms, float(self.bytes[n])
+
+    def _holds(self, n: int) -> bool:
+        """Return whether a layout fits: by the estimate, unless that is close to the limit."""
+        return bool(self.bytes[n] * NEARLY <= self.limit) or self.recorded(n).fits
+
+    def chosen(self, top: int) -> Iterator[Recorded]:
+        """Yield layouts that fit, by the estimates: each stands for those within COMPARISON_ERROR
+        of the fastest that no other stands for. It leaves at least RISK of a GPU's memory, if one
+        of them does, and then has the fewest mechanisms, and of those the most memory left.
+        """
+        near = np.flatnonzero(self.bytes <= NEARLY * self.limit)
+        rest = [int(n) for n in near[np.lexsort((self.bytes[near], self.times.step[near]))]]
+        self.progress.begin("computing the memory of the fastest layouts:", top, "layouts")
+        for _ in range(top):
+            fastest = next((n for n in rest[:LOOKED] if self._holds(n)), None)
+            if fastest is None:
+                return
+            rest = rest[rest.index(fastest) :]
+            end = self.times.step[fastest] * (1 + COMPARISON_ERROR)
+            alike = [n for n in rest if self.times.step[n] <= end]
+            some = sorted((n for n in alike if n == fastest or self.fits[n]), key=self._simpler)
+            first = next((n for n in some[:LOOKED] if self.recorded(n).fits), fastest)
+            yield self.recorded(first)
+            rest = rest[len(alike) :]
+            self.progress.add()
+
+
+def cut_of(model: Model, each: Layout, costs: tuple[float, float, float]) -> list[int]:
+    """Return the layers of each stage as pretrain_llama.py balances them."""
+    embedding, one, head = costs
+    layers = (one,) * model.config.model.num_layers
+    if each.pp == 1:
+        return [len(layers)]
+    ends = {"embedding_cost": embedding, "head_cost": head}
+    stages = stage_layout.stages(layers, each.pp, each.virtual, each.v_shape, **ends)
+    return [len(stage.layers) for stage in stages]
+
+
+def runs_of(model: Model, cluster: Cluster, found: list[Layout]) -> Runs:
+    """Return layouts as runs to be timed."""
+    m, costs = model.config.model, model.costs()
+    heads = m.num_attention_heads
+    cuts: dict[tuple[int, int, bool], list[int]] = {}
+    for e in found:
+        key = (e.pp, e.virtual, e.v_shape)
+        if key not in cuts:
+            cuts[key] = cut_of(model, e, costs)
+    longest = max(map(len, cuts.values()))
+    padded = {key: np.pad(np.array(cut, float), (0, longest - len(cut)))
+              for key, cut in cuts.items()}  # fmt: skip
+    same = {
+        "layers": m.num_layers, "hidden": m.hidden_size, "heads": heads,
+        "kv_heads": m.num_query_groups or heads, "ffn": _ffn(model), "vocab": m.vocab_size,
+        "sequence": m.seq_length, "gated": 1, "tied": not m.untie_embeddings_and_output_weights,
+        "causal": 1, "node": cluster.node, "network": cluster.network, "idle": 0,
+        **dict.fromkeys(("experts", "topk", "expert_ffn"), 0), **model.own(),
+    }  # fmt: skip
+    columns: dict[str, list[float]] = {
+        "tp": [e.tp for e in found], "cp": [e.cp for e in found], "dp": [e.dp for e in found],
+        "pp": [e.pp for e in found], "virtual": [e.virtual for e in found],
+        "micro_batch": [e.micro_batch for e in found],
+        "micro_batches": [e.micro_batches for e in found], "zero": [e.zero for e in found],
+        "recompute": [_again(model, e) for e in found],
+        "core_again": [e.recompute == "selective" for e in found],
+        "sequence_parallel": [e.tp > 1 for e in found],
+        "float8": [e.dtype != "bf16" for e in found],
+        "schedule": [SCHEDULES.index(e.schedule) for e in found],
+        "head": [e.pp * e.virtual - 1 for e in found],
+        "comm": [COMMS.index(e.comm) for e in found],
+        "overlap": [e.overlap != "none" for e in found],
+        "offload": [_offloaded(model, e) for e in found],
+        "reduces": [e.micro_batches if e.each else 1 for e in found],
+        "ep": [max(e.ep, 1) for e in found],
+        "dispatcher": [DISPATCHERS.index(e.dispatcher) for e in found],
+        "paired": [paired(e.schedule, e.pp, e.micro_batches, e.virtual) if e.overlap_ep else 0.0
+                   for e in found],
+    }  # fmt: skip
+    arrays = {key: np.array(values, float) for key, values in columns.items()}
+    arrays |= {key: np.full(len(found), float(value or 0)) for key, value in same.items()}
+    arrays["cut"] = np.stack([padded[e.pp, e.virtual, e.v_shape] for e in found])
+    return Runs(**arrays)
+
+
+def _again(model: Model, e: Layout) -> float:
+    """Return the share of the layers that backward runs again."""
+    if e.recompute == "block":
+        return min(1.0, e.again * e.pp * e.virtual / model.config.model.num_layers)
+    return float(e.recompute == "full")
+
+
+def _offloaded(model: Model, e: Layout) -> float:
+    """Return the bytes of a layer and micro-batch that wait in host memory."""
+    if not e.offload:
+        return 0.0
+    layer = of_layers(model.flags, e.tp, "none", e.dtype, e.ep, e.dispatcher).layer
+    return layer * e.micro_batch / e.cp
+
+
+def _ffn(model: Model) -> float:
+    """Return the ffn size that gives a layer's parameters: a fork's layer may be another.
+
+    Of a layer with experts, those of its router and its shared expert.
+    """
+    m = model.config.model
+    heads, size = m.num_attention_heads, m.kv_channels or m.hidden_size / m.num_attention_heads
+    attention = 2 * heads * size + 2 * (m.num_query_groups or heads) * size
+    own = sizes(model.flags, 1, min(model.experts, 1))
+    return ((own.layer - own.experts) / m.hidden_size - attention) / 3
+
+
+def choose(model: Model, cluster: Cluster, dtype: str) -> dict[tuple[int, int, int], Choice]:
+    """Return, for each tp, cp and micro-batch, the way in which a layer takes the least time."""
+    tried = [
+        Layout(tp=tp, pp=1, virtual=1, dp=1, micro_batch=b, micro_batches=1, zero=0,
+               recompute="none", cp=cp, comm=way.comm, overlap=way.overlap, dtype=dtype)
+        for tp, cp in grids(model, cluster) for b in MICRO_BATCHES
+        for way in choices(model, tp, cp)
+    ]  # fmt: skip
+    if not tried:
+        return {}
+    c, runs = _constants(cluster), runs_of(model, cluster, tried)
+    times_of = np.maximum(layer(c, runs).seconds, host_layer(c, runs))
+    fastest: dict[tuple[int, int, int], tuple[float, Choice]] = {}
+    for e, seconds in zip(tried, times_of, strict=True):
+        key, way = (e.tp, e.cp, e.micro_batch), Choice(e.comm, e.overlap)
+        if key not in fastest or seconds < fastest[key][0] - 1e-12:
+            fastest[key] = (float(seconds), way)
+    return {key: way for key, (_, way) in fastest.items()}
+
+
+def plan(
+    model: Model,
+    cluster: Cluster,
+    batch: int,
+    dtype: str = "bf16",
+    progress: Progress | None = None,
+) -> Plans:
+    """Return every layout of a model on a cluster, timed. Raises PlanError where there is none.
+
+    dtype: of the layers' matmuls, bf16 or a float8 recipe. progress: is told what is done.
+    """
+    progress = progress or Progress()
+    progress.begin("listing layouts")
+    check_dtype(cluster, dtype)
+    if model.experts and dtype != "bf16":
+        raise PlanError(f"{model.name}: experts multiply in bf16, and not in {dtype}")
+    found = list(layouts(model, cluster, batch, choose(model, cluster, dtype), dtype))
+    if not found:
+        raise PlanError(
+            f"no layout of {cluster.gpus} GPUs divides a batch of {batch} sequences, "
+            f"{model.config.model.num_layers} layers and {model.config.model.num_attention_heads} "
+            "heads: another --global-batch-size may"
+        )
+    progress.begin(f"computing the times of {len(found):,} layouts")
+    return replace(with_state_in_host(evaluate(model, cluster, found)), progress=progress)
+
+
+def with_state_in_host(plans: Plans) -> Plans:
+    """Add the layouts that fit, about, with the optimizer's state in host memory alone.
+
+    A layout that fits without gains nothing by it, nor is it tried where activations are there.
+    Where none fits so either, those are tried whose update is the host's.
+    """
+    some = _with(plans, carried, states=True)
+    return some if some.fits.any() else _with(plans, on_host, on_host=True)
+
+
+def _with(plans: Plans, seconds_of: Callable[..., Array], **change: bool) -> Plans:
+    """Add the layouts that fit, about, with a change. seconds_of: what their updates take longer,
+    of constants, runs, bytes that leave the GPU and seconds of a micro-batch.
+    """
+    at = np.array([n for n in np.flatnonzero(~plans.fits) if not plans.layouts[n].offload], int)
+    away = [replace(plans.layouts[n], **change) for n in at]
+    found = many(plans.model, away, plans.runs[at], plans.cluster.host)
+    near = np.flatnonzero(found.fullest <= NEARLY * plans.limit)
+    at = np.concatenate([np.arange(len(plans.layouts)), at[near]])
+    moved = np.concatenate([np.zeros(len(plans.layouts)), found.moved[near]])
+    runs, times = plans.runs[at], Times(*(getattr(plans.times, f.name)[at] for f in fields(Times)))
+    more = seconds_of(_constants(plans.cluster), runs, moved, times.slot)
+    return replace(
+        plans,
+        layouts=[*plans.layouts, *(away[n] for n in near)],
+        runs=runs,
+        times=with_state(times, more),
+        bytes=np.concatenate([plans.bytes, found.fullest[near]]),
+    )
+
+
+def on_host(c: Constants, r: Runs, moved: Array, slot: Array) -> Array:
+    """Return what an update by the host takes, as `carried` of state that comes back for it."""
+    return updated_on_host(c, r, moved)
+
+
+def with_state(times: Times, seconds: Array) -> Times:
+    """Return the times with so many seconds of exposed copies of the optimizer's state."""
+    return replace(times, step=times.step + seconds)
+
+
+def check_dtype(cluster: Cluster, dtype: str) -> None:
+    """Raise PlanError where a cluster's GPUs have no matmuls of a dtype or recipe."""
+    device = read_device(cluster.device)
+    if dtype != "bf16" and dtype not in CAPABLE:
+        raise PlanError(f"the planner has no times of --fp8-recipe {dtype}")
+    if dtype != "bf16" and (why := lacks(dtype, (device.major, 0), device.name)):
+        raise PlanError(why)
+
+
+def evaluate(model: Model, cluster: Cluster, found: list[Layout]) -> Plans:
+    """Return the predictions of given layouts."""
+    runs, c = runs_of(model, cluster, found), _constants(cluster)
+    times = _timed(c, runs)
+    bytes_ = many(model, found, runs, cluster.host)
+    host = np.array([e.on_host for e in found])
+    more = np.where(host, updated_on_host(c, runs, bytes_.moved),
+                    carried(c, runs, bytes_.moved * ~host, times.slot))  # fmt: skip
+    times = with_state(times, more)
+    return Plans(
+        model=model,
+        cluster=cluster,
+        layouts=found,
+        runs=runs,
+        times=times,
+        bytes=bytes_.fullest,
+    )
+
+
+def _constants(cluster: Cluster) -> dict[str, float]:
+    return own(cluster.device)
+
+
+def _timed(c: dict[str, float], runs: Runs) -> Times:
+    """Time runs, those with as many stages together, so that arrays are no wider than needed."""
+    count = (runs.pp * runs.virtual).astype(int)
+    parts: list[tuple[npt.NDArray[np.intp], Times]] = []
+    for stages in np.unique(count):
+        at = np.flatnonzero(count == stages)
+        some = runs[at]
+        parts.append((at, times_of_runs(c, replace(some, cut=some.cut[:, :stages]))))
+    values = {column.name: np.zeros(len(runs)) for column in fields(Times)}
+    for at, some_times in parts:
+        for name, joined in values.items():
+            joined[at] = getattr(some_times, name)
+    return Times(**values)

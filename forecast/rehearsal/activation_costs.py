@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say what happens to a layer's activations, and what the link to host memory hides."""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from forecast.device_file import Device
+from forecast.recording import Recorder
+from forecast.rehearsal.clock import HOST_LINK, Timing
+from forecast.rehearsal.events import Action, Event, Launch, Wait
+from forecast.rehearsal.roofline import launch_seconds
+from mpu.meta_tensors import META
+from mpu.module_tracker import ModuleTracker
+from mpu.pipeline.stage_layout import Stage
+from training.run.context_parallel import rank_batch
+from training.run.model_profile import ModelProvider, rank_model
+from training.run.text import in_units
+from training.settings.config import Config
+
+OFFLOAD, PLACE = "offload", "mpu/activation_offload.py"
+
+
+class Row(NamedTuple):
+    """A module of a layer. choice: keep, recompute or offload, in this run.
+
+    bytes: that it keeps of a micro-batch. recompute_seconds: of its forward, once more in backward.
+    offload_seconds: on the link, each way.
+    """
+
+    module: str
+    bytes: int
+    recompute_seconds: float
+    offload_seconds: float
+    choice: str
+
+
+class Carried(NamedTuple):
+    """What travels between the device and host memory in a step, and what it costs.
+
+    can_hide: the seconds of it that the link can carry during kernels: of each action, those of
+    its copies, or of the kernels between the first copy and the last wait for one, if fewer.
+    exposed: what kernels wait for. hidden: the share of can_hide that no kernel waits for.
+    """
+
+    down: int
+    up: int
+    seconds: float
+    can_hide: float
+    exposed: float
+
+    @property
+    def hidden(self) -> float:
+        if not self.can_hide:
+            return 1.0
+        # waits for other ranks hide some, too
+        return min(1.0, (self.seconds - self.exposed) / self.can_hide)
+
+
+def rows(
+    config: Config, provider: ModelProvider, events: Sequence[Event], device: Device
+) -> list[Row]:
+    """Return the table of a layer's modules. events: of one step of a rank."""
+    seconds: dict[str, float] = defaultdict(float)
+    ran: set[tuple[str, str]] = set()
+    words = ""
+    for event in events:
+        if isinstance(event, Action):
+            words = event.words
+        if isinstance(event, Launch) and event.where.phase == "forward":
+            layer, module = in_layer(event.where.layer)
+            if layer and event.where.part != OFFLOAD:
+                seconds[module] += launch_seconds(device, event)
+                ran.add((layer, words))
+    saved = kept = saved_by_module(config, provider, recomputes=False)
+    if config.parallel.recompute_granularity is not None:
+        kept = saved_by_module(config, provider, recomputes=True)
+    found = []
+    for module in [*saved, *(name for name in seconds if name not in saved)]:
+        nbytes = saved.get(module, 0)
+        again = seconds[module] / max(len(ran), 1)
+        decided = choice(config, module, nbytes, kept.get(module, 0))
+        found.append(Row(module, nbytes, again, nbytes / device["host_bandwidth"], decided))
+    return found
+
+
+def in_layer(name: str) -> tuple[str, str]:
+    """Return ("layers.3", "mlp.down") of "layers.3.mlp.down"; ("", "") outside of layers."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: at + 1]), ".".join(parts[at + 1 :])
+
+
+def choice(config: Config, module: str, nbytes: int, kept: int) -> str:
+    """Return what the flags do with the bytes that a module keeps, in a layer that they apply to.
+
+    kept: those that it keeps with the run's recomputation.
+    """
+    g = config.gpu
+    if not nbytes:
+        return ""
+    if kept < nbytes:
+        return "recompute"
+    if g.cpu_offload_activations and (not g.offload_modules or module in g.offload_modules):
+        return "offload"
+    return "keep"
+
+
+def saved_by_module(config: Config, provider: ModelProvider, recomputes: bool) -> dict[str, int]:
+    """Return {module: bytes} that the model's first layer keeps of a micro-batch on a rank.
+
+    Modules are named as in the layer, "" the layer itself, in the order of forward. A storage
+    counts for the module that saves it first. recomputes: as the run does; else nothing is
+    recomputed.
+    """
+    p = config.parallel
+    if not recomputes:
+        p = replace(p, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
+    stays = replace(config.gpu, cpu_offload_activations=False)
+    config = replace(config, parallel=p, gpu=stays)
+    model = rank_model(config, provider, [Stage(0, 2)], 0)
+    assert isinstance(model, nn.Module)
+    tracker = ModuleTracker(model, model.ctx.queue, model.ctx.sink)
+    found, known = Counter[str](), {id(p.untyped_storage()) for p in model.parameters()}
+    storages = []  # an id is one storage's for as long as this lives
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        layer, module = in_layer(tracker.running())
+        if layer.endswith(".0") and id(storage) not in known:
+            known.add(id(storage))
+            storages.append(storage)
+            found[module] += storage.nbytes()
+        return tensor
+
+    size, positions, packed = rank_batch(config)
+    tokens = torch.empty(size, dtype=torch.long, device=META)
+    shape = model.hidden_shape(*size)
+    hidden = torch.empty(shape, dtype=config.run.dtype, device=META).requires_grad_() * 1
+    gpu = config.parallel.device != "cpu"
+    with Recorder(gpu), saved_tensors_hooks(note, lambda x: x):
+        model(tokens, None, positions, packed, hidden=hidden, chunk=0)
+    tracker.close()
+    return dict(found)
+
+
+def carried(events: Sequence[Event], device: Device, timing: Timing) -> Carried:
+    """Return what travels in a step, whose timing this is."""
+    down = up = 0
+    seconds = can_hide = 0.0
+    copies = computing = waiting = 0.0  # of the action; `waiting`: kernels since its last wait
+    for event in [*events, Action("")]:
+        if isinstance(event, Action):
+            can_hide += min(copies, computing)
+            copies = computing = waiting = 0.0
+        elif isinstance(event, Wait) and event.place.startswith(PLACE):
+            computing, waiting = computing + waiting, 0.0
+        elif isinstance(event, Launch):
+            took = launch_seconds(device, event)
+            if event.where.part == OFFLOAD and event.op.startswith("memcpy "):
+                down += event.bytes * event.op.endswith("DtoH")
+                up += event.bytes * event.op.endswith("HtoD")
+                seconds, copies = seconds + took, copies + took
+            elif event.stream == 0 and copies:
+                waiting += took
+    return Carried(down, up, seconds, can_hide, timing.exposed_seconds.get(HOST_LINK, 0.0))
+
+
+def as_json(table: Sequence[Row], moved: Carried) -> dict[str, Any]:
+    """Return both as JSON's types."""
+    return {
+        "modules": [row._asdict() for row in table],
+        "carried": {**moved._asdict(), "hidden": moved.hidden},
+    }
+
+
+def lines(table: Sequence[Row], moved: Carried) -> list[str]:
+    """Return both as text."""
+    out = [f"{'module':<16} {'keeps':>9} {'to recompute':>13} {'to offload':>11}  here"]
+    for row in table:
+        out.append(
+            f"{row.module or '(the layer)':<16} {in_units(row.bytes):>9} "
+            f"{1e3 * row.recompute_seconds:>10.3f} ms {1e3 * row.offload_seconds:>8.3f} ms  "
+            f"{row.choice}".rstrip()
+        )
+    total = sum(row.bytes for row in table)
+    again = sum(row.recompute_seconds for row in table)
+    offload = sum(row.offload_seconds for row in table)
+    out.append(f"{'all':<16} {in_units(total):>9} {1e3 * again:>10.3f} ms {1e3 * offload:>8.3f} ms")
+    if moved.down:
+        out.append(
+            f"a step sends {in_units(moved.down)} to host memory and {in_units(moved.up)} back, "
+            f"{1e3 * moved.seconds:.1f} ms on the link; {1e3 * moved.can_hide:.1f} ms of it fit "
+            f"behind kernels, and {100 * moved.hidden:.0f} % of those are hidden"
+        )
+    return out

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time steps of ranks with few layers and few micro-batches, for a program that adds them up.
+
+    python -m forecast.rehearsal.worker
+
+reads lists of jobs, JSON on a line, and writes an answer to each job on a line, in order. A job is
+{"argv", "world", "node", "levels"}: flags of pretrain_llama.py, how many ranks, how many of them a
+node has, and the levels of links as forecast.device_file.Level has them. An answer is {"points":
+[[micro-batches, numbers], ...]}, with the numbers of forecast/rehearsal/few_layers.py, or {"error":
+text}. Each job runs in a process that is forked from this one, since a rehearsal replaces functions
+of torch; AT_ONCE run at a time.
+"""
+
+import gc
+import json
+import os
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from forecast.rehearsal import guard
+
+AT_ONCE = 2
+
+
+def points(job: dict[str, Any]) -> list[tuple[int, dict[str, float]]]:
+    """Return the numbers of a job's step at two counts of micro-batches, or at its own."""
+    import pretrain_llama
+    from forecast.device_file import Level
+    from forecast.fit import gpu_of
+    from forecast.rehearsal import main as rehearsal
+    from forecast.rehearsal.few_layers import numbers
+
+    config = rehearsal.read(pretrain_llama, job["argv"], job["world"])
+    device = replace(gpu_of(config), levels=tuple(Level(*level) for level in job["levels"]))
+    seen = rehearsal.run(pretrain_llama, config, node=job["node"], tries=False)
+    if seen.failure is not None:
+        raise RuntimeError(f"{seen.failure.place}: {seen.failure.what}")
+    counts = sorted({seen.few, seen.micro_batches})
+    return [(count, numbers(seen, device, count)) for count in counts]
+
+
+def answer(job: dict[str, Any]) -> str:
+    """Return the answer to a job, from a process of its own."""
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        code = 1
+        try:
+            os.close(read)
+            try:
+                found: dict[str, Any] = {"points": points(job)}
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {error}"}
+            with os.fdopen(write, "w") as out:
+                out.write(json.dumps(found))
+            code = 0
+        finally:
+            os._exit(code)  # threads of the trainer may still wait
+    os.close(write)
+    with os.fdopen(read) as received:
+        text = received.read()
+    os.waitpid(child, 0)
+    return text or json.dumps({"error": "the process of the rehearsal ended without an answer"})
+
+
+def main() -> None:
+    """Answer jobs until there are no more."""
+    guard.load()
+    import torch
+
+    guard.check(torch)
+    torch.set_num_threads(1)
+    import pretrain_llama  # noqa: F401  # once, for all processes
+    from forecast.rehearsal import few_layers  # noqa: F401
+    from forecast.rehearsal import main as rehearsal  # noqa: F401
+    from mpu.torch_private import fake_tensors
+
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    fake_tensors().FakeTensorMode()  # whose first one imports much
+    gc.freeze()  # what is there is not garbage
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for line in sys.stdin:
+            for text in pool.map(answer, json.loads(line)):
+                print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that operators take for themselves: counted from torch's source.
+
+It comes from torch's allocator, so torch.cuda.max_memory_allocated has it. What is known to exist
+and not how large it is, or lies outside of that allocator, is named instead: `not_counted`.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+from forecast.dry_run import CUBLAS_WORKSPACE
+from forecast.rehearsal.events import Event, Launch, Transfer
+from forecast.rehearsal.roofline import MATMULS, short_name
+
+OF_OPERATORS, OF_MATMULS = "workspaces of operators", "workspaces of cuBLAS"
+# bytes for each handle and stream: pytorch aten/src/ATen/cuda/CublasHandlePool.cpp,
+# parseChosenWorkspaceSize, by the major compute capability; other devices have OTHER
+CUBLAS, OTHER = dict.fromkeys((9, 10), CUBLAS_WORKSPACE), 4096 * 1024 * 2 + 16 * 1024 * 8
+FLASH_BACKWARD = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
+ROWS, CHANNELS = 128, 32  # to which flash's backward rounds up the queries and the head
+AHEAD = ("forward", "")  # phases in the host's own thread; autograd's has another handle
+
+
+def of_launch(launch: Launch) -> int:
+    """Return the bytes that a launch takes besides its tensors, and frees at once.
+
+    The backward of FlashAttention 2: dq in fp32, a number a row, and dk and dv of every query head
+    where heads share keys (pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
+    mha_bwd and mha_varlen_bwd).
+    """
+    if short_name(launch) not in FLASH_BACKWARD:
+        return 0
+    _, q, k = launch.shapes[:3]
+    scaled = short_name(launch) == FLASH_BACKWARD[0]
+    s, heads = (q[-2], q[-3]) if scaled else (q[-3], q[-2])  # [b, a, s, d], else [(b,) s, a, d]
+    keys, groups = (k[-2], k[-3]) if scaled else (k[-3], k[-2])
+    d, batch = q[-1], prod(q[:-3])
+    rows = batch * heads * _up(s, ROWS)
+    expanded = 2 * batch * keys * heads * d * 2 if heads != groups else 0
+    return 4 * rows * (_up(d, CHANNELS) + 1) + expanded
+
+
+def of_matmuls(events: Sequence[Event], major: int) -> int:
+    """Return the bytes of cuBLAS's workspaces: torch keeps one for each handle and stream.
+
+    major: of the compute capability. A host thread has a handle; autograd's is another one.
+    """
+    pairs = {
+        (event.where.phase in AHEAD, event.stream)
+        for event in events
+        if type(event) is Launch and short_name(event) in MATMULS
+    }
+    return len(pairs) * CUBLAS.get(major, OTHER)
+
+
+def not_counted(events: Sequence[Event]) -> list[str]:
+    """Return what a rank's peak does not have, in words."""
+    names = {event.communicator for event in events if type(event) is Transfer}
+    found = ["CUDA's context and the code of kernels (more with CUDA_MODULE_LOADING=EAGER)"]
+    if names:
+        found.append(f"NCCL's buffers of {len(names)} communicators, outside of torch's allocator")
+    if any(type(e) is Launch and "cudnn_attention_backward" in e.op for e in events):
+        found.append("the workspace of cuDNN's attention, which its plan chooses")
+    return [*found, "fragmentation"]
+
+
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit

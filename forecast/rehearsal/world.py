@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rehearse every rank of a small world, each in a process of its own, and match them."""
+
+import multiprocessing
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forecast.rehearsal.match import MATCHED, Chains, chains_of, match
+from forecast.rehearsal.run import Rehearsed
+from mpu.comm.transport import Axis
+from training.run.waiting import Progress
+from training.settings.config import Config
+
+MOST_RANKS = 16
+AT_ONCE = 2
+
+
+class RankReport(NamedTuple):
+    """What a rank's process tells: its events that others must meet, and its report."""
+
+    events: list[Any]
+    failed: bool
+    made: dict[str, Any]
+    text: str
+    chains: Chains
+
+
+class Exchange:
+    """Bytes that the ranks tell each other while they start (gather_bytes), through files.
+
+    turns: how many ranks may run at a time; one that waits for the others lets another run.
+    """
+
+    def __init__(self, folder: Path, rank: int, turns: Any) -> None:
+        self.folder, self.rank, self.turns = folder, rank, turns
+        self._rounds: Counter[tuple[int, ...]] = Counter()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a file that others see as a whole or not at all."""
+        unfinished = self.folder / f"{name}.part"
+        unfinished.write_bytes(data)
+        os.replace(unfinished, self.folder / name)
+
+    def gather(self, data: bytes, axis: Axis) -> list[bytes]:
+        """Return the bytes of each rank of an axis; this one's, where another has failed."""
+        self._rounds[axis.ranks] += 1
+        name = f"{axis.ranks} {self._rounds[axis.ranks]} of ".replace(" ", "_")
+        self.write(f"{name}{self.rank}", data)
+        self.turns.release()
+        try:
+            while not all((self.folder / f"{name}{rank}").exists() for rank in axis.ranks):
+                if any((self.folder / f"ended_{rank}").exists() for rank in axis.ranks):
+                    return [data] * axis.size
+                time.sleep(0.01)
+        finally:
+            self.turns.acquire()
+        return [(self.folder / f"{name}{rank}").read_bytes() for rank in axis.ranks]
+
+
+def all_ranks(
+    run: Callable[[Config, Exchange], Rehearsed],
+    describe: Callable[[Rehearsed], tuple[dict[str, Any], str]],
+    config: Config,
+    progress: Progress,
+) -> tuple[dict[str, Any], str]:
+    """Return the report of the requested rank, with what was found on and between all.
+
+    run, describe: rehearse a rank and report it, in a process that is forked from this one.
+    progress: counts the ranks.
+    """
+    world, context = config.parallel.world_size, multiprocessing.get_context("fork")
+    turns = context.Semaphore(AT_ONCE)
+    with tempfile.TemporaryDirectory(prefix="weft-rehearsal-") as name:
+        folder = Path(name)
+
+        def work(rank: int, connection: Any) -> None:
+            turns.acquire()
+            exchange = Exchange(folder, rank, turns)
+            options = replace(config.rehearse, rehearse_rank=rank)
+            if rank != config.rehearse.rehearse_rank:
+                options = replace(options, rehearse_trace=None)
+            result: Any
+            try:
+                seen = run(replace(config, rehearse=options), exchange)
+                events = [e for e in seen.recorder.events if isinstance(e, MATCHED)]
+                result = RankReport(
+                    events, seen.failure is not None, *describe(seen), chains_of(seen.recorder)
+                )
+            except Exception as error:
+                result = error
+            exchange.write(f"ended_{rank}", b"")
+            turns.release()
+            connection.send(result)
+            os._exit(0)  # threads of the trainer may still wait
+
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            context.Process(target=work, args=(rank, pipe[1])) for rank, pipe in enumerate(pipes)
+        ]
+        for process, (_, connection) in zip(processes, pipes, strict=True):
+            process.start()
+            connection.close()
+        every = []
+        progress.begin("", world, "ranks")
+        for rank, (listener, _) in enumerate(pipes):
+            try:
+                every.append(listener.recv())
+            except EOFError:
+                raise RuntimeError(f"rank {rank}'s process ended without a word") from None
+            progress.add()
+        for process in processes:
+            process.join()
+    for result in every:
+        if isinstance(result, Exception):
+            raise result
+    return together(every, config.rehearse.rehearse_rank)
+
+
+def together(every: list[RankReport], rank: int) -> tuple[dict[str, Any], str]:
+    """Return a rank's report with the findings of all ranks, and of what they send each other."""
+    made, text = every[rank].made, every[rank].text
+    found: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for one in every:
+        for finding in one.made["findings"]:
+            found.setdefault((finding["kind"], finding["place"], finding["also"]), finding)
+    if not any(one.failed for one in every):  # else the peers of what failed would seem stuck
+        for between in match([one.events for one in every], [one.chains for one in every]):
+            found.setdefault((between.kind, between.place, between.also), between._asdict())
+    return {**made, "findings": list(found.values())}, text

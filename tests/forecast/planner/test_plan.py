@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""plan.py ranks layouts whose flags the trainer takes, with the memory that --dry-run tells."""
+
+import json
+import random
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import pretrain_llama
+from forecast.dry_run import memory
+from forecast.fit import available
+from forecast.planner import search, table
+from forecast.planner.cluster import FOLDER, Cluster, ClusterError, read_cluster
+from forecast.planner.layout import RECOMPUTE, SCHEDULES, Layout
+from forecast.planner.model import REST, read_model
+from forecast.planner.played import Worker
+from forecast.planner.recorded import Recorded, play
+from forecast.planner.search import Plans
+from forecast.recording import HOST, record
+from tools import plan
+from tools.pictures import picture
+from training.flags.parse import parse
+from training.run.model_profile import model_profile
+from training.run.waiting import Progress
+from training.settings.config import Config
+
+SVG = "{http://www.w3.org/2000/svg}"
+USE = f"{SVG}use"
+SMALL = (
+    "--num-layers 8 --hidden-size 512 --ffn-hidden-size 1536 --num-attention-heads 8 "
+    "--group-query-attention --num-query-groups 4 --vocab-size 32000"
+)
+UNTIED = f"{SMALL} --untie-embeddings-and-output-weights"
+ARGV = [UNTIED, "2x8xh100", "--seq-length", "1024", "--top", "1"]
+
+
+@pytest.fixture(scope="module")
+def plans() -> Plans:
+    return plan.plans_of(UNTIED, read_cluster("h100_8_nodes").of(2), {"seq-length": 1024})
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker() as found:
+        yield found
+
+
+def config_of(run: Recorded) -> Config:
+    rest = REST.replace("--bf16 ", "")  # the command has it
+    return parse([*shlex.split(run.command), *rest.split()], run.cluster.gpus)
+
+
+def dry_run_bytes(run: Recorded) -> float:
+    """Return the bytes of a layout's fullest pipeline rank, each of which is recorded."""
+    config = config_of(run)
+    ranks = [memory(config, each) for each in record(config, pretrain_llama).values()]
+    return max(float(sum(kinds.values())) for kinds in ranks)
+
+
+def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
+    one, four = read_cluster("8xrtx-4090"), read_cluster("4x8xA100-40")
+    assert (one.nodes, one.node, one.gpus) == (1, 8, 8) and one.levels[0].bandwidth == 32e9
+    assert (four.nodes, four.gpus, four.levels[0].bandwidth) == (4, 32, 300e9)
+    plans = plan.plans_of(UNTIED, one, {"seq-length": 1024})
+    assert plans.limit == available(24e9) and list(plans.chosen(1))
+    for name, why in (("8xmi300x", "AMD's ROCm"), ("0x8xh100", "at least one node")):
+        with pytest.raises(ClusterError, match=f"^{name}: .*{why}"):
+            read_cluster(name)
+
+
+def test_a_long_search_says_how_far_it_is() -> None:
+    progress = Progress()
+    few = plan.plans_of(
+        UNTIED, read_cluster("h100_8_nodes").of(1), {"seq-length": 1024}, progress=progress
+    )
+    assert re.fullmatch(r"computing the times of [\d,]+ layouts", str(progress))
+    assert len(list(few.chosen(2))) == 2
+    assert str(progress) == "computing the memory of the fastest layouts: 2 of 2 layouts"
+
+
+def agree(chosen: Sequence[Recorded]) -> None:
+    """Hold a layout's bytes, as the table prints them, to --dry-run's own."""
+    for run in chosen:
+        assert run.bytes == pytest.approx(dry_run_bytes(run), rel=0.02), run.flags
+
+
+def spread(plans: Plans, count: int) -> list[Recorded]:
+    draw = random.Random(5)
+    kinds = {(e.pp > 1, e.schedule, e.offload): n for n, e in enumerate(plans.layouts)}
+    rest = draw.sample(range(len(plans.layouts)), count)
+    return [plans.recorded(n) for n in [*kinds.values(), *rest][:count]]
+
+
+def test_the_flags_parse_and_the_memory_is_the_dry_runs(plans: Plans) -> None:
+    agree(spread(plans, 4))
+
+
+@pytest.mark.prove
+def test_the_memory_is_the_dry_runs_on_many_layouts(plans: Plans) -> None:
+    agree(spread(plans, 12))
+    for name, cluster, nodes in (("8B", "h100_8_nodes", 1), ("70B", "h100_8_nodes", 8),
+                                 (SMALL, "a100_16_nodes", 2)):  # fmt: skip
+        found = plan.plans_of(name, read_cluster(cluster).of(nodes), {"seq-length": 4096})
+        agree(found.chosen(1))
+
+
+def test_the_table_is_in_order_and_its_parts_add_up(plans: Plans, worker: Worker) -> None:
+    best = play(plans.chosen(2), worker)
+    seconds = [run.played.step_seconds for run in best]
+    assert seconds == sorted(seconds) and all(run.fits for run in best)
+    lines = table.ranking(plans, best, 1e9, {})
+    assert lines[1].split()[:4] == ["step", "s", "tokens/s/GPU", "MFU"]
+    printed = "\n".join(part for line in lines for part in table.wrapped(line))
+    assert max(map(len, printed.splitlines())) <= 100
+    assert f"{seconds[0]:.2f}" in lines[2] and "tp " in lines[2]
+    steps = next(n for n, line in enumerate(lines) if line.split() == list(table.TERMS))
+    memory_at = next(n for n, line in enumerate(lines) if line.endswith("working memory"))
+    for number, run in enumerate(best):
+        shares = [float(word.rstrip("%")) for word in lines[steps + 1 + number].split()[1:]]
+        assert sum(shares) == pytest.approx(100, abs=0.5) and len(shares) == len(table.TERMS)
+        kinds = [float(word) for word in lines[memory_at + 1 + number].split()[1:]]
+        assert sum(kinds) == pytest.approx(run.bytes / 1e9, abs=0.04)
+    words = shlex.split(lines[-1].replace("\\\n", " "))
+    assert words[:2] == ["torchrun", "--nnodes"]
+    argv = words[words.index("pretrain_llama.py") + 1 :]
+    same = parse([*best[0].command.split(), *table.EXAMPLE.split()], plans.cluster.gpus)
+    assert parse(argv, plans.cluster.gpus) == same
+
+
+@pytest.mark.prove
+def test_groups_of_parameters_are_planned_and_printed_for_a_shell() -> None:
+    """A flag that may be repeated stays, and what is frozen takes less memory."""
+    groups = ("*norm* lr-mult=0.5", "layers.[4-7].* frozen")
+    flags = " ".join(f"--param-group '{group}'" for group in groups)
+    plain, some = (
+        plan.plans_of(f"{SMALL} {more}", read_cluster("h100_8_nodes").of(2), {"seq-length": 1024})
+        for more in ("", flags)
+    )
+    assert read_model(f"{SMALL} {flags}", 1024, "muon").config.optimizer.param_group == groups
+    (run,) = some.chosen(1)
+    assert config_of(run).optimizer.param_group == groups
+    assert run.bytes < replace(run, model=plain.model).bytes
+
+
+@pytest.mark.prove
+def test_one_stands_for_layouts_within_the_error_of_a_comparison(plans: Plans) -> None:
+    chosen, step = list(plans.chosen(4)), plans.times.step
+    places = [plans.layouts.index(next(e for e in plans.layouts if e.flags() == run.flags))
+              for run in chosen]  # fmt: skip
+    begin = 0.0
+    for n in places:
+        fitting = [m for m in range(len(step)) if plans.fits[m] and step[m] > begin]
+        fastest = min(step[m] for m in fitting if plans.recorded(m).fits or m == n)
+        end = fastest * (1 + search.COMPARISON_ERROR)
+        alike = [m for m in fitting if fastest <= step[m] <= end]
+        left = {m: plans.limit - plans.bytes[m] >= search.RISK * 80e9 for m in alike}
+        most = [m for m in alike if left[m] == any(left.values()) and plans.recorded(m).fits]
+        assert plans.layouts[n].mechanisms == min(plans.layouts[m].mechanisms for m in most)
+        begin = end
+    assert len(chosen) == 4
+
+
+@pytest.mark.prove
+def test_the_distance_to_the_edges_is_the_dry_runs(tmp_path: Path, worker: Worker) -> None:
+    """Of one offloaded layout: GB left of a GPU's, of a node's host memory, and the host's time."""
+    content = json.loads((FOLDER / "h100_8_nodes.json").read_text()) | {"host_memory_gb": 10}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(content))
+    for layout in ("--zero-stage 1 --micro-batch-size 2",
+                   "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+                   "--sequence-parallel --micro-batch-size 1"):  # fmt: skip
+        flags = f"{layout} --cpu-offload-activations --global-batch-size 64"
+        (mine,) = play([run_of(flags, read_cluster(str(path)).of(2))], worker)
+        device, share, host, host_share, busy = table.edges_of([mine])[-1].split()[1:]
+        ranks = record(config_of(mine), pretrain_llama).values()
+        kept = 8 * max(rank.most(HOST) for rank in ranks)
+        assert kept > 2e8 and float(host) == pytest.approx((8e9 - kept) / 1e9, abs=0.06)
+        assert float(host_share.rstrip("%")) == pytest.approx(100 - kept / 0.8e8, abs=0.2)
+        left = mine.cluster.limit - dry_run_bytes(mine)
+        assert float(device) * 1e9 == pytest.approx(left, rel=0.02)
+        assert float(share.rstrip("%")) == pytest.approx(100 * left / 80e9, rel=0.02)
+        assert 0.05 < float(busy.rstrip("%")) / 100 <= 1.01
+    plain = run_of("--micro-batch-size 1 --global-batch-size 64", read_cluster(str(path)).of(2))
+    plain.timing = mine.timing
+    assert table.edges_of([plain])[-1].split()[3:5] == ["-", "-"]
+
+
+def run_of(flags: str, cluster: Cluster) -> Recorded:
+    return Recorded(read_model(UNTIED, 1024), cluster, flags)
+
+
+def test_activations_stay_out_of_host_memory_that_a_cluster_does_not_have(tmp_path: Path) -> None:
+    content = json.loads((FOLDER / "h100_8_nodes.json").read_text()) | {"nodes": 1}
+    asked: plan.Question = {"seq-length": 1024, "global-batch-size": 16}
+    (tmp_path / "c.json").write_text(json.dumps(content | {"host_memory_gb": 1}))
+    small = plan.plans_of(UNTIED, read_cluster(str(tmp_path / "c.json")), asked)
+    large = plan.plans_of(UNTIED, read_cluster("h100_8_nodes").of(1), asked)
+    assert small.layouts == large.layouts
+    away = np.array([e.offload for e in small.layouts])
+    assert small.cluster.host == 0.8e9 and np.all(small.bytes[~away] == large.bytes[~away])
+    assert np.any(small.fits[away]) and np.any(large.fits[away] & ~small.fits[away])
+
+
+@pytest.mark.prove
+def test_state_in_host_memory_is_tried_where_a_layout_does_not_fit_without() -> None:
+    """8B on a node with a batch of few micro-batches: its memory, its copies, and --why."""
+    asked: plan.Question = {"seq-length": 8192, "global-batch-size": 16}
+    plans = plan.plans_of("8B", read_cluster("h100_8_nodes").of(1), asked)
+    away = [n for n, e in enumerate(plans.layouts) if e.states]
+    plain = {e: n for n, e in enumerate(plans.layouts) if not e.states}
+    assert any(plans.fits[n] for n in away)
+    for n in away:
+        same = plain[replace(plans.layouts[n], states=False)]
+        assert not plans.fits[same] and plans.bytes[n] < plans.bytes[same]
+        assert plans.times.step[n] > plans.times.step[same]
+    n = min(away, key=lambda n: plans.times.step[n] if plans.fits[n] else np.inf)
+    run = plans.recorded(n)
+    assert plans.bytes[n] == pytest.approx(dry_run_bytes(run), rel=0.05)
+    assert run.bytes == pytest.approx(dry_run_bytes(run), rel=0.02)
+    ranks = record(config_of(run), pretrain_llama).values()
+    assert run.in_host == 8 * max(rank.recorder.down for rank in ranks) > 0
+
+
+def test_every_layout_that_the_flags_allow_is_there_once(plans: Plans) -> None:
+    assert len(set(plans.layouts)) == len(plans.layouts)
+    each = plans.layouts[0]
+    batch = each.dp * each.micro_batch * each.micro_batches
+    for layout in plans.layouts:
+        assert layout.tp * layout.cp * layout.pp * layout.dp == 16
+        assert layout.dp * layout.micro_batch * layout.micro_batches == batch
+    assert {layout.tp for layout in plans.layouts} == {1, 2, 4}  # 4 key and value heads
+    whole = Layout(2, 4, 2, 2, 1, batch // 2, 1, "full", schedule="interleaved", overlap="ring")
+    assert whole in plans.layouts or replace(whole, overlap="none") in plans.layouts
+    assert {e.schedule for e in plans.layouts} == {name for name, _ in SCHEDULES}
+    assert {e.zero for e in plans.layouts} == {0, 1, 2, 3}
+    assert {e.recompute for e in plans.layouts} == set(RECOMPUTE)
+
+
+@pytest.mark.prove
+def test_why_adds_up_on_pairs_of_layouts(plans: Plans, worker: Worker) -> None:
+    """The terms' differences sum to the steps' difference, as printed."""
+    draw = random.Random(7)
+    some = [plans.recorded(n) for n in draw.sample(range(len(plans.layouts)), 4)]
+    play(some, worker)
+    for mine, other in pairwise(some):
+        lines = table.why(mine, other)
+        assert any(line.startswith("seconds of a step: 4,096 sequences of 1,024") for line in lines)
+        meanings = [meaning for meaning, _ in table.TERMS.values()]
+        rows = {key: line for key in (*meanings, "step") for line in lines
+                if line.startswith(f"{key}  ")}  # fmt: skip
+        told = {key: [float(word) for word in row[len(key) :].split()] for key, row in rows.items()}
+        assert len(told) == len(table.TERMS) + 1
+        for column in range(3):
+            parts = [values[column] for key, values in told.items() if key != "step"]
+            assert sum(parts) == pytest.approx(told["step"][column], abs=0.006)
+        for column, run in enumerate((mine, other)):
+            assert told["step"][column] == pytest.approx(run.played.step_seconds, abs=0.001)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("more", "flags", "said"),
+    [
+        (("--global-batch-size", "64"), "--zero-stage 1",
+         ["seconds of a step: 64 sequences of 1,024 tokens", "for a step"]),
+        (("--global-batch-size", "4096"), "--global-batch-size 64",
+         ["seconds of 1,000,000 tokens, as the two do different work", "yours 64 sequences of",
+          "best 4,096 sequences of", "for a token"]),
+        ((), "--global-batch-size 64 --seq-length 512", ["yours 64 sequences of 512 tokens, matm",
+                                                         "best 64 sequences of 1,024 tokens"]),
+        (("--float8", "tensorwise"), "--global-batch-size 64",
+         ["64 sequences of 1,024 tokens, matmuls in bf16; best", "matmuls in tensorwise"]),
+    ],
+)  # fmt: skip
+def test_why_says_what_is_compared(
+    more: tuple[str, ...], flags: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([*ARGV, *more, "--why", flags]) == 0
+    out = capsys.readouterr().out.replace("\n", " ")  # lines of at most 100 columns
+    assert [part for part in said if part not in out] == []
+    assert "0.00 times" not in out
+
+
+@pytest.mark.prove
+def test_nothing_that_fits_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["405B", "h100_8_nodes", "--nodes", "1", "--global-batch-size", "8"]
+    assert plan.main(argv) == 1
+    assert "none fits 73.7 GB; least with" in capsys.readouterr().out
+    assert plan.main([*argv, "--why", "--tensor-model-parallel-size 8 --sequence-parallel"]) == 1
+    assert "it needs " in capsys.readouterr().out
+
+
+def test_the_picture_has_a_point_for_each_layout(plans: Plans, tmp_path: Path) -> None:
+    path = tmp_path / "a.svg"
+    picture.draw(plans, path)
+    root = ElementTree.parse(path).getroot()
+    points = [use for g in root.iter(f"{SVG}g") if g.get("id") == "layouts" for use in g.iter(USE)]
+    shown = plans.times.step <= 4 * plans.times.step.min()
+    assert 0 < len(points) <= shown.sum()
+    front = picture.pareto(plans)
+    for n in range(len(plans.layouts)):
+        assert any(
+            plans.times.step[f] <= plans.times.step[n] and plans.bytes[f] <= plans.bytes[n]
+            for f in front
+        )
+    first = path.read_bytes()
+    picture.draw(plans, path)
+    assert path.read_bytes() == first
+    with pytest.raises(ValueError, match=r"a\.pdf: a picture is a \.png or an \.svg"):
+        picture.draw(plans, tmp_path / "a.pdf")
+
+
+@pytest.mark.prove
+def test_the_update_is_the_hosts_where_nothing_else_fits() -> None:
+    """70B on a node of H200s: the flags that fit, with --dry-run's memory."""
+    plans = plan.plans_of("70B", read_cluster("8xh200"), {"global-batch-size": 64})
+    assert not any(plans.fits[n] for n, e in enumerate(plans.layouts) if not e.on_host)
+    (run,) = plans.chosen(1)
+    n = next(n for n, e in enumerate(plans.layouts) if e.flags() == run.flags)
+    assert "--optimizer-cpu-offload" in run.command and run.bytes < plans.limit
+    assert plans.bytes[n] == pytest.approx(run.bytes, rel=0.1)
+
+
+def test_a_plan_that_is_nearly_full_is_a_risk(plans: Plans, worker: Worker) -> None:
+    fitting = [n for n in range(len(plans.layouts)) if plans.fits[n]]
+    full = max(fitting, key=lambda n: plans.bytes[n])
+    tight = replace(plans, bytes=np.full(len(plans.layouts), 0.99 * plans.limit))
+    runs = play(plans.chosen(2), worker)
+    assert not any("risk" in line for line in table.ranking(plans, runs, 1e9, {}))
+    assert tight._simpler(full)[0] and not plans._simpler(full)[0]
+
+
+@pytest.mark.parametrize("name", ["7B", "13B", "llama3.1-70b", "mixtral", "qwen3-30b"])
+def test_models_by_name(name: str) -> None:
+    model = read_model(name, 4096)
+    billions = {"7B": 6.7, "13B": 13.0, "llama3.1-70b": 70.6, "mixtral": 46.7, "qwen3-30b": 30.5}
+    profile = model_profile(model.config, pretrain_llama.model_provider)
+    assert profile.parameters / 1e9 == pytest.approx(billions[name], abs=0.06)
+
+
+def test_a_hugging_face_config_is_the_same_model(tmp_path: Path) -> None:
+    content = {
+        "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 32000,
+        "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert read_model(str(tmp_path), 1024).config.model == read_model(UNTIED, 1024).config.model
+    newer = content | {"rope_theta": 7.0, "rope_parameters": {"rope_theta": 10000.0}}
+    (tmp_path / "config.json").write_text(json.dumps(newer))  # as of transformers 5
+    assert read_model(str(tmp_path), 1024).config.model == read_model(UNTIED, 1024).config.model
+    mixtral = content | {"model_type": "mixtral", "num_local_experts": 8, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(mixtral))
+    flags = f"{UNTIED} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1536"
+    assert read_model(str(tmp_path), 1024).config.moe == read_model(flags, 1024).config.moe
+    (tmp_path / "config.json").write_text(json.dumps(content | {"n_routed_experts": 8}))
+    with pytest.raises(ValueError, match="model_type"):
+        read_model(str(tmp_path), 1024)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            [SMALL + " --num-experts 8 --moe-layer-freq 2", "h100_8_nodes"],
+            "its layers with experts stand among dense ones",
+        ),
+        (["9B", "h100_8_nodes"], "9B: not a file, flags in quotes, or a known model"),
+        (["8B", "h100"], "h100: no cluster file h100.json; known by name are a100_16_nodes"),
+        (["8B", "8xmi300x"], "AMD's ROCm"),
+        ([SMALL.replace(" --vocab-size 32000", ""), "h100_8_nodes"], "--vocab-size is missing"),
+        ([SMALL + " --num-layer 3", "h100_8_nodes"], "--num-layer"),
+        (
+            ["1B", "a100_16_nodes", "--float8", "tensorwise"],
+            "8.9 or more (Ada, Hopper, Blackwell): NVIDIA A100",
+        ),
+        (["1B", "h100_8_nodes", "--float8", "mxfp8"], "10.0 or more (Blackwell); on Hopper use b"),
+        (
+            ["1B", "h100_8_nodes", "--why", "--fp8-format e4m3 --fp8-recipe mxfp8"],
+            "--fp8-recipe mxfp8 needs a GPU of",
+        ),
+        (
+            ["1B", "h100_8_nodes", "--why", "--num-layers 8"],
+            "--num-layers makes another model than 1B",
+        ),
+        ([SMALL, "h100_8_nodes", "--seq-length", "64", "--global-batch-size", "1"], "no layout of"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_broken_cluster_file_is_named(tmp_path: Path) -> None:
+    good = json.loads((FOLDER / "h100_8_nodes.json").read_text())
+    for key, value, said in (("nodes", 0, "nodes is 0"), ("device", "v100", "v100: it has no bf"),
+                             ("source", "", "names no source"), ("speed", 1, "must be an object"),
+                             ("oversubscription", 0.5, "oversubscription is 0.5"),
+                             ("host_memory_gb", -1, "host_memory_gb is -1")):  # fmt: skip
+        path = tmp_path / "c.json"
+        path.write_text(json.dumps({**good, key: value}))
+        with pytest.raises(ClusterError, match=said):
+            read_cluster(str(path))

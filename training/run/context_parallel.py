@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Context parallelism: a rank's part of a sequence, and the balance of attention."""
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from mpu.layers.attention.shards import balance
+from mpu.layers.packed_seq_params import PackedSeqParams
+from training.settings.config import Config
+
+
+def comm_type_of(config: Config, layer: int) -> str:
+    """Return a layer's --cp-comm-type."""
+    kinds = config.parallel.cp_comm_type
+    return kinds[layer] if len(kinds) > 1 else kinds[0]
+
+
+def rank_batch(config: Config) -> tuple[tuple[int, int], Tensor | None, PackedSeqParams | None]:
+    """Return a rank's part of a micro-batch as the plan runs it: (rows, tokens), its position_ids
+    on the meta device and its documents, as training/data/context_part.py gives them.
+    """
+    rows, length = config.batch.micro_batch_size, config.model.seq_length
+    cp = config.parallel.context_parallel_size
+    if cp == 1:
+        return (rows, length), None, None
+    positions = torch.empty((rows, length // cp), dtype=torch.long, device="meta")
+    return (rows, length // cp), positions, PackedSeqParams.of((length,) * rows)
+
+
+def lines(config: Config) -> list[str]:
+    """Return a line: tokens of a rank, how keys and values travel, the balance of attention; at
+    --context-parallel-size 1 there is none.
+
+    The balance is the FLOPs of the busiest rank's core attention over the mean of all, for a sample
+    of one document, and for one of four whose lengths divide by nothing.
+    """
+    cp, s = config.parallel.context_parallel_size, config.model.seq_length
+    if cp == 1:
+        return []
+    kinds = [comm_type_of(config, i) for i in range(config.model.num_layers)]
+    runs = [(kind, len([*same])) for kind, same in groupby(kinds)]
+    how = runs[0][0] if len(runs) == 1 else ", ".join(f"{kind} x {n}" for kind, n in runs)
+    text = f"context parallelism: {s // cp:,} of a sample's {s:,} tokens on each of {cp} ranks, "
+    text += f"--cp-comm-type {how}; attention's busiest rank over the mean: {balance(cp, (s,)):.3f}"
+    if config.data.reset_attention_mask and (uneven := _uneven(s)):
+        text += f" for one document, {balance(cp, uneven):.3f} for documents of " + ", ".join(
+            map(str, uneven)
+        )
+    return [text]
+
+
+def _uneven(length: int) -> tuple[int, ...]:
+    """Return four lengths that fill a sample, each about twice the one before; () if it is short.
+
+    They are odd where the sample allows it.
+    """
+    if length < 60:
+        return ()
+    first, second, third = (length // part | 1 for part in (15, 8, 4))
+    return first, second, third, length - first - second - third

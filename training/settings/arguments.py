@@ -1,0 +1,1799 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of settings: every flag that does something is a field of a dataclass here.
+
+A field has the name of its Megatron-LM flag with underscores. setting(...) says its default, what
+it does, its unit, the rule of its value and what it needs (setting.py). From the fields
+come argparse, --help, Config (config.py), the lines on flags without an effect, and
+docs/flags.md. A dataclass is a group of --help; GROUPS has their order. The rules between flags
+are in training/flags/rules.py.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from mpu.grid import ORDER
+from mpu.layers.attention.backends import BACKENDS
+from mpu.layers.context_attention import COMM_TYPES
+from mpu.layers.float8.rows import RECIPES
+from mpu.pipeline.schedules import NAMES as SCHEDULES
+from mpu.pipeline.schedules import SPLIT, V_SHAPED
+from training.settings.param_groups import PARAM_GROUP
+from training.settings.setting import (
+    DIRECTORY,
+    FILE,
+    FRACTION,
+    PATTERN,
+    POSITIVE,
+    REALS,
+    SET,
+    SWITCH,
+    TEXTS,
+    TRIPLES,
+    WHOLES,
+    Setting,
+    integer,
+    one_of,
+    real,
+    setting,
+)
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
+YARN: dict[str, Any] = {"needs": "--position-embedding-type", "needs_value": "yarn"}
+CHANGES = ("seed", "data", "tokenizer", "batch", "rope", "mup")  # what --allow-change may name
+TOKENIZERS = (
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "NullTokenizer",
+)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of the model, and its file."""
+
+    num_layers: int = setting(
+        ...,
+        "transformer blocks",
+        "layers",
+        integer(1, 1024),
+        also=("--encoder-num-layers",),
+        start=True,
+    )
+    hidden_size: int = setting(
+        ..., "width of the residual stream, h", "channels", integer(1, 1_048_576), start=True
+    )
+    num_attention_heads: int = setting(
+        ..., "query heads, a", "heads", integer(1, 65536), start=True
+    )
+    seq_length: int = setting(
+        ..., "length of a sample, s", "tokens", integer(1, 8_388_608), start=True
+    )
+    ffn_hidden_size: int = setting(
+        0,
+        "width of the SwiGLU unit, f",
+        "channels",
+        integer(1, 8_388_608),
+        derived="8/3 h rounded down to a multiple of 64",
+    )
+    num_query_groups: int = setting(
+        0,
+        "key/value heads of --group-query-attention, k",
+        "heads",
+        integer(1, 65536),
+        derived="as many as query heads",
+    )
+    kv_channels: int = setting(
+        0, "size of one head, d", "channels", integer(1, 65536), derived="h / a"
+    )
+    max_position_embeddings: int = setting(
+        0,
+        "number of positions the model is meant for",
+        "tokens",
+        integer(1, 1_099_511_627_776),
+        derived="--seq-length",
+    )
+    vocab_size: int | None = setting(
+        None,
+        "vocabulary before padding, V",
+        "tokens",
+        integer(1, 2_147_483_647),
+        derived="the tokenizer's",
+        also=("--padded-vocab-size",),
+    )
+    make_vocab_size_divisible_by: int = setting(
+        128,
+        "pad the vocabulary to a multiple of this x tp",
+        "tokens",
+        integer(1, 2_147_483_647),
+        off="1",
+    )
+    norm_epsilon: float = setting(
+        1e-5, "added under RMSNorm's root", rule=POSITIVE, also=("--layernorm-epsilon",)
+    )
+    rotary_base: float = setting(10000.0, "base of the rotary frequencies", rule=POSITIVE)
+    use_rope_scaling: bool = setting(False, "scale the rotary frequencies as Llama 3.1 does")
+    rope_scaling_factor: float = setting(
+        8.0,
+        "factor of --use-rope-scaling (3.1: 8, 3.2: 32)",
+        "ratio",
+        POSITIVE,
+        needs="--use-rope-scaling",
+    )
+    position_embedding_type: str = setting(
+        "rope",
+        "positions are rotary; yarn stretches them to more positions than the model was trained at",
+        rule=one_of("rope", "yarn"),
+        older="rope",
+    )
+    rotary_scaling_factor: float = setting(
+        1.0, "how many times as many positions YaRN makes of its original ones", "ratio",
+        real(1), older=1.0, **YARN,
+    )  # fmt: skip
+    yarn_original_max_position_embeddings: int = setting(
+        4096, "positions that the model was trained at before YaRN", "tokens",
+        integer(1, 1_099_511_627_776), older=4096, **YARN,
+    )  # fmt: skip
+    yarn_beta_fast: float = setting(
+        32.0, "YaRN keeps a frequency that turns more often within its original positions", "turns",
+        POSITIVE, older=32.0, **YARN,
+    )  # fmt: skip
+    yarn_beta_slow: float = setting(
+        1.0, "YaRN divides a frequency that turns less often by its factor", "turns",
+        POSITIVE, older=1.0, **YARN,
+    )  # fmt: skip
+    no_yarn_correction_range_round_to_int: bool = setting(
+        False, "do not round the ends of the range between them to whole frequencies",
+        older=False, **YARN,
+    )  # fmt: skip
+    mscale: float = setting(
+        1.0, "YaRN multiplies cos and sin by (0.1 ln(factor) x this + 1) / (0.1 ln(factor) x "
+        "--mscale-all-dim + 1)", "ratio", real(), older=1.0, **YARN,
+    )  # fmt: skip
+    mscale_all_dim: float = setting(
+        0.0, "see --mscale", "ratio", real(), older=0.0, **YARN,
+    )  # fmt: skip
+    untie_embeddings_and_output_weights: bool = setting(
+        False, "give the output layer its own weights", off="left out, one tied matrix"
+    )
+    init_method_std: float = setting(
+        0.02,
+        "spread of the initial weights, drawn from a normal distribution around 0",
+        "standard deviation",
+        POSITIVE,
+    )
+    use_mup: bool = setting(
+        False,
+        "scale initial weights, AdamW's learning rates, attention and logits by the width, so that "
+        "the best learning rate is that of the base width (muP)",
+        older=False,
+    )
+    mup_base_hidden_size: int = setting(
+        0,
+        "hidden size at which muP changes nothing but attention: of the model whose learning rate "
+        "was searched",
+        "channels",
+        integer(0, 1_048_576),
+        "--use-mup",
+        older=0,
+    )
+    mup_embedding_mult: float = setting(
+        1.0, "what the embedding's output is multiplied by", "ratio", POSITIVE, "--use-mup",
+        older=1.0,
+    )  # fmt: skip
+    mup_output_mult: float = setting(
+        1.0,
+        "what the logits are multiplied by",
+        "ratio",
+        POSITIVE,
+        "--use-mup",
+        derived="base hidden size / hidden size, also where 1 is given",
+        older=1.0,
+    )
+    mup_base_head_dim: float = setting(
+        0.0,
+        "size of a head at the base width: there attention is the standard one",
+        "channels",
+        real(),
+        "--use-mup",
+        off="0, q k^T / d",
+        older=0.0,
+    )
+    mup_attn_scale_power: float = setting(
+        1.0,
+        "q k^T is multiplied by sqrt(--mup-base-head-dim, else 1) / d to this power",
+        "power",
+        POSITIVE,
+        "--use-mup",
+        older=1.0,
+    )
+    model_file: str = setting(
+        "model/llama.py",
+        "Python file of the model: model/qwen3.py, or your changed copy of model/llama.py",
+        "file",
+        FILE,
+        ours=True,
+        changes_numbers=False,
+    )
+
+    def __post_init__(self) -> None:
+        """Fill in the sizes that follow from the others."""
+        derived = {
+            "ffn_hidden_size": int((4 * self.hidden_size * 2 / 3) / 64) * 64,
+            "num_query_groups": self.num_attention_heads,
+            "kv_channels": self.hidden_size // self.num_attention_heads,
+            "max_position_embeddings": self.seq_length,
+        }
+        for name, value in derived.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, value)
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Return vocab_size rounded up to a multiple of make_vocab_size_divisible_by x tp."""
+        if self.vocab_size is None:
+            raise ValueError("the vocabulary size is not known before the tokenizer is read")
+        step = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // step) * step
+
+
+EXPERTS = "--num-experts"
+OPTIMIZERS_ELSEWHERE = tuple(  # Megatron-LM's others
+    (name, f"{words} is not available here; docs/zero.md says how to add an optimizer")
+    for name, words in (
+        ("sgd", "SGD"), ("lion", "Lion"), ("soap", "SOAP"), ("adaptive_muon", "AdaMuon")
+    )
+)  # fmt: skip
+MUON: dict[str, Any] = {"needs": "--optimizer", "needs_value": "muon"}
+# the sizes of a model with experts besides a Llama's: fields of MoEConfig, here and in model/moe.py
+EXPERT_SIZES = """num_experts moe_router_topk moe_ffn_hidden_size moe_layer_freq
+    moe_router_pre_softmax moe_router_score_function moe_router_topk_scaling_factor
+    moe_shared_expert_intermediate_size qk_layernorm moe_router_enable_expert_bias
+    moe_router_num_groups moe_router_group_topk""".split()
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts: its sizes, its router, and what balances it."""
+
+    num_experts: int = setting(
+        0,
+        "experts of a layer, E; the model is model/moe.py: a Mixtral, with --qk-layernorm a "
+        "Qwen3-MoE",
+        "experts",
+        integer(0, 16384),
+        off="left out or 1, a dense model",
+        older=0,
+    )
+    moe_router_topk: int = setting(
+        2, "experts of a token, k", "experts", integer(1, 16384), EXPERTS, older=2
+    )
+    moe_ffn_hidden_size: int = setting(
+        0,
+        "width of an expert",
+        "channels",
+        integer(1, 8_388_608),
+        EXPERTS,
+        derived="--ffn-hidden-size",
+        older=0,
+    )
+    moe_layer_freq: Any = setting(
+        1,
+        "every how many-th layer has experts, or a list of 1 and 0 for each layer",
+        "layers",
+        PATTERN,
+        EXPERTS,
+        older=1,
+    )
+    moe_router_pre_softmax: bool = setting(
+        False,
+        "weights are the chosen part of a softmax over all experts; without it a softmax over the "
+        "chosen ones",
+        needs=EXPERTS,
+        older=False,
+    )
+    moe_router_score_function: str = setting(
+        "softmax", "what turns logits into scores", "", one_of("softmax", "sigmoid"), EXPERTS,
+        older="softmax",
+    )  # fmt: skip
+    moe_router_topk_scaling_factor: float = setting(
+        1.0, "factor of the experts' weights", "ratio", POSITIVE, EXPERTS, older=1.0
+    )
+    moe_router_enable_expert_bias: bool = setting(
+        False,
+        "add a bias to sigmoid scores where experts are chosen; it follows from the tokens of each "
+        "expert in the global batch",
+        needs=EXPERTS,
+        older=False,
+    )
+    moe_router_bias_update_rate: float = setting(
+        1e-3,
+        "what an expert's bias moves by in a step: up, where it had fewer tokens than the mean",
+        "score",
+        real(),
+        "--moe-router-enable-expert-bias",
+        older=1e-3,
+    )
+    moe_router_num_groups: int = setting(
+        0,
+        "cut the experts into this many groups, of which a token chooses --moe-router-group-topk",
+        "groups",
+        integer(0, 16384),
+        EXPERTS,
+        off="0 or 1",
+        older=0,
+    )
+    moe_router_group_topk: int = setting(
+        0,
+        "groups from which a token chooses experts, by the sums of their best scores",
+        "groups",
+        integer(0, 16384),
+        "--moe-router-num-groups",
+        off="0",
+        older=0,
+    )
+    moe_shared_expert_intermediate_size: int = setting(
+        0,
+        "width of a shared expert, which every token goes through",
+        "channels",
+        integer(0, 8_388_608),
+        EXPERTS,
+        off="0",
+        older=0,
+    )
+    moe_router_load_balancing_type: tuple[str, ...] = setting(
+        ("aux_loss",),
+        "losses that balance experts: of each sequence (seq_aux_loss), or of the global batch with "
+        "the tokens of each expert in the step before (lagged_global_aux_loss), both the same on "
+        "every layout; or of a micro-batch (aux_loss), which depends on --micro-batch-size",
+        "names",
+        one_of("none", "aux_loss", "seq_aux_loss", "lagged_global_aux_loss", several=True),
+        EXPERTS,
+        older=("aux_loss",),
+    )
+    moe_aux_loss_coeff: tuple[float, ...] = setting(
+        (0.0,), "factor of each of them", "ratios", REALS, EXPERTS, older=(0.0,)
+    )
+    moe_z_loss_coeff: float = setting(
+        0.0, "factor of the mean square of the router's logsumexp", "ratio", real(),
+        EXPERTS, older=0.0,
+    )  # fmt: skip
+    moe_router_force_load_balancing: bool = setting(
+        False, "give every expert as many tokens, for a measurement", needs=EXPERTS, older=False
+    )
+    moe_expert_capacity_factor: float = setting(
+        0.0,
+        "an expert takes at most this times the mean number of pairs (token, choice) of a rank's "
+        "tokens of a micro-batch; pairs beyond it are dropped",
+        "ratio",
+        real(),
+        EXPERTS,
+        off="0, no token is dropped",
+        older=0.0,
+    )
+    moe_token_drop_policy: str = setting(
+        "probs",
+        "which tokens an expert keeps: those with the highest weights (probs), or the first ones",
+        "",
+        one_of("probs", "position"),
+        "--moe-expert-capacity-factor",
+        older="probs",
+    )
+    moe_pad_expert_input_to_capacity: bool = setting(
+        False,
+        "fill every expert up to its capacity with zeros, so that sizes are known without a wait",
+        needs="--moe-expert-capacity-factor",
+        older=False,
+        reported=False,
+    )
+    moe_per_layer_logging: bool = setting(
+        False,
+        "log each layer's load and router's losses, and with --log-json the tokens of each expert",
+        needs=EXPERTS,
+        older=False,
+        changes_numbers=False,
+        reported=False,
+    )
+    qk_layernorm: bool = setting(
+        False,
+        "normalise queries and keys, as Qwen3 does; a dense model is then model/qwen3.py",
+        older=False,
+    )
+
+    @property
+    def experts(self) -> int:
+        """Return the experts of a layer, 0 where the model is dense."""
+        return self.num_experts if self.num_experts > 1 else 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model and the batch are divided among the ranks."""
+
+    world_size: int = 1
+    tensor_model_parallel_size: int = setting(
+        1,
+        "cut every layer over this many ranks, t",
+        "ranks",
+        integer(1),
+        off="1",
+        also=("--model-parallel-size",),
+        start=True,
+    )
+    sequence_parallel: bool = setting(
+        False, "cut the residual stream along the sequence over the t ranks"
+    )
+    expert_model_parallel_size: int = setting(
+        1,
+        "split the experts over this many neighbours among a stage's tp x cp x dp ranks, ep",
+        "ranks",
+        integer(1),
+        EXPERTS,
+        off="1",
+    )
+    expert_tensor_parallel_size: int = setting(
+        0,
+        "ranks over which one expert is split: 1, as experts are not split",
+        "ranks",
+        integer(1),
+        EXPERTS,
+        derived="--tensor-model-parallel-size, so --expert-tensor-parallel-size 1 must be given "
+        "with more than 1",
+    )
+    context_parallel_size: int = setting(
+        1,
+        "cut every sample along the sequence over this many ranks, in all layers; attention "
+        "exchanges keys and values, c",
+        "ranks",
+        integer(1),
+        off="1",
+    )
+    cp_comm_type: tuple[str, ...] = setting(
+        ("p2p",),
+        "how attention's keys and values reach the ranks of --context-parallel-size: round a "
+        "ring, gathered, by heads (a2a), or by heads inside of groups and round a ring of "
+        "groups",
+        f"{', '.join(COMM_TYPES)}; one, or one for each layer",
+        TEXTS,
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(
+        None,
+        "sizes of --cp-comm-type a2a+p2p: of a group of neighbours (a2a), and how many groups "
+        "(p2p); their product is --context-parallel-size",
+        "ranks, ranks",
+        WHOLES,
+    )
+    pipeline_model_parallel_size: int = setting(
+        1, "cut the layers into stages over this many ranks, p", "ranks", integer(1), off="1"
+    )
+    rank_order: str = setting(
+        "-".join(ORDER),
+        "count the ranks along the axes in this order: neighbouring ranks share a node",
+        "axes, the fastest first",
+        ours=True,
+    )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a pipeline's stages hold, and in which order they compute."""
+
+    pipeline_schedule: str | None = setting(
+        None,
+        "order of a pipeline's forwards and backwards",
+        rule=one_of(*SCHEDULES),
+        derived="1f1b, or interleaved with virtual stages",
+        ours=True,
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = setting(
+        None,
+        "stages that each pipeline rank holds, v",
+        "stages",
+        integer(1, 1024),
+        off="1",
+        derived="2 with zb-v and v-half",
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        None,
+        "put exactly this many layers on every stage, which gives v",
+        "layers",
+        integer(1, 1024),
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
+        None,
+        "run this many through one of a rank's stages before the next of its stages (interleaved)",
+        "micro-batches",
+        integer(1),
+        derived="p",
+    )
+    pipeline_model_parallel_layout: str | None = setting(
+        None,
+        "write the stages out: E embedding, t layer, L loss, a bar between stages, t*3 or "
+        "(t...)*3 to repeat",
+        "stages",
+        off="left out, balanced by cost",
+    )
+    decoder_first_pipeline_num_layers: int | None = setting(
+        None,
+        "layers of the first pipeline rank; the others share the rest evenly",
+        "layers",
+        integer(1),
+    )
+    decoder_last_pipeline_num_layers: int | None = setting(
+        None,
+        "layers of the last pipeline rank; the others share the rest evenly",
+        "layers",
+        integer(1),
+    )
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, "cut evenly, the embedding counted as one layer"
+    )
+    account_for_loss_in_pipeline_split: bool = setting(
+        False, "cut evenly, the head with the loss counted as one layer"
+    )
+    defer_embedding_wgrad_compute: bool = setting(
+        False,
+        "compute the output layer's weight gradients when its pipeline rank has nothing else "
+        "left to do; the memory they wait in grows with the micro-batches",
+    )
+    wgrad_deferral_limit: int = setting(
+        0,
+        "defer the weight gradients of this many micro-batches only",
+        "micro-batches",
+        integer(),
+        off="0, all",
+        needs="--defer-embedding-wgrad-compute",
+    )
+
+
+@dataclass(frozen=True)
+class Zero:
+    """What data-parallel ranks shard, and when they send it (docs/zero.md)."""
+
+    zero_stage: int | None = setting(  # read ParallelConfig.zero instead
+        None,
+        "shard over the data-parallel ranks: 1 masters and moments, 2 gradients too, 3 weights too",
+        rule=one_of("0", "1", "2", "3"),
+        off="0, replicated",
+        derived="1 with --use-distributed-optimizer, else 0",
+        ours=True,
+    )
+    use_distributed_optimizer: bool = setting(
+        False,
+        "shard masters and moments over the data-parallel ranks: --zero-stage 1",
+        off="left out, replicated",
+    )
+    num_distributed_optimizer_instances: int = setting(
+        1,
+        "shard inside a group of ranks, replicate over the groups",
+        "groups of data-parallel ranks",
+        integer(1),
+        off="1",
+    )
+    overlap_grad_reduce: bool = setting(False, "reduce a gradient bucket while backward goes on")
+    overlap_param_gather: bool = setting(
+        False,
+        "gather weights while the ranks compute: updated weights during the next forward; at "
+        "--zero-stage 3 one block ahead",
+    )
+    ddp_bucket_size: int | None = setting(
+        None,
+        "gradients reduced in one collective; at --zero-stage 3 a bucket is a transformer block",
+        "elements",
+        integer(1, lacking=(("auto", "sizes are no longer measured: leave the flag out"),)),
+        derived="an eighth of the gradients, 2e6 to 40e6",
+        reported=True,
+    )
+    zero_reduce_each_microbatch: bool = setting(
+        False,
+        "send gradients to their owners after each micro-batch: less memory, more bytes sent, "
+        "other rounding, at --zero-stage 2 and 3 without a pipeline",
+        off="left out, once a step",
+        ours=True,
+        reported=True,
+    )
+    grad_reduce_in_bf16: bool = setting(
+        False,
+        "send gradients in bfloat16; their owner adds them up in fp32, in rank order",
+        off="left out, in fp32",
+        reported=True,
+    )
+    main_grads_dtype: str = setting(
+        "fp32",
+        "dtype of a rank's own gradients until they are sent; sums over ranks stay fp32",
+        rule=one_of("fp32", "bf16"),
+        off="fp32",
+        reported=True,
+    )
+    optimizer_cpu_offload: bool = setting(
+        False,
+        "keep the optimizer's masters and moments in host memory, and update them there",
+        off="left out, on the device",
+    )
+    optimizer_state_offload: bool = setting(
+        False,
+        "keep the optimizer's masters and moments in host memory between steps: they come to the "
+        "device under the end of backward, are updated there, and go back under the next forward",
+        off="left out, on the device",
+        ours=True,
+    )
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activations that backward computes again instead of keeping (docs/activations.md)."""
+
+    recompute_granularity: str | None = setting(
+        None,
+        "run again in backward, to save memory: core attention (selective) or whole layers (full)",
+        rule=one_of("selective", "full"),
+        off="left out, keep activations",
+    )
+    recompute_method: str | None = setting(
+        None,
+        "recompute all layers in chunks (uniform) or the first layers of each stage (block)",
+        rule=one_of("uniform", "block"),
+        derived="uniform, with full only",
+        needs=("--recompute-granularity",),
+    )
+    recompute_num_layers: int | None = setting(
+        None,
+        "layers of a chunk (uniform), or layers that each stage recomputes (block)",
+        "layers",
+        integer(),
+        off="0 with block",
+        derived="1",
+        needs=("--recompute-granularity",),
+        also=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
+    )
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The device and its kernels."""
+
+    device: str | None = setting(
+        None,
+        "where the run computes",
+        rule=one_of("cpu", "cuda"),
+        derived="cuda where there is one",
+        ours=True,
+    )
+    attention_backend: str = setting(
+        "auto",
+        "kernels of attention: flash is FlashAttention (3 where its package is installed), "
+        "fused cuDNN's, unfused matrix products, local csrc/attention.h on a CPU, te (ours) "
+        "Transformer Engine's DotProductAttention; auto takes what torch chooses",
+        rule=one_of(*BACKENDS, other=(("torch", "auto"),)),  # of --core-attention-backend
+        off="auto",
+        also=("--core-attention-backend",),
+    )
+    flash_attention_version: int | None = setting(
+        None,
+        "version of FlashAttention: 2 is torch's own, 3 and 4 come from their packages",
+        rule=one_of("2", "3", "4"),
+        derived="3 on Hopper where flash_attn_interface is installed, else 2",
+    )
+    norm_backend: str = setting(
+        "weft",
+        "package whose kernels compute RMSNorm; apex and te need CUDA",
+        rule=one_of("weft", "apex", "te"),
+        off="weft",
+        ours=True,
+    )
+    optimizer_backend: str = setting(
+        "torch",
+        "package whose AdamW kernel updates the weights; triton (our kernel, which rounds them "
+        "to bf16 in the same pass), apex and te need CUDA",
+        rule=one_of("torch", "triton", "apex", "te"),
+        off="torch",
+        ours=True,
+    )
+    fused_linear_cross_entropy: bool = setting(
+        False,
+        "multiply by the output layer and take the loss in chunks of the vocabulary: whole "
+        "logits never exist; its product is computed again in backward",
+        ours=True,
+    )
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How ranks communicate."""
+
+    distributed_backend: str | None = setting(
+        None,
+        "communication library",
+        rule=one_of("nccl", "gloo"),
+        derived="nccl on CUDA, gloo on CPU",
+    )
+    distributed_timeout_minutes: int = setting(
+        10, "longest wait in a collective before the run stops", "minutes", integer(1, 525600)
+    )
+    tp_comm_overlap: str = setting(
+        "none",
+        "communicate while linear layers compute (with --sequence-parallel): ring sends "
+        "messages, symmetric uses memory that all ranks see, auto measures each matmul and "
+        "takes the fastest",
+        rule=one_of("none", "auto", "ring", "symmetric", bare="auto"),
+        off="none",
+    )
+    moe_token_dispatcher_type: str = setting(
+        "allgather",
+        "how tokens reach their experts: allgather (all tokens to all ranks of ep), alltoall (each "
+        "to its experts' ranks) or auto, the one that sends fewer bytes",
+        "",
+        one_of("allgather", "alltoall", "auto"),
+        "--num-experts",
+    )
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False,
+        "run the forward of one micro-batch during the backward of another, so that the exchange "
+        "of rows between experts of one is hidden by what the other computes",
+        off="left out, one after the other",
+    )
+    nccl_communicator_config_path: str | None = setting(
+        None,
+        "YAML or JSON file of NCCL settings by group: min_ctas, max_ctas, cga_cluster_size, "
+        "net_name, is_high_priority_stream; without effect on gloo",
+        "file",
+        FILE,
+        off="left out, NCCL's own",
+        local=True,
+        changes_numbers=False,
+    )
+    no_shared_memory: bool = setting(
+        False,
+        "on a CPU, let the ranks of one host communicate through gloo instead of shared memory",
+        ours=True,
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Communication, Kernels, Recompute, Zero, Pipeline, Layout):
+    """How the ranks divide the model and the batch, communicate and compute."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Return the number of ranks that hold one copy of the model."""
+        t, c = self.tensor_model_parallel_size, self.context_parallel_size
+        return t * c * self.pipeline_model_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Return the number of copies of the model, D."""
+        return self.world_size // self.model_parallel_size
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Return how many ranks a gradient is summed over, D x c."""
+        return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def zero(self) -> int:
+        """Return the ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 weights too."""
+        return int(self.use_distributed_optimizer) if self.zero_stage is None else self.zero_stage
+
+    @property
+    def shard_size(self) -> int:
+        """Return how many ranks share one optimizer state, 1 at stage 0."""
+        ranks = self.gradient_ranks if self.zero else 1
+        return ranks // self.num_distributed_optimizer_instances
+
+    @property
+    def schedule(self) -> str:
+        """Return the name of the pipeline schedule."""
+        return self.pipeline_schedule or ("interleaved" if self.virtual_stages > 1 else "1f1b")
+
+    @property
+    def defers_output_layer(self) -> bool:
+        """Return whether the output layer's weight gradients wait until a rank's backward is over.
+
+        A split schedule defers all weight gradients, each until its own W.
+        """
+        return self.defer_embedding_wgrad_compute and self.schedule not in SPLIT
+
+    @property
+    def virtual_stages(self) -> int:
+        """Return the number of stages a pipeline rank holds, v."""
+        given = self.num_virtual_stages_per_pipeline_rank
+        return given or (2 if self.pipeline_schedule in V_SHAPED else 1)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many samples a step takes, and how long the run is.
+
+    step_batch_size_schedule has (first sample, size) pairs; global_batch_size is the first size.
+    """
+
+    micro_batch_size: int = setting(
+        1,
+        "samples of one forward on one rank, b",
+        "samples",
+        integer(1, 65536),
+        also=("--batch-size",),
+        changes_numbers=False,
+    )
+    global_batch_size: int = setting(
+        1,
+        "samples of one step over all ranks",
+        "samples",
+        integer(1),
+        derived="micro x data-parallel size",
+        start=True,
+    )
+    step_batch_size_schedule: tuple[tuple[int, int], ...] | None = setting(
+        None,
+        'global batch size, changing at these token counts: "0:768 250B:1536"',
+        '"TOKENS:SAMPLES ..."',
+    )
+    train_iters: int | None = setting(
+        None,
+        "length of the run",
+        "steps",
+        integer(1),
+        off="left out, with --train-samples",
+        start=True,
+    )
+    train_samples: int | None = setting(
+        None, "length of the run", "samples", integer(1), off="left out, with --train-iters"
+    )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer, gradient clipping, the learning-rate curve.
+
+    A decay length of None is the run's.
+    """
+
+    optimizer: str = setting(  # a key of training.settings.update_rules.RULES
+        "adam",
+        "what updates the weights; adam is AdamW; muon is Muon for matrices, AdamW for the rest",
+        rule=one_of("adam", "muon", other=(("dist_muon", "muon"),), lacking=OPTIMIZERS_ELSEWHERE),
+        older="adam",
+    )
+    lr: float = setting(3e-4, "peak learning rate", "per step", real(), required=True, start=True)
+    min_lr: float = setting(0.0, "floor of the decay", "per step", real(), off="0")
+    decoupled_lr: float | None = setting(
+        None,
+        "peak for the embedding and the output layer",
+        "per step",
+        real(),
+        off="left out, --lr",
+    )
+    decoupled_min_lr: float | None = setting(
+        None,
+        "floor for the embedding and the output layer",
+        "per step",
+        real(),
+        off="left out, --min-lr",
+        needs="--decoupled-lr",
+    )
+    lr_decay_style: str = setting(
+        "linear",
+        "curve from --lr to --min-lr",
+        rule=one_of("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        off="constant",
+    )
+    lr_wsd_decay_style: str = setting(
+        "exponential",
+        "curve of WSD's last part",
+        rule=one_of("exponential", "linear", "cosine", "minus_sqrt"),
+        needs="--lr-decay-style",
+        needs_value="WSD",
+    )
+    lr_decay_iters: int | None = setting(
+        None, "where the decay ends", "steps", integer(1), derived="--train-iters"
+    )
+    lr_decay_samples: int | None = setting(
+        None, "where the decay ends", "samples", integer(1), derived="--train-samples"
+    )
+    lr_wsd_decay_iters: int | None = setting(
+        None,
+        "length of WSD's last part",
+        "steps",
+        integer(1),
+        needs="--lr-decay-style",
+        needs_value="WSD",
+    )
+    lr_wsd_decay_samples: int | None = setting(
+        None,
+        "length of WSD's last part",
+        "samples",
+        integer(1),
+        needs="--lr-decay-style",
+        needs_value="WSD",
+    )
+    lr_warmup_iters: int = setting(0, "linear warm-up", "steps", integer(), off="0")
+    lr_warmup_samples: int = setting(0, "linear warm-up", "samples", integer(), off="0")
+    lr_warmup_fraction: float | None = setting(
+        None, "linear warm-up", "of the decay's length", FRACTION
+    )
+    lr_warmup_init: float = setting(
+        0.0, "learning rate at the start of the warm-up", "per step", real(), off="0"
+    )
+    weight_decay: float = setting(
+        0.01, "AdamW's decay, of matrices only, not of norms", "per step, times lr", real(), off="0"
+    )
+    param_group: tuple[str, ...] = setting(
+        (),
+        "what is different for parameters with names that fit a pattern (fnmatch; the model's name "
+        "or Hugging Face's): 'embedding.*' 'layers.0.*' frozen; '*norm*' lr-mult=0.1 wd-mult=0 "
+        "multiplies their learning rate and weight decay; may be repeated, and the last one counts",
+        rule=PARAM_GROUP,
+        ours=True,
+        older=(),
+    )
+    adam_beta1: float = setting(0.9, "decay of the first moment", rule=FRACTION)
+    adam_beta2: float = setting(0.999, "decay of the second moment", rule=FRACTION)
+    adam_eps: float = setting(1e-8, "added to the root of the second moment", rule=POSITIVE)
+    muon_momentum: float = setting(
+        0.9, "Muon's momentum: the average keeps this share", rule=FRACTION, **MUON, older=0.9
+    )
+    muon_use_nesterov: bool = setting(
+        False, "Muon's momentum looks a step ahead", also=("--muon-nesterov",), **MUON, older=False
+    )
+    muon_num_ns_steps: int = setting(
+        5, "Newton-Schulz iterations of a matrix", "steps", integer(1, 99), **MUON, older=5
+    )
+    muon_coefficient_type: str = setting(
+        "quintic",
+        "coefficients of these iterations",
+        rule=one_of(*"simple quintic polar_express cans aol cubic5 deepseekv4".split()),
+        **MUON,
+        older="quintic",
+    )
+    muon_coefficients: tuple[tuple[float, float, float], ...] = setting(
+        (),
+        "coefficients of these iterations by hand, one triple a step",
+        '"a,b,c;a,b,c;..."',
+        TRIPLES,
+        derived="--muon-coefficient-type",
+        ours=True,
+        **MUON,
+        older=(),
+    )
+    muon_scale_mode: str = setting(
+        "spectral",
+        "scale of an update with o outputs and i inputs: sqrt(max(o, i)), sqrt(o / i), "
+        "or sqrt(max(1, o / i))",
+        rule=one_of("spectral", "unit_rms_norm", "shape_scaling"),
+        **MUON,
+        older="spectral",
+    )
+    muon_extra_scale_factor: float = setting(
+        1.0, "another factor of an update", rule=POSITIVE, **MUON, older=1.0
+    )
+    muon_no_split_qkv: bool = setting(
+        False, "take queries, keys and values of a layer as one matrix", **MUON, older=False
+    )
+    muon_no_split_gate_up: bool = setting(
+        False,
+        "take gate and up of an MLP as one matrix, as Megatron-LM does",
+        ours=True,
+        **MUON,
+        older=False,
+    )
+    muon_fp32_matmul_prec: str = setting(
+        "medium",
+        "precision of these iterations: medium is bf16, high and highest are fp32",
+        rule=one_of("medium", "high", "highest", lacking=(("low", "torch has no such precision"),)),
+        **MUON,
+        older="medium",
+    )
+    muon_use_syrk: bool = setting(
+        False, "compute half of the symmetric products of these iterations", **MUON, older=False
+    )
+    qk_clip: bool = setting(
+        False,
+        "multiply the rows of W_q and W_k of a key/value group whose largest attention logit is "
+        "above --qk-clip-threshold, after each update (MuonClip)",
+        older=False,
+    )
+    qk_clip_alpha: float = setting(
+        0.5,
+        "the queries' share: of eta = threshold / largest logit W_q takes eta^alpha, W_k the rest",
+        "power",
+        FRACTION,
+        needs="--qk-clip",
+        older=0.5,
+    )
+    qk_clip_threshold: float = setting(
+        100.0, "largest attention logit that is left as it is", "logit", POSITIVE, "--qk-clip",
+        older=100.0,
+    )  # fmt: skip
+    output_z_loss_coeff: float = setting(
+        0.0,
+        "add this times the square of each token's log of the sum of exp(logits) to the loss",
+        "ratio",
+        real(0, 0.1),
+        off="0",
+        ours=True,
+        older=0.0,
+    )
+    clip_grad: float = setting(
+        1.0, "scale the gradients down to at most this norm", "global norm", real(), off="0"
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens are read, how documents end, and the tokenizer."""
+
+    data_path: tuple[str, ...] = setting(
+        (),
+        "data sets to mix by weight, cut by --split",
+        'prefixes of .bin/.idx pairs, or "weight prefix ..."',
+        TEXTS,
+        start=True,
+    )
+    train_data_path: tuple[str, ...] = setting(
+        (), "data sets to mix for training", "as --data-path", TEXTS
+    )
+    data_stages: str | None = setting(
+        None,
+        "JSON file of the run's stages: which data sets are mixed from which token on, at which "
+        "sequence length; in place of --train-data-path",
+        "file",
+        FILE,
+        ours=True,
+        changes_numbers=False,
+    )
+    valid_data_path: tuple[str, ...] = setting(
+        (), "data sets to mix for validation", "as --data-path", TEXTS, reported=True
+    )
+    test_data_path: tuple[str, ...] = setting(
+        (), "data sets to mix for testing", "as --data-path", TEXTS, reported=True
+    )
+    split: str | None = setting(
+        None,
+        "training, validation, test shares of --data-path",
+        "shares",
+        derived="969,30,1",
+        reported=True,
+    )
+    multiple_validation_sets: bool = setting(
+        False,
+        "evaluate each prefix of --valid-data-path by itself, with a loss of its own",
+        changes_numbers=False,
+        reported=True,
+    )
+    validation_set_names: tuple[str, ...] = setting(
+        (),
+        "names of these sets, in their order",
+        "names",
+        TEXTS,
+        derived="the last part of each prefix",
+        needs="--multiple-validation-sets",
+        changes_numbers=False,
+    )
+    full_validation: bool = setting(
+        False,
+        "evaluate on each token of validation once, not on --eval-iters batches",
+        changes_numbers=False,
+        reported=True,
+    )
+    data_order: str = setting(
+        "weft",
+        "order of the samples: weft's has no end and does not depend on the run's length; "
+        "megatron's is that of Megatron-LM's GPTDataset and BlendedDataset",
+        rule=one_of("weft", "megatron"),
+        ours=True,
+        older="weft",
+    )
+    data_cache_path: str | None = setting(
+        None,
+        "where index files are kept",
+        "directory",
+        DIRECTORY,
+        derived="next to the data",
+        local=True,
+        changes_numbers=False,
+    )
+    data_local_copy: str | None = setting(
+        None,
+        "copy the data there first, once a host, and read the copy",
+        "directory",
+        DIRECTORY,
+        ours=True,
+        local=True,
+        changes_numbers=False,
+    )
+    mock_data: bool = setting(False, "train on made-up tokens and read no data file", start=True)
+    num_workers: int | None = setting(
+        None,
+        "threads of each rank that read data ahead",
+        "threads",
+        integer(0, 256),
+        off="0, read when needed",
+        derived="by measurement, at most 32",
+        changes_numbers=False,
+    )
+    data_timeout: float = setting(
+        300.0,
+        "stop a run whose data is not read after this time, and name file and byte",
+        "seconds",
+        real(),
+        off="0",
+        ours=True,
+        changes_numbers=False,
+    )
+    reset_position_ids: bool = setting(False, "count positions from 0 after each document")
+    reset_attention_mask: bool = setting(
+        False,
+        "keep attention inside each document",
+        also=("--dataloader-inter-document-masking",),
+    )
+    eod_mask_loss: bool = setting(False, "leave end-of-document tokens out of the loss")
+    tokenizer_type: str | None = setting(
+        None,
+        "format of --tokenizer-model",
+        rule=one_of(*TOKENIZERS),
+        derived="NullTokenizer with --mock-data",
+        start=True,
+    )
+    tokenizer_model: str | None = setting(
+        None,
+        "SentencePiece .model, Llama 3's tiktoken file, or tokenizer.json",
+        "file",
+        FILE,
+        off="left out, with NullTokenizer and GPT2BPETokenizer",
+        start=True,
+    )
+    merge_file: str | None = setting(
+        None,
+        "the merges of GPT2BPETokenizer, one a line",
+        "file",
+        FILE,
+        derived="merges.txt next to --vocab-file",
+        needs="--tokenizer-type",
+        needs_value="GPT2BPETokenizer",
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where the run is saved and resumed."""
+
+    save: str | None = setting(None, "where checkpoints go", "directory", DIRECTORY, start=True)
+    load: str | None = setting(
+        None, "resume from the newest complete checkpoint there", "directory", DIRECTORY, start=True
+    )
+    pretrained_checkpoint: str | None = setting(
+        None,
+        "start from these weights (Weft's or Hugging Face's) while --load holds no checkpoint",
+        "directory",
+        DIRECTORY,
+    )
+    branch_from: str | None = setting(
+        None,
+        "continue that run's weights, optimizer and samples while --load holds no checkpoint; that "
+        "run is not changed, and each checkpoint of --save says where it branched off",
+        "directory",
+        DIRECTORY,
+        needs="--save",
+        ours=True,
+    )
+    save_interval: int | None = setting(
+        None,
+        "steps between two checkpoints",
+        "steps",
+        integer(),
+        off="left out or 0, at the end only",
+        needs="--save",
+        also=("--persistent-save-interval",),
+    )
+    save_retain_interval: int | None = setting(
+        None,
+        "after a complete save, delete older checkpoints whose step is no multiple of this",
+        "steps",
+        integer(1),
+        off="left out, keep every one",
+        needs="--save",
+    )
+    keep_last_k: int | None = setting(
+        None,
+        "after a complete save, delete older checkpoints until k complete ones are left",
+        "checkpoints",
+        integer(1),
+        off="left out, keep every one",
+        needs="--save",
+        ours=True,
+    )
+    keep_best: str | None = setting(
+        None,
+        "save each step whose loss on this validation set is the lowest so far, and keep the best "
+        "one whatever else is deleted; without a name, the first set",
+        "name of a validation set",
+        SET,
+        off="left out, no step is saved for its loss",
+        needs="--save",
+        ours=True,
+    )
+    async_save: bool = setting(
+        False,
+        "copy the state, and write the copy to disk in the background",
+        needs="--save",
+    )
+    save_hf: str | None = setting(
+        None,
+        "after each save write its weights there as a Hugging Face folder, in the background",
+        "directory",
+        DIRECTORY,
+        needs="--save",
+        ours=True,
+    )
+    save_hf_dtype: str = setting(
+        "bfloat16",
+        "dtype of these weights",
+        rule=one_of("bfloat16", "float16", "float32"),
+        needs="--save-hf",
+        ours=True,
+    )
+    save_hf_max_shard_size: float = setting(
+        5.0, "size of one of its files of weights", "GB", POSITIVE, needs="--save-hf", ours=True
+    )
+    save_hf_keep_last_k: int | None = setting(
+        None,
+        "delete older folders of --save-hf that this run wrote until k are left",
+        "folders",
+        integer(1),
+        off="left out, keep every one",
+        needs="--save-hf",
+        ours=True,
+    )
+    on_save_failure: str = setting(
+        "continue",
+        "what to do after a failed save: continue, or end the run",
+        rule=one_of("continue", "stop"),
+        needs="--save",
+        ours=True,
+    )
+    finetune: bool = setting(False, "load weights only and start at sample 0", needs="--load")
+    no_load_optim: bool = setting(
+        False,
+        "load weights and position in the data, but start AdamW's moments at 0",
+        needs="--load",
+    )
+    ckpt_step: int | None = setting(
+        None, "load the checkpoint of this step", "step", integer(), off="left out, the newest"
+    )
+    use_checkpoint_args: bool = setting(
+        False, "take the model's sizes and the tokenizer from the checkpoint that will be loaded"
+    )
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        False,
+        "take peak, floor, warm-up, length and style of the learning rate, and the weight "
+        "decay, from the checkpoint of --load",
+        off="left out, from the flags",
+        needs="--load",
+        also=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
+    )
+    allow_change: tuple[str, ...] = setting(
+        (),
+        "load although these differ from the checkpoint's; data includes the sequence length, "
+        "rope is base and scaling of rotary positions",
+        ", ".join(CHANGES),
+        TEXTS,
+        needs=("--load", "--pretrained-checkpoint"),
+        ours=True,
+    )
+    exit_on_missing_checkpoint: bool = setting(
+        False, "stop when --load holds no checkpoint", off="left out, start fresh", needs="--load"
+    )
+    trust_owner: tuple[str, ...] = setting(
+        (),
+        "read checkpoints, data caches and local copies of these users too, where they are, not "
+        "this user's and root's alone",
+        "names or numbers of users",
+        TEXTS,
+        ours=True,
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is logged, and how often."""
+
+    log_interval: int = setting(10, "steps between two log lines", "steps", integer(1))
+    log_json: str | None = setting(
+        None, "also log to this file, one JSON object a line", "file", FILE, ours=True, local=True
+    )
+    tensorboard_dir: str | None = setting(
+        None, "write TensorBoard events", "directory", DIRECTORY, local=True
+    )
+    wandb_project: str | None = setting(None, "report to this project of Weights & Biases", "name")
+    wandb_exp_name: str | None = setting(
+        None, "name of the run there", "name", derived="W&B's own", needs="--wandb-project"
+    )
+    log_digests: int | None = setting(
+        None,
+        "every N steps write digests of the batch and of each tensor's gradient and weight, by "
+        "which tools/bisect_runs.py finds the first step that differs",
+        "steps",
+        integer(1),
+        ours=True,
+    )
+    log_params_norm: bool = setting(False, "log the norm of the parameters")
+    log_max_attention_logit: bool = setting(
+        False, "log the largest attention logit of the model; --qk-clip logs it, too"
+    )
+    log_layer_rms_interval: int | None = setting(
+        None,
+        "every N steps log the RMS of each block's activations and gradients; a multiple of "
+        "--log-interval",
+        "steps",
+        integer(1),
+        ours=True,
+    )
+    sample_interval: int | None = setting(
+        None,
+        "steps between two samples: print how the model continues a text",
+        "steps",
+        integer(1),
+        ours=True,
+    )
+    sample_prompt: str | None = setting(
+        None,
+        "text that --sample-interval continues",
+        "text",
+        off="left out, the start of a held-out sample",
+        needs="--sample-interval",
+        ours=True,
+    )
+    profile: bool = setting(False, "write a trace of the torch profiler")
+    profile_step_start: int = setting(
+        10, "first step of the trace", "step", integer(), needs="--profile"
+    )
+    profile_step_end: int = setting(
+        12, "first step after the trace", "step", integer(), needs="--profile"
+    )
+    profile_ranks: tuple[int, ...] = setting(
+        (0,),
+        "ranks that write a trace or a memory snapshot",
+        "global ranks",
+        WHOLES,
+        needs=("--profile", "--record-memory-history"),
+    )
+    record_memory_history: bool = setting(
+        False,
+        "record what CUDA's allocator does, and write it at the end of the run or when it "
+        "fails, for pytorch.org/memory_viz",
+    )
+    memory_snapshot_path: str | None = setting(
+        None,
+        "where --record-memory-history writes; each rank puts its number before the ending",
+        "file",
+        FILE,
+        off="left out, memory_rank0.pickle next to the profile",
+        needs="--record-memory-history",
+        local=True,
+    )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole: precision, randomness, evaluation, and when to stop."""
+
+    seed: int = setting(1234, "seed of the initial weights and of the sample order", rule=integer())
+    dtype: torch.dtype = torch.float32  # of weights and activations: float32, bfloat16 or float64
+    deterministic_mode: bool = setting(False, "refuse kernels whose results differ from run to run")
+    allow_tf32: bool = setting(
+        False,
+        "on CUDA, round the operands of fp32 products to TF32, of 10 bits; else fp32 is fp32",
+        ours=True,
+        reported=True,
+    )
+    eval_interval: int | None = setting(
+        None, "steps between two evaluations", "steps", integer(), off="left out or 0"
+    )
+    eval_iters: int = setting(
+        100, "global batches in one evaluation", "steps", integer(-1), off="0 or -1", reported=True
+    )
+    start_eval_at_iter: int | None = setting(
+        None,
+        "first step after which --eval-interval may evaluate",
+        "step",
+        integer(),
+        off="left out or 0, from the start",
+        needs="--eval-interval",
+    )
+    eval_at_start: bool = setting(
+        False,
+        "evaluate before the first step too, and print the loss there and at the end",
+        ours=True,
+    )
+    skip_train: bool = setting(
+        False, "evaluate what --load holds, and end: nothing is trained and nothing is saved"
+    )
+    exit_interval: int | None = setting(
+        None,
+        "save and stop after a step that is a multiple of this",
+        "steps",
+        integer(),
+        off="left out or 0",
+    )
+    exit_duration_in_mins: int | None = setting(
+        None, "save and stop after this time", "minutes", integer(), off="left out or 0"
+    )
+    manual_gc: bool = setting(False, "collect Python's garbage at fixed steps, all ranks together")
+    manual_gc_interval: int = setting(
+        0,
+        "steps between two collections of --manual-gc",
+        "steps",
+        integer(),
+        off="0, around evaluation only",
+        needs="--manual-gc",
+    )
+    on_nan: str = setting(
+        "stop",
+        "what to do where the gradient norm is not finite and the update was skipped: end the "
+        "run, continue, or go back to the last valid checkpoint and skip those samples",
+        rule=one_of("stop", "skip", "rewind"),
+        ours=True,
+        reported=True,
+    )
+    dry_run: bool = setting(
+        False,
+        "print layout, memory, FLOPs and traffic for this WORLD_SIZE, and stop",
+        ours=True,
+        start=True,
+    )
+    memory_picture: str | None = setting(
+        None,
+        "with --dry-run: draw the memory of a rank over a step, an .svg or a .png",
+        "file",
+        FILE,
+        ours=True,
+    )
+    memory_picture_rank: int | None = setting(
+        None,
+        "the pipeline rank that is drawn; default: the fullest",
+        "pipeline rank",
+        integer(0),
+        ours=True,
+    )
+    ignore_flags: tuple[str, ...] = setting(
+        (),
+        "ignore these flags of a fork of Megatron-LM, with the COUNT values after each, or all "
+        "flags of a known fork such as pai; Weft and Megatron-LM must not know them",
+        "NAME:COUNT or TREE ...",
+        TEXTS,
+        ours=True,
+    )
+
+
+@dataclass(frozen=True)
+class Float8Config:
+    """Which layers multiply in float8, and how they scale (docs/float8.md)."""
+
+    fp8_format: str | None = setting(
+        None,
+        "let the layers' matmuls take float8: hybrid has gradients in e5m2, the rest in e4m3",
+        rule=one_of("e4m3", "hybrid"),
+    )
+    fp8_recipe: str | None = setting(
+        None,
+        "which numbers share a scale: a tensor's, a row's, 128 (128 x 128 of a weight), 32, or, "
+        "delayed, a tensor's, by its largest numbers in earlier steps",
+        f"one of {', '.join(RECIPES)}",
+        derived="delayed",
+        needs="--fp8-format",
+    )
+    fp8_amax_history_len: int = setting(
+        1,
+        "steps whose largest numbers are stored",
+        "steps",
+        integer(1),
+        needs="--fp8-recipe",
+        needs_value="delayed",
+        older=1,
+    )
+    fp8_amax_compute_algo: str = setting(
+        "most_recent",
+        "which of these numbers gives the scale: the newest or the largest",
+        rule=one_of("most_recent", "max"),
+        needs="--fp8-recipe",
+        needs_value="delayed",
+        older="most_recent",
+    )
+    fp8_margin: int = setting(
+        0,
+        "double every scale this many times more",
+        "times",
+        integer(0, 64),
+        needs="--fp8-recipe",
+        needs_value="delayed",
+        older=0,
+    )
+    fp8_wgrad_bf16: bool = setting(
+        False,
+        "compute weight gradients in bf16, from activations and gradients that are sent and stored "
+        "in bf16",
+        off="left out, in float8",
+        needs="--fp8-format",
+        also=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
+        ours=True,
+    )
+    fp8_param_gather: bool = setting(
+        False,
+        "let ZeRO gather the weights that are used in float8 as float8, from --zero-stage 1 on",
+        off="left out, in their own dtype",
+        needs="--fp8-format",
+    )
+    no_fp8_weight_cache: bool = setting(
+        False,
+        "convert weights to float8 for each micro-batch, which takes 2 bytes of each weight less",
+        off="left out, once a step, where ZeRO stage 3 does not shard them",
+        needs="--fp8-format",
+        ours=True,
+    )
+    first_last_layers_bf16: bool = setting(
+        False, "keep the first and last layers out of float8", needs="--fp8-format"
+    )
+    num_layers_at_start_in_bf16: int = setting(
+        1, "number of first layers in bf16", "layers", integer(), needs="--first-last-layers-bf16"
+    )
+    num_layers_at_end_in_bf16: int = setting(
+        1, "number of last layers in bf16", "layers", integer(), needs="--first-last-layers-bf16"
+    )
+
+
+@dataclass(frozen=True)
+class GpuConfig:
+    """Where activations wait for backward, and who launches a step (docs/activations.md)."""
+
+    cpu_offload_activations: bool = setting(
+        False,
+        "keep a layer's activations for backward in host memory, copied while layers compute",
+        off="left out, keep activations on the device",
+        also=("--fine-grained-activation-offloading",),
+        ours=True,
+    )
+    cpu_offloading_num_layers: int | None = setting(
+        None,
+        "offload the first N layers of each stage",
+        "layers",
+        integer(),
+        off="0",
+        derived="all but the last of each stage",
+    )
+    offload_modules: tuple[str, ...] = setting(
+        (),
+        "offload only what these modules of a layer save, such as mlp or attention.qkv",
+        "names in a layer",
+        TEXTS,
+        off="left out, all",
+        needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
+    )
+    min_offloaded_tensor_size: int = setting(
+        1 << 20,
+        "smaller tensors stay on the device",
+        "elements",
+        integer(1),
+        needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
+    )
+    cuda_graph: bool = setting(
+        False,
+        "run forward and backward of each micro-batch from a CUDA graph, which costs the host "
+        "one launch",
+        off="left out, the host launches each kernel",
+        also=("--enable-cuda-graph",),
+        ours=True,
+    )
+    cuda_graph_warmup_steps: int = setting(
+        3, "steps that are eager, before the capture", "steps", integer(1), needs="--cuda-graph"
+    )
+
+
+@dataclass(frozen=True)
+class FaultConfig:
+    """How faults are noticed and answered (docs/reliability.md)."""
+
+    peer_timeout: float = setting(
+        20.0,
+        "how long a rank may send no heartbeat before the run ends and names it",
+        "seconds",
+        real(0.001, 1_000_000),
+        ours=True,
+    )
+    hang_timeout: float | None = setting(
+        None,
+        "how long a rank may make no progress after set-up before the run ends and names it: more "
+        "than the longest save, first step and micro-batch",
+        "seconds",
+        real(5, 1_000_000),
+        off="left out, --distributed-timeout-minutes",
+        ours=True,
+    )
+    empty_unused_memory_level: int = setting(
+        0,
+        "return CUDA's unused memory before each update and in evaluations (1), after each "
+        "update too (2)",
+        rule=one_of("0", "1", "2"),
+        off="0",
+    )
+    check_replicas: int | None = setting(
+        None,
+        "every N steps and before each save, compare the tensors that several ranks share, bit for "
+        "bit, and name the rank that differs",
+        "steps",
+        integer(1),
+        also=("--check-weight-hash-across-dp-replicas-interval",),
+        ours=True,
+    )
+    on_replica_mismatch: str = setting(
+        "stop",
+        "what to do where replicas differ: end the run, or go back to the last valid checkpoint",
+        rule=one_of("stop", "rewind"),
+        needs="--check-replicas",
+        ours=True,
+    )
+    on_spike: str | None = setting(
+        None,
+        "what to do after a step whose loss or gradient norm is far above those before: report it, "
+        "end the run, or go back and skip its samples",
+        rule=one_of("report", "stop", "rewind"),
+        ours=True,
+        reported=True,
+    )
+    spike_z_score: float = setting(
+        10.0,
+        "how far above the recent steps a spike is",
+        "deviations from the median",
+        POSITIVE,
+        needs="--on-spike",
+        ours=True,
+    )
+    iterations_to_skip: tuple[int, ...] = setting(
+        (),
+        "count these iterations and their samples, and do not train on them",
+        "iterations, counted from 1",
+        WHOLES,
+        reported=True,
+    )
+    rerun_mode: str = setting(
+        "validate_results",
+        "after a gradient norm that is not finite, run the step again and name the first value "
+        "that is not",
+        rule=one_of("disabled", "validate_results"),
+    )
+
+
+@dataclass(frozen=True)
+class RehearseConfig:
+    """Which rank is rehearsed, on which device, and what is written (docs/rehearsal.md)."""
+
+    rehearse: bool = setting(
+        False,
+        "run the steps of one rank of this WORLD_SIZE on a simulated device, on any machine, and "
+        "report its launches, memory, transfers and waits",
+        ours=True,
+    )
+    rehearse_rank: int = setting(
+        0, "the rank that is rehearsed", "rank in the world", integer(), ours=True
+    )
+    rehearse_all_ranks: bool = setting(
+        False,
+        "rehearse every rank of a world of at most 16, and match their messages",
+        ours=True,
+    )
+    rehearse_device: str = setting(
+        "h100",
+        "GPU whose memory and speed --dry-run and --rehearse assume; a rehearsal also takes cpu",
+        "a name such as h100, a100-40 or rtx-4090, or a file",
+        ours=True,
+    )
+    rehearse_steps: int = setting(
+        2, "steps that run; the last one is reported", "steps", integer(1, 3), ours=True
+    )
+    rehearse_expert_skew: float = setting(
+        1.0,
+        "with --rehearse or --dry-run: rows that the first rank of each ep group gets for its "
+        "experts, over the mean; 1 is balanced",
+        "ratio",
+        POSITIVE,
+        EXPERTS,
+        ours=True,
+    )
+    rehearse_json: str | None = setting(None, "write the findings", "file", FILE, ours=True)
+    rehearse_trace: str | None = setting(
+        None,
+        "write the step's predicted timeline, for Perfetto or chrome://tracing",
+        "file",
+        FILE,
+        ours=True,
+    )
+
+
+# {the name of a group in --help: its dataclass, and the section of Config that has its fields}, in
+# the order in which a newcomer needs them
+GROUPS: dict[str, tuple[Any, str]] = {
+    "model": (ModelConfig, "model"),
+    "data": (DataConfig, "data"),
+    "batch": (BatchConfig, "batch"),
+    "optimizer": (OptimizerConfig, "optimizer"),
+    "run": (RunConfig, "run"),
+    "checkpoint": (CheckpointConfig, "checkpoint"),
+    "log": (LogConfig, "log"),
+    "experts": (MoEConfig, "moe"),
+    "layout": (Layout, "parallel"),
+    "zero": (Zero, "parallel"),
+    "pipeline": (Pipeline, "parallel"),
+    "recompute": (Recompute, "parallel"),
+    "communication": (Communication, "parallel"),
+    "kernels": (Kernels, "parallel"),
+    "float8": (Float8Config, "float8"),
+    "gpu": (GpuConfig, "gpu"),
+    "fault": (FaultConfig, "fault"),
+    "rehearse": (RehearseConfig, "rehearse"),
+}
+# {group: flags that set a field of another name}: _assemble in training/flags/parse.py says which
+OTHER_FLAGS: dict[str, dict[str, Setting]] = {
+    "kernels": {
+        "cross_entropy_fusion_impl": Setting(
+            "linear is --fused-linear-cross-entropy; native and te are the same hand-written loss",
+            rule=one_of("native", "te", "linear"),
+            default="native",
+            needs=("--cross-entropy-loss-fusion",),
+        ),
+    },
+    "zero": {
+        "use_megatron_fsdp": Setting(
+            "let --data-parallel-sharding-strategy give the --zero-stage",
+            rule=SWITCH,
+            also=("--use-custom-fsdp",),
+        ),
+        "data_parallel_sharding_strategy": Setting(
+            "another name of --zero-stage 0, 1, 2, 3",
+            rule=one_of(*STRATEGIES),
+            default=STRATEGIES[0],
+            needs=("--use-megatron-fsdp",),
+        ),
+    },
+    "data": {
+        "data_args_path": Setting(
+            "file that holds what --data-path would: a shard list, by lines or spaces, # begins a "
+            "remark",
+            "file",
+            FILE,
+        ),
+        "vocab_file": Setting(
+            "vocab.json: ids by token",
+            "file",
+            FILE,
+            needs=("--tokenizer-type",),
+            needs_value="GPT2BPETokenizer",
+        ),
+    },
+    "run": {
+        "bf16": Setting(
+            "weights and activations in bfloat16, fp32 masters and gradients",
+            rule=SWITCH,
+            off="left out, fp32",
+            start=True,
+        ),
+        "fp64": Setting(
+            "everything in double precision, for tests of exactness",
+            rule=SWITCH,
+            off="left out, fp32",
+            ours=True,
+        ),
+        "no_check_for_nan_in_loss_and_grad": Setting(
+            "the same as --on-nan skip", rule=SWITCH, off="left out, stop"
+        ),
+    },
+}
+# each row by its dotted name in Config
+SETTINGS: dict[str, Setting] = {
+    f"{section}.{part.name}": part.metadata["setting"]
+    for kind, section in GROUPS.values()
+    for part in fields(kind)
+    if part.metadata
+}
