@@ -143,5 +143,6 @@ if __name__ == "__main__":
     setup(
         packages=[*PACKAGES, *TOOLS],
         py_modules=["pretrain_llama"],
+        package_data={"training.flags": ["megatron.toml"]},
         cmdclass={"build_native": BuildNative, "build_py": BuildPy, "bdist_wheel": RefuseWheel},
     )

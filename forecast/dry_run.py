@@ -33,7 +33,7 @@ from forecast.recording import (
 from forecast.traffic import SMALL, Traffic, rows
 from mpu.optim.interface import rules_of
 from training.data.tokenizer import tokenizer_for
-from training.flags.megatron import DIFFERENCES
+from training.flags.megatron import vocabulary
 from training.run import context_parallel, matrices, pipeline_stages
 from training.run.model_profile import grid_of, model_profile, whole_model
 from training.run.text import aligned, in_units
@@ -92,8 +92,9 @@ def with_vocabulary(config: Config) -> Config:
 
 def _differences(config: Config) -> list[str]:
     """Return the differences that the given flags touch, and how many others there are."""
-    lines = [f"{d.title}: {d.there}; here {d.here}" for d in DIFFERENCES if d.touches(config.given)]
-    rest = len(DIFFERENCES) - len(lines)
+    known = vocabulary().differences
+    lines = [f"{d.title}: {d.there}; here {d.here}" for d in known if d.touches(config.given)]
+    rest = len(known) - len(lines)
     return [*lines, f"{rest} more of flags that are not given: docs/flags.md"]
 
 

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, 
 
 import pretrain_llama
 from tests.launcher import Launcher
-from training.flags.flag_table import LIVE_KIND, known_flags
+from training.flags.flag_table import LIVE_KIND
+from training.flags.megatron import known_flags
 from training.settings.setting import Choice, Number
 
 # drawn with the layout and the sizes; naming files; ending or lengthening a run of 2 steps

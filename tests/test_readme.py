@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tools import quickstart
-from training.flags.flag_table import known_flags
+from training.flags.megatron import known_flags
 from training.flags.parse import parse
 
 ROOT = Path(__file__).resolve().parents[1]

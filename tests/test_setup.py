@@ -89,6 +89,20 @@ def test_every_package_is_listed():
     assert {"tools", "tools.bisect"} <= set(script.TOOLS)
 
 
+def test_what_the_packages_read_is_shipped_with_them(monkeypatch):
+    """What git tracks beside the modules, less the devices of forecasts, which no package holds."""
+    from distutils.core import run_setup  # setuptools' own
+
+    from setuptools import Command, Distribution
+
+    monkeypatch.chdir(ROOT)
+    made: Distribution = run_setup("setup.py", stop_after="config")
+    build: Command = made.get_command_obj("build_py")
+    build.ensure_finalized()
+    shipped = {f"{folder}/{name}" for _, folder, _, names in build.data_files for name in names}
+    assert "training/flags/megatron.toml" in shipped
+
+
 @pytest.mark.prove
 def test_an_editable_install_is_imported_and_run_from_elsewhere(tmp_path):
     """Of a copy of the tracked files, into a folder of its own; no compiler, no network."""

@@ -11,7 +11,7 @@ import pretrain_llama
 from model.llama import SIZES, read_rope
 from model.moe import from_hf_config
 from training.files.untrusted import read_json
-from training.flags.flag_table import live
+from training.flags.flag_table import live_flags
 from training.flags.parse import parse
 from training.run.model_profile import model_profile
 from training.settings.config import Config
@@ -173,7 +173,7 @@ def _experts_of(path: Path, content: dict[str, Any]) -> list[str]:
 
 def last_of_each(argv: list[str]) -> list[str]:
     """Return flags without what a later one of the same name replaces; some only add to it."""
-    added = {flag.name for flag in live() if flag.rule.repeated}
+    added = {flag.name for flag in live_flags().values() if flag.rule.repeated}
     given = [n for n, word in enumerate(argv) if word.startswith("--")]
     latest = {argv[n]: n for n in given}
     arguments: list[str] = []

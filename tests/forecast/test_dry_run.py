@@ -14,7 +14,7 @@ from forecast.planner.layout import Layout
 from forecast.planner.model import read_model
 from forecast.planner.search import evaluate
 from tests.training.small_llama import PIPELINE, SMALL, read
-from training.flags.megatron import DIFFERENCES
+from training.flags.megatron import vocabulary
 from training.run.text import in_units
 from training.settings.config import UsageError
 
@@ -220,7 +220,7 @@ def test_only_the_differences_that_the_flags_touch():
     assert not any("--swiglu" in name for name in evaluate(llama)[0])
     few, rest = evaluate(f"--hidden-dropout 0 --attention-dropout 0 {llama}")
     assert few == ["--make-vocab-size-divisible-by", "--micro-batch-size", "--num-query-groups"]
-    count = len(DIFFERENCES) - len(few)
+    count = len(vocabulary().differences) - len(few)
     assert rest == f"  {count} more of flags that are not given: docs/flags.md"
     assert "--seed" in evaluate("--seed=3")[0] and evaluate("--seed 3")[1].startswith(
         f"  {count - 3} more"

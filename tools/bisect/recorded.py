@@ -83,11 +83,16 @@ def _kept(argv: tuple[str, ...], tree: Path, letter: str, own: Path | None) -> t
     if own is not None:
         extra = getattr(load_model_file(str(own)), "extra_args_provider", None)
         own_names = build_parser(extra).own_names
-    words, _ = foreign.translate(argv, own_names)
-    words, _, _ = foreign.take_out(words, own_names)
-    foreign.refuse_unknown(words, own_names)
-    foreign.refuse_unavailable(words, own_names)
-    known, kept = flag_table.known_flags(), list[str]()
+    if hasattr(foreign, "in_our_words"):
+        words, known = foreign.in_our_words(argv, own_names).words, flag_table.live_flags()
+    else:  # the functions of an older commit
+        older: Any = foreign
+        words, _ = older.translate(argv, own_names)
+        words, _, _ = older.take_out(words, own_names)
+        older.refuse_unknown(words, own_names)
+        older.refuse_unavailable(words, own_names)
+        known = older.flag_table.known_flags()
+    kept = list[str]()
     for name, values in _groups(words):
         if name in own_names:
             kept += [name, *values]

@@ -3,10 +3,9 @@
 
 parse                   the command line becomes a Config, or one sentence
 help                    --help: where to start, a group, a flag
-flag_table              which flags are live, checked, refused or removed
-megatron                Megatron-LM's other flags, each with its reason
-trees                   flags of trees derived from Megatron-LM, and other names
-foreign                 the answer to a flag that is not available; --ignore-flags
+flag_table              the flags of this program, and those that it had
+megatron                reads megatron.toml: Megatron-LM's other flags, other programs' names
+foreign                 a command line that has such flags; --ignore-flags
 rules                   the rules between flags; size_rules, parallel_rules, compute_rules,
                         expert_rules, run_rules: those of one subject
 model_sizes             the model's sizes, as a Config or a checkpoint gives them

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpu.pipeline.schedules import OVERLAPPING
-from training.flags.megatron import WITH_EXPERTS
+from training.flags.flag_table import live_flags
+from training.flags.megatron import vocabulary
 from training.settings.arguments import EXPERTS, MoEConfig
 from training.settings.config import Config, UsageError
 from training.settings.pipeline_schedule import micro_batch_counts, schedule_of
@@ -35,7 +36,8 @@ def choose_file(moe: dict[str, Any], model: dict[str, Any]) -> dict[str, Any]:
 def check_given(given: dict[str, Any]) -> None:
     """Raise UsageError for a flag of experts that is not obeyed."""
     if given.get(EXPERTS, 0) > 1:
-        for name, why in WITH_EXPERTS.items():
+        of_megatron = given.keys() - live_flags().keys()
+        for name, why in vocabulary().with_experts.items() if of_megatron else ():
             if name in given:
                 raise UsageError(f"{name} with {EXPERTS} {given[EXPERTS]}: {why}; leave it out")
         order = str(given.get("--rank-order", "")).split("-")

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classify every flag: live (it does something), checked (accepted as it is), refused or removed.
+"""List the flags of this program: those that are live, and those that it had.
 
-A live flag is a row of training/settings/arguments.py. Megatron-LM's other flags are in
-`training.flags.megatron`, so that none is silently ignored. `training.flags.parse` builds argparse
-from all of them; docs/flags.md lists them.
+A live flag does something: it is a row of training/settings/arguments.py, from which
+`training.flags.parse` builds argparse. What Megatron-LM has besides is in
+`training.flags.megatron`, so that none is silently ignored. docs/flags.md lists all of them.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 from training.data.tokenizer import OTHER_TYPE
-from training.flags.megatron import ACCEPTED, IDLE, REFUSED, SPELLED
 from training.settings.arguments import GROUPS, OTHER_FLAGS
 from training.settings.config import UsageError
 from training.settings.setting import SWITCH, Rule, Setting
@@ -30,7 +28,7 @@ REMOVED = {  # flags that this program had, and what to do instead
     "--peer-checkpoint": "no copies are kept in memory, and nothing takes their place: leave it "
     "out; a restart begins at the newest checkpoint of --load or --save (--save-interval)",
 }
-LIVE_KIND, CHECKED_KIND, REFUSED_KIND, REMOVED_KIND = "live", "checked", "refused", "removed"
+LIVE_KIND, ACCEPTED_KIND, REFUSED_KIND, REMOVED_KIND = "live", "accepted", "refused", "removed"
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class Flag:
     rule: Rule = SWITCH
     row: Setting = Setting("")
     group: str = ""
-    allowed: tuple[str, ...] = ()  # checked: the values that are accepted; empty: any
-    note_for: str | bool = False  # checked: print `text` with this value, or with any (True)
-    alias_of: tuple[str, ...] = ()  # checked: the live flag that it is another name of
+    allowed: tuple[str, ...] = ()  # accepted: the values that may be given; empty: any
+    note_for: str | bool = False  # accepted: print `text` with this value, or with any (True)
+    alias_of: tuple[str, ...] = ()  # accepted: the words of this program that it stands for
 
     @property
     def dest(self) -> str:
@@ -60,7 +58,7 @@ class Flag:
     @property
     def usable(self) -> bool:
         """Return whether a command line may have the flag."""
-        return self.kind in (LIVE_KIND, CHECKED_KIND)
+        return self.kind in (LIVE_KIND, ACCEPTED_KIND)
 
     def read(self, given: Any) -> Any:
         """Return the value of a text, or of several. Raises UsageError: flag, text and rule.
@@ -84,42 +82,18 @@ class Flag:
 
 
 @cache
-def known_flags() -> dict[str, Flag]:
-    """Return every known flag by its name."""
-    flags = [*_live(), *_others()]
-    out = {flag.name: flag for flag in flags}
-    assert len(out) == len(flags), "a flag is twice in the table"
-    return out
-
-
-def _live() -> Iterator[Flag]:
-    """Yield the flags of training/settings/arguments.py, and their other names."""
+def live_flags() -> dict[str, Flag]:
+    """Return the flags that do something, by name: those of training/settings/arguments.py."""
+    out = dict[str, Flag]()
     for group, (kind, _) in GROUPS.items():
         rows = {part.name: part.metadata["setting"] for part in fields(kind) if part.metadata}
         for field, row in (rows | OTHER_FLAGS.get(group, {})).items():
             name = "--" + field.replace("_", "-")
-            yield Flag(name, LIVE_KIND, row.help, row.rule, row, group)
-            for other in row.also:
-                yield Flag(other, CHECKED_KIND, f"another name of {name}", alias_of=(name,))
+            assert name not in out, f"{name} is twice in the table"
+            out[name] = Flag(name, LIVE_KIND, row.help, row.rule, row, group)
+    return out
 
 
-def _others() -> Iterator[Flag]:
-    """Yield the flags that do nothing of their own."""
-    for name, words in SPELLED.items():
-        why = f"the same as {' '.join(words)}"
-        yield Flag(name, CHECKED_KIND, why, alias_of=words)
-    for row in (*ACCEPTED, *(row for idle in IDLE for row in idle.accepted)):
-        for name in row.flags.split():
-            yield Flag(
-                name, CHECKED_KIND, row.why, row.rule, allowed=row.only, note_for=row.note_for
-            )
-    for refused in REFUSED:
-        for name in refused.flags.split():
-            yield Flag(name, REFUSED_KIND, refused.why)
-    for name, why in REMOVED.items():
-        yield Flag(name, REMOVED_KIND, why)
-
-
-def live() -> list[Flag]:
-    """Return the flags that do something."""
-    return [flag for flag in known_flags().values() if flag.kind == LIVE_KIND]
+def removed() -> dict[str, Flag]:
+    """Return the flags that this program had."""
+    return {name: Flag(name, REMOVED_KIND, why) for name, why in REMOVED.items()}

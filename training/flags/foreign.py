@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer a flag that is not available: unknown, mistyped, refused, removed, or to be left out.
+"""Take a command line that has flags of other programs, and answer those that are not available.
 
---ignore-flags leaves out the flags of another program, each with its values, or all of a tree's.
-What does the same under another name is translated.
+What does the same here under another name is translated; what Megatron-LM has and changes nothing
+here is accepted; --ignore-flags leaves out what neither Weft nor Megatron-LM knows. All else is
+refused, with what there is instead. megatron.toml says which flag is which.
 
-Only flags that neither Weft nor Megatron-LM knows can be left out, and none that may be a slip of
-the pen for a flag of this program: nothing that this program would do is left undone.
+No flag can be left out that may be a slip of the pen for a flag of this program: nothing that this
+program would do is left undone.
 """
 
 import difflib
@@ -15,16 +16,20 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from typing import Any
 
 from training.files.untrusted import first_of
 from training.flags import flag_table
-from training.flags.names import ELSEWHERE, FALSE, SPELT, SYNONYMS, TRUE, VALUES
-from training.flags.trees import TREES
+from training.flags.flag_table import Flag, live_flags
+from training.flags.megatron import known_flags, vocabulary
 from training.settings.config import UsageError
 
 FLAG = "--ignore-flags"
+TRUE, FALSE = "true", "false"  # values of a switch in other programs
+SPELT = {"1": TRUE, "yes": TRUE, "0": FALSE, "no": FALSE}  # as Hugging Face's Trainer reads them
 SETTINGS_FILE = re.compile(r".*\.(py|json|ya?ml|toml|cfg|ini)")
 # words that mean the same in a flag's name
 SAME_WORDS = {
@@ -41,48 +46,191 @@ SAME_WORDS = {
 LIKE = 0.5  # how much of the words two names share, of which one may mean the other
 
 
-def translate(argv: Sequence[str], own_names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the words with the names of other programs in this one's, and a line on each.
+@dataclass(frozen=True)
+class Use:
+    """A flag in a command line. name: "" for the words before the first flag."""
 
-    A switch may have the value true or false, which leaves it out. own_names: flags of a fork of
-    this program, which stay. Raises UsageError where false would turn off what is always on.
-    """
-    words, notes, waiting = list[str](), list[str](), list(argv)
-    while waiting:
-        word = waiting.pop(0)
+    name: str
+    values: tuple[str, ...] = ()  # the words up to the next flag
+    joined: bool = False  # whether = joins the first value to the name
+
+    @property
+    def value(self) -> str:
+        """Return the first value, "" where there is none."""
+        return self.values[0] if self.values else ""
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words as they are typed."""
+        if self.joined:
+            return [f"{self.name}={self.value}", *self.values[1:]]
+        return [self.name] * bool(self.name) + [*self.values]
+
+
+def uses_of(argv: Sequence[str]) -> list[Use]:
+    """Return the flags of a command line, each with its values."""
+    found = [Use("")]
+    for word in argv:
         name, equals, value = word.partition("=")
-        if not word.startswith("--") or word == FLAG or name in own_names:
-            words.append(word)
-            continue
-        after = waiting[0] if waiting and not waiting[0].startswith("--") else ""
-        spelled, takes_next = in_our_words(name, value if equals else after)
-        if takes_next and not equals:
-            waiting.pop(0)
-        if spelled is None:
-            words.append(word)
-            continue
-        there = f"{name} {value or after}" if takes_next else name
-        for flag in [] if spelled else map(flag_table.known_flags().get, turned_off(name)):
-            # one that changes the run when it is given (note_for) is right to be left out
-            always = flag and flag.kind == flag_table.CHECKED_KIND and not flag.note_for
-            if flag and always and not flag.alias_of:
-                raise UsageError(f"{there}: leave it out: {flag.text}")
-        here = "nothing, as it is so here" if not spelled else " ".join(spelled)
-        notes.append(f"{there} is taken as {here}")
-        joined = bool(equals and not takes_next)
-        words += [*spelled[:-1], f"{spelled[-1]}={value}"] if joined else spelled
-    return words, notes
+        to_ignore = found[-1].name == FLAG and ":" in word  # --ignore-flags --NAME:COUNT
+        if word.startswith("--") and not to_ignore:
+            found.append(Use(name, (value,) if equals else (), bool(equals)))
+        else:
+            found[-1] = replace(found[-1], values=(*found[-1].values, word))
+    return found if found[0].values else found[1:]
 
 
-def in_our_words(name: str, value: str) -> tuple[list[str] | None, bool]:
+@dataclass
+class Sorted:
+    """A command line of which every flag has found its place."""
+
+    words: list[str] = field(default_factory=list)  # of this program and of a fork of it
+    accepted: list[Use] = field(default_factory=list)  # flags that change nothing here
+    stray: list[str] = field(default_factory=list)  # words that belong to no flag
+    ignored: tuple[str, ...] = ()  # what --ignore-flags names
+    notes: list[str] = field(default_factory=list)  # lines to print
+    unknown: list[Use] = field(default_factory=list)
+    refused: list[Flag] = field(default_factory=list)
+    # {flag: the name that set it first, what is typed, the value}; {flag: what turns it on, or off}
+    values: dict[str, tuple[str, str, Any]] = field(default_factory=dict)
+    on: dict[str, str] = field(default_factory=dict)
+    off: dict[str, str] = field(default_factory=dict)
+
+
+def in_our_words(argv: Sequence[str], own_names: Collection[str]) -> Sorted:
+    """Return a command line in the flags of this program.
+
+    own_names: flags of a fork of this program, which stay. Raises UsageError for a flag that is
+    unknown, refused or removed, has a value that it cannot have, or is set twice by two names.
+    """
+    found = sort(argv, own_names)
+    if found.unknown:
+        _refuse_unknown(found.unknown)
+    if found.refused:
+        first, *others = found.refused
+        more = f" (refused too: {first_of([flag.name for flag in others])})" * bool(others)
+        was = "was removed" if first.kind == flag_table.REMOVED_KIND else "is refused"
+        raise UsageError(f"{first.name} {was}: {first.text}{more}")
+    if found.stray:
+        refuse_strays(found.stray)
+    for name in found.on.keys() & found.off.keys():
+        raise UsageError(f"{found.on[name]} and {found.off[name]} set the same: give one of them")
+    return found
+
+
+def sort(argv: Sequence[str], own_names: Collection[str]) -> Sorted:
+    """Give each flag its place. Raises UsageError for --ignore-flags with a mistake, for false
+    where true is always on, and for a flag that is set twice by two names.
+    """
+    uses, found = uses_of(argv), Sorted()
+    counts = _ignored(uses, own_names, found)
+    for use in uses:
+        if use.name in counts:
+            _check_count(use, counts[use.name])
+        elif use.name in own_names:
+            found.words += use.words
+        elif use.name != FLAG:
+            _sort(use, found)
+    return found
+
+
+def _sort(use: Use, found: Sorted) -> None:
+    """Place a flag, or what stands for it here."""
+    here, whole = _spelled(use.name, use.value)
+    uses = [use] if here is None else _translated(use, here, whole, found.notes)
+    if here == []:
+        found.off |= dict.fromkeys(_turned_off(use.name), f"{use.name} {use.value}")
+    valued = here is None or whole or here[-1:] == [uses[-1].name]  # the value is the user's
+    typed = f"{use.name} {use.value}".strip() if valued else use.name
+    for each in uses:
+        _place(each, found)
+        _refuse_two_names(each, typed, use.name, found)
+
+
+def _place(use: Use, found: Sorted) -> None:
+    flag = known_flags().get(use.name)
+    if use.name == "":
+        found.stray += use.values
+    elif use.name == "--" or flag and flag.kind == flag_table.LIVE_KIND:
+        found.words += use.words
+    elif flag is None:
+        found.unknown.append(use)
+    elif flag.usable:
+        found.accepted.append(use)
+    elif flag not in found.refused:
+        found.refused.append(flag)
+
+
+def accept(found: Sorted) -> None:
+    """Note where an accepted flag has another effect. Raises UsageError for a value that it cannot
+    have, or that is one too many.
+    """
+    for use in found.accepted:
+        if stray := _accept(known_flags()[use.name], use.values, found.notes):
+            refuse_strays(stray)
+
+
+def _accept(flag: Flag, values: tuple[str, ...], notes: list[str]) -> tuple[str, ...]:
+    """Return the values that are too many."""
+    if flag.rule.nargs is None and not values:
+        raise UsageError(f"{flag.name}: expected one argument")
+    number = 0 if flag.rule.nargs == 0 else 1 if flag.rule.nargs is None else len(values)
+    for value in values[:number] if flag.allowed else ():
+        if not any(_same(value, allowed) for allowed in flag.allowed):
+            what = " or ".join(flag.allowed)
+            raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
+    if flag.note_for is True or flag.note_for and flag.note_for == "".join(values[:1]):
+        notes.append(f"{flag.name}: {flag.text}")
+    return values[number:]
+
+
+def _same(value: str, allowed: str) -> bool:
+    """Return whether two values are equal, as numbers where both are: 0 is 0.0."""
+    try:
+        return float(value) == float(allowed)
+    except ValueError:
+        return value == allowed
+
+
+def _translated(use: Use, here: list[str], whole: bool, notes: list[str]) -> list[Use]:
+    """Return a flag in the words `here`, and add a line that says so.
+
+    whole: they stand for its value too. A switch may have the value true or false, which leaves it
+    out. Raises UsageError where false would turn off what is always on.
+    """
+    there = f"{use.name} {use.value}" if whole else use.name
+    for flag in [] if here else map(known_flags().get, _turned_off(use.name)):
+        # one that changes the run when it is given (note_for) is right to be left out
+        always = flag and flag.kind == flag_table.ACCEPTED_KIND and not flag.note_for
+        if flag and always and not flag.alias_of:
+            raise UsageError(f"{there}: leave it out: {flag.text}")
+    notes.append(f"{there} is taken as {' '.join(here) or 'nothing, as it is so here'}")
+    made = uses_of(here) or [Use("")]
+    joined = use.joined and not whole and not made[-1].values
+    more = use.values[1:] if whole else use.values
+    return [*made[:-1], replace(made[-1], values=(*made[-1].values, *more), joined=joined)]
+
+
+def value_of(argv: Sequence[str], name: str) -> str:
+    """Return the last value of a flag, by any of its names, "" where it is not given."""
+    value = ""
+    for use in uses_of(argv):
+        here, whole = (None, False) if use.name in live_flags() else _spelled(use.name, use.value)
+        for each in [use] if here is None else _translated(use, here, whole, []):
+            value = each.value if each.name == name else value
+    return value
+
+
+def _spelled(name: str, value: str) -> tuple[list[str] | None, bool]:
     """Return the words of this program for a flag, None where it stays as it is, and whether they
     stand for its value too.
     """
-    flag, known = _here(name), flag_table.known_flags()
-    words = [flag] if flag in known else [*SYNONYMS.get(flag, (flag,))]
-    if (here := VALUES.get((words[-1], value.lower()))) is not None:
+    tables = vocabulary()
+    flag = _here(name)
+    words = [*tables.same.get(flag, (flag,))]
+    if (here := tables.values.get((words[-1], value.lower()))) is not None:
         return [*words[:-1], *here], True
-    last = known.get(words[-1])
+    last = known_flags().get(words[-1])
     complete = not words[-1].startswith("--") or last is not None and last.rule.nargs == 0
     said = SPELT.get(value.lower(), value.lower())
     if complete and said in (TRUE, FALSE):
@@ -90,143 +238,132 @@ def in_our_words(name: str, value: str) -> tuple[list[str] | None, bool]:
     return (None if words == [name] else words), False
 
 
-def turned_off(name: str) -> list[str]:
+def _turned_off(name: str) -> list[str]:
     """Return the flags of this program that a flag turns off, where it is taken as nothing."""
-    flag = _here(name)
-    others = [words[0] for (of, _), words in VALUES.items() if of == flag and words]
-    return list(dict.fromkeys(others)) or [SYNONYMS.get(flag, (flag,))[0]]
+    flag, tables = _here(name), vocabulary()
+    others = [words[0] for (of, _), words in tables.values.items() if of == flag and words]
+    return list(dict.fromkeys(others)) or [tables.same.get(flag, (flag,))[0]]
 
 
 def _here(name: str) -> str:
     """Return a flag with - for _, where it is a flag then and was none."""
     plain = name.replace("_", "-")
-    known = {*flag_table.known_flags(), *SYNONYMS, *(flag for flag, _ in VALUES)}
-    return plain if plain in known and name not in known else name
+    return plain if plain in _names() and name not in _names() else name
 
 
-def take_out(
-    argv: Sequence[str], own_names: Collection[str]
-) -> tuple[list[str], tuple[str, ...], list[str]]:
-    """Return the words that are left, what was asked for, and a line on each flag left out.
+@cache
+def _names() -> frozenset[str]:
+    """Return the names that mean something here."""
+    tables = vocabulary()
+    return frozenset({*known_flags(), *tables.same, *(flag for flag, _ in tables.values)})
 
-    Asked for are NAME:COUNT, flags with the number of their values, and names of TREES. own_names:
-    flags of a fork of this program. Raises UsageError.
+
+def _refuse_two_names(use: Use, typed: str, other_name: str, found: Sorted) -> None:
+    """Raise UsageError where two names set one flag to different values.
+
+    One name may be repeated, and its last value counts: so a script's flags are changed by what
+    follows it. other_name, typed: the name as typed, and with what is typed of its value.
     """
-    rest, ignored, counts = [], [], {}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word != FLAG:
-            rest.append(word)
+    found.on[use.name] = typed
+    flag = live_flags().get(use.name)
+    if flag is None or flag.rule.nargs is not None or not use.values:
+        return
+    try:
+        value = flag.rule.read(use.value)
+    except ValueError:
+        return  # what it must be is said later
+    first, other, before = found.values.setdefault(use.name, (other_name, typed, value))
+    if before != value and first != other_name:
+        raise UsageError(f"{other} and {typed} set the same: give one of them")
+
+
+def _ignored(uses: Sequence[Use], own_names: Collection[str], found: Sorted) -> dict[str, int]:
+    """Return {flag: the number of its values} of --ignore-flags, and note each."""
+    counts = dict[str, int]()
+    for use in uses:
+        if use.name != FLAG:
             continue
-        while words and not (words[0].startswith("--") and ":" not in words[0]):
-            ignored.append(words.pop(0).removeprefix("--"))
-        if not ignored:
+        if not use.values:
             raise UsageError(f"{FLAG} names no flag: give NAME:COUNT, such as trigger-path:1")
-    of_trees: dict[str, str] = {}
-    for each in ignored:
-        found = re.fullmatch(r"([^\s:=-][^\s:=]*):(\d+)", each)
-        if each in TREES:
-            of_trees = dict.fromkeys(TREES[each], each) | of_trees
-        elif found is None:
-            raise UsageError(
-                f"{FLAG} {each}: give NAME:COUNT, COUNT the number of its values, or one of the "
-                f"trees {', '.join(TREES)}"
-            )
-        else:
-            counts["--" + found[1]] = int(found[2])
+        for each in (word.removeprefix("--") for word in use.values):
+            match = re.fullmatch(r"([^\s:=-][^\s:=]*):(\d+)", each)
+            if match is None:
+                raise UsageError(
+                    f"{FLAG} {each}: give NAME:COUNT, COUNT the number of its values; without "
+                    f"{FLAG} the refusal lists them"
+                )
+            counts["--" + match[1]] = int(match[2])
+            found.ignored = (*found.ignored, each)
     for name in counts:
         _refuse_known(name, own_names)
-    lines = [
+    found.notes += [
         f"{FLAG}: {name} is ignored: what it does in another program is not done here"
         for name in counts
     ]
-    rest, left = _without_trees(_without(rest, counts), of_trees, own_names)
-    for tree in dict.fromkeys(each for each in ignored if each in TREES):
-        flags = [name for name, of in left.items() if of == tree]
-        note = f"ignored, and what they do there is not done here: {', '.join(flags)}"
-        lines.append(f"{FLAG} {tree}: {note if flags else 'no flag of it is given'}")
-    return rest, tuple(ignored), lines
+    return counts
 
 
-def _without_trees(
-    words: Sequence[str], trees: dict[str, str], own_names: Collection[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the words without the flags of `trees`, and those that were there.
-
-    A flag that has values loses all words up to the next flag.
-    """
-    remaining, left, taking = list[str](), dict[str, str](), False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if word.startswith("--"):
-            taking = name in trees and name not in own_names
-            if taking:
-                left[name] = trees[name]
-                taking = TREES[trees[name]][name] and not equals
-            else:
-                remaining.append(word)
-        elif not taking:
-            remaining.append(word)
-    return remaining, left
+def _refuse_known(name: str, own_names: Collection[str]) -> None:
+    """Refuse a flag that is known, or close to one that is."""
+    known = known_flags()
+    if name in known or name in own_names or name in vocabulary().same:
+        raise UsageError(f"{FLAG} {name[2:]}: {name} is known here, so it cannot be ignored")
+    usable = [flag.name for flag in known.values() if flag.usable]
+    if close := like(name, [*usable, *own_names]):
+        raise UsageError(
+            f"{FLAG} {name[2:]}: too close to {close[0]}, for which {name} may be a typing mistake"
+        )
 
 
-def unknown(argv: Sequence[str], own_names: Collection[str] = ()) -> list[str]:
-    """Return NAME:COUNT for the flags that neither Weft nor Megatron-LM knows."""
-    counts: dict[str, int] = {}
-    name, known = "", {*flag_table.known_flags(), *own_names, "--"}
-    for word in argv:
-        if word.startswith("--"):
-            name, equals, _ = word.partition("=")
-            if name not in known:
-                counts[name] = int(bool(equals))
-        elif name in counts:
-            counts[name] += 1
-    return [f"{name[2:]}:{count}" for name, count in counts.items()]
+def _check_count(use: Use, count: int) -> None:
+    """Raise UsageError where a flag that is ignored has not that many values."""
+    typed = use.words[0]
+    if len(use.values) < count or count < int(use.joined):
+        has = "more" if count < int(use.joined) else "fewer"
+        raise UsageError(f"{FLAG} {use.name[2:]}:{count}: {typed} has {has} values here")
+    if len(use.values) > count:
+        raise UsageError(
+            f"{FLAG} {use.name[2:]}:{count}: {use.values[count]} follows, a value more than that"
+        )
 
 
-def refuse_unknown(argv: Sequence[str], own_names: Collection[str]) -> None:
-    """Raise UsageError for unknown flags: what there is in place of each, as far as that is known.
-    """
-    found = unknown(argv, own_names)
-    names = ["--" + each.rpartition(":")[0] for each in found]
-    for name in names:
-        if " " in name and name.split()[0] in flag_table.known_flags():
+def refuse_unknown(name: str) -> None:
+    """Raise UsageError for a name that is no flag: what there is in place of it."""
+    _refuse_unknown([Use(name)])
+
+
+def _refuse_unknown(unknown: Sequence[Use]) -> None:
+    counts, reasons = {use.name: len(use.values) for use in unknown}, dict[str, list[str]]()
+    values = {use.name: use.value for use in unknown}
+    for name in counts:
+        if " " in name and name.split()[0] in known_flags():
             short = f"{name[:60]}{' ...' * (len(name) > 60)}"
             raise UsageError(
                 f"{short!r} came as one word: leave out the quotes that hold flags together"
             )
-    values, reasons = _values(argv), dict[str, list[str]]()
-    for name in names:
-        reasons.setdefault(_what_else(name, values.get(name, "")), []).append(name)
-    of = [tree for tree, flags in TREES.items() if all(name in flags for name in names)]
+        reasons.setdefault(_what_else(name, values[name]), []).append(name)
     others = reasons.pop("", [])
     told = "; ".join(f"{', '.join(typed)}{reason}" for reason, typed in reasons.items())
-    if told and not (of and others):
+    # several flags that are only like one of this program come from another program
+    guessed = [
+        name
+        for reason, names in reasons.items()
+        if "did you mean" in reason
+        for name in names
+        if not suggest(name)
+    ]
+    if not others and (not guessed or len(counts) == 1):
         raise UsageError(told)
-    given = " ".join(of[:1] or found)
-    whose = f", but of {' and '.join(of[:3])}" if of else ""
-    if len(found) == 1:
+    given = " ".join(f"{name[2:]}:{count}" for name, count in counts.items())
+    if len(counts) == 1:
         raise UsageError(
-            f"{names[0]} is not a flag of this program nor of Megatron-LM{whose}; --help all "
-            f"lists the flags, {FLAG} {found[0]} ignores it"
+            f"{others[0]} is not a flag of this program nor of Megatron-LM; --help all lists the "
+            f"flags, {FLAG} {given} ignores it"
         )
-    if found:
-        raise UsageError(
-            f"{len(found)} flags are not flags of this program nor of Megatron-LM{whose}; "
-            f"--help all lists the flags, and this ignores them: {FLAG} {given}"
-            + f"; {told}" * bool(told)
-        )
-
-
-def _values(argv: Sequence[str]) -> dict[str, str]:
-    """Return the value of each flag, "" where it has none."""
-    out: dict[str, str] = {}
-    for word, after in zip(argv, [*argv, "--"][1:], strict=True):
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            out[name] = value if equals else "" if after.startswith("--") else after
-    return out
+    raise UsageError(
+        f"{len(counts)} flags are not flags of this program nor of Megatron-LM; --help all lists "
+        f"the flags, and this ignores them: {FLAG} {given}" + f"; {told}" * bool(told)
+    )
 
 
 def refuse_strays(stray: Sequence[str]) -> None:
@@ -251,8 +388,8 @@ def _as_flag(word: str) -> tuple[str, str] | None:
     if not (equals or re.match(r"-\D|[\u2013\u2014]", word)):
         return None
     for flag in (f"--{name}", f"--{name.rpartition('.')[2]}"):
-        spelled, whole = in_our_words(flag, value)
-        known = flag_table.known_flags().get(_here(flag))
+        spelled, whole = _spelled(flag, value)
+        known = known_flags().get(_here(flag))
         if known is not None and not known.usable:
             return "", f"{name}: {known.text}"
         spelled = [flag] if spelled is None and known else spelled
@@ -263,24 +400,13 @@ def _as_flag(word: str) -> tuple[str, str] | None:
     return None
 
 
-def refuse_unavailable(argv: Sequence[str], own_names: Collection[str]) -> None:
-    """Raise UsageError for a flag of Megatron-LM, or of an older Weft, that is not available."""
-    names = dict.fromkeys(word.partition("=")[0] for word in argv)
-    found = [flag_table.known_flags().get(name) for name in names if name not in own_names]
-    refused = [flag for flag in found if flag is not None and not flag.usable]
-    if refused:
-        first, *others = refused
-        more = f" (refused too: {first_of([flag.name for flag in others])})" * bool(others)
-        was = "was removed" if first.kind == flag_table.REMOVED_KIND else "is refused"
-        raise UsageError(f"{first.name} {was}: {first.text}{more}")
-
-
 def instead(name: str, value: str = "") -> str:
     """Return what there is in place of a flag of other programs, "" where it is in no table."""
     plain = name.replace("_", "-").lower()
-    found = ELSEWHERE.get(plain)
+    table = vocabulary().instead
+    found = table.get(plain)
     if found is None:
-        patterns = (text for pattern, text in ELSEWHERE.items() if fnmatchcase(plain, pattern))
+        patterns = (text for pattern, text in table.items() if fnmatchcase(plain, pattern))
         found = next(patterns, "")
     return found.replace("{}", value or "the number")
 
@@ -293,48 +419,14 @@ def _what_else(name: str, value: str) -> str:
     for each in (name, last):
         if text := instead(each, value):
             return f": {text}"
-    if last != name and (_here(last) in flag_table.known_flags() or _here(last) in SYNONYMS):
-        here = SYNONYMS.get(_here(last), (_here(last),))
+    same = vocabulary().same
+    if last != name and (_here(last) in known_flags() or _here(last) in same):
+        here = same.get(_here(last), (_here(last),))
         return f" is not a flag of this program; did you mean {' '.join(here)}?"
     close = suggest(name)
-    if any(name in flags for flags in TREES.values()):
-        return ""  # a flag of a tree is no slip
     if not close and (alike := alike_in_words(last)):
         close = f"; did you mean {' or '.join(alike)}?"
     return f" is not a flag of this program{close}" if close else ""
-
-
-def _refuse_known(name: str, own_names: Collection[str]) -> None:
-    """Refuse a flag that is known, or close to one that is."""
-    known = flag_table.known_flags()
-    if name in known or name in own_names:
-        raise UsageError(f"{FLAG} {name[2:]}: {name} is known here, so it cannot be ignored")
-    usable = [flag.name for flag in known.values() if flag.usable]
-    if close := like(name, [*usable, *own_names]):
-        raise UsageError(
-            f"{FLAG} {name[2:]}: too close to {close[0]}, for which {name} may be a typing mistake"
-        )
-
-
-def _without(words: list[str], counts: dict[str, int]) -> list[str]:
-    """Return the words without the flags of `counts`, {flag: number of its values}."""
-    remaining: list[str] = []
-    while words:
-        word, *words = words
-        name, equals, _ = word.partition("=")
-        if name not in counts:
-            remaining.append(word)
-            continue
-        count = counts[name] - bool(equals)
-        values, words = words[: max(count, 0)], words[max(count, 0) :]
-        if count < 0 or len(values) < count or any(v.startswith("--") for v in values):
-            has = "more" if count < 0 else "fewer"
-            raise UsageError(f"{FLAG} {name[2:]}:{counts[name]}: {word} has {has} values here")
-        if words and not words[0].startswith("--"):
-            raise UsageError(
-                f"{FLAG} {name[2:]}:{counts[name]}: {words[0]} follows, a value more than that"
-            )
-    return remaining
 
 
 def alike_in_words(name: str) -> list[str]:
@@ -359,8 +451,8 @@ def alike_in_words(name: str) -> list[str]:
 @cache
 def _documents() -> tuple[tuple[str, frozenset[str]], ...]:
     """Return (what to write, words of a name) of each live flag, and of its other names."""
-    out = [(flag.name, _words(flag.name)) for flag in flag_table.live()]
-    out += [(" ".join(here), _words(name)) for name, here in SYNONYMS.items()]
+    out = [(name, _words(name)) for name in live_flags()]
+    out += [(" ".join(here), _words(name)) for name, here in vocabulary().same.items()]
     return tuple(out)
 
 
@@ -372,7 +464,7 @@ def _words(name: str) -> frozenset[str]:
 
 def suggest(name: str) -> str:
     """Return the rest of a sentence on an unknown flag: the closest ones, "" without."""
-    close = like(name, [f.name for f in flag_table.known_flags().values() if f.usable])
+    close = like(name, [f.name for f in known_flags().values() if f.usable])
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -386,8 +478,9 @@ def like(name: str, names: Sequence[str]) -> list[str]:
     plain = _folded(name)
     exact = [by_folded[plain]] if plain in by_folded else []
     near = exact or [known for short, known in by_folded.items() if _one_edit(plain, short)]
+    as_long = [short for short in by_folded if short.count("-") == plain.count("-")]
     alike = near or [
-        by_folded[p] for p in difflib.get_close_matches(plain, by_folded, 3, cutoff=0.89)
+        by_folded[p] for p in difflib.get_close_matches(plain, as_long, 3, cutoff=0.89)
     ]
     return alike[:3]
 

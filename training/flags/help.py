@@ -6,12 +6,10 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from training.flags import flag_table
-from training.flags.flag_table import Flag
-from training.flags.foreign import like, refuse_unknown
-from training.flags.megatron import DIFFERENCES
-from training.flags.names import SYNONYMS
+from training.flags.flag_table import Flag, live_flags
+from training.flags.foreign import instead, like, refuse_unknown
+from training.flags.megatron import known_flags, vocabulary
 from training.flags.rules import EXCLUDE
-from training.flags.trees import TREES
 from training.settings.arguments import GROUPS
 from training.settings.config import UsageError
 
@@ -38,22 +36,22 @@ def page_of(word: str, own_names: Collection[str] = ()) -> Page:
         return START
     if word == ALL:
         return Page(
-            TITLE, {flag.name: heading(flag.group) for flag in flag_table.live()}, _others()
+            TITLE, {flag.name: heading(flag.group) for flag in live_flags().values()}, _others()
         )
     if word in GROUPS:
         return Page("", {flag.name: heading(word) for flag in of_group(word)})
-    name, of_trees = "--" + word.lstrip("-"), {name for flags in TREES.values() for name in flags}
-    if name not in {*own_names, *flag_table.known_flags(), *of_trees}:
+    name, same = "--" + word.lstrip("-"), vocabulary().same
+    if name not in {*own_names, *known_flags()}:
         name = name.replace("_", "-")
     if name in own_names:
         return Page("", {})
-    if name in SYNONYMS:
-        return Page(f"{name} is taken as {' '.join(SYNONYMS[name])}", {})
-    if name in flag_table.known_flags():
-        return _one(flag_table.known_flags()[name])
-    if word.startswith("--") or name in of_trees:
-        refuse_unknown([name], own_names)
-    close = like(word, [*GROUPS, ALL]) or like(name, list(flag_table.known_flags()))
+    if name in known_flags():
+        return _one(known_flags()[name])
+    if name in same:
+        return Page(f"{name} is taken as {' '.join(same[name])}", {})
+    if word.startswith("--") or instead(name):
+        refuse_unknown("--" + word.lstrip("-"))
+    close = like(word, [*GROUPS, ALL]) or like(name, list(known_flags()))
     meant = f"; did you mean {' or '.join(close)}?" if close else ""
     raise UsageError(
         f"--help {word}: there is no group and no flag of this name; the groups are "
@@ -69,7 +67,7 @@ def heading(group: str) -> str:
 
 def of_group(group: str) -> list[Flag]:
     """Return the live flags of a group."""
-    return [flag for flag in flag_table.live() if flag.group == group]
+    return [flag for flag in live_flags().values() if flag.group == group]
 
 
 def effect(flag: Flag) -> str:
@@ -121,14 +119,14 @@ def _start() -> Page:
         "  --help FLAG        explains a flag, also one that is not available here",
         f"  --help {ALL}         lists all flags, as docs/flags.md does",
     ]
-    start = {flag.name: "start here" for flag in flag_table.live() if flag.row.start}
+    start = {flag.name: "start here" for flag in live_flags().values() if flag.row.start}
     return Page(TITLE, start, "\n".join(lines))
 
 
 def _others() -> str:
-    kinds = [flag.kind for flag in flag_table.known_flags().values()]
+    kinds = [flag.kind for flag in known_flags().values()]
     return textwrap.fill(
-        f"{kinds.count(flag_table.CHECKED_KIND)} more of Megatron-LM's flags are accepted as they "
+        f"{kinds.count(flag_table.ACCEPTED_KIND)} more of Megatron-LM's flags are accepted as they "
         f"stand and {kinds.count(flag_table.REFUSED_KIND)} are refused with the reason: "
         "docs/flags.md lists them all.", WIDTH,
     )  # fmt: skip
@@ -140,21 +138,22 @@ def _one(flag: Flag) -> Page:
     if flag.kind != flag_table.LIVE_KIND:
         values = f", {' or '.join(flag.allowed) or 'with any value'}" * (flag.rule.nargs != 0)
         does = {
-            flag_table.CHECKED_KIND: f"is accepted{values}",
+            flag_table.ACCEPTED_KIND: f"is accepted{values}",
             flag_table.REFUSED_KIND: "is refused",
             flag_table.REMOVED_KIND: "was removed",
         }
         lines.append(f"{flag.name} {does[flag.kind]}: {flag.text}")
     other = [one if two == flag.name else two for one, two in EXCLUDE if flag.name in (one, two)]
     lines += [f"Value: {flag.rule.what}"] * bool(flag.rule.what)
-    lines += [f"Other names: {', '.join(flag.row.also)}"] * bool(flag.row.also)
+    also = [each.name for each in known_flags().values() if each.alias_of == (flag.name,)]
+    lines += [f"Other names: {', '.join(also)}"] * bool(also)
     lines += [f"Not together with {', '.join(other)}"] * bool(other)
-    for differs in DIFFERENCES:
+    for differs in vocabulary().differences:
         if flag.name in differs.flags.split():
             text = f"in Megatron-LM {differs.there}; here {differs.here}"
             lines.append(f"{differs.title}: {text}")
     live = [flag] if flag.kind == flag_table.LIVE_KIND else []
-    named = [flag_table.known_flags()[word] for word in flag.alias_of if word.startswith("--")]
+    named = [known_flags()[word] for word in flag.alias_of if word.startswith("--")]
     shown = {each.name: heading(each.group) for each in (*live, *named)}
     return Page("", shown, "\n".join(textwrap.fill(line, WIDTH) for line in lines))
 

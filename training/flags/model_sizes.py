@@ -13,7 +13,7 @@ from training.checkpoint.huggingface import HuggingFaceDirectory
 from training.checkpoint.load import Checkpoint, same_value
 from training.data.tokenizer import tokenizer_of
 from training.data.tokenizer_files import TOKENIZER_FILES, heads_of
-from training.flags.flag_table import known_flags
+from training.flags.flag_table import live_flags
 from training.settings.arguments import EXPERT_SIZES, ModelConfig
 from training.settings.config import UsageError
 
@@ -139,7 +139,7 @@ def checked(name: str, value: Any) -> Any:
     """Return a flag's value that a file gave, by the rule of the flag. Raises UsageError."""
     if value is True:
         return value
-    return known_flags()[name].read(repr(value) if type(value) in (int, float) else str(value))
+    return live_flags()[name].read(repr(value) if type(value) in (int, float) else str(value))
 
 
 def _flags(sizes: Any, found: Checkpoint) -> dict[str, Any]:

@@ -7,7 +7,7 @@ the rules between flags. Parsing happens before the first collective and writes 
 
 import argparse
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
@@ -20,7 +20,6 @@ from training.flags import (
     compute_rules,
     data_stages,
     expert_rules,
-    flag_table,
     foreign,
     model_sizes,
     parallel_rules,
@@ -28,7 +27,7 @@ from training.flags import (
     saved_schedule,
     size_rules,
 )
-from training.flags.flag_table import Flag
+from training.flags.flag_table import Flag, live_flags
 from training.flags.help import START, Page, effect, page_of
 from training.flags.run_rules import has_validation, shard_list
 from training.settings import batch_size
@@ -105,12 +104,8 @@ class _Parser(argparse.ArgumentParser):
 
 def model_file(argv: Sequence[str] | None) -> str:
     """Return --model-file, before the rest is parsed: the file may bring flags."""
-    words: list[str] = []
-    for token in sys.argv[1:] if argv is None else argv:
-        flag = flag_table.known_flags().get(token)
-        words += flag.alias_of if flag and flag.alias_of else token.split("=", 1)
-    found = [value for name, value in zip(words, words[1:], strict=False) if name == "--model-file"]
-    return found[-1] if found else ModelConfig.model_file
+    argv = sys.argv[1:] if argv is None else argv
+    return foreign.value_of(argv, "--model-file") or ModelConfig.model_file
 
 
 def build_parser(extra: Extra | None = None, page: Page = START) -> _Parser:
@@ -128,15 +123,12 @@ def build_parser(extra: Extra | None = None, page: Page = START) -> _Parser:
         add_help=False,
     )
     groups = {text: parser.add_argument_group(text) for text in page.flags.values()}
-    for flag in flag_table.live():
+    for flag in live_flags().values():
         _add(parser, flag, groups.get(page.flags.get(flag.name, "")))
     before = {*parser._option_string_actions}
     if extra is not None:
         extra(parser)
     parser.own_names = frozenset(parser._option_string_actions.keys() - before)
-    for flag in flag_table.known_flags().values():
-        if flag.kind == flag_table.CHECKED_KIND and flag.name not in parser.own_names:
-            _add(parser, flag, groups.get(page.flags.get(flag.name, "")))
     return parser
 
 
@@ -179,28 +171,41 @@ def _print_help(argv: Sequence[str], extra: Extra | None) -> None:
 def _read(
     argv: Sequence[str], extra: Extra | None
 ) -> tuple[dict[str, Any], list[str], dict[str, Any], dict[str, str]]:
-    """Return ({live flag: value}, lines to print, a fork's own {name: value}, and {name: flag} of
-    those that are in `argv`). Raises UsageError.
+    """Return ({flag: value}, lines to print, a fork's own {name: value}, and {name: flag} of those
+    that are in `argv`). Raises UsageError.
     """
     parser = build_parser(extra) if extra else _plain_parser()
-    own_names = parser.own_names
-    ours, notes = foreign.translate(argv, own_names)
-    ours, ignored, left_out = foreign.take_out(ours, own_names)
-    foreign.refuse_unknown(ours, own_names)
-    foreign.refuse_unavailable(ours, own_names)
-    _refuse_two_names(argv, own_names)
-    words = [word for token in ours for word in _expand(token, own_names)]
     try:
-        found, stray = parser.parse_known_args(_join_negatives(words))
+        if "--ignore-flags" not in argv:
+            given, own, typed = _read_ours(argv, parser)
+            return given, [], own, typed
+    except UsageError:
+        pass  # a flag, or a value, that is not of this program
+    there = foreign.in_our_words(argv, parser.own_names)
+    given, own, typed = _read_ours(there.words, parser, there.notes)
+    foreign.accept(there)
+    given |= {use.name: True for use in there.accepted}
+    if there.ignored:
+        given["--ignore-flags"] = there.ignored
+    return given, there.notes, own, typed
+
+
+def _read_ours(
+    words: Sequence[str], parser: _Parser, notes: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Return what argparse finds in the words of this program: as `_read`, without lines.
+
+    notes: what names of other programs were taken as. Raises UsageError.
+    """
+    try:
+        found, stray = parser.parse_known_args(_for_argparse(words))
     except argparse.ArgumentError as error:  # a fork's own type may raise it
         raise UsageError(str(error)) from None
     if stray:
         foreign.refuse_strays(stray)
-    given: dict[str, Any] = {"--ignore-flags": ignored} if ignored else {}
-    notes += left_out
-    own: dict[str, Any] = {}
+    given, own = dict[str, Any](), dict[str, Any]()
     for name, text in vars(found).items():
-        flag = flag_table.known_flags().get(name)
+        flag = live_flags().get(name)
         if flag is None:
             own[name] = tuple(text) if isinstance(text, list) else text
             if type(own[name]).__hash__ is None:
@@ -208,108 +213,28 @@ def _read(
                     f"a flag of --model-file gives {name} a {type(text).__name__}: it must give a "
                     "number, a string or a tuple of these"
                 )
-        elif flag.kind == flag_table.LIVE_KIND:
-            try:
-                given[name] = flag.read(text)
-            except UsageError as error:
-                meant = [f" ({note})" for note in notes if note.endswith(f" is taken as {name}")]
-                raise UsageError(f"{error}{meant[0] if meant else ''}") from None
-        else:
-            _accept(flag, text, notes)
-            given[name] = True
-    words = [word.partition("=")[0] for word in words]
-    options = parser._option_string_actions
-    typed = {options[word].dest: word for word in words if word in own_names}
-    return given, notes, own, typed
-
-
-def _refuse_two_names(argv: Sequence[str], own_names: Collection[str]) -> None:
-    """Raise UsageError where two names set one flag to different values, or where one turns a
-    switch off that another turns on.
-
-    argv: as typed, with the names of other programs. One name may be repeated, and its last value
-    counts: so a script's flags are changed by what follows it.
-    """
-    known = flag_table.known_flags()
-    values: dict[str, tuple[str, str, Any]] = {}  # of each flag: the name, what is typed, the value
-    on, off = dict[str, str](), dict[str, str]()  # of each flag: what is typed
-    for token, after in zip(argv, [*argv, ""][1:], strict=True):
-        name, equals, value = token.partition("=")
-        if not name.startswith("--") or name in own_names:
             continue
-        value = value if equals else "" if after.startswith("--") else after
-        here, whole = foreign.in_our_words(name, value)
-        if here == []:
-            off |= dict.fromkeys(foreign.turned_off(name), f"{name} {value}")
-            continue
-        words = [part for word in here or [name] for part in _alias(word) or [word]]
-        fixed = whole or not words[-1].startswith("--")
-        words += [] if fixed else [value]
-        typed = name if fixed and not whole else f"{name} {value}".strip()
-        on |= dict.fromkeys([word for word in words if word.startswith("--")], typed)
-        for flag, text in zip(words, words[1:], strict=False):
-            meant = known.get(flag)
-            if meant is None or meant.kind != flag_table.LIVE_KIND or meant.rule.nargs is not None:
-                continue
-            try:
-                found = meant.rule.read(text)
-            except ValueError:
-                continue  # what it must be is said later
-            first, other, before = values.setdefault(flag, (name, typed, found))
-            if before != found and first != name:
-                raise UsageError(f"{other} and {typed} set the same: give one of them")
-    for flag in on.keys() & off.keys():
-        raise UsageError(f"{on[flag]} and {off[flag]} set the same: give one of them")
+        try:
+            given[name] = flag.read(text)
+        except UsageError as error:
+            meant = [f" ({note})" for note in notes if note.endswith(f" is taken as {name}")]
+            raise UsageError(f"{error}{meant[0] if meant else ''}") from None
+    options, names = parser._option_string_actions, [word.partition("=")[0] for word in words]
+    return given, own, {options[name].dest: name for name in names if name in parser.own_names}
 
 
-def _alias(word: str) -> tuple[str, ...]:
-    """Return the words of the live flag that a flag is another name of, () for other words."""
-    flag = flag_table.known_flags().get(word)
-    return flag.alias_of if flag else ()
-
-
-def _expand(token: str, own_names: Collection[str]) -> list[str]:
-    """Return the words a flag stands for."""
-    name, equals, value = token.partition("=")
-    if "--" in (token, value):  # argparse would take it away
-        raise UsageError(f"{token}: -- is not a value")
-    if not token.startswith("--") or name in own_names:
-        return [token]
-    if spelled := _alias(name):
-        return [*spelled, value] if equals else [*spelled]
-    return [token]
-
-
-def _join_negatives(words: list[str]) -> list[str]:
-    """Join `--lr -1e-4` to `--lr=-1e-4`: argparse takes -1e-4 for a flag."""
+def _for_argparse(words: Sequence[str]) -> list[str]:
+    """Return the words with `--lr -1e-4` as `--lr=-1e-4`: argparse takes -1e-4 for a flag."""
     out: list[str] = []
     for word in words:
+        if word == "--" or word.endswith("=--"):  # argparse would take it away
+            raise UsageError(f"{word}: -- is not a value")
         negative = word.startswith("-") and not word.startswith("--")
         if negative and out and out[-1].startswith("--") and "=" not in out[-1]:
             out[-1] = f"{out[-1]}={word}"
         else:
             out.append(word)
     return out
-
-
-def _accept(flag: Flag, text: Any, notes: list[str]) -> None:
-    """Raise UsageError for a value that is not allowed; note where the effect is another."""
-    if flag.rule.nargs != 0 and flag.allowed:
-        values = text if isinstance(text, list) else [text]
-        for value in values:
-            if not any(_same(value, allowed) for allowed in flag.allowed):
-                what = " or ".join(flag.allowed)
-                raise UsageError(f"{flag.name} {value}: only {what} is accepted; {flag.text}")
-    if flag.note_for in (True, text):
-        notes.append(f"{flag.name}: {flag.text}")
-
-
-def _same(value: str, allowed: str) -> bool:
-    """Return whether two values are equal, as numbers where both are: 0 is 0.0."""
-    try:
-        return float(value) == float(allowed)
-    except ValueError:
-        return value == allowed
 
 
 def _in_stage(
@@ -352,8 +277,7 @@ def _assemble(
     """Sort the values into the dataclasses and fill in what depends on several flags."""
     parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for name, value in given.items():
-        flag = flag_table.known_flags()[name]
-        if flag.kind == flag_table.LIVE_KIND:
+        if flag := live_flags().get(name):
             parts[flag.section][flag.dest] = value
     model, parallel, batch, run = (parts[k] for k in ("model", "parallel", "batch", "run"))
 

@@ -12,11 +12,11 @@ from mpu.pipeline.schedules import SPLIT
 from training.flags import (
     compute_rules,
     expert_rules,
-    flag_table,
     parallel_rules,
     run_rules,
     size_rules,
 )
+from training.flags.flag_table import live_flags
 from training.settings import pipeline_schedule
 from training.settings.config import Config, UsageError
 from training.settings.setting import Setting
@@ -79,7 +79,7 @@ ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 
 def check_given(given: dict[str, Any]) -> None:
     """Refuse a command line that lacks a required flag or gives two that exclude each other."""
-    required = [flag.name for flag in flag_table.live() if flag.row.required]
+    required = [flag.name for flag in live_flags().values() if flag.row.required]
     if missing := [name for name in required if name not in given]:
         one = "is missing: it has" if len(missing) == 1 else "are missing: they have"
         raise UsageError(f"{', '.join(missing)} {one} no default")
@@ -120,7 +120,7 @@ def check_given(given: dict[str, Any]) -> None:
 
 def idle(given: dict[str, Any], config: Config) -> Iterator[str]:
     """Yield a line for each given flag that has no effect."""
-    for flag in flag_table.live():
+    for flag in live_flags().values():
         row = flag.row
         if flag.name in given and not _acts(row, given, config):
             value = f" {row.needs_value}" if row.needs_value else ""
@@ -137,7 +137,7 @@ def _acts(row: Setting, given: dict[str, Any], config: Config) -> bool:
     """Return whether a flag that the setting needs is given, or has the value that it needs."""
     if not row.needs_value:
         return not row.needs or bool(given.keys() & set(row.needs))
-    flag = flag_table.known_flags()[row.needs[0]]
+    flag = live_flags()[row.needs[0]]
     value = getattr(getattr(config, flag.section), flag.dest)
     return bool(value == row.needs_value) and _acts(flag.row, given, config)
 

@@ -36,7 +36,7 @@ from training.faults.monitor import FailureMonitor, exited_early
 from training.faults.store import await_key, late_ranks, poll
 from training.faults.wire import printable
 from training.files.untrusted import sentence
-from training.flags.flag_table import known_flags
+from training.flags.flag_table import live_flags
 from training.flags.parallel_rules import WrongWorldError
 from training.run import output
 from training.run.rendezvous import ABSENT, ACKNOWLEDGED, MARGIN, SHORT, RendezvousError, meet
@@ -184,7 +184,7 @@ def _difference(mine: str, theirs: str, other: int) -> str:
     key = min(different, key=lambda key: (not key.startswith("the "), key))  # code first
     here, there = different[key]
     flag = "--" + key.rpartition(".")[2].replace("_", "-")
-    name = flag if flag in known_flags() else key
+    name = flag if flag in live_flags() else key
     if key.startswith("the file "):
         more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
         return f"{key} differs on rank 0 and rank {other}{more}: all must run the same code"

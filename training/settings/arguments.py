@@ -62,7 +62,6 @@ class ModelConfig:
         "transformer blocks",
         "layers",
         integer(1, 1024),
-        also=("--encoder-num-layers",),
         start=True,
     )
     hidden_size: int = setting(
@@ -104,7 +103,6 @@ class ModelConfig:
         "tokens",
         integer(1, 2_147_483_647),
         derived="the tokenizer's",
-        also=("--padded-vocab-size",),
     )
     make_vocab_size_divisible_by: int = setting(
         128,
@@ -114,7 +112,7 @@ class ModelConfig:
         off="1",
     )
     norm_epsilon: float = setting(
-        1e-5, "added under RMSNorm's root", rule=POSITIVE, also=("--layernorm-epsilon",)
+        1e-5, "added under RMSNorm's root", rule=POSITIVE
     )
     rotary_base: float = setting(10000.0, "base of the rotary frequencies", rule=POSITIVE)
     use_rope_scaling: bool = setting(False, "scale the rotary frequencies as Llama 3.1 does")
@@ -421,7 +419,6 @@ class Layout:
         "ranks",
         integer(1),
         off="1",
-        also=("--model-parallel-size",),
         start=True,
     )
     sequence_parallel: bool = setting(
@@ -648,7 +645,6 @@ class Recompute:
         off="0 with block",
         derived="1",
         needs=("--recompute-granularity",),
-        also=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )
 
 
@@ -670,7 +666,6 @@ class Kernels:
         "Transformer Engine's DotProductAttention; auto takes what torch chooses",
         rule=one_of(*BACKENDS, other=(("torch", "auto"),)),  # of --core-attention-backend
         off="auto",
-        also=("--core-attention-backend",),
     )
     flash_attention_version: int | None = setting(
         None,
@@ -816,7 +811,6 @@ class BatchConfig:
         "samples of one forward on one rank, b",
         "samples",
         integer(1, 65536),
-        also=("--batch-size",),
         changes_numbers=False,
     )
     global_batch_size: int = setting(
@@ -937,7 +931,7 @@ class OptimizerConfig:
         0.9, "Muon's momentum: the average keeps this share", rule=FRACTION, **MUON, older=0.9
     )
     muon_use_nesterov: bool = setting(
-        False, "Muon's momentum looks a step ahead", also=("--muon-nesterov",), **MUON, older=False
+        False, "Muon's momentum looks a step ahead", **MUON, older=False
     )
     muon_num_ns_steps: int = setting(
         5, "Newton-Schulz iterations of a matrix", "steps", integer(1, 99), **MUON, older=5
@@ -1128,7 +1122,6 @@ class DataConfig:
     reset_attention_mask: bool = setting(
         False,
         "keep attention inside each document",
-        also=("--dataloader-inter-document-masking",),
     )
     eod_mask_loss: bool = setting(False, "leave end-of-document tokens out of the loss")
     tokenizer_type: str | None = setting(
@@ -1187,7 +1180,6 @@ class CheckpointConfig:
         integer(),
         off="left out or 0, at the end only",
         needs="--save",
-        also=("--persistent-save-interval",),
     )
     save_retain_interval: int | None = setting(
         None,
@@ -1273,7 +1265,6 @@ class CheckpointConfig:
         "decay, from the checkpoint of --load",
         off="left out, from the flags",
         needs="--load",
-        also=("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-lr-scheduler"),
     )
     allow_change: tuple[str, ...] = setting(
         (),
@@ -1461,9 +1452,9 @@ class RunConfig:
     )
     ignore_flags: tuple[str, ...] = setting(
         (),
-        "ignore these flags of a fork of Megatron-LM, with the COUNT values after each, or all "
-        "flags of a known fork such as pai; Weft and Megatron-LM must not know them",
-        "NAME:COUNT or TREE ...",
+        "ignore these flags of a fork of Megatron-LM, with the COUNT values after each; Weft and "
+        "Megatron-LM must not know them",
+        "NAME:COUNT ...",
         TEXTS,
         ours=True,
     )
@@ -1518,7 +1509,6 @@ class Float8Config:
         "in bf16",
         off="left out, in float8",
         needs="--fp8-format",
-        also=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
         ours=True,
     )
     fp8_param_gather: bool = setting(
@@ -1553,7 +1543,6 @@ class GpuConfig:
         False,
         "keep a layer's activations for backward in host memory, copied while layers compute",
         off="left out, keep activations on the device",
-        also=("--fine-grained-activation-offloading",),
         ours=True,
     )
     cpu_offloading_num_layers: int | None = setting(
@@ -1584,7 +1573,6 @@ class GpuConfig:
         "run forward and backward of each micro-batch from a CUDA graph, which costs the host "
         "one launch",
         off="left out, the host launches each kernel",
-        also=("--enable-cuda-graph",),
         ours=True,
     )
     cuda_graph_warmup_steps: int = setting(
@@ -1625,7 +1613,6 @@ class FaultConfig:
         "bit, and name the rank that differs",
         "steps",
         integer(1),
-        also=("--check-weight-hash-across-dp-replicas-interval",),
         ours=True,
     )
     on_replica_mismatch: str = setting(
@@ -1748,7 +1735,6 @@ OTHER_FLAGS: dict[str, dict[str, Setting]] = {
         "use_megatron_fsdp": Setting(
             "let --data-parallel-sharding-strategy give the --zero-stage",
             rule=SWITCH,
-            also=("--use-custom-fsdp",),
         ),
         "data_parallel_sharding_strategy": Setting(
             "another name of --zero-stage 0, 1, 2, 3",

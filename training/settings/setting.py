@@ -208,7 +208,6 @@ class Setting:
     required: bool = False
     needs: tuple[str, ...] = ()  # the flags of which it needs one to have an effect
     needs_value: str = ""  # that the first of them must have
-    also: tuple[str, ...] = ()  # other names, Megatron-LM's and older ones
     ours: bool = False  # Megatron-LM has no flag of this name
     start: bool = False  # shown by --help alone
     older: Any = None  # the value of older checkpoints, which lack it: a digest leaves it out

@@ -17,7 +17,7 @@ from tests.training.flags.flag_fuzz import judge
 from tools import checkpoint as tool
 from training.checkpoint import CheckpointError
 from training.checkpoint.manifest import check_index, tiles
-from training.flags.flag_table import known_flags
+from training.flags.megatron import known_flags
 from training.settings.setting import integer
 
 SHORT, LONG, BLOCK = 16, 480, 60

@@ -20,7 +20,7 @@ import numpy as np
 
 import pretrain_llama
 from training.data.indexed import IndexedWriter
-from training.flags.flag_table import Flag, live
+from training.flags.flag_table import Flag, live_flags
 from training.settings.setting import DIRECTORY, FILE, Choice, Number
 
 SECONDS = 60  # that an answer may take, on a busy machine
@@ -116,7 +116,7 @@ def value(flag: Flag, rng: random.Random, wild: float) -> list[str]:
 def draw(seed: int) -> tuple[list[str], dict[str, str]]:
     """Return the flags and the environment of a case."""
     others = ("--dry-run", "--rehearse")  # other programs, with tests of their own
-    rng, flags = random.Random(seed), [f for f in live() if f.name not in others]
+    rng, flags = random.Random(seed), [f for f in live_flags().values() if f.name not in others]
     given = {name: [text] for name, text in GOOD.items()}
     wild = rng.random()  # how often a value is drawn that may not suit
     for flag in rng.sample(flags, rng.randrange(1, 7)):

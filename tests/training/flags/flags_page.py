@@ -12,8 +12,7 @@ from pathlib import Path
 
 from training.flags import flag_table
 from training.flags.help import effect, heading, of_group
-from training.flags.megatron import DIFFERENCES
-from training.flags.names import SYNONYMS, VALUES
+from training.flags.megatron import known_flags, vocabulary
 from training.settings.arguments import GROUPS
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
@@ -31,7 +30,7 @@ def page() -> str:
 
 
 def _live() -> Iterator[str]:
-    """Yield a table of each group: the flag, its value, its other names, and what it does."""
+    """Yield a table of each group: the flag, its value, and what it does."""
     for group in GROUPS:
         yield from (
             "",
@@ -42,26 +41,25 @@ def _live() -> Iterator[str]:
         )
         for flag in of_group(group):
             value = "" if flag.rule.nargs == 0 else f" {flag.rule.metavar}"
-            names = [f"`{_cell(flag.name + value)}`", *(f"`{name}`" for name in flag.row.also)]
-            yield f"| {', also '.join(names)} | {_cell(effect(flag))} | {flag.rule.what} |"
+            name = f"`{_cell(flag.name + value)}`"
+            yield f"| {name} | {_cell(effect(flag))} | {flag.rule.what} |"
 
 
 def _others() -> Iterator[str]:
     """Yield the flags that do nothing of their own, by kind and reason."""
     titles = {
-        flag_table.CHECKED_KIND: ("Megatron-LM's flags that are accepted as they stand", "why"),
+        flag_table.ACCEPTED_KIND: ("Megatron-LM's flags that are accepted as they stand", "why"),
         flag_table.REFUSED_KIND: (
             "Megatron-LM's flags that are refused",
             "why, and what to do instead",
         ),
         flag_table.REMOVED_KIND: ("Flags that earlier versions had", "what to do instead"),
     }
-    also = {name for flag in flag_table.live() for name in flag.row.also}
     for kind, (title, column) in titles.items():
         yield from ("", f"## {title}", "", f"| flags | {column} |", "|---|---|")
         rows: dict[str, list[str]] = {}
-        for flag in flag_table.known_flags().values():
-            if flag.kind == kind and flag.name not in also:
+        for flag in known_flags().values():
+            if flag.kind == kind:
                 value = f" {' or '.join(flag.allowed)}" if flag.allowed else ""
                 rows.setdefault(flag.text, []).append(f"`{flag.name}{value}`")
         yield from (f"| {', '.join(flags)} | {_cell(why)} |" for why, flags in rows.items())
@@ -70,15 +68,18 @@ def _others() -> Iterator[str]:
 def _differences() -> Iterator[str]:
     yield from ("", "## Where the same flag means something else", "",
                 "| flag | Megatron-LM | here |", "|---|---|---|")  # fmt: skip
-    yield from (f"| {_cell(d.title)} | {_cell(d.there)} | {_cell(d.here)} |" for d in DIFFERENCES)
+    for d in vocabulary().differences:
+        yield f"| {_cell(d.title)} | {_cell(d.there)} | {_cell(d.here)} |"
 
 
 def _of_trees() -> Iterator[str]:
     """Yield what flags of other programs are called here."""
     yield from ("", "## Flags of other programs that are obeyed", "",
                 "| there | here |", "|---|---|")  # fmt: skip
-    yield from (f"| `{name}` | `{' '.join(words)}` |" for name, words in SYNONYMS.items())
-    for (flag, value), here in VALUES.items():
+    for name, words in vocabulary().same.items():
+        if name not in known_flags():
+            yield f"| `{name}` | `{' '.join(words)}` |"
+    for (flag, value), here in vocabulary().values.items():
         yield f"| `{flag} {value}` | {f'`{chr(32).join(here)}`' if here else 'left out'} |"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens to the flags of public Megatron scripts: each script, then docs/megatron.md's table.
 
-    python -m tests.training.flags.public_scripts
+python -m tests.training.flags.public_scripts
 """
 
 import os
@@ -16,9 +16,8 @@ from unittest.mock import patch
 
 from model.load import of_checkpoint
 from training.flags import run_rules
-from training.flags.foreign import translate, unknown
+from training.flags.foreign import sort
 from training.flags.parse import parse
-from training.flags.trees import TREES
 from training.settings.config import Config, UsageError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -73,17 +72,20 @@ def _refusal(flags: tuple[str, ...], world: int) -> str:
     return ""
 
 
+def unknown(flags: list[str]) -> list[str]:
+    """Return what --ignore-flags takes, for the flags that neither Weft nor Megatron-LM knows."""
+    counts = {use.name[2:]: len(use.values) for use in sort(flags, ()).unknown}
+    return [f"{name}:{count}" for name, count in counts.items()]
+
+
 def outcome(script: Script) -> str:
     """Return one cell: what happens to the script as it is, and with --ignore-flags."""
     why = refusal(script.flags, script.world)
     if not why:
         return "parses"
-    flags, _ = translate(script.flags, ())
-    names = unknown(flags)
+    names = unknown(script.flags)
     if not names:
         return f"refused: {shortened(why)}"
-    of = [t for t in TREES if all("--" + n.rpartition(":")[0] in TREES[t] for n in names)]
-    names = of[:1] or names
     given = f"`--ignore-flags {' '.join(names)}`"
     rest = refusal([*script.flags, "--ignore-flags", *names], script.world)
     if not rest:

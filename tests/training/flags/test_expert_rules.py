@@ -57,8 +57,11 @@ def test_the_example_of_nvidia_parses() -> None:
 
 def test_a_loss_that_depends_on_the_micro_batch_is_said() -> None:
     assert read("--num-experts 4 --rank-order tp-cp-ep-dp-pp").parallel.rank_order == "tp-cp-dp-pp"
-    for more, said in (("--moe-aux-loss-coeff 1", 1), ("", 0),
-                       ("--moe-aux-loss-coeff 1 --moe-router-load-balancing-type seq_aux_loss", 0)):
+    for more, said in (
+        ("--moe-aux-loss-coeff 1", 1),
+        ("", 0),
+        ("--moe-aux-loss-coeff 1 --moe-router-load-balancing-type seq_aux_loss", 0),
+    ):
         notes = [n for n in read(f"--num-experts 4 {more}").notes if "depends on --micro" in n]
         assert len(notes) == said
 

@@ -6,8 +6,7 @@ import shlex
 
 import pytest
 
-from training.flags.flag_table import known_flags
-from training.flags.names import ELSEWHERE, SYNONYMS
+from training.flags.megatron import known_flags, vocabulary
 from training.flags.parse import parse
 from training.settings.config import UsageError
 
@@ -25,9 +24,9 @@ OWN = {  # flags of tools and launchers, which a message names too
 
 
 def test_no_name_is_in_two_tables_and_each_names_a_flag():
-    known = known_flags()
-    assert not SYNONYMS.keys() & ELSEWHERE.keys() and not ELSEWHERE.keys() & known.keys()
-    for name, text in ELSEWHERE.items():
+    known, tables = known_flags(), vocabulary()
+    assert not tables.instead.keys() & {*tables.same, *known}
+    for name, text in tables.instead.items():
         assert name == name.lower() and "_" not in name and text[-1] not in ".; ", name
         named = {*re.findall(r"--[a-z][\w-]*\w", text)}
         assert all(word in known and known[word].usable for word in named - OWN), (name, named)

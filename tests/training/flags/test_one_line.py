@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.flags.flag_table import live
+from training.flags.flag_table import live_flags
 
 ROOT = Path(__file__).parents[3]
 BEFORE = "    log_params_norm: bool = setting("
@@ -32,7 +32,7 @@ parse(["--help", "log"], 1)
 
 
 def test_a_flag_is_added_by_one_line(tmp_path: Path) -> None:
-    assert "--log-lines" not in {flag.name for flag in live()}
+    assert "--log-lines" not in {flag.name for flag in live_flags().values()}
     for room in ("mpu", "model", "training", "tests"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     table = tmp_path / "training" / "settings" / "arguments.py"
@@ -46,8 +46,7 @@ def test_a_flag_is_added_by_one_line(tmp_path: Path) -> None:
     unset, set_, number, typo, row, *shown = done.stdout.splitlines()
     assert unset == "7 7"
     assert set_ == (
-        "5 True ('--log_lines is taken as --log-lines', "
-        "'--log-lines has no effect without --save')"
+        "5 True ('--log_lines is taken as --log-lines', '--log-lines has no effect without --save')"
     )
     assert number == "--log-lines 10: must be a whole number >= 2, at most 9"
     assert typo.endswith("did you mean --log-lines?")

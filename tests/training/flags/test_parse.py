@@ -275,7 +275,7 @@ MISTAKES = [
     (
         "--universal-checkpoint",
         1,
-        "--universal-checkpoint is not a flag of this program nor of Megatron-LM, but of argonne",
+        "--universal-checkpoint is not a flag of this program nor of Megatron-LM; --help",
     ),
     (  # a script of another program: all of its flags at once, with what leaves them out
         "--use-mpi --use-z-loss 0.1 --label=a",
@@ -288,9 +288,9 @@ MISTAKES = [
     ("--context-parallel-algo ring", 1, "here and in Megatron-LM it is --cp-comm-type"),
     ("--learning_rate x", 1, "--lr x: must be a number >= 0"),
     ("--dataloader-type external", 1, "--dataloader-type external: only single or cyclic is"),
-    ("--ignore-flags nobody", 1, "or one of the trees argonne, bigscience,"),
+    ("--ignore-flags nobody", 1, "the number of its values; without --ignore-flags the refusal"),
     ("--trigger-path /x --job-name y", 1, "this ignores them: --ignore-flags trigger-path:1 j"),
-    ("--trigger-path /x", 1, "nor of Megatron-LM, but of swiss-ai; --help all lists the flags"),
+    ("--trigger-path /x", 1, "nor of Megatron-LM; --help all lists the flags"),
     (
         "--fp16 --data-parallel-random-init --otel-enabled",
         1,

@@ -8,8 +8,7 @@ import pytest
 
 import pretrain_llama
 from tests.launcher import Launcher
-from tests.training.flags.public_scripts import refusal, scripts, summary
-from training.flags.foreign import unknown as foreign
+from tests.training.flags.public_scripts import refusal, scripts, summary, unknown
 
 SCRIPTS = scripts()
 # What a refusal must name: a feature that is not here, a file that is, or a mistake in the script.
@@ -46,8 +45,8 @@ def test_enough_of_them_parse_as_published():
 
 
 def test_a_fork_s_flags_can_be_left_out_where_nothing_else_is_in_the_way():
-    open_ = [s for s in SCRIPTS if foreign(s.flags)]
-    names = [[*s.flags, "--ignore-flags", *foreign(s.flags)] for s in open_]
+    open_ = [s for s in SCRIPTS if unknown(s.flags)]
+    names = [[*s.flags, "--ignore-flags", *unknown(s.flags)] for s in open_]
     parsed = [s for s, flags in zip(open_, names, strict=True) if not refusal(flags, s.world)]
     assert {s.repository for s in parsed} >= {"swiss-ai/Megatron-LM", "llm-jp/scripts"}
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.training.flags import flags_page
-from training.flags.flag_table import REMOVED, UsageError, known_flags, live
+from training.flags.flag_table import REMOVED, UsageError, live_flags
 from training.flags.foreign import like, suggest
-from training.flags.megatron import DIFFERENCES
+from training.flags.megatron import known_flags, vocabulary
 from training.settings import arguments, config
 from training.settings.config import SECTIONS
 
@@ -35,34 +35,36 @@ def test_the_list_of_flags_is_frozen():
 
 def test_every_spelling_of_megatron_lm_has_a_class():
     """876 in release 0.20, and 70 that only the releases before it have."""
-    ours = {flag.name for flag in live() if flag.row.ours} | {"--core-attention-backend"}
+    ours = {flag.name for flag in live_flags().values() if flag.row.ours} | {
+        "--core-attention-backend"
+    }
     assert len(set(known_flags()) - ours - set(OLDER) - set(REMOVED)) == 876 + 70
 
 
 @pytest.mark.parametrize(
     "name,kind",
     [
-        ("--swiglu", "checked"),
+        ("--swiglu", "accepted"),
         ("--use-distributed-optimizer", "live"),
         ("--num-experts", "live"),
         ("--moe-router-topk", "live"),
-        ("--moe-router-fusion", "checked"),
+        ("--moe-router-fusion", "accepted"),
         ("--moe-use-upcycling", "refused"),
-        ("--use-torch-fsdp2", "checked"),
+        ("--use-torch-fsdp2", "accepted"),
         ("--use-megatron-fsdp", "live"),
         ("--enable-full-sharding-in-hsdp", "refused"),
         ("--num-distributed-optimizer-instances", "live"),
         ("--grad-reduce-in-bf16", "live"),
         ("--main-grads-dtype", "live"),
         ("--optimizer-cpu-offload", "live"),
-        ("--optimizer-offload-fraction", "checked"),
-        ("--fine-grained-activation-offloading", "checked"),
+        ("--optimizer-offload-fraction", "accepted"),
+        ("--fine-grained-activation-offloading", "accepted"),
         ("--rampup-batch-size", "refused"),
         ("--fp16", "refused"),
-        ("--trust-remote-code", "checked"),
+        ("--trust-remote-code", "accepted"),
         ("--lr", "live"),
         ("--tp-comm-overlap", "live"),
-        ("--tp-comm-overlap-cfg", "checked"),
+        ("--tp-comm-overlap-cfg", "accepted"),
     ],
 )
 def test_classes(name, kind):
@@ -82,7 +84,7 @@ def test_live_flags_and_config_fields_are_the_same_list():
     named |= {"cross_entropy_fusion_impl": "fused_linear_cross_entropy"}
     assert named.keys() == {name for rows in arguments.OTHER_FLAGS.values() for name in rows}
     set_by = {section: set() for section in config.SECTIONS}
-    for flag in live():
+    for flag in live_flags().values():
         set_by[flag.section].add(named.get(flag.dest, flag.dest))
     set_by["parallel"].add("world_size")  # the launcher's
     fields_of = {section: {f.name for f in fields(kind)} for section, kind in SECTIONS.items()}
@@ -91,7 +93,7 @@ def test_live_flags_and_config_fields_are_the_same_list():
 
 def test_every_default_keeps_its_rule():
     """The rule reads what --help shows as the default, and gives the default back."""
-    for flag in live():
+    for flag in live_flags().values():
         default, rule = flag.row.default, flag.rule
         if default not in (None, ()) and default is not False and not flag.row.derived:
             given = list(map(str, default)) if rule.nargs == "*" else str(default)
@@ -99,7 +101,7 @@ def test_every_default_keeps_its_rule():
 
 
 def test_what_a_flag_needs_is_a_flag():
-    for flag in live():
+    for flag in live_flags().values():
         assert set(flag.row.needs) <= known_flags().keys(), flag.name
         if value := flag.row.needs_value:
             assert known_flags()[flag.row.needs[0]].read(value) == value, flag.name
@@ -248,7 +250,7 @@ def test_a_wrong_value_names_flag_value_and_rule(name, text, rule):
 
 
 def test_differences_name_flags_that_are_known():
-    for row in DIFFERENCES:
+    for row in vocabulary().differences:
         assert set(row.flags.split()) <= known_flags().keys() and row.there and row.here, row
 
 

@@ -99,14 +99,12 @@ NOTES = [
     (
         "--overlap-param-gather",
         2,
-        "--overlap-param-gather has no effect at --zero-stage 0: every rank updates all "
-        "weights",
+        "--overlap-param-gather has no effect at --zero-stage 0: every rank updates all weights",
     ),
     (
         "--ddp-bucket-size 1000 --zero-stage 3 --overlap-param-gather",
         2,
-        "--ddp-bucket-size has no effect at --zero-stage 3: a bucket is a transformer "
-        "block",
+        "--ddp-bucket-size has no effect at --zero-stage 3: a bucket is a transformer block",
     ),
     (
         "--zero-stage 3",

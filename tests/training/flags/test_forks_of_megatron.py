@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags of trees derived from Megatron-LM: other names are obeyed, a tree's own are left out."""
+"""Flags of forks of Megatron-LM: other names are obeyed, and a fork's own can be left out."""
 
 import shlex
 
 import pytest
 
-from training.flags.flag_table import known_flags
-from training.flags.names import SYNONYMS, VALUES
-from training.flags.parse import parse
-from training.flags.trees import TREES
+from training.flags import megatron
+from training.flags.flag_table import live_flags
+from training.flags.megatron import known_flags, vocabulary
+from training.flags.parse import model_file, parse
 from training.settings.config import UsageError
 
 BASE = "--hidden-size 64 --num-attention-heads 4 --lr 1e-3 --train-iters 2 --mock-data"
@@ -20,14 +20,12 @@ def read(more, layers="--num-layers 2", base=BASE):
 
 
 def test_the_tables_are_sound():
-    known = known_flags()
-    for name, words in SYNONYMS.items():
-        assert name not in known and words[0] in known, name
-    for (flag, value), here in VALUES.items():
+    known, tables = known_flags(), vocabulary()
+    for name, words in tables.same.items():
+        assert name not in live_flags() and words[0] in known, name
+    for (flag, value), here in tables.values.items():
         assert {word for word in here if word[:2] == "--"} <= {*known}, (flag, value)
-        assert flag not in SYNONYMS and value == value.lower(), (flag, value)
-    for tree, flags in TREES.items():
-        assert len(flags) > 2 and not flags.keys() & {*known, *SYNONYMS}, tree
+        assert flag not in tables.same and value == value.lower(), (flag, value)
 
 
 SAME = [  # of another program, of this one, what a line says
@@ -113,19 +111,23 @@ def test_a_fork_s_own_flag_of_such_a_name_stays_its_own():
     assert dict(config.extra) == {"rope_theta": 3} and config.model.rotary_base == 10000
 
 
-def test_a_tree_s_own_flags_are_left_out_and_listed():
-    config = read("--trigger-path /x --goldfish-loss --goldfish-k 3 --ignore-flags swiss-ai")
-    (line,) = [note for note in config.notes if "swiss-ai" in note]
-    assert line.endswith("not done here: --trigger-path, --goldfish-loss, --goldfish-k")
-    assert config.digest() == read("").digest()
-    both = "--trigger-path=/x --ignore-flags pai swiss-ai beta:1 --beta 0.9"
-    assert {*read(both).run.ignore_flags} == {"pai", "swiss-ai", "beta:1"}
-    assert "--ignore-flags pai: no flag of it is given" in read(both).notes
+def test_flags_of_another_program_s_words_are_all_named_for_ignore_flags():
+    """Each is like one of this program, and together they are of another."""
+    with pytest.raises(UsageError, match="ignores them: --ignore-flags max-padding-length:1 extra"):
+        read("--max-padding-length 5 --extra-vocab-size 0")
 
 
-def test_a_tree_leaves_out_nothing_of_this_program_nor_a_stray_value():
-    assert read("--ignore-flags pai --seed 3").run.seed == 3
-    with pytest.raises(UsageError, match="7: a value that belongs to no flag"):
-        read("--ignore-flags swiss-ai --goldfish-loss 7")
-    with pytest.raises(UsageError, match="--job-name is not .*, but of megatron-llama;"):
-        read("--ignore-flags swiss-ai --job-name x")
+def test_a_word_more_is_no_slip_of_the_pen():
+    """Before, it could not be ignored: the names are alike letter by letter."""
+    name = "original-max-position-embeddings"
+    assert read(f"--{name} 8192 --ignore-flags {name}:1").digest() == read("").digest()
+
+
+def test_a_run_with_flags_of_this_program_alone_never_opens_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(megatron, "FILE", None)
+    vocabulary.cache_clear()
+    known_flags.cache_clear()
+    assert model_file(shlex.split(BASE)) == "model/llama.py"
+    assert read("--bf16 --zero-stage 2 --clip-grad=0.5").model.num_layers == 2
+    with pytest.raises(AttributeError, match="read_text"):
+        read("--swiglu")
