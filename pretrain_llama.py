@@ -185,8 +185,6 @@ def run_schedule(
 
     run.engine.run(schedule, forward, run.model.hidden_shape(*batches[0].tokens.shape), during)
     total[2] += auxiliary.take()
-    if run.config.fault.empty_unused_memory_level:
-        memory_report.empty_cache(run.config, run.device, level=1)
     return total
 
 
@@ -345,7 +343,6 @@ def train(
             step.loss, step.norm, step.found_inf = train_step(
                 run, batches, step.lr, step.decoupled_lr
             )
-            memory_report.empty_cache(config, run.device, level=2)
             saver.poll()
             over = time_is_up(config.run, started) or bool(saver.failed)
             spiked = guard.spiked(step)

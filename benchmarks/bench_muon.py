@@ -45,7 +45,7 @@ def rank_main(rank: int, args: argparse.Namespace, port: int, out: Any) -> None:
     bind_loopback()
     words = [*model_flags(args.size), "--micro-batch-size", "1", "--train-iters", "1"]
     words += ["--global-batch-size", str(args.dp), "--zero-stage", str(args.zero_stage)]
-    muon = ["--optimizer", "muon", *["--muon-use-syrk"] * args.syrk]
+    muon = ["--optimizer", "muon"]
     config = parse([*words, *muon], args.dp)
     grid = pretrain_llama.make_grid(config, Launch(rank, args.dp, rank, args.dp))
     device, timeout = torch.device("cpu"), timedelta(seconds=600)
@@ -103,7 +103,6 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, default=1, choices=range(4), help="(1)")
     parser.add_argument("--rounds", type=int, default=3, help="timed, after one that is not (3)")
     parser.add_argument("--threads", type=int, default=1, help="of a rank (1)")
-    parser.add_argument("--syrk", action="store_true", help="--muon-use-syrk")
     args = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -16,7 +16,14 @@ from safetensors.torch import load_file
 REMOVED = (
     "fault.checksum_messages", "parallel.tp_comm_overlap_cache", "float8.fp8_auto",
     "parallel.core_attention_backend",  # parallel.attention_backend
-    "fault.peer_checkpoint",
+    "fault.peer_checkpoint", "fault.empty_unused_memory_level",
+    "run.memory_picture_rank", "checkpoint.save_hf_max_shard_size", "data.validation_set_names",
+    "optimizer.muon_coefficients", "optimizer.muon_use_syrk", "float8.fp8_margin",
+    "moe.moe_token_drop_policy", "parallel.wgrad_deferral_limit",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers",
+    "parallel.account_for_embedding_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split",
 )  # fmt: skip
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 

@@ -98,9 +98,6 @@ def _pipeline(config: Config, ranks: Sequence[Sequence[Stage]]) -> Config:
         pipeline_model_parallel_layout="|".join(texts) if size > 1 else None,
         world_size=p.world_size // p.pipeline_model_parallel_size * size,
         num_virtual_stages_per_pipeline_rank=p.virtual_stages,
-        num_layers_per_virtual_pipeline_stage=None, decoder_first_pipeline_num_layers=None,
-        decoder_last_pipeline_num_layers=None, account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
         microbatch_group_size_per_virtual_pipeline_stage=None,
     )  # fmt: skip
     count = max(micro_batch_counts(config))

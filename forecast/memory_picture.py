@@ -26,8 +26,7 @@ TOOL = Path(__file__).resolve().parent.parent / "tools" / "draw_memory.py"
 def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
     """Return what is drawn: the bytes of each kind in each action of a step, and words about them.
 
-    Of --memory-picture-rank, without it of the pipeline rank that needs most. Raises ValueError
-    where the vocabulary is not known.
+    Of the pipeline rank that needs most. Raises ValueError where the vocabulary is not known.
     """
     config = with_vocabulary(config)
     if config.model.vocab_size is None:
@@ -35,10 +34,9 @@ def drawn_of(config: Config, script: ModuleType) -> dict[str, Any]:
             f"--memory-picture {config.run.memory_picture}: memory depends on the vocabulary, and "
             "no file of a tokenizer is here; give --vocab-size"
         )
-    size, rank = config.parallel.pipeline_model_parallel_size, config.run.memory_picture_rank
+    size = config.parallel.pipeline_model_parallel_size
     steps = [step_memory(config, each) for each in recordings_of(config, script)]
-    if rank is None:
-        rank = max(range(size), key=lambda r: fullest(steps[r]).total)
+    rank = max(range(size), key=lambda r: fullest(steps[r]).total)
     peak, p = fullest(steps[rank]), config.parallel
     drawn = [each.action for each in steps[rank] if isinstance(each.action, Action)]
     count = 1 + max(each.micro_batch for each in drawn)

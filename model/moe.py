@@ -230,10 +230,8 @@ class SparseMLP(nn.Module):
         counted = count_of(best, self.config.num_experts) if self.load.counts_best else None
         capacity, options = None, self.ctx.experts
         if options.capacity_factor is not None:
-            first = self.weights(scores, choice) if options.drop_policy == "probs" else None
-            capacity = Capacity.of(
-                choice, load, options.capacity_factor, first, options.pad_to_capacity
-            )
+            weights, padded = self.weights(scores, choice), options.pad_to_capacity
+            capacity = Capacity.of(choice, load, options.capacity_factor, weights, padded)
             dropped = (load - capacity.size).clamp(min=0).sum()
             plan = self.dispatcher.plan(choice, load, capacity)
             return Routing(plan, torch.cat([load, dropped[None]]), shares, counted)

@@ -24,9 +24,9 @@ class ExpertOptions(NamedTuple):
     coefficient. z_coefficient: of the z-loss. force_balance: every expert gets as many tokens,
     whatever the router says. skew: where tokens have no values, as in a plan, the first rank of ep
     gets so many times the mean of them. bias_update_rate: how far the bias of the choice moves in a
-    step (mpu/layers/expert_load.py). capacity_factor, drop_policy, pad_to_capacity: how many of a
-    rank's tokens an expert takes, None being all, which ones ("probs" or "position"), and whether
-    it always gets so many rows (Capacity in mpu/layers/dispatch.py).
+    step (mpu/layers/expert_load.py). capacity_factor, pad_to_capacity: how many of a rank's tokens
+    an expert takes, None being all, and whether it always gets so many rows (Capacity in
+    mpu/layers/dispatch.py).
     """
 
     dispatcher: str = "allgather"
@@ -36,7 +36,6 @@ class ExpertOptions(NamedTuple):
     skew: float = 1.0
     bias_update_rate: float = 1e-3
     capacity_factor: float | None = None
-    drop_policy: str = "probs"
     pad_to_capacity: bool = False
 
 

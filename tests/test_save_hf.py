@@ -24,7 +24,7 @@ FLAGS = f"""
     --seq-length 16 --num-workers 0 --device cpu --lr 1e-2 --micro-batch-size 1
     --global-batch-size 4 --log-interval 1 --save {{dir}}/run --save-hf {{dir}}/hf
 """
-THREE = "--train-iters 6 --save-interval 2 --save-hf-dtype float32 --save-hf-max-shard-size 3e-5"
+THREE = "--train-iters 6 --save-interval 2 --save-hf-dtype float32"
 LAYOUTS = (
     pytest.param(2, "--tensor-model-parallel-size 2 --async-save", id="tp"),
     pytest.param(
@@ -67,7 +67,6 @@ def test_folders_of_three_saves_load_in_transformers(
         with torch.no_grad():
             got = theirs(tokens).logits
         torch.testing.assert_close(got, ours(result.folder / "run" / step, tokens))
-        assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
     text = "def f(x):"
     assert (
         AutoTokenizer.from_pretrained(folder)
@@ -77,7 +76,7 @@ def test_folders_of_three_saves_load_in_transformers(
     assert GenerationConfig.from_pretrained(folder).eos_token_id is not None
     by_tool = tmp_path / "tool"
     words = ["--to-hf", str(by_tool), "--load", str(result.folder / "run" / step)]
-    assert checkpoint_tool(["convert", *words, "--max-shard-size", "3e-5"]) == 0
+    assert checkpoint_tool(["convert", *words]) == 0
     names = sorted(p.name for p in by_tool.iterdir())
     assert names == sorted(p.name for p in folder.iterdir())
     for name in names:  # the same writer: the same bytes, whoever called it

@@ -123,17 +123,17 @@ def test_the_losses_are_equal_at_every_layout(ranks, more, paths, serial, launch
 
 
 def test_the_loss_of_all_tokens_does_not_depend_on_the_batch(paths, serial, tmp_path, capsys):
-    """Other batch sizes and names; the first evaluation of all is before any update: lr is 0."""
+    """Other batch sizes; the first evaluation of all is before any update: lr is 0."""
     found = []
     for size, micro in ((4, 4), (6, 2)):
         log = tmp_path / f"{size}.jsonl"
-        more = f"{SETS} --validation-set-names a b c --global-batch-size {size} --lr 0 --min-lr 0 "
+        more = f"{SETS} --global-batch-size {size} --lr 0 --min-lr 0 "
         more += f"--micro-batch-size {micro} --train-iters 2 --log-json {log}"
         assert pretrain_llama.main(words_of(paths, more)) == 0
         found.append(evaluations(log))
     assert found[0] == pytest.approx(found[1], rel=1e-12) and len(found[0]) == 6
     said = capsys.readouterr().out
-    assert "validation-b at iteration 2 | loss" in said and "bits per byte" in said
+    assert "validation-code at iteration 2 | loss" in said and "bits per byte" in said
 
 
 def test_without_a_full_validation_each_set_gives_eval_iters_batches(paths, tmp_path):

@@ -135,10 +135,10 @@ class Rehearsed:
 
 def few_of(config: Config) -> int:
     """Return how many micro-batches run: all of them where the first ones differ (ramps of the
-    batch size, a limit of deferred weight gradients), or where two run at once.
+    batch size), or where two run at once.
     """
     p, counts = config.parallel, micro_batch_counts(config)
-    unlike = p.wgrad_deferral_limit or p.overlap_moe_expert_parallel_comm or len(counts) > 1
+    unlike = p.overlap_moe_expert_parallel_comm or len(counts) > 1
     return counts[0] if unlike else few_micro_batches(config)
 
 

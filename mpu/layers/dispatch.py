@@ -89,22 +89,18 @@ class Capacity(NamedTuple):
 
     @classmethod
     def of(
-        cls, choice: Tensor, load: Tensor, factor: float, first: Tensor | None, padded: bool
+        cls, choice: Tensor, load: Tensor, factor: float, weights: Tensor, padded: bool
     ) -> "Capacity":
         """Return the capacity for the experts chosen [T, k], of which load [E] counts the pairs.
 
-        C = ceil(T k / E x factor) as in Megatron-LM, at most T. first [T, k]: an expert takes the
-        pairs with the highest of these numbers; None: those that come first. Earlier pairs win
-        among equal ones.
+        C = ceil(T k / E x factor) as in Megatron-LM, at most T. An expert takes the
+        pairs with the highest weights [T, k], the earlier one of two that are equal.
         """
         (t, k), e = choice.shape, len(load)
         size = min(t, math.ceil(t * k / e * factor))
         flat = choice.flatten()
-        if first is None:
-            order = torch.argsort(flat, stable=True)
-        else:
-            best = torch.argsort(first.flatten(), descending=True, stable=True)
-            order = best[torch.argsort(flat[best], stable=True)]
+        best = torch.argsort(weights.flatten(), descending=True, stable=True)
+        order = best[torch.argsort(flat[best], stable=True)]
         begins = load.cumsum(0) - load
         rank = _numbers(flat) - begins.index_select(0, flat[order])
         rank = torch.empty_like(rank).scatter_(0, order, rank)
@@ -465,9 +461,7 @@ class _Combine(torch.autograd.Function):
         return _sum(rows, place, weights, padded, kernels)
 
     @staticmethod
-    def backward(
-        saved_ctx: Any, dy: Tensor
-    ) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
         rows, weights, flat, place = saved_ctx.saved_tensors
         if saved_ctx.kernels:
             both = _gradients_by_kernel(rows, weights, place, dy, saved_ctx.padded)

@@ -26,7 +26,7 @@ class Muon(UpdateRule):
     """coefficients: (a, b, c) of each Newton-Schulz step. scale_mode, extra_scale: the update is
     multiplied by scale_of(shape, scale_mode) x extra_scale. split: which sections are matrices of
     their own. bf16: the iterations are in bf16, else in the masters' dtype; under fp64 they always
-    are in fp64. symmetric: take the fast products of newton_schulz.py.
+    are in fp64.
     """
 
     momentum: float = 0.9
@@ -36,7 +36,6 @@ class Muon(UpdateRule):
     extra_scale: float = 1.0
     split: Split = Split()
     bf16: bool = True
-    symmetric: bool = False
     name = "Muon"
     kinds = (StateKind("momentum_buffer"),)
     needs_full_matrices = True
@@ -66,7 +65,7 @@ class MuonUpdater(MatrixUpdater):
         return travels, {"momentum_buffer": buffer}
 
     def full_update(self, matrix: Tensor, which: FullMatrix) -> Tensor:
-        return orthogonalise(matrix, self.rule.coefficients, self.rule.symmetric)
+        return orthogonalise(matrix, self.rule.coefficients)
 
     def apply(
         self, weight: Tensor, update: Tensor, which: FullMatrix, group: Mapping[str, Any]

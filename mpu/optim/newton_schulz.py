@@ -5,21 +5,16 @@
     A = X X^T;  B = b A + c A A;  X <- a X + B X        once for each (a, b, c)
 
 All singular values go to about 1, so X becomes about U V^T of G = U S V^T. X has no more rows than
-columns; a tall G is transposed first. The reference path is the order of operations of
-torch.optim.Muon. `symmetric` computes A and A A, which are symmetric, by blocks of rows, the upper
-ones alone: other bits, which depend on the shape and the kind of device alone.
+columns; a tall G is transposed first. The order of operations is that of torch.optim.Muon.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import sqrt
 
 import torch
 from torch import Tensor
 
 EPS = 1e-7  # torch.optim.Muon's
-# rows of a block of the symmetric products: on a CPU, and elsewhere, where each must be worth its
-# launches
-BLOCK, LARGE_BLOCK = 512, 2048
 Coefficients = tuple[tuple[float, float, float], ...]
 
 # Sets of coefficients by Megatron's names (--muon-coefficient-type), with their sources
@@ -87,53 +82,20 @@ def scale_of(rows: int, columns: int, mode: str) -> float:
     return sqrt(ratio if mode == "unit_rms_norm" else max(1, ratio))  # Pethick et al. 2502.07529
 
 
-def orthogonalise(matrix: Tensor, coefficients: Coefficients, symmetric: bool = False) -> Tensor:
+def orthogonalise(matrix: Tensor, coefficients: Coefficients) -> Tensor:
     """Return the orthogonalised matrix [m, n], in its dtype; `matrix` is used up.
 
     Its bits depend on its values and its shape alone: neither on its owner nor on other matrices.
     """
-    step = _step_symmetric if symmetric else _step
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x.div_(x.norm().clamp(min=EPS))
     for a, b, c in coefficients:
-        x = step(x, a, b, c)
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
 
 
-def _step(x: Tensor, a: float, b: float, c: float) -> Tensor:
-    gram = x @ x.T
-    return torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-
-
-def _step_symmetric(x: Tensor, a: float, b: float, c: float) -> Tensor:
-    gram = _symmetric(len(x), x, lambda rows, columns: x[rows] @ x[columns].T)
-    made = _symmetric(
-        len(x), x,
-        lambda rows, columns: torch.addmm(
-            gram[rows, columns], gram[rows], gram[columns].T, beta=b, alpha=c
-        ),
-    )  # fmt: skip
-    return torch.addmm(x, made, x, beta=a)
-
-
-def _symmetric(size: int, like: Tensor, product: Callable[[slice, slice], Tensor]) -> Tensor:
-    """Return a symmetric matrix [size, size]: product(rows, columns) gives a strip of its upper
-    half, from a block on the diagonal to the last column; the lower half is copied.
-    """
-    out, block = like.new_empty((size, size)), block_rows(like.device)
-    for low in range(0, size, block):
-        high = min(low + block, size)
-        out[low:high, low:] = product(slice(low, high), slice(low, size))
-        out[high:, low:high] = out[low:high, high:].T
-    return out
-
-
-def block_rows(device: torch.device) -> int:
-    """Return the rows of a block of the symmetric products on a device."""
-    return BLOCK if device.type == "cpu" else LARGE_BLOCK
-
-
 def flops(shapes: Sequence[tuple[int, int]], steps: int) -> int:
-    """Return the FLOPs of all matrices' reference iterations: 4 m^2 n + 2 m^3 a step."""
+    """Return the FLOPs of all matrices' iterations: 4 m^2 n + 2 m^3 a step."""
     return steps * sum(4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3 for s in shapes)

@@ -275,7 +275,7 @@ class _Run:
         if step.stage < self.first:
             return None
         queue, edge = self.engine.queue, self.outputs.pop((chunk, i))
-        defers = not fused or (step.stage == self.last and i < self.schedule.deferred)
+        defers = not fused or (step.stage == self.last and self.schedule.deferred)
         if defers:
             queue.defer(output_layer_only=fused)
         torch.autograd.backward((edge,), (dy,))  # dy is None for a scalar loss

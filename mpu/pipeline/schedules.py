@@ -42,7 +42,7 @@ class Schedule:
     """What each rank does, in order: `ranks[r]` is rank r's list.
 
     v_shape: chunk 0 goes down the ranks and chunk 1 comes back up, so that rank 0 holds both ends;
-    else stage = chunk p + rank. deferred: the output layer's first so many W's come at the end.
+    else stage = chunk p + rank. deferred: the output layer's W's come at the end.
     pairs: of each rank, the numbers of the F's that overlap the B and W behind them.
     """
 
@@ -52,7 +52,7 @@ class Schedule:
     chunks: int = 1
     split: bool = False
     v_shape: bool = False
-    deferred: int = 0
+    deferred: bool = False
     pairs: tuple[range, ...] = ()
 
     def overlapped_forwards(self, rank: int) -> range:

@@ -244,7 +244,7 @@ def _peaks(
     b = w = most_b = most_w = most = 0.0
     overlapped = 0.0  # of an F, whose layers come as those of the B go
     pairs = schedule.overlapped_forwards(rank)
-    for n, (kind, chunk, i) in enumerate(schedule.ranks[rank] if trains else ()):
+    for n, (kind, chunk, _) in enumerate(schedule.ranks[rank] if trains else ()):
         stage = stages[chunk]
         if n in pairs:
             overlapped = for_b[stage]
@@ -253,7 +253,7 @@ def _peaks(
         elif kind == "B":
             b += overlapped - for_b[stage]
             overlapped = 0.0
-            if split or (stage == last and i < deferred):  # the latter: after the last action
+            if split or (stage == last and deferred):  # the latter: after the last action
                 w += for_w[stage]
         elif split:
             w -= for_w[stage]

@@ -2,7 +2,7 @@
 """Decide which part of the model each pipeline stage holds: cut L layers over p v stages.
 
 A model is one embedding, L layers and one head with the loss. By default the cut balances the
-ranks by what each part costs; it can also be even, fixed at the ends, or written out:
+ranks by what each part costs; it can also be written out:
 
     "Et*3|(tt|)*2ttL"    Ettt | tt | tt | ttL        E embedding, t layer, L loss, | next stage
 """
@@ -44,33 +44,18 @@ def stages(
     *,
     embedding_cost: float = 0.0,
     head_cost: float = 0.0,
-    even: bool = False,
-    count_embedding: bool = False,
-    count_loss: bool = False,
-    first_rank: int | None = None,
-    last_rank: int | None = None,
     layout: str | None = None,
 ) -> tuple[Stage, ...]:
     """Cut the layers over p ranks of v stages each; return the p v stages in order.
 
     costs: of each layer, in any unit; embedding_cost and head_cost are in the same unit.
-    layout: the cut written out. first_rank, last_rank: that many layers on the first and the last
-    rank; the others share the rest evenly. even: the same number on every stage. count_embedding,
-    count_loss: the same, with this end counted as a layer. Else the cut balances the costs.
-    Raises ValueError where the numbers do not add up: no layer is ever dropped.
+    layout: the cut written out; else it balances the costs. Raises ValueError where the numbers do
+    not add up: no layer is ever dropped.
     """
     num_layers = len(costs)
     own = [[stage_of(rank, chunk, p, v_shape) for chunk in range(v)] for rank in range(p)]
     if layout is not None:
         counts = _written(layout, num_layers, p * v)
-    elif first_rank is not None or last_rank is not None:
-        counts = [0] * (p * v)
-        ranks = _fixed_ends(num_layers, p, v, first_rank, last_rank)
-        for stages_of_rank, layers in zip(own, ranks, strict=True):
-            for stage in stages_of_rank:
-                counts[stage] = layers // v
-    elif even or count_embedding or count_loss:
-        counts = _even(num_layers, p * v, count_embedding, count_loss)
     else:
         counts = _balanced(costs, own, embedding_cost, head_cost)
 
@@ -205,51 +190,6 @@ def _improved(
         if better is None:
             return counts
         counts = better
-
-
-def _even(num_layers: int, stages: int, embedding: bool, loss: bool) -> list[int]:
-    """Return the same count for every stage; a counted end takes the place of a layer."""
-    things = num_layers + embedding + loss
-    if things % stages:
-        ends = " and the embedding" * embedding + " and the loss" * loss
-        raise ValueError(
-            f"{num_layers} layers{ends}{f', {things} in all,' if ends else ''} do not divide over "
-            f"{stages} stages"
-        )
-    counts = [things // stages] * stages
-    counts[0] -= embedding
-    counts[-1] -= loss
-    return counts
-
-
-def _fixed_ends(num_layers: int, p: int, v: int, first: int | None, last: int | None) -> list[int]:
-    """Return the layers of each rank: the ends' as given, the rest evenly, each over v chunks."""
-    given = [n for n in (first, last) if n is not None]
-    between, rest = p - len(given), num_layers - sum(given)
-    requested = f"{num_layers} layers, {' and '.join(map(str, given))} of them at the ends"
-    if between < 0:
-        raise ValueError(f"{requested}: {p} pipeline rank has no two ends")
-    if rest < 0:
-        raise ValueError(f"{requested}: there are fewer")
-    if between == 0 and rest:
-        raise ValueError(f"{requested}: there is no other rank for the other {rest}")
-    if between and rest % between:
-        raise ValueError(
-            f"{requested}: the other {rest} do not divide over the other {between} ranks"
-        )
-    each = rest // between if between else 0
-    ranks = [each] * p
-    if first is not None:
-        ranks[0] = first
-    if last is not None:
-        ranks[-1] = last
-    for rank, layers in enumerate(ranks):
-        if layers % v:
-            raise ValueError(
-                f"{requested}: the {layers} of pipeline rank {rank} do not divide over its {v} "
-                "virtual stages"
-            )
-    return ranks
 
 
 def _written(layout: str, num_layers: int, stages: int) -> list[int]:

@@ -129,7 +129,7 @@ def test_buckets_by_hand():
 def test_the_fullest_pipeline_rank_sets_the_automatic_size():
     line = (
         "--hidden-size 1024 --ffn-hidden-size 2048 --num-layers 16 --pipeline-model-parallel-size 2"
-        f" --decoder-last-pipeline-num-layers 1 {UNTIED}"
+        f" --pipeline-model-parallel-layout Et*15|tL {UNTIED}"
     )
     config = read(line, 2)
     # by itself it would be cut in buckets of 2^21

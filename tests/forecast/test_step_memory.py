@@ -216,8 +216,7 @@ def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
         assert heights[name] == pytest.approx(unit * sum(kinds.values()), rel=1e-3)
         weights = kinds["parameters"] + kinds["gathered weights"]
         assert drawn[name]["weights"] == pytest.approx(unit * weights, rel=1e-3)
-    assert draw(svg, f"{flags} --memory-picture-rank 3") == 0  # over its own picture
-    assert "Pipeline rank 3 of 4" in svg.read_text()
+    assert draw(svg, flags) == 0  # over its own picture
 
 
 @pytest.mark.prove
@@ -237,7 +236,6 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
     for path, more, said in (
         (mine, "", f"--memory-picture {mine}: it exists and is not a picture that matplotlib drew"),
         (tmp_path / "a.pdf", "", "a.pdf: a picture is a .png or an .svg"),
-        (tmp_path / "a.svg", "--memory-picture-rank 1", "pipeline ranks go from 0 to 0"),
     ):
         assert draw(path, f"--global-batch-size 8 {more}") == 2
         error = capsys.readouterr().err
@@ -246,5 +244,3 @@ def test_what_cannot_be_drawn_is_one_sentence(tmp_path, capsys):
     words = [*MODEL, "--num-layers", "4", "--global-batch-size", "8", "--device", "cpu"]
     with pytest.raises(ValueError, match="--memory-picture a.svg needs --dry-run"):
         parse([*words, "--memory-picture", "a.svg"], 8)
-    with pytest.raises(ValueError, match="--memory-picture-rank 0 needs --memory-picture"):
-        parse([*words, "--dry-run", "--memory-picture-rank", "0"], 8)

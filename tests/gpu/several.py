@@ -40,7 +40,7 @@ LAYOUTS = {
     "pp-1f1b": Layout(2, "--pipeline-model-parallel-size 2"),
     "pp-zb-v": Layout(2, "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"),
     "pp-interleaved": Layout(
-        2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
+        2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     ),
     "tp-pp-dp": Layout(8, "--tensor-model-parallel-size 2 --sequence-parallel "
                        "--pipeline-model-parallel-size 2 --zero-stage 1"),

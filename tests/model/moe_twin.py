@@ -111,11 +111,10 @@ class ExpertTwin(Twin):
                 most = math.ceil(pairs / e * moe["moe_expert_capacity_factor"])
                 for expert in range(e):
                     mine = [at for at in tokens if chosen[at][expert]]
-                    if moe.get("moe_token_drop_policy", "probs") == "probs":
-                        mine.sort(key=lambda at: -weights[at][expert].item())  # stable
-                        if len(mine) > most:
-                            last, next_one = (weights[mine[i]][expert] for i in (most - 1, most))
-                            self.margin = min(self.margin, (last - next_one).item())
+                    mine.sort(key=lambda at: -weights[at][expert].item())  # stable
+                    if len(mine) > most:
+                        last, next_one = (weights[mine[i]][expert] for i in (most - 1, most))
+                        self.margin = min(self.margin, (last - next_one).item())
                     self.dropped += max(0, len(mine) - most)
                     for at in mine[:most]:
                         kept[at][expert] = True

@@ -38,7 +38,7 @@ def cases(size: int) -> list[dict]:
         for case in found
         if case["dp"] > 1 and not case["masks"]
         for how in (
-            dict(schedule="1f1b", defer=True, limit=2),
+            dict(schedule="1f1b", defer=True),
             dict(schedule="zb-h1"),
             dict(schedule="zb-v", recompute="full", layers=4),
         )

@@ -65,25 +65,24 @@ FULL = SPARSE | dict(
     moe_router_load_balancing_type=("seq_aux_loss",),
     moe_aux_loss_coeff=(0.5,),
 )
-POSITION = dict(moe_token_drop_policy="position")
 PADDED = dict(moe_pad_expert_input_to_capacity=True)
 DROPPING = [
     (dict(dp=2, ep=2, zero=1, dispatch="alltoall"), {}),
-    (dict(dp=2, ep=2, m=2, recompute="full"), POSITION),
+    (dict(dp=2, ep=2, m=2, recompute="full"), {}),
     (dict(dp=2, ep=2, zero=3, dispatch="alltoall"), PADDED),
     (dict(tp=2, sp=True, ep=2, recompute="full"), PADDED),
 ]
 LONG_DROPPING = [
-    (dict(m=2), PADDED | POSITION),
+    (dict(m=2), PADDED),
     (dict(), dict(moe_router_topk=1, moe_router_pre_softmax=True) | PADDED),
     (dict(dp=2, ep=2), dict(moe_router_topk=1, moe_router_score_function="sigmoid") | PADDED),
     (dict(dp=2, ep=2), dict(moe_expert_capacity_factor=4.0) | PADDED),
     (dict(dp=2, ep=2), dict(moe_expert_capacity_factor=0.01)),
     (dict(dp=2, ep=2, dispatch="alltoall"), dict(moe_expert_capacity_factor=0.01) | PADDED),
-    (dict(dp=4, ep=4, dispatch="alltoall", zero=2), POSITION),
+    (dict(dp=4, ep=4, dispatch="alltoall", zero=2), {}),
     (dict(tp=2, sp=True, cp=2, ep=4, dispatch="alltoall"), PADDED),
     (dict(tp=2, sp=True, cp=2, dp=2, ep=8), {}),
-    (dict(cp=2, dp=2, ep=2, dispatch="alltoall", recompute="full"), PADDED | POSITION),
+    (dict(cp=2, dp=2, ep=2, dispatch="alltoall", recompute="full"), PADDED),
     (dict(pp=2, schedule="zb-v", v=2, dp=2, ep=2, m=2), PADDED),
     (dict(tp=2, sp=True, dp=2, ep=4, dispatch="auto", recompute="full", m=2), PADDED),
 ]
@@ -123,7 +122,7 @@ def test_a_padded_plan_looks_at_no_value() -> None:
     """So nothing waits for the device, with one rank's experts as with an exchange."""
     choice = torch.randint(0, 8, (12, 2), device="meta")
     load = torch.zeros(8, dtype=torch.long, device="meta")
-    capacity = dispatch.Capacity.of(choice, load, 1.0, None, True)
+    capacity = dispatch.Capacity.of(choice, load, 1.0, torch.ones(12, 2, device="meta"), True)
     with patch.object(torch.Tensor, "tolist", side_effect=AssertionError("a wait")):
         plan = dispatch.Dispatcher(8, Grid().ep, None, Interleaver()).plan(choice, load, capacity)
     assert plan.counts.each == (3,) * 8 and len(plan.flat) == 24
@@ -166,9 +165,7 @@ def test_the_bias_has_the_same_bits_on_every_layout(world: Any) -> None:
 
 def test_a_skipped_step_and_a_measurement_leave_the_bias() -> None:
     case = RUN | dict(m=2)
-    run = pretrain_llama.build(
-        config_of(case), Grid(), torch.device("cpu"), FailureMonitor()
-    )
+    run = pretrain_llama.build(config_of(case), Grid(), torch.device("cpu"), FailureMonitor())
     batches = micro_batches(case, 0)
     pretrain_llama.train_step(run, batches, 1e-2)
     load = run.model.layers["1"].mlp.load

@@ -181,13 +181,3 @@ def alike(comm, case: dict) -> None:
 )
 def test_the_output_layers_gradients_wait_and_change_no_bit(world, case):
     world(4).run(alike, case)
-
-
-def test_a_limit_lets_the_first_micro_batches_wait(world):
-    """The others' gradients are then added first: the same sum in another order."""
-    limits = (("1f1b", True, 1), ("interleaved", False, 3), ("1f1b", False, 9))
-    some = [
-        case_of(schedule, 2, 4, 2, 1, tied, defer=True, limit=limit)
-        for schedule, tied, limit in limits
-    ]
-    compare(world, twin_of, 4, some)

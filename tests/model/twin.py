@@ -76,7 +76,6 @@ def config_of(case: dict) -> Config:
             microbatch_group_size_per_virtual_pipeline_stage=case.get("group"),
             pipeline_model_parallel_layout=case.get("layout"),
             defer_embedding_wgrad_compute=case.get("defer", False),
-            wgrad_deferral_limit=case.get("limit", 0),
             sequence_parallel=case["sp"],
             expert_model_parallel_size=case.get("ep", 1),
             moe_token_dispatcher_type=case.get("dispatch", "allgather"),

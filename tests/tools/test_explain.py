@@ -92,8 +92,6 @@ PIPELINES = [  # pp, tp, dp, schedule, the rest of tiny's arguments
             "more": (
                 "--fused-linear-cross-entropy",
                 "--defer-embedding-wgrad-compute",
-                "--wgrad-deferral-limit",
-                "1",
             )
         },
     ),

@@ -202,10 +202,7 @@ def build_datasets(
         full_validation = data.full_validation and split == "valid"
         sets = {split: paths}
         if data.multiple_validation_sets and split == "valid":
-            sets = {
-                f"valid-{name}": (path,)
-                for name, path in validation_sets(own, data.validation_set_names).items()
-            }
+            sets = {f"valid-{name}": (path,) for name, path in validation_sets(own).items()}
         for name, each in sets.items():
             if each and (data.data_order == "weft" or full_validation):
                 found[name] = opener.open(each, flag, name, shares, full_validation)
@@ -283,13 +280,13 @@ def samples_needed(config: "Config") -> dict[str, tuple[int, int]]:
     }
 
 
-def validation_sets(paths: Sequence[str], names: Sequence[str] = ()) -> dict[str, str]:
+def validation_sets(paths: Sequence[str]) -> dict[str, str]:
     """Return {name: prefix} of --multiple-validation-sets.
 
-    Without --validation-set-names a name is the last part of a prefix, less what
-    tools/preprocess_data.py adds to it; where two are equal, they are numbered as in Megatron.
+    A name is the last part of a prefix, less what tools/preprocess_data.py adds to it; where two
+    are equal, they are numbered as in Megatron.
     """
-    names = names or tuple(
+    names = tuple(
         os.path.basename(path).removesuffix("_document").removesuffix("_text") for path in paths
     )
     if len(set(names)) < len(names):

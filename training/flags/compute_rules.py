@@ -277,9 +277,6 @@ def _forbid(config: Config) -> Iterator[tuple[str, str]]:
         yield f"--tp-comm-overlap {p.tp_comm_overlap}", why
     if every := config.log.log_layer_rms_interval:
         yield f"--log-layer-rms-interval {every}", "a replayed graph calls no module"
-    level = config.fault.empty_unused_memory_level
-    if level:
-        yield f"--empty-unused-memory-level {level}", "a graph keeps the memory that it runs in"
     few = min(micro_batch_counts(config))
     taken = int(p.overlap_grad_reduce) + int(p.overlap_param_gather and p.shard_size > 1)
     if few <= taken:

@@ -25,6 +25,11 @@ REMOVED = {  # flags that this program had, and what to do instead
     "out, or name a method for the same bits in every run",
     "--fp8-auto": "--fp8-format puts every projection in float8; leave it out, or leave layers in "
     "bf16 by --first-last-layers-bf16",
+    "--muon-coefficients": "--muon-coefficient-type names the coefficients of each iteration; your "
+    "own can be a set in mpu/optim/newton_schulz.py",
+    "--memory-picture-rank": "--memory-picture draws the fullest pipeline rank; leave it out",
+    "--save-hf-max-shard-size": "a file of weights has at most 5 GB, as transformers writes them; "
+    "leave it out",
     "--peer-checkpoint": "no copies are kept in memory, and nothing takes their place: leave it "
     "out; a restart begins at the newest checkpoint of --load or --save (--save-interval)",
 }

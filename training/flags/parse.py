@@ -31,7 +31,7 @@ from training.flags.flag_table import Flag, live_flags
 from training.flags.help import START, Page, effect, page_of
 from training.flags.run_rules import has_validation, shard_list
 from training.settings import batch_size
-from training.settings.arguments import STRATEGIES, ModelConfig, ParallelConfig
+from training.settings.arguments import ModelConfig, ParallelConfig
 from training.settings.config import SECTIONS, Config, UsageError
 from training.settings.pipeline_schedule import virtual_stages
 
@@ -286,12 +286,6 @@ def _assemble(
     parallel["world_size"] = world_size
     if "rank_order" in parallel:
         parallel["rank_order"] = parallel_rules.rank_order(parallel["rank_order"])
-    strategy = parallel.pop("data_parallel_sharding_strategy", STRATEGIES[0])
-    if parallel.pop("use_megatron_fsdp", False):  # it turns use_distributed_optimizer on
-        parallel |= {"zero_stage": STRATEGIES.index(strategy), "use_distributed_optimizer": False}
-    if parallel.pop("cross_entropy_fusion_impl", "native") == "linear":
-        fuses = "--cross-entropy-loss-fusion" in given  # without it Megatron-LM fuses nothing
-        parallel["fused_linear_cross_entropy"] = "fused_linear_cross_entropy" in parallel or fuses
     tp = parallel.get("tensor_model_parallel_size", 1)
     if parallel.get("sequence_parallel") and tp == 1:
         parallel["sequence_parallel"] = False
@@ -319,7 +313,8 @@ def _assemble(
     if parallel.get("recompute_granularity") == "full":
         parallel.setdefault("recompute_method", "uniform")
         parallel.setdefault("recompute_num_layers", 1)
-    virtual = virtual_stages(parallel, model["num_layers"])
+    virtual = virtual_stages(given, model["num_layers"])
+    parallel.pop("num_layers_per_virtual_pipeline_stage", None)
     if virtual is not None:
         parallel["num_virtual_stages_per_pipeline_rank"] = virtual
     if layers := parts["gpu"].get("cpu_offloading_num_layers"):
@@ -344,8 +339,6 @@ def _assemble(
         )
     bf16, fp64 = run.pop("bf16", False), run.pop("fp64", False)
     run["dtype"] = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
-    if run.pop("no_check_for_nan_in_loss_and_grad", False):
-        run["on_nan"] = "skip"
     data = parts["data"]
     vocab_file = data.pop("vocab_file", None)
     if data.get("tokenizer_type") == "GPT2BPETokenizer":

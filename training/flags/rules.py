@@ -57,20 +57,9 @@ EXCLUDE = (
     ("--train-samples", "--lr-warmup-iters"),
     ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"),
     ("--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"),
-    ("--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers"),
-    ("--pipeline-model-parallel-layout", "--decoder-last-pipeline-num-layers"),
-    ("--pipeline-model-parallel-layout", "--account-for-embedding-in-pipeline-split"),
-    ("--pipeline-model-parallel-layout", "--account-for-loss-in-pipeline-split"),
-    ("--num-layers-per-virtual-pipeline-stage", "--decoder-first-pipeline-num-layers"),
-    ("--num-layers-per-virtual-pipeline-stage", "--decoder-last-pipeline-num-layers"),
-    ("--decoder-first-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"),
-    ("--decoder-first-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
-    ("--decoder-last-pipeline-num-layers", "--account-for-embedding-in-pipeline-split"),
-    ("--decoder-last-pipeline-num-layers", "--account-for-loss-in-pipeline-split"),
     ("--branch-from", "--pretrained-checkpoint"),
     ("--lr-warmup-fraction", "--lr-warmup-iters"),
     ("--lr-warmup-fraction", "--lr-warmup-samples"),
-    ("--use-megatron-fsdp", "--zero-stage"),
     ("--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"),
     ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
 )
@@ -89,12 +78,6 @@ def check_given(given: dict[str, Any]) -> None:
         # An off-value (0 steps of warm-up) excludes nothing.
         if given.get(one) not in (None, 0, ()) and given.get(other) not in (None, 0, ()):
             raise UsageError(f"{one} and {other} exclude each other: give one of them")
-    on_nan = given.get("--on-nan", "skip")
-    if on_nan != "skip" and "--no-check-for-nan-in-loss-and-grad" in given:
-        raise UsageError(
-            f"--on-nan {on_nan} and --no-check-for-nan-in-loss-and-grad contradict each other: the "
-            "latter is --on-nan skip"
-        )
     if given.get("--main-grads-dtype") == "bf16" and ACCUMULATE in given:
         raise UsageError(f"--main-grads-dtype bf16 and {ACCUMULATE} contradict each other")
     expert_rules.check_given(given)
@@ -103,12 +86,6 @@ def check_given(given: dict[str, Any]) -> None:
         raise UsageError(
             f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: "
             "choose a multiple, or give the head size as --kv-channels"
-        )
-    by_hand, steps = given.get("--muon-coefficients"), given.get("--muon-num-ns-steps")
-    if by_hand and steps not in (None, len(by_hand)):
-        raise UsageError(
-            f"--muon-num-ns-steps {steps} with --muon-coefficients of {len(by_hand)} steps: they "
-            "must agree"
         )
     groups = given.get("--num-query-groups", heads)
     if groups != heads and "--group-query-attention" not in given:

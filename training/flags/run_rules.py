@@ -6,7 +6,6 @@ only the form of the flags is checked.
 """
 
 import os
-import re
 import shlex
 from pathlib import Path
 
@@ -89,7 +88,7 @@ def check_learning_rate(config: Config) -> None:
 def check_optimizer(config: Config) -> None:
     """Raise UsageError for coefficients of another number of steps than the run has."""
     o = config.optimizer
-    if o.muon_coefficient_type == "cubic5" and not o.muon_coefficients and o.muon_num_ns_steps != 5:
+    if o.muon_coefficient_type == "cubic5" and o.muon_num_ns_steps != 5:
         raise UsageError(
             f"--muon-num-ns-steps {o.muon_num_ns_steps} with --muon-coefficient-type cubic5: its "
             "coefficients are those of 5 steps"
@@ -116,16 +115,11 @@ def check_run(config: Config) -> None:
             raise UsageError(
                 f"--profile-ranks {rank}: ranks go from 0 to {config.parallel.world_size - 1}"
             )
-    picture, drawn = config.run.memory_picture, config.run.memory_picture_rank
+    picture = config.run.memory_picture
     if picture is not None and not picture.endswith((".svg", ".png")):
         raise UsageError(f"--memory-picture {picture}: a picture is a .png or an .svg")
     if picture is not None and not config.run.dry_run:
         raise UsageError(f"--memory-picture {picture} needs --dry-run, which knows the memory")
-    if drawn is not None and picture is None:
-        raise UsageError(f"--memory-picture-rank {drawn} needs --memory-picture")
-    ranks = config.parallel.pipeline_model_parallel_size
-    if drawn is not None and drawn >= ranks:
-        raise UsageError(f"--memory-picture-rank {drawn}: pipeline ranks go from 0 to {ranks - 1}")
     here = config.parallel.device is None and not config.run.dry_run  # a dry run knows no machine
     if (every := log.log_layer_rms_interval) and every % log.log_interval:
         raise UsageError(
@@ -180,7 +174,7 @@ def _best(flag: str, config: Config) -> None:
         raise UsageError(f"{flag} needs --save, where the best checkpoint is kept")
     if not config.run.eval_interval:
         raise UsageError(f"{flag} needs --eval-interval, whose losses it compares")
-    sets = list(validation_sets(d.valid_data_path, d.validation_set_names))
+    sets = list(validation_sets(d.valid_data_path))
     if not d.multiple_validation_sets:
         sets = []
     if c.keep_best and c.keep_best not in sets:
@@ -283,18 +277,6 @@ def _validation(d: DataConfig) -> None:
                 "--multiple-validation-sets needs --valid-data-path, whose prefixes are the sets"
             )
         _unweighted("--multiple-validation-sets", "--valid-data-path", d.valid_data_path)
-        names, count = d.validation_set_names, len(d.valid_data_path)
-        if names and (len(names) != count or len(set(names)) != count):
-            raise UsageError(
-                f"--validation-set-names {' '.join(names)}: --valid-data-path has {count} "
-                "prefixes, and each needs a name of its own"
-            )
-        for name in names:
-            if not re.fullmatch(r"[\w.+-]+", name):
-                raise UsageError(
-                    f"--validation-set-names {name!r}: must be of letters, digits, '.', '_', '+' "
-                    "and '-'"
-                )
     if d.full_validation:
         if d.mock_data:
             raise UsageError("--full-validation needs data with an end; --mock-data has none")

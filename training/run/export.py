@@ -38,6 +38,7 @@ from training.settings.arguments import CheckpointConfig
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json, kept as they are
 STEP = re.compile(r"step_\d{8,}")
 RECORD = "save_hf.json"  # in --save
+SHARD_BYTES = 5_000_000_000  # of one file of weights, as transformers has it
 
 
 class HuggingFaceSaves:
@@ -98,7 +99,7 @@ class HuggingFaceSaves:
         write_huggingface(
             self.root / saved.name, found, weights_of(found), extra,
             dtype=getattr(torch, self.config.save_hf_dtype),
-            shard_bytes=int(self.config.save_hf_max_shard_size * 1e9),
+            shard_bytes=SHARD_BYTES,
             grid=self.grid, world=world, record=self._record,
         )  # fmt: skip
         if self._record is None:

@@ -165,13 +165,3 @@ def enough() -> Iterator[None]:
             f"there is not enough memory: {message[0][:300]} (--dry-run prints what each rank "
             "needs)"
         ) from None
-
-
-def empty_cache(config: Config, device: torch.device, level: int) -> None:
-    """Empty CUDA's cache where --empty-unused-memory-level is at least `level`.
-
-    1: before an update, and after the forwards of an evaluation. 2: after an update. Each time the
-    device is waited for, and what is freed is asked for again in the next step.
-    """
-    if config.fault.empty_unused_memory_level >= level and device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -44,7 +44,7 @@ from mpu.layers.qkv import qkv_linear
 from mpu.layers.rope import rope_frequencies, rope_table
 from mpu.optim.interface import Parts
 from mpu.optim.muon import Muon
-from mpu.optim.newton_schulz import block_rows, orthogonalise
+from mpu.optim.newton_schulz import orthogonalise
 from mpu.optim.optimizer import multiply_rows
 from training.settings.config import Config, UsageError
 from training.settings.float8_layers import recipe_of
@@ -135,7 +135,7 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     rule = optimizer_groups(config)["matrix"].rule
     if isinstance(rule, Muon):
         wire = str(rule.wire(ctx.accumulate)).removeprefix("torch.")
-        avoid = "omit --muon-use-syrk" if rule.symmetric else "use --optimizer adam"
+        avoid = "use --optimizer adam"
         what = f"the Newton-Schulz iterations of --optimizer muon in {wire}"
         yield Trial(what, avoid, partial(_newton_schulz, rule, ctx))
 
@@ -162,9 +162,7 @@ def _norm(config: Config, ctx: LayerContext) -> None:
 def _matmuls(what: str, recipe: Recipe, ctx: LayerContext, sums: torch.dtype) -> Iterator[Trial]:
     """Yield the three products of a layer, each of 256 x 256 by 256 x 256."""
     float8 = "--fp8" in what
-    avoid = (
-        "omit --fp8-format, or use another --fp8-recipe" if float8 else "no flag avoids it"
-    )
+    avoid = "omit --fp8-format, or use another --fp8-recipe" if float8 else "no flag avoids it"
 
     def operands(role: str, cut: str, weight: str, cut_of_weight: str) -> tuple[Tensor, Tensor]:
         x, w = _numbers(ctx, 2, TOKENS, TOKENS).detach()
@@ -285,9 +283,8 @@ def _mixture(config: Config, ctx: LayerContext) -> Iterator[Trial]:
         load, capacity = count_of(choice, e), None
         weights = torch.ones(choice.shape, dtype=ctx.accumulate, device=ctx.device)
         if options.capacity_factor is not None:
-            best = weights if options.drop_policy == "probs" else None
             padded = options.pad_to_capacity
-            capacity = Capacity.of(choice, load, options.capacity_factor, best, padded)
+            capacity = Capacity.of(choice, load, options.capacity_factor, weights, padded)
         x, d = _numbers(ctx, TOKENS, h), kind(e, ctx.grid.ep, "trial", ctx.interleaver)
         plan = d.plan(choice, load, capacity)
         y = d.combine(d.finish(d.start(x, plan), plan), weights.requires_grad_(), plan)
@@ -345,11 +342,9 @@ def _loss_in_chunks(ctx: LayerContext) -> None:
 
 
 def _newton_schulz(rule: Muon, ctx: LayerContext) -> None:
-    """The iterations of a matrix, which has several blocks if its symmetric products are by them.
-    """
-    rows = TOKENS + block_rows(ctx.device) * rule.symmetric
-    matrix = torch.ones((rows, rows + TOKENS), dtype=rule.wire(ctx.accumulate), device=ctx.device)
-    orthogonalise(matrix, rule.coefficients, rule.symmetric)
+    """The iterations of a small matrix."""
+    matrix = torch.ones((TOKENS, 2 * TOKENS), dtype=rule.wire(ctx.accumulate), device=ctx.device)
+    orthogonalise(matrix, rule.coefficients)
 
 
 def _loss(config: Config, ctx: LayerContext) -> None:

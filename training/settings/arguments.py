@@ -30,7 +30,6 @@ from training.settings.setting import (
     SET,
     SWITCH,
     TEXTS,
-    TRIPLES,
     WHOLES,
     Setting,
     integer,
@@ -39,7 +38,6 @@ from training.settings.setting import (
     setting,
 )
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")  # by ZeRO stage
 YARN: dict[str, Any] = {"needs": "--position-embedding-type", "needs_value": "yarn"}
 CHANGES = ("seed", "data", "tokenizer", "batch", "rope", "mup")  # what --allow-change may name
 TOKENIZERS = (
@@ -111,9 +109,7 @@ class ModelConfig:
         integer(1, 2_147_483_647),
         off="1",
     )
-    norm_epsilon: float = setting(
-        1e-5, "added under RMSNorm's root", rule=POSITIVE
-    )
+    norm_epsilon: float = setting(1e-5, "added under RMSNorm's root", rule=POSITIVE)
     rotary_base: float = setting(10000.0, "base of the rotary frequencies", rule=POSITIVE)
     use_rope_scaling: bool = setting(False, "scale the rotary frequencies as Llama 3.1 does")
     rope_scaling_factor: float = setting(
@@ -373,14 +369,6 @@ class MoEConfig:
         off="0, no token is dropped",
         older=0.0,
     )
-    moe_token_drop_policy: str = setting(
-        "probs",
-        "which tokens an expert keeps: those with the highest weights (probs), or the first ones",
-        "",
-        one_of("probs", "position"),
-        "--moe-expert-capacity-factor",
-        older="probs",
-    )
     moe_pad_expert_input_to_capacity: bool = setting(
         False,
         "fill every expert up to its capacity with zeros, so that sizes are known without a wait",
@@ -494,12 +482,6 @@ class Pipeline:
         off="1",
         derived="2 with zb-v and v-half",
     )
-    num_layers_per_virtual_pipeline_stage: int | None = setting(
-        None,
-        "put exactly this many layers on every stage, which gives v",
-        "layers",
-        integer(1, 1024),
-    )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
         None,
         "run this many through one of a rank's stages before the next of its stages (interleaved)",
@@ -514,36 +496,10 @@ class Pipeline:
         "stages",
         off="left out, balanced by cost",
     )
-    decoder_first_pipeline_num_layers: int | None = setting(
-        None,
-        "layers of the first pipeline rank; the others share the rest evenly",
-        "layers",
-        integer(1),
-    )
-    decoder_last_pipeline_num_layers: int | None = setting(
-        None,
-        "layers of the last pipeline rank; the others share the rest evenly",
-        "layers",
-        integer(1),
-    )
-    account_for_embedding_in_pipeline_split: bool = setting(
-        False, "cut evenly, the embedding counted as one layer"
-    )
-    account_for_loss_in_pipeline_split: bool = setting(
-        False, "cut evenly, the head with the loss counted as one layer"
-    )
     defer_embedding_wgrad_compute: bool = setting(
         False,
         "compute the output layer's weight gradients when its pipeline rank has nothing else "
         "left to do; the memory they wait in grows with the micro-batches",
-    )
-    wgrad_deferral_limit: int = setting(
-        0,
-        "defer the weight gradients of this many micro-batches only",
-        "micro-batches",
-        integer(),
-        off="0, all",
-        needs="--defer-embedding-wgrad-compute",
     )
 
 
@@ -943,16 +899,6 @@ class OptimizerConfig:
         **MUON,
         older="quintic",
     )
-    muon_coefficients: tuple[tuple[float, float, float], ...] = setting(
-        (),
-        "coefficients of these iterations by hand, one triple a step",
-        '"a,b,c;a,b,c;..."',
-        TRIPLES,
-        derived="--muon-coefficient-type",
-        ours=True,
-        **MUON,
-        older=(),
-    )
     muon_scale_mode: str = setting(
         "spectral",
         "scale of an update with o outputs and i inputs: sqrt(max(o, i)), sqrt(o / i), "
@@ -980,9 +926,6 @@ class OptimizerConfig:
         rule=one_of("medium", "high", "highest", lacking=(("low", "torch has no such precision"),)),
         **MUON,
         older="medium",
-    )
-    muon_use_syrk: bool = setting(
-        False, "compute half of the symmetric products of these iterations", **MUON, older=False
     )
     qk_clip: bool = setting(
         False,
@@ -1057,15 +1000,6 @@ class DataConfig:
         "evaluate each prefix of --valid-data-path by itself, with a loss of its own",
         changes_numbers=False,
         reported=True,
-    )
-    validation_set_names: tuple[str, ...] = setting(
-        (),
-        "names of these sets, in their order",
-        "names",
-        TEXTS,
-        derived="the last part of each prefix",
-        needs="--multiple-validation-sets",
-        changes_numbers=False,
     )
     full_validation: bool = setting(
         False,
@@ -1227,9 +1161,6 @@ class CheckpointConfig:
         rule=one_of("bfloat16", "float16", "float32"),
         needs="--save-hf",
         ours=True,
-    )
-    save_hf_max_shard_size: float = setting(
-        5.0, "size of one of its files of weights", "GB", POSITIVE, needs="--save-hf", ours=True
     )
     save_hf_keep_last_k: int | None = setting(
         None,
@@ -1443,13 +1374,6 @@ class RunConfig:
         FILE,
         ours=True,
     )
-    memory_picture_rank: int | None = setting(
-        None,
-        "the pipeline rank that is drawn; default: the fullest",
-        "pipeline rank",
-        integer(0),
-        ours=True,
-    )
     ignore_flags: tuple[str, ...] = setting(
         (),
         "ignore these flags of a fork of Megatron-LM, with the COUNT values after each; Weft and "
@@ -1493,15 +1417,6 @@ class Float8Config:
         needs="--fp8-recipe",
         needs_value="delayed",
         older="most_recent",
-    )
-    fp8_margin: int = setting(
-        0,
-        "double every scale this many times more",
-        "times",
-        integer(0, 64),
-        needs="--fp8-recipe",
-        needs_value="delayed",
-        older=0,
     )
     fp8_wgrad_bf16: bool = setting(
         False,
@@ -1599,13 +1514,6 @@ class FaultConfig:
         real(5, 1_000_000),
         off="left out, --distributed-timeout-minutes",
         ours=True,
-    )
-    empty_unused_memory_level: int = setting(
-        0,
-        "return CUDA's unused memory before each update and in evaluations (1), after each "
-        "update too (2)",
-        rule=one_of("0", "1", "2"),
-        off="0",
     )
     check_replicas: int | None = setting(
         None,
@@ -1723,24 +1631,12 @@ GROUPS: dict[str, tuple[Any, str]] = {
 }
 # {group: flags that set a field of another name}: _assemble in training/flags/parse.py says which
 OTHER_FLAGS: dict[str, dict[str, Setting]] = {
-    "kernels": {
-        "cross_entropy_fusion_impl": Setting(
-            "linear is --fused-linear-cross-entropy; native and te are the same hand-written loss",
-            rule=one_of("native", "te", "linear"),
-            default="native",
-            needs=("--cross-entropy-loss-fusion",),
-        ),
-    },
-    "zero": {
-        "use_megatron_fsdp": Setting(
-            "let --data-parallel-sharding-strategy give the --zero-stage",
-            rule=SWITCH,
-        ),
-        "data_parallel_sharding_strategy": Setting(
-            "another name of --zero-stage 0, 1, 2, 3",
-            rule=one_of(*STRATEGIES),
-            default=STRATEGIES[0],
-            needs=("--use-megatron-fsdp",),
+    "pipeline": {
+        "num_layers_per_virtual_pipeline_stage": Setting(
+            "layers of a stage on average, which gives --num-virtual-stages-per-pipeline-rank; the "
+            "cut balances the ranks by cost",
+            "layers",
+            integer(1, 1024),
         ),
     },
     "data": {
@@ -1770,9 +1666,6 @@ OTHER_FLAGS: dict[str, dict[str, Setting]] = {
             rule=SWITCH,
             off="left out, fp32",
             ours=True,
-        ),
-        "no_check_for_nan_in_loss_and_grad": Setting(
-            "the same as --on-nan skip", rule=SWITCH, off="left out, stop"
         ),
     },
 }

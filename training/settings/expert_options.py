@@ -27,6 +27,5 @@ def expert_options(config: Config) -> ExpertOptions:
         skew=config.rehearse.rehearse_expert_skew,
         bias_update_rate=m.moe_router_bias_update_rate,
         capacity_factor=m.moe_expert_capacity_factor or None,
-        drop_policy=m.moe_token_drop_policy,
         pad_to_capacity=m.moe_pad_expert_input_to_capacity,
     )

@@ -19,15 +19,6 @@ SIZE = "--pipeline-model-parallel-size"
 PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
 VIRTUAL = "--num-virtual-stages-per-pipeline-rank"
 GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
-# Flags that replace the automatic balance of the layers.
-CUTS = (
-    LAYOUT,
-    PER_STAGE,
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
 
 
 def cut(
@@ -46,11 +37,6 @@ def cut(
             p.schedule in V_SHAPED,
             embedding_cost=embedding,
             head_cost=head,
-            even=p.num_layers_per_virtual_pipeline_stage is not None,
-            count_embedding=p.account_for_embedding_in_pipeline_split,
-            count_loss=p.account_for_loss_in_pipeline_split,
-            first_rank=p.decoder_first_pipeline_num_layers,
-            last_rank=p.decoder_last_pipeline_num_layers,
             layout=p.pipeline_model_parallel_layout,
         )
     except ValueError as error:
@@ -87,8 +73,7 @@ def schedule_of(config: Config, micro_batches: int) -> Schedule:
             f"{micro_batches} micro-batches of {one} x {dp} data-parallel ranks: {error}"
         ) from None
     if p.defers_output_layer:
-        limit = p.wgrad_deferral_limit or micro_batches
-        schedule = replace(schedule, deferred=min(limit, micro_batches))
+        schedule = replace(schedule, deferred=True)
     return schedule
 
 
@@ -114,14 +99,13 @@ def messages(config: Config, pp_rank: int) -> int:
     return sum(0 <= to <= last and to not in own for s in own for to in (s - 1, s + 1))
 
 
-def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
+def virtual_stages(given: dict[str, Any], num_layers: int) -> int | None:
     """Return v where a layout or a number of layers a stage gives it; else None.
 
-    parallel: {field: value} of the flags given. Raises UsageError where they do not divide.
+    given: {flag: value}. Raises UsageError where they do not divide.
     """
-    p = parallel.get("pipeline_model_parallel_size", 1)
-    written = parallel.get("pipeline_model_parallel_layout")
-    each = parallel.get("num_layers_per_virtual_pipeline_stage")
+    p = given.get(SIZE, 1)
+    written, each = given.get(LAYOUT), given.get(PER_STAGE)
     if written is not None:
         try:
             stages = len(stage_layout.read_layout(written))
@@ -131,15 +115,15 @@ def virtual_stages(parallel: dict[str, Any], num_layers: int) -> int | None:
             raise UsageError(
                 f"{LAYOUT} {written}: stages must be a multiple of {SIZE} {p}; it has {stages}"
             )
-        stated = parallel.get("num_virtual_stages_per_pipeline_rank", stages // p)
+        stated = given.get(VIRTUAL, stages // p)
         if stated != stages // p:
             raise UsageError(
                 f"{VIRTUAL} {stated}: {LAYOUT} {written} has {stages} stages, {stages // p} a rank"
             )
         return stages // p
     if each is not None:
-        counted = "account_for_{}_in_pipeline_split"
-        ends = [e for e in ("embedding", "loss") if parallel.get(counted.format(e))]
+        counted = "--account-for-{}-in-pipeline-split"  # of Megatron-LM
+        ends = [e for e in ("embedding", "loss") if counted.format(e) in given]
         total = num_layers + len(ends)
         if total % (p * each):
             parts = " and ".join([f"--num-layers {num_layers}", *(f"the {e}" for e in ends)])
@@ -190,7 +174,7 @@ def check(config: Config) -> None:
 
 def _gives_v(p: ParallelConfig) -> str:
     """Return the flag, with its value, that gives the number of virtual stages."""
-    for flag in (LAYOUT, PER_STAGE, VIRTUAL):
+    for flag in (LAYOUT, VIRTUAL):
         value = getattr(p, flag[2:].replace("-", "_"))
         if value is not None:
             return f"{flag} {value}"
@@ -199,9 +183,5 @@ def _gives_v(p: ParallelConfig) -> str:
 
 def _cut_by(p: ParallelConfig) -> str:
     """Return the flags, with their values, by which the layers are cut."""
-    given = [f"{SIZE} {p.pipeline_model_parallel_size}"]
-    for flag in CUTS:
-        value = getattr(p, flag[2:].replace("-", "_"))
-        if value not in (None, False):
-            given.append(flag if value is True else f"{flag} {value}")
-    return " and ".join(given)
+    size, written = f"{SIZE} {p.pipeline_model_parallel_size}", p.pipeline_model_parallel_layout
+    return size if written is None else f"{size} and {LAYOUT} {written}"

@@ -122,25 +122,6 @@ class Pattern(Rule):
         return found
 
 
-@dataclass(frozen=True)
-class Triples(Rule):
-    """Three numbers for each step, as 3.4445,-4.775,2.0315;2,-1.5,0.5."""
-
-    @property
-    def what(self) -> str:
-        """Return the rule in words."""
-        return "three numbers a step, as 3.4445,-4.775,2.0315;2,-1.5,0.5, at most 99 steps"
-
-    def read(self, text: str) -> tuple[tuple[float, ...], ...]:
-        """Return a tuple of three numbers for each step."""
-        rows = [[each.strip() for each in row.split(",")] for row in text.split(";")]
-        good = all(len(row) == 3 and all(map(DECIMAL.fullmatch, row)) for row in rows)
-        made = tuple(tuple(map(float, row)) for row in rows) if good and len(rows) < 100 else ()
-        if not made or not all(math.isfinite(each) for row in made for each in row):
-            raise ValueError(f"must be {self.what}")
-        return made
-
-
 def _listed(node: ast.expr) -> int | tuple[int, ...]:
     """Return the list or number that +, * and [...] write out. Raises ValueError for all else."""
     if isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= 1024:
@@ -192,7 +173,6 @@ FRACTION = real(0, 1, open=True)
 WHOLES = Number("N", "*")
 REALS = Number("X", "*", integer=False)
 PATTERN = Pattern("N")
-TRIPLES = Triples("TEXT")
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,11 @@ def _muon(config: Config) -> UpdateRule:
     return Muon(
         o.muon_momentum,
         o.muon_use_nesterov,
-        o.muon_coefficients or coefficients_of(o.muon_coefficient_type, o.muon_num_ns_steps),
+        coefficients_of(o.muon_coefficient_type, o.muon_num_ns_steps),
         o.muon_scale_mode,
         o.muon_extra_scale_factor,
         Split(qkv=not o.muon_no_split_qkv, others=not o.muon_no_split_gate_up),
         bf16=o.muon_fp32_matmul_prec == "medium",
-        symmetric=o.muon_use_syrk,
     )
 
 

@@ -32,15 +32,13 @@ AMAXES = Label("float8", "amaxes")
 
 @dataclass(frozen=True)
 class Delayed:
-    """How scales follow from the history: Megatron's flags --fp8-amax-* and --fp8-margin.
+    """How scales follow from the history: Megatron's flags --fp8-amax-*.
 
-    length: steps that are stored. most_recent: the newest amax decides, else the largest. margin:
-    how many times a scale is doubled beyond what the amax asks for.
+    length: steps that are stored. most_recent: the newest amax decides, else the largest.
     """
 
     length: int = 1
     most_recent: bool = True
-    margin: int = 0
 
 
 class AmaxHistory:
@@ -110,7 +108,7 @@ class AmaxHistory:
         """Make the stored bytes of the history. An amax of 0 keeps a scale of 1."""
         amax = self.history[:, :, 0] if self.how.most_recent else self.history.amax(2)
         for i, form in enumerate(self._forms):
-            byte = scale_bytes(amax[:, i], form).to(torch.int32) + self.how.margin
+            byte = scale_bytes(amax[:, i], form).to(torch.int32)
             byte = torch.where(amax[:, i] > 0, byte.clamp(1, NOT_FINITE - 1), 127)
             self.scale_bytes_of_step[:, i] = byte.to(torch.uint8)
 

@@ -17,7 +17,7 @@ MODEL = """
 TP2 = "--tensor-model-parallel-size 2"
 SP = f"{TP2} --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
-ZERO = "--data-parallel-sharding-strategy"
+ZERO = "--zero-stage"
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
 UNTIED = "--untie-embeddings-and-output-weights"
 LAYOUTS = {  # name: (ranks, flags)
@@ -33,11 +33,11 @@ LAYOUTS = {  # name: (ranks, flags)
     "documents": (2, f"{SP} {DOCUMENTS}"),
     "zero 0": (2, ""),
     "zero 1": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    "zero 2": (2, f"{ZERO} optim_grads --use-distributed-optimizer"),
-    "zero 3": (2, f"{ZERO} optim_grads_params --use-distributed-optimizer"),
+    "zero 2": (2, f"{ZERO} 2 --use-distributed-optimizer"),
+    "zero 3": (2, f"{ZERO} 3 --use-distributed-optimizer"),
     "zero 3, gloo": (
         2,
-        f"{ZERO} optim_grads_params --use-distributed-optimizer --no-shared-memory "
+        f"{ZERO} 3 --use-distributed-optimizer --no-shared-memory "
         "--overlap-param-gather",
     ),
     "1f1b": (2, PP2),

@@ -49,7 +49,7 @@ LAYOUTS = [  # world, flags; a global batch of 8
     (2, PP + "2 " + SCHEDULE + "zb-v"),
     (2, PP + "2 " + SCHEDULE + "v-half"),
     (2, PP + "2 " + SCHEDULE + "interleaved " + VP),
-    (2, PP + "2 --wgrad-deferral-limit 2"),
+    (2, PP + "2 "),
     (4, PP + "4"),
     (4, SP + ZERO[1] + GRADS + GATHERS),
     (4, SP + ZERO[3] + GRADS + GATHERS + "--tp-comm-overlap ring"),
@@ -88,7 +88,7 @@ DEFERRED = "--defer-embedding-wgrad-compute --ddp-bucket-size 20000 " + GRADS + 
 LAYOUTS += [
     (4, PP + "2 " + ZERO[1] + DEFERRED),
     (4, PP + "2 " + ZERO[2] + DEFERRED + VP),
-    (4, PP + "2 " + ZERO[3] + DEFERRED + "--wgrad-deferral-limit 2"),
+    (4, PP + "2 " + ZERO[3] + DEFERRED),
 ]
 QUICK = (29,)
 

@@ -159,17 +159,6 @@ def test_a_rank_that_holds_nothing_is_refused():
 @pytest.mark.parametrize(
     "args,options,expected",
     [
-        ((8, 2, 2), {"even": True}, [2, 2, 2, 2]),
-        ((8, 2, 2, True), {"even": True}, [2, 2, 2, 2]),
-        ((7, 2), {"count_embedding": True}, [3, 4]),
-        ((7, 4), {"count_loss": True}, [2, 2, 2, 1]),
-        ((126, 16, 8), {"count_embedding": True, "count_loss": True}, [0, *[1] * 126, 0]),
-        ((8, 4), {"first_rank": 1, "last_rank": 3}, [1, 2, 2, 3]),
-        ((8, 4), {"first_rank": 2}, [2, 2, 2, 2]),
-        ((5, 3), {"last_rank": 1}, [2, 2, 1]),
-        ((8, 2), {"first_rank": 3, "last_rank": 5}, [3, 5]),
-        ((12, 3, 2), {"first_rank": 2, "last_rank": 4}, [1, 3, 2, 1, 3, 2]),
-        ((12, 3, 2, True), {"first_rank": 2, "last_rank": 4}, [1, 3, 2, 2, 3, 1]),
         ((7, 2, 2), {"layout": "Et|t*2|tt|ttL"}, [1, 2, 2, 2]),
         ((4, 2, 2), {"layout": "Ett||tt|L"}, [2, 0, 2, 0]),
     ],
@@ -182,17 +171,6 @@ def test_cuts_that_flags_ask_for(args, options, expected):
 @pytest.mark.parametrize(
     "args,options,sentence",
     [
-        ((8, 3), {"even": True}, "8 layers do not divide over 3 stages"),
-        ((8, 2), {"count_loss": True}, "8 layers and the loss, 9 in all, do not divide over 2"),
-        ((8, 3), {"first_rank": 3}, "8 layers, 3 of them at the ends: the other 5 do not divide"),
-        (
-            (8, 2),
-            {"first_rank": 3, "last_rank": 4},
-            "3 and 4 of them at the ends: there is no other rank for the other 1",
-        ),
-        ((8, 2), {"first_rank": 9}, "9 of them at the ends: there are fewer"),
-        ((8, 1), {"first_rank": 4, "last_rank": 4}, "1 pipeline rank has no two ends"),
-        ((8, 2, 2), {"first_rank": 3}, "the 3 of pipeline rank 0 do not divide over its 2"),
         ((8, 2), {"layout": "Et|tL"}, "it has 2 layers .t. and 8 are needed"),
         ((2, 2), {"layout": "Et|t|L"}, "it has 3 stages and 2 are needed"),
         ((2, 2), {"layout": "t|tL"}, "E must be the first symbol, and stand once; it has 0"),

@@ -148,7 +148,7 @@ MISTAKES = [
     ("--num-experts 8 --moe-aux-loss-coeff 1 2", 1, "--moe-aux-loss-coeff has 2 values and"),
     ("--num-experts 8 --moe-router-load-balancing-type sinkhorn", 1, "must be one of none,"),
     ("--num-experts 8 --moe-expert-capacity-factor -1", 1, "-1: must be a number >= 0"),
-    ("--num-experts 8 --moe-token-drop-policy random", 1, "must be one of probs, position"),
+    ("--num-experts 8 --moe-token-drop-policy random", 1, "only probs is accepted; an expert"),
     ("--num-experts 8 --moe-router-enable-expert-bias", 1, "needs --moe-router-score-function sig"),
     ("--num-experts 8 --moe-router-num-groups 3", 1, "3 does not divide --num-experts 8"),
     ("--num-experts 8 --moe-router-num-groups 4", 1, "--moe-router-group-topk left out: must be"),

@@ -52,11 +52,6 @@ MISTAKES = [
         "--cuda-graph with --tp-comm-overlap symmetric: the host counts what its flags wait for",
     ),
     (
-        f"{UNTIED} --empty-unused-memory-level 1",
-        1,
-        "--cuda-graph with --empty-unused-memory-level 1: a graph keeps the memory that it runs in",
-    ),
-    (
         f"{UNTIED} --overlap-grad-reduce --overlap-param-gather --zero-stage 1",
         4,
         "--cuda-graph with --overlap-grad-reduce and --overlap-param-gather: their micro-batches "

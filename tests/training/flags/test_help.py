@@ -61,7 +61,8 @@ def test_help_all_lists_every_flag_with_unit_and_off_value(
     ("word", "parts"),
     [
         ("lr", ["--lr X", "peak learning rate", "required", "Value: a number >= 0"]),
-        ("--zero-stage", ["zero:", "{0,1,2,3}", "Not together with --use-megatron-fsdp"]),
+        ("--zero-stage", ["zero:", "{0,1,2,3}", "0, replicated"]),
+        ("--train-iters", ["Not together with --train-samples"]),
         ("--optimizer", ["--optimizer {adam,muon}"]),  # the group of this name has no dashes
         ("enable-cuda-graph", ["the same as --cuda-graph", "captures each layer"]),
         ("fp16", ["--fp16 is refused", "use --bf16"]),

@@ -56,9 +56,6 @@ def test_one_rank_is_one_stage():
         ("--pipeline-model-parallel-layout Et|tt|ttt|ttL", 2, "interleaved", [1, 2, 3, 2]),
         ("--pipeline-model-parallel-layout Et|tt|tttt|tL --pipeline-schedule zb-v", 2, "zb-v", 0),
         (f"--pipeline-model-parallel-layout Ett|tt|ttt|tL {V} 2", 2, "interleaved", [2, 2, 3, 1]),
-        ("--decoder-first-pipeline-num-layers 3", 1, "1f1b", [3, 5]),
-        (f"--decoder-last-pipeline-num-layers 2 {V} 2", 2, "interleaved", [3, 1, 3, 1]),
-        ("--decoder-last-pipeline-num-layers 2 --pipeline-schedule zb-v", 2, "zb-v", [3, 1, 1, 3]),
     ],
 )
 def test_flags_and_the_cut(more, v, schedule, cut):
@@ -77,14 +74,16 @@ def test_flags_and_the_cut(more, v, schedule, cut):
     assert (made.chunks, made.stages, made.micro_batches) == (v, 2 * v, 16)
 
 
-def test_ends_counted_as_layers():
+def test_ends_that_megatron_counts_as_layers_count_for_v():
     both = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
     base = SMALL.replace("--num-layers 8", "--num-layers 6")
-    assert layers(read(both, base=base)) == [3, 3]
-    assert layers(read(f"{both} {V} 4", base=base)) == [0, 1, 1, 1, 1, 1, 1, 0]
     each = "--num-layers-per-virtual-pipeline-stage 2"
     config = read(f"{both} {each}", base=base)
-    assert (config.parallel.virtual_stages, layers(config)) == (2, [1, 2, 2, 1])
+    assert (config.parallel.virtual_stages, sum(layers(config))) == (2, 6)
+    balanced = read(both + " --decoder-first-pipeline-num-layers 1", base=base)
+    assert layers(balanced) == layers(read("", base=base))
+    said = [note for note in balanced.notes if "the ranks of a pipeline are balanced by" in note]
+    assert len(said) == 3
 
 
 def test_the_balance_knows_the_head():
@@ -176,27 +175,6 @@ MISTAKES = [
         2,
         f"{V} 2: --pipeline-model-parallel-layout Et*4|t*4L has 2 stages, 1 a rank",
     ),
-    (
-        "--pipeline-model-parallel-layout Et*4|t*4L --decoder-first-pipeline-num-layers 4",
-        2,
-        "--pipeline-model-parallel-layout and --decoder-first-pipeline-num-layers exclude",
-    ),
-    (
-        "--account-for-loss-in-pipeline-split",
-        2,
-        f"{P} 2 and --account-for-loss-in-pipeline-split: 8 layers and the loss, 9 in all, do not",
-    ),
-    (
-        "--account-for-loss-in-pipeline-split --decoder-last-pipeline-num-layers 3",
-        2,
-        "exclude each other",
-    ),
-    (
-        f"--decoder-first-pipeline-num-layers 3 {V} 2",
-        2,
-        "--decoder-first-pipeline-num-layers 3: 8 layers, 3 of them at the ends: the 3 of pipeline",
-    ),
-    ("--decoder-first-pipeline-num-layers 0", 2, "must be a whole number >= 1"),
     ("--mtp-standalone", 2, "--mtp-standalone is refused"),
 ]
 

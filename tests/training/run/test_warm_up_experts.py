@@ -41,9 +41,6 @@ ROUTERS: dict[str, dict[str, Any]] = {
         moe_aux_loss_coeff=(0.3, 0.5), moe_z_loss_coeff=1e-3,
     ),
     "capacity": dict(moe_expert_capacity_factor=1.0),
-    "capacity by position": dict(
-        moe_expert_capacity_factor=1.25, moe_token_drop_policy="position"
-    ),
     "padded": dict(
         moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
     ),

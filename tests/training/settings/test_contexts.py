@@ -57,7 +57,6 @@ EXPERTS = (
         "",
         "--moe-expert-capacity-factor 1.5",
         "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity",
-        "--moe-expert-capacity-factor 0.5 --moe-token-drop-policy position",
     ),
     ("", "", "--moe-router-force-load-balancing"),
 )
