@@ -7,8 +7,8 @@
     Group        what the flags say of a group of parameters: the rule, weight decay, learning rate
 
 Masters, offload, checkpoints, replica checks, memory and traffic ask the declaration, so another
-optimizer is another UpdateRule (docs/optimizers.md, "How to add an optimizer"). mpu/optim/adam.py is the
-first one.
+optimizer is another UpdateRule (docs/optimizers.md, "How to add an optimizer"). mpu/optim/adam.py
+is the first one.
 """
 
 from abc import ABC, abstractmethod
