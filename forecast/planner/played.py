@@ -96,17 +96,14 @@ class Worker:
 
 
 class Play(NamedTuple):
-    """How a layout is played. config: its own. cut: layers of rank 0's chunks. again: those of a
-    stage that backward runs again. device: with the cluster's links. points: the records, by their
-    layers. jobs: for the worker, as many for each point.
-    """
+    """How a layout is recorded and timed."""
 
-    config: Config
-    cut: list[int]
-    again: int
-    device: Device
-    points: list[Point]
-    jobs: list[dict[str, Any]]
+    config: Config  # its own
+    cut: list[int]  # layers of each chunk of rank 0
+    again: int  # layers of a stage that are recomputed
+    device: Device  # with the links of the cluster
+    points: list[Point]  # the recordings, by their number of layers
+    jobs: list[dict[str, Any]]  # for the worker, equally many for each point
 
 
 def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
