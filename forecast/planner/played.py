@@ -96,15 +96,15 @@ class Worker:
 
 
 class Play(NamedTuple):
-    """How a layout is played."""
+    """How a layout is recorded and timed."""
 
     config: Config  # its own
-    cut: list[int]  # layers of rank 0's chunks
-    chunks: int  # that are recorded: the further ones are like the last of them
-    again: int  # layers of a stage that backward runs again
-    device: Device  # with the cluster's links
-    points: list[Point]  # the records, by their layers
-    jobs: list[dict[str, Any]]  # for the worker, as many for each point
+    cut: list[int]  # layers of each chunk of rank 0
+    chunks: int  # chunks that are recorded; further ones are like the last of them
+    again: int  # layers of a stage that are recomputed
+    device: Device  # with the links of the cluster
+    points: list[Point]  # the recordings, by their number of layers
+    jobs: list[dict[str, Any]]  # for the worker, equally many for each point
 
 
 def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
