@@ -265,7 +265,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     parser.add_argument(
         "--fp8-recipe", choices=[*RECIPES], help="float8; the rest of the model is in bf16"
     )
-    parser.add_argument("--fp8-param-gather", action="store_true", help="with --fp8-recipe, --zero")
     parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
@@ -305,8 +304,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
         more += ["--expert-model-parallel-size", str(a.ep)]
     if a.optimizer != "adam":
         more += ["--optimizer", a.optimizer]
-    if a.fp8_param_gather:
-        more.append("--fp8-param-gather")
     config = tiny(
         a.tp,
         a.dp,

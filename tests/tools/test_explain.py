@@ -33,7 +33,6 @@ FULL = ("--recompute-granularity", "full")
 FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
 ONE_HEAD, WIDE = ("--num-query-groups", "1"), ("--kv-channels", "32")
 FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
-GATHER = "--fp8-param-gather"
 CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {}),
     (2, 1, {"sequence_parallel": False}),
@@ -56,9 +55,9 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16"), "micro_batches": 2}),
     (2, 1, {"more": (*FLOAT8, "tensorwise"), "sequence_parallel": False}),
     (2, 1, {"more": (*FLOAT8, "blockwise")}),
-    (2, 2, {"more": (*FLOAT8, "rowwise", GATHER), "zero": 1}),
-    (1, 2, {"more": (*FLOAT8, "blockwise", GATHER), "zero": 3, "micro_batches": 3}),
-    (2, 2, {"more": (*FLOAT8, "tensorwise", GATHER, *FULL), "zero": 3}),
+    (2, 2, {"more": (*FLOAT8, "rowwise"), "zero": 1}),
+    (1, 2, {"more": (*FLOAT8, "blockwise"), "zero": 3, "micro_batches": 3}),
+    (2, 2, {"more": (*FLOAT8, "tensorwise", *FULL), "zero": 3}),
     (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
     (2, 2, {"more": (*ONE_HEAD, "--qk-clip", "--output-z-loss-coeff", "1e-4")}),
 ]

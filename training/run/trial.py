@@ -35,8 +35,6 @@ from mpu.layers.context_attention import core_attention_of
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.dispatch import Capacity, count_of, dispatcher_of
 from mpu.layers.experts import Counts, Experts, RouterLinear
-from mpu.layers.float8.rows import RECIPES
-from mpu.layers.float8.weights import WeightRows
 from mpu.layers.fused import ResidualRMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
@@ -99,9 +97,6 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     if config.float8.fp8_format is not None:
         what = f"of --fp8-recipe {config.float8.fp8_recipe}"
         yield from _matmuls(what, recipe_of(config, ctx), ctx, sums)
-    if config.float8.fp8_param_gather:
-        what, avoid = "the codes of --fp8-param-gather", "omit --fp8-param-gather"
-        yield Trial(what, avoid, lambda: _codes(config, ctx))
     other = "auto" if p.attention_backend != "auto" else "unfused"
     apart = replace(ctx, log_max_attention_logit=False, qk_clip=None)  # which are tried below
     for work in _works(config):
@@ -322,16 +317,6 @@ def _mixture(config: Config, ctx: LayerContext) -> Iterator[Trial]:
 def _small(size: int) -> int:
     """Return a size below 512 of the same remainder by 256."""
     return size if size < 512 else 256 + size % 256
-
-
-def _codes(config: Config, ctx: LayerContext) -> None:
-    """Scales, codes and rows of a weight of 256 x 256 that travels in float8."""
-    assert config.float8.fp8_recipe is not None, "compute_rules.check_float8"
-    weight = WeightRows((TOKENS, TOKENS), RECIPES[config.float8.fp8_recipe], shared=False)
-    part = _numbers(ctx, TOKENS * TOKENS).detach()
-    scales = weight.scales(part, 0)
-    codes = weight.codes(part, 0, scales)
-    weight.rows(codes, scales, codes.new_empty(weight.nbytes))
 
 
 def _loss_in_chunks(ctx: LayerContext) -> None:

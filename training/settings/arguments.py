@@ -1521,12 +1521,6 @@ class Float8Config:
         also=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
         ours=True,
     )
-    fp8_param_gather: bool = setting(
-        False,
-        "let ZeRO gather the weights that are used in float8 as float8, from --zero-stage 1 on",
-        off="left out, in their own dtype",
-        needs="--fp8-format",
-    )
     no_fp8_weight_cache: bool = setting(
         False,
         "convert weights to float8 for each micro-batch, which takes 2 bytes of each weight less",
