@@ -13,13 +13,11 @@ of that array, a product axis a plane, its ranks ascending. Further axes:
     edp_shard, edp_replicate    parts of edp, as those of dp_cp
     tp_dp_cp_shard, ep_edp_shard    product of tp and dp_cp_shard, and of ep and edp_shard: the
                      ranks of a stage that share an instance of the optimizer (`instance`)
-    cp_a2a, cp_p2p   parts of cp: neighbours, which exchange heads of attention, and their groups
     embd             first and last rank of a pipeline, which hold a copy of tied embeddings each
     tp_kv            ranks of tp in a row that share a key/value head, where there are fewer heads
 
-With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. cp_a2a and cp_p2p are
-the rank alone too, unless `hierarchical` has their sizes (--hierarchical-context-parallel-sizes),
-and so are ep and edp, unless `ep_size` is given, and the two products, unless
+With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. ep and edp are the
+rank alone too, unless `ep_size` is given, and so are the two products, unless
 `needs_full_matrices`.
 
 A stage (one place on pp) has two views: tp x dp_cp and ep x edp. A parameter is cut over the first
@@ -53,7 +51,7 @@ DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that ho
 # event of the compute stream, is queued behind all thread blocks of a matmul that does not wait,
 # and nothing overlaps (NVIDIA/Megatron-LM#533). Gradients and weights travel over plain groups:
 # they take as long as many matmuls, and lose the rest of one.
-URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep", "pp", "pp_back")
+URGENT = ("tp", "tp_kv", "cp", "ep", "pp", "pp_back")
 WATCHDOG_LATER = timedelta(seconds=120)  # than the hang watch
 
 
@@ -139,7 +137,6 @@ class Grid:
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
     query_groups: int = 0
-    hierarchical: tuple[int, ...] | None = None  # sizes of cp_a2a and cp_p2p
     order: tuple[str, ...] = ORDER
     ep_size: int = 0
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -169,7 +166,6 @@ class Grid:
         self.cp = self._axis("cp", "cp")
         self.dp = self._axis("dp", "dp")
         self.pp = self._axis("pp", "pp")
-        self.cp_a2a, self.cp_p2p = self._parts_of_cp()
         self.dp_cp = self._axis("dp_cp", "dp", "cp")
         self.ep, self.edp = self._alone("ep"), self._alone("edp")
         if self.ep_size:
@@ -231,17 +227,6 @@ class Grid:
     def _alone(self, name: str) -> Axis:
         return Axis(name, ranks=(self.rank,))
 
-    def _parts_of_cp(self) -> tuple[Axis, Axis]:
-        if self.hierarchical is None:
-            return self._alone("cp_a2a"), self._alone("cp_p2p")
-        near, far = self.hierarchical
-        if near * far != self.cp.size or near < 1:
-            raise ValueError(
-                f"--hierarchical-context-parallel-sizes {near} {far}: their product must be the "
-                f"context-parallel size {self.cp.size}"
-            )
-        return _parts(self.cp, near, "cp_a2a", "cp_p2p")
-
     def _instances(self, data: Axis) -> tuple[Axis, Axis]:
         """Return the ranks of an axis that share an instance, and those with the same share."""
         across = f"{data.name}_replicate"
@@ -290,7 +275,7 @@ class Grid:
     # must not hold up a send the other way.
     AXES = (
         "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
-        "embd", "tp_kv", "cp_a2a", "cp_p2p", "ep", "edp", "edp_shard", "edp_replicate",
+        "embd", "tp_kv", "ep", "edp", "edp_shard", "edp_replicate",
         "tp_dp_cp_shard", "ep_edp_shard",
     )  # fmt: skip
 

@@ -288,8 +288,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
             "collectives is the same with 2 a side"
         )
     more = ["--cp-comm-type", a.cp_comm_type, "--rank-order", a.rank_order]
-    if a.cp_comm_type == "a2a+p2p":
-        more += ["--hierarchical-context-parallel-sizes", str(a.cp // 2 or 1), str(min(a.cp, 2))]
     if a.recompute_granularity:
         more += ["--recompute-granularity", a.recompute_granularity]
     if a.fp8_recipe:

@@ -24,7 +24,7 @@ from training.settings.config import Config
 from training.settings.pipeline_schedule import schedule_of
 
 PROVIDER = pretrain_llama.model_provider
-IN_STEP = ("tp", "cp", "tp_kv", "cp_a2a", "cp_p2p")  # axes of which each micro-batch has transfers
+IN_STEP = ("tp", "cp", "tp_kv")  # axes of which each micro-batch has transfers
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def told(host: Host, config: Config) -> Told:
     rates, r, count = host.of(ranks), Rank.of(config), batch_size.micro_batches(config, 0)
     schedule, width = schedule_of(config, count), p.pipeline_model_parallel_size
     beside, after, message = transfers(host, config, count)
-    context = host.context.get(p.cp_comm_type[0], (0.0, 0.0)) if r.cp > 1 else (0.0, 0.0)
+    context = host.context.get(p.cp_comm_type, (0.0, 0.0)) if r.cp > 1 else (0.0, 0.0)
     layer, first, last = parts(rates, r, p.recompute_granularity == "full", context)
     work, update = dict[int, Cost](), 0.0
     for rank in range(width):

@@ -61,7 +61,6 @@ class Sizes:
     pp: int = 1
     instances: int = 1
     sharing: int = 1  # ranks of tp that share a key/value head
-    near: int = 1  # of cp: --hierarchical-context-parallel-sizes
     ep: int = 1
 
     @property
@@ -80,7 +79,6 @@ class Sizes:
             pp=p.pipeline_model_parallel_size,
             instances=p.num_distributed_optimizer_instances,
             sharing=max(1, tp // groups) if groups else 1,
-            near=(p.hierarchical_context_parallel_sizes or (1,))[0],
             ep=config.expert_model_parallel_size or 1,
         )
 
@@ -149,10 +147,6 @@ def groups(axis: str, order: Sequence[str], sizes: Sizes) -> Ranks:
         return {"edp": same, "edp_shard": inside(same, size)}.get(axis, between(same, size))
     if axis == "tp_kv":
         return inside(rows("tp"), sizes.sharing)
-    if axis == "cp_a2a":
-        return inside(rows("cp"), sizes.near)
-    if axis == "cp_p2p":
-        return between(rows("cp"), sizes.near)
     assert axis == "embd", axis
     return rows("pp")[:, [0, -1]]
 

@@ -63,7 +63,7 @@ def attention_works(config: Config) -> tuple[Work, ...]:
     if config.data.reset_attention_mask:
         return ("documents",)
     p = config.parallel
-    exchanged = p.context_parallel_size > 1 and set(p.cp_comm_type) != {"a2a"}
+    exchanged = p.context_parallel_size > 1 and p.cp_comm_type != "a2a"
     return ("blocks",) if exchanged else ("rows",)
 
 

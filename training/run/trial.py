@@ -200,7 +200,7 @@ def _works(config: Config) -> Iterator[Work]:
     documents = config.data.reset_attention_mask
     if config.parallel.context_parallel_size > 1 and config.parallel.attention_backend != "te":
         yield "blocks"
-        if "a2a" not in config.parallel.cp_comm_type:
+        if config.parallel.cp_comm_type != "a2a":
             return
     yield "documents" if documents else "rows"
 

@@ -452,20 +452,11 @@ class Layout:
         integer(1),
         off="1",
     )
-    cp_comm_type: tuple[str, ...] = setting(
-        ("p2p",),
+    cp_comm_type: str = setting(
+        "p2p",
         "how attention's keys and values reach the ranks of --context-parallel-size: round a "
-        "ring, gathered, by heads (a2a), or by heads inside of groups and round a ring of "
-        "groups",
-        f"{', '.join(COMM_TYPES)}; one, or one for each layer",
-        TEXTS,
-    )
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(
-        None,
-        "sizes of --cp-comm-type a2a+p2p: of a group of neighbours (a2a), and how many groups "
-        "(p2p); their product is --context-parallel-size",
-        "ranks, ranks",
-        WHOLES,
+        "ring, gathered, or by heads (a2a)",
+        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p over nodes"),)),
     )
     pipeline_model_parallel_size: int = setting(
         1, "cut the layers into stages over this many ranks, p", "ranks", integer(1), off="1"

@@ -188,7 +188,7 @@ def test_the_bytes_of_real_runs_of_eight(world, name):
 
 @pytest.mark.parametrize("order", list(permutations(ORDER)))
 def test_the_groups_are_the_grids(order):
-    sizes = Sizes(4, 4, 4, 2, instances=2, sharing=2, near=2, ep=8)
+    sizes = Sizes(4, 4, 4, 2, instances=2, sharing=2, ep=8)
     grids = [
         Grid(
             128,
@@ -199,7 +199,6 @@ def test_the_groups_are_the_grids(order):
             None,
             2,
             2,
-            (2, 2),
             order,
             ep_size=8,
             needs_full_matrices=True,

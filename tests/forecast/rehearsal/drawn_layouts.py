@@ -24,8 +24,7 @@ MXFP8 = "--fp8-format e4m3 --fp8-recipe mxfp8 --rehearse-device b200"
 CHOICES = [  # each flag's values; an empty one leaves it out
     ["", "", f"{TP} 2", f"{TP} 2 --sequence-parallel", f"{TP} 4 --sequence-parallel"],
     ["", "", "", f"{CP} 2", f"{CP} 2", f"{CP} 4"],
-    ["--cp-comm-type p2p", "--cp-comm-type all_gather", "--cp-comm-type a2a",
-     "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"],
+    ["--cp-comm-type p2p", "--cp-comm-type all_gather", "--cp-comm-type a2a"],
     ["", "", f"{PP} 2", f"{PP} 2", f"{PP} 4"],
     ["", "--pipeline-schedule gpipe", "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v",
      "--pipeline-schedule v-half", "--num-virtual-stages-per-pipeline-rank 2"],
