@@ -55,14 +55,13 @@ class Parts:
     groups: dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the
     decoupled learning rate applies. A segment is a flat leaf tensor with `.grad`, a view of the
     masters: neighbours of one group, or for a rule of full matrices the slice of one parameter.
-    rounded: the narrower weights that a segment is rounded into, if there are any. master: the
-    dtype of masters. Of a rule of full matrices also: matrices, its parameters among those that
-    are updated at once, in the same order on every rank that shares them; plan, the owners of all
-    its matrices; instances, the ranks among which these are (Grid.instance), by the axis that cuts.
+    master: the dtype of masters. Of a rule of full matrices also: matrices, its parameters among
+    those that are updated at once, in the same order on every rank that shares them; plan, the
+    owners of all its matrices; instances, the ranks among which these are (Grid.instance), by the
+    axis that cuts.
     """
 
     groups: list[dict[str, Any]]
-    rounded: Mapping[Tensor, Tensor] = field(default_factory=dict)
     master: torch.dtype = torch.float32
     matrices: Sequence[Matrix] = ()
     plan: Plan | None = None
@@ -86,7 +85,6 @@ class Updater(ABC):
     """
 
     groups: list[dict[str, Any]]
-    rounds = False  # whether `step` also writes the narrower weights, which then need no copy
 
     def start(self, factor: Tensor, found_inf: Tensor) -> None:  # noqa: B027
         """Begin what may run under the steps of other rules; `step` follows, with the same."""

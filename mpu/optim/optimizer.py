@@ -126,7 +126,6 @@ class Optimizer:
 
     def _add(self, buckets: list[int], grads: list[Tensor], groups: Mapping[str, Group]) -> None:
         """Make the updaters of some buckets, and their segments."""
-        rounded: dict[Tensor, Tensor] = {}  # the narrower weights of a segment
         of_rule: dict[UpdateRule, dict[str, dict[str, Any]]] = {}
         matrices: dict[UpdateRule, list[Matrix]] = {}
         full_groups = full_matrix_groups(groups)
@@ -156,8 +155,6 @@ class Optimizer:
                 own = slice(low - bucket.low, high - bucket.low)
                 segment = segment_at[first] = nn.Parameter(master[own])
                 segment.grad = grads[i][own]
-                if bucket.param_shard.dtype != master.dtype:
-                    rounded[segment] = bucket.param_shard[own]
                 found["params"].append(segment)
                 cut[-1].append((low, high, segment, group.rule))
             for each in _matrices(bucket, full_groups, segment_at):
@@ -166,8 +163,8 @@ class Optimizer:
         made = {
             rule: rule.updater(
                 Parts(
-                    [*found.values()], rounded, self.sink.dtype,
-                    matrices.get(rule, ()), self.plans.get(rule), instances,
+                    [*found.values()], self.sink.dtype, matrices.get(rule, ()),
+                    self.plans.get(rule), instances,
                 )
             )
             for rule, found in of_rule.items()
@@ -233,8 +230,7 @@ class Optimizer:
         for updater in updaters:
             updater.step(factor, found_inf)
         self._multiply_rows()
-        rounded = all(updater.rounds for updater in updaters)
-        self.sink.gather_weights() if rounded else self.weights_from_masters()
+        self.weights_from_masters()
         if self.state_offload:
             self.state_offload.send()
         return norm, found_inf

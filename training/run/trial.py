@@ -354,8 +354,6 @@ def _update(config: Config, ctx: LayerContext) -> None:
     rule = groups["vector"].rule if rule.needs_full_matrices else rule
     segment = torch.ones(1024, dtype=ctx.accumulate, device=ctx.device, requires_grad=True)
     segment.grad = torch.ones_like(segment)
-    narrow = torch.ones(1024, dtype=ctx.dtype, device=ctx.device)
-    rounded = {} if ctx.dtype == ctx.accumulate else {segment: narrow}
     group = {"name": "matrix", "params": [segment], "weight_decay": 0.1, "decoupled": False}
     one = torch.ones((), dtype=torch.float32, device=ctx.device)
-    rule.updater(Parts([group], rounded)).step(one, torch.zeros_like(one))
+    rule.updater(Parts([group])).step(one, torch.zeros_like(one))

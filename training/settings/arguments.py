@@ -678,9 +678,8 @@ class Kernels:
     )
     optimizer_backend: str = setting(
         "torch",
-        "package whose AdamW kernel updates the weights; triton (our kernel, which rounds them "
-        "to bf16 in the same pass), apex and te need CUDA",
-        rule=one_of("torch", "triton", "apex", "te"),
+        "package whose AdamW kernel updates the weights; apex and te need CUDA",
+        rule=one_of("torch", "apex", "te", lacking=(("triton", "use torch"),)),
         off="torch",
         ours=True,
     )

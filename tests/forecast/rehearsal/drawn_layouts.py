@@ -37,7 +37,7 @@ CHOICES = [  # each flag's values; an empty one leaves it out
     ["", "", "", "--num-distributed-optimizer-instances 2"],
     ["", "", "--grad-reduce-in-bf16"],
     ["", "", "", "--main-grads-dtype bf16"],
-    ["", "", "", "--optimizer-cpu-offload", "--optimizer-backend triton",
+    ["", "", "", "--optimizer-cpu-offload",
      "--optimizer-state-offload", "--optimizer-state-offload"],
     ["", "", "", MUON, MUON + " --muon-no-split-qkv", MUON + " --muon-fp32-matmul-prec high"],
     ["", "", "--recompute-granularity selective", FULL,
