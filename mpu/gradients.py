@@ -26,7 +26,6 @@ class Amaxes(Protocol):
     noted: Tensor
 
     def begin_step(self) -> None: ...
-    def begin_weights(self) -> None: ...
     def end_step(self, found_inf: Tensor) -> None: ...
     def loaded(self) -> None: ...
 
@@ -142,12 +141,6 @@ class _Use(torch.autograd.Function):
     def forward(saved_ctx: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         saved_ctx.param, saved_ctx.sink = param, sink
         full_weight = sink.acquire(param)
-        if full_weight.dtype != param.dtype:
-            raise ValueError(
-                f"--fp8-param-gather: {sink.name_of(param)} is gathered in float8, and a "
-                "forward of its own takes it by mpu.gradients.use: omit the flag, or give "
-                "its layer a recipe of its own"
-            )
         # autograd may keep what it is given, so a weight that may be freed is copied
         given = full_weight.clone() if sink.is_sharded(param) else full_weight.view_as(param)
         sink.end_use(param)

@@ -19,7 +19,7 @@ from training.flags.parse import parse
 
 SOON = 5.0  # seconds from the death to the last survivor's end
 HEARD = {"beat": 0.1}  # seconds between a rank's words on what it is doing
-AXES = ["cp", "cp_a2a", "cp_p2p"]
+AXES = ["cp"]
 DOING = {
     "F": "F chunk 0 micro-batch 1 in stage 0 of iteration 3",
     "B": "BW chunk 0 micro-batch 1 in stage 0 of iteration 3",
@@ -29,7 +29,6 @@ KINDS = {  # name: (ranks, flags)
     "p2p": (2, FLAGS.format(2, "p2p")),
     "all_gather": (2, FLAGS.format(2, "all_gather")),
     "a2a": (2, FLAGS.format(2, "a2a")),
-    "a2a+p2p": (4, FLAGS.format(4, "a2a+p2p") + " --hierarchical-context-parallel-sizes 2 2"),
 }
 GLOO = " --no-shared-memory"
 

@@ -724,7 +724,7 @@ if fault:
     sys.meta_path.insert(0, Lacks())
 """
 # rows that only a GPU runs, and that say so
-GPU_ALONE = {"sync", "run-cuda-graph", "run-optimizer-triton", "step-6-optimizer-triton",
+GPU_ALONE = {"sync", "run-cuda-graph",
              "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck", "racecheck",
              "overlap-kernels", "test-activations", "test-nccl", "step-160m-graph"}  # fmt: skip
 OWN = [row.name for row in EVERY if not row.words or row.small]  # the others need a GPU

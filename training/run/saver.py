@@ -472,7 +472,7 @@ class Saver:
                 counts.zero_()
         with self.activity.doing(f"reading {found.directory}"):
             checkpoint.load(found, pieces, grid, device)
-        self.optimizer.sink.gather_weights(requantise=False)  # loaded() does, with its scales
+        self.optimizer.sink.gather_weights()
         self.optimizer.sink.wait_for_weights()
         for line in same_run.of_model(found, self.config, self.hf_config):
             self.note(line)

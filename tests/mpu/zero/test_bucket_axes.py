@@ -24,14 +24,14 @@ import pretrain_llama
 from forecast.dry_run import report
 from forecast.explainer.text import sums
 from forecast.planner.cluster import Level
-from forecast.planner.rank_order import Sizes, across, ledger
+from forecast.planner.rank_order import across, ledger
 from forecast.recording import record
 from forecast.traffic import SMALL, rows, totals, traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
 from mpu.gradients import use
-from mpu.grid import ORDER, Grid
+from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import Placement, PlacementError, parameter
 from mpu.zero.bucket_layout import BLOCK, ParamEntry, ZeroConfig, make_buckets, sharing_of
@@ -47,6 +47,7 @@ from tools.explain import explain, tiny
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run import memory_report
+from training.run.model_profile import make_grid
 from training.run.saver import Saver
 from training.settings.arguments import CheckpointConfig
 from training.settings.config import Config
@@ -413,7 +414,7 @@ def test_a_collective_of_a_new_kind_is_in_every_list(fork: str) -> None:
     flows = ledger(config)
     assert {flow.axis for flow in flows} >= {"ep", "edp"}
     levels = [Level("pair", 2, 1e9, 0.0), Level("all", 0, 1e9, 0.0)]
-    over = across(ORDER, Sizes.of(config), levels, flows)
+    over = across(make_grid(config, Launch(0, 4)), levels, flows)
     assert over["ep"] == [4 * sum(row.sent for row in over_ep), 0]  # neighbours
     assert not over["edp"][0] and over["edp"][1]
 
