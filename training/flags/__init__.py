@@ -6,6 +6,7 @@ help                    --help: where to start, a group, a flag
 flag_table              the flags of this program, and those that it had
 megatron                reads megatron.toml: Megatron-LM's other flags, other programs' names
 foreign                 a command line that has such flags; --ignore-flags
+derived                 settings that follow from others
 rules                   the rules between flags; size_rules, parallel_rules, compute_rules,
                         expert_rules, run_rules: those of one subject
 model_sizes             the model's sizes, as a Config or a checkpoint gives them

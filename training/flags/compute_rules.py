@@ -16,7 +16,6 @@ from mpu.layers.attention.backends import (
 )
 from mpu.layers.float8.rows import ALIGN, BLOCKS, RECIPES
 from training.flags import parallel_rules
-from training.settings.arguments import GpuConfig
 from training.settings.config import Config, UsageError
 from training.settings.pipeline_schedule import micro_batch_counts
 
@@ -40,8 +39,6 @@ def check_kernels(config: Config) -> None:
     for flag, name, own in (("--norm-backend", p.norm_backend, "weft"), (FLAG, te, "auto")):
         if name == own:
             continue
-        if p.device == "cpu":
-            raise UsageError(f"{flag} {name} needs --device cuda; on a CPU use {own}")
         if config.run.dtype == torch.float64:
             raise UsageError(f"{flag} {name} has no fp64: with --fp64 use {own}")
         if config.rehearse.rehearse:
@@ -49,11 +46,6 @@ def check_kernels(config: Config) -> None:
                 f"{flag} {name} runs kernels of another package, and --rehearse has no device for "
                 f"them: rehearse with {own}"
             )
-    if te == "te" and p.context_parallel_size > 1:
-        raise UsageError(
-            f"{FLAG} te at --context-parallel-size {p.context_parallel_size}: attention over ranks "
-            "is Weft's own, so use auto"
-        )
     if config.rehearse.rehearse or not parallel_rules.on_cpu(config):
         attention_line(config, ANY_GPU._replace(deterministic=config.run.deterministic_mode))
 
@@ -113,11 +105,6 @@ def check_float8(config: Config) -> None:
     if recipe not in RECIPES:
         why = f"; {ELSEWHERE[recipe]}" if recipe in ELSEWHERE else ""
         raise UsageError(f"--fp8-recipe {recipe}: must be one of {', '.join(RECIPES)}{why}")
-    if recipe == "delayed" and config.gpu.cuda_graph:
-        raise UsageError(
-            f"{GRAPH} with --fp8-recipe delayed: the first step computes scales differently from "
-            "later ones, which a graph cannot do; use tensorwise"
-        )
     if config.run.dtype != torch.bfloat16 and not parallel_rules.on_cpu(config):
         raise UsageError(f"--fp8-format {f.fp8_format} needs --bf16, or --device cpu")
     at_start, at_end = f.num_layers_at_start_in_bf16, f.num_layers_at_end_in_bf16
@@ -160,15 +147,10 @@ def check_recompute(config: Config) -> None:
     """Raise UsageError for a recomputation that the model's layers do not allow."""
     p = config.parallel
     if p.recompute_granularity != "full":
-        for flag, value in (
-            ("--recompute-method", p.recompute_method),
-            ("--recompute-num-layers", p.recompute_num_layers),
-        ):
-            if value is not None:
-                raise UsageError(f"{flag} {value} needs --recompute-granularity full")
-    elif p.recompute_num_layers == 0:
+        return
+    if p.recompute_num_layers == 0:
         raise UsageError("--recompute-num-layers 0 needs --recompute-method block")
-    elif (p.recompute_num_layers or 1) > config.model.num_layers:
+    if (p.recompute_num_layers or 1) > config.model.num_layers:
         raise UsageError(
             f"--recompute-num-layers {p.recompute_num_layers} is more than --num-layers "
             f"{config.model.num_layers}"
@@ -179,17 +161,6 @@ def check_offload(config: Config) -> None:
     """Raise UsageError for activations in host memory that no layer, or no stage, has."""
     g, p, layers = config.gpu, config.parallel, config.model.num_layers
     if not g.cpu_offload_activations:
-        for flag, given in (
-            ("--offload-modules", " ".join(g.offload_modules)),
-            (
-                "--min-offloaded-tensor-size",
-                g.min_offloaded_tensor_size
-                if g.min_offloaded_tensor_size != GpuConfig.min_offloaded_tensor_size
-                else "",
-            ),
-        ):
-            if given:
-                raise UsageError(f"{flag} {given} needs {OFFLOAD}")
         return
     number = g.cpu_offloading_num_layers
     if number is not None and number >= layers:
@@ -214,19 +185,12 @@ def check_offload(config: Config) -> None:
             f"--cpu-offloading-num-layers {number} is less than --recompute-num-layers {group}: "
             "layers that are recomputed together are offloaded together"
         )
-    if g.offload_modules and p.recompute_granularity == "full":
-        raise UsageError(
-            f"--offload-modules {' '.join(g.offload_modules)} with --recompute-granularity full: "
-            "a recomputed layer keeps its input alone, which belongs to no module of it"
-        )
 
 
 def check_graph(config: Config) -> None:
     """Raise UsageError naming the flag that does not go with --cuda-graph, and why."""
     g = config.gpu
     if not g.cuda_graph:
-        if g.cuda_graph_warmup_steps != GpuConfig.cuda_graph_warmup_steps:
-            raise UsageError(f"--cuda-graph-warmup-steps {g.cuda_graph_warmup_steps} needs {GRAPH}")
         return
     for flag, why in _forbid(config):
         raise UsageError(f"{GRAPH} with {flag}: {why}")

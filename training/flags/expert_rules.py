@@ -40,12 +40,6 @@ def check_given(given: dict[str, Any]) -> None:
         for name, why in vocabulary().with_experts.items() if of_megatron else ():
             if name in given:
                 raise UsageError(f"{name} with {EXPERTS} {given[EXPERTS]}: {why}; leave it out")
-        order = str(given.get("--rank-order", "")).split("-")
-        if "ep" in order and "dp" in order and order.index("ep") > order.index("dp"):
-            raise UsageError(
-                f"--rank-order {given['--rank-order']}: the expert-parallel ranks "
-                "are neighbours in a stage, so ep must stand before dp"
-            )
 
 
 def notes(config: Config) -> Iterator[str]:
@@ -138,11 +132,6 @@ def check(config: Config) -> None:
             "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one expert is 1, "
             "so the router would not be trained"
         )
-    if m.moe_router_enable_expert_bias and softmax:
-        raise UsageError(
-            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: the bias "
-            "is added to scores from 0 to 1"
-        )
     _check_groups(m)
     if p.overlap_moe_expert_parallel_comm:
         _check_overlap(config)
@@ -180,11 +169,6 @@ def _check_overlap(config: Config) -> None:
         raise UsageError(
             f"{OVERLAP} is not available at ZeRO stage 3 without a pipeline: the two micro-batches "
             "use the weights of two layers in turns, and each turn would gather them again"
-        )
-    if config.gpu.cpu_offload_activations:
-        raise UsageError(
-            f"{OVERLAP} is not available with --cpu-offload-activations: its copies are timed for "
-            "one micro-batch at a time"
         )
 
 

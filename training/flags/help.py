@@ -9,7 +9,6 @@ from training.flags import flag_table
 from training.flags.flag_table import Flag, live_flags
 from training.flags.foreign import instead, like, refuse_unknown
 from training.flags.megatron import known_flags, vocabulary
-from training.flags.rules import EXCLUDE
 from training.settings.arguments import GROUPS
 from training.settings.config import UsageError
 
@@ -143,7 +142,8 @@ def _one(flag: Flag) -> Page:
             flag_table.REMOVED_KIND: "was removed",
         }
         lines.append(f"{flag.name} {does[flag.kind]}: {flag.text}")
-    other = [one if two == flag.name else two for one, two in EXCLUDE if flag.name in (one, two)]
+    other = [*flag.row.excludes]
+    other += [each.name for each in live_flags().values() if flag.name in each.row.excludes]
     lines += [f"Value: {flag.rule.what}"] * bool(flag.rule.what)
     also = [each.name for each in known_flags().values() if each.alias_of == (flag.name,)]
     lines += [f"Other names: {', '.join(also)}"] * bool(also)

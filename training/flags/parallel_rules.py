@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mpu.accelerators import unusable_gpu
-from mpu.grid import ORDER
 from training.settings.arguments import ParallelConfig
 from training.settings.config import Config, UsageError
 from training.settings.pipeline_schedule import micro_batch_counts
@@ -56,17 +55,6 @@ def check_world(layout: ParallelConfig) -> None:
             "needs that many ranks",
             layout.model_parallel_size,
         )
-
-
-def rank_order(text: str) -> str:
-    """Return --rank-order as the names of the four axes, fastest first. Raises UsageError."""
-    names = [name for name in text.split("-") if name != "ep"]  # always neighbours in a stage
-    if sorted(names) != sorted(ORDER):
-        raise UsageError(
-            f"{RANKS} {text}: must name each of {', '.join(ORDER)} once, the fastest first, "
-            f"as in {'-'.join(ORDER)}"
-        )
-    return "-".join(names)
 
 
 def check_context(config: Config) -> None:
@@ -120,11 +108,6 @@ def check_overlap(config: Config) -> None:
     """Raise UsageError for a method that this layout, or a GPU, cannot take."""
     p = config.parallel
     flag, pp = f"--tp-comm-overlap {p.tp_comm_overlap}", p.pipeline_model_parallel_size
-    if p.tp_comm_overlap != "none" and not p.sequence_parallel:
-        raise UsageError(
-            f"{flag} needs --sequence-parallel: without it every "
-            "rank holds the whole sequence, and there is no communication to overlap with a matmul"
-        )
     if p.tp_comm_overlap == "symmetric" and pp > 1 and not on_cpu(config):
         raise UsageError(
             f"{flag} with --pipeline-model-parallel-size {pp} needs --device cpu: on a GPU a "
@@ -143,8 +126,6 @@ def check_device(config: Config) -> None:
 def check_backend(config: Config) -> None:
     """Raise UsageError for a device, or a communication library, that is not here."""
     p = config.parallel
-    if p.distributed_backend == "nccl" and p.device == "cpu":
-        raise UsageError("--distributed-backend nccl needs --device cuda; on a CPU use gloo")
     if p.device == "cuda" and not config.run.dry_run and not torch.cuda.is_available():
         raise UsageError(f"--device cuda: {unusable_gpu() or NO_DEVICE}")
 
@@ -159,22 +140,10 @@ def check_zero(config: Config) -> None:
     """Raise UsageError for flags that contradict each other or the layout."""
     p, dtype = config.parallel, config.run.dtype
     level = f"--zero-stage {p.zero}"
-    if p.zero_stage == 0 and p.use_distributed_optimizer:
+    if p.zero_reduce_each_microbatch and p.zero < 2:
         raise UsageError(
-            "--zero-stage 0 and --use-distributed-optimizer exclude each other: the latter is "
-            "--zero-stage 1"
+            f"{EACH} needs --zero-stage 2 or 3: at {level} unsharded gradients stay on every rank"
         )
-    if p.zero_reduce_each_microbatch:
-        if p.zero < 2:
-            raise UsageError(
-                f"{EACH} needs --zero-stage 2 or 3: at {level} unsharded gradients stay on "
-                "every rank"
-            )
-        if p.pipeline_model_parallel_size > 1:
-            raise UsageError(
-                f"{EACH} needs --pipeline-model-parallel-size 1, not "
-                f"{p.pipeline_model_parallel_size}: in a pipeline micro-batches interleave"
-            )
     copies, ranks = p.num_distributed_optimizer_instances, p.gradient_ranks
     if ranks % copies:
         raise UsageError(
@@ -194,19 +163,10 @@ def check_zero(config: Config) -> None:
                 "--main-grads-dtype bf16 needs --use-distributed-optimizer or --zero-stage: at "
                 f"{level} there is no owner to keep the sums in fp32"
             )
-    if p.optimizer_cpu_offload and p.optimizer_state_offload:
+    if p.optimizer_backend != "torch" and dtype == torch.float64:
         raise UsageError(
-            f"{OFFLOAD} with {STATES}: the first updates on the host and the second on the device; "
-            "give one of them"
+            f"--optimizer-backend {p.optimizer_backend} has no fp64: with --fp64 use torch"
         )
-    if p.optimizer_backend != "torch":
-        backend = f"--optimizer-backend {p.optimizer_backend}"
-        if p.device == "cpu":
-            raise UsageError(f"{backend} needs --device cuda; on a CPU use torch")
-        if dtype == torch.float64:
-            raise UsageError(f"{backend} has no fp64: with --fp64 use torch")
-        if p.optimizer_cpu_offload:
-            raise UsageError(f"{backend} with {OFFLOAD}: the host updates, so use torch")
 
 
 def zero_notes(given: dict[str, Any], config: Config) -> Iterator[str]:

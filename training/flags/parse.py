@@ -12,9 +12,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
 
-import torch
-
-from training.data.split import DEFAULT_SPLIT
 from training.files.untrusted import trust_owners
 from training.flags import (
     compute_rules,
@@ -27,13 +24,12 @@ from training.flags import (
     saved_schedule,
     size_rules,
 )
+from training.flags.derived import assemble
 from training.flags.flag_table import Flag, live_flags
 from training.flags.help import START, Page, effect, page_of
-from training.flags.run_rules import has_validation, shard_list
 from training.settings import batch_size
-from training.settings.arguments import ModelConfig, ParallelConfig
-from training.settings.config import SECTIONS, Config, UsageError
-from training.settings.pipeline_schedule import virtual_stages
+from training.settings.arguments import ModelConfig
+from training.settings.config import Config, UsageError
 
 __all__ = ["UsageError", "build_parser", "parse"]
 
@@ -76,7 +72,7 @@ def parse(
     if "--use-checkpoint-opt-param-scheduler" in given:
         given = saved_schedule.from_checkpoint(given)
     rules.check_given(given)
-    made = _assemble(given, world_size, notes, own)
+    made = assemble(given, world_size, notes, own)
     if made.data.data_stages:
         made = _in_stage(given, world_size, notes, own, stage)
     rules.check(made)
@@ -246,14 +242,14 @@ def _in_stage(
 ) -> Config:
     """Return the config with the settings of the stage that the run begins in."""
     path = given["--data-stages"]
-    config = _assemble(given, world_size, [], own)
+    config = assemble(given, world_size, [], own)
     text = given.get("--step-batch-size-schedule")
     sizes = batch_size.read_schedule(text) if text else ((0, config.batch.global_batch_size),)
     stages, by_sample = data_stages.plan(path, data_stages.read(path, given), sizes)
     size_rules.check(config)
     for stage in stages:
         try:
-            size_rules.check(_assemble(data_stages.apply(given, stage), world_size, [], own))
+            size_rules.check(assemble(data_stages.apply(given, stage), world_size, [], own))
         except UsageError as error:
             raise UsageError(f"--data-stages {path}: stage {stage.name!r}: {error}") from None
     if "--use-checkpoint-args" in given and len({stage.settings for stage in stages}) > 1:
@@ -263,113 +259,9 @@ def _in_stage(
         )
     dry = config.run.dry_run or config.rehearse.rehearse
     k = data_stages.choose(stages, data_stages.position(given), which, dry)
-    made = _assemble(data_stages.apply(given, stages[k]), world_size, notes, own)
+    made = assemble(data_stages.apply(given, stages[k]), world_size, notes, own)
     if text:
         batch = replace(made.batch, step_batch_size_schedule=by_sample)
         made = replace(made, batch=batch)
     made = replace(made, stages=tuple(stages))
     return replace(made, notes=(*made.notes, *data_stages.notes(made)))
-
-
-def _assemble(
-    given: dict[str, Any], world_size: int, notes: list[str], own: tuple[tuple[str, Any], ...]
-) -> Config:
-    """Sort the values into the dataclasses and fill in what depends on several flags."""
-    parts: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
-    for name, value in given.items():
-        if flag := live_flags().get(name):
-            parts[flag.section][flag.dest] = value
-    model, parallel, batch, run = (parts[k] for k in ("model", "parallel", "batch", "run"))
-
-    if "--group-query-attention" in given and "--num-query-groups" not in given:
-        model["num_query_groups"] = 1
-    parallel["world_size"] = world_size
-    if "rank_order" in parallel:
-        parallel["rank_order"] = parallel_rules.rank_order(parallel["rank_order"])
-    tp = parallel.get("tensor_model_parallel_size", 1)
-    if parallel.get("sequence_parallel") and tp == 1:
-        parallel["sequence_parallel"] = False
-        notes.append(
-            "--sequence-parallel is off: at --tensor-model-parallel-size 1 there is nothing to "
-            "split"
-        )
-    if parallel.get("tp_comm_overlap", "none") != "none" and tp == 1:
-        notes.append(
-            f"--tp-comm-overlap {parallel['tp_comm_overlap']} is off: at "
-            "--tensor-model-parallel-size 1 nothing is sent"
-        )
-        parallel["tp_comm_overlap"] = "none"
-    if parallel.get("tp_comm_overlap") == "auto" and "deterministic_mode" in run:
-        notes.append(
-            "--deterministic-mode: --tp-comm-overlap auto may choose differently in another run, "
-            "which changes bits; name a method"
-        )
-    if parallel.get("recompute_method") == "block" and parallel.get("recompute_num_layers") == 0:
-        for name in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
-            parallel.pop(name, None)  # the first 0 layers: none
-    if "recompute_granularity" not in parallel:  # nothing is recomputed, as in Megatron-LM
-        for name in ("recompute_method", "recompute_num_layers"):
-            parallel.pop(name, None)
-    if parallel.get("recompute_granularity") == "full":
-        parallel.setdefault("recompute_method", "uniform")
-        parallel.setdefault("recompute_num_layers", 1)
-    virtual = virtual_stages(given, model["num_layers"])
-    parallel.pop("num_layers_per_virtual_pipeline_stage", None)
-    if virtual is not None:
-        parallel["num_virtual_stages_per_pipeline_rank"] = virtual
-    if layers := parts["gpu"].get("cpu_offloading_num_layers"):
-        parts["gpu"].setdefault("cpu_offload_activations", True)
-    elif layers == 0:
-        parts["gpu"]["cpu_offload_activations"] = False
-    layout = ParallelConfig(**parallel)
-    parallel_rules.check_world(layout)
-    if "step_batch_size_schedule" in batch:
-        text = batch["step_batch_size_schedule"]
-        steps = batch_size.parse_schedule(text, model["seq_length"])
-        batch |= {"step_batch_size_schedule": steps, "global_batch_size": steps[0][1]}
-    one = batch.setdefault("micro_batch_size", 1) * layout.data_parallel_size
-    batch.setdefault("global_batch_size", one)
-
-    low = parts["float8"]
-    if low.get("fp8_format") and "fp8_recipe" not in low:
-        low["fp8_recipe"] = "delayed"
-        notes.append(
-            "no --fp8-recipe: delayed, as in Megatron-LM; tensorwise needs no history and "
-            "clamps nothing (docs/float8.md)"
-        )
-    bf16, fp64 = run.pop("bf16", False), run.pop("fp64", False)
-    run["dtype"] = torch.float64 if fp64 else torch.bfloat16 if bf16 else torch.float32
-    data = parts["data"]
-    vocab_file = data.pop("vocab_file", None)
-    if data.get("tokenizer_type") == "GPT2BPETokenizer":
-        data["tokenizer_model"] = vocab_file  # as there, --tokenizer-model is not read
-    if listed := data.pop("data_args_path", None):
-        data["data_path"] = shard_list(listed, run.get("dry_run", False))
-    if data.get("split"):
-        data["split"] = data["split"].strip(" '\"")
-    if data.get("data_path"):
-        data.setdefault("split", DEFAULT_SPLIT)
-    train = data.get("train_data_path") or data.get("data_stages")
-    paths = (bool(train), bool(data.get("valid_data_path")))
-    evaluates = run.get("eval_iters", 1) > 0 or data.get("full_validation")
-    evaluates = run.get("eval_interval") and evaluates
-    if evaluates and not has_validation(data.get("split"), *paths):
-        notes.append(
-            f"--eval-interval {run.pop('eval_interval')} has nothing to evaluate on, so there is "
-            "no evaluation: give the second number of --split a share, or --valid-data-path"
-        )
-    alone = run.get("skip_train") and not run.get("eval_interval")
-    if alone and data.get("data_order") == "megatron":
-        notes.append(
-            "--skip-train without --eval-interval: --data-order megatron draws the samples of one "
-            "evaluation, which are others than those of a run with more of them"
-        )
-    if data.get("mock_data"):
-        data.setdefault("tokenizer_type", "NullTokenizer")
-    load = parts["checkpoint"].get("load")
-    if data.get("tokenizer_type") == "HuggingFaceTokenizer" and load:
-        if "--use-checkpoint-args" not in given:  # it takes the checkpoint's tokenizer
-            data.setdefault("tokenizer_model", load)
-    parts["moe"] = expert_rules.choose_file(parts["moe"], model)
-    built = {section: cls(**parts[section]) for section, cls in SECTIONS.items()}
-    return Config(**built, extra=own, notes=tuple(notes))

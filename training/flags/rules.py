@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the flags against each other: what must divide what, and what excludes what.
 
-Each rule raises UsageError with the flag, its value and the rule. No rule writes a file or waits
-for another rank, so a mistake is reported before the first collective.
+A rule between two or three settings is a row next to one of them (`excludes` and `stops` of
+training/settings/arguments.py). One that divides sizes, asks a device or opens files is a function,
+in CHECKS. Each raises UsageError with the flag, its value and the rule. No rule writes a file or
+waits for another rank, so a mistake is reported before the first collective.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpu.pipeline.schedules import SPLIT
@@ -21,48 +23,6 @@ from training.settings import pipeline_schedule
 from training.settings.config import Config, UsageError
 from training.settings.setting import Setting
 
-# Pairs of flags of which only one may be given.
-EXCLUDE = (
-    ("--train-iters", "--train-samples"),
-    ("--bf16", "--fp64"),
-    ("--grad-reduce-in-bf16", "--fp64"),
-    ("--main-grads-dtype", "--fp64"),
-    ("--global-batch-size", "--step-batch-size-schedule"),
-    ("--mock-data", "--data-path"),
-    ("--mock-data", "--data-args-path"),
-    ("--data-path", "--data-args-path"),
-    ("--train-data-path", "--data-args-path"),
-    ("--valid-data-path", "--data-args-path"),
-    ("--test-data-path", "--data-args-path"),
-    ("--mock-data", "--train-data-path"),
-    ("--data-path", "--train-data-path"),
-    ("--data-path", "--valid-data-path"),
-    ("--data-path", "--test-data-path"),
-    ("--split", "--train-data-path"),
-    *(
-        ("--data-stages", other)
-        for other in (
-            "--mock-data",
-            "--data-path",
-            "--data-args-path",
-            "--train-data-path",
-            "--split",
-        )
-    ),
-    ("--train-iters", "--lr-decay-samples"),
-    ("--train-iters", "--lr-wsd-decay-samples"),
-    ("--train-iters", "--lr-warmup-samples"),
-    ("--train-samples", "--lr-decay-iters"),
-    ("--train-samples", "--lr-wsd-decay-iters"),
-    ("--train-samples", "--lr-warmup-iters"),
-    ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"),
-    ("--pipeline-model-parallel-layout", "--num-layers-per-virtual-pipeline-stage"),
-    ("--branch-from", "--pretrained-checkpoint"),
-    ("--lr-warmup-fraction", "--lr-warmup-iters"),
-    ("--lr-warmup-fraction", "--lr-warmup-samples"),
-    ("--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"),
-    ("--use-checkpoint-opt-param-scheduler", "--override-opt_param-scheduler"),
-)
 ACCUMULATE = "--accumulate-allreduce-grads-in-fp32"
 
 
@@ -74,10 +34,10 @@ def check_given(given: dict[str, Any]) -> None:
         raise UsageError(f"{', '.join(missing)} {one} no default")
     if "--train-iters" not in given and "--train-samples" not in given:
         raise UsageError("--train-iters or --train-samples is missing: give one of them")
-    for one, other in EXCLUDE:
-        # An off-value (0 steps of warm-up) excludes nothing.
-        if given.get(one) not in (None, 0, ()) and given.get(other) not in (None, 0, ()):
-            raise UsageError(f"{one} and {other} exclude each other: give one of them")
+    for flag in live_flags().values():
+        for other in flag.row.excludes if _is_on(given.get(flag.name)) else ():
+            if _is_on(given.get(other)):
+                raise UsageError(f"{flag.name} and {other} exclude each other: give one of them")
     if given.get("--main-grads-dtype") == "bf16" and ACCUMULATE in given:
         raise UsageError(f"--main-grads-dtype bf16 and {ACCUMULATE} contradict each other")
     expert_rules.check_given(given)
@@ -93,6 +53,11 @@ def check_given(given: dict[str, Any]) -> None:
             f"--num-query-groups {groups} needs --group-query-attention, without which Megatron-LM "
             "ignores it"
         )
+
+
+def _is_on(value: Any) -> bool:
+    """Return whether a value excludes another flag: an off-value, such as 0 steps, does not."""
+    return value not in (None, 0, ())
 
 
 def idle(given: dict[str, Any], config: Config) -> Iterator[str]:
@@ -119,26 +84,53 @@ def _acts(row: Setting, given: dict[str, Any], config: Config) -> bool:
     return bool(value == row.needs_value) and _acts(flag.row, given, config)
 
 
+def check_stops(config: Config) -> None:
+    """Raise UsageError with the sentence of the first row of `stops` that is broken."""
+    for flag in live_flags().values():
+        for stop in flag.row.stops:
+            found = [_holds(each, config) for each in stop.when.split(" & ")]
+            right = [_holds(each, config) for each in stop.unless.split(" or ") if each]
+            if None not in found and right.count(None) == len(right):
+                raise UsageError(stop.sentence.format(*found))
+
+
+def _holds(condition: str, config: Config) -> str | None:
+    """Return the text of a setting's value where a condition of a Stop holds, else None."""
+    name, _, values = condition.partition(" ")
+    flag = live_flags()[name]
+    value = getattr(getattr(config, flag.section), flag.dest)
+    text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    on = text in values.split("|") if values else value not in (None, False, flag.row.default)
+    return text if on else None
+
+
+# what a whole config must keep to; the first that is broken is reported
+CHECKS: tuple[Callable[[Config], None], ...] = (
+    parallel_rules.check_device,
+    check_stops,
+    size_rules.check,
+    size_rules.check_micro_batch,
+    size_rules.check_cut,
+    parallel_rules.check_overlap,
+    compute_rules.check_kernels,
+    parallel_rules.check_context,
+    parallel_rules.check_backend,
+    expert_rules.check,
+    size_rules.check_batch,
+    pipeline_schedule.check,
+    parallel_rules.check_zero,
+    run_rules.check_faults,
+    compute_rules.check_float8,
+    compute_rules.check_recompute,
+    compute_rules.check_offload,
+    compute_rules.check_graph,
+    run_rules.check_learning_rate,
+    run_rules.check_run,
+    run_rules.check_paths,
+)
+
+
 def check(config: Config) -> None:
-    """Raise UsageError where a whole config breaks a rule; the first that is broken is reported."""
-    parallel_rules.check_device(config)
-    size_rules.check(config)
-    size_rules.check_micro_batch(config)
-    size_rules.check_cut(config)
-    parallel_rules.check_overlap(config)
-    compute_rules.check_kernels(config)
-    parallel_rules.check_context(config)
-    parallel_rules.check_backend(config)
-    expert_rules.check(config)
-    size_rules.check_batch(config)
-    pipeline_schedule.check(config)
-    parallel_rules.check_zero(config)
-    run_rules.check_faults(config)
-    compute_rules.check_float8(config)
-    compute_rules.check_recompute(config)
-    compute_rules.check_offload(config)
-    compute_rules.check_graph(config)
-    run_rules.check_learning_rate(config)
-    run_rules.check_optimizer(config)
-    run_rules.check_run(config)
-    run_rules.check_paths(config)
+    """Raise UsageError where a whole config breaks a rule."""
+    for rule in CHECKS:
+        rule(config)

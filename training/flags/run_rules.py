@@ -24,29 +24,17 @@ from training.files.untrusted import SETTINGS, nothing_downloaded, read_plain
 from training.settings.arguments import CHANGES, CheckpointConfig, DataConfig
 from training.settings.config import Config, UsageError
 
-# flags whose value "rewind" goes back to a checkpoint of --save
-REWINDS = ("--on-nan", "--on-spike", "--on-replica-mismatch")
-
 
 def check_faults(config: Config) -> None:
     """Raise UsageError for flags that contradict each other or the layout."""
-    _numbers(config)
+    if 0 in config.fault.iterations_to_skip:
+        raise UsageError("--iterations-to-skip 0: iterations count from 1")
     seconds, minutes = config.fault.hang_timeout, config.parallel.distributed_timeout_minutes
     if seconds is not None and seconds > 60 * minutes:
         raise UsageError(
             f"--hang-timeout {seconds:g}: must be at most the {60 * minutes} s of "
             f"--distributed-timeout-minutes {minutes}, after which the run ends in any case"
         )
-
-
-def _numbers(config: Config) -> None:
-    fault = config.fault
-    answers = (config.run.on_nan, fault.on_spike, fault.on_replica_mismatch)
-    for flag, answer in zip(REWINDS, answers, strict=True):
-        if answer == "rewind" and not config.checkpoint.save:
-            raise UsageError(f"{flag} rewind needs --save: it goes back to a checkpoint there")
-    if 0 in fault.iterations_to_skip:
-        raise UsageError("--iterations-to-skip 0: iterations count from 1")
 
 
 def check_learning_rate(config: Config) -> None:
@@ -85,16 +73,6 @@ def check_learning_rate(config: Config) -> None:
             )
 
 
-def check_optimizer(config: Config) -> None:
-    """Raise UsageError for coefficients of another number of steps than the run has."""
-    o = config.optimizer
-    if o.muon_coefficient_type == "cubic5" and o.muon_num_ns_steps != 5:
-        raise UsageError(
-            f"--muon-num-ns-steps {o.muon_num_ns_steps} with --muon-coefficient-type cubic5: its "
-            "coefficients are those of 5 steps"
-        )
-
-
 def check_run(config: Config) -> None:
     """Raise UsageError for a resume, a profile or a record of memory that cannot be."""
     log, checkpoint = config.log, config.checkpoint
@@ -103,8 +81,6 @@ def check_run(config: Config) -> None:
             raise UsageError(f"--allow-change {what}: must be among {', '.join(CHANGES)}")
     _branch(checkpoint)
     _evaluation(config)
-    if checkpoint.ckpt_step is not None and checkpoint.load is None:
-        raise UsageError(f"--ckpt-step {checkpoint.ckpt_step} needs --load")
     if log.profile and log.profile_step_start >= log.profile_step_end:
         raise UsageError(
             f"--profile-step-end {log.profile_step_end} must be more than "
@@ -118,8 +94,6 @@ def check_run(config: Config) -> None:
     picture = config.run.memory_picture
     if picture is not None and not picture.endswith((".svg", ".png")):
         raise UsageError(f"--memory-picture {picture}: a picture is a .png or an .svg")
-    if picture is not None and not config.run.dry_run:
-        raise UsageError(f"--memory-picture {picture} needs --dry-run, which knows the memory")
     here = config.parallel.device is None and not config.run.dry_run  # a dry run knows no machine
     if (every := log.log_layer_rms_interval) and every % log.log_interval:
         raise UsageError(
@@ -199,11 +173,6 @@ def _branch(c: CheckpointConfig) -> None:
             f"--branch-from {c.branch_from}: --save is the same directory; a branch is saved in "
             "another one"
         )
-    if c.finetune:
-        raise UsageError(
-            f"--branch-from {c.branch_from} and --finetune exclude each other: a branch continues "
-            "with optimizer and samples"
-        )
 
 
 def check_paths(config: Config) -> None:
@@ -272,14 +241,8 @@ def _lengths(config: Config) -> None:
 def _validation(d: DataConfig) -> None:
     """Raise UsageError for validation sets that cannot be told apart or have no end."""
     if d.multiple_validation_sets:
-        if not d.valid_data_path:
-            raise UsageError(
-                "--multiple-validation-sets needs --valid-data-path, whose prefixes are the sets"
-            )
         _unweighted("--multiple-validation-sets", "--valid-data-path", d.valid_data_path)
     if d.full_validation:
-        if d.mock_data:
-            raise UsageError("--full-validation needs data with an end; --mock-data has none")
         _unweighted("--full-validation", "--data-path", d.data_path)
         _unweighted("--full-validation", "--valid-data-path", d.valid_data_path)
 

@@ -42,8 +42,6 @@ def check(config: Config) -> None:
 
 def _yarn(m: ModelConfig) -> None:
     """Raise UsageError for YaRN's numbers that contradict each other or other flags."""
-    if m.use_rope_scaling:
-        raise UsageError("--position-embedding-type yarn and --use-rope-scaling exclude each other")
     if m.rotary_base <= 1:
         raise UsageError(
             f"--rotary-base {m.rotary_base:g} must be above 1 with --position-embedding-type yarn"

@@ -31,7 +31,9 @@ from training.settings.setting import (
     SWITCH,
     TEXTS,
     WHOLES,
+    Order,
     Setting,
+    Stop,
     integer,
     one_of,
     real,
@@ -124,6 +126,13 @@ class ModelConfig:
         "positions are rotary; yarn stretches them to more positions than the model was trained at",
         rule=one_of("rope", "yarn"),
         older="rope",
+        stops=(
+            Stop(
+                "--position-embedding-type yarn & --use-rope-scaling",
+                "",
+                "--position-embedding-type yarn and --use-rope-scaling exclude each other",
+            ),
+        ),
     )
     rotary_scaling_factor: float = setting(
         1.0, "how many times as many positions YaRN makes of its original ones", "ratio",
@@ -303,6 +312,14 @@ class MoEConfig:
         "expert in the global batch",
         needs=EXPERTS,
         older=False,
+        stops=(
+            Stop(
+                "--moe-router-enable-expert-bias & --moe-router-score-function softmax",
+                "",
+                "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid: "
+                "the bias is added to scores from 0 to 1",
+            ),
+        ),
     )
     moe_router_bias_update_rate: float = setting(
         1e-3,
@@ -450,6 +467,7 @@ class Layout:
         "-".join(ORDER),
         "count the ranks along the axes in this order: neighbouring ranks share a node",
         "axes, the fastest first",
+        Order(names=ORDER),
         ours=True,
     )
 
@@ -472,6 +490,7 @@ class Pipeline:
         integer(1, 1024),
         off="1",
         derived="2 with zb-v and v-half",
+        excludes=("--num-layers-per-virtual-pipeline-stage",),
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = setting(
         None,
@@ -486,6 +505,7 @@ class Pipeline:
         "(t...)*3 to repeat",
         "stages",
         off="left out, balanced by cost",
+        excludes=("--num-layers-per-virtual-pipeline-stage",),
     )
     defer_embedding_wgrad_compute: bool = setting(
         False,
@@ -505,6 +525,14 @@ class Zero:
         off="0, replicated",
         derived="1 with --use-distributed-optimizer, else 0",
         ours=True,
+        stops=(
+            Stop(
+                "--zero-stage 0 & --use-distributed-optimizer",
+                "",
+                "--zero-stage 0 and --use-distributed-optimizer exclude each other: the "
+                "latter is --zero-stage 1",
+            ),
+        ),
     )
     use_distributed_optimizer: bool = setting(
         False,
@@ -539,12 +567,21 @@ class Zero:
         off="left out, once a step",
         ours=True,
         reported=True,
+        stops=(
+            Stop(
+                "--zero-reduce-each-microbatch & --pipeline-model-parallel-size",
+                "",
+                "--zero-reduce-each-microbatch needs --pipeline-model-parallel-size 1, not "
+                "{1}: in a pipeline micro-batches interleave",
+            ),
+        ),
     )
     grad_reduce_in_bf16: bool = setting(
         False,
         "send gradients in bfloat16; their owner adds them up in fp32, in rank order",
         off="left out, in fp32",
         reported=True,
+        excludes=("--fp64",),
     )
     main_grads_dtype: str = setting(
         "fp32",
@@ -552,11 +589,20 @@ class Zero:
         rule=one_of("fp32", "bf16"),
         off="fp32",
         reported=True,
+        excludes=("--fp64",),
     )
     optimizer_cpu_offload: bool = setting(
         False,
         "keep the optimizer's masters and moments in host memory, and update them there",
         off="left out, on the device",
+        stops=(
+            Stop(
+                "--optimizer-cpu-offload & --optimizer-state-offload",
+                "",
+                "--optimizer-cpu-offload with --optimizer-state-offload: the first updates on"
+                " the host and the second on the device; give one of them",
+            ),
+        ),
     )
     optimizer_state_offload: bool = setting(
         False,
@@ -583,6 +629,13 @@ class Recompute:
         rule=one_of("uniform", "block"),
         derived="uniform, with full only",
         needs=("--recompute-granularity",),
+        stops=(
+            Stop(
+                "--recompute-method",
+                "--recompute-granularity full",
+                "--recompute-method {0} needs --recompute-granularity full",
+            ),
+        ),
     )
     recompute_num_layers: int | None = setting(
         None,
@@ -592,6 +645,13 @@ class Recompute:
         off="0 with block",
         derived="1",
         needs=("--recompute-granularity",),
+        stops=(
+            Stop(
+                "--recompute-num-layers",
+                "--recompute-granularity full",
+                "--recompute-num-layers {0} needs --recompute-granularity full",
+            ),
+        ),
     )
 
 
@@ -613,6 +673,19 @@ class Kernels:
         "Transformer Engine's DotProductAttention; auto takes what torch chooses",
         rule=one_of(*BACKENDS, other=(("torch", "auto"),)),  # of --core-attention-backend
         off="auto",
+        stops=(
+            Stop(
+                "--attention-backend te & --context-parallel-size",
+                "",
+                "--attention-backend te at --context-parallel-size {1}: attention over ranks "
+                "is Weft's own, so use auto",
+            ),
+            Stop(
+                "--attention-backend te & --device cpu",
+                "",
+                "--attention-backend te needs --device cuda; on a CPU use auto",
+            ),
+        ),
     )
     flash_attention_version: int | None = setting(
         None,
@@ -626,6 +699,13 @@ class Kernels:
         rule=one_of("weft", "apex", "te"),
         off="weft",
         ours=True,
+        stops=(
+            Stop(
+                "--norm-backend apex|te & --device cpu",
+                "",
+                "--norm-backend {0} needs --device cuda; on a CPU use weft",
+            ),
+        ),
     )
     optimizer_backend: str = setting(
         "torch",
@@ -633,6 +713,19 @@ class Kernels:
         rule=one_of("torch", "apex", "te", lacking=(("triton", "use torch"),)),
         off="torch",
         ours=True,
+        stops=(
+            Stop(
+                "--optimizer-backend apex|te & --device cpu",
+                "",
+                "--optimizer-backend {0} needs --device cuda; on a CPU use torch",
+            ),
+            Stop(
+                "--optimizer-backend apex|te & --optimizer-cpu-offload",
+                "",
+                "--optimizer-backend {0} with --optimizer-cpu-offload: the host updates, so "
+                "use torch",
+            ),
+        ),
     )
     fused_linear_cross_entropy: bool = setting(
         False,
@@ -651,6 +744,13 @@ class Communication:
         "communication library",
         rule=one_of("nccl", "gloo"),
         derived="nccl on CUDA, gloo on CPU",
+        stops=(
+            Stop(
+                "--distributed-backend nccl & --device cpu",
+                "",
+                "--distributed-backend nccl needs --device cuda; on a CPU use gloo",
+            ),
+        ),
     )
     distributed_timeout_minutes: int = setting(
         10, "longest wait in a collective before the run stops", "minutes", integer(1, 525600)
@@ -662,6 +762,14 @@ class Communication:
         "takes the fastest",
         rule=one_of("none", "auto", "ring", "symmetric", bare="auto"),
         off="none",
+        stops=(
+            Stop(
+                "--tp-comm-overlap",
+                "--sequence-parallel",
+                "--tp-comm-overlap {0} needs --sequence-parallel: without it every rank holds"
+                " the whole sequence, and there is no communication to overlap with a matmul",
+            ),
+        ),
     )
     moe_token_dispatcher_type: str = setting(
         "allgather",
@@ -676,6 +784,15 @@ class Communication:
         "run the forward of one micro-batch during the backward of another, so that the exchange "
         "of rows between experts of one is hidden by what the other computes",
         off="left out, one after the other",
+        stops=(
+            Stop(
+                "--overlap-moe-expert-parallel-comm & --cpu-offload-activations",
+                "",
+                "--overlap-moe-expert-parallel-comm is not available with "
+                "--cpu-offload-activations: its copies are timed for one micro-batch at a "
+                "time",
+            ),
+        ),
     )
     nccl_communicator_config_path: str | None = setting(
         None,
@@ -766,6 +883,7 @@ class BatchConfig:
         integer(1),
         derived="micro x data-parallel size",
         start=True,
+        excludes=("--step-batch-size-schedule",),
     )
     step_batch_size_schedule: tuple[tuple[int, int], ...] | None = setting(
         None,
@@ -779,9 +897,20 @@ class BatchConfig:
         integer(1),
         off="left out, with --train-samples",
         start=True,
+        excludes=(
+            "--train-samples",
+            "--lr-decay-samples",
+            "--lr-wsd-decay-samples",
+            "--lr-warmup-samples",
+        ),
     )
     train_samples: int | None = setting(
-        None, "length of the run", "samples", integer(1), off="left out, with --train-iters"
+        None,
+        "length of the run",
+        "samples",
+        integer(1),
+        off="left out, with --train-iters",
+        excludes=("--lr-decay-iters", "--lr-wsd-decay-iters", "--lr-warmup-iters"),
     )
 
 
@@ -853,7 +982,11 @@ class OptimizerConfig:
     lr_warmup_iters: int = setting(0, "linear warm-up", "steps", integer(), off="0")
     lr_warmup_samples: int = setting(0, "linear warm-up", "samples", integer(), off="0")
     lr_warmup_fraction: float | None = setting(
-        None, "linear warm-up", "of the decay's length", FRACTION
+        None,
+        "linear warm-up",
+        "of the decay's length",
+        FRACTION,
+        excludes=("--lr-warmup-iters", "--lr-warmup-samples"),
     )
     lr_warmup_init: float = setting(
         0.0, "learning rate at the start of the warm-up", "per step", real(), off="0"
@@ -888,6 +1021,14 @@ class OptimizerConfig:
         rule=one_of(*"simple quintic polar_express cans aol cubic5 deepseekv4".split()),
         **MUON,
         older="quintic",
+        stops=(
+            Stop(
+                "--muon-coefficient-type cubic5 & --muon-num-ns-steps",
+                "",
+                "--muon-num-ns-steps {1} with --muon-coefficient-type cubic5: its "
+                "coefficients are those of 5 steps",
+            ),
+        ),
     )
     muon_scale_mode: str = setting(
         "spectral",
@@ -959,9 +1100,14 @@ class DataConfig:
         'prefixes of .bin/.idx pairs, or "weight prefix ..."',
         TEXTS,
         start=True,
+        excludes=("--data-args-path", "--train-data-path", "--valid-data-path", "--test-data-path"),
     )
     train_data_path: tuple[str, ...] = setting(
-        (), "data sets to mix for training", "as --data-path", TEXTS
+        (),
+        "data sets to mix for training",
+        "as --data-path",
+        TEXTS,
+        excludes=("--data-args-path",),
     )
     data_stages: str | None = setting(
         None,
@@ -971,12 +1117,23 @@ class DataConfig:
         FILE,
         ours=True,
         changes_numbers=False,
+        excludes=("--mock-data", "--data-path", "--data-args-path", "--train-data-path", "--split"),
     )
     valid_data_path: tuple[str, ...] = setting(
-        (), "data sets to mix for validation", "as --data-path", TEXTS, reported=True
+        (),
+        "data sets to mix for validation",
+        "as --data-path",
+        TEXTS,
+        reported=True,
+        excludes=("--data-args-path",),
     )
     test_data_path: tuple[str, ...] = setting(
-        (), "data sets to mix for testing", "as --data-path", TEXTS, reported=True
+        (),
+        "data sets to mix for testing",
+        "as --data-path",
+        TEXTS,
+        reported=True,
+        excludes=("--data-args-path",),
     )
     split: str | None = setting(
         None,
@@ -984,18 +1141,33 @@ class DataConfig:
         "shares",
         derived="969,30,1",
         reported=True,
+        excludes=("--train-data-path",),
     )
     multiple_validation_sets: bool = setting(
         False,
         "evaluate each prefix of --valid-data-path by itself, with a loss of its own",
         changes_numbers=False,
         reported=True,
+        stops=(
+            Stop(
+                "--multiple-validation-sets",
+                "--valid-data-path",
+                "--multiple-validation-sets needs --valid-data-path, whose prefixes are the sets",
+            ),
+        ),
     )
     full_validation: bool = setting(
         False,
         "evaluate on each token of validation once, not on --eval-iters batches",
         changes_numbers=False,
         reported=True,
+        stops=(
+            Stop(
+                "--full-validation & --mock-data",
+                "",
+                "--full-validation needs data with an end; --mock-data has none",
+            ),
+        ),
     )
     data_order: str = setting(
         "weft",
@@ -1023,7 +1195,12 @@ class DataConfig:
         local=True,
         changes_numbers=False,
     )
-    mock_data: bool = setting(False, "train on made-up tokens and read no data file", start=True)
+    mock_data: bool = setting(
+        False,
+        "train on made-up tokens and read no data file",
+        start=True,
+        excludes=("--data-path", "--data-args-path", "--train-data-path"),
+    )
     num_workers: int | None = setting(
         None,
         "threads of each rank that read data ahead",
@@ -1096,6 +1273,15 @@ class CheckpointConfig:
         DIRECTORY,
         needs="--save",
         ours=True,
+        excludes=("--pretrained-checkpoint",),
+        stops=(
+            Stop(
+                "--branch-from & --finetune",
+                "",
+                "--branch-from {0} and --finetune exclude each other: a branch continues with"
+                " optimizer and samples",
+            ),
+        ),
     )
     save_interval: int | None = setting(
         None,
@@ -1175,7 +1361,18 @@ class CheckpointConfig:
         needs="--load",
     )
     ckpt_step: int | None = setting(
-        None, "load the checkpoint of this step", "step", integer(), off="left out, the newest"
+        None,
+        "load the checkpoint of this step",
+        "step",
+        integer(),
+        off="left out, the newest",
+        stops=(
+            Stop(
+                "--ckpt-step",
+                "--load",
+                "--ckpt-step {0} needs --load",
+            ),
+        ),
     )
     use_checkpoint_args: bool = setting(
         False, "take the model's sizes and the tokenizer from the checkpoint that will be loaded"
@@ -1186,6 +1383,7 @@ class CheckpointConfig:
         "decay, from the checkpoint of --load",
         off="left out, from the flags",
         needs="--load",
+        excludes=("--override-opt-param-scheduler", "--override-opt_param-scheduler"),
     )
     allow_change: tuple[str, ...] = setting(
         (),
@@ -1350,6 +1548,13 @@ class RunConfig:
         rule=one_of("stop", "skip", "rewind"),
         ours=True,
         reported=True,
+        stops=(
+            Stop(
+                "--on-nan rewind",
+                "--save",
+                "--on-nan rewind needs --save: it goes back to a checkpoint there",
+            ),
+        ),
     )
     dry_run: bool = setting(
         False,
@@ -1363,6 +1568,13 @@ class RunConfig:
         "file",
         FILE,
         ours=True,
+        stops=(
+            Stop(
+                "--memory-picture",
+                "--dry-run",
+                "--memory-picture {0} needs --dry-run, which knows the memory",
+            ),
+        ),
     )
     ignore_flags: tuple[str, ...] = setting(
         (),
@@ -1390,6 +1602,14 @@ class Float8Config:
         f"one of {', '.join(RECIPES)}",
         derived="delayed",
         needs="--fp8-format",
+        stops=(
+            Stop(
+                "--fp8-recipe delayed & --cuda-graph",
+                "",
+                "--cuda-graph with --fp8-recipe delayed: the first step computes scales "
+                "differently from later ones, which a graph cannot do; use tensorwise",
+            ),
+        ),
     )
     fp8_amax_history_len: int = setting(
         1,
@@ -1459,6 +1679,19 @@ class GpuConfig:
         TEXTS,
         off="left out, all",
         needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
+        stops=(
+            Stop(
+                "--offload-modules",
+                "--cpu-offload-activations",
+                "--offload-modules {0} needs --cpu-offload-activations",
+            ),
+            Stop(
+                "--offload-modules & --recompute-granularity full",
+                "",
+                "--offload-modules {0} with --recompute-granularity full: a recomputed layer "
+                "keeps its input alone, which belongs to no module of it",
+            ),
+        ),
     )
     min_offloaded_tensor_size: int = setting(
         1 << 20,
@@ -1466,6 +1699,13 @@ class GpuConfig:
         "elements",
         integer(1),
         needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
+        stops=(
+            Stop(
+                "--min-offloaded-tensor-size",
+                "--cpu-offload-activations",
+                "--min-offloaded-tensor-size {0} needs --cpu-offload-activations",
+            ),
+        ),
     )
     cuda_graph: bool = setting(
         False,
@@ -1475,7 +1715,18 @@ class GpuConfig:
         ours=True,
     )
     cuda_graph_warmup_steps: int = setting(
-        3, "steps that are eager, before the capture", "steps", integer(1), needs="--cuda-graph"
+        3,
+        "steps that are eager, before the capture",
+        "steps",
+        integer(1),
+        needs="--cuda-graph",
+        stops=(
+            Stop(
+                "--cuda-graph-warmup-steps",
+                "--cuda-graph",
+                "--cuda-graph-warmup-steps {0} needs --cuda-graph",
+            ),
+        ),
     )
 
 
@@ -1513,6 +1764,13 @@ class FaultConfig:
         rule=one_of("stop", "rewind"),
         needs="--check-replicas",
         ours=True,
+        stops=(
+            Stop(
+                "--on-replica-mismatch rewind",
+                "--save",
+                "--on-replica-mismatch rewind needs --save: it goes back to a checkpoint there",
+            ),
+        ),
     )
     on_spike: str | None = setting(
         None,
@@ -1521,6 +1779,13 @@ class FaultConfig:
         rule=one_of("report", "stop", "rewind"),
         ours=True,
         reported=True,
+        stops=(
+            Stop(
+                "--on-spike rewind",
+                "--save",
+                "--on-spike rewind needs --save: it goes back to a checkpoint there",
+            ),
+        ),
     )
     spike_z_score: float = setting(
         10.0,
@@ -1613,7 +1878,7 @@ GROUPS: dict[str, tuple[Any, str]] = {
     "fault": (FaultConfig, "fault"),
     "rehearse": (RehearseConfig, "rehearse"),
 }
-# {group: flags that set a field of another name}: _assemble in training/flags/parse.py says which
+# {group: flags that set a field of another name}: training/flags/derived.py says which
 OTHER_FLAGS: dict[str, dict[str, Setting]] = {
     "pipeline": {
         "num_layers_per_virtual_pipeline_stage": Setting(
@@ -1644,6 +1909,7 @@ OTHER_FLAGS: dict[str, dict[str, Setting]] = {
             rule=SWITCH,
             off="left out, fp32",
             start=True,
+            excludes=("--fp64",),
         ),
         "fp64": Setting(
             "everything in double precision, for tests of exactness",

@@ -8,7 +8,7 @@ import ast
 import math
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 MOST = (1 << 63) - 1  # the largest whole number that a flag takes
 INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
@@ -139,6 +139,28 @@ def _listed(node: ast.expr) -> int | tuple[int, ...]:
     raise ValueError
 
 
+@dataclass(frozen=True)
+class Order(Rule):
+    """All of some names once, joined by -. Experts' ranks, ep, may stand before dp."""
+
+    names: tuple[str, ...] = ()
+
+    def read(self, text: str) -> str:
+        """Return the names without ep, which always are neighbours in a pipeline stage."""
+        words = text.split("-")
+        if "ep" in words and "dp" in words and words.index("ep") > words.index("dp"):
+            raise ValueError(
+                "the expert-parallel ranks are neighbours in a stage, so ep must stand before dp"
+            )
+        names = [word for word in words if word != "ep"]
+        if sorted(names) != sorted(self.names):
+            raise ValueError(
+                f"must name each of {', '.join(self.names)} once, the fastest first, as in "
+                f"{'-'.join(self.names)}"
+            )
+        return "-".join(names)
+
+
 def integer(
     low: int = 0, high: int | None = None, lacking: tuple[tuple[str, str], ...] = ()
 ) -> Number:
@@ -175,6 +197,20 @@ REALS = Number("X", "*", integer=False)
 PATTERN = Pattern("N")
 
 
+class Stop(NamedTuple):
+    """A rule between settings: what breaks it is refused.
+
+    A condition is a flag, which holds where the setting is not at its default, or a flag with the
+    values at which it holds, joined by "|". `when` has conditions that hold together, joined by
+    " & "; the rule is kept where one of those in `unless`, joined by " or ", holds. {0}, {1}, ...
+    in the sentence are the values of the conditions in `when`.
+    """
+
+    when: str
+    unless: str
+    sentence: str
+
+
 @dataclass(frozen=True)
 class Setting:
     """A row of the table in arguments.py: what a flag does, what its value may be."""
@@ -188,6 +224,8 @@ class Setting:
     required: bool = False
     needs: tuple[str, ...] = ()  # the flags of which it needs one to have an effect
     needs_value: str = ""  # that the first of them must have
+    excludes: tuple[str, ...] = ()  # flags that must not be given with it
+    stops: tuple[Stop, ...] = ()  # what it cannot be together with, or without
     ours: bool = False  # Megatron-LM has no flag of this name
     start: bool = False  # shown by --help alone
     older: Any = None  # the value of older checkpoints, which lack it: a digest leaves it out
