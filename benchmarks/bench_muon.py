@@ -7,8 +7,7 @@
 The ranks update the same model at a ZeRO stage, on drawn gradients: AdamW, Muon, and the products
 X X^T, A A and B X alone of the matrices that a rank owns, in the dtype of the iterations. The three
 alternate in the same processes, so they see the same machine. Printed: medians of the slowest
-rank, and what Muon takes above AdamW as a multiple of its products. With --muon-use-syrk (--syrk)
-the products are halved where they are symmetric, and are held against the whole ones.
+rank, and what Muon takes above AdamW as a multiple of its products.
 """
 
 import argparse

@@ -112,7 +112,7 @@ RUNS = {
     "float8-rowwise": Run(2, FLOAT8 + "hybrid --fp8-recipe rowwise"),
     "float8-blockwise": Run(2, FLOAT8 + "e4m3 --fp8-recipe blockwise"),
     "float8-mxfp8": Run(2, FLOAT8 + "e4m3 --fp8-recipe mxfp8"),
-    "offload-activations": Run(2, SP + "--cpu-offload-activations --cpu-offloading-num-layers 2"),
+    "offload-activations": Run(2, SP + "--cpu-offload-activations"),
     "offload-optimizer": Run(2, "--zero-stage 1 --optimizer-cpu-offload"),
     "packed-documents": Run(2, SP + "--reset-position-ids --reset-attention-mask --eod-mask-loss"),
     "pp2-v-half": Run(2, PP + "--pipeline-schedule v-half"),

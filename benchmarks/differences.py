@@ -23,7 +23,8 @@ REMOVED = (
     "parallel.num_layers_per_virtual_pipeline_stage",
     "parallel.decoder_first_pipeline_num_layers", "parallel.decoder_last_pipeline_num_layers",
     "parallel.account_for_embedding_in_pipeline_split",
-    "parallel.account_for_loss_in_pipeline_split",
+    "parallel.account_for_loss_in_pipeline_split", "gpu.cpu_offloading_num_layers",
+    "model.mup_attn_scale_power",
 )  # fmt: skip
 LOGGED = ("iteration", "consumed_samples", "loss", "grad_norm", "lr")
 

@@ -142,30 +142,20 @@ def buffer_bytes(nbytes: int) -> int:
 class Offload:
     """Which units' saved tensors are stored in host memory, and how they are copied there.
 
-    num_layers: the first so many layers of each stage, None for all; a stage's last unit always
-    stays. modules: of a layer, by its module's name in the layer ("attention.qkv", "mlp"; "" the
-    layer itself); empty for all. What a module saves is what its own forward saves, without its
-    submodules'. min_size: tensors of fewer elements stay.
+    A stage's last unit always stays. modules: of a layer, by its module's name in the layer
+    ("attention.qkv", "mlp"; "" the layer itself); empty for all. What a module saves is what its
+    own forward saves, without its submodules'. min_size: tensors of fewer elements stay.
     """
 
     def __init__(
         self,
         copies: HostCopies,
-        num_layers: int | None = None,
         modules: Sequence[str] = (),
         min_size: int = 1,
     ) -> None:
-        self.copies, self.num_layers, self.min_size = copies, num_layers, min_size
+        self.copies, self.min_size = copies, min_size
         self.modules = frozenset(modules)
         self.running = RunningModule()
-
-    def taken(self, layers: Sequence[int]) -> int:
-        """Return how many of a stage's units are offloaded, which have so many layers each."""
-        first, count = 0, 0
-        for size in layers[:-1]:
-            first += size
-            count += self.num_layers is None or first <= self.num_layers
-        return count
 
     def chooses(self, tensor: Tensor) -> bool:
         """Return whether a tensor that the running module saves may go to host memory."""
@@ -194,10 +184,9 @@ class Offload:
             for _, run in units:
                 h = run(h, *shared)
             return h
-        count = self.taken([len(layers) for layers, _ in units])
         before: _Unit | None = None
         for i, (layers, run) in enumerate(units):
-            own = _Unit(self, layers, h, shared) if i < count else None
+            own = _Unit(self, layers, h, shared) if i < len(units) - 1 else None
             if own is None:
                 h = run(h, *shared)
             else:

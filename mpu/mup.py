@@ -21,14 +21,13 @@ class MuP(NamedTuple):
     """What the flags of muP say, by the names of Megatron-LM's.
 
     output_mult: what logits are multiplied by; 1: 1 / m. base_head_dim: the size of a head at the
-    base width, for which attention is the standard one; 0: its factor is 1 / d^attn_scale_power.
+    base width, for which attention is the standard one; 0: its factor is 1 / d.
     """
 
     base_hidden_size: int
     embedding_mult: float = 1.0
     output_mult: float = 1.0
     base_head_dim: float = 0.0
-    attn_scale_power: float = 1.0
 
     def width_mult(self, width: int) -> float:
         """Return m of a width."""
@@ -40,7 +39,7 @@ class MuP(NamedTuple):
 
     def softmax_scale(self, head_size: int) -> float:
         """Return what q k^T of heads of this size is multiplied by."""
-        return (self.base_head_dim or 1.0) ** 0.5 / head_size**self.attn_scale_power
+        return (self.base_head_dim or 1.0) ** 0.5 / head_size
 
 
 class Widths(NamedTuple):

@@ -264,7 +264,6 @@ def is_linear(config: Config) -> bool:
     """
     p = config.parallel
     some = p.recompute_method == "block" or (p.recompute_num_layers or 1) > 1
-    some |= bool(config.gpu.cpu_offloading_num_layers)
     if some or needs_full_matrices(config) or not alike(config, PROVIDER):
         return False
     return numbers(config, LAYER) >= (p.ddp_bucket_size or LARGEST)

@@ -19,14 +19,13 @@ def recorded(more, world=1):
 
 @pytest.mark.parametrize("more,world", [
     ("", 1), ("--recompute-granularity selective", 1), ("--recompute-granularity full", 1),
-    ("--offload-modules mlp", 1), ("--cpu-offloading-num-layers 2", 1), ("--bf16", 1),
+    ("--offload-modules mlp", 1), ("--bf16", 1),
     ("--pipeline-model-parallel-size 2 --global-batch-size 8", 2),
     ("--pipeline-model-parallel-size 2 --global-batch-size 8 --pipeline-schedule zb-v", 2),
 ])  # fmt: skip
 def test_what_leaves_the_device_is_in_host_memory(more, world):
     """All but the two units that are under way is less on the device."""
-    kept = recorded(f"--num-layers 6 {more}".replace("--offload-modules mlp", "").replace(
-        "--cpu-offloading-num-layers 2", ""), world)  # fmt: skip
+    kept = recorded(f"--num-layers 6 {more}".replace("--offload-modules mlp", ""), world)
     for one, other in zip(kept, recorded(f"{ON} {more}", world), strict=True):
         in_host = other.most(HOST)
         assert one.most(HOST) == sum(one.copied()) == 0 < in_host

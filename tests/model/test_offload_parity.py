@@ -14,7 +14,6 @@ from training.settings.arguments import GpuConfig
 ALL = GpuConfig(cpu_offload_activations=True, min_offloaded_tensor_size=1)
 SOME = GpuConfig(
     cpu_offload_activations=True,
-    cpu_offloading_num_layers=2,
     offload_modules=("attention", "mlp", "mlp.down"),
     min_offloaded_tensor_size=1,
 )

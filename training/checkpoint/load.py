@@ -58,7 +58,7 @@ FLAGS = {
     "rms_norm_eps": "--norm-epsilon",
     "tie_word_embeddings": "--untie-embeddings-and-output-weights",
     "logits_scaling": "--mup-base-hidden-size or --mup-output-mult",
-    "attention_multiplier": "--mup-base-head-dim or --mup-attn-scale-power",
+    "attention_multiplier": "--mup-base-head-dim",
     "embedding_multiplier": "--mup-embedding-mult",
 }
 MUP_FIELDS = ("logits_scaling", "attention_multiplier", "embedding_multiplier")

@@ -162,12 +162,6 @@ def check_offload(config: Config) -> None:
     g, p, layers = config.gpu, config.parallel, config.model.num_layers
     if not g.cpu_offload_activations:
         return
-    number = g.cpu_offloading_num_layers
-    if number is not None and number >= layers:
-        raise UsageError(
-            f"--cpu-offloading-num-layers {number} must be less than --num-layers {layers}: the "
-            "last layer of a stage stays, as its backward comes first"
-        )
     stages = p.pipeline_model_parallel_size * p.virtual_stages
     if layers <= stages:
         raise UsageError(
@@ -179,11 +173,6 @@ def check_offload(config: Config) -> None:
         raise UsageError(
             f"{OFFLOAD} with --recompute-num-layers {group}: a stage's last group of recomputed "
             "layers stays, and no stage has another"
-        )
-    if number is not None and number < group:
-        raise UsageError(
-            f"--cpu-offloading-num-layers {number} is less than --recompute-num-layers {group}: "
-            "layers that are recomputed together are offloaded together"
         )
 
 

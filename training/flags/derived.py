@@ -88,13 +88,6 @@ def _pipeline(v: Values) -> None:
         p["num_virtual_stages_per_pipeline_rank"] = virtual
 
 
-def _offload(v: Values) -> None:
-    """A number of layers turns the offload on, 0 turns it off."""
-    gpu = v.parts["gpu"]
-    if (layers := gpu.get("cpu_offloading_num_layers")) is not None:
-        gpu["cpu_offload_activations"] = layers > 0
-
-
 def _batch(v: Values) -> None:
     batch, layout = v.parts["batch"], ParallelConfig(**v.parts["parallel"])
     check_world(layout)
@@ -160,6 +153,6 @@ def _evaluation(v: Values) -> None:
 
 # in this order: _batch counts the ranks, and _evaluation reads the split that _data makes
 DERIVED: tuple[Callable[[Values], None], ...] = (
-    _model, _tensor_parallel, _recompute, _pipeline, _offload, _batch, _precision, _tokenizer,
+    _model, _tensor_parallel, _recompute, _pipeline, _batch, _precision, _tokenizer,
     _data, _evaluation,
 )  # fmt: skip

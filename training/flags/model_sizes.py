@@ -19,8 +19,7 @@ from training.settings.config import UsageError
 
 SAME = """vocab_size hidden_size ffn_hidden_size num_layers num_attention_heads num_query_groups
     kv_channels max_position_embeddings rotary_base norm_epsilon init_method_std""".split()
-MUP = """mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim
-    mup_attn_scale_power""".split()
+MUP = "mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim".split()
 # more fields of a model's own config that flags set, and those that --use-mup does
 OTHERS = "rope_scaling_factor rope_original_length yarn tied make_vocab_size_divisible_by".split()
 MULTIPLIERS = "embedding_mult logits_divisor softmax_scale width_mult".split()

@@ -207,14 +207,6 @@ class ModelConfig:
         off="0, q k^T / d",
         older=0.0,
     )
-    mup_attn_scale_power: float = setting(
-        1.0,
-        "q k^T is multiplied by sqrt(--mup-base-head-dim, else 1) / d to this power",
-        "power",
-        POSITIVE,
-        "--use-mup",
-        older=1.0,
-    )
     model_file: str = setting(
         "model/llama.py",
         "Python file of the model: model/qwen3.py, or your changed copy of model/llama.py",
@@ -1660,17 +1652,10 @@ class GpuConfig:
 
     cpu_offload_activations: bool = setting(
         False,
-        "keep a layer's activations for backward in host memory, copied while layers compute",
+        "keep a layer's activations for backward in host memory, copied while layers compute: of "
+        "all layers of a stage but the last",
         off="left out, keep activations on the device",
         ours=True,
-    )
-    cpu_offloading_num_layers: int | None = setting(
-        None,
-        "offload the first N layers of each stage",
-        "layers",
-        integer(),
-        off="0",
-        derived="all but the last of each stage",
     )
     offload_modules: tuple[str, ...] = setting(
         (),
@@ -1678,7 +1663,7 @@ class GpuConfig:
         "names in a layer",
         TEXTS,
         off="left out, all",
-        needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
+        needs="--cpu-offload-activations",
         stops=(
             Stop(
                 "--offload-modules",
@@ -1698,7 +1683,7 @@ class GpuConfig:
         "smaller tensors stay on the device",
         "elements",
         integer(1),
-        needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
+        needs="--cpu-offload-activations",
         stops=(
             Stop(
                 "--min-offloaded-tensor-size",

@@ -75,7 +75,6 @@ def recompute_of(
     if g.cpu_offload_activations:
         carried = Offload(
             HostCopies(device),
-            g.cpu_offloading_num_layers,
             g.offload_modules,
             g.min_offloaded_tensor_size,
         )

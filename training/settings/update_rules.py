@@ -61,7 +61,6 @@ def mup_of(config: Config) -> MuP | None:
         m.mup_embedding_mult,
         m.mup_output_mult,
         m.mup_base_head_dim,
-        m.mup_attn_scale_power,
     )
 
 

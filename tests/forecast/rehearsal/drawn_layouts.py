@@ -44,7 +44,7 @@ CHOICES = [  # each flag's values; an empty one leaves it out
      f"{FULL} --recompute-method uniform --recompute-num-layers 2"],
     ["", "", "--fused-linear-cross-entropy"],
     ["", "", "", "--cpu-offload-activations",
-     "--cpu-offload-activations --cpu-offloading-num-layers 2"],
+     "--cpu-offload-activations"],
     ["", "", "--reset-position-ids --reset-attention-mask --eod-mask-loss", "--eod-mask-loss",
      "--reset-position-ids"],
     ["", "--untie-embeddings-and-output-weights"],

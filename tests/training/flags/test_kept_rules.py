@@ -27,17 +27,8 @@ def read(more="", world=1):
 MISTAKES = [
     # more flags, world size, what the sentence must hold
     ("--offload-modules mlp", 1, "--offload-modules mlp needs --cpu-offload-activations"),
-    (
-        f"{ON} --cpu-offloading-num-layers 0 --offload-modules mlp",
-        1,
-        "--offload-modules mlp needs --cpu-offload-activations",
-    ),
+    ("--cpu-offloading-num-layers 2", 1, "only 0 is accepted; --cpu-offload-activations offloads"),
     ("--min-offloaded-tensor-size 5", 1, "--min-offloaded-tensor-size 5 needs --cpu-offload-act"),
-    (
-        f"{ON} --cpu-offloading-num-layers 4",
-        1,
-        "--cpu-offloading-num-layers 4 must be less than --num-layers 4: the last layer of a stage",
-    ),
     (
         f"{ON} --pipeline-model-parallel-size 4",
         4,
@@ -49,11 +40,6 @@ MISTAKES = [
         "--cpu-offload-activations with --recompute-num-layers 4: a stage's last group",
     ),
     (
-        f"{ON} --recompute-granularity full --recompute-num-layers 2 --cpu-offloading-num-layers 1",
-        1,
-        "--cpu-offloading-num-layers 1 is less than --recompute-num-layers 2",
-    ),
-    (
         f"{ON} --offload-modules mlp --recompute-granularity full",
         1,
         "--offload-modules mlp with --recompute-granularity full: a recomputed layer keeps its",
@@ -61,7 +47,7 @@ MISTAKES = [
     (
         "--activation-offload-fraction 0.5",
         1,
-        "--cpu-offloading-num-layers and --offload-modules say how much",
+        "--offload-modules says how much",
     ),
 ]
 
@@ -85,8 +71,8 @@ def test_a_module_that_no_layer_has_is_refused_by_the_names_that_there_are():
 
 
 @pytest.mark.parametrize("more,on", [
-    ("--fine-grained-activation-offloading", True), ("--cpu-offloading-num-layers 2", True),
-    ("--cpu-offloading-num-layers 0", False), ("", False),
+    ("--fine-grained-activation-offloading", True), ("--cpu-offloading-num-layers 0", False),
+    ("", False),
 ])  # fmt: skip
 def test_megatrons_flags(more, on):
     offload = recompute_of(read(more), torch.device("cpu")).offload
@@ -94,8 +80,8 @@ def test_megatrons_flags(more, on):
 
 
 def test_the_flags_reach_the_layers():
-    more = "--cpu-offloading-num-layers 2 --offload-modules mlp attention"
+    more = "--offload-modules mlp attention"
     more += " --min-offloaded-tensor-size 7"
     offload = recompute_of(read(f"{ON} {more}"), torch.device("cpu")).offload
-    assert offload is not None and offload.num_layers == 2 and offload.min_size == 7
+    assert offload is not None and offload.min_size == 7
     assert offload.modules == {"mlp", "attention"}
