@@ -129,7 +129,7 @@ class Ranks:
                     y, handle = method.matmul_reduce_scatter(x, w, F.linear, None)
                     handle.wait()
                     return y
-                gathering = method.start_all_gather(x, self.axis, None)
+                gathering = method.start_all_gather(x, None)
                 y = gathering.multiply(w, F.linear)
                 gathering.close()
                 return y

@@ -84,12 +84,9 @@ class Counted:
     def install(self, patch):
         start, begin, real = Axis.start, Explainer.begin, SimpleNamespace(**vars(dist))
 
-        def started(axis, verb, tensor, call, *rest, **named):
-            def called():
-                self.axis = axis.name if axis.trace else ""  # what explain tells at the end is none
-                return call()
-
-            return start(axis, verb, tensor, called, *rest, **named)
+        def started(axis, *given, **named):
+            self.axis = axis.name if axis.trace else ""  # what explain tells at the end is none
+            return start(axis, *given, **named)
 
         def began(explainer, count):
             self.sent.clear()
