@@ -26,7 +26,7 @@ from forecast.planner.recorded import Recorded, play
 from forecast.planner.search import Plans
 from forecast.recording import HOST, record
 from tools import plan
-from tools.pictures import picture
+from tools.pictures import plan as picture
 from training.flags.parse import parse
 from training.run.model_profile import model_profile
 from training.run.waiting import Progress

@@ -54,7 +54,7 @@ NEW = {"momentum": lambda config: Momentum(0.9), "normalised": lambda config: No
 # muon goes where normalised goes
 ALL = ["momentum", pytest.param("normalised", marks=pytest.mark.prove), "muon"]
 BASE = dict(tp=1, sp=False, recompute=None, tied=False, m=2, rows=12, lr=1e-2, clip=0.5, dp=2)
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @contextmanager
