@@ -167,8 +167,8 @@ class ProcessGroupTransport(Transport):
         self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Sum x in place, in the backend's own order."""
-        wire = to_wire(x, axis)
-        with axis.start("all_reduce", x, async_op, label) as handle:
+        wire = to_wire(x, self.staged)
+        with axis.start("all_reduce", x, async_op=async_op, label=label) as handle:
             if self.sends:
                 handle.work = dist.all_reduce(wire, op=op, group=self.group, async_op=True)
             handle.keep, handle.finish = (wire,), _copy_back(wire, x)
@@ -178,10 +178,10 @@ class ProcessGroupTransport(Transport):
         self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Gather into `into`, or into a new tensor."""
-        wire = to_wire(x, axis)
+        wire = to_wire(x, self.staged)
         result = into if into is not None else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
         out = torch.empty_like(result, device=wire.device) if self.staged else result
-        with axis.start("all_gather", x, async_op, label) as handle:
+        with axis.start("all_gather", x, async_op=async_op, label=label) as handle:
             if self.sends:
                 handle.work = _all_gather(out, wire, group=self.group, async_op=True)
             handle.keep, handle.finish = (wire, out), _copy_to(result, out)
@@ -192,10 +192,10 @@ class ProcessGroupTransport(Transport):
     ) -> tuple[Tensor, Handle]:
         """Use NCCL's verb where dtypes agree; else exchange the slices and add them in order."""
         shape = (x.shape[0] // axis.size, *x.shape[1:])
-        wire = to_wire(x, axis)
+        wire = to_wire(x, self.staged)
         out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
         if self.adds(x, out):
-            with axis.start("reduce_scatter", x, async_op, label) as handle:
+            with axis.start("reduce_scatter", x, async_op=async_op, label=label) as handle:
                 if self.sends:
                     handle.work = _reduce_scatter(out, wire, group=self.group, async_op=True)
                 handle.keep = wire, out
@@ -206,7 +206,7 @@ class ProcessGroupTransport(Transport):
             sum_of_parts(parts.view(axis.size, *shape), out)
 
         verb = "all_to_all" if self.on_gpu(x) and not self.staged else "reduce_scatter"
-        with axis.start(verb, x, async_op, label) as handle:
+        with axis.start(verb, x, async_op=async_op, label=label) as handle:
             if self.sends:
                 handle.work = dist.all_to_all_single(parts, wire, group=self.group, async_op=True)
             handle.keep, handle.finish = (wire, parts), finish
@@ -216,22 +216,22 @@ class ProcessGroupTransport(Transport):
         self, x: Tensor, axis: Axis, async_op: bool, splits: Splits | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Exchange by the backend's own verb."""
-        wire = to_wire(x, axis)
+        wire = to_wire(x, self.staged)
         out = x.new_empty((len(x) if splits is None else sum(splits.output), *x.shape[1:]))
         arrived = torch.empty_like(out, device=wire.device) if self.staged else out
-        rows = (None, None) if splits is None else (list(splits.output), list(splits.input))
-        with axis.start("all_to_all", x, async_op, label, splits=splits) as handle:
+        come, go = (None, None) if splits is None else (list(splits.output), list(splits.input))
+        with axis.start("all_to_all", x, async_op=async_op, label=label, splits=splits) as handle:
             if self.sends:
                 handle.work = dist.all_to_all_single(
-                    arrived, wire, *rows, group=self.group, async_op=True
+                    arrived, wire, come, go, group=self.group, async_op=True
                 )
             handle.keep, handle.finish = (wire, arrived), _copy_to(out, arrived)
         return out, handle
 
     def send(self, x: Tensor, axis: Axis, to: int, label: Label | None) -> Handle:
         """Send by the backend's own verb."""
-        wire, peer = to_wire(x, axis), axis.ranks[to]
-        with axis.start("send", x, True, label, peer) as handle:
+        wire, peer = to_wire(x, self.staged), axis.ranks[to]
+        with axis.start("send", x, async_op=True, label=label, peer=peer) as handle:
             if self.sends:
                 handle.work = dist.isend(wire, peer, group=self.group)
             handle.keep = (wire,)
@@ -239,8 +239,8 @@ class ProcessGroupTransport(Transport):
 
     def receive(self, out: Tensor, axis: Axis, source: int, label: Label | None) -> Handle:
         """Receive by the backend's own verb."""
-        wire, peer = _room(out, axis), axis.ranks[source]
-        with axis.start("receive", out, True, label, peer) as handle:
+        wire, peer = _room(out, self.staged), axis.ranks[source]
+        with axis.start("receive", out, async_op=True, label=label, peer=peer) as handle:
             if self.sends:
                 handle.work = dist.irecv(wire, peer, group=self.group)
             handle.keep, handle.finish = (wire,), _copy_to(out, wire)
@@ -250,8 +250,8 @@ class ProcessGroupTransport(Transport):
         self, x: Tensor, axis: Axis, to: int, source: int, into: Tensor, label: Label | None
     ) -> Handle:
         """Start both as one batch, so that neither waits for the other."""
-        wire, out, peer = to_wire(x, axis), _room(into, axis), axis.ranks[source]
-        with axis.start("send", x, True, label, peer) as handle:
+        wire, out, peer = to_wire(x, self.staged), _room(into, self.staged), axis.ranks[source]
+        with axis.start("send", x, async_op=True, label=label, peer=peer) as handle:
             if self.sends:
                 handle.work = _exchange(wire, axis.ranks[to], out, peer, self.group)
             handle.keep, handle.finish = (wire, out), _copy_to(into, out)
@@ -300,14 +300,14 @@ def group_of(axis: Axis) -> Any:
     return transport.group
 
 
-def to_wire(x: Tensor, axis: Axis) -> Tensor:
+def to_wire(x: Tensor, staged: bool) -> Tensor:
     """Return x as the backend needs it: contiguous, in host memory where the axis is staged."""
-    return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
+    return x.detach().cpu().contiguous() if staged else x.detach().contiguous()
 
 
-def _room(out: Tensor, axis: Axis) -> Tensor:
+def _room(out: Tensor, staged: bool) -> Tensor:
     """Return memory in which a message like `out` can arrive: `out` itself where it can."""
-    return torch.empty_like(out, device="cpu") if axis.staged else out
+    return torch.empty_like(out, device="cpu") if staged else out
 
 
 def _copy_to(out: Tensor, arrived: Tensor) -> Callable[[], object] | None:

@@ -190,7 +190,7 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
         part_bytes: of each rank's part, the same on all; None: x's. splits: see Axis.start.
         """
-        with axis.start(verb, x, async_op, label, splits=splits) as handle:
+        with axis.start(verb, x, async_op=async_op, label=label, splits=splits) as handle:
             handle.keep = (x,)
             epoch = self.workspace.begin(x.nbytes if part_bytes is None else part_bytes)
             write(epoch)

@@ -281,6 +281,7 @@ class Axis:
         self,
         verb: str,
         tensor: Tensor,
+        *,
         async_op: bool = False,
         label: Label | None = None,
         peer: int | None = None,

@@ -149,7 +149,7 @@ class Symmetric(NoOverlap):
     def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
         transport, size = self.axis.required_transport, self.axis.size
         assert isinstance(transport, SharedMemoryTransport)
-        with self.axis.start("all_gather", x, True, label) as handle:
+        with self.axis.start("all_gather", x, async_op=True, label=label) as handle:
             epoch = transport.workspace.begin(x.nbytes)
             gathering = _InPlace(handle, epoch, (size * len(x), *x.shape[1:]), x.dtype)
             epoch.put(x)

@@ -188,8 +188,8 @@ class ParamAndGradBuffer(GradientSink):
     def requantise(self) -> None:
         """Make the codes of weights that travel in float8, after the weights have changed."""
         self.weight_rows.clear()
-        if self.float8 and self.amaxes is not None:
-            self.amaxes.begin_weights()
+        for state in self.step_states if self.float8 else ():
+            state.begin_weights()
         for gather in self.float8:
             gather.requantise()
 
