@@ -246,7 +246,7 @@ def test_lists_stand_side_by_side_as_far_as_they_fit():
 
 def test_a_reader_finds_the_gather(world):
     text = world(2).run(run, 2, 1, {})[0][2]
-    gather = line_of("mpu/layers/linear.py", "= method.start_all_gather(operand, tp, layer.on_f")
+    gather = line_of("mpu/layers/linear.py", "= method.start_all_gather(operand, layer.on_f")
     lines = text.splitlines()
     (at,) = (i for i, x in enumerate(lines) if "forward   layers.0.attention.qkv" in x)
     assert "all_gather" in lines[at] and lines[at].endswith(gather)
@@ -254,7 +254,7 @@ def test_a_reader_finds_the_gather(world):
     assert "of layers.0.attention_norm (mpu/layers/fused.py:" in lines[at + 1]
     assert "nothing ran meanwhile" in lines[at + 2]
 
-    again = line_of("mpu/layers/linear.py", "again = method.start_all_gather_overlapped(x, tp, l")
+    again = line_of("mpu/layers/linear.py", "again = method.start_all_gather_overlapped(x, l")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
     waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.gathered(), dy_operand, which)")

@@ -216,7 +216,7 @@ def load_and_save(comm: Any, case: dict[str, Any], load: str, save: str) -> list
     """Load what another layout saved, save it again as it is, and train on."""
     run = build(comm, case)
     saver = saver_of(run, load, save)
-    assert saver.load() == (2, 2 * case["rows"])
+    assert saver.resume.load() == (2, 2 * case["rows"])
     saver.save(2, 2 * case["rows"], must=True)
     return train(run, case, 2)
 
