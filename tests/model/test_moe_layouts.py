@@ -251,12 +251,12 @@ LAYOUTS = [
     dict(dp=2, pp=2, ep=2, zero=2, m=2),
 ]
 BOTH = [(layout, dispatch) for layout in LAYOUTS for dispatch in ("allgather", "alltoall")]
-FEW = [BOTH[5]]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "layout, dispatch",
-    [pytest.param(*one, marks=[] if one in FEW else pytest.mark.prove) for one in BOTH],
+    BOTH,
 )
 def test_bytes_and_memory_are_those_of_the_dry_run(world: Any, layout: Any, dispatch: str) -> None:
     """At an even choice: a rank's pairs divide by the experts."""

@@ -34,7 +34,7 @@ def twins():
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_sample_of_the_matrix(world, twins, size):
     every = cases(size)
-    compare(world, twins, size, random.Random(size).sample(every, min(4, len(every))))
+    compare(world, twins, size, random.Random(size).sample(every, min(8, len(every))))
 
 
 @pytest.mark.prove
