@@ -41,7 +41,7 @@ from training.settings.layer_options import context_of, recompute_of
 from training.settings.nccl import nccl_groups
 from training.settings.update_rules import needs_full_matrices
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MPU, MODEL, TORCH = f"{ROOT}/mpu/", f"{ROOT}/model/", f"{Path(torch.__file__).parent}/"
 SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # of a module
 
