@@ -159,9 +159,9 @@ def line_of(file, text):
 
 
 def some(cases):
-    """Mark five of six cases for `make prove`: the others run in `make test`."""
-    late = pytest.mark.prove
-    return [pytest.param(*c, marks=[late] if i % 6 else [], id=str(c)) for i, c in enumerate(cases)]
+    """Mark eleven of twelve cases for `make prove`: the others run in `make test`."""
+    late = [pytest.mark.prove]
+    return [pytest.param(*c, marks=late * bool(i % 12), id=str(c)) for i, c in enumerate(cases)]
 
 
 @pytest.mark.parametrize("tp, dp, rest", some(CASES))
@@ -229,6 +229,7 @@ def test_a_reader_follows_a_message(world):
     assert lines[at + 1].endswith("nothing runs meanwhile")
 
 
+@pytest.mark.prove
 def test_deferred_weight_gradients_are_told_apart(world):
     text = world(4).run(run_pipeline, 2, 2, 1, "zb-h1", {"tied": True})[0][2]
     assert re.search(r"\d  wgrad     layers\.0\.mlp\.down +all_gather +tp of 2", text)
@@ -405,6 +406,7 @@ def test_one_rank_sends_nothing():
     assert found.text.endswith("One rank: every collective is the identity, and nothing is sent.")
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_while_the_ranks_import_torch_is_one_line():
     """Before, their forkserver printed a traceback."""
