@@ -48,19 +48,16 @@ def whole(run: Recorded, worker: Worker) -> Timing:
     return composed(every, [{"points": answer["points"][-1:]}])
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(
-            f"{ZERO} {BLOCK} --micro-batch-size 2 --global-batch-size 160", marks=pytest.mark.prove
-        ),
+        f"{ZERO} {BLOCK} --micro-batch-size 2 --global-batch-size 160",
         f"{TP} {PP} {ZERO} --micro-batch-size 1 --global-batch-size 16",
-        pytest.param(
-            f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 4 {ZERO} --micro-batch-size 1 "
-            "--global-batch-size 32", marks=pytest.mark.prove,
-        ),
+        f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 4 {ZERO} --micro-batch-size 1 "
+        "--global-batch-size 32",
     ],
-)  # fmt: skip
+)
 def test_few_layers_take_what_all_take(flags: str, worker: Worker) -> None:
     run = run_of(flags)
     (found,) = play([run], worker)
