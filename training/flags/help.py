@@ -148,6 +148,9 @@ def _one(flag: Flag) -> Page:
     also = [each.name for each in known_flags().values() if each.alias_of == (flag.name,)]
     lines += [f"Other names: {', '.join(also)}"] * bool(also)
     lines += [f"Not together with {', '.join(other)}"] * bool(other)
+    for stop in flag.row.stops:
+        names = (each.split()[0] for each in stop.when.split(" & "))
+        lines.append(stop.sentence.format(*(live_flags()[name].rule.metavar for name in names)))
     for differs in vocabulary().differences:
         if flag.name in differs.flags.split():
             text = f"in Megatron-LM {differs.there}; here {differs.here}"

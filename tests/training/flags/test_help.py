@@ -62,6 +62,7 @@ def test_help_all_lists_every_flag_with_unit_and_off_value(
     [
         ("lr", ["--lr X", "peak learning rate", "required", "Value: a number >= 0"]),
         ("--zero-stage", ["zero:", "{0,1,2,3}", "0, replicated"]),
+        ("--ckpt-step", ["--ckpt-step N needs --load"]),
         ("--train-iters", ["Not together with --train-samples"]),
         ("--optimizer", ["--optimizer {adam,muon}"]),  # the group of this name has no dashes
         ("enable-cuda-graph", ["the same as --cuda-graph", "captures each layer"]),
