@@ -63,6 +63,11 @@ def lines(found: Checkpoint, config: Config, compared: set[str]) -> Iterator[str
         elif (was := _value(key, saved)) != now and (_acts(key, saved) or _acts(key, here)):
             if key not in PATHS or _names(was) != _names(now):
                 yield f"{found.directory} {difference(key, was, now)}"
+    for key, then in saved.items():
+        section, _, name = key.partition(".")
+        if key not in SETTINGS and section in SECTIONS[:-1] and then and name.isidentifier():
+            was = f"{_flag(key)} {repr(then)[:99]}"
+            yield f"{found.directory} was made with {was}, a flag that was removed since"
     if unknown:
         yield f"{found.directory} does not record {', '.join(unknown)}: it may have been another"
     yield from rates(found, config)

@@ -134,6 +134,16 @@ def test_what_is_told(there, here, says):
     assert len(lines) == len(says) and all(s in line for s, line in zip(says, lines, strict=True))
 
 
+def test_a_flag_that_was_removed_is_told_where_it_changed_the_numbers():
+    here = read()
+    saved = here.flat() | {"optimizer.muon_use_syrk": True, "float8.fp8_margin": 0}
+    saved |= {"parallel.wgrad_deferral_limit": 3, "extra.own": 3, "optimizer.a b": 1}
+    state = {"config": saved, "numerics": same_run.NUMERICS}
+    lines = same_run.lines(SimpleNamespace(directory="run/3", state=state), here, {})
+    said = [line for line in lines if "removed" in line]
+    assert said == ["run/3 was made with --muon-use-syrk True, a flag that was removed since"]
+
+
 def test_the_micro_batch_is_told_where_a_loss_depends_on_it():
     moe = "--num-experts 4 --moe-aux-loss-coeff 0.1 --global-batch-size 4"
     (line,) = told(read(moe), read(f"{moe} --micro-batch-size 2"))
