@@ -74,23 +74,14 @@ def check(config: Config) -> None:
     p, m = config.parallel, config.moe
     ep, tp = p.expert_model_parallel_size, p.tensor_model_parallel_size
     if not m.experts:
-        if ep > 1:
-            raise UsageError(f"{EP} {ep} needs {EXPERTS}: a dense model has no experts")
         if p.expert_tensor_parallel_size > 1:
             raise UsageError(f"{ETP} {p.expert_tensor_parallel_size} needs {EXPERTS}")
-        if p.overlap_moe_expert_parallel_comm:
-            raise UsageError(f"{OVERLAP} needs {EXPERTS}: a dense model exchanges no rows")
         return
     etp = p.expert_tensor_parallel_size or tp
     if etp > 1:
         left = "" if p.expert_tensor_parallel_size else ", whose default is --tensor-model-"
         left += "" if p.expert_tensor_parallel_size else "parallel-size"
         raise UsageError(f"{ETP} {etp}{left}: an expert is not split here; give {ETP} 1")
-    if tp > 1 and not p.sequence_parallel:
-        raise UsageError(
-            f"{EXPERTS} {m.experts} at --tensor-model-parallel-size {tp} needs --sequence-parallel:"
-            " a rank routes its own part of the sequence"
-        )
     if m.experts % ep:
         raise UsageError(f"{EXPERTS} {m.experts} is not a multiple of {EP} {ep}")
     stage = tp * p.context_parallel_size * p.data_parallel_size
@@ -141,25 +132,11 @@ def check(config: Config) -> None:
             f"--moe-layer-freq lists {len(freq)} layers, and --num-layers is "
             f"{config.model.num_layers}"
         )
-    unfit = {
-        "--fp8-format": config.float8.fp8_format is not None,
-        "--cuda-graph": bool(config.gpu.cuda_graph),
-    }
-    for name, given in unfit.items():
-        if given:
-            raise UsageError(f"{name} is not available with {EXPERTS} {m.experts}: {WHY[name]}")
 
 
 def _check_overlap(config: Config) -> None:
     """Raise UsageError where no forward can overlap a backward."""
-    p, kind = config.parallel, config.parallel.moe_token_dispatcher_type
-    if p.expert_model_parallel_size == 1:
-        raise UsageError(f"{OVERLAP} needs {EP} of at least 2: with 1 no rows are exchanged")
-    if kind != "alltoall":
-        raise UsageError(
-            f"{OVERLAP} needs {DISPATCHER} alltoall, not {kind}: only its exchanges are started "
-            "before they are waited for"
-        )
+    p = config.parallel
     if p.schedule not in OVERLAPPING:
         raise UsageError(
             f"{OVERLAP} needs --pipeline-schedule {' or '.join(OVERLAPPING)}, not {p.schedule}: "
@@ -189,9 +166,3 @@ def _check_groups(m: MoEConfig) -> None:
             f"--moe-router-group-topk {best}: {best} groups of {m.experts // groups} experts have "
             f"fewer than the --moe-router-topk {k} that a token chooses"
         )
-
-
-WHY = {
-    "--fp8-format": "experts multiply in the dtype of the weights",
-    "--cuda-graph": "the number of an expert's tokens changes from step to step",
-}

@@ -91,7 +91,7 @@ def check_stops(config: Config) -> None:
             found = [_holds(each, config) for each in stop.when.split(" & ")]
             right = [_holds(each, config) for each in stop.unless.split(" or ") if each]
             if None not in found and right.count(None) == len(right):
-                raise UsageError(stop.sentence.format(*found))
+                raise UsageError(" ".join(stop.sentence.format(*found).split()))
 
 
 def _holds(condition: str, config: Config) -> str | None:

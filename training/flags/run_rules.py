@@ -144,10 +144,6 @@ def _evaluation(config: Config) -> None:
 def _best(flag: str, config: Config) -> None:
     """Raise UsageError where no checkpoint could be the best by this set."""
     d, c = config.data, config.checkpoint
-    if not c.save:
-        raise UsageError(f"{flag} needs --save, where the best checkpoint is kept")
-    if not config.run.eval_interval:
-        raise UsageError(f"{flag} needs --eval-interval, whose losses it compares")
     sets = list(validation_sets(d.valid_data_path))
     if not d.multiple_validation_sets:
         sets = []

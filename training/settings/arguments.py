@@ -263,6 +263,26 @@ class MoEConfig:
         integer(0, 16384),
         off="left out or 1, a dense model",
         older=0,
+        stops=(
+            Stop(
+                "--num-experts & --cuda-graph",
+                "",
+                "--cuda-graph is not available with --num-experts {0}: the number of an "
+                "expert's tokens changes from step to step",
+            ),
+            Stop(
+                "--num-experts & --tensor-model-parallel-size",
+                "--sequence-parallel",
+                "--num-experts {0} at --tensor-model-parallel-size {1} needs "
+                "--sequence-parallel: a rank routes its own part of the sequence",
+            ),
+            Stop(
+                "--num-experts & --fp8-format",
+                "",
+                "--fp8-format is not available with --num-experts {0}: experts multiply in "
+                "the dtype of the weights",
+            ),
+        ),
     )
     moe_router_topk: int = setting(
         2, "experts of a token, k", "experts", integer(1, 16384), EXPERTS, older=2
@@ -428,6 +448,14 @@ class Layout:
         integer(1),
         EXPERTS,
         off="1",
+        stops=(
+            Stop(
+                "--expert-model-parallel-size",
+                "--num-experts",
+                "--expert-model-parallel-size {0} needs --num-experts: a dense model has no "
+                "experts",
+            ),
+        ),
     )
     expert_tensor_parallel_size: int = setting(
         0,
@@ -777,6 +805,24 @@ class Communication:
         "of rows between experts of one is hidden by what the other computes",
         off="left out, one after the other",
         stops=(
+            Stop(
+                "--overlap-moe-expert-parallel-comm",
+                "--num-experts",
+                "--overlap-moe-expert-parallel-comm needs --num-experts: a dense model "
+                "exchanges no rows",
+            ),
+            Stop(
+                "--overlap-moe-expert-parallel-comm",
+                "--expert-model-parallel-size",
+                "--overlap-moe-expert-parallel-comm needs --expert-model-parallel-size of at "
+                "least 2: with 1 no rows are exchanged",
+            ),
+            Stop(
+                "--overlap-moe-expert-parallel-comm & --moe-token-dispatcher-type allgather|auto",
+                "",
+                "--overlap-moe-expert-parallel-comm needs --moe-token-dispatcher-type "
+                "alltoall, not {1}: only its exchanges are started before they are waited for",
+            ),
             Stop(
                 "--overlap-moe-expert-parallel-comm & --cpu-offload-activations",
                 "",
@@ -1309,6 +1355,18 @@ class CheckpointConfig:
         off="left out, no step is saved for its loss",
         needs="--save",
         ours=True,
+        stops=(
+            Stop(
+                "--keep-best",
+                "--save",
+                "--keep-best {0} needs --save, where the best checkpoint is kept",
+            ),
+            Stop(
+                "--keep-best",
+                "--eval-interval",
+                "--keep-best {0} needs --eval-interval, whose losses it compares",
+            ),
+        ),
     )
     async_save: bool = setting(
         False,
