@@ -46,6 +46,12 @@ FORKS = {
         "--residual-multiplier 0.25",
     ),
     "examples/forks/olmo2.py": ("Olmo2Config", {}, f"{UNTIED} --norm-epsilon 1e-5", ""),
+    "examples/forks/phi3.py": (
+        "Phi3Config", {"pad_token_id": 0}, f"{UNTIED} --norm-epsilon 1e-5", "",
+    ),
+    "examples/forks/bitnet.py": (
+        "BitNetConfig", {}, f"{UNTIED} --norm-epsilon 1e-5 --rotary-base 500000", "",
+    ),
     "examples/forks/arcee.py": ("ArceeConfig", {}, f"{UNTIED} --norm-epsilon 1e-5", ""),
     "model/qwen2.py": ("Qwen2Config", {}, f"{UNTIED} --norm-epsilon 1e-6", ""),
     "model/qwen3.py": (
