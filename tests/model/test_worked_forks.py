@@ -23,7 +23,8 @@ from mpu.pipeline.schedules import CHUNKS
 from pretrain_llama import model_provider
 from tests.model.test_qwen3_hf import SMALL, run
 from tests.model.twin import SIZES, S, V, config_of, run_cases
-from tools.forks import case
+from tools.forks.case import held
+from tools.forks.case import whole as merged
 from tools.generate import load_model
 from training.run.model_profile import model_profile
 
@@ -298,8 +299,8 @@ def saved_in(comm: Any, root: str, file: str) -> tuple[dict[str, Any], dict[str,
     model, _ = load_model(root, comm.grid(1), torch.device("cpu"), torch.float32, file)
     fork = load_model_file(file)
     names = fork.hf_names(model)
-    found = case.whole(
-        (piece, case.held(param, piece))
+    found = merged(
+        (piece, held(param, piece))
         for name, param in unique_parameters(model)
         for piece in placement_of(param).pieces(names[name])
     )

@@ -38,6 +38,7 @@ OLMO2, GEMMA2, PHI, GRANITE = (
 )
 BITNET, PHI3 = "examples/forks/bitnet.py", "examples/forks/phi3.py"
 MLP = "        return swiglu(x, self.gate_up, self.down)\n"
+READS = "    return read_hf_config(hf, MODEL_TYPE)\n"
 DOWN = "        self.down = RowParallelLinear(f, h, ctx=ctx)\n"
 LOSS = "        return self.loss(h, labels.t()).t()  # [b, s]\n"
 SUM = "        squares = reduce_from_tensor_model_parallel_region(squares, tp, self)\n"
@@ -121,14 +122,16 @@ MISTAKES = {
     # sizes
     "the base of RoPE dropped": Mistake(
         LLAMA,
-        {'{"rotary_base": number("rope_theta")}': '{"rotary_base": 10000.0}'},
+        {READS: READS.replace("(hf, ", "({**hf, 'rope_theta': 10000.0}, ")},
         "rotary_base = ",
     ),
     "the scaling of RoPE dropped": Mistake(
-        LLAMA, {"    if config.rope_scaling_factor:\n": "    if False:\n"}, "rope_scaling_factor = "
+        LLAMA, {'"rope_scaling": rope_scaling(config)': '"rope_scaling": None'},
+        "rope_scaling_factor = ",
     ),
     "tied embeddings dropped": Mistake(
-        LLAMA, {'bool(hf.get("tie_word_embeddings", False))': "False"}, "tied = "
+        LLAMA, {READS: READS.replace("(hf, ", "({**hf, 'tie_word_embeddings': False}, ")},
+        "tied = ",
     ),
     "the share of RoPE dropped": Mistake(
         PHI, {", rotary_factor=factor": ", rotary_factor=0.5"}, "rotary_factor = "
