@@ -94,7 +94,7 @@ def _differences(config: Config) -> list[str]:
     """Return the differences that the given flags touch, and how many others there are."""
     lines = [f"{d.title}: {d.there}; here {d.here}" for d in DIFFERENCES if d.touches(config.given)]
     rest = len(DIFFERENCES) - len(lines)
-    return [*lines, f"{rest} more of flags that are not given: docs/flags.md"]
+    return [*lines, f"{rest} more, for flags that you did not set: docs/flags.md"]
 
 
 def _of_the_model(config: Config, script: ModuleType) -> list[tuple[str, list[str]]]:

@@ -23,12 +23,12 @@ TERMS = {  # kinds and axes of Timing, as they add up to a step
     "compute": ("compute of the rank", ("matmul", "attention", "passes")),
     "tp": ("exposed transfers of tp", ("tp", "tp_kv")),
     "cp": ("exposed transfers of cp", ("cp", "cp_a2a", "cp_p2p")),
-    "ep": ("transfers of tokens to experts and back", ("ep",)),
-    "pp": ("messages between stages that are waited for", ("pp", "pp_back")),
-    "dp": ("exposed sums of gradients, gathers of weights, and other axes", ()),
+    "ep": ("exposed transfers of tokens to experts and back", ("ep",)),
+    "pp": ("exposed messages between stages", ("pp", "pp_back")),
+    "dp": ("exposed reductions of gradients and gathers of weights", ()),
     "copies": ("exposed copies to and from the host", ("copies", "host link")),
     "host": ("waiting for the host", ("host",)),
-    "bubble": ("the pipeline's ends", ("bubble",)),
+    "bubble": ("the pipeline's bubble", ("bubble",)),
     "update": ("the optimizer", ("update", "tp_dp_cp_shard", "ep_edp_shard")),
 }
 KINDS = {  # of the table: kinds of memory as --dry-run names them
