@@ -569,11 +569,8 @@ def _record_steps(
         recording.warm_up = max(moment.total for moment in recording.moments())
         gc.collect()
     learns = run.sink.zero_stage >= 3 or run.optimizer.state_offload is not None
-    learns = learns or bool(run.sink.float8)  # whose rows are made after an update
     for step in range(1 + learns):
         if step:
-            if run.sink.float8:
-                run.sink.wait_for_weights()
             gc.collect()
             recorder.know(run)
             recorder.settle(OTHER_STATE)

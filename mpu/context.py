@@ -2,7 +2,7 @@
 """LayerContext: the one frozen object from which a layer learns of ranks, devices and dtypes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -52,9 +52,9 @@ class LayerContext:
     dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
     loss (fp32, or fp64 for proofs). sequence_parallel: between the tensor-parallel regions
     activations are cut along s. loss_in_chunks: linear_cross_entropy of the file in mpu/layers that
-    is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
-    for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
-    attention_backend: whose kernels they are, as the flags of these names say.
+    is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: how keys and values
+    reach other ranks (mpu/layers/context_attention.py). norm_backend, attention_backend: whose
+    kernels they are, as the flags of these names say.
     interleaver: of two micro-batches that run interleaved. auxiliary_losses: what `auxiliary_loss`
     adds to. experts: how a mixture of experts is trained.
     log_max_attention_logit, qk_clip: whether each head's largest logit is noted, and clipped.
@@ -70,7 +70,7 @@ class LayerContext:
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     interleaver: Interleaver = field(default_factory=Interleaver)
     loss_in_chunks: Callable[..., Tensor] | None = None
-    cp_comm_type: tuple[str, ...] = ("p2p",)
+    cp_comm_type: str = "p2p"
     norm_backend: str = "weft"
     attention_backend: str = "auto"
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
@@ -90,10 +90,8 @@ class LayerContext:
         object.__setattr__(self, "sp", self.sequence_parallel and self.grid.tp.size > 1)
 
     def of_layer(self, number: int) -> "LayerContext":
-        """Return the context of a numbered layer, with its own entry of cp_comm_type."""
-        if len(self.cp_comm_type) == 1:
-            return self
-        return replace(self, cp_comm_type=(self.cp_comm_type[number],))
+        """Return this context; copies of an older model/llama.py ask for each layer's."""
+        return self
 
     def reduce_axes(self, region: Region) -> tuple[Axis, ...]:
         """Return the axes over which a replicated weight's gradient is partial in a region."""

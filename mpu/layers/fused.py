@@ -63,7 +63,7 @@ def call(
     assert library is not None
     given = (KINDS[dtype], torch.get_num_threads(), first, *others)
     getattr(library, f"weft_{name}")(
-        *(c_void_p(a.data_ptr()) if isinstance(a, Tensor) else C_TYPES[type(a)](a) for a in given)
+        *[c_void_p(a.data_ptr()) if isinstance(a, Tensor) else C_TYPES[type(a)](a) for a in given]
     )
 
 

@@ -59,8 +59,6 @@ class Parts:
     # dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the decoupled
     # learning rate applies
     groups: list[dict[str, Any]]
-    # the narrower weight that a segment is rounded into
-    rounded: Mapping[Tensor, Tensor] = field(default_factory=dict)
     master: torch.dtype = torch.float32  # dtype of the masters
     # of full matrices: the parameters that are updated at once, in the same order on every rank
     # that shares them
@@ -87,7 +85,6 @@ class Updater(ABC):
     """
 
     groups: list[dict[str, Any]]
-    rounds = False  # whether `step` also writes the narrower weights, which then need no copy
 
     def start(self, factor: Tensor, found_inf: Tensor) -> None:  # noqa: B027
         """Begin what may run under the steps of other rules; `step` follows, with the same."""

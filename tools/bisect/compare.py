@@ -29,7 +29,7 @@ WEIGHTS = ("weight", "master")
 OF_THE_LAYOUT = (
     "parallel.tensor_model_parallel_size", "parallel.sequence_parallel",
     "parallel.context_parallel_size", "parallel.cp_comm_type", "parallel.world_size",
-    "parallel.hierarchical_context_parallel_sizes", "batch.micro_batch_size",
+    "batch.micro_batch_size",
     "parallel.rank_order", "parallel.num_distributed_optimizer_instances",
     "parallel.zero_reduce_each_microbatch", "parallel.tp_comm_overlap",
 )  # fmt: skip

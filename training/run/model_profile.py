@@ -221,7 +221,6 @@ def make_grid(config: Config, launch: Launch) -> Grid:
     return Grid(
         launch.world, *sizes, launch, p.distributed_backend, p.num_distributed_optimizer_instances,
         query_groups=config.model.num_query_groups,
-        hierarchical=p.hierarchical_context_parallel_sizes,
         order=tuple(p.rank_order.split("-")), ep_size=config.expert_model_parallel_size,
         nccl=nccl_groups(p.nccl_communicator_config_path),
         needs_full_matrices=needs_full_matrices(config),

@@ -452,20 +452,11 @@ class Layout:
         integer(1),
         off="1",
     )
-    cp_comm_type: tuple[str, ...] = setting(
-        ("p2p",),
+    cp_comm_type: str = setting(
+        "p2p",
         "how attention's keys and values reach the ranks of --context-parallel-size: round a "
-        "ring, gathered, by heads (a2a), or by heads inside of groups and round a ring of "
-        "groups",
-        f"{', '.join(COMM_TYPES)}; one, or one for each layer",
-        TEXTS,
-    )
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(
-        None,
-        "sizes of --cp-comm-type a2a+p2p: of a group of neighbours (a2a), and how many groups "
-        "(p2p); their product is --context-parallel-size",
-        "ranks, ranks",
-        WHOLES,
+        "ring, gathered, or by heads (a2a)",
+        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p over nodes"),)),
     )
     pipeline_model_parallel_size: int = setting(
         1, "cut the layers into stages over this many ranks, p", "ranks", integer(1), off="1"
@@ -687,9 +678,8 @@ class Kernels:
     )
     optimizer_backend: str = setting(
         "torch",
-        "package whose AdamW kernel updates the weights; triton (our kernel, which rounds them "
-        "to bf16 in the same pass), apex and te need CUDA",
-        rule=one_of("torch", "triton", "apex", "te"),
+        "package whose AdamW kernel updates the weights; apex and te need CUDA",
+        rule=one_of("torch", "apex", "te", lacking=(("triton", "use torch"),)),
         off="torch",
         ours=True,
     )
@@ -1520,12 +1510,6 @@ class Float8Config:
         needs="--fp8-format",
         also=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
         ours=True,
-    )
-    fp8_param_gather: bool = setting(
-        False,
-        "let ZeRO gather the weights that are used in float8 as float8, from --zero-stage 1 on",
-        off="left out, in their own dtype",
-        needs="--fp8-format",
     )
     no_fp8_weight_cache: bool = setting(
         False,
