@@ -135,8 +135,8 @@ def build_parser() -> Parser:
     parser.add_argument("--rank-orders", metavar="FLAGS", help="orders of your layout's ranks")
     parser.add_argument(
         "--measure", type=integer(1, 1000), metavar="N",
-        help="run the first N layouts, on mock data, and rank them by what is measured; those that "
-             "--measured has already are not run again",
+        help="run the first N layouts, on mock data, and rank them by measured speed; layouts in "
+             "--measured are not run again",
     )  # fmt: skip
     parser.add_argument(
         "--measure-steps", type=integer(2, 10_000), default=STEPS, metavar="N",
