@@ -543,7 +543,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Zero:
-    """What data-parallel ranks shard, and when they send it (docs/memory.md)."""
+    """ZeRO: what is sharded, and when it is communicated (docs/memory.md)."""
 
     zero_stage: int | None = setting(  # read ParallelConfig.zero instead
         None,
@@ -569,7 +569,7 @@ class Zero:
     overlap_param_gather: bool = setting(
         False,
         "gather weights while the ranks compute: updated weights during the next forward; at "
-        "--zero-stage 3 one block ahead",
+        "--zero-stage 3 prefetch one block",
     )
     ddp_bucket_size: int | None = setting(
         None,
@@ -1531,7 +1531,7 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Where activations wait for backward, and who launches a step (docs/memory.md)."""
+    """Activation offload and CUDA graphs (docs/memory.md)."""
 
     cpu_offload_activations: bool = setting(
         False,
