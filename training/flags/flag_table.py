@@ -29,6 +29,8 @@ REMOVED = {  # flags that this program had, and what to do instead
     "and nothing takes its place; use --cp-comm-type p2p over nodes",
     "--fp8-auto": "--fp8-format puts every projection in float8; leave it out, or leave layers in "
     "bf16 by --first-last-layers-bf16",
+    "--data-local-copy": "the job script copies the data to each node, by the lines in "
+    "docs/data.md, and --data-path names the copy; leave it out",
     "--peer-checkpoint": "no copies are kept in memory, and nothing takes their place: leave it "
     "out; a restart begins at the newest checkpoint of --load or --save (--save-interval)",
 }

@@ -1086,15 +1086,6 @@ class DataConfig:
         local=True,
         changes_numbers=False,
     )
-    data_local_copy: str | None = setting(
-        None,
-        "copy the data there first, once a host, and read the copy",
-        "directory",
-        DIRECTORY,
-        ours=True,
-        local=True,
-        changes_numbers=False,
-    )
     mock_data: bool = setting(False, "train on made-up tokens and read no data file", start=True)
     num_workers: int | None = setting(
         None,

@@ -85,7 +85,6 @@ def stages(*names):
         "--data-path a b plain --split 8,2,0 --full-validation",
         "--train-data-path plain --valid-data-path a b --multiple-validation-sets",
         "--data-stages stages.json --valid-data-path b",
-        "--data-path a --split 8,2,0 --data-local-copy near",
     ],
 )
 def test_the_mask_is_that_of_the_tokens(words):
