@@ -7,7 +7,8 @@
 plan.py records rank 0 with few layers and few micro-batches, and adds what the rest takes
 (forecast/planner/played.py). --rehearse runs all layers. Both play the same events by the same
 clock, so what differs is what is not linear in layers or micro-batches. A line is a layout: its
-seconds by both, the difference, and the part of a step that differs most. It takes about ten minutes.
+seconds by both, the difference, and the part of a step that differs most. It takes about ten
+minutes.
 """
 
 import argparse

@@ -17,27 +17,20 @@ from mpu.param import Placement, Region, parameter
 
 
 class ExpertOptions(NamedTuple):
-    """What the flags ask of a mixture of experts besides its sizes.
+    """How a mixture of experts is trained: flags besides its sizes."""
 
-    dispatcher: "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py). balance: the losses that
-    balance experts, "aux_loss", "seq_aux_loss" or "lagged_global_aux_loss", each with its
-    coefficient. z_coefficient: of the z-loss. force_balance: every expert gets as many tokens,
-    whatever the router says. skew: where tokens have no values, as in a plan, the first rank of ep
-    gets so many times the mean of them. bias_update_rate: how far the bias of the choice moves in a
-    step (mpu/layers/expert_load.py). capacity_factor, drop_policy, pad_to_capacity: how many of a
-    rank's tokens an expert takes, None being all, which ones ("probs" or "position"), and whether
-    it always gets so many rows (Capacity in mpu/layers/dispatch.py).
-    """
-
-    dispatcher: str = "allgather"
+    dispatcher: str = "allgather"  # "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py)
+    # "aux_loss", "seq_aux_loss" or "lagged_global_aux_loss", each with its coefficient
     balance: tuple[tuple[str, float], ...] = ()
-    z_coefficient: float = 0.0
-    force_balance: bool = False
+    z_coefficient: float = 0.0  # of the router's z-loss
+    force_balance: bool = False  # every expert gets equally many tokens, whatever the router says
+    # in a plan, where tokens have no values: rows of the first rank of ep, over the mean
     skew: float = 1.0
-    bias_update_rate: float = 1e-3
+    bias_update_rate: float = 1e-3  # step of the expert bias (mpu/layers/expert_load.py)
+    # of an expert (Capacity in mpu/layers/dispatch.py); None: unlimited
     capacity_factor: float | None = None
-    drop_policy: str = "probs"
-    pad_to_capacity: bool = False
+    drop_policy: str = "probs"  # which tokens an expert keeps: "probs" or "position"
+    pad_to_capacity: bool = False  # pad every expert to its capacity
 
 
 class QKClip(NamedTuple):

@@ -137,6 +137,7 @@ MORE = {
 }
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("name", sampled(sorted(MORE), 9))
 @pytest.mark.parametrize("fork", sampled(sorted(FORKS), 3))
 def test_with_other_mechanisms(launcher: Launcher, fork: str, name: str) -> None:

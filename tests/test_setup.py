@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import sampled
 from tools import setup_env
 from training.run import waiting
 
@@ -156,7 +157,7 @@ def test_a_newer_torch_is_named_with_the_tested_ones(monkeypatch, capsys, versio
 
     from mpu.grid import Grid
     from training.flags.parse import parse
-    from training.run import prepare
+    from training.run import start
 
     line = f"torch {version} is newer than the versions tested, 2.11 to 2.13"
     setup_env.say_untested(version)
@@ -166,7 +167,7 @@ def test_a_newer_torch_is_named_with_the_tested_ones(monkeypatch, capsys, versio
         --seq-length 8 --lr 1e-3 --train-iters 1 --micro-batch-size 1 --device cpu
         --num-workers 0""".split()
     said: list[str] = []
-    prepare.prepare(parse(flags, 1), Grid(), False, said.append)
+    start.prepare(parse(flags, 1), Grid(), False, said.append)
     assert [text for text in said if "tested" in text] == [line] * warns
 
 
@@ -202,7 +203,7 @@ def test_probe_tells_python_and_torch_without_importing_it():
     assert setup_env.probe("/bin/false") is None
 
 
-@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("terminal", sampled([False, True], 2))
 def test_pip_shows_its_progress(monkeypatch, tmp_path, capfd, terminal):
     """Torch is 200 MB, and more with CUDA: minutes without a word looked like a hang."""
     python = tmp_path / "python"

@@ -48,6 +48,7 @@ from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES
+from mpu.layers.float8.delayed import AmaxHistory
 from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from mpu.torch_private import running_node
@@ -177,7 +178,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         run = build(config, grid, torch.device("cpu"), explainer.monitor)
         explainer.know(run)
         batches = micro_batches(config, grid)
-        if run.sink.zero_stage or run.sink.amaxes is not None:  # the first step is another
+        if run.sink.zero_stage or run.sink.state_of(AmaxHistory):  # the first step is another
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
         explainer.begin(len(batches))
@@ -241,7 +242,7 @@ def _rank(rank: int, config: Config, port: int) -> None:
         store.set("text", found.text)
         store.set("streams", json.dumps(found.streams))
     grid.close()
-    os._exit(0)  # not by the interpreter's teardown; see training/run/startup.py, as_process
+    os._exit(0)  # not by the interpreter's teardown; see training/run/process.py, as_process
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:

@@ -15,7 +15,7 @@ from forecast.rehearsal.clock import Timing
 from training.run.text import aligned
 from training.settings.config import Config
 
-ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
+ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/predictions.md
 MILLION = 1_000_000
 COLUMNS = 100
 EXAMPLE = "--mock-data --lr 3e-4 --train-iters 20"

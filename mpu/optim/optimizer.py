@@ -206,12 +206,8 @@ class Optimizer:
         if self.clip > 0:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         found_inf = (~torch.isfinite(norm)).float()
-        if self.sink.amaxes is not None:
-            self.sink.amaxes.end_step(found_inf)
-        if self.sink.loads is not None:
-            self.sink.loads.end_step(found_inf)
-        if self.sink.logits is not None:
-            self.sink.logits.end_step(found_inf)
+        for state in self.sink.step_states:
+            state.end_step(found_inf)
         for updater in (updater for some in self.updaters for updater in some):
             for group in updater.groups:
                 group["lr"] = rate_of(group, lr, decoupled_lr)
@@ -241,8 +237,9 @@ class Optimizer:
 
         Returns the buckets that have such rows.
         """
-        rows = {} if self.sink.logits is None else dict(self.sink.logits.rows())
-        touched = []
+        touched, rows = [], dict[nn.Parameter, Tensor]()
+        for state in self.sink.step_states:
+            rows.update(state.row_factors())
         for i, (bucket, master) in enumerate(zip(self.sink.buckets, self._masters, strict=True)):
             for _, param, start in bucket.params if rows else ():
                 low, high = max(start, bucket.low), min(start + param.numel(), bucket.high)
@@ -286,8 +283,8 @@ class Optimizer:
             updater.set_steps(steps)
         if self.offload and all(b.param_shard.dtype == self.sink.dtype for b in self.sink.buckets):
             self.offload.masters_from_weights()  # the checkpoint has no separate masters
-        if self.sink.amaxes is not None:
-            self.sink.amaxes.loaded()
+        for state in self.sink.step_states:
+            state.loaded()
 
     def named_weights(self, gathered: bool = False) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`.

@@ -34,24 +34,19 @@ SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How gradients and weights are shared among data-parallel ranks.
-
-    bucket_size: elements a bucket, about; 0: automatic. overlap_grad_reduce: sum a bucket during
-    backward; else all after it. overlap_param_gather: gather weights under the computation before
-    them. reduce_each_micro_batch: sum after every micro-batch, not once a step (stages 2 and 3;
-    other bits). grad_reduce_dtype: the dtype in which gradients travel. main_grads_dtype: the dtype
-    of a rank's own sum over its micro-batches. None for either means the accumulation dtype.
-    keep_unsharded: at stage 3 weights stay whole from their first use in a step to their last
-    (pipelines, whose chunks alternate).
-    """
+    """How gradients and weights are shared among data-parallel ranks."""
 
     zero_stage: int = 0
-    bucket_size: int = 0
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = False
+    bucket_size: int = 0  # elements of a bucket, about; 0: automatic
+    overlap_grad_reduce: bool = True  # reduce a bucket during backward; else all of them after it
+    overlap_param_gather: bool = False  # prefetch weights during the computation before their use
+    # reduce after every micro-batch, not once a step (stages 2 and 3; other bits)
     reduce_each_micro_batch: bool = False
-    grad_reduce_dtype: torch.dtype | None = None
+    grad_reduce_dtype: torch.dtype | None = None  # dtype on the wire; None: the accumulation dtype
+    # dtype of a rank's own accumulation over micro-batches; None: the accumulation dtype
     main_grads_dtype: torch.dtype | None = None
+    # at stage 3 weights stay unsharded from their first use in a step to their last (pipelines,
+    # whose chunks alternate)
     keep_unsharded: bool = False
 
 

@@ -271,7 +271,7 @@ class ParamAndGradBuffer(GradientSink):
         if not isinstance(bucket, ParamAndGradBucket):
             raise RuntimeError(
                 f"{self.name_of(param)} is frozen, and its layer's backward gives it a gradient: "
-                "let it look at needs_input_grad of the weight (docs/zero.md)"
+                "let it look at needs_input_grad of the weight (docs/forking.md)"
             )
         return bucket
 

@@ -17,12 +17,12 @@ TWO = dict(sizes=dict(num_query_groups=2))
 # documents reach over the parts of every rank
 PACKED = dict(masks=True)
 LAYOUTS = {
-    "tp2 zero3": dict(tp=2, sp=True, dp=2, zero=3),
     "tp4, 2 heads, each on 2 ranks": dict(tp=4, sp=True, zero=1) | TWO,
     "cp ring, packed": dict(cp=2, dp=2, zero=2) | PACKED,
     "pp2, offload": dict(pp=2, dp=2, zero=1, m=2, offload=True, layers=4),
 }
 MORE = {
+    "tp2 zero3": dict(tp=2, sp=True, dp=2, zero=3),
     "dp4, packed, zero3": dict(dp=4, zero=3) | PACKED,
     "tp4": dict(tp=4, sp=False),
     "cp all-gather": dict(cp=4, comm="all_gather"),
@@ -103,6 +103,7 @@ def test_it_is_the_twins_on_other_layouts(world: Any) -> None:
     held(world, MORE)
 
 
+@pytest.mark.prove
 def test_bits_do_not_depend_on_zero_schedules_or_recomputation(world: Any) -> None:
     ways = [dict(zero=0), dict(zero=3, recompute="full"), dict(zero=1, recompute="selective")]
     pipes = [dict(pp=2, m=4, schedule=name, layers=4) for name in ("1f1b", "zb-h1")]

@@ -23,6 +23,7 @@ from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.grid import Grid
 from mpu.layers import linear_cross_entropy
+from mpu.layers.attention.max_logits import MaxLogits
 from mpu.layers.linear import use_overlap
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.overlap.choices import METHODS, OverlapMap
@@ -223,7 +224,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     made["params_norm"] = run.optimizer.params_norm().item()
     made["state"] = sum(len(values) for _, _, _, values in run.optimizer.named_state())
     made["steps"] = run.optimizer.steps
-    logits = run.sink.logits and run.sink.logits.largest
+    logits = (noted := run.sink.state_of(MaxLogits)) and noted.largest
     made["logits"] = None if logits is None else logits.tolist()  # of this rank's layers and heads
     return made | {"auxiliary": run.model.ctx.auxiliary_losses.mean.item()}
 

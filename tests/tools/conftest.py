@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the tests of the tools: small checkpoints, and tools that are called or started."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 
 from model.llama import LlamaConfig, hf_config
 from mpu.grid import Grid
-from tests.forecast.rehearsal.conftest import Process
 from tools.checkpoint import main
 from training.checkpoint import save
 from training.checkpoint.pieces import whole
@@ -63,11 +62,3 @@ def tool(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[st
         return code, said.out.splitlines(), said.err.splitlines()
 
     return tool
-
-
-@pytest.fixture(scope="session")
-def rehearser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """The session's process that rehearses."""
-    process = Process(tmp_path_factory.mktemp("rehearsal") / "report.json")
-    yield process
-    process.close()

@@ -121,7 +121,8 @@ def test_make_train_checks_its_data_before_set_up(tmp_path: Path, data: str, say
 
 def test_progress_is_one_line_on_a_terminal_and_none_on_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three\n" * 200_000)
-    soon = "from tools import waiting as w; w.AFTER = w.LIVE = 0.01; import tools.build_corpus as b"
+    soon = "from training.run import waiting as w; w.AFTER = w.LIVE = 0.01; "
+    soon += "import tools.build_corpus as b"
     words = [sys.executable, "-c", f"{soon}; b.main()", "--input", str(tmp_path), "--output-dir"]
     quick = command(ROOT / "tools" / "build_corpus.py", "--input", tmp_path, "--output-dir")
     piped = subprocess.run([*quick, str(tmp_path / "a")], capture_output=True, text=True)

@@ -62,19 +62,16 @@ class Allowed:
 
 @dataclass
 class Difference:
-    """The first quantity that differs. one, other: whole tensors of the two sides, or numbers.
-
-    parts: of side one, and of the other, from which line and module come. line: of the program.
-    replicas: the tp ranks of the other side differ among themselves where they should not.
-    """
+    """The first quantity that differs."""
 
     key: Key
-    one: Any
-    other: Any
+    one: Any  # whole tensor of the first side, or a number
+    other: Any  # the same of the second side
     error: float
+    # of both sides: what line and module are taken from
     parts: tuple[list[Part], list[Part]] = field(default_factory=lambda: ([], []))
     tensor: str = ""  # the canonical name of a parameter's tensor
-    replicas: bool = False
+    replicas: bool = False  # the tp ranks of the other side differ among themselves, and should not
     joined_tensors: tuple[JoinedTensor | None, JoinedTensor | None] = (None, None)
 
     @property

@@ -121,8 +121,8 @@ def _own_model(program: Program) -> list[str]:
         if flag.replace("_", "-") == "--model-file":
             name = text if has else value
     file = program.tree / name
-    arguments = program.tree / "training" / "arguments.py"
-    known = arguments.is_file() and "model_file" in arguments.read_text()  # an older one has it not
+    tables = (program.tree / "training").rglob("arguments.py")  # an older commit has not the flag
+    known = any("model_file" in table.read_text() for table in tables)
     relative = not Path(name).is_absolute() and file.is_file() and known
     return ["--model-file", str(file)] if relative else []
 

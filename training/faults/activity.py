@@ -30,7 +30,7 @@ LATER = 1.5  # times FIRST: when another rank prints what it does, unless rank 0
 LOOK = 0.5  # seconds between two looks at what is done
 IN_TURN = 0.02  # seconds by which a rank of a host is slower to speak than the one before it
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 _PATHS = sysconfig.get_paths()
 # code that is not the product's, nor the user's; a test that injects a fault is neither
 _FOREIGN = ("<", *(_PATHS[key] for key in ("stdlib", "purelib", "platlib")), f"{ROOT}/tests/")

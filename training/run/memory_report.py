@@ -13,7 +13,7 @@ from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.run.log import Log
 from training.run.state import Run
-from training.run.step import CONTINUE, Decision, Step
+from training.run.step import CONTINUE, DONE, Decision, Step
 from training.run.text import in_units
 from training.settings.config import Config, UsageError
 
@@ -29,9 +29,10 @@ class MemoryReport:
 
     def after_step(self, step: Step) -> Decision:
         """Note it where that step was made."""
-        if step.iteration == self._at:
-            self.log.note(report(self.run.optimizer))
-        return CONTINUE
+        if step.iteration < self._at:
+            return CONTINUE
+        self.log.note(report(self.run.optimizer))
+        return DONE
 
 
 def report(optimizer: Optimizer) -> str:

@@ -41,7 +41,7 @@ from training.settings.layer_options import context_of, recompute_of
 from training.settings.nccl import nccl_groups
 from training.settings.update_rules import needs_full_matrices
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MPU, MODEL, TORCH = f"{ROOT}/mpu/", f"{ROOT}/model/", f"{Path(torch.__file__).parent}/"
 SETTINGS = (bool, int, float, str, torch.dtype, type(None))  # of a module
 
@@ -104,20 +104,17 @@ class ModelProvider(Protocol):
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """The number of parameters, without padding, and the FLOPs of one token's forward, by part.
-
-    core: the share of each of `layers` that selective recomputation repeats (core attention).
-    alike: all layers have the same modules, parameters, settings and FLOPs. uses: of each part, the
-    embedding's first and the head's last, {parameter: the lines of its uses in one forward}; a
-    parameter of several names is there under each.
-    """
+    """The number of parameters, without padding, and the FLOPs of one token's forward, by part."""
 
     parameters: int
     embedding: float
     layers: tuple[float, ...]
+    # of each of `layers`: the share of core attention, which selective recomputation repeats
     core: tuple[float, ...]
     head: float
-    alike: bool
+    alike: bool  # all layers have the same modules, parameters, settings and FLOPs
+    # of each part, from the embedding to the head: {parameter: the lines of its uses in one
+    # forward}; a parameter of several names is under each
     uses: tuple[dict[str, tuple[str, ...]], ...] = field(default=(), compare=False)
 
     @property
@@ -127,18 +124,14 @@ class ModelProfile:
 
 
 class ParameterProfile(NamedTuple):
-    """A parameter of a rank: its local shape and its entry in the layout of buckets.
-
-    holders: how many modules hold it; a tied weight has several. first: no earlier rank of another
-    axis than the one that cuts it holds the same part (mpu/param.py, Placement.copies). place:
-    which part of the whole tensor it is. frozen: it is, and `entry` is as if it were trained.
-    """
+    """A parameter of a rank: its local shape and its entry in the layout of buckets."""
 
     shape: tuple[int, ...]
-    entry: ParamEntry
-    holders: int
+    entry: ParamEntry  # as if it were trained, where it is frozen
+    holders: int  # modules that hold it; several for a tied weight
+    # no earlier rank of another axis than the cutting one has the same part (Placement.copies)
     first: bool = True
-    place: Placement = Placement(())
+    place: Placement = Placement(())  # its part of the whole tensor
     frozen: bool = False
 
 

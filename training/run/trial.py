@@ -248,7 +248,7 @@ def _maxima(config: Config, ctx: LayerContext) -> None:
     if ctx.qk_clip is not None:
         qkv_linear(TOKENS, (heads * d, groups * d, groups * d), ctx=ctx)
         every.end_step(torch.zeros((), device=ctx.device))
-        for param, factors in every.rows():
+        for param, factors in every.row_factors():
             multiply_rows(param.detach().view(-1), 0, TOKENS, factors)
 
 

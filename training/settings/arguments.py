@@ -243,7 +243,7 @@ class ModelConfig:
 
 EXPERTS = "--num-experts"
 OPTIMIZERS_ELSEWHERE = tuple(  # Megatron-LM's others
-    (name, f"{words} is not available here; docs/zero.md says how to add an optimizer")
+    (name, f"{words} is not available here; docs/optimizers.md says how to add an optimizer")
     for name, words in (
         ("sgd", "SGD"), ("lion", "Lion"), ("soap", "SOAP"), ("adaptive_muon", "AdaMuon")
     )
@@ -543,7 +543,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Zero:
-    """What data-parallel ranks shard, and when they send it (docs/zero.md)."""
+    """What data-parallel ranks shard, and when they send it (docs/memory.md)."""
 
     zero_stage: int | None = setting(  # read ParallelConfig.zero instead
         None,
@@ -616,7 +616,7 @@ class Zero:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activations that backward computes again instead of keeping (docs/activations.md)."""
+    """Activations that backward computes again instead of keeping (docs/memory.md)."""
 
     recompute_granularity: str | None = setting(
         None,
@@ -1270,7 +1270,7 @@ class CheckpointConfig:
     )
     trust_owner: tuple[str, ...] = setting(
         (),
-        "read checkpoints, data caches and local copies of these users too, where they are, not "
+        "read checkpoints and data caches of these users too, where they are, not "
         "this user's and root's alone",
         "names or numbers of users",
         TEXTS,
@@ -1522,7 +1522,7 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Where activations wait for backward, and who launches a step (docs/activations.md)."""
+    """Where activations wait for backward, and who launches a step (docs/memory.md)."""
 
     cpu_offload_activations: bool = setting(
         False,

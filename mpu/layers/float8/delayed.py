@@ -24,6 +24,7 @@ from torch import Tensor
 from mpu.comm.collectives import MAX, all_reduce
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
+from mpu.gradients import StepState
 from mpu.layers.float8.rows import E4M3, NOT_FINITE, Format, scale_bytes, scale_of
 
 ROLES = ("x", "dy", "w")
@@ -43,7 +44,7 @@ class Delayed:
     margin: int = 0
 
 
-class AmaxHistory:
+class AmaxHistory(StepState):
     """The amaxes of one rank's layers, in the order of `names`: x, dy and w of each.
 
     history: fp32 [layers, 3, length], the newest first, 0 where nothing is; an entry is the largest

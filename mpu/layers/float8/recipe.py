@@ -328,7 +328,7 @@ def use_float8(
                 )
         names, like = [f"{name}.weight" for name in found], next(model.parameters())
         amaxes = AmaxHistory(names, delayed, recipe.dy, ctx, like)
-        ctx.sink.amaxes = amaxes
+        ctx.sink.step_states.append(amaxes)
     for i, layer in enumerate(found.values()):
         slot = None if amaxes is None else Slot(amaxes, i)
         layer.recipe = recipe if slot is None else replace(recipe, slot=slot, plain=recipe)

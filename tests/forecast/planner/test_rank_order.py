@@ -87,12 +87,9 @@ class Counted:
     def install(self, patch):
         start, begin, real = Axis.start, Explainer.begin, SimpleNamespace(**vars(dist))
 
-        def started(axis, verb, tensor, call, *rest, **named):
-            def called():
-                self.axis = axis.name if axis.trace else ""  # what explain tells at the end is none
-                return call()
-
-            return start(axis, verb, tensor, called, *rest, **named)
+        def started(axis, *given, **named):
+            self.axis = axis.name if axis.trace else ""  # what explain tells at the end is none
+            return start(axis, *given, **named)
 
         def began(explainer, count):
             self.sent.clear()
@@ -111,12 +108,12 @@ class Counted:
             ring(group, 2 * x.nbytes * (n - 1) // n)
             return real.all_reduce(x, op=op, group=group, async_op=async_op)
 
-        def exchange(out, x, group, async_op):
+        def exchange(out, x, *rows, group, async_op):
             ranks = dist.get_process_group_ranks(group)
             for other in ranks:
                 if other != self.rank:
                     self.note(other, x.nbytes / len(ranks))
-            return real.all_to_all_single(out, x, group=group, async_op=async_op)
+            return real.all_to_all_single(out, x, *rows, group=group, async_op=async_op)
 
         def isend(x, to, group):
             self.note(to, x.nbytes)

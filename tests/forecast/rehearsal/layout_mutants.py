@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.rehearsal_mutations import ROOT, copy_to, in_child, prepare
+from tests.rehearsal_faults import ROOT, copy_to, in_child, prepare
 
 CP = "--context-parallel-size 2 --cp-comm-type "
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
@@ -129,7 +129,7 @@ def rehearse(world: int, flags: str, change: tuple[str, str, str] | None) -> obj
         copy_to(folder)
         if change:
             mutant(folder, *change)
-        return in_child(folder, world, flags, world - 1, False)[0]
+        return in_child(folder, world, flags, world - 1)
 
 
 def line_of(file: str, text: str) -> str:

@@ -128,7 +128,8 @@ def test_all_ranks_of_a_layout_have_no_finding(layout, tmp_path):
 
 @pytest.mark.prove
 def test_a_long_rehearsal_says_how_far_it_is():
-    often = "import sys; from tools import rehearse, waiting as w; w.AFTER = w.MOST = 0.05; "
+    often = "import sys; from tools import rehearse; from training.run import waiting as w; "
+    often += "w.AFTER = w.MOST = 0.05; "
     words = ["--rehearse", "--global-batch-size", "8", "--rehearse-steps", "3"]
     done = subprocess.run(
         [sys.executable, "-c", often + "sys.exit(rehearse.main('pretrain_llama.py', sys.argv[1:]))",

@@ -46,6 +46,7 @@ def asked():
     available.why_not.cache_clear()
 
 
+@pytest.mark.prove
 def test_a_node_without_a_compiler_or_headers(tmp_path):
     """Each sentence is Triton's own: it compiles its launcher at the first launch."""
     pytest.importorskip("triton")

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from training.run.log import Log, step_line
+from training.run.log import Log
 from training.run.output import flush
 from training.run.peak_flops import measured_peak, peak_flops
 from training.run.step import Step
+from training.run.text import step_line
 
 OFF = {
     "log_interval": 1,
@@ -211,7 +212,7 @@ def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_on_the_line(tmp_path,
 
 def test_the_first_line_ends_the_start():
     lines = []
-    with make(log_interval=3, total=4, on_line=lambda: lines.append(log.steps)) as log:
+    with make(log_interval=3, total=4, on_line=lambda: lines.append(log.interval.steps)) as log:
         for iteration in (1, 2, 3):
             step(log, iteration)
             assert len(lines) == (iteration == 3)
@@ -236,6 +237,7 @@ def test_a_full_disk_ends_the_file_and_not_the_run(capsys):
     assert "iteration 2/4" in out
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is a Linux device")
 def test_standard_output_on_a_full_disk_loses_lines_and_not_the_run(tmp_path):
     """The whole program: its last save is there, and its exit code says so."""
@@ -277,12 +279,12 @@ def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys, monke
     monkeypatch.setattr(threading, "excepthook", traces.append)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with make(tensorboard_dir=str(tmp_path), total=2000) as log:
-        writer = log.tensorboard.file_writer.event_writer._async_writer
+        writer = log.out.tensorboard.file_writer.event_writer._async_writer
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 10, hard))
             for iteration in range(1, 2000):
                 step(log, iteration)
-                if log.tensorboard is None:
+                if log.out.tensorboard is None:
                     break
                 writer._byte_queue.join()
         finally:
@@ -381,6 +383,7 @@ log.close()
 """
 
 
+@pytest.mark.prove
 def test_terminal_has_a_live_bar_and_gets_its_cursor_back():
     main, side = pty.openpty()
     command = [sys.executable, "-c", ON_A_TERMINAL.replace("{config!r}", repr(OFF))]

@@ -12,12 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from mpu.launch import Launch, Rendezvous
+from tests.sampling import sampled
 from training.faults import activity as slow_start
 from training.faults.activity import Activity
 from training.faults.store import late_ranks, spans
-from training.run import rendezvous, startup
+from training.run import rendezvous, same_settings
 from training.run.rendezvous import RendezvousError, meet
-from training.run.startup import _exchange
+from training.run.same_settings import _exchange
 from training.settings.config import UsageError
 
 MARGIN = 0.3  # seconds, in place of the program's
@@ -144,7 +145,7 @@ def test_who_is_late_is_told_before_the_time_is_over(start, free_port, monkeypat
 def test_who_sends_no_settings_is_named_to_all(start, monkeypatch):
     """Rank 2 meets the others and hangs; rank 1 says nothing of rank 0, which tells it."""
     monkeypatch.setattr(slow_start, "FIRST", 0.2)
-    monkeypatch.setattr(startup, "COMPARING", 1.0)
+    monkeypatch.setattr(same_settings, "COMPARING", 1.0)
     three, told = start(3), {rank: list[str]() for rank in range(3)}
 
     def compared(launch: Launch) -> None:
@@ -159,10 +160,11 @@ def test_who_sends_no_settings_is_named_to_all(start, monkeypatch):
     assert told[0][0].startswith("[rank 0] waiting for rank 2 (process ") and not told[1]
 
 
+@pytest.mark.prove
 def test_a_rank_0_that_hangs_after_the_meeting_is_told_by_one_rank(start, monkeypatch):
     monkeypatch.setattr(slow_start, "FIRST", 0.2)
-    monkeypatch.setattr(startup, "COMPARING", 1.0)
-    monkeypatch.setattr(startup, "MARGIN", 0.3)
+    monkeypatch.setattr(same_settings, "COMPARING", 1.0)
+    monkeypatch.setattr(same_settings, "MARGIN", 0.3)
     three, told = start(3), {rank: list[str]() for rank in range(3)}
 
     def compared(launch: Launch) -> None:
@@ -217,7 +219,7 @@ def test_an_agents_store_without_rank_0_is_left_in_time(agent):
     assert isinstance(error, RendezvousError) and "rank 0 did not connect" in str(error)
 
 
-@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"], ids=["mute", "http"])
+@pytest.mark.parametrize("says", sampled([b"HTTP/1.1 400 Bad Request\r\n\r\n", b""], 2))
 def test_a_port_that_somebody_else_holds_keeps_no_rank(says, free_port):
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = []
@@ -265,6 +267,7 @@ def test_a_store_that_ends_as_it_is_found_is_looked_for_again(free_port):
     assert results[1].get("a") == b"b" and results[1].timeout == LONG
 
 
+@pytest.mark.prove
 def test_a_store_that_ends_as_it_is_found_and_does_not_come_back_is_no_other_program(free_port):
     server = socket.create_server(("127.0.0.1", 0))
     start, results = Start(Rendezvous("127.0.0.1", server.getsockname()[1]), 2), {}
@@ -333,6 +336,7 @@ def test_agents_may_count_restarts_differently(agent):
     assert results[0].get("x") == b"y"
 
 
+@pytest.mark.prove
 def test_a_rank_that_said_hello_and_died_did_not_come(agent):
     two = agent(2)
     assert isinstance(two.run({1: impatient})[1], RendezvousError)  # its hello stays

@@ -14,7 +14,7 @@ from mpu.layers.attention import max_logits
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import Recipe
 from training.flags.parse import parse
-from training.run import prepare, startup, trial
+from training.run import same_settings, start, trial
 from training.run.trial import agreed, trials, try_calls
 from training.settings.config import UsageError
 
@@ -148,10 +148,10 @@ def test_a_run_makes_them_before_it_meets_other_ranks(monkeypatch, capsys):
         assert config.model.vocab_size == 1000 and device == CUDA
         raise UsageError("attention of rows fails on cuda")
 
-    monkeypatch.setattr(prepare, "choose_device", lambda *about: CUDA)
-    monkeypatch.setattr(prepare, "prepare_attention", lambda *about: None)
-    monkeypatch.setattr(prepare, "try_calls", fails)
-    monkeypatch.setattr(prepare, "build_loaders", lambda *about: pytest.fail("data is read"))
+    monkeypatch.setattr(start, "choose_device", lambda *about: CUDA)
+    monkeypatch.setattr(start, "prepare_attention", lambda *about: None)
+    monkeypatch.setattr(start, "try_calls", fails)
+    monkeypatch.setattr(start, "build_loaders", lambda *about: pytest.fail("data is read"))
     assert pretrain_llama.main(f"{FLAGS} --device cpu".split()) == 2
     assert capsys.readouterr().err == "pretrain_llama.py: attention of rows fails on cuda\n"
 
@@ -162,7 +162,7 @@ def test_ranks_that_differ_in_triton_are_named(monkeypatch):
     monkeypatch.setattr(available, "why_not", lambda: "")
     mine = agreed(CUDA)
     monkeypatch.setattr(available, "why_not", lambda: "Triton launches no kernel here (no gcc)")
-    said = startup._difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
+    said = same_settings._difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
     assert said == (
         "what keeps Triton from running is '' on rank 0 and 'Triton launches no kernel here (no "
         "gcc)' on rank 9: all ranks need the same value"

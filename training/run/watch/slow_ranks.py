@@ -183,8 +183,6 @@ class SlowRanks:
             self._gathered[1].wait()
 
     def _count(self, begin: float, data: float, at_interval: bool) -> dict[str, float]:
-        if self.grid.world_size == 1:
-            return {}
         waits, before = dict(self.grid.waits.seconds), self._waited
         self._waited = waits
         self._left -= 1
