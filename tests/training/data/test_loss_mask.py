@@ -134,7 +134,7 @@ def test_ranks_of_a_layout_read_the_same_masks_and_context_parallel_ranks_their_
 
 
 def test_all_batches_of_masked_data_have_a_mask():
-    """Also of the parts without one, as a CUDA graph reads it and gradients are scaled by it."""
+    """Also of the parts without one, as gradients are scaled by it."""
     config = read("--data-path 0.1 a 0.9 plain --global-batch-size 4", base=BASE)
     loader = build_loaders(config, TOKENIZER, 0, 1).train
     kinds = {
