@@ -28,7 +28,7 @@ Worked example, 8 ranks, tp 2, pp 2 (so dp 2): tp rows [0,1] [2,3] [4,5] [6,7]; 
 [4,6] [5,7]; pp rows [0,4] [1,5] [2,6] [3,7], which are the embd rows too, as p is 2.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import prod
@@ -161,7 +161,6 @@ class Grid:
             )
         self.dp_size = self.world_size // parts
         self.waits = Waits()  # of this rank, on every axis
-        self.closing: list[Callable[[], None]] = []  # what must end before the process groups do
         self.rank = self.launch.rank
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
@@ -376,13 +375,7 @@ class Grid:
         return self
 
     def close(self) -> None:
-        """Leave the process group, if there is one, after what is in `closing`.
-
-        NCCL's commDestroySync (src/init.cc) waits without end for a CUDA graph that holds calls of
-        the communicator (pytorch/pytorch#115388).
-        """
-        while self.closing:
-            self.closing.pop()()
+        """Leave the process group, if there is one."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 

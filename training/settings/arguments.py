@@ -456,7 +456,7 @@ class Layout:
         "p2p",
         "how attention's keys and values reach the ranks of --context-parallel-size: round a "
         "ring, gathered, or by heads (a2a)",
-        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p over nodes"),)),
+        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p between nodes"),)),
     )
     pipeline_model_parallel_size: int = setting(
         1, "cut the layers into stages over this many ranks, p", "ranks", integer(1), off="1"
@@ -1086,15 +1086,6 @@ class DataConfig:
         local=True,
         changes_numbers=False,
     )
-    data_local_copy: str | None = setting(
-        None,
-        "copy the data there first, once a host, and read the copy",
-        "directory",
-        DIRECTORY,
-        ours=True,
-        local=True,
-        changes_numbers=False,
-    )
     mock_data: bool = setting(False, "train on made-up tokens and read no data file", start=True)
     num_workers: int | None = setting(
         None,
@@ -1279,7 +1270,7 @@ class CheckpointConfig:
     )
     trust_owner: tuple[str, ...] = setting(
         (),
-        "read checkpoints, data caches and local copies of these users too, where they are, not "
+        "read checkpoints and data caches of these users too, where they are, not "
         "this user's and root's alone",
         "names or numbers of users",
         TEXTS,
@@ -1562,17 +1553,6 @@ class GpuConfig:
         "elements",
         integer(1),
         needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
-    )
-    cuda_graph: bool = setting(
-        False,
-        "run forward and backward of each micro-batch from a CUDA graph, which costs the host "
-        "one launch",
-        off="left out, the host launches each kernel",
-        also=("--enable-cuda-graph",),
-        ours=True,
-    )
-    cuda_graph_warmup_steps: int = setting(
-        3, "steps that are eager, before the capture", "steps", integer(1), needs="--cuda-graph"
     )
 
 
