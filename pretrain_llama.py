@@ -151,7 +151,7 @@ def train_step(
         counted = sum(batch.token_count for batch in batches)
         run.model.ctx.auxiliary_losses.mask(counted, tokens, run.grid.dp_cp, run.device)
     run.sink.begin_step(len(batches))
-    total = (run.compute or run_schedule)(run, schedule, batches, tokens, f"of iteration {step}")
+    total = run_schedule(run, schedule, batches, tokens, f"of iteration {step}")
     run.monitor.action = f"the gradient sums of iteration {step}"
     run.sink.finish_grad_sync()
     label = Label("train_step", "loss sum")

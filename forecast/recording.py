@@ -343,7 +343,7 @@ class Recording:
         return 1 + middle * (self.micro_batches - self.few)
 
     def copied(self) -> tuple[int, int]:
-        """Return the bytes that a step copies to host memory, and those that it copies back."""
+        """Return the bytes that a step copies to host memory, and back."""
         copies = [(self.times(action), *nbytes) for action, *nbytes in self.recorder.copies]
         return sum(n * down for n, down, _ in copies), sum(n * up for n, _, up in copies)
 

@@ -79,7 +79,7 @@ class Parts:
 
 
 class Updater(ABC):
-    """An update rule at work on segments.
+    """Applies an update rule to this rank's parts.
 
     groups: dicts as in Parts, with "lr", which is read at every step.
     """

@@ -54,7 +54,7 @@ class BucketState:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that travel each way in a step."""
+        """Return the bytes copied in each direction in a step."""
         return sum(self._sizes)
 
     def fetch(self) -> None:
@@ -156,7 +156,7 @@ class StateOffload:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that travel each way in a step."""
+        """Return the bytes copied in each direction in a step."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property

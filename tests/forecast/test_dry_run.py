@@ -224,7 +224,7 @@ def test_only_the_differences_that_the_flags_touch():
     few, rest = evaluate(f"--hidden-dropout 0 --attention-dropout 0 {llama}")
     assert few == ["--make-vocab-size-divisible-by", "--micro-batch-size", "--num-query-groups"]
     count = len(DIFFERENCES) - len(few)
-    assert rest == f"  {count} more of flags that are not given: docs/flags.md"
+    assert rest == f"  {count} more, for flags that you did not set: docs/flags.md"
     assert "--seed" in evaluate("--seed=3")[0] and evaluate("--seed 3")[1].startswith(
         f"  {count - 3} more"
     )

@@ -367,11 +367,9 @@ def recorded(train_step: TrainStep, names: Names, folder: Path, fork: str = "") 
     def step(
         run: Run, batches: list[Batch], lr: float, decoupled_lr: float | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        compute, run.compute = run.compute, None  # a CUDA graph has no modules
         with Recorder(run, batches, names, folder, fork) as recorder:
             loss, norm, found_inf = train_step(run, batches, lr, decoupled_lr)
             recorder.numbers["loss"] = loss.item()
-        run.compute = compute
         return loss, norm, found_inf
 
     return step

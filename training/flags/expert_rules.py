@@ -152,7 +152,6 @@ def check(config: Config) -> None:
         )
     unfit = {
         "--fp8-format": config.float8.fp8_format is not None,
-        "--cuda-graph": bool(config.gpu.cuda_graph),
     }
     for name, given in unfit.items():
         if given:
@@ -207,5 +206,4 @@ def _check_groups(m: MoEConfig) -> None:
 
 WHY = {
     "--fp8-format": "experts multiply in the dtype of the weights",
-    "--cuda-graph": "the number of an expert's tokens changes from step to step",
 }

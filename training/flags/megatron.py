@@ -459,11 +459,11 @@ ACCEPTED = (
         "host memory of --optimizer-cpu-offload is pinned, so that copies overlap",
         note_for=True,
     ),
+    Accepted("--cuda-graph-impl", "no CUDA graph is captured", TEXT, only=("none",)),
     Accepted(
-        "--cuda-graph-impl",
-        "no layer is captured by itself: --cuda-graph captures a whole micro-batch",
-        TEXT,
-        only=("none",),
+        "--enable-cuda-graph",
+        "no CUDA graph is captured: the host launches each kernel, with the same numbers",
+        note_for=True,
     ),
     Accepted(
         "--te-rng-tracker --use-cpu-initialization --init-model-with-meta-device",
@@ -763,6 +763,7 @@ IDLE = (
         "",
         values="""--mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads""",
     ),
+    Idle("--enable-cuda-graph", "", values="""--cuda-graph-warmup-steps"""),
     Idle("--fp4-format", "", values="""--fp4-recipe"""),
     Idle(
         "--inprocess-restart",
@@ -1041,7 +1042,6 @@ REFUSED = (
         "a CUDA graph of a layer or of the optimizer",
         """--external-cuda-graph --delay-offload-until-cuda-graph --optimizer-cuda-graph
         --cuda-graph-scope --cuda-graph-modules""",
-        "use --cuda-graph, which captures a whole micro-batch",
     ),
     Refused(
         "another way to offload activations",
@@ -1300,7 +1300,6 @@ DIFFERENCES = (
         "the modules' names in a layer of the model's file: attention_norm, attention.qkv, "
         "attention, ...",
     ),
-    Difference("--enable-cuda-graph", "captures each layer", "--cuda-graph: a whole micro-batch"),
     Difference(
         "--cpu-offloading-num-layers",
         "layers of the model; no pipeline, no recomputation",

@@ -168,8 +168,7 @@ _INSTEAD = {
         --assistant-only-loss --loss-on-targets-only --answer-only-loss --only-loss-on*""": """
         tools/preprocess_data.py --loss-on says which texts of instruction data the loss counts""",
     "--compile* --torch-compile* --use-torch-compile --use-compile --no-compile --*.compile": """
-        nothing is compiled here, so leave it out; on a GPU --cuda-graph spares the launches of
-        kernels""",
+        nothing is compiled here, so leave it out""",
     """--gradient-accumulation-steps --grad-accum* --gradient-accumulation --accumulate-grad-batches
         --accumulation-steps --num-accumulation-steps --gradient-accumulate* --update-freq
         --*accumulate-gradient-steps""": """give

@@ -160,7 +160,6 @@ def check(config: Config) -> None:
     compute_rules.check_float8(config)
     compute_rules.check_recompute(config)
     compute_rules.check_offload(config)
-    compute_rules.check_graph(config)
     run_rules.check_learning_rate(config)
     run_rules.check_optimizer(config)
     run_rules.check_run(config)

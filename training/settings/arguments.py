@@ -456,7 +456,7 @@ class Layout:
         "p2p",
         "how attention's keys and values reach the ranks of --context-parallel-size: round a "
         "ring, gathered, or by heads (a2a)",
-        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p over nodes"),)),
+        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p between nodes"),)),
     )
     pipeline_model_parallel_size: int = setting(
         1, "cut the layers into stages over this many ranks, p", "ranks", integer(1), off="1"
@@ -543,7 +543,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Zero:
-    """What data-parallel ranks shard, and when they send it (docs/memory.md)."""
+    """ZeRO: what is sharded, and when it is communicated (docs/memory.md)."""
 
     zero_stage: int | None = setting(  # read ParallelConfig.zero instead
         None,
@@ -569,7 +569,7 @@ class Zero:
     overlap_param_gather: bool = setting(
         False,
         "gather weights while the ranks compute: updated weights during the next forward; at "
-        "--zero-stage 3 one block ahead",
+        "--zero-stage 3 prefetch one block",
     )
     ddp_bucket_size: int | None = setting(
         None,
@@ -1086,15 +1086,6 @@ class DataConfig:
         local=True,
         changes_numbers=False,
     )
-    data_local_copy: str | None = setting(
-        None,
-        "copy the data there first, once a host, and read the copy",
-        "directory",
-        DIRECTORY,
-        ours=True,
-        local=True,
-        changes_numbers=False,
-    )
     mock_data: bool = setting(False, "train on made-up tokens and read no data file", start=True)
     num_workers: int | None = setting(
         None,
@@ -1279,7 +1270,7 @@ class CheckpointConfig:
     )
     trust_owner: tuple[str, ...] = setting(
         (),
-        "read checkpoints, data caches and local copies of these users too, where they are, not "
+        "read checkpoints and data caches of these users too, where they are, not "
         "this user's and root's alone",
         "names or numbers of users",
         TEXTS,
@@ -1531,7 +1522,7 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Where activations wait for backward, and who launches a step (docs/memory.md)."""
+    """Activation offload and CUDA graphs (docs/memory.md)."""
 
     cpu_offload_activations: bool = setting(
         False,
@@ -1562,17 +1553,6 @@ class GpuConfig:
         "elements",
         integer(1),
         needs=("--cpu-offload-activations", "--cpu-offloading-num-layers"),
-    )
-    cuda_graph: bool = setting(
-        False,
-        "run forward and backward of each micro-batch from a CUDA graph, which costs the host "
-        "one launch",
-        off="left out, the host launches each kernel",
-        also=("--enable-cuda-graph",),
-        ours=True,
-    )
-    cuda_graph_warmup_steps: int = setting(
-        3, "steps that are eager, before the capture", "steps", integer(1), needs="--cuda-graph"
     )
 
 

@@ -62,7 +62,7 @@ def test_help_all_lists_every_flag_with_unit_and_off_value(
         ("lr", ["--lr X", "peak learning rate", "required", "Value: a number >= 0"]),
         ("--zero-stage", ["zero:", "{0,1,2,3}", "Not together with --use-megatron-fsdp"]),
         ("--optimizer", ["--optimizer {adam,muon}"]),  # the group of this name has no dashes
-        ("enable-cuda-graph", ["another name of --cuda-graph", "captures each layer"]),
+        ("cuda-graph", ["was removed", "nothing takes its place"]),
         ("fp16", ["--fp16 is refused", "use --bf16"]),
         ("--swiglu", ["--swiglu is accepted: a Llama"]),
         ("checksum-messages", ["was removed"]),
