@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep masters and optimizer state in host memory (`--optimizer-cpu-offload`).
+"""Where masters and optimizer state are, and where the update is made.
 
-Gradients come down, the host updates, and new weights go up. The buckets' turns overlap:
+    StateHome       on the device, updated there
+    Offload         in host memory, updated there (`--optimizer-cpu-offload`)
+    StateOffload    in host memory between steps, updated on the device
+                    (`--optimizer-state-offload`, mpu/optim/state_offload.py)
+
+Under Offload gradients come down, the host updates, and new weights go up. The buckets' turns
+overlap:
 
     down stream    gradient 0 | gradient 1 | gradient 2
     host                        update 0   | update 1   | update 2
     up stream                                weights 0  | weights 1 | weights 2
 
 The host waits for the gradients, so an offloaded step ends when the device has caught up. On a CPU
-device the same code makes plain copies. The CUDA branch has not run yet: tests/gpu compares its
-bits with the CPU's.
+device the same code makes plain copies.
 """
 
 from collections.abc import Sequence
@@ -21,16 +26,80 @@ from mpu.host_memory import ALIGN, HostMemory
 from mpu.optim.interface import Updater
 
 
-class Offload:
-    """The host's tensors of every bucket: its gradient, its master, and the master rounded.
+class StateHome:
+    """Masters and state on the device, which makes the update.
 
-    gradients, weights: the owned part of each bucket on the device, the same tensors at every step;
-    gradients are in the accumulation dtype, as are the host's. The buckets' updaters work on the
-    attributes `gradients` and `masters`.
+    gradients, weights: the owned part of each bucket on the device, the same tensors at every step.
+    dtype: of masters. The updaters work on the attributes `gradients` and `masters`.
+    """
+
+    def __init__(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        self.gradients, self.weights = list(gradients), list(weights)
+        self.masters = [w if w.dtype == dtype else w.to(dtype) for w in weights]
+
+    def together(self) -> list[list[int]]:
+        """Return which buckets are updated together: all of them."""
+        return [[*range(len(self.gradients))]]
+
+    def update(
+        self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
+    ) -> None:
+        """Step updaters[i] on the i-th buckets of `together`. factor, found_inf: as Updater.step
+        takes them, on the device.
+        """
+        for here in updaters:
+            for updater in here:
+                updater.start(factor, found_inf)
+            for updater in here:
+                updater.step(factor, found_inf)
+
+    def round(self, updaters: Sequence[Sequence[Updater]], changed: Sequence[int]) -> None:
+        """Let the weights be the masters, rounded, after `update`; changed: buckets of which rows
+        were multiplied since, in masters and in weights on one device.
+        """
+        if not all(updater.rounds for here in updaters for updater in here):
+            self.weights_from_masters()
+
+    def leave(self) -> None:
+        """Note that masters and state are not needed until the next update."""
+
+    def rest(self) -> None:
+        """Let masters and state be where `at_rest` reads and writes them."""
+
+    def at_rest(self, x: Tensor) -> Tensor:
+        """Return a master's or a state's values where they are between steps, as a view."""
+        return x
+
+    def masters_to_read(self) -> list[Tensor]:
+        """Return the masters of each bucket, where their values are now."""
+        return self.masters
+
+    def weights_from_masters(self) -> None:
+        """Round the masters into the weights, after an update or after masters were loaded."""
+        for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
+            if master.dtype != weight.dtype:
+                weight.copy_(master)
+
+    def masters_from_weights(self) -> None:
+        """Widen the weights into the masters, after the weights alone were loaded."""
+        self.rest()
+        for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
+            if master is not weight:
+                master.copy_(weight)
+
+    def loaded(self) -> None:
+        """Go on from a checkpoint that was loaded, masters too where weights are narrower."""
+
+
+class Offload(StateHome):
+    """Masters and state in host memory, which makes the update: a bucket's gradient, its master,
+    and the master rounded. Gradients are in the accumulation dtype, as are the host's.
     """
 
     def __init__(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        self._gradients, self._weights = gradients, weights
+        self._gradients, self.weights = list(gradients), list(weights)
         device = gradients[0].device
         many = sum(
             2 * g.nbytes + w.nbytes * (w.dtype != g.dtype) + 3 * ALIGN
@@ -49,13 +118,16 @@ class Offload:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.masters_from_weights()
 
+    def together(self) -> list[list[int]]:
+        """Return which buckets are updated together: each one by itself, as its gradients come."""
+        return [[i] for i in range(len(self.gradients))]
+
     def update(
         self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
     ) -> None:
         """Step updaters[i] on bucket i's host tensors for every i, and send the weights up.
 
-        factor, found_inf: as Updater.step takes them, on the device. Work queued on the current
-        stream after this sees the new weights.
+        Work queued on the current stream after this sees the new weights.
         """
         down, up = self._streams or (None, None)
         arrived = []
@@ -77,23 +149,23 @@ class Offload:
         if up:
             torch.cuda.current_stream(up.device).wait_stream(up)
 
-    def send(self, buckets: Sequence[int]) -> None:
-        """Send the weights of some buckets again, whose masters have changed since `update`."""
-        for i in buckets:
+    def round(self, updaters: Sequence[Sequence[Updater]], changed: Sequence[int]) -> None:
+        """Send the weights of the changed buckets again."""
+        for i in changed:
             self._send(i)
 
     def _send(self, i: int) -> None:
         """Round master i on the host, so that only weights travel, and start its copy up."""
         if self._rounded[i] is not self.masters[i]:
             self._rounded[i].copy_(self.masters[i])
-        self._weights[i].copy_(self._rounded[i], non_blocking=True)
+        self.weights[i].copy_(self._rounded[i], non_blocking=True)
 
     def weights_from_masters(self) -> None:
         """Round the masters into the weights, after masters were loaded."""
         for i in range(len(self.masters)):
             self._send(i)
 
-    def masters_from_weights(self) -> None:
-        """Widen the weights into the masters, at the start and after weights were loaded."""
-        for master, weight in zip(self.masters, self._weights, strict=True):
-            master.copy_(weight)
+    def loaded(self) -> None:
+        """Go on from a checkpoint; of weights as wide as the masters it has no other masters."""
+        if all(w.dtype == m.dtype for w, m in zip(self.weights, self.masters, strict=True)):
+            self.masters_from_weights()

@@ -330,17 +330,17 @@ class Recorder:
         self.write("collective", name, x, kind="taken", **more)
         out, handle = go_on(x, axis, *rest)
         given = partial(self.write, "collective", name, out, kind="returned", **more)
-        if handle._work is None and handle._finish is None:
+        if handle.work is None and handle.finish is None:
             given()
         else:
-            done = handle._finish
+            done = handle.finish
 
             def finish() -> None:
                 if done is not None:
                     done()
                 given()
 
-            handle._finish = finish
+            handle.finish = finish
         return out, handle
 
 
