@@ -36,9 +36,6 @@ class StepState:
         """Yield what multiplies rows of weights after the update: (weight, factor of each row)."""
         yield from ()
 
-    def begin_weights(self) -> None:
-        """Forget what was noted of weights, before all of them are noted again."""
-
     def loaded(self) -> None:
         """Go on from what a checkpoint was read into."""
 
@@ -134,12 +131,6 @@ class _Use(torch.autograd.Function):
     def forward(saved_ctx: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         saved_ctx.param, saved_ctx.sink = param, sink
         full_weight = sink.acquire(param)
-        if full_weight.dtype != param.dtype:
-            raise ValueError(
-                f"--fp8-param-gather: {sink.name_of(param)} is gathered in float8, and a "
-                "forward of its own takes it by mpu.gradients.use: omit the flag, or give "
-                "its layer a recipe of its own"
-            )
         # autograd may keep what it is given, so a weight that may be freed is copied
         given = full_weight.clone() if sink.is_sharded(param) else full_weight.view_as(param)
         sink.end_use(param)

@@ -55,7 +55,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "hangs": ("tests/faults/test_hangs.py", "tests/faults/test_slow_ranks.py"),
     "memory": ("tests/faults/test_memory_that_lasts.py",),
     "kills": ("tests/faults/test_kills.py",),
-    "repeated-kills": ("tests/faults/test_repeated_kills.py",),
     "chaos": ("tests/chaos",),
 }
 

@@ -23,6 +23,7 @@ import argparse
 import ast
 import functools
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -30,15 +31,21 @@ import sys
 import tempfile
 import time
 import tomllib
+import traceback
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tests.rehearsal_mutations import LIMIT, ROOT, copy_to, in_child, prepare
-
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("mpu", "model", "training", "forecast", "tools", "csrc", "docs", "pretrain_llama.py")
+MODEL = """
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 2 --hidden-size 64
+    --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 96
+    --seq-length 64 --max-position-embeddings 64 --swiglu --micro-batch-size 1 --lr 1e-3
+    --train-iters 8 --bf16 --device cuda --ddp-bucket-size 16384 --global-batch-size 4
+"""
+LIMIT = 600.0  # seconds
 FILE = Path(__file__).with_suffix(".toml")
 NEAR = 5  # lines
 FOUND = ("place", "way", "effect", "red")
@@ -143,9 +150,73 @@ def how_found(fault: Fault, findings: Any) -> str:
     return "effect" if any(within(place, effects) for place in places) else "elsewhere"
 
 
+def copy_to(folder: Path) -> None:
+    """Copy the product."""
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            skip = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(source, folder / name, ignore=skip)
+        elif source.exists():
+            shutil.copy(source, folder / name)
+    os.symlink(ROOT / "build", folder / "build")
+
+
+def in_child(folder: Path, world: int, flags: str, rank: int | None) -> Any:
+    """Rehearse a copy in a forked process; return its findings, or a text. rank: None, all."""
+    out = folder / f"result-{os.getpid()}-{time.monotonic_ns()}"
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setsid()
+            quiet = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(quiet, 1)
+            os.dup2(quiet, 2)
+            os.chdir(folder)  # where --model-file is looked for
+            sys.path[0] = str(folder)
+            os.environ["WORLD_SIZE"] = str(world)
+            argv = [*MODEL.split(), *flags.split(), "--rehearse", "--rehearse-json", f"{out}.json"]
+            argv += ["--rehearse-all-ranks"] if rank is None else ["--rehearse-rank", str(rank)]
+            import pretrain_llama
+            from forecast.rehearsal.main import main
+
+            code = main(pretrain_llama, argv)
+            read = json.loads(Path(f"{out}.json").read_text()) if code < 2 else None
+            out.write_text(json.dumps(read and read["findings"]))
+        except BaseException as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+            out.write_text(json.dumps(said))
+        os._exit(0)
+    late = time.monotonic() + LIMIT
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > late:
+            os.killpg(pid, 9)
+            os.waitpid(pid, 0)
+            return "it did not end"
+        time.sleep(0.05)
+    return json.loads(out.read_text()) if out.exists() else "it said nothing"
+
+
+def prepare() -> None:
+    """Load torch with the device that does nothing, once for all copies; none of the product."""
+    sys.path.insert(0, str(ROOT))
+    from forecast.rehearsal import guard
+
+    guard.load()
+    import numpy  # noqa: F401
+    import torch  # noqa: F401
+    import torch._subclasses.fake_tensor
+    import torch.distributed
+    import torch.utils.flop_counter  # noqa: F401
+
+    for name in list(sys.modules):
+        if name.split(".")[0] in ("tools", "mpu", "training", "model", "forecast"):
+            del sys.modules[name]
+
+
 def red(fault: Fault, folder: Path) -> tuple[str, str]:
-    """Run a fault's test in a copy with the fault; return "red" if it fails, and what it printed.
-    """
+    """Run a fault's test in a copy with the fault; return "red" if it fails, and what it said."""
     for name in BESIDE:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
@@ -170,7 +241,7 @@ def plant(fault: Fault) -> tuple[str, Any]:
         one = random.Random(fault.seed).randrange(fault.world)
         flags, best = f"{fault.flags} --seed {fault.seed}", ("", None)
         for rank in (one, None) if fault.world > 1 else (one,):
-            answer, _ = in_child(folder, fault.world, flags, rank, False)
+            answer = in_child(folder, fault.world, flags, rank)
             how = how_found(fault, answer)
             if how in FOUND:
                 return how, answer
@@ -185,7 +256,7 @@ def clean(log: Any) -> int:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             copy_to(folder)
-            answer, _ = in_child(folder, world, flags, world - 1, False)
+            answer = in_child(folder, world, flags, world - 1)
         bad += answer != []
         log(f"{flags or 'no flags'}: {'clean' if answer == [] else answer}", flush=True)
     return bad

@@ -16,6 +16,7 @@ import pytest
 
 import pretrain_llama
 from tests.launcher import Launcher
+from tests.sampling import sampled
 from tests.saved import check_equal, tensors
 from tools.checkpoint import main as checkpoint_tool
 from tools.plot_loss import main as plot
@@ -162,6 +163,7 @@ def test_weights_of_hugging_face_are_evaluated_alone(data, tmp_path, capsys):
     assert f"--skip-train --load {tmp_path}/none: no checkpoint there" in capsys.readouterr().err
 
 
+@pytest.mark.prove
 def test_a_checkpoint_of_any_run_is_evaluated_alone(data, tmp_path, capsys):
     """What only matters to go on training may be another's: data, batch, optimizer, frozen."""
     log, alone = tmp_path / "log.jsonl", tmp_path / "alone.jsonl"
@@ -255,7 +257,9 @@ def whole(data, tmp_path_factory):
     return folder, found
 
 
-@pytest.mark.parametrize("kept", ["", "--keep-last-k 1 --save-interval 3", "--async-save"])
+@pytest.mark.parametrize(
+    "kept", sampled(["--keep-last-k 1 --save-interval 3", "", "--async-save"], 3)
+)
 def test_the_best_checkpoint_stays_beside_the_newest(kept, data, whole, tmp_path, capsys):
     """Its weights are those of its step; those that it outdid are gone; a step is saved once."""
     there, found = whole
@@ -302,6 +306,7 @@ def test_a_resume_knows_the_best_one(data, whole, tmp_path, capsys):
     assert steps(tmp_path) == [best, 9, 10]
 
 
+@pytest.mark.prove
 def test_the_best_one_by_a_set_of_several(data, tmp_path, capsys):
     sets, several = ("easy", "other"), "--multiple-validation-sets"
     found = {}
@@ -334,6 +339,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("kill", KILLS)
 def test_no_kill_loses_the_best_one(kill, data, whole, launcher: Launcher):
     """kill -9 of all ranks inside a save or a removal. Whatever is left, the lowest loss that was

@@ -135,7 +135,8 @@ def test_every_example_is_tested():
 
 
 # those whose model or arithmetic another one has too (test_kubernetes.py for 8B)
-LONG = {"llama3_8b_one_node.sh", "llama3_70b_16_nodes.slurm", "llama3_405b_64_nodes.slurm"}
+LONG = {"llama3_8b_128k.sh", "llama3_8b_one_node.sh", "llama3_70b_16_nodes.slurm",
+        "llama3_405b_64_nodes.slurm"}  # fmt: skip
 MARKED = [pytest.param(*e, marks=[pytest.mark.prove] if e[0] in LONG else []) for e in EXAMPLES]
 
 

@@ -148,6 +148,7 @@ FLAGS = """--mock-data --vocab-size 64 --num-layers 1 --hidden-size 32 --num-att
 COMMAND = [sys.executable, "pretrain_llama.py", *FLAGS]
 
 
+@pytest.mark.prove
 def test_two_ranks_of_mpirun_are_one_run(free_port):
     """The program itself, in the two environments that Open MPI's mpirun -np 2 makes."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}

@@ -56,9 +56,13 @@ def plain(launcher: Launcher, data: Path) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
-        (1, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
         (2, f"{EP2} --zero-stage 2"),
-        (2, PP2),
+        pytest.param(
+            1,
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            marks=LATER,
+        ),
+        pytest.param(2, PP2, marks=LATER),
         pytest.param(2, f"{TP2} {EP2}", marks=LATER),
         pytest.param(2, "--context-parallel-size 2", marks=LATER),
         pytest.param(4, f"{PP2} {EP2} --pipeline-schedule zb-v --num-layers 4", marks=LATER),
@@ -91,6 +95,7 @@ COUNTS = "balance losses count the best scores of each token, which {} limited b
 MASKS = "--eod-mask-loss no longer multiplies the router's losses"
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("more", "what"),
     [

@@ -350,11 +350,6 @@ def in_time(seconds: float) -> float:
     return seconds - max(0.0, time.monotonic() - began - 2.0)
 
 
-def test_the_program_answers_in_time(place: Path) -> None:
-    said, code, seconds = started(place, flags({"--lr": "-1"}))
-    check_answer(said, code, "--lr -1: must be", in_time(seconds))
-
-
 @pytest.mark.prove
 @every
 def test_a_mistake_in_a_program_of_its_own(case: Mistake, place: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import sampled
 from tools import setup_env
 from training.run import waiting
 
@@ -202,7 +203,7 @@ def test_probe_tells_python_and_torch_without_importing_it():
     assert setup_env.probe("/bin/false") is None
 
 
-@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("terminal", sampled([False, True], 2))
 def test_pip_shows_its_progress(monkeypatch, tmp_path, capfd, terminal):
     """Torch is 200 MB, and more with CUDA: minutes without a word looked like a hang."""
     python = tmp_path / "python"

@@ -207,6 +207,7 @@ def test_a_file_that_was_edited(launcher, folder, whole, tmp_path):
     assert result.codes == [2] and f"stage 'long': {tmp_path}/no: there is no" in result.said(0)
 
 
+@pytest.mark.prove
 def test_a_branch_with_its_own_decay(launcher, folder, whole):
     """From a save of another run, into a folder of its own; the trunk is only read."""
     trunk = whole.folder / "saved"

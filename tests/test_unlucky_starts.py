@@ -313,7 +313,7 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 104), 8))
+@pytest.mark.parametrize("name, seed", sampled(drawn(KINDS, 104), 16))
 def test_the_exit_code_says_what_a_start_met(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 
@@ -373,6 +373,8 @@ def weights_alone(rng: random.Random, folder: Path) -> Case:
     return Case([*case.argv, "--no-load-optim"], codes=[0], says=says, kept=case.kept)
 
 
-@pytest.mark.parametrize("kind", [copied_elsewhere, ends_its_children, under_nohup, weights_alone])
+@pytest.mark.parametrize(
+    "kind", sampled([copied_elsewhere, ends_its_children, under_nohup, weights_alone], 2)
+)
 def test_what_is_no_mistake(launcher, tmp_path, kind):
     check(launcher, kind, 1, tmp_path)

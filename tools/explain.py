@@ -266,7 +266,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     parser.add_argument(
         "--fp8-recipe", choices=[*RECIPES], help="float8; the rest of the model is in bf16"
     )
-    parser.add_argument("--fp8-param-gather", action="store_true", help="with --fp8-recipe, --zero")
     parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
@@ -290,8 +289,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
             "collectives is the same with 2 a side"
         )
     more = ["--cp-comm-type", a.cp_comm_type, "--rank-order", a.rank_order]
-    if a.cp_comm_type == "a2a+p2p":
-        more += ["--hierarchical-context-parallel-sizes", str(a.cp // 2 or 1), str(min(a.cp, 2))]
     if a.recompute_granularity:
         more += ["--recompute-granularity", a.recompute_granularity]
     if a.fp8_recipe:
@@ -306,8 +303,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
         more += ["--expert-model-parallel-size", str(a.ep)]
     if a.optimizer != "adam":
         more += ["--optimizer", a.optimizer]
-    if a.fp8_param_gather:
-        more.append("--fp8-param-gather")
     config = tiny(
         a.tp,
         a.dp,

@@ -229,20 +229,15 @@ class Transport(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One row of ranks that talk to each other, as this rank sees it.
-
-    ranks: global ranks in axis order. rank: this rank's place among them. transport: None at size 1
-    and where nothing is sent (a dry run). trace: receives every start, unless None. waits: this
-    rank's, of all its axes.
-    """
+    """A group of ranks that communicate, as seen by this rank."""
 
     name: str
-    rank: int = 0
+    rank: int = 0  # this rank's place in the axis
     size: int = 1
-    ranks: tuple[int, ...] = (0,)
-    transport: Transport | None = None
-    trace: Trace | None = None
-    waits: Waits | None = None
+    ranks: tuple[int, ...] = (0,)  # global ranks, in the order of the axis
+    transport: Transport | None = None  # None at size 1, and where nothing is sent (a dry run)
+    trace: Trace | None = None  # receives every start, unless None
+    waits: Waits | None = None  # the timed waits of this rank, of all its axes
 
     @property
     def following(self) -> list[int]:

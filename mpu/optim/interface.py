@@ -5,10 +5,11 @@
     Parts        a rank's parts of the weights: segments of flat buckets, slices of matrices
     Updater      the rule at work on these parts: their state, and the update
     Group        what the flags say of a group of parameters: the rule, weight decay, learning rate
+    StateHome    where masters and state are, and who makes the update
 
 Masters, offload, checkpoints, replica checks, memory and traffic ask the declaration, so another
-optimizer is another UpdateRule (docs/zero.md, "How to add an optimizer"). mpu/optim/adam.py is the
-first one.
+optimizer is another UpdateRule (docs/optimizers.md, "How to add an optimizer"). mpu/optim/adam.py
+is the first one.
 """
 
 from abc import ABC, abstractmethod
@@ -52,20 +53,19 @@ class Matrix(NamedTuple):
 class Parts:
     """What an updater works on: a rank's parts of the weights.
 
-    groups: dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the
-    decoupled learning rate applies. A segment is a flat leaf tensor with `.grad`, a view of the
-    masters: neighbours of one group, or for a rule of full matrices the slice of one parameter.
-    rounded: the narrower weights that a segment is rounded into, if there are any. master: the
-    dtype of masters. Of a rule of full matrices also: matrices, its parameters among those that
-    are updated at once, in the same order on every rank that shares them; plan, the owners of all
-    its matrices; instances, the ranks among which these are (Grid.instance), by the axis that cuts.
+    A segment is a flat leaf tensor with `.grad`, a view of the masters: neighbours of one group or,
+    for an optimizer of full matrices, the slice of one parameter.
     """
 
+    # dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the decoupled
+    # learning rate applies
     groups: list[dict[str, Any]]
-    rounded: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    master: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32  # dtype of the masters
+    # of full matrices: the parameters that are updated at once, in the same order on every rank
+    # that shares them
     matrices: Sequence[Matrix] = ()
-    plan: Plan | None = None
+    plan: Plan | None = None  # of full matrices: the owners of all of them
+    # of full matrices: the ranks that may own one (Grid.instance), by the axis that cuts it
     instances: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
@@ -86,7 +86,6 @@ class Updater(ABC):
     """
 
     groups: list[dict[str, Any]]
-    rounds = False  # whether `step` also writes the narrower weights, which then need no copy
 
     def start(self, factor: Tensor, found_inf: Tensor) -> None:  # noqa: B027
         """Begin what may run under the steps of other rules; `step` follows, with the same."""
@@ -218,6 +217,75 @@ class Group:
     decoupled: bool = False
     divisor: float = 1.0
     lr_mult: float = 1.0
+
+
+class StateHome:
+    """Where masters and state are, and who makes the update: here both are the device's.
+
+    Offload (mpu/optim/offload.py) has them in host memory, and the host makes the update.
+    StateOffload (mpu/optim/state_offload.py) has them there between steps.
+
+    gradients, weights: the owned part of each bucket on the device, the same tensors at every step.
+    dtype: of masters. The updaters work on the attributes `gradients` and `masters`.
+    """
+
+    def __init__(
+        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        self.gradients, self.weights = list(gradients), list(weights)
+        self.masters = [w if w.dtype == dtype else w.to(dtype) for w in weights]
+
+    def together(self) -> list[list[int]]:
+        """Return which buckets are updated together: all of them."""
+        return [[*range(len(self.gradients))]]
+
+    def update(
+        self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
+    ) -> None:
+        """Step updaters[i] on the i-th buckets of `together`. factor, found_inf: as Updater.step
+        takes them, on the device.
+        """
+        for here in updaters:
+            for updater in here:
+                updater.start(factor, found_inf)
+            for updater in here:
+                updater.step(factor, found_inf)
+
+    def round(self, changed: Sequence[int]) -> None:
+        """Let the weights be the masters, rounded, after `update`. changed: the buckets of which
+        rows of masters were multiplied since.
+        """
+        self.weights_from_masters()
+
+    def leave(self) -> None:
+        """Note that masters and state are not needed until the next update."""
+
+    def rest(self) -> None:
+        """Let masters and state be where `at_rest` reads and writes them."""
+
+    def at_rest(self, x: Tensor) -> Tensor:
+        """Return a master's or a state's values where they are between steps, as a view."""
+        return x
+
+    def masters_to_read(self) -> list[Tensor]:
+        """Return the masters of each bucket, where their values are now."""
+        return self.masters
+
+    def weights_from_masters(self) -> None:
+        """Round the masters into the weights, after an update or after masters were loaded."""
+        for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
+            if master.dtype != weight.dtype:
+                weight.copy_(master)
+
+    def masters_from_weights(self) -> None:
+        """Widen the weights into the masters, after the weights alone were loaded."""
+        self.rest()
+        for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
+            if master is not weight:
+                master.copy_(weight)
+
+    def loaded(self) -> None:
+        """Go on from a checkpoint that was loaded, masters too where weights are narrower."""
 
 
 def divided(rate: float, group: Mapping[str, Any]) -> float:

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where masters and optimizer state are, and where the update is made.
+"""Keep masters and optimizer state in host memory, and update there (`--optimizer-cpu-offload`).
 
-    StateHome       on the device, updated there
-    Offload         in host memory, updated there (`--optimizer-cpu-offload`)
-    StateOffload    in host memory between steps, updated on the device
-                    (`--optimizer-state-offload`, mpu/optim/state_offload.py)
-
-Under Offload gradients come down, the host updates, and new weights go up. The buckets' turns
-overlap:
+Gradients come down, the host updates, and new weights go up. The buckets' turns overlap:
 
     down stream    gradient 0 | gradient 1 | gradient 2
     host                        update 0   | update 1   | update 2
@@ -23,74 +17,7 @@ import torch
 from torch import Tensor
 
 from mpu.host_memory import ALIGN, HostMemory
-from mpu.optim.interface import Updater
-
-
-class StateHome:
-    """Masters and state on the device, which makes the update.
-
-    gradients, weights: the owned part of each bucket on the device, the same tensors at every step.
-    dtype: of masters. The updaters work on the attributes `gradients` and `masters`.
-    """
-
-    def __init__(
-        self, gradients: Sequence[Tensor], weights: Sequence[Tensor], dtype: torch.dtype
-    ) -> None:
-        self.gradients, self.weights = list(gradients), list(weights)
-        self.masters = [w if w.dtype == dtype else w.to(dtype) for w in weights]
-
-    def together(self) -> list[list[int]]:
-        """Return which buckets are updated together: all of them."""
-        return [[*range(len(self.gradients))]]
-
-    def update(
-        self, updaters: Sequence[Sequence[Updater]], factor: Tensor, found_inf: Tensor
-    ) -> None:
-        """Step updaters[i] on the i-th buckets of `together`. factor, found_inf: as Updater.step
-        takes them, on the device.
-        """
-        for here in updaters:
-            for updater in here:
-                updater.start(factor, found_inf)
-            for updater in here:
-                updater.step(factor, found_inf)
-
-    def round(self, updaters: Sequence[Sequence[Updater]], changed: Sequence[int]) -> None:
-        """Let the weights be the masters, rounded, after `update`; changed: buckets of which rows
-        were multiplied since, in masters and in weights on one device.
-        """
-        if not all(updater.rounds for here in updaters for updater in here):
-            self.weights_from_masters()
-
-    def leave(self) -> None:
-        """Note that masters and state are not needed until the next update."""
-
-    def rest(self) -> None:
-        """Let masters and state be where `at_rest` reads and writes them."""
-
-    def at_rest(self, x: Tensor) -> Tensor:
-        """Return a master's or a state's values where they are between steps, as a view."""
-        return x
-
-    def masters_to_read(self) -> list[Tensor]:
-        """Return the masters of each bucket, where their values are now."""
-        return self.masters
-
-    def weights_from_masters(self) -> None:
-        """Round the masters into the weights, after an update or after masters were loaded."""
-        for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
-            if master.dtype != weight.dtype:
-                weight.copy_(master)
-
-    def masters_from_weights(self) -> None:
-        """Widen the weights into the masters, after the weights alone were loaded."""
-        self.rest()
-        for master, weight in zip(self.masters_to_read(), self.weights, strict=True):
-            if master is not weight:
-                master.copy_(weight)
-
-    def loaded(self) -> None:
-        """Go on from a checkpoint that was loaded, masters too where weights are narrower."""
+from mpu.optim.interface import StateHome, Updater
 
 
 class Offload(StateHome):
@@ -149,7 +76,7 @@ class Offload(StateHome):
         if up:
             torch.cuda.current_stream(up.device).wait_stream(up)
 
-    def round(self, updaters: Sequence[Sequence[Updater]], changed: Sequence[int]) -> None:
+    def round(self, changed: Sequence[int]) -> None:
         """Send the weights of the changed buckets again."""
         for i in changed:
             self._send(i)

@@ -4,7 +4,7 @@
 Weights and gradients lie in flat buckets (mpu/zero/bucket.py), so one fused kernel call updates
 many parameters; bf16 weights have masters in the accumulation dtype. A rank holds masters and state
 of the part of each bucket that it owns: all of it at stage 0, an equal share from stage 1 on. After
-the update whole weights are gathered, in their own dtype, with overlap_param_gather under the next
+the update whole weights are gathered, with overlap_param_gather under the next
 forward; at stage 3 they are gathered when they are used.
 """
 
@@ -19,13 +19,14 @@ from mpu.optim.interface import (
     Group,
     Matrix,
     Parts,
+    StateHome,
     Updater,
     UpdateRule,
     full_matrix_groups,
     rate_of,
     rules_of,
 )
-from mpu.optim.offload import Offload, StateHome
+from mpu.optim.offload import Offload
 from mpu.optim.owners import Plan, members_of, plan_of
 from mpu.optim.state_offload import StateOffload
 from mpu.param import placement_of
@@ -118,7 +119,6 @@ class Optimizer:
 
     def _add(self, buckets: list[int], groups: Mapping[str, Group]) -> None:
         """Make the updaters of some buckets, and their segments."""
-        rounded: dict[Tensor, Tensor] = {}  # the narrower weights of a segment
         of_rule: dict[UpdateRule, dict[str, dict[str, Any]]] = {}
         matrices: dict[UpdateRule, list[Matrix]] = {}
         full_groups = full_matrix_groups(groups)
@@ -148,8 +148,6 @@ class Optimizer:
                 own = slice(low - bucket.low, high - bucket.low)
                 segment = segment_at[first] = nn.Parameter(master[own])
                 segment.grad = self.home.gradients[i][own]
-                if bucket.param_shard.dtype != master.dtype:
-                    rounded[segment] = bucket.param_shard[own]
                 found["params"].append(segment)
                 cut[-1].append((low, high, segment, group.rule))
             for each in _matrices(bucket, full_groups, segment_at):
@@ -158,8 +156,8 @@ class Optimizer:
         made = {
             rule: rule.updater(
                 Parts(
-                    [*found.values()], rounded, self.sink.dtype,
-                    matrices.get(rule, ()), self.plans.get(rule), instances,
+                    [*found.values()], self.sink.dtype, matrices.get(rule, ()),
+                    self.plans.get(rule), instances,
                 )
             )
             for rule, found in of_rule.items()
@@ -209,14 +207,14 @@ class Optimizer:
         if not any(self.updaters):
             self._idle_steps += 1 - found_inf.double()
         self.home.update(self.updaters, factor, found_inf)
-        self.home.round(self.updaters, self._multiply_rows())
+        self.home.round(self._multiply_rows())
         self.sink.gather_weights()
         self.home.leave()
         return norm, found_inf
 
     @torch.no_grad()
     def _multiply_rows(self) -> list[int]:
-        """Multiply rows of masters and weights that this rank owns, as QK-clip asks.
+        """Multiply rows of masters that this rank owns, as QK-clip asks.
 
         Returns the buckets that have such rows.
         """
@@ -233,9 +231,6 @@ class Optimizer:
                 own = slice(low - bucket.low, high - bucket.low)
                 factors = rows[param].to(master.device, master.dtype)
                 multiply_rows(master[own], low - start, param.numel() // len(factors), factors)
-                here = master.device == bucket.param_shard.device
-                if here and bucket.param_shard.dtype != master.dtype:
-                    bucket.param_shard[own] = master[own]
                 touched.append(i)
         return list(dict.fromkeys(touched))
 
@@ -247,7 +242,6 @@ class Optimizer:
     def masters_from_weights(self) -> None:
         """Widen the weights into the masters, after the weights alone were loaded."""
         self.home.masters_from_weights()
-        self.sink.requantise()
 
     @property
     def steps(self) -> int:
@@ -263,7 +257,6 @@ class Optimizer:
         self.home.loaded()
         for state in self.sink.step_states:
             state.loaded()
-        self.sink.requantise()
 
     def named_weights(self, gathered: bool = False) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`.
@@ -299,15 +292,7 @@ class Optimizer:
         buckets, every = self.sink.buckets, self.sink.weight_buckets
         segments = (segment for here in self.segments for segment in here)
         return {
-            "parameters": [
-                *(t for b in every for t in (b.param_shard, b.weights)),
-                *(
-                    t
-                    for b in buckets
-                    if b.float8 is not None
-                    for t in b.float8.persistent_tensors()
-                ),
-            ],
+            "parameters": [t for b in every for t in (b.param_shard, b.weights)],
             "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
             "masters": [*self.home.masters],
             "moments": [t for s in segments for t in s.updater.state(s.weights).values()],
@@ -315,7 +300,6 @@ class Optimizer:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of what `tensors_by_kind` returns, each live storage counted once."""
-        self.sink.wait_for_weights()  # rows of float8 then have their memory
         kinds, seen = self.tensors_by_kind(), set[int]()
         bytes_of = dict.fromkeys(kinds, 0)
         for kind, tensors in kinds.items():

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from mpu.host_memory import ALIGN, HostMemory
-from mpu.optim.interface import Updater
-from mpu.optim.offload import StateHome
+from mpu.optim.interface import StateHome, Updater
 
 Stream = torch.cuda.Stream | None  # None on a CPU
 Event = torch.cuda.Event | None

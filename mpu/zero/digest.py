@@ -68,19 +68,15 @@ def signs(key: Tensor, number: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Cut(NamedTuple):
-    """A rectangle of a canonical tensor in a flat local parameter: rows of `width` elements.
-
-    base: the flat place of its first element. stride: from row to row. rows, width: of the part
-    here. row, column: the places of its first element in the whole tensor.
-    """
+    """A rectangle of a canonical tensor in a flat local parameter: rows of `width` elements."""
 
     number: int  # of the canonical name
-    base: int
-    stride: int
-    rows: int
-    width: int
-    row: int
-    column: int
+    base: int  # flat index of its first element
+    stride: int  # from row to row
+    rows: int  # of the local part
+    width: int  # of the local part
+    row: int  # row of its first element in the whole tensor
+    column: int  # column of its first element in the whole tensor
 
 
 class StateDigest:

@@ -23,6 +23,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.prove
 def test_a_run_imports_no_compiler():
     flags = f"{MODEL} --mock-data --global-batch-size 1 --train-iters 1".split()
     words = [sys.executable, "-c", SCRIPT, *flags]  # a new Python

@@ -102,6 +102,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 """
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_peak_is_of_the_time_that_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)

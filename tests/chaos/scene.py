@@ -23,7 +23,6 @@ from tests.chaos.fault import (
     Layout,
 )
 from tests.chaos.wires import ENVIRONMENT, Wire
-from tests.faults.repeated_kills import Log
 from tests.launcher import Launcher, Result
 from training.data.indexed import IndexedWriter, token_dtype
 
@@ -36,6 +35,22 @@ MODEL = (
     f"--train-iters {STEPS} --save-interval {SAVE_EVERY} --eval-interval {EVALUATE_EVERY} "
     f"--eval-iters 1 --save {{dir}}/saved --load {{dir}}/saved --peer-timeout {PEER_TIMEOUT}"
 )
+
+
+class Log:
+    """The iterations in a JSON log that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.count, self.last = path, 0, 0
+
+    def poll(self) -> int:
+        """Return how many steps have been added since the last call."""
+        rows = self.path.read_text().split("\n")[:-1] if self.path.exists() else []
+        steps = [row for row in rows if '"loss"' in row]
+        new, self.count = len(steps) - self.count, len(steps)
+        if steps:
+            self.last = int(steps[-1].partition('"iteration":')[2].partition(",")[0])
+        return new
 
 
 def free_port() -> int:

@@ -38,6 +38,7 @@ def test_a_transient_flip_is_replayed_and_the_run_goes_on_as_if_it_had_not_been(
     assert weights(result) == weights(want)
 
 
+@pytest.mark.prove
 def test_a_flip_ends_the_run_with_its_rank(launcher: Launcher) -> None:
     result = run(launcher, 2, fault=flip(0, 4))
     assert result.codes == [1, 1] and result.saved() == ["step_00000003"]

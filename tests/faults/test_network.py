@@ -17,6 +17,7 @@ import torch.distributed as dist
 from tests.faults.small_run import LIMIT, Ranks, weights
 from tests.launcher import Launcher
 from tests.networks import Networks
+from tests.sampling import sampled
 from training.faults import wire
 
 
@@ -25,7 +26,7 @@ def ranks(launcher: Launcher) -> Ranks:
     return Ranks(launcher)
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", sampled([1, 0], 2))
 def test_a_rank_that_never_comes_is_named_in_one_sentence(ranks: Ranks, absent: int) -> None:
     """It is no mistake: the exit code is one after which job scripts try again."""
     result: Any = ranks.run(2, 2, absent=[absent], meeting=1.0)

@@ -37,8 +37,6 @@ PLACES: dict[str, tuple[str, int, dict[str, int], int, int]] = {
     "the manifest is written aside": ("save: manifest", 1, IN_SAVE, 0, 3),
     "renamed": ("save: renamed", 1, IN_SAVE, 0, 6),
 }
-SAMPLE = ("all shards are written",)
-MARKED = [p if p in SAMPLE else pytest.param(p, marks=pytest.mark.prove) for p in PLACES]
 
 
 class Torchrun:
@@ -80,7 +78,8 @@ def undisturbed(launcher: Launcher) -> Result:
     return found
 
 
-@pytest.mark.parametrize("place", MARKED)
+@pytest.mark.prove
+@pytest.mark.parametrize("place", PLACES)
 def test_a_run_whose_rank_is_killed_ends_with_the_bits_of_an_undisturbed_one(
     torchrun: Torchrun, undisturbed: Result, place: str
 ) -> None:

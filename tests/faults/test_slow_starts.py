@@ -78,6 +78,7 @@ def said(folder: Path, rank: int, pattern: str, seconds: float) -> str:
     raise AssertionError(f"rank {rank} did not say {pattern}, but:\n{text}")
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("told", TOLD)
 def test_each_wait_for_a_late_rank_is_told_and_its_end(
     launcher: Launcher, saved: Any, told: dict[str, float]

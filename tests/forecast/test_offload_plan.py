@@ -7,6 +7,7 @@ import pretrain_llama
 from forecast.dry_run import report
 from forecast.recording import ACTIVATIONS, HOST, record
 from forecast.rehearsal.activation_costs import saved_by_module
+from tests.sampling import sampled
 from tests.training.small_llama import read
 
 ON = "--cpu-offload-activations --min-offloaded-tensor-size 1 --num-layers 6"
@@ -17,12 +18,13 @@ def recorded(more, world=1):
     return [found[rank] for rank in sorted(found)]
 
 
-@pytest.mark.parametrize("more,world", [
-    ("", 1), ("--recompute-granularity selective", 1), ("--recompute-granularity full", 1),
-    ("--offload-modules mlp", 1), ("--cpu-offloading-num-layers 2", 1), ("--bf16", 1),
+@pytest.mark.parametrize("more,world", sampled([
     ("--pipeline-model-parallel-size 2 --global-batch-size 8", 2),
+    ("", 1), ("--recompute-granularity selective", 1), ("--bf16", 1),
+    ("--offload-modules mlp", 1), ("--cpu-offloading-num-layers 2", 1),
+    ("--recompute-granularity full", 1),
     ("--pipeline-model-parallel-size 2 --global-batch-size 8 --pipeline-schedule zb-v", 2),
-])  # fmt: skip
+], 4))  # fmt: skip
 def test_what_leaves_the_device_is_in_host_memory(more, world):
     """All but the two units that are under way is less on the device."""
     kept = recorded(f"--num-layers 6 {more}".replace("--offload-modules mlp", "").replace(

@@ -15,6 +15,7 @@ from mpu.param import Region
 from mpu.pipeline.schedules import CHUNKS
 from tests.model.test_pipeline_parity import LAYERS, case_of
 from tests.model.twin import Twin, check, run_cases, run_layout
+from tests.sampling import sampled
 
 WEIGHT = 0.01
 FORK = """
@@ -73,7 +74,7 @@ def compare(world, size: int, some: list[dict]) -> None:
             assert result["auxiliary"] == pytest.approx(loss - plain, rel=1e-12), case
 
 
-ALWAYS = ("1f1b", "interleaved", "zb-v")
+ALWAYS = ("1f1b", "zb-v")
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_tensor_sequence_context_and_data_parallelism(world, fork):
         case_of("1f1b", 1, 2, 2, 1, False, **more),
         case_of("1f1b", 1, 2, 2, 1, True, **more | {"sp": False}),
         case_of("1f1b", 1, 2, 1, 2, False, zero=2, **more),
-        case_of("1f1b", 1, 2, 1, 1, False, cp=2, comm=("all_gather",), **more),
+        case_of("1f1b", 1, 2, 1, 1, False, cp=2, comm="all_gather", **more),
     ]
     compare(world, 2, some)
     some = [
@@ -107,7 +108,7 @@ def test_tensor_sequence_context_and_data_parallelism(world, fork):
     compare(world, 4, some)
 
 
-@pytest.mark.parametrize("schedule", ALWAYS)
+@pytest.mark.parametrize("schedule", sampled(ALWAYS, 3))
 def test_it_trains_as_the_twin(world, fork, schedule):
     """Six steps of AdamW: losses and norms of each step."""
     case = case_of(schedule, 2, 4, 1, 1, False, file=fork, lr=1e-2, clip=0.1)

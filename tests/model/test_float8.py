@@ -148,7 +148,7 @@ def layouts_agree(world, scaling: str, layouts: list, steps: int) -> None:
 @pytest.mark.parametrize(
     "scaling",
     [
-        pytest.param(s, marks=[] if s in ("tensorwise", "blockwise") else pytest.mark.prove)
+        pytest.param(s, marks=[] if s == "tensorwise" else pytest.mark.prove)
         for s in BLOCKS
     ],
 )

@@ -144,6 +144,7 @@ ModelConfig = Config
 """
 
 
+@pytest.mark.prove
 def test_a_field_without_a_flag_comes_from_the_folder(launcher, tmp_path):
     """The run that has its default instead is refused."""
     (tmp_path / "mine.py").write_text(OWN_FIELD)

@@ -87,6 +87,7 @@ def said(comm: Any, root: str, ep: int, temperature: float) -> list[list[int]]:
     return generate(model, [5, 17, 3, 99], **some)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("temperature", sampled([0.8, 0.0], 2))
 def test_ranks_that_deal_out_experts_generate_the_same(
     world: Any, tmp_path: Path, temperature: float

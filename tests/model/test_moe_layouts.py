@@ -53,7 +53,7 @@ PIPES = [dict(pp=2, schedule=name, v=v) for name, v in VIRTUAL.items()]
     "base, ways",
     [
         (dict(dp=2, ep=2, dispatch="alltoall"), WAYS),
-        (dict(dp=2, ep=2, m=2), PIPES),
+        pytest.param(dict(dp=2, ep=2, m=2), PIPES, marks=pytest.mark.prove),
         pytest.param(dict(dp=2, ep=2), WAYS, marks=pytest.mark.prove),
         pytest.param(dict(dp=2, tp=2, sp=True, ep=4), WAYS, marks=pytest.mark.prove),
     ],
@@ -63,7 +63,7 @@ def test_bits_do_not_depend_on(world: Any, base: Any, ways: Any, dtype: str) -> 
     """ZeRO stages, recomputation and schedules."""
     cases = [RUN | dict(dtype=dtype, layers=4) | base | way for way in ways]
     size = cases[0]["dp"] * cases[0]["tp"] * cases[0]["pp"]
-    results = world(size).run(run_cases, cases, 4)
+    results = world(size).run(run_cases, cases, 2)
     for ranks in results:
         for case, other in zip(cases[1:], ranks[1:], strict=True):
             assert other["losses"] == ranks[0]["losses"], case
@@ -195,8 +195,7 @@ def test_any_ep_loads_any_ep(world: Any, tmp_path: Path) -> None:
     assert want[name].shape == (28, 12) and want[f"{name}.exp_avg_sq"].shape == (28, 12)
     others = [
         dict(dp=4, ep=4, zero=1, dispatch="alltoall"),
-        dict(dp=2, tp=2, sp=True, ep=2, zero=3),
-        dict(dp=2, pp=2, ep=1, zero=2),
+        dict(dp=2, pp=2, ep=2, zero=3),
     ]
     for i, other in enumerate(others):
         to, mine = tmp_path / str(i), RUN | dict(moe=BIASED, layers=4) | other
@@ -252,12 +251,12 @@ LAYOUTS = [
     dict(dp=2, pp=2, ep=2, zero=2, m=2),
 ]
 BOTH = [(layout, dispatch) for layout in LAYOUTS for dispatch in ("allgather", "alltoall")]
-FEW = [BOTH[0], BOTH[5]]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "layout, dispatch",
-    [pytest.param(*one, marks=[] if one in FEW else pytest.mark.prove) for one in BOTH],
+    BOTH,
 )
 def test_bytes_and_memory_are_those_of_the_dry_run(world: Any, layout: Any, dispatch: str) -> None:
     """At an even choice: a rank's pairs divide by the experts."""

@@ -145,12 +145,12 @@ def test_all_statistics_of_drawn_routers() -> None:
 MASKED = BIASED | dict(moe_z_loss_coeff=0.01)
 RUN = BASE | dict(lr=1e-2, clip=0.5, sp=False, moe=MASKED, masks=True)
 LAYOUTS = [
-    dict(m=2),
     dict(dp=2, ep=2, m=2, zero=1, dispatch="alltoall", recompute="full"),
-    dict(cp=2, ep=2),
     dict(pp=2, schedule="1f1b", m=2),
 ]
 LONG = [
+    dict(m=2),
+    dict(cp=2, ep=2),
     dict(tp=2, sp=True, ep=2, m=2),
     dict(pp=2, schedule="zb-v", v=2, m=2, dp=2, ep=2, zero=2),
     dict(cp=2, dp=2, ep=4, zero=3, dispatch="alltoall"),

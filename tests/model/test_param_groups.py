@@ -151,15 +151,15 @@ def compare(world, size: int, seeds: list[int]) -> None:
             raise AssertionError(f"{cases[i]}: {error}") from error
 
 
-@pytest.mark.parametrize("seed", sampled(range(40), 10))
+@pytest.mark.parametrize("seed", sampled(range(40), 20))
 def test_any_groups_on_one_rank(seed):
     case = drawn(seed, 1)
     hold([run_layout(test_frozen._One(), case, STEPS)], case)
 
 
-@pytest.mark.parametrize("first", sampled(range(200, 272, 6), 12))
+@pytest.mark.parametrize("first", sampled(range(200, 272, 3), 24))
 def test_any_groups_on_two_ranks(world, first):
-    compare(world, 2, [*range(first, first + 6)])
+    compare(world, 2, [*range(first, first + 3)])
 
 
 @pytest.mark.prove
@@ -179,7 +179,7 @@ MOE = [  # flags, with the regular expressions of the names that they fit
 PAIRS = [(i, n) for i in range(len(SAMPLE)) for n in range(len(MOE))]
 
 
-@pytest.mark.parametrize("i, which", sampled(PAIRS, 27))
+@pytest.mark.parametrize("i, which", sampled(PAIRS, 54))
 def test_experts_and_routers(world, i, which):
     """Also where ep and tp cut the experts, whose names have their numbers."""
     text, fits, properties = MOE[which]
@@ -255,7 +255,8 @@ MUON_GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("which", sampled(range(3), 3))
+@pytest.mark.prove
+@pytest.mark.parametrize("which", range(3))
 def test_muon_on_any_layout(world, which):
     base = test_frozen.MUON | dict(file=FILE, groups=MUON_GROUPS[which])
     one = run_layout(test_frozen._One(), base | dict(tp=1, dp=1, m=1), STEPS)
@@ -271,14 +272,15 @@ def test_muon_on_any_layout(world, which):
 BITS = ("*norm* lr-mult=0.5", "layers.0.* head.* lr-mult=3 wd-mult=0", "layers.1.* frozen")
 
 
-@pytest.mark.parametrize("dtype", sampled(["bfloat16", "float32"], 2))
+@pytest.mark.prove
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_levels_change_no_bit(world, dtype):
     """Though a level cuts groups elsewhere, with either offload of the optimizer's state, too."""
     base = dict(tp=1, sp=False, recompute=None, tied=False, m=3, rows=12, lr=1e-2, clip=0.1, dp=2)
     base |= dict(dtype=dtype, groups=BITS)
     ways = [base | way for way in (*test_frozen.WAYS, dict(zero=1, states=True))]
     ways += [base | dict(zero=z, offload=True) for z in (0, 2)]
-    for rank in world(2).run(run_cases, ways, 3):
+    for rank in world(2).run(run_cases, ways, 2):
         for way, got in zip(ways, rank, strict=True):
             assert got["losses"] == rank[0]["losses"], way
             assert test_frozen.same_bits(rank[0]["weights"], got["weights"]), way
@@ -303,26 +305,10 @@ def kept(comm, case: dict) -> tuple[dict, dict]:
     return run.optimizer.memory(), state(recorded(config, grid))
 
 
-@pytest.mark.parametrize("subset", ["every second layer trains", "the middle layer trains"])
-def test_the_dry_run_knows_which_layers_a_fork_freezes(world, subset):
+def test_the_dry_run_knows_which_layers_a_fork_freezes(world):
     """Layers of a model differ where some of them are frozen alone."""
     case = ONE | dict(rows=8, layers=4, groups=(), dtype="bfloat16", m=2, dp=2, zero=1)
-    case |= dict(file=test_frozen.FILE, extra=(("frozen", test_frozen.SUBSETS[subset]),))
+    subset = test_frozen.SUBSETS["every second layer trains"]
+    case |= dict(file=test_frozen.FILE, extra=(("frozen", subset),))
     for found, said in world(2).run(kept, case):
         assert found == said
-
-
-@pytest.mark.parametrize("which", sampled(range(4), 4))
-def test_the_dry_run_counts_its_bytes(world, which):
-    """Of each rank, at each level: also where layers differ, and where one stage is frozen."""
-    groups = [
-        BITS,
-        ("layers.[01].* embedding.* frozen", "*norm* lr-mult=0.5"),
-        ("* frozen", "layers.2.* trained lr-mult=2"),
-        ("*.mlp.* frozen", "*.qkv.* wd-mult=0"),
-    ][which]
-    base = ONE | dict(rows=8, layers=4, groups=groups, dtype="bfloat16", m=2)
-    ways = [dict(dp=2, zero=zero) for zero in range(4)] + [dict(pp=2, schedule="1f1b")]
-    for way in ways:
-        for found, said in world(2).run(kept, base | way):
-            assert found == said, way

@@ -10,6 +10,7 @@ import pytest
 from mpu.pipeline import engine
 from mpu.pipeline.schedules import CHUNKS, build
 from tests.model.twin import Twin, compare, run_layout, same_bits
+from tests.sampling import sampled
 
 LAYERS = 9  # over up to 8 stages: some hold one, some two
 
@@ -47,7 +48,7 @@ def twin_of(case: dict) -> tuple[Twin, float, float]:
     return twin(case["tied"], case["rows"], case.get("masks", False))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", sampled([4, 2], 2))
 def test_a_sample_of_the_matrix(world, size):
     compare(world, twin_of, size, random.Random(size).sample(cases(size), 3))
 
@@ -64,7 +65,7 @@ def test_the_matrix_has_all_six_schedules_everywhere():
     assert sum(len(cases(size)) for size in (2, 4, 8)) > 500
 
 
-IN_CI = ("1f1b", "zb-v")
+IN_CI = ("zb-v",)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_masks_recomputation_and_odd_layouts(world, schedule):
     compare(world, twin_of, 2, some)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "v-half"])
+@pytest.mark.parametrize("schedule", sampled(["zb-v", "zb-h1", "v-half"], 3))
 def test_deferred_weight_gradients_under_sequence_parallelism(world, schedule):
     """What waits for W are shards, gathered again; recomputed blocks; four ranks."""
     some = [
@@ -93,9 +94,9 @@ def test_deferred_weight_gradients_under_sequence_parallelism(world, schedule):
 
 
 def bits(world, size: int, case: dict) -> tuple[list, list, dict]:
-    """Return losses, norms and all weights after four steps, which every rank agrees on."""
+    """Return losses, norms and all weights after three steps, which every rank agrees on."""
     weights: dict = {}
-    results = world(size).run(run_layout, case, 4)
+    results = world(size).run(run_layout, case, 3)
     for result in results:
         assert result["losses"] == results[0]["losses"] and result["norms"] == results[0]["norms"]
         assert same_bits(weights, result["weights"])
@@ -104,21 +105,20 @@ def bits(world, size: int, case: dict) -> tuple[list, list, dict]:
 
 
 @pytest.mark.parametrize(
-    "tied, dtype",
-    [
-        (False, "float32"),
-        pytest.param(True, "bfloat16", marks=pytest.mark.prove),
-        pytest.param(False, "bfloat16", marks=pytest.mark.prove),
-        pytest.param(True, "float32", marks=pytest.mark.prove),
-    ],
+    "sizes, tied, dtype",
+    sampled(
+        [((4,), False, "float32")]
+        + [((2, 4), tied, dtype) for tied in (False, True) for dtype in ("bfloat16", "float32")],
+        5,
+    ),
 )
-def test_every_schedule_and_every_pipeline_gives_the_same_bits(world, dtype, tied):
-    """One rank or four, whatever the schedule: losses, norms and weights to the last bit."""
+def test_every_schedule_and_every_pipeline_gives_the_same_bits(world, sizes, tied, dtype):
+    """One rank or several, whatever the schedule: losses, norms and weights to the last bit."""
     more = dict(dtype=dtype, lr=1e-2, clip=0.1, rows=8)
     one = case_of("1f1b", 1, 4, 1, 1, tied) | more
     losses, norms, weights = bits(world, 1, one)
-    assert len(set(losses)) == 4 and min(norms) > 0.1, "nothing was trained or clipped"
-    for schedule, pp in itertools.product(CHUNKS, (2, 4)):
+    assert len(set(losses)) == 3 and min(norms) > 0.1, "nothing was trained or clipped"
+    for schedule, pp in itertools.product(CHUNKS, sizes):
         got = bits(world, pp, one | {"schedule": schedule, "pp": pp, "v": CHUNKS[schedule]})
         assert got[:2] == (losses, norms), (schedule, pp)
         assert same_bits(weights, got[2]) and weights.keys() <= got[2].keys(), (schedule, pp)
@@ -148,7 +148,6 @@ DEFERRED = [
     for tp, more in ((2, {"sp": True}), (2, {"sp": False}), *SHARDED)
 ]
 SOME = [  # schedule, tied, recompute, sp, zero
-    ("1f1b", True, None, True, None),
     ("interleaved", False, "full", False, 3),
 ]
 
@@ -183,6 +182,7 @@ def test_the_output_layers_gradients_wait_and_change_no_bit(world, case):
     world(4).run(alike, case)
 
 
+@pytest.mark.prove
 def test_a_limit_lets_the_first_micro_batches_wait(world):
     """The others' gradients are then added first: the same sum in another order."""
     limits = (("1f1b", True, 1), ("interleaved", False, 3), ("1f1b", False, 9))

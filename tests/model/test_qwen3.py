@@ -11,6 +11,7 @@ from mpu.pipeline.schedules import CHUNKS
 from tests.model import test_parity, test_pipeline_parity
 from tests.model.test_zero_parity import BASE
 from tests.model.twin import ROWS, SIZES, Twin, compare
+from tests.sampling import sampled
 
 FILE = "model/qwen3.py"
 
@@ -40,7 +41,7 @@ def cases(world: int) -> list[dict]:
     return [case | {"file": FILE, "lr": 0.0, "clip": 0.0} for case in some]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", sampled([4, 2, 1], 3))
 def test_a_sample_of_the_matrix(world, size):
     compare(world, twin_of, size, random.Random(size).sample(cases(size), 4))
 

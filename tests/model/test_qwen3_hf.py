@@ -103,8 +103,12 @@ def test_what_is_not_computed_is_refused_by_name(field, value):
         qwen3.from_hf_config(published("0.6B") | {field: value})
 
 
+FEW = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 16,
+       "num_key_value_heads": 2, "tie_word_embeddings": False}  # fmt: skip
+
+
 def hugging_face(folder: Path, **sizes: Any) -> Any:
-    """Save a random Qwen3 with 2 layers and the widths of Qwen3-0.6B, or other `sizes`."""
+    """Save a random Qwen3 with 2 layers and the fields of Qwen3-0.6B, but for `sizes`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     hf = published("0.6B") | {"num_hidden_layers": 2, "vocab_size": 509, "initializer_range": 0.05}
@@ -128,8 +132,8 @@ def logits_in(comm: Any, root: str, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def test_logits_text_and_tensors_are_those_of_transformers(world, tmp_path):
-    """At the widths of Qwen3-0.6B: as it is, imported, and exported again."""
-    theirs = hugging_face(tmp_path / "hf")
+    """As it is, imported, and exported again."""
+    theirs = hugging_face(tmp_path / "hf", **FEW)
     convert(["convert", "--from-hf", str(tmp_path / "hf"), "--save", str(tmp_path / "weft")])
     convert(["convert", "--to-hf", str(tmp_path / "out"), "--load", str(tmp_path / "weft")])
     one, other = (load_file(tmp_path / d / "model.safetensors") for d in ("hf", "out"))
@@ -201,8 +205,7 @@ def test_a_run_resumes_in_another_layout_and_is_not_taken_for_a_llama(launcher, 
 @pytest.mark.prove
 def test_a_run_takes_up_a_hugging_face_directory(launcher, tmp_path):
     """--use-checkpoint-args finds the model's file; without it a Llama refuses the weights."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 16}
-    hugging_face(tmp_path / "hf", **sizes, num_key_value_heads=2, vocab_size=100)
+    hugging_face(tmp_path / "hf", **FEW, vocab_size=100)
     flags = f"{COMMON} --train-iters 2 --finetune --load {tmp_path}/hf"
     tp2 = "--tensor-model-parallel-size 2"
     result = run(launcher, 2, f"{flags} --use-checkpoint-args {tp2}")

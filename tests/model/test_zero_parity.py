@@ -44,8 +44,9 @@ def same(world, size: int, cases: list[dict], steps: int) -> None:
     ],
 )
 def test_levels_change_no_bit(world, dp, m, dtype, ways):
-    """Twenty steps, clipped, tied embeddings, sizes that do not divide by dp."""
-    same(world, dp, [BASE | dict(dp=dp, m=m, dtype=dtype) | way for way in ways], 20)
+    """Twenty steps, or six, clipped, tied embeddings, sizes that do not divide by dp."""
+    cases = [BASE | dict(dp=dp, m=m, dtype=dtype) | way for way in ways]
+    same(world, dp, cases, 20 if ways is WAYS else 6)
 
 
 @pytest.mark.parametrize("ways", [WAYS[1:3], pytest.param(WAYS, marks=pytest.mark.prove)])
@@ -53,7 +54,9 @@ def test_levels_change_no_bit(world, dp, m, dtype, ways):
     "more",
     [
         dict(tp=2, sp=True, dp=2),
-        dict(pp=2, dp=2, schedule="interleaved", v=2, m=2, layers=8),
+        pytest.param(
+            dict(pp=2, dp=2, schedule="interleaved", v=2, m=2, layers=8), marks=pytest.mark.prove
+        ),
         dict(pp=2, dp=2, schedule="zb-v", v=2, m=3, layers=8),
         pytest.param(dict(tp=2, dp=2, recompute="full", layers=5), marks=pytest.mark.prove),
     ],
@@ -123,12 +126,12 @@ def test_narrow_gradients_follow_the_twin(world):
     """bf16 on the wire, and bf16 sums over micro-batches: near the twin, and not fp32's bits."""
     plain = dict(zero=1, dtype="bfloat16", m=3)
     ways = [plain, plain | dict(wire=True), plain | dict(main="bf16")]
-    ways += [way | dict(zero=zero) for way in ways[1:] for zero in (2, 3)]
+    ways += [way | dict(zero=zero) for way in ways[1:] for zero in (3,)]
     ways.append(plain | dict(zero=0, wire=True))
     results = [ranks[0] for ranks in follow(world, 2, ways, rel=0.02, steps=3)]
     exact, wire, main, *others = (result["weights"] for result in results)
     assert not same_bits(exact, wire) and not same_bits(exact, main)
-    for one, other in zip((wire, wire, main, main, wire), others, strict=True):
+    for one, other in zip((wire, main, wire), others, strict=True):
         assert same_bits(one, other), "the level made a difference"
 
 

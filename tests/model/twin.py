@@ -69,8 +69,7 @@ def config_of(case: dict) -> Config:
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
             rank_order=case.get("order", ParallelConfig.rank_order),
-            cp_comm_type=case.get("comm", ("p2p",)),
-            hierarchical_context_parallel_sizes=case.get("levels"),
+            cp_comm_type=case.get("comm", "p2p"),
             pipeline_model_parallel_size=pp,
             pipeline_schedule=case.get("schedule"),
             num_virtual_stages_per_pipeline_rank=case.get("v"),
@@ -169,7 +168,6 @@ def grid_of(comm, config: Config, memory: bool = False) -> Grid:
         p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size,
         p.num_distributed_optimizer_instances, memory=memory,
         query_groups=config.model.num_query_groups,
-        hierarchical=p.hierarchical_context_parallel_sizes,
         order=tuple(p.rank_order.split("-")), ep=config.expert_model_parallel_size,
         needs_full_matrices=needs_full_matrices(config),
     )  # fmt: skip

@@ -52,6 +52,7 @@ def test_a_torch_that_is_too_old_is_one_sentence(tmp_path: Path, script: str) ->
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.prove
 def test_a_module_of_ours_that_is_missing_is_a_bug(tmp_path: Path) -> None:
     done = run("tools/plan.py", "forecast", tmp_path)
     assert done.returncode == 1 and "Traceback" in done.stderr

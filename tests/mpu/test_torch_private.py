@@ -454,6 +454,7 @@ for space in (torch.ops.aten, torch.ops.mkldnn):
 """
 
 
+@pytest.mark.prove
 def test_a_run_goes_on_without_them(launcher: Launcher, tmp_path):
     """With experts, their overlap, documents and host copies; losses of the same numbers."""
     (tmp_path / "hiding.py").write_text((ROOT / "model/moe.py").read_text() + HIDING)

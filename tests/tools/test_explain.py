@@ -33,7 +33,6 @@ FULL = ("--recompute-granularity", "full")
 FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
 ONE_HEAD, WIDE = ("--num-query-groups", "1"), ("--kv-channels", "32")
 FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
-GATHER = "--fp8-param-gather"
 CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {}),
     (2, 1, {"sequence_parallel": False}),
@@ -56,18 +55,17 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16"), "micro_batches": 2}),
     (2, 1, {"more": (*FLOAT8, "tensorwise"), "sequence_parallel": False}),
     (2, 1, {"more": (*FLOAT8, "blockwise")}),
-    (2, 2, {"more": (*FLOAT8, "rowwise", GATHER), "zero": 1}),
-    (1, 2, {"more": (*FLOAT8, "blockwise", GATHER), "zero": 3, "micro_batches": 3}),
-    (2, 2, {"more": (*FLOAT8, "tensorwise", GATHER, *FULL), "zero": 3}),
+    (2, 2, {"more": (*FLOAT8, "rowwise"), "zero": 1}),
+    (1, 2, {"more": (*FLOAT8, "blockwise"), "zero": 3, "micro_batches": 3}),
+    (2, 2, {"more": (*FLOAT8, "tensorwise", *FULL), "zero": 3}),
     (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
     (2, 2, {"more": (*ONE_HEAD, "--qk-clip", "--output-z-loss-coeff", "1e-4")}),
 ]
-BOTH = ("--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2")
-EACH = ("--cp-comm-type", "p2p", "all_gather", "a2a")
+GATHER = ("--cp-comm-type", "all_gather")
 CONTEXT = [  # ranks, tp, dp, the rest of tiny's arguments
-    (2, 1, 1, {"cp": 2, "layers": 3, "more": EACH}),
-    (2, 1, 1, {"cp": 2, "layers": 3, "more": (*EACH, *FULL, "--bf16"), "zero": 1}),
-    (4, 1, 1, {"cp": 4, "more": BOTH, "micro_batches": 2}),
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": GATHER}),
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": (*GATHER, *FULL, "--bf16"), "zero": 1}),
+    (4, 1, 1, {"cp": 4, "more": ("--cp-comm-type", "a2a"), "micro_batches": 2}),
     (4, 2, 1, {"cp": 2, "more": ("--recompute-granularity", "selective")}),
     (4, 1, 2, {"cp": 2, "more": ("--cp-comm-type", "a2a"), "zero": 3}),
     (2, 1, 1, {"cp": 2, "more": (*FLOAT8, "tensorwise", *FULL), "micro_batches": 2}),
@@ -112,8 +110,7 @@ def run(comm, tp, dp, rest):
     """Explain one step on a rank of the world; every rank must count what is worked out."""
     config = tiny(tp, dp, **rest)
     p, groups = config.parallel, config.model.num_query_groups
-    levels, cp = p.hierarchical_context_parallel_sizes, p.context_parallel_size
-    found = explain(config, comm.grid(tp, cp, query_groups=groups, hierarchical=levels))
+    found = explain(config, comm.grid(tp, p.context_parallel_size, query_groups=groups))
     assert found.equal
     check_streams(found.streams[0], found.counted, found.text)
     return found.counted, found.stated, found.text
@@ -162,9 +159,9 @@ def line_of(file, text):
 
 
 def some(cases):
-    """Mark five of six cases for `make prove`: the others run in `make test`."""
-    late = pytest.mark.prove
-    return [pytest.param(*c, marks=[late] if i % 6 else [], id=str(c)) for i, c in enumerate(cases)]
+    """Mark eleven of twelve cases for `make prove`: the others run in `make test`."""
+    late = [pytest.mark.prove]
+    return [pytest.param(*c, marks=late * bool(i % 12), id=str(c)) for i, c in enumerate(cases)]
 
 
 @pytest.mark.parametrize("tp, dp, rest", some(CASES))
@@ -232,6 +229,7 @@ def test_a_reader_follows_a_message(world):
     assert lines[at + 1].endswith("nothing runs meanwhile")
 
 
+@pytest.mark.prove
 def test_deferred_weight_gradients_are_told_apart(world):
     text = world(4).run(run_pipeline, 2, 2, 1, "zb-h1", {"tied": True})[0][2]
     assert re.search(r"\d  wgrad     layers\.0\.mlp\.down +all_gather +tp of 2", text)
@@ -408,6 +406,7 @@ def test_one_rank_sends_nothing():
     assert found.text.endswith("One rank: every collective is the identity, and nothing is sent.")
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_while_the_ranks_import_torch_is_one_line():
     """Before, their forkserver printed a traceback."""

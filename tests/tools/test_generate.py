@@ -17,6 +17,7 @@ from model.llama import Llama, LlamaConfig, hf_config, hf_names
 from mpu.context import LayerContext
 from mpu.grid import Grid
 from mpu.param import unique_parameters
+from tests.sampling import sampled
 from tools import generate as module
 from tools.checkpoint import main as convert
 from tools.generate import Stream, generate, load_model, main, pick, threads_for
@@ -202,7 +203,7 @@ def sample_in(comm: Any, root: str, temperature: float) -> list[list[int]]:
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", sampled([0.8, 0.0], 2))
 def test_every_layout_and_every_rank_says_the_same(
     world: Any, checkpoint: Path, temperature: float
 ) -> None:

@@ -6,7 +6,6 @@ form of the last test.
 """
 
 import ast
-import json
 import os
 import re
 import shutil
@@ -42,27 +41,13 @@ from tools.gpu_summary import append
 path = Path({path!r})
 append(path, {{"row": {name!r}, "what": "a number", "value": 1.5}})
 """
-MEMORY = """
-def take():
-    {take}
-try:
-    take()
-except Exception as error:
-    append(path, {{"row": {name!r}, "what": "error", "failed": type(error).__name__}})
-    raise
-"""
 ENDS = {  # name: what the row does after its first number, and what its outcome must say
     "raises": ("raise ValueError('a mistake')", "exit code 1"),
-    "exits": ("sys.exit(7)", "exit code 7"),
     "hangs": ("import time; time.sleep(600)", "out of time"),
-    "spins": ("while True: pass", "out of time"),
     "sigkill": ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL"),
-    "sigsegv": ("import ctypes; ctypes.string_at(0)", "killed by SIGSEGV"),
-    "abort": ("import os; os.abort()", "killed by SIGABRT"),
-    "host-memory": (MEMORY.format(name="host-memory", take="bytearray(1 << 60)"), "MemoryError"),
-    "floods": ("print('x' * 5_000_000); sys.exit(1)", "exit code 1"),
-    "half-a-line": ("open(path, 'a').write('{\"row\": '); sys.exit(1)", "exit code 1"),
-}
+    "half-a-line": ("print('x' * 5_000_000); open(path, 'a').write('{\"row\": '); sys.exit(7)",
+                    "exit code 7"),
+}  # fmt: skip
 
 
 def row_of(path, name, code, limit=20.0):
@@ -86,17 +71,10 @@ def play(monkeypatch, tmp_path, capsys):
     return run
 
 
-SAMPLE = ("raises", "hangs", "sigkill", "floods")
-
-
-@pytest.mark.parametrize(
-    "names", [SAMPLE, pytest.param(tuple(ENDS), marks=pytest.mark.prove)], ids=["sample", "all"]
-)
-def test_a_row_that_fails_loses_no_other_row_and_no_number_of_its_own(play, tmp_path, names):
+def test_a_row_that_fails_loses_no_other_row_and_no_number_of_its_own(play, tmp_path):
     path, rows = tmp_path / "out" / LINES, list[Row]()
-    ends = {name: ENDS[name] for name in names}
-    for name, (code, _) in ends.items():
-        short = 1.5 if "out of time" in ENDS[name][1] else 20.0
+    for name, (code, _) in ENDS.items():
+        short = 1.0 if "out of time" in ENDS[name][1] else 20.0
         rows.append(row_of(path, name, code, short))
         rows.append(row_of(path, f"after-{name}", ""))
     began = time.monotonic()
@@ -104,11 +82,11 @@ def test_a_row_that_fails_loses_no_other_row_and_no_number_of_its_own(play, tmp_
     assert code == 1 and time.monotonic() - began < 60
     outcomes = {line["row"]: line["outcome"] for line in lines if line["what"] == "outcome"}
     assert list(outcomes) == [row.name for row in rows]
-    for name, (_, why) in ends.items():
+    for name, (_, why) in ENDS.items():
         assert outcomes[name].startswith("failed") and why in outcomes[name], outcomes[name]
     numbers = Counter(line["row"] for line in lines if line["what"] == "a number")
     assert numbers.keys() == {row.name for row in rows}
-    assert all(outcomes[f"after-{name}"] == "passed" for name in ends)
+    assert all(outcomes[f"after-{name}"] == "passed" for name in ENDS)
     assert len(said) < gpu_check.MOST_PRINTED and "== summary" in said
     assert len(said[said.index("== summary") :].splitlines()) <= gpu_summary.ROWS
 
@@ -122,7 +100,7 @@ import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
 Path({str(note)!r}).write_text(str(child.pid))
 """
-    rows = [row_of(path, "leaves", code), row_of(path, "hangs", code + "time.sleep(600)", 2.0)]
+    rows = [row_of(path, "leaves", code), row_of(path, "hangs", code + "time.sleep(600)", 1.0)]
     for row, ends in zip(rows, (0, 1), strict=True):
         assert play([row])[0] == ends
         pid = int(note.read_text())
@@ -132,7 +110,7 @@ Path({str(note)!r}).write_text(str(child.pid))
 
 def test_a_call_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path):
     path = tmp_path / "out" / LINES
-    rows = [row_of(path, f"row-{i}", "import time; time.sleep(60)", 30.0) for i in range(4)]
+    rows = [row_of(path, f"row-{i}", "import time; time.sleep(60)", 30.0) for i in range(3)]
     began = time.monotonic()
     code, lines, _ = play(rows, "--seconds", "3.5")
     assert code == 0 and time.monotonic() - began < 20
@@ -140,7 +118,7 @@ def test_a_call_ends_in_its_time_and_says_which_rows_it_left_out(play, tmp_path)
     assert (
         outcomes
         == ["skipped: the call's 4 s were over while it ran"]
-        + ["skipped: the call's 4 s were over"] * 3
+        + ["skipped: the call's 4 s were over"] * 2
     )
     assert gpu_summary.finished(lines) == set()  # so the next call begins with them
 
@@ -179,7 +157,7 @@ def test_results_go_where_they_are_asked_for(monkeypatch, tmp_path):
 
 def test_what_is_printed_is_bounded_and_the_summary_comes_last(play, tmp_path, monkeypatch):
     path = tmp_path / "out" / LINES
-    names = [f"row-{i:03}-{'n' * 40}" for i in range(120)]
+    names = [f"row-{i:03}-{'n' * 40}" for i in range(60)]
     left = iter(names)
 
     def execute(words, limit, file):
@@ -190,7 +168,7 @@ def test_what_is_printed_is_bounded_and_the_summary_comes_last(play, tmp_path, m
     _, _, said = play([Row(name, 5.0, ("-c", ""), 0) for name in names])
     summary = said[said.index("== summary") :]
     assert len(said) < gpu_check.MOST_PRINTED and len(summary) > 1000
-    assert "0 passed, 120 failed" in summary and "FAILED row-000" in summary
+    assert "0 passed, 60 failed" in summary and "FAILED row-000" in summary
     assert len(summary.splitlines()) <= gpu_summary.ROWS
     assert (tmp_path / "out" / "summary.txt").read_text() == summary
 
@@ -708,57 +686,10 @@ def test_two_workers_compile_each_kernel_once(monkeypatch, tmp_path):
 
 # ---- the whole check, small ----
 
-# in a Python of a row whose command a file names: it dies, hangs, or lacks a package
-FAULTS = """
-import json, os, sys, time
-fault = json.load(open(os.environ["FAULTS"])).get(json.dumps(sys.orig_argv[1:]), "")
-if fault == "kill":
-    os.kill(os.getpid(), 9)
-if fault == "hang":
-    time.sleep(600)
-if fault:
-    class Lacks:
-        def find_spec(self, name, *rest):
-            if name == fault:
-                raise ModuleNotFoundError(f"No module named {name!r}")
-    sys.meta_path.insert(0, Lacks())
-"""
 # rows that only a GPU runs, and that say so
-GPU_ALONE = {"sync", "run-cuda-graph", "run-optimizer-triton", "step-6-optimizer-triton",
+GPU_ALONE = {"sync", "run-cuda-graph",
              "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck", "racecheck",
              "overlap-kernels", "test-activations", "test-nccl", "step-160m-graph"}  # fmt: skip
-OWN = [row.name for row in EVERY if not row.words or row.small]  # the others need a GPU
-
-
-@pytest.mark.parametrize("fault", ["kill", "hang", "lack"])
-@pytest.mark.parametrize(
-    "some", [OWN[7::21], pytest.param(OWN, marks=pytest.mark.prove)], ids=["some", "all"]
-)
-def test_a_row_that_dies_hangs_or_lacks_a_package_is_named_and_the_others_run(
-    play, tmp_path, monkeypatch, fault, some
-):
-    (tmp_path / "sitecustomize.py").write_text(FAULTS)
-    options = Options([], tmp_path / "out", "cpu", True, 0, "")
-    rows, faults, limit = list[Row](), {}, 0.7 if fault == "hang" else 60.0
-    for name in some:
-        row = gpu_check.every()[name]._replace(limit=limit, base="", needs=())
-        lacks = "pytest" if row.small[:2] == ("-m", "pytest") else "torch"
-        faults[json.dumps(gpu_check.command(row, options)[1:])] = (
-            lacks if fault == "lack" else fault
-        )
-        rows += [row, Row(f"after-{name}", 20.0, ("-c", ""), 0)]
-    (tmp_path / "faults.json").write_text(json.dumps(faults))
-    monkeypatch.setenv("FAULTS", str(tmp_path / "faults.json"))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    code, lines, _ = play(rows, "--tiny", "--seconds", "3000")
-    assert code == 1
-    ends = {line["row"]: line for line in lines if line["what"] == "outcome"}
-    for name in some:
-        said = ends[name]["outcome"] + ends[name]["said"]
-        assert ends[name]["outcome"].startswith("failed: "), name
-        why = {"kill": "killed by SIGKILL", "hang": "out of time (1 s)", "lack": "No module named"}
-        assert why[fault] in said, (name, said)
-        assert ends[f"after-{name}"]["outcome"] == "passed", name
 
 
 @pytest.mark.prove

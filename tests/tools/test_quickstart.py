@@ -67,6 +67,7 @@ def test_a_file_is_made_again_where_its_source_or_its_program_changed(tmp_path):
     assert "--output-dir" in said
 
 
+@pytest.mark.prove
 @needs_make
 def test_another_text_replaces_nothing_where_a_run_has_learnt_one(tmp_path):
     """`make train OUT=the/folder/of/my/text` put other tokens there, and then refused the run."""

@@ -75,7 +75,7 @@ def check_host(
     free = available() if device.type == "cpu" else None
     if free is None or at_most(config) * launch.local_world < free:
         return
-    places = {rank: i for row in grid.groups("pp") for i, rank in enumerate(row)}
+    places = {rank: i for row in grid.groups("pp").tolist() for i, rank in enumerate(row)}
     first = launch.rank - launch.local_rank
     ranks = [places[r] for r in range(first, first + launch.local_world) if r in places]
     kinds = forecast()

@@ -121,7 +121,7 @@ class Resume:
         saved.forget_noted()
         with self.activity.doing(f"reading {found.directory}"):
             checkpoint.load(found, pieces, grid, device)
-        optimizer.sink.gather_weights(requantise=False)  # loaded() does, with its scales
+        optimizer.sink.gather_weights()
         optimizer.sink.wait_for_weights()
         for line in same_run.of_model(found, self.config, saved.hf_config):
             self.note(line)

@@ -52,8 +52,7 @@ class AmaxHistory(StepState):
     scale_bytes_of_step: the byte of each scale now in use, [layers, 3]. filled: of each layer,
     whether there is a history to scale by.
 
-    like: a weight, on whose device they are. gathered: ZeRO makes the codes of weights after an
-    update (--fp8-param-gather), so what it notes of w belongs to the next step.
+    like: a weight, on whose device they are.
     """
 
     def __init__(
@@ -63,9 +62,8 @@ class AmaxHistory(StepState):
         dy: Format,
         ctx: LayerContext,
         like: Tensor,
-        gathered: bool = False,
     ) -> None:
-        self.names, self.how, self.ctx, self._gathered = names, how, ctx, gathered
+        self.names, self.how, self.ctx = names, how, ctx
         self._forms = (E4M3, dy, E4M3)
         # what is only counted, without data, is a step in mid-run
         self.filled = [like.is_meta] * len(names)
@@ -76,11 +74,7 @@ class AmaxHistory(StepState):
 
     def begin_step(self) -> None:
         """Forget what was noted since the last step."""
-        (self.noted[:, :2] if self._gathered else self.noted).zero_()
-
-    def begin_weights(self) -> None:
-        """Forget what was noted of weights, before all of them are noted again."""
-        self.noted[:, 2].zero_()
+        self.noted.zero_()
 
     @torch.no_grad()
     def end_step(self, found_inf: Tensor) -> None:

@@ -70,6 +70,7 @@ def test_a_plan_has_the_bytes_of_the_dry_run_to_a_few_percent(plans: search.Plan
     assert np.median(far) < 0.04 and max(far) < 0.15, far
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("pp", "virtual", "recompute"),
     [(1, 1, "none"), pytest.param(2, 1, "full", marks=pytest.mark.prove),
@@ -123,8 +124,9 @@ def test_skew_and_dispatch_slow_a_step_where_experts_are_dealt_out(plans: search
         assert np.mean(slower > 1) > 0.95 and np.median(slower) > 1.02
 
 
+@pytest.mark.prove
 def test_the_constants_are_those_of_the_published_runs() -> None:
-    """Half of the runs are fitted, the others told: docs/planning.md has the table."""
+    """Half of the runs are fitted, the others told: docs/predictions.md has the table."""
     found = experts.fitted(experts.ROWS)
     for name in ("dispatch", "expert_skew"):
         assert found[name] == pytest.approx(FIXED[name], rel=0.02)

@@ -25,6 +25,7 @@ from forecast.planner.played import Worker
 from forecast.planner.recorded import Recorded, play
 from forecast.planner.search import Plans
 from forecast.recording import HOST, record
+from tests.sampling import sampled
 from tools import plan
 from tools.pictures import plan as picture
 from training.flags.parse import parse
@@ -70,7 +71,7 @@ def test_a_cluster_of_a_known_gpu_needs_no_file() -> None:
     assert (one.nodes, one.node, one.gpus) == (1, 8, 8) and one.levels[0].bandwidth == 32e9
     assert (four.nodes, four.gpus, four.levels[0].bandwidth) == (4, 32, 300e9)
     plans = plan.plans_of(UNTIED, one, {"seq-length": 1024})
-    assert plans.limit == available(24e9) and list(plans.chosen(1))
+    assert plans.limit == available(24e9)
     for name, why in (("8xmi300x", "AMD's ROCm"), ("0x8xh100", "at least one node")):
         with pytest.raises(ClusterError, match=f"^{name}: .*{why}"):
             read_cluster(name)
@@ -100,7 +101,7 @@ def spread(plans: Plans, count: int) -> list[Recorded]:
 
 
 def test_the_flags_parse_and_the_memory_is_the_dry_runs(plans: Plans) -> None:
-    agree(spread(plans, 4))
+    agree(spread(plans, 2))
 
 
 @pytest.mark.prove
@@ -112,8 +113,11 @@ def test_the_memory_is_the_dry_runs_on_many_layouts(plans: Plans) -> None:
         agree(found.chosen(1))
 
 
-def test_the_table_is_in_order_and_its_parts_add_up(plans: Plans, worker: Worker) -> None:
-    best = play(plans.chosen(2), worker)
+@pytest.mark.parametrize("count", sampled([1, 3], 2))
+def test_the_table_is_in_order_and_its_parts_add_up(
+    plans: Plans, worker: Worker, count: int
+) -> None:
+    best = play(plans.chosen(count), worker)
     seconds = [run.played.step_seconds for run in best]
     assert seconds == sorted(seconds) and all(run.fits for run in best)
     lines = table.ranking(plans, best, 1e9, {})
@@ -333,12 +337,14 @@ def test_a_plan_that_is_nearly_full_is_a_risk(plans: Plans, worker: Worker) -> N
     fitting = [n for n in range(len(plans.layouts)) if plans.fits[n]]
     full = max(fitting, key=lambda n: plans.bytes[n])
     tight = replace(plans, bytes=np.full(len(plans.layouts), 0.99 * plans.limit))
-    runs = play(plans.chosen(2), worker)
+    runs = play(plans.chosen(1), worker)
     assert not any("risk" in line for line in table.ranking(plans, runs, 1e9, {}))
     assert tight._simpler(full)[0] and not plans._simpler(full)[0]
 
 
-@pytest.mark.parametrize("name", ["7B", "13B", "llama3.1-70b", "mixtral", "qwen3-30b"])
+@pytest.mark.parametrize(
+    "name", sampled(["llama3.1-70b", "7B", "13B", "qwen3-30b", "mixtral"], 4)
+)
 def test_models_by_name(name: str) -> None:
     model = read_model(name, 4096)
     billions = {"7B": 6.7, "13B": 13.0, "llama3.1-70b": 70.6, "mixtral": 46.7, "qwen3-30b": 30.5}

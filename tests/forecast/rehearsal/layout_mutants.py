@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.rehearsal_mutations import ROOT, copy_to, in_child, prepare
+from tests.rehearsal_faults import ROOT, copy_to, in_child, prepare
 
 CP = "--context-parallel-size 2 --cp-comm-type "
 DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss"
@@ -83,8 +83,6 @@ MUTANTS = [  # world, flags, file, a text, what takes its place
     (1, "", "mpu/kernels/rope.py", "cos=cos, sin=sin,", "cos=cos.half(), sin=sin.half(),"),
     (1, "", "mpu/kernels/cross_entropy.py", "        rows, labels, log_sum, weight, width,",
      "        rows, labels, log_sum.double(), weight, width,"),
-    (1, "--optimizer-backend triton", "mpu/kernels/adamw.py", "*state, weight, scalars, n,",
-     "*state, weight, scalars.repeat_interleave(2)[::2], n,"),
     (1, DOCUMENTS, BLOCKS, "q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d]",
      "q, k, v = (x.transpose(1, 2) for x in (q, k, v.mT.contiguous().mT))"),
     (1, WIDE + "rowwise", SCALED, "return by_row if of_a else by_row.t()",
@@ -131,7 +129,7 @@ def rehearse(world: int, flags: str, change: tuple[str, str, str] | None) -> obj
         copy_to(folder)
         if change:
             mutant(folder, *change)
-        return in_child(folder, world, flags, world - 1, False)[0]
+        return in_child(folder, world, flags, world - 1)
 
 
 def line_of(file: str, text: str) -> str:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sampling import sampled
+
 SOURCE = Path(__file__).with_name("shared_memory_race.cpp")
 FLAGS = ["-std=c++17", "-fsanitize=thread", "-g", "-O1", "-pthread"]
 FOUND, WRONG_DATA = 66, 3  # exit codes
@@ -59,7 +61,7 @@ def test_protocol_is_clean(build: Callable[..., Path]) -> None:
         assert ran.returncode in (FOUND, WRONG_DATA), (broken, ran.stdout, ran.stderr)
 
 
-@pytest.mark.parametrize("macro", ["RELAX_SIGNAL", "RELAX_WAIT", "RELAX_BARRIER"])
+@pytest.mark.parametrize("macro", sampled(["RELAX_WAIT", "RELAX_SIGNAL", "RELAX_BARRIER"], 3))
 def test_weaker_order_is_found(build: Callable[..., Path], macro: str) -> None:
     ran = execute(build(macro), 4, 2000)
     assert ran.returncode == FOUND, (ran.stdout, ran.stderr)

@@ -10,6 +10,7 @@ from mpu.kernels import expert_rows
 from mpu.layers import dispatch
 from tests.mpu.kernels.elementwise import as_on_a_gpu, count, units
 from tests.mpu.kernels.test_elementwise_ahead_of_time import launches, meta, resources
+from tests.sampling import sampled
 
 CASES = [  # tokens, experts a token, width, how many of ten pairs are elsewhere, padded
     (7, 2, 24, 0, False), (5, 1, 130, 0, False), (9, 8, 33, 5, False), (4, 3, 1, 9, False),
@@ -40,32 +41,32 @@ def near(got, exact, most) -> bool:
     return units(got, exact) < most if exact.any() else not got.any()
 
 
-def equals(comm) -> None:
+def equals(comm, dtype) -> None:
     as_on_a_gpu()
     torch.manual_seed(0)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        for case in CASES:
-            rows, flat, place, weights, dy = drawn(case, dtype)
-            padded = case[-1]
-            for given in (None, weights):
-                want = dispatch._sum(rows, place, given, padded)
-                exact = dispatch._sum(
-                    rows.double(), place, None if given is None else given.double(), padded
-                )
-                got = dispatch._sum(rows, place, given, padded, kernels=True)
-                assert got.shape == want.shape and got.dtype == want.dtype
-                assert near(got, exact, max(2.0, 1.5 * units(want, exact))), (dtype, case)
-            wide = (x.double() for x in (rows, weights))
-            exact_of = dispatch._gradients(*wide, flat, place, dy.double(), padded)
-            got_of = dispatch._gradients_by_kernel(rows, weights, place, dy, padded)
-            for got, exact in zip(got_of, exact_of, strict=True):
-                assert near(got, exact, 8.0), (dtype, case)
-            assert not got_of[0][(flat == place.numel()).nonzero()].any()
+    for case in CASES:
+        rows, flat, place, weights, dy = drawn(case, dtype)
+        padded = case[-1]
+        for given in (None, weights):
+            want = dispatch._sum(rows, place, given, padded)
+            exact = dispatch._sum(
+                rows.double(), place, None if given is None else given.double(), padded
+            )
+            got = dispatch._sum(rows, place, given, padded, kernels=True)
+            assert got.shape == want.shape and got.dtype == want.dtype
+            assert near(got, exact, max(2.0, 1.5 * units(want, exact))), (dtype, case)
+        wide = (x.double() for x in (rows, weights))
+        exact_of = dispatch._gradients(*wide, flat, place, dy.double(), padded)
+        got_of = dispatch._gradients_by_kernel(rows, weights, place, dy, padded)
+        for got, exact in zip(got_of, exact_of, strict=True):
+            assert near(got, exact, 8.0), (dtype, case)
+        assert not got_of[0][(flat == place.numel()).nonzero()].any()
 
 
-def test_the_kernels_do_what_torchs_operations_do(interpreted):
+@pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float32, torch.float64], 3))
+def test_the_kernels_do_what_torchs_operations_do(interpreted, dtype):
     """Odd widths, rows elsewhere, experts without rows, places that are padded."""
-    interpreted(1).run(equals)
+    interpreted(1).run(equals, dtype)
 
 
 def all_here(dtype):

@@ -17,6 +17,7 @@ from mpu.layers.float8.rows import E4M3, E5M2, encode, made, remade, row_scales,
 from mpu.layers.float8.rows import scales as scales_of
 from tests.mpu.kernels import elementwise
 from tests.mpu.kernels.test_ahead_of_time import spilled
+from tests.sampling import sampled
 
 SIZES = [
     (33, 160, 0), (40, 160, 32), (128, 384, 128), (130, 128, 128), (1, 16, 0), (8, 1024, 32),
@@ -79,16 +80,13 @@ def both(comm, first: int, every: int, converts: bool) -> None:
                 assert torch.equal(want[:, real:], got[:, real:])
 
 
-WAYS = itertools.product(range(11), (False, True))
-IN_CI = ((1, False),)
+# first, every, converts
+WAYS = [(1, 29, False), *((i, 11, on) for i in range(11) for on in (False, True))]
 
 
-@pytest.mark.parametrize(
-    "first, converts",
-    [pytest.param(*way, marks=[] if way in IN_CI else pytest.mark.prove) for way in WAYS],
-)
-def test_the_kernels_make_the_bytes_that_torch_makes(interpreted, first, converts):
-    interpreted(1).run(both, first, 11, converts)  # a world answers within its time-out
+@pytest.mark.parametrize("first, every, converts", sampled(WAYS, len(WAYS)))
+def test_the_kernels_make_the_bytes_that_torch_makes(interpreted, first, every, converts):
+    interpreted(1).run(both, first, every, converts)
 
 
 EACH = list(itertools.product((8, 9, 10), ("bf16", "fp32", "rows")))

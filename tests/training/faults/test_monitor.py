@@ -234,6 +234,7 @@ def test_silence_is_a_cause(ranks: Callable[..., Ranks]) -> None:
     assert cause.rank == 1 and "no heartbeat" in cause.why
 
 
+@pytest.mark.prove
 def test_a_rank_that_falls_silent_right_after_set_up_counts_as_lost_soon(
     ranks: Callable[..., Ranks],
 ) -> None:
@@ -251,6 +252,7 @@ def test_a_rank_that_falls_silent_right_after_set_up_counts_as_lost_soon(
     assert cause.why.endswith("before: reading the data of iteration 1")
 
 
+@pytest.mark.prove
 def test_a_silent_coordinator_is_rank_0s_fault(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2, silence=1.0, beat=0.1)
     coordinator = two.monitors[0]._coordinator
@@ -299,6 +301,7 @@ def test_the_port_of_a_local_run_is_not_open_to_the_network(ranks: Callable[...,
     assert ranks(2).monitors[0]._coordinator.listener.getsockname()[0] == "127.0.0.1"
 
 
+@pytest.mark.prove
 def test_a_forked_child_does_not_hide_a_death(ranks: Callable[..., Ranks]) -> None:
     two = ranks(2)
     read, write = os.pipe()

@@ -237,6 +237,7 @@ def test_a_full_disk_ends_the_file_and_not_the_run(capsys):
     assert "iteration 2/4" in out
 
 
+@pytest.mark.prove
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/dev/full is a Linux device")
 def test_standard_output_on_a_full_disk_loses_lines_and_not_the_run(tmp_path):
     """The whole program: its last save is there, and its exit code says so."""
@@ -382,6 +383,7 @@ log.close()
 """
 
 
+@pytest.mark.prove
 def test_terminal_has_a_live_bar_and_gets_its_cursor_back():
     main, side = pty.openpty()
     command = [sys.executable, "-c", ON_A_TERMINAL.replace("{config!r}", repr(OFF))]

@@ -38,6 +38,7 @@ def test_a_sample_changes_no_bit(tmp_path, capsys):
     assert all(0 < len(text.split()) <= NEW for _, text in samples)
 
 
+@pytest.mark.prove
 def test_without_a_prompt_it_goes_on_with_held_out_text(tmp_path, capsys):
     train(tmp_path, "log", "--sample-interval", "6", "--eval-interval", "6", "--eval-iters", "1")
     (before,) = re.findall(r"sample at iteration 6, after '([\d ]+)':\n", capsys.readouterr().out)

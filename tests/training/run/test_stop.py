@@ -148,7 +148,7 @@ def test_what_comes_while_a_run_saves_changes_nothing(stop, numbers, name, capfd
     "number, stepped, code",
     [
         (TERM, False, True),
-        (INT, True, False),
+        pytest.param(INT, True, False, marks=pytest.mark.prove),
         pytest.param(INT, False, True, marks=pytest.mark.prove),
         pytest.param(TERM, True, False, marks=pytest.mark.prove),
     ],

@@ -11,7 +11,6 @@ import pretrain_llama
 from mpu.kernels import available
 from mpu.layers import dispatch, experts, linear_cross_entropy
 from mpu.layers.attention import max_logits
-from mpu.layers.float8 import weights
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import Recipe
 from training.flags.parse import parse
@@ -54,8 +53,8 @@ def read(more="", world=1):
         (f"{MOE} {EP} allgather --moe-token-drop-policy position {CAPACITY}", 4, 11),
         ("--bf16 --optimizer muon", 1, 9),
         ("--optimizer muon --muon-use-syrk --muon-fp32-matmul-prec highest", 1, 9),
-        (f"--bf16 --zero-stage 1 {FLOAT8} blockwise --fp8-param-gather", 1, 13),
-        (f"--bf16 --zero-stage 3 {FLOAT8} tensorwise --fp8-param-gather", 1, 13),
+        (f"--bf16 --zero-stage 1 {FLOAT8} blockwise", 1, 12),
+        (f"--bf16 --zero-stage 3 {FLOAT8} tensorwise", 1, 12),
     ],
 )
 def test_the_calls_of_a_run(more, world, count):
@@ -111,8 +110,6 @@ def raising(sentence):
         (trial, "orthogonalise", "--bf16 --optimizer muon --muon-use-syrk",
          ("the Newton-Schulz iterations of --optimizer muon in bfloat16",
           "omit --muon-use-syrk")),
-        (weights, "finish", f"--bf16 --zero-stage 1 {FLOAT8} rowwise --fp8-param-gather",
-         ("the codes of --fp8-param-gather", "omit --fp8-param-gather")),
     ],
 )  # fmt: skip
 def test_a_failure_is_the_librarys_sentence_and_what_avoids_it(
@@ -139,11 +136,11 @@ def test_what_avoids_a_kernel_of_triton(monkeypatch):
     (avoid,) = (told[what] for what in told if "--qk-clip" in what)
     assert avoid.startswith("omit --qk-clip; ") and "pip uninstall triton" in avoid
     config = parse(
-        f"{FLAGS} --dry-run --bf16 --norm-backend te --optimizer-backend triton".split(), 1
+        f"{FLAGS} --dry-run --bf16 --norm-backend te --optimizer-backend te".split(), 1
     )
     told = {t.what: t.avoid for t in trials(config, CUDA)}
     assert told["the norm of --norm-backend te"] == "use --norm-backend weft"
-    assert told["the update of --optimizer-backend triton"] == "use --optimizer-backend torch"
+    assert told["the update of --optimizer-backend te"] == "use --optimizer-backend torch"
 
 
 def test_a_run_makes_them_before_it_meets_other_ranks(monkeypatch, capsys):

@@ -181,6 +181,7 @@ def threads_of(comm: Any, case: dict[str, Any]) -> list[Any]:
     return [*counts, {thread.name for thread in threads - before if not thread.is_alive()}]
 
 
+@pytest.mark.prove
 def test_a_warm_up_has_the_threads_of_the_steps(world: Any) -> None:
     """Where a forward overlaps a backward, on 4 ranks: ep 2 x pp 2. What is kept for each thread
     is made before the first message.
@@ -212,6 +213,7 @@ def peaks(comm: Any, case: dict[str, Any]) -> tuple[int, int, int, int]:
     return warm.peak, step.peak, largest, stated
 
 
+@pytest.mark.prove
 def test_a_warm_up_lives_in_what_the_dry_run_states(world: Any) -> None:
     """A step's micro-batch, which chooses experts unevenly, and a weight with its gradient.
 

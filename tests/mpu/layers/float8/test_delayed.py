@@ -146,8 +146,7 @@ GLOBAL = "--global-batch-size 4 "
 LAYOUTS = [
     (2, 2, 1, 1, TWO + SP),
     (2, 1, 2, 1, TWO),
-    (2, 1, 1, 1, f"{TWO} --zero-stage 1 --fp8-param-gather"),
-    (2, 1, 1, 1, f"{TWO} --zero-stage 3 --fp8-param-gather --overlap-param-gather"),
+    (2, 1, 1, 1, f"{TWO} --zero-stage 3 --overlap-param-gather"),
     (2, 1, 1, 2, f"{TWO} --pipeline-schedule zb-h1"),
     (4, 2, 2, 1, TWO + SP + " --zero-stage 2"),
     (4, 2, 1, 2, TWO + SP),
