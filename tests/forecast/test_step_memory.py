@@ -73,11 +73,7 @@ LONG = [
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize(
-    "more, size, schedule, v, count",
-    [pytest.param(*row, marks=[] if n == 3 else pytest.mark.prove)
-     for n, row in enumerate(LONG)],
-)  # fmt: skip
+@pytest.mark.parametrize("more, size, schedule, v, count", LONG)
 def test_ranks_that_are_recorded_once_have_the_bytes_that_each_has(more, size, schedule, v, count):
     """In each action, and in host memory; copies, collectives and messages too. The norm's index,
     of all blocks of the model, is the shorter pipeline's, and so are the few bytes that all of its

@@ -143,7 +143,9 @@ def test_the_balance_knows_each_layer(fork, p):
     assert max(pipeline_stages.costs(config, fork).forward) == found
 
 
-@pytest.mark.parametrize("more", ["", "--recompute-granularity full --recompute-num-layers 2"])
+@pytest.mark.parametrize(
+    "more", sampled(["--recompute-granularity full --recompute-num-layers 2", ""], 2)
+)
 def test_what_is_kept_for_backward(fork, path, more):
     """Against what autograd keeps in a real forward: three norms a layer, both heads' logits."""
     stage, whole = recorded(path, f"--fp64 {more}"), recorded(path, "--fp64")

@@ -419,6 +419,7 @@ def test_a_field_that_adds_a_bias_of_0_is_one_that_the_model_depends_on():
     assert one is not None and two is not None and not torch.equal(one, two)
 
 
+@pytest.mark.prove
 def test_a_padding_token_beyond_the_vocabulary_is_no_mistake_of_the_fork():
     """SmolLM3's own pad_token_id is 128004, whatever the size of the vocabulary."""
     transformers = pytest.importorskip("transformers")

@@ -73,8 +73,7 @@ def test_a_plan_has_the_bytes_of_the_dry_run_to_a_few_percent(plans: search.Plan
 @pytest.mark.prove
 @pytest.mark.parametrize(
     ("pp", "virtual", "recompute"),
-    [(1, 1, "none"), pytest.param(2, 1, "full", marks=pytest.mark.prove),
-     pytest.param(2, 2, "none", marks=pytest.mark.prove)],
+    [(1, 1, "none"), (2, 1, "full"), (2, 2, "none")],
 )
 def test_a_forward_during_a_backward_hides_some_of_the_exchanges(
     model: Model, pp: int, virtual: int, recompute: str

@@ -101,7 +101,7 @@ def test_forward_dgrad_and_wgrad_are_those_of_the_oracle(scaling, name, dtype):
         assert (got - wanted).norm() <= tolerance * wanted.norm()
 
 
-@pytest.mark.parametrize("scaling, name", RECIPES)
+@pytest.mark.parametrize("scaling, name", sampled(RECIPES, 3))
 def test_rows_are_the_oracles_numbers(scaling, name):
     ctx = LayerContext(dtype=FP64, accumulate=FP64)
     recipe, form = Float8(scaling, name, ctx), format_of_dy(scaling, name)
