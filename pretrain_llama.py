@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -74,25 +75,27 @@ from training.faults.monitor import FailureMonitor
 from training.files.untrusted import printable
 from training.flags import model_sizes
 from training.flags.parse import model_file, parse
-from training.run import matrices, memory_report, resumable
+from training.run import layer_values, matrices, memory_report, resumable
 from training.run.autotune.overlap import Overlap, OverlapNotes
 from training.run.layer_values import LayerValues
 from training.run.log import Log
 from training.run.memory_report import MemoryReport
 from training.run.model_profile import make_grid, whole_model
 from training.run.pipeline_stages import rank_stages, uses_of
-from training.run.prepare import prepare
+from training.run.process import PROGRAM, as_process, refuse
 from training.run.rendezvous import meet
+from training.run.same_settings import compare
 from training.run.sample import draw_sample
 from training.run.saver import Saver
-from training.run.start import EXPECTED, describe, log_of, measure_and_warm_up, note_of
-from training.run.startup import (
-    PROGRAM,
-    as_process,
-    compare,
+from training.run.start import (
+    EXPECTED,
     connect,
+    describe,
+    log_of,
+    measure_and_warm_up,
     new_monitor,
-    refuse,
+    note_of,
+    prepare,
 )
 from training.run.state import Run
 from training.run.step import Step, Watcher, after_step
@@ -316,24 +319,28 @@ def train(
     agreement = Agreement(run.grid.world)
     rewind = Rewind(run, saver, log, agreement)
     guard = Guard(run, rewind, loaders.train, log, agreement, rerun=run_schedule)
-    slow = SlowRanks(run.grid, run.device, log)
-    layers = LayerValues(run)  # numbers of each layer for the log
-    profile = Profile(config, run.grid, run.engine, run.sink, agreement, log.note)
-    watchers: list[Watcher] = [  # asked in this order, up to one that goes back
+    slow = SlowRanks(run.grid, run.device, log) if run.grid.world_size > 1 else None
+    profile = None
+    if config.log.profile or config.log.record_memory_history:
+        profile = Profile(config, run.grid, run.engine, run.sink, agreement, log.note)
+    layers = LayerValues(run) if layer_values.asked(config) else None
+    error_file, check, digests = run.grid.launch.error_file, config.fault, config.log.log_digests
+    asked: list[Watcher | None] = [  # in this order, up to one that goes back
         slow,  # which rank is slow: numbers for the log
         log,  # the step's line
         MemoryReport(run, log),  # once
-        *([Stepped(run.grid.launch.error_file)] if run.grid.launch.error_file else []),
+        Stepped(error_file) if error_file else None,  # once
         Intervals(config, total),  # --save-interval, --eval-interval, --train-iters, ...
         guard,  # signals, time, bad numbers: stops, or goes back; reads what Intervals asked for
         profile,
-        Replicas(run, rewind, loaders.train, log, train_step),  # --check-replicas: goes back
-        Digests(run, saver.names, saver.digests, log),  # --log-digests
-        GarbageCollection(config),
-        OverlapNotes(overlap, log),
+        Replicas(run, rewind, loaders.train, log, train_step) if check.check_replicas else None,
+        Digests(run, saver.saved.names, saver.saved.digests, log) if digests else None,
+        GarbageCollection(config) if config.run.manual_gc else None,
+        OverlapNotes(overlap.auto, log) if overlap.auto else None,
     ]
+    watchers = [watcher for watcher in asked if watcher]
     stop_signal.begin()
-    with profile, slow:
+    with profile or nullcontext(), slow or nullcontext():
         rewind.begin()  # saves the start, where a run may go back to it
         while rewind.unfinished(total):  # counts the steps that are passed over
             step = Step.next(run)
@@ -345,7 +352,8 @@ def train(
             step.loss, step.norm, step.found_inf = train_step(
                 run, batches, step.lr, step.decoupled_lr
             )
-            memory_report.empty_cache(config, run.device, level=2)
+            if config.fault.empty_unused_memory_level:
+                memory_report.empty_cache(config, run.device, level=2)
             saver.poll()
             over = time_is_up(config.run, started) or bool(saver.failed)
             spiked = guard.spiked(step)
@@ -355,8 +363,8 @@ def train(
             stop_signal.stepped = True
 
             step.auxiliary = run.model.ctx.auxiliary_losses.mean
-            tokens = step.size * config.model.seq_length
-            step.values = log.values(step, run.optimizer.params_norm, partial(layers, tokens))
+            of_layers = partial(layers, step.size * config.model.seq_length) if layers else dict
+            step.values = log.values(step, run.optimizer.params_norm, of_layers)
             decision = after_step(step, watchers)
             if decision.back:  # the run is at a checkpoint again
                 continue

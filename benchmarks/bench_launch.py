@@ -27,7 +27,6 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 
 from mpu.kernels import (  # noqa: E402
-    adamw,
     cross_entropy,
     expert_rows,
     float8,
@@ -99,8 +98,6 @@ def calls() -> dict[str, Callable[[], object]]:
     parts, main = torch.ones(2, 64), torch.ones(64)
     qkv, angles = torch.ones(4, 2, 6, 16, dtype=BF16), torch.ones(4, 1, 1, 8)
     slices = qkv.split([4, 1, 1], 2)
-    state, scalars = tuple(torch.ones(64) for _ in range(4)), torch.ones(4)
-    rates = adamw.Rates(1e-3, (0.9, 0.95), 1e-8, 0.1)
     wide_x = torch.ones(16, 256, dtype=BF16)
     labels, sums = torch.zeros(16, dtype=torch.int64), torch.ones(3, 16)
     place, shares = torch.zeros(16, 2, dtype=torch.int64), torch.ones(16, 2)
@@ -121,7 +118,6 @@ def calls() -> dict[str, Callable[[], object]]:
         "softmax_gradient": lambda: cross_entropy.softmax_gradient(
             x, labels, 0, 64, sums[0], sums[1]
         ),
-        "adamw": lambda: adamw.adamw(state, w, scalars, rates),
         "sum_of_parts": lambda: sum_of_parts.sum_of_parts(parts, main),
         "sum_rows": lambda: expert_rows.sum_rows(x, place, shares, x),
         "combine_backward": lambda: expert_rows.combine_backward(x, place, shares, x, x, shares),

@@ -61,7 +61,7 @@ from training.data.batch import Batch
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run.rendezvous import meet
-from training.run.startup import connect
+from training.run.start import connect
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERTS, TOPK = 8, 2

@@ -40,7 +40,7 @@ from pretrain_llama import Run, build, make_grid, prepare  # noqa: E402
 from training.faults.monitor import FailureMonitor  # noqa: E402
 from training.flags.parse import parse  # noqa: E402
 from training.run.rendezvous import meet  # noqa: E402
-from training.run.startup import connect  # noqa: E402
+from training.run.start import connect  # noqa: E402
 
 TRAINER = ROOT / "pretrain_llama.py"
 PERFECT = ROOT / "benchmarks" / "perfect.py"

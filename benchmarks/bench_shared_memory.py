@@ -111,7 +111,7 @@ def calls(verb: str, axis: Axis, kib: int, dtype: torch.dtype) -> dict[str, Call
         x, out = full[:part], torch.empty_like(full)
 
         def in_place() -> Tensor:
-            gathering = Symmetric.start_all_gather(x, axis, None)
+            gathering = Symmetric(axis).start_all_gather(x, None)
             whole = gathering.gathered()
             gathering.close()  # a longer reader would close later
             return whole

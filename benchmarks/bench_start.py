@@ -57,8 +57,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from importlib import import_module
 agree, load = (import_module(f"training.checkpoint.{name}") for name in ("agree", "load"))
-names = ("rendezvous", "startup")
-meeting, startup = (import_module(f"training.run.{name}") for name in names)
+names = ("rendezvous", "same_settings")
+meeting, comparing = (import_module(f"training.run.{name}") for name in names)
 times, counts = {"imports": time.process_time()}, {}
 world = int(os.environ["WORLD_SIZE"])
 
@@ -114,11 +114,11 @@ class Names:
         many = lambda keys, *more: call([f"{self.prefix}/{key}" for key in keys], *more)
         return many if name in ("check", "wait") else one
 meeting.dist.PrefixStore = Names
-exchange = startup._exchange
+exchange = comparing._exchange
 def compared(mine, *rest):
-    store.mine = startup.digest_of(mine).encode()
+    store.mine = comparing.digest_of(mine).encode()
     exchange(mine, *rest)
-startup._exchange = compared
+comparing._exchange = compared
 monitor = pretrain_llama.new_monitor
 def alone(config, grid, launch, *rest):
     times["meeting"] = time.process_time()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import pretrain_llama  # noqa: E402
-from tools import coordinate_check  # noqa: E402
+from benchmarks import coordinate_check  # noqa: E402
 from training.data.batch import Batch  # noqa: E402
 
 VOCABULARY, SUCCESSORS = 128, 4

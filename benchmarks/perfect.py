@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pretrain_llama  # noqa: E402
 from mpu.comm import collectives  # noqa: E402
-from training.run.startup import as_process  # noqa: E402
+from training.run.process import as_process  # noqa: E402
 
 MESSAGE = 4096
 

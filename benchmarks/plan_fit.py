@@ -274,7 +274,7 @@ def main(argv: list[str]) -> int:
 
 def report(name: str, constants: Values, runs: int, path: Path | None) -> None:
     """Print constants; write them to a file."""
-    source = f"benchmarks/plan_fit.py, on {runs} published runs: docs/planning.md"
+    source = f"benchmarks/plan_fit.py, on {runs} published runs: docs/predictions.md"
     rounded = {key: float(f"{value:.4g}") for key, value in constants.items()}
     text = json.dumps({"source": source, "constants": rounded}, indent=1)
     print(name, text)

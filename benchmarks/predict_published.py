@@ -7,7 +7,7 @@
 
 FOLDER holds the CSV files of published runs. FILE gets a line for every row: what was measured and
 predicted, the error, and whether the row's group was fitted on (fit_device.py says which) or why it
-is not predicted. The device files must be those whose sha256 docs/rehearsal_time.md states: they
+is not predicted. The device files must be those whose sha256 docs/predictions.md states: they
 were frozen before these predictions were printed; --hashes prints that table. Median and worst are
 of the rows not fitted on.
 """
@@ -36,7 +36,7 @@ from benchmarks.planning.published_rows import (  # noqa: E402
 )
 from forecast.device_file import FOLDER, read_device  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "rehearsal_time.md"
+DOCUMENT = ROOT / "docs" / "predictions.md"
 HASH = re.compile(r"^\| `([\w./]+\.json)` \| `([0-9a-f]{64})` \|$", re.MULTILINE)
 COLUMNS = ("row", "source", "group", "device", "measured_s", "predicted_s", "error", "mfu", "state")
 

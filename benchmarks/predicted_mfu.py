@@ -6,7 +6,7 @@
     python benchmarks/predicted_mfu.py gains    four layers of 70B, tp 8: `none` against `ring`
     python benchmarks/predicted_mfu.py changes --base COMMIT    8B: before and now, and why
 
-Predictions of forecast/rehearsal's clock (docs/rehearsal_time.md), of rank 0 alone: nothing is
+Predictions of forecast/rehearsal's clock (docs/rehearsal.md), of rank 0 alone: nothing is
 measured. MFU is of the bf16 peak, with float8 too. FLAG: further flags of the trainer.
 """
 

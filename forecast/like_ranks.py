@@ -36,17 +36,14 @@ class Like(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """An action among those of its rank. name: kind and chunk, of an F that runs beside it too;
-    before, after: names of its neighbours; begun, left: micro-batches before and after its own, 2
-    and 1 standing for more. receives: how many are posted as it ends, for later actions.
-    """
+    """An action, seen among the actions of its rank."""
 
-    name: tuple[str | int, ...]
-    before: tuple[str | int, ...]
-    after: tuple[str | int, ...]
-    begun: int
-    left: int
-    receives: int
+    name: tuple[str | int, ...]  # kind and chunk, also of an F that is interleaved with it
+    before: tuple[str | int, ...]  # name of the previous action
+    after: tuple[str | int, ...]  # name of the next action
+    begun: int  # micro-batches begun before it; 2 stands for more
+    left: int  # micro-batches that follow; 1 stands for more
+    receives: int  # receives that are posted as it ends, for later actions
 
 
 def like_ranks(config: Config, provider: ModelProvider, layers: int = 0) -> Like:

@@ -105,7 +105,7 @@ class _OverContext:
     over_cp = False
 
     def issued(self, verb: str, axis: Axis, tensor: Tensor, *rest: Any) -> None:
-        self.over_cp = self.over_cp or axis.name in ("cp", "cp_a2a", "cp_p2p")
+        self.over_cp = self.over_cp or axis.name == "cp"
 
 
 def check_flags(config: Config, provider: ModelProvider) -> None:

@@ -79,24 +79,19 @@ class Storage:
 
 
 class Transfer(NamedTuple):
-    """A collective or message.
-
-    who: the layer (with "*" for its number), the bucket or the message that it belongs to. purpose:
-    as in the label of its call. bytes: of the whole tensor. sent: those that leave this rank. size:
-    ranks of the axis. peer: of a message, the other rank's place on pp; else -1. action: under way.
-    """
+    """A collective or message."""
 
     axis: str
     verb: str
-    who: str
-    purpose: str
-    bytes: int
-    sent: int
-    size: int
-    peer: int
+    who: str  # the layer (with "*" for its number), bucket or message that it belongs to
+    purpose: str  # as in the label of its call
+    bytes: int  # of the whole tensor
+    sent: int  # bytes that leave this rank
+    size: int  # ranks of the axis
+    peer: int  # of a message: the other rank's place on pp; else -1
     dtype: torch.dtype
     shape: tuple[int, ...]
-    action: Action | str
+    action: Action | str  # the schedule's action in which it starts
 
 
 class Actions(FailureMonitor):
@@ -283,24 +278,20 @@ class Recorder(DispatchMode):
 
 @dataclass
 class Recording:
-    """A step of one rank. run: what the program has built.
+    """A step of one rank."""
 
-    few: micro-batches that are recorded; micro_batches: of the step. start: bytes by kind as the
-    step begins. warm_up: the most bytes before it, where each chunk runs once. heard: what the
-    ranks of the pipeline told each other meanwhile, in order: each time what each of them said.
-    order: where it stands for another rank, that one's actions in order. more: where it stands for
-    one of more layers. walked: the moments of the recorded actions, once they are asked for.
-    """
-
-    run: Any
+    run: Any  # what the program has built
     recorder: Recorder
-    few: int
-    micro_batches: int
-    start: dict[str, int] = field(default_factory=dict)
-    warm_up: int = 0
+    few: int  # micro-batches that are recorded
+    micro_batches: int  # micro-batches of the step
+    start: dict[str, int] = field(default_factory=dict)  # bytes by kind as the step begins
+    warm_up: int = 0  # peak bytes before the step, where each chunk runs once
+    # what the ranks of the pipeline exchanged, in order; an entry has one item for each rank
     heard: list[list[bytes]] = field(default_factory=list)
+    # where it stands for another rank: the actions of that rank, in order
     order: list[Place] | None = None
-    more: "MoreLayers | None" = None
+    more: "MoreLayers | None" = None  # where it stands for a rank of more layers
+    # the moments of the recorded actions, once computed
     walked: dict[str, list[Moment]] = field(default_factory=dict, repr=False)
 
     def moments(self, only: str = "", begin: bool = False) -> list[Moment]:
@@ -578,11 +569,8 @@ def _record_steps(
         recording.warm_up = max(moment.total for moment in recording.moments())
         gc.collect()
     learns = run.sink.zero_stage >= 3 or run.optimizer.state_offload is not None
-    learns = learns or bool(run.sink.float8)  # whose rows are made after an update
     for step in range(1 + learns):
         if step:
-            if run.sink.float8:
-                run.sink.wait_for_weights()
             gc.collect()
             recorder.know(run)
             recorder.settle(OTHER_STATE)

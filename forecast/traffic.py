@@ -20,22 +20,17 @@ Totals = dict[tuple[str, str], tuple[int, int]]  # (axis, verb) -> collectives, 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives or messages of one kind in a step.
+    """Collectives or messages of one kind in a step."""
 
-    axis: as the grid names it. verb: as a trace names it. who, purpose, peer: as in Transfer.
-    times: how many. bytes: of each whole tensor. sent: bytes that leave this rank, all times
-    together. size: ranks of the axis.
-    """
-
-    axis: str
-    verb: str
-    who: str
-    purpose: str
-    times: int
-    bytes: int
-    sent: int
-    size: int
-    peer: int = -1
+    axis: str  # as the grid names it
+    verb: str  # as a trace names it
+    who: str  # as in Transfer
+    purpose: str  # as in Transfer
+    times: int  # number of calls
+    bytes: int  # of each whole tensor
+    sent: int  # bytes that leave this rank, of all calls
+    size: int  # ranks of the axis
+    peer: int = -1  # as in Transfer
 
 
 def traffic(config: Config, script: ModuleType, pp_rank: int = 0, member: int = 0) -> list[Traffic]:

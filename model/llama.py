@@ -217,7 +217,7 @@ class Llama(nn.Module):
             shared = self.embedding.weight if config.tied else None
         numbers = [i for stage in self.stages for i in stage.layers]
         self.layers = nn.ModuleDict(
-            {str(i): self.block(self.layer_config(i), ctx.of_layer(i), recompute) for i in numbers}
+            {str(i): self.block(self.layer_config(i), ctx, recompute) for i in numbers}
         )
         self.blocks = [[self.layers[str(i)] for i in stage.layers] for stage in self.stages]
         if any(stage.loss for stage in self.stages):

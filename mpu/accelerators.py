@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Say whether a GPU, and the package of kernels that a --*-backend flag names, can be used here.
 
-Weft runs without any of them. The packages are Triton, NVIDIA apex and Transformer Engine; each may
+Weft runs without any of them. The packages are NVIDIA apex and Transformer Engine; each may
 be missing, built for another torch, or of no use on a device or for a dtype.
 """
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from mpu import driver
-from mpu.kernels import available
 from mpu.launch import Launch, hides_gpus, visible_gpus
 
 OWN = {  # the value of each flag that needs no package
@@ -87,9 +86,6 @@ def missing(flag: str, backend: str, device_type: str, dtype: torch.dtype) -> st
         return needs_fp32(backend, dtype)
     if dtype == torch.float64:
         return f"{flag} {backend} has no fp64: use {flag} {own}"
-    if backend == "triton":
-        why = available.why_not()
-        return f"{flag} triton: {why}; use {flag} {own}" if why else ""
     try:
         for need in NEEDS[flag, backend]:
             module, _, name = need.partition(":")

@@ -26,7 +26,7 @@ def share(grid: Grid, timeout: timedelta) -> list[str]:
     Collective: every rank of the world calls it. Axes over the same ranks share one workspace.
     """
     lines, spaces = [], dict[tuple[int, ...], Workspace | str]()
-    parts = ("tp_kv", "cp_a2a", "cp_p2p", "dp_cp_shard", "dp_cp_replicate")
+    parts = ("tp_kv", "dp_cp_shard", "dp_cp_replicate")
     experts = ("ep", "edp", "edp_shard", "edp_replicate")
     for name in ("tp", "cp", "dp_cp", *parts, *experts, "world"):
         axis: Axis = getattr(grid, name)

@@ -2,7 +2,7 @@
 """LayerContext: the one frozen object from which a layer learns of ranks, devices and dtypes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,27 +17,20 @@ from mpu.param import Placement, Region, parameter
 
 
 class ExpertOptions(NamedTuple):
-    """What the flags ask of a mixture of experts besides its sizes.
+    """How a mixture of experts is trained: flags besides its sizes."""
 
-    dispatcher: "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py). balance: the losses that
-    balance experts, "aux_loss", "seq_aux_loss" or "lagged_global_aux_loss", each with its
-    coefficient. z_coefficient: of the z-loss. force_balance: every expert gets as many tokens,
-    whatever the router says. skew: where tokens have no values, as in a plan, the first rank of ep
-    gets so many times the mean of them. bias_update_rate: how far the bias of the choice moves in a
-    step (mpu/layers/expert_load.py). capacity_factor, drop_policy, pad_to_capacity: how many of a
-    rank's tokens an expert takes, None being all, which ones ("probs" or "position"), and whether
-    it always gets so many rows (Capacity in mpu/layers/dispatch.py).
-    """
-
-    dispatcher: str = "allgather"
+    dispatcher: str = "allgather"  # "allgather", "alltoall" or "auto" (mpu/layers/dispatch.py)
+    # "aux_loss", "seq_aux_loss" or "lagged_global_aux_loss", each with its coefficient
     balance: tuple[tuple[str, float], ...] = ()
-    z_coefficient: float = 0.0
-    force_balance: bool = False
+    z_coefficient: float = 0.0  # of the router's z-loss
+    force_balance: bool = False  # every expert gets equally many tokens, whatever the router says
+    # in a plan, where tokens have no values: rows of the first rank of ep, over the mean
     skew: float = 1.0
-    bias_update_rate: float = 1e-3
+    bias_update_rate: float = 1e-3  # step of the expert bias (mpu/layers/expert_load.py)
+    # of an expert (Capacity in mpu/layers/dispatch.py); None: unlimited
     capacity_factor: float | None = None
-    drop_policy: str = "probs"
-    pad_to_capacity: bool = False
+    drop_policy: str = "probs"  # which tokens an expert keeps: "probs" or "position"
+    pad_to_capacity: bool = False  # pad every expert to its capacity
 
 
 class QKClip(NamedTuple):
@@ -59,9 +52,9 @@ class LayerContext:
     dtype: of parameters and activations. accumulate: of gradients, norms, RoPE tables, softmax and
     loss (fp32, or fp64 for proofs). sequence_parallel: between the tensor-parallel regions
     activations are cut along s. loss_in_chunks: linear_cross_entropy of the file in mpu/layers that
-    is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: --cp-comm-type, one
-    for all layers or one for each (mpu/layers/context_attention.py). norm_backend,
-    attention_backend: whose kernels they are, as the flags of these names say.
+    is named so, where --fused-linear-cross-entropy asks for it. cp_comm_type: how keys and values
+    reach other ranks (mpu/layers/context_attention.py). norm_backend, attention_backend: whose
+    kernels they are, as the flags of these names say.
     interleaver: of two micro-batches that run interleaved. auxiliary_losses: what `auxiliary_loss`
     adds to. experts: how a mixture of experts is trained.
     log_max_attention_logit, qk_clip: whether each head's largest logit is noted, and clipped.
@@ -77,7 +70,7 @@ class LayerContext:
     queue: WeightGradientQueue = field(default_factory=WeightGradientQueue)
     interleaver: Interleaver = field(default_factory=Interleaver)
     loss_in_chunks: Callable[..., Tensor] | None = None
-    cp_comm_type: tuple[str, ...] = ("p2p",)
+    cp_comm_type: str = "p2p"
     norm_backend: str = "weft"
     attention_backend: str = "auto"
     auxiliary_losses: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
@@ -97,10 +90,8 @@ class LayerContext:
         object.__setattr__(self, "sp", self.sequence_parallel and self.grid.tp.size > 1)
 
     def of_layer(self, number: int) -> "LayerContext":
-        """Return the context of a numbered layer, with its own entry of cp_comm_type."""
-        if len(self.cp_comm_type) == 1:
-            return self
-        return replace(self, cp_comm_type=(self.cp_comm_type[number],))
+        """Return this context; copies of an older model/llama.py ask for each layer's."""
+        return self
 
     def reduce_axes(self, region: Region) -> tuple[Axis, ...]:
         """Return the axes over which a replicated weight's gradient is partial in a region."""

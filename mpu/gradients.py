@@ -8,7 +8,7 @@ pipeline may keep the work of weight gradients in the WeightGradientQueue and ru
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,35 +18,29 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 WIDTH, PART = 64, 1 << 20  # numbers of a sketch; elements sketched at a time, a multiple of WIDTH
 
 
-class Amaxes(Protocol):
-    """What changes once a step besides the weights: mpu/layers/float8/delayed.py."""
+class StepState:
+    """What layers note during a step besides gradients, and what follows from it at its end.
 
-    names: Sequence[str]
-    history: Tensor
-    noted: Tensor
+    The amaxes of delayed float8 (mpu/layers/float8/delayed.py), the tokens of each expert
+    (mpu/layers/expert_load.py) and the largest attention logits (mpu/layers/attention/
+    max_logits.py) are some. All ranks that share a layer have the same, in the same order.
+    """
 
-    def begin_step(self) -> None: ...
-    def begin_weights(self) -> None: ...
-    def end_step(self, found_inf: Tensor) -> None: ...
-    def loaded(self) -> None: ...
+    def begin_step(self) -> None:
+        """Forget what was noted since the last step."""
+
+    def end_step(self, found_inf: Tensor) -> None:
+        """Agree with other ranks, before the update. found_inf: 1.0 where that is skipped."""
+
+    def row_factors(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield what multiplies rows of weights after the update: (weight, factor of each row)."""
+        yield from ()
+
+    def loaded(self) -> None:
+        """Go on from what a checkpoint was read into."""
 
 
-class Loads(Protocol):
-    """What counts the tokens of experts: mpu/layers/expert_load.py."""
-
-    @property
-    def nbytes(self) -> int: ...
-    def state(self) -> Sequence[tuple[nn.Parameter, Tensor]]: ...
-    def begin_step(self) -> None: ...
-    def end_step(self, found_inf: Tensor) -> None: ...
-
-
-class Logits(Protocol):
-    """What notes the largest attention logits: mpu/layers/attention/max_logits.py."""
-
-    def begin_step(self) -> None: ...
-    def end_step(self, found_inf: Tensor) -> None: ...
-    def rows(self) -> Iterator[tuple[nn.Parameter, Tensor]]: ...
+S = TypeVar("S", bound=StepState)
 
 
 class GradientSink:
@@ -65,10 +59,7 @@ class GradientSink:
         self.dtype = dtype
         self.main: dict[nn.Parameter, Tensor] = {}
         self.written: set[nn.Parameter] = set()
-        self.amaxes: Amaxes | None = None  # of delayed float8 (use_float8)
-        self.loads: Loads | None = None  # of a mixture of experts
-        self.logits: Logits | None = None  # where they are noted
-        self.begins: list[Callable[[], None]] = []  # what else is called at the start of a step
+        self.step_states: list[StepState] = []
         # rows of float8 of weights that micro-batches share, by the weight and its role
         self.weight_rows: dict[tuple[nn.Parameter, str], Tensor] = {}
 
@@ -91,14 +82,12 @@ class GradientSink:
         """Start a step: the first gradient of a parameter overwrites what an earlier step left."""
         self.written.clear()
         self.weight_rows.clear()
-        if self.amaxes is not None:
-            self.amaxes.begin_step()
-        if self.loads is not None:
-            self.loads.begin_step()
-        if self.logits is not None:
-            self.logits.begin_step()
-        for begin in self.begins:
-            begin()
+        for state in self.step_states:
+            state.begin_step()
+
+    def state_of(self, kind: type[S]) -> S | None:
+        """Return the step state of a kind, None where layers note nothing of it."""
+        return next((state for state in self.step_states if isinstance(state, kind)), None)
 
     def name_of(self, param: nn.Parameter) -> str:
         """Return a parameter's name and its module's type for a message: here its shape alone."""
@@ -142,12 +131,6 @@ class _Use(torch.autograd.Function):
     def forward(saved_ctx: Any, param: nn.Parameter, sink: GradientSink) -> Tensor:
         saved_ctx.param, saved_ctx.sink = param, sink
         full_weight = sink.acquire(param)
-        if full_weight.dtype != param.dtype:
-            raise ValueError(
-                f"--fp8-param-gather: {sink.name_of(param)} is gathered in float8, and a "
-                "forward of its own takes it by mpu.gradients.use: omit the flag, or give "
-                "its layer a recipe of its own"
-            )
         # autograd may keep what it is given, so a weight that may be freed is copied
         given = full_weight.clone() if sink.is_sharded(param) else full_weight.view_as(param)
         sink.end_use(param)

@@ -13,13 +13,11 @@ of that array, a product axis a plane, its ranks ascending. Further axes:
     edp_shard, edp_replicate    parts of edp, as those of dp_cp
     tp_dp_cp_shard, ep_edp_shard    product of tp and dp_cp_shard, and of ep and edp_shard: the
                      ranks of a stage that share an instance of the optimizer (`instance`)
-    cp_a2a, cp_p2p   parts of cp: neighbours, which exchange heads of attention, and their groups
     embd             first and last rank of a pipeline, which hold a copy of tied embeddings each
     tp_kv            ranks of tp in a row that share a key/value head, where there are fewer heads
 
-With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. cp_a2a and cp_p2p are
-the rank alone too, unless `hierarchical` has their sizes (--hierarchical-context-parallel-sizes),
-and so are ep and edp, unless `ep_size` is given, and the two products, unless
+With one instance dp_cp_shard is dp_cp, and dp_cp_replicate is the rank alone. ep and edp are the
+rank alone too, unless `ep_size` is given, and so are the two products, unless
 `needs_full_matrices`.
 
 A stage (one place on pp) has two views: tp x dp_cp and ep x edp. A parameter is cut over the first
@@ -37,6 +35,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -48,12 +47,16 @@ from mpu.torch_private import set_timeout
 
 ORDER = ("tp", "cp", "dp", "pp")  # fastest to slowest, unless a run says otherwise
 DATA = {"tp": "dp_cp", "ep": "edp"}  # {axis that cuts parameters: ranks that hold the same part}
+PRODUCTS = {name: (name,) for name in ORDER} | {
+    "pp_back": ("pp",), "dp_cp": ("dp", "cp"), "stage": ("tp", "cp", "dp"), "world": ORDER,
+}  # fmt: skip
+Groups = npt.NDArray[np.intp]  # ranks [groups, size], ascending in each
 # Collectives of these axes run during our own matmuls and are no longer than one matmul: their
 # groups have streams of high priority on NCCL. At equal priority NCCL's kernel, which waits for an
 # event of the compute stream, is queued behind all thread blocks of a matmul that does not wait,
 # and nothing overlaps (NVIDIA/Megatron-LM#533). Gradients and weights travel over plain groups:
 # they take as long as many matmuls, and lose the rest of one.
-URGENT = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep", "pp", "pp_back")
+URGENT = ("tp", "tp_kv", "cp", "ep", "pp", "pp_back")
 WATCHDOG_LATER = timedelta(seconds=120)  # than the hang watch
 
 
@@ -139,7 +142,6 @@ class Grid:
     backend: str | None = None
     instances: int = 1  # of the distributed optimizer
     query_groups: int = 0
-    hierarchical: tuple[int, ...] | None = None  # sizes of cp_a2a and cp_p2p
     order: tuple[str, ...] = ORDER
     ep_size: int = 0
     nccl: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -165,95 +167,88 @@ class Grid:
         self.waits = Waits()  # of this rank, on every axis
         self.closing: list[Callable[[], None]] = []  # what must end before the process groups do
         self.rank = self.launch.rank
-        self.tp = self._axis("tp", "tp")
-        self.cp = self._axis("cp", "cp")
-        self.dp = self._axis("dp", "dp")
-        self.pp = self._axis("pp", "pp")
-        self.cp_a2a, self.cp_p2p = self._parts_of_cp()
-        self.dp_cp = self._axis("dp_cp", "dp", "cp")
-        self.ep, self.edp = self._alone("ep"), self._alone("edp")
-        if self.ep_size:
-            stage = self._axis("stage", "tp", "cp", "dp")
-            if stage.size % self.ep_size:
-                raise ValueError(
-                    f"the {stage.size} ranks of a pipeline stage do not divide into groups of "
-                    f"{self.ep_size} expert-parallel ranks"
-                )
-            self.ep, self.edp = _parts(stage, self.ep_size, "ep", "edp")
-        self.dp_cp_shard, self.dp_cp_replicate = self._instances(self.dp_cp)
-        self.edp_shard, self.edp_replicate = self._instances(self.edp)
-        self.tp_dp_cp_shard, self.ep_edp_shard = map(self._instance, DATA)
-        self.tp_kv = self._alone("tp_kv")
-        if 0 < self.query_groups < self.tp.size:
-            if self.tp.size % self.query_groups:
-                raise ValueError(
-                    f"{self.query_groups} query groups do not divide {self.tp.size} "
-                    "tensor-parallel ranks: one must be a multiple of the other"
-                )
-            self.tp_kv, _ = _parts(self.tp, self.tp.size // self.query_groups, "tp_kv", "")
-        # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch
-        # names a group by its ranks and by how many groups its maker has made.
-        self.embd = self._alone("embd")
-        if self.pp.size > 1 and self.pp.rank in (0, self.pp.size - 1):
-            first, last = self.pp.ranks[0], self.pp.ranks[-1]
-            self.embd = Axis("embd", int(self.pp.rank > 0), 2, (first, last))
-        self.pp_back = replace(self.pp, name="pp_back")
-        self.world = self._axis("world", *ORDER)
-        self.background = replace(self.world, name="background")
-
-    def groups(self, *names: str) -> tuple[tuple[int, ...], ...]:
-        """Return every row of the (product) axis of "tp", "cp", "dp", "pp", not this rank's alone.
-
-        Rows come in the order of the ranks along the other axes, the fastest one last.
-        """
-        array = self._array()
-        nesting = self.order[::-1]
-        remaining = [i for i, name in enumerate(nesting) if name not in names]
-        moved = array.transpose(*remaining, *[i for i, name in enumerate(nesting) if name in names])
-        size = prod(array.shape[nesting.index(name)] for name in names)
-        return tuple(tuple(row) for row in moved.reshape(-1, size).tolist())
-
-    def _array(self) -> Any:
-        """Return the ranks of the world as an array of four dimensions, the slowest axis first."""
-        sizes = (getattr(self, f"{name}_size") for name in self.order[::-1])
-        return np.arange(self.world_size).reshape(*sizes)
-
-    def _axis(self, name: str, *names: str) -> Axis:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} is not in a world of {self.world_size}")
-        array = self._array()
-        here = np.unravel_index(self.rank, array.shape)
-        along = zip(self.order[::-1], here, strict=True)
-        row = array[tuple(slice(None) if axis in names else at for axis, at in along)]
-        ranks = tuple(row.reshape(-1).tolist())
-        return Axis(name, ranks.index(self.rank), len(ranks), ranks)
-
-    def _alone(self, name: str) -> Axis:
-        return Axis(name, ranks=(self.rank,))
-
-    def _parts_of_cp(self) -> tuple[Axis, Axis]:
-        if self.hierarchical is None:
-            return self._alone("cp_a2a"), self._alone("cp_p2p")
-        near, far = self.hierarchical
-        if near * far != self.cp.size or near < 1:
+        if self.ep_size and (stage := self.world_size // self.pp_size) % self.ep_size:
             raise ValueError(
-                f"--hierarchical-context-parallel-sizes {near} {far}: their product must be the "
-                f"context-parallel size {self.cp.size}"
+                f"the {stage} ranks of a pipeline stage do not divide into groups of "
+                f"{self.ep_size} expert-parallel ranks"
             )
-        return _parts(self.cp, near, "cp_a2a", "cp_p2p")
+        if 0 < self.query_groups < self.tp_size and self.tp_size % self.query_groups:
+            raise ValueError(
+                f"{self.query_groups} query groups do not divide {self.tp_size} "
+                "tensor-parallel ranks: one must be a multiple of the other"
+            )
+        self.tp, self.cp, self.dp, self.pp = map(self._own, ORDER)
+        self.dp_cp, self.ep, self.edp = map(self._own, ("dp_cp", "ep", "edp"))
+        self.dp_cp_shard, self.dp_cp_replicate = self._instances(self.dp_cp)
+        self.edp_shard, self.edp_replicate = self._instances(self.edp)
+        self.tp_dp_cp_shard, self.ep_edp_shard = (self._own(f"{c}_{DATA[c]}_shard") for c in DATA)
+        self.tp_kv = self._own("tp_kv")
+        # A rank between the ends is alone in embd. It too makes a group in `add_groups`: torch
+        # names a group by its ranks and by how many groups its maker has made.
+        self.embd, self.pp_back = self._own("embd"), self._own("pp_back")
+        self.world = self._own("world")
+        self.background = replace(self.world, name="background")
+
+    def groups(self, name: str) -> Groups:
+        """Return every group of an axis of AXES, or of "stage", not this rank's alone.
+
+        Groups of a product of "tp", "cp", "dp" and "pp" come in the order of the ranks along the
+        other axes, the fastest one last. Of embd the ranks between the ends are in no group.
+        """
+        if name in PRODUCTS:
+            return self._planes(PRODUCTS[name])
+        alone = np.arange(self.world_size)[:, None]
+        if name == "embd":
+            return self.groups("pp")[:, [0, -1]] if self.pp_size > 1 else alone
+        if name == "tp_kv":
+            fewer = 0 < self.query_groups < self.tp_size
+            return _inside(self.groups("tp"), self.tp_size // self.query_groups if fewer else 1)
+        if name in ("ep", "edp"):
+            parts = _inside if name == "ep" else _across
+            return parts(self.groups("stage"), self.ep_size) if self.ep_size else alone
+        axis, _, part = name.rpartition("_")
+        if axis in DATA.values():
+            whole = self.groups(axis)
+            share = whole.shape[1] // self.instances or 1  # or it is the rank alone
+            return (_inside if part == "shard" else _across)(whole, share)
+        cut = name.partition("_")[0]
+        assert name == f"{cut}_{DATA[cut]}_shard", name
+        if not self.needs_full_matrices or (cut == "ep" and not self.ep_size):
+            return alone
+        rows, shards = self.groups(cut), self.groups(f"{DATA[cut]}_shard")
+        row_of = np.empty((self.world_size, rows.shape[1]), dtype=np.intp)
+        row_of[rows] = rows[:, None, :]
+        return np.unique(np.sort(row_of[shards].reshape(len(shards), -1), axis=1), axis=0)
+
+    def _planes(self, names: tuple[str, ...]) -> Groups:
+        nesting = self.order[::-1]
+        array = np.arange(self.world_size).reshape([getattr(self, f"{n}_size") for n in nesting])
+        others = [i for i, name in enumerate(nesting) if name not in names]
+        inner = [i for i, name in enumerate(nesting) if name in names]
+        size = prod(array.shape[i] for i in inner)
+        return array.transpose(*others, *inner).reshape(-1, size)
+
+    def _own(self, name: str) -> Axis:
+        """Return this rank's group of an axis."""
+        groups = self.groups(name)
+        for row, place in np.argwhere(groups == self.rank).tolist():
+            return Axis(name, place, groups.shape[1], tuple(groups[row].tolist()))
+        return Axis(name, ranks=(self.rank,))
 
     def _instances(self, data: Axis) -> tuple[Axis, Axis]:
         """Return the ranks of an axis that share an instance, and those with the same share."""
-        across = f"{data.name}_replicate"
+        shard, replicate = f"{data.name}_shard", f"{data.name}_replicate"
         if self.instances == 1 or (data is self.edp and not self.ep_size):
-            return data, self._alone(across)
+            return data, self._own(replicate)
         if data.size % self.instances:
             kind = "data" if data is self.dp_cp else "expert-data"
             raise ValueError(
                 f"{data.size} {kind}-parallel ranks do not divide into {self.instances} "
                 "instances of the optimizer"
             )
-        return _parts(data, data.size // self.instances, f"{data.name}_shard", across)
+        return self._own(shard), self._own(replicate)
 
     def data(self, cut: str) -> DataAxes:
         """Return the data-parallel ranks of the parameters that an axis of DATA cuts."""
@@ -266,31 +261,18 @@ class Grid:
         found: Axis = getattr(self, f"{cut}_{DATA[cut]}_shard")
         return found
 
-    def _instance(self, cut: str) -> Axis:
-        name = f"{cut}_{DATA[cut]}_shard"
-        if not self.needs_full_matrices or (cut == "ep" and not self.ep_size):
-            return self._alone(name)
-        ranks = tuple(sorted(rank for row in self.places(cut) for rank in row))
-        return Axis(name, ranks.index(self.rank), len(ranks), ranks)
-
     def places(self, cut: str) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of `instance` as rows: places(cut)[s][c] is at place s of the axis of
         shares, and at place c of the axis `cut`.
         """
-        shard = self.data(cut).shard
-        if cut == "tp":
-            rows = {rank: row for row in self.groups("tp") for rank in row}
-        else:
-            stage = self._axis("stage", "tp", "cp", "dp").ranks
-            n = self.ep.size
-            rows = {rank: stage[i // n * n : i // n * n + n] for i, rank in enumerate(stage)}
-        return tuple(rows[rank] for rank in shard.ranks)
+        rows = {rank: tuple(row) for row in self.groups(cut).tolist() for rank in row}
+        return tuple(rows[rank] for rank in self.data(cut).shard.ranks)
 
     # `pp` carries messages to a higher rank, `pp_back` to a lower one: on NCCL a receive that waits
     # must not hold up a send the other way.
     AXES = (
         "tp", "cp", "dp", "pp", "dp_cp", "dp_cp_shard", "dp_cp_replicate", "world", "pp_back",
-        "embd", "tp_kv", "cp_a2a", "cp_p2p", "ep", "edp", "edp_shard", "edp_replicate",
+        "embd", "tp_kv", "ep", "edp", "edp_shard", "edp_replicate",
         "tp_dp_cp_shard", "ep_edp_shard",
     )  # fmt: skip
 
@@ -415,14 +397,12 @@ class Grid:
         ) + ("" if self.order == ORDER else f", in the order {'-'.join(self.order)}")
 
 
-def _parts(axis: Axis, near: int, inside: str, across: str) -> tuple[Axis, Axis]:
-    """Cut a row of ranks into groups of `near` neighbours.
+def _inside(groups: Groups, size: int) -> Groups:
+    """Cut each group into groups of `size` neighbours."""
+    return groups.reshape(-1, size)
 
-    Return this rank's group, and the ranks at the same place in each group.
-    """
-    at, ranks = axis.rank, axis.ranks
-    first = at - at % near
-    return (
-        Axis(inside, at % near, near, ranks[first : first + near]),
-        Axis(across, at // near, axis.size // near, ranks[at % near :: near]),
-    )
+
+def _across(groups: Groups, size: int) -> Groups:
+    """Return the ranks at the same place in each part that `_inside` cuts a group into."""
+    parts = groups.reshape(len(groups), -1, size)
+    return parts.transpose(0, 2, 1).reshape(-1, parts.shape[1])

@@ -99,7 +99,7 @@ class Rendezvous:
     """Where ranks meet, as the launcher said: MASTER_ADDR and MASTER_PORT.
 
     agent: torchrun's agent keeps the store, over all restarts. secret: what only this run's ranks
-    know (docs/reliability.md); b"" where nobody set one.
+    know (docs/security.md); b"" where nobody set one.
     """
 
     host: str = ""

@@ -138,15 +138,14 @@ class Comm:
         instances: int = 1,
         memory: bool = False,
         query_groups: int = 0,
-        hierarchical: tuple[int, ...] | None = None,
         order: tuple[str, ...] = ("tp", "cp", "dp", "pp"),
         ep: int = 0,
         needs_full_matrices: bool = False,
     ) -> Any:
         """Return a connected Grid of this world (groups are made once a layout).
 
-        memory: its ranks share memory, as those of a run on one host do. hierarchical: the parts of
-        cp. order: the axes, fastest first. needs_full_matrices: for an optimizer that needs them.
+        memory: its ranks share memory, as those of a run on one host do. order: the
+        axes, fastest first. needs_full_matrices: for an optimizer that needs them.
         """
         from mpu.connect import share
         from mpu.grid import Grid
@@ -160,7 +159,6 @@ class Comm:
             instances,
             memory,
             query_groups,
-            hierarchical,
             order,
             ep,
             needs_full_matrices,
@@ -170,8 +168,8 @@ class Comm:
             launch = Launch(self.rank, self.size, self.rank, self.size)
             wait = timedelta(seconds=TIMEOUT)
             grid = Grid(
-                self.size, tp, cp, pp, launch, "gloo", instances, query_groups, hierarchical,
-                order, ep, needs_full_matrices=needs_full_matrices,
+                self.size, tp, cp, pp, launch, "gloo", instances, query_groups, order,
+                ep, needs_full_matrices=needs_full_matrices,
             )  # fmt: skip
             grid.add_groups(torch.device("cpu"), wait)
             if memory:

@@ -41,14 +41,12 @@ class Way(NamedTuple):
 ONE = Way(1)
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP = "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v"
-A2A_P2P = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
-EACH = "--cp-comm-type p2p all_gather a2a p2p"
 WAYS = [
     Way(2, "--cp-comm-type all_gather"),
     Way(2, "--cp-comm-type a2a --recompute-granularity full"),
     Way(4, "--cp-comm-type p2p --no-shared-memory"),
-    Way(4, A2A_P2P),
-    Way(2, f"{EACH} --zero-stage 3 --overlap-param-gather {TP}", 2),
+    Way(4, "--cp-comm-type a2a"),
+    Way(2, f"--zero-stage 3 --overlap-param-gather {TP}", 2),
     Way(2, f"--cp-comm-type p2p --zero-stage 1 {PP}", 2),
     Way(2, "--zero-stage 2 --num-distributed-optimizer-instances 2", 2),
 ]

@@ -125,8 +125,7 @@ def test_another_subset_is_refused(runs: Runs, launcher: Launcher) -> None:
 MORE = {
     "Muon": "--optimizer muon --fp64",
     "float8, delayed": "--bf16 --fp8-format hybrid --fp8-recipe delayed",
-    "float8, rowwise, gathered": "--bf16 --fp8-format e4m3 --fp8-recipe rowwise "
-    "--zero-stage 1 --fp8-param-gather",
+    "float8, rowwise": "--bf16 --fp8-format e4m3 --fp8-recipe rowwise --zero-stage 1",
     "float8 at ZeRO 3": "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --zero-stage 3",
     "replicas": "--check-replicas 1 --on-replica-mismatch stop --log-digests 1",
     "layers": "--log-layer-rms-interval 1",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens that each step trains on are the same however the run is laid out and interrupted.
 
-The tokens are those that reach `train_step`; tests/tools/test_ledger.py tests the formula. The runs
-have other data-parallel sizes, micro-batches and workers, kill -9 and resumes into other layouts,
-several epochs of small files, blends and a batch that grows. The oracle reads the data set one
-sample after another, and checks each against the document that it should begin in.
+The tokens are those that reach `train_step`; tests/training/data/test_ledger.py tests the formula.
+The runs have other data-parallel sizes, micro-batches and workers, kill -9 and resumes into other
+layouts, several epochs of small files, blends and a batch that grows. The oracle reads the data set
+one sample after another, and checks each against the document that it should begin in.
 """
 
 import json
@@ -17,7 +17,7 @@ import pytest
 
 from tests import launcher as launching
 from tests.launcher import Launcher, Result
-from tools.ledger import Entry, ledger
+from tests.sample_ledger import Entry, ledger
 from training.data.build import build_datasets, build_loaders
 from training.data.indexed import IndexedWriter, token_dtype
 from training.data.tokenizer import build_tokenizer

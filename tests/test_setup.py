@@ -157,7 +157,7 @@ def test_a_newer_torch_is_named_with_the_tested_ones(monkeypatch, capsys, versio
 
     from mpu.grid import Grid
     from training.flags.parse import parse
-    from training.run import prepare
+    from training.run import start
 
     line = f"torch {version} is newer than the versions tested, 2.11 to 2.13"
     setup_env.say_untested(version)
@@ -167,7 +167,7 @@ def test_a_newer_torch_is_named_with_the_tested_ones(monkeypatch, capsys, versio
         --seq-length 8 --lr 1e-3 --train-iters 1 --micro-batch-size 1 --device cpu
         --num-workers 0""".split()
     said: list[str] = []
-    prepare.prepare(parse(flags, 1), Grid(), False, said.append)
+    start.prepare(parse(flags, 1), Grid(), False, said.append)
     assert [text for text in said if "tested" in text] == [line] * warns
 
 

@@ -128,15 +128,15 @@ SHOWN: list[tuple[str, str, Maker]] = [
     ("docs/data.md", "data/mine_text_document: 7", bad_documents),
     ("docs/data.md", "--input: 5 file(s) read", a_folder),
     ("docs/slurm.md", "stopped by SIGUSR1", a_signal),
-    ("docs/reliability.md", "the checkpoint of step 4", a_save_refused),
+    ("docs/stability.md", "the checkpoint of step 4", a_save_refused),
 ]
 # made elsewhere, where the fault that they tell is made: the page, the begin, the test
 ELSEWHERE = [
     ("README.md", "12  backward  head", "tests/test_readme.py", "test_the_lines_of_explain_are"),
     ("README.md", "tp 2: the loss of", "tests/test_readme.py", "test_the_catch_of_a_wrong_model"),
     ("docs/reliability.md", "[rank 0] rank 1 hangs", "tests/faults/test_hangs.py", "hangs"),
-    ("docs/reliability.md", "[rank 0 on node0] waiting", "tests/faults", "connected, after"),
-    ("docs/reliability.md", "run again, the first", "tests/training", "the first value that is"),
+    ("docs/starting.md", "[rank 0 on node0] waiting", "tests/faults", "connected, after"),
+    ("docs/stability.md", "run again, the first", "tests/training", "the first value that is"),
     ("docs/continuing.md", "validation at iteration 0", "tests/test_continuing_page.py", "shows"),
     ("docs/overlap.md", "overlap: ", "tests/training/run", "less time expected"),
 ]

@@ -150,10 +150,10 @@ setattr(owner, name, there)
 pretrain_llama.as_process(lambda: pretrain_llama.main(sys.argv[1:]), None)
 """
 PHASES = """training.flags.parse._read pretrain_llama.parse pretrain_llama.make_grid
-    training.run.prepare.choose_device pretrain_llama.prepare training.run.prepare.tokenizer_for
-    training.run.prepare.build_loaders training.data.build.Loaders pretrain_llama.connect
+    training.run.start.choose_device pretrain_llama.prepare training.run.start.tokenizer_for
+    training.run.start.build_loaders training.data.build.Loaders pretrain_llama.connect
     pretrain_llama.build pretrain_llama.Optimizer training.run.saver.Saver.begin
-    training.run.saver.Saver.load training.checkpoint.find_latest training.checkpoint.load
+    training.run.resume.Resume.load training.checkpoint.find_latest training.checkpoint.load
     pretrain_llama.measure_and_warm_up training.run.start.warm_up pretrain_llama.log_of""".split()
 
 

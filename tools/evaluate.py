@@ -49,8 +49,8 @@ from training.files.owned import json_with
 from training.files.untrusted import nothing_downloaded, printable, sentence
 from training.run.device import set_arithmetic
 from training.run.output import open_tensorboard, open_wandb, write_scalars
+from training.run.process import as_process
 from training.run.rendezvous import meet
-from training.run.startup import as_process
 from training.run.waiting import Progress, waiting
 
 Scores = dict[str, dict[str, float]]  # by task, by metric

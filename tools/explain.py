@@ -48,6 +48,7 @@ from mpu.comm.collectives import gather_bytes
 from mpu.grid import ORDER, Grid
 from mpu.launch import Launch
 from mpu.layers.context_attention import COMM_TYPES
+from mpu.layers.float8.delayed import AmaxHistory
 from mpu.layers.float8.rows import BLOCKS, RECIPES
 from mpu.pipeline.schedules import CHUNKS, NAMES
 from mpu.torch_private import running_node
@@ -177,7 +178,7 @@ def explain(config: Config, grid: Grid) -> Explained:
         run = build(config, grid, torch.device("cpu"), explainer.monitor)
         explainer.know(run)
         batches = micro_batches(config, grid)
-        if run.sink.zero_stage or run.sink.amaxes is not None:  # the first step is another
+        if run.sink.zero_stage or run.sink.state_of(AmaxHistory):  # the first step is another
             train_step(run, batches, config.optimizer.lr)
             run.iteration += 1
         explainer.begin(len(batches))
@@ -241,7 +242,7 @@ def _rank(rank: int, config: Config, port: int) -> None:
         store.set("text", found.text)
         store.set("streams", json.dumps(found.streams))
     grid.close()
-    os._exit(0)  # not by the interpreter's teardown; see training/run/startup.py, as_process
+    os._exit(0)  # not by the interpreter's teardown; see training/run/process.py, as_process
 
 
 def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
@@ -265,7 +266,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
     parser.add_argument(
         "--fp8-recipe", choices=[*RECIPES], help="float8; the rest of the model is in bf16"
     )
-    parser.add_argument("--fp8-param-gather", action="store_true", help="with --fp8-recipe, --zero")
     parser.add_argument("--num-experts", type=int, help="of a layer; tokens are spread evenly")
     parser.add_argument("--ep", type=int, default=1, help="expert-parallel ranks")
     parser.add_argument("--dispatcher", default="allgather", help="--moe-token-dispatcher-type")
@@ -289,8 +289,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
             "collectives is the same with 2 a side"
         )
     more = ["--cp-comm-type", a.cp_comm_type, "--rank-order", a.rank_order]
-    if a.cp_comm_type == "a2a+p2p":
-        more += ["--hierarchical-context-parallel-sizes", str(a.cp // 2 or 1), str(min(a.cp, 2))]
     if a.recompute_granularity:
         more += ["--recompute-granularity", a.recompute_granularity]
     if a.fp8_recipe:
@@ -305,8 +303,6 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Config, Path | None]:
         more += ["--expert-model-parallel-size", str(a.ep)]
     if a.optimizer != "adam":
         more += ["--optimizer", a.optimizer]
-    if a.fp8_param_gather:
-        more.append("--fp8-param-gather")
     config = tiny(
         a.tp,
         a.dp,

@@ -45,9 +45,9 @@ from training.data.tokenizer import Tokenizer, build_tokenizer
 from training.data.tokenizer_files import digests_of, same_tokenizer, tokenizer_in
 from training.files.untrusted import printable, sentence
 from training.run.device import set_arithmetic
+from training.run.process import as_process
 from training.run.rendezvous import meet
 from training.run.sample import gather_logits, pick
-from training.run.startup import as_process
 from training.run.waiting import waiting
 
 TIMEOUT = timedelta(minutes=5)  # of a collective

@@ -101,7 +101,7 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
             Row("facts", 60),
             Row("step-6", 120),
             *(Row(f"step-6-{name}", 90, base="step-6") for name in (
-                "fp8-tensorwise", "fp8-blockwise", "fp8-rowwise", "optimizer-triton", "muon")),
+                "fp8-tensorwise", "fp8-blockwise", "fp8-rowwise", "muon")),
             Row("run-bf16", 90),
             Row("run-max-logits", 90, base="run-bf16"),
             Row("peer-compiled", 180, base="run-bf16"),
@@ -150,7 +150,7 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
         tuple(Row(f"run-{name}", 90, base="run-bf16") for name in (
             "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fused-linear-loss", "documents", "muon",
             "attention-flash", "attention-fused", "attention-unfused", "fp8-blockwise",
-            "fp8-rowwise", "cuda-graph", "optimizer-triton")),
+            "fp8-rowwise", "cuda-graph")),
     ),
     "kernels": (
         "kernels, float8's products and attention against float64; a step of 2 layers",
@@ -159,7 +159,7 @@ PARTS: dict[str, tuple[str, tuple[Row, ...]]] = {
             Row("context", 60),
             Row("float8", 60),
             *(Row(f"kernel-{name}", 60, needs=("triton",)) for name in (
-                "rope", "swiglu", "loss", "adamw", "sum")),
+                "rope", "swiglu", "loss", "sum")),
             Row("step-2", 90),
         ),
     ),

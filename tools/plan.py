@@ -10,10 +10,10 @@
 MODEL is a size such as 8B, the config.json of Hugging Face, or flags of pretrain_llama.py in quotes
 (with --model-file for a fork). CLUSTER is a file like those of forecast/planner/clusters, or a name
 of theirs, or a number of nodes, of GPUs of one, and a GPU: 4x8xh100, 8xrtx-4090; 2xcpu is two ranks
-of a machine without GPUs. docs/planning.md explains the table and how far to trust it. --measure
-runs the first N layouts, for some steps each, on the ranks that you have. The exit code is 0 where
-a plan was found, 1 where nothing fits (no layout, or the layout of --why) or every layout that was
-run failed, 2 where an argument or a file is wrong.
+of a machine without GPUs. docs/planning.md explains the table, and docs/predictions.md how far to
+trust it. --measure runs the first N layouts, for some steps each, on the ranks that you have. The
+exit code is 0 where a plan was found, 1 where nothing fits (no layout, or the layout of --why) or
+every layout that was run failed, 2 where an argument or a file is wrong.
 """
 
 import argparse

@@ -3,13 +3,13 @@
 """Measure a cluster's links, and write the cluster file that tools/plan.py reads.
 
     torchrun --nnodes 16 --nproc-per-node 8 ... tools/probe_topology.py --device h100 \\
-        --tensor-model-parallel-size 8 --out my_cluster.json
+        --out my_cluster.json
     srun ... tools/probe_topology.py --device h100 --out my_cluster.json
 
-It measures the latency and the bandwidth of every pair of ranks, the collectives of each axis of a
-layout, and the order of ranks whose ring is the fastest; it reads where each rank is in its
-host. Beyond 64 ranks the pairs are those of the first node and those of the nodes' first ranks. The
-report, --report, has every number. The exit code is 2 where an argument is wrong.
+It measures the latency and the bandwidth of every pair of ranks, and warns where a rank is bound to
+another NUMA node than its GPU's. Beyond 64 ranks the pairs are those of the first node and those of
+the nodes' first ranks. The report, --report, has every number. The exit code is 2 where an argument
+is wrong.
 """
 
 import argparse
@@ -39,22 +39,18 @@ import torch
 from forecast.device_file import DeviceFileError, read_device
 from forecast.planner.cluster import content_of
 from mpu.accelerators import own_gpu, unusable_gpu
-from mpu.comm.collectives import all_gather, gather_bytes
-from mpu.grid import ORDER, Grid
-from tools.command_line import Parser, error_line, integer
+from mpu.comm.collectives import gather_bytes
+from mpu.grid import Grid
+from tools.command_line import Parser, error_line
 from tools.topology import host
-from tools.topology.levels import levels_of
-from tools.topology.measure import Prober, collectives
-from tools.topology.rings import EXACT, Matrix, all_rings, best_rings, edges, ring_seconds
+from tools.topology.levels import Matrix, levels_of
+from tools.topology.measure import Prober
 from training.data.files import write_text
 from training.files.owned import json_with
-from training.flags.parallel_rules import rank_order
 from training.run.rendezvous import meet
 
 EVERY = 64  # ranks up to which every pair is measured
 ALONE = 16  # ranks up to which one pair is measured at a time
-RINGS = 6  # of those that should be fastest are tried
-RING_BYTES = 1 << 20  # of a step of a ring
 
 
 def gpu(name: str) -> str:
@@ -73,23 +69,19 @@ def build_parser() -> Parser:
     parser.add_argument("--report", type=Path, metavar="FILE", help="every number that is measured")
     parser.add_argument("--device", type=gpu, required=True, help="the GPU: h100, a100-40, ...")
     parser.add_argument("--name", default="probed", help="of the cluster")
-    parser.add_argument("--tensor-model-parallel-size", type=integer(1), default=1)
-    parser.add_argument("--context-parallel-size", type=integer(1), default=1)
-    parser.add_argument("--pipeline-model-parallel-size", type=integer(1), default=1)
-    parser.add_argument("--rank-order", type=rank_order, default="-".join(ORDER))
     parser.add_argument("--distributed-backend", choices=("nccl", "gloo"))
     return parser
 
 
-def pairs(grid: Grid, prober: Prober, node: int) -> tuple[list[int], Matrix, Matrix]:
-    """Return the ranks that may stand in a ring, and alpha and beta of every two ranks.
+def pairs(grid: Grid, prober: Prober, node: int) -> tuple[Matrix, Matrix]:
+    """Return alpha and beta of every two ranks.
 
-    Of a large world the ring is of the nodes' first ranks, and a pair of ranks of two nodes is
-    taken for those nodes' first ranks, a pair inside a node for that pair of the first node.
+    Of a large world a pair of ranks of two nodes is taken for those nodes' first ranks, a pair
+    inside a node for that pair of the first node.
     """
     n = grid.world_size
     if n <= EVERY:
-        return list(range(n)), *prober.all_pairs(range(n), 1 if n <= ALONE else n)
+        return prober.all_pairs(range(n), 1 if n <= ALONE else n)
     inner = prober.all_pairs(range(node), 1)
     firsts = list(range(0, n, node))
     outer = prober.all_pairs(firsts, len(firsts))
@@ -100,18 +92,7 @@ def pairs(grid: Grid, prober: Prober, node: int) -> tuple[list[int], Matrix, Mat
         np.where(same, a[place[:, None], place[None, :]], b[home[:, None], home[None, :]])
         for a, b in zip(inner, outer, strict=True)
     )
-    return firsts, alpha, beta
-
-
-def rings(prober: Prober, ranks: Sequence[int], cost: Matrix) -> list[tuple[float, list[int]]]:
-    """Return (measured seconds, ring of ranks) of the rings that should be fastest, fastest first.
-
-    The usual order is among them. cost: of a step's message between each two of `ranks`.
-    """
-    usual = tuple(range(len(ranks)))
-    tried = list(all_rings(len(ranks))) if len(ranks) <= 4 else best_rings(cost, RINGS)
-    orders = [[ranks[i] for i in ring] for ring in dict.fromkeys([usual, *tried])]
-    return sorted((prober.ring(order, RING_BYTES), order) for order in orders)
+    return alpha, beta
 
 
 def place() -> host.Place:
@@ -133,31 +114,9 @@ def measured(args: argparse.Namespace, launch: Launch) -> tuple[dict[str, Any], 
     timeout = timedelta(minutes=10)
     grid = Grid(launch.world, pp_size=launch.world, launch=launch,
                 backend=args.distributed_backend)  # fmt: skip
-    axes = Grid(
-        launch.world, args.tensor_model_parallel_size, args.context_parallel_size,
-        args.pipeline_model_parallel_size, launch, order=tuple(args.rank_order.split("-")),
-    )  # fmt: skip
     grid.connect(device, meet(timeout, launch), timeout)
-    axes.backend = grid.backend
-    axes.add_groups(device, timeout)
-    node, prober = launch.local_world, Prober(grid.pp, device)
-    ranks, alpha, beta = pairs(grid, prober, node)
-    chosen = np.ix_(ranks, ranks)
-    cost = edges(alpha[chosen], beta[chosen], RING_BYTES)
-    found = rings(prober, ranks, cost)
-    of_axes = {}
-    for name in ORDER:
-        axis = getattr(axes, name)
-        if axis.size > 1:
-            of_collectives = collectives(axis, device)
-            numbers = torch.tensor(
-                [list(of_collectives.values())], dtype=torch.float64, device=device
-            )
-            every = all_gather(numbers, grid.pp)[0].cpu()
-            of_axes[name] = {
-                verb: {"seconds": every[:, i, 0].max().item(), "rate": every[:, i, 1].min().item()}
-                for i, verb in enumerate(of_collectives)
-            }
+    node = launch.local_world
+    alpha, beta = pairs(grid, Prober(grid.pp, device), node)
     here = place()
     mine = {"place": asdict(here), "findings": host.findings(here, launch.rank)}
     measurements = [
@@ -166,17 +125,11 @@ def measured(args: argparse.Namespace, launch: Launch) -> tuple[dict[str, Any], 
     levels = levels_of(alpha, beta, node)
     source = f"tools/probe_topology.py on {launch.world} ranks over {grid.backend}"
     content = content_of(args.name, args.device, launch.world // node, node, levels, source)
-    positions = {rank: i for i, rank in enumerate(ranks)}
     report = {
-        "alpha_seconds": alpha.tolist(), "beta_bytes_per_second": beta.tolist(),
-        "ring": found[0][1], "ring_is_exact": len(ranks) <= EXACT,
-        "rings": [
-            {"ring": ring, "seconds": seconds,
-             "predicted": ring_seconds(cost, [positions[rank] for rank in ring])}
-            for seconds, ring in found
-        ],
-        "axes": of_axes, "ranks": measurements,
-    }  # fmt: skip
+        "alpha_seconds": alpha.tolist(),
+        "beta_bytes_per_second": beta.tolist(),
+        "ranks": measurements,
+    }
     grid.close()
     return content, report
 
@@ -188,23 +141,6 @@ def lines(content: dict[str, Any], report: dict[str, Any]) -> list[str]:
         f"{level['latency_us']:.1f} us, {level['gbps_per_gpu']:.3g} Gb/s a rank"
         for level in content["levels"]
     ]
-    for axis, verbs in report["axes"].items():
-        of_collectives = [
-            f"{verb} {each['seconds'] * 1e6:.0f} us, {each['rate'] / 1e9:.3g} GB/s"
-            for verb, each in verbs.items()
-        ]
-        out.append(f"collectives of {axis}: {'; '.join(of_collectives)}")
-    best, usual = report["rings"][0], sorted(report["ring"])
-    seconds = next(each["seconds"] for each in report["rings"] if each["ring"] == usual)
-    out.append(f"fastest ring: {best['ring']}, {best['seconds'] * 1e3:.3g} ms for "
-               f"{len(usual) - 1} steps of {RING_BYTES:,} bytes; in the order of the ranks "
-               f"{seconds * 1e3:.3g} ms")  # fmt: skip
-    if best["seconds"] < 0.95 * seconds:
-        out.append(
-            "hint: start the hosts in the order of that ring (SLURM_HOSTFILE, or the order of "
-            "torchrun's --node-rank): NCCL joins the nodes of a ring in the order of the ranks, so "
-            "no NCCL_GRAPH_FILE is needed"
-        )
     return out + [line for rank in report["ranks"] for line in rank["findings"]]
 
 

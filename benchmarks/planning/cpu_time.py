@@ -13,18 +13,18 @@ from typing import NamedTuple
 
 import pretrain_llama
 from benchmarks.planning.cpu_host import Host, Product, Rates
-from forecast.planner.rank_order import Sizes, groups, ledger
-from mpu.grid import ORDER
+from forecast.planner.rank_order import ledger
+from mpu.launch import Launch
 from mpu.pipeline.play import cores
 from mpu.pipeline.simulate import Costs, simulate
-from training.run.model_profile import rank_parameters
+from training.run.model_profile import make_grid, rank_parameters
 from training.run.pipeline_stages import rank_stages
 from training.settings import batch_size
 from training.settings.config import Config
 from training.settings.pipeline_schedule import schedule_of
 
 PROVIDER = pretrain_llama.model_provider
-IN_STEP = ("tp", "cp", "tp_kv", "cp_a2a", "cp_p2p")  # axes of which each micro-batch has transfers
+IN_STEP = ("tp", "cp", "tp_kv")  # axes of which each micro-batch has transfers
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def told(host: Host, config: Config) -> Told:
     rates, r, count = host.of(ranks), Rank.of(config), batch_size.micro_batches(config, 0)
     schedule, width = schedule_of(config, count), p.pipeline_model_parallel_size
     beside, after, message = transfers(host, config, count)
-    context = host.context.get(p.cp_comm_type[0], (0.0, 0.0)) if r.cp > 1 else (0.0, 0.0)
+    context = host.context.get(p.cp_comm_type, (0.0, 0.0)) if r.cp > 1 else (0.0, 0.0)
     layer, first, last = parts(rates, r, p.recompute_granularity == "full", context)
     work, update = dict[int, Cost](), 0.0
     for rank in range(width):
@@ -190,10 +190,11 @@ def transfers(host: Host, config: Config, count: int) -> tuple[list[float], list
     """Return each pipeline rank's seconds of transfers in a micro-batch, those after the last one,
     and the seconds until a message between stages is there.
     """
-    sizes, width = Sizes.of(config), config.parallel.pipeline_model_parallel_size
+    grid = make_grid(config, Launch(0, config.parallel.world_size))
+    width = grid.pp_size
     beside, after, message = [0.0] * width, [0.0] * width, 0.0
     for flow in ledger(config):
-        ranks = 2 if flow.verb == "send" else groups(flow.axis, ORDER, sizes).shape[1]
+        ranks = 2 if flow.verb == "send" else grid.groups(flow.axis).shape[1]
         one = host.transfer(flow.verb, ranks, flow.sent / flow.calls)
         if flow.axis == "pp" and flow.verb == "send":
             message = max(message, one)

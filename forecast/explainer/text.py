@@ -47,7 +47,7 @@ def head(config: Config, level: int) -> list[str]:
     return [
         f"One step of a tiny Llama on {p.world_size} ranks{seen}"
         f"{':' if alone else ','} tensor parallel {t}, data parallel {p.data_parallel_size}, "
-        f"{f'context parallel {cp} ({p.cp_comm_type[0]}), ' * (cp > 1)}sequence "
+        f"{f'context parallel {cp} ({p.cp_comm_type}), ' * (cp > 1)}sequence "
         f"parallelism {'on' if sp else 'off'}, recomputed: {p.recompute_granularity or 'nothing'}",
         *([BEFORE.format(level=level)] if level else []),
         "",

@@ -21,19 +21,16 @@ VERBS = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "red
 
 
 class Box(NamedTuple):
-    """A stretch of a stream. stream: COMPUTE, or a transfer's axis. begin, end: in units.
+    """A span of a stream."""
 
-    kind: of COMPUTE, F, B and W for a matmul (of forward, of the input's gradient, of a weight's),
-    "other", or "wait" where the rank waits for a transfer; else "hidden", or "waited for" where
-    nothing ran meanwhile. what: in a word or two. layer: whose it is.
-    """
-
-    stream: str
-    begin: float
-    end: float
+    stream: str  # COMPUTE, or the axis of a transfer
+    begin: float  # in units
+    end: float  # in units
+    # of COMPUTE: "F", "B" or "W" for a matmul (forward, input gradient, weight gradient), "other",
+    # or "wait" for a transfer; of an axis: "hidden", or "waited for" where nothing ran meanwhile
     kind: str
-    what: str
-    layer: str
+    what: str  # in a word or two
+    layer: str  # the layer that it belongs to
 
 
 class Part(NamedTuple):

@@ -11,7 +11,7 @@ from forecast.rehearsal.links import links_of
 from forecast.rehearsal.roofline import ATTENTION_RAMP, MEASURED, attention_share
 
 LINKS = ("link", "network")  # the levels of a device file
-FIXED = {  # see rehearsal_time.md for the passes' sources
+FIXED = {  # see docs/rehearsal.md for the passes' sources
     # attention_ramp: tokens of keys at which attention reaches half of its share;
     # attention_backward: backward's rate, over forward's. every_way: 1 where a collective takes
     # the fastest of NCCL's protocols and algorithms, 0 where it takes a ring of Simple
@@ -40,7 +40,7 @@ WEFT: dict[str, float] = dict(
     # h / tp and of f / tp; of each score of an unfused attention; of each logit. Of each number: to
     # accumulate a micro-batch's gradient, of the update, sent as gradient, sent as weight. What
     # backward needs, where it differs from MEMORY: TERMS of predict.py.
-    # this repository with its fused kernels (docs/fused.md: 3.43 GB between a layer's matmuls for
+    # this repository with its fused kernels (docs/kernels.md: 3.43 GB between a layer's matmuls for
     # 8,192 tokens of 8B). Its kernels, links and host are the device file's: see `own`
         hidden_bytes=14, inner_bytes=6, ffn_bytes=6, backward_bytes=1.5, scores_bytes=0,
         logit_bytes=6, accumulate_bytes=0, update_bytes=42, gradient_bytes=4, parameter_bytes=2,

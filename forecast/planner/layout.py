@@ -36,12 +36,7 @@ RECOMPUTE_FLAGS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """One layout of a run: what the flags say.
-
-    again: the layers of each stage that "block" recomputes. comm: --cp-comm-type. overlap: how tp's
-    transfers travel. offload: activations wait in host memory. dtype: bf16, or a float8 recipe.
-    dispatcher: --moe-token-dispatcher-type. overlap_ep: --overlap-moe-expert-parallel-comm.
-    """
+    """One layout of a run, as its flags give it."""
 
     tp: int
     pp: int
@@ -51,19 +46,19 @@ class Layout:
     micro_batches: int
     zero: int
     recompute: str
-    again: int = 0
+    again: int = 0  # layers of each stage that "block" recomputes
     cp: int = 1
-    comm: str = "p2p"
+    comm: str = "p2p"  # --cp-comm-type
     schedule: str = "1f1b"
-    offload: bool = False
-    overlap: str = "none"
-    dtype: str = "bf16"
+    offload: bool = False  # activations are offloaded to host memory
+    overlap: str = "none"  # --tp-comm-overlap
+    dtype: str = "bf16"  # bf16, or a float8 recipe
     each: bool = False  # --zero-reduce-each-microbatch
     states: bool = False  # --optimizer-state-offload
     on_host: bool = False  # --optimizer-cpu-offload: the update is the host's
     ep: int = 0  # expert-parallel ranks; 0: the model has none
-    dispatcher: str = "auto"
-    overlap_ep: bool = False
+    dispatcher: str = "auto"  # --moe-token-dispatcher-type
+    overlap_ep: bool = False  # --overlap-moe-expert-parallel-comm
 
     def flags(self) -> str:
         """Return pretrain_llama.py's flags of the layout."""

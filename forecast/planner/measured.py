@@ -51,20 +51,15 @@ class MeasureError(ValueError):
 
 @dataclass(frozen=True)
 class Measured:
-    """A layout that was run.
+    """A layout that was run."""
 
-    model, cluster: as `names_of` writes them. layout: its flags. tokens_per_second: of all
-    ranks; 0 where it failed. steps: those that it is the median of. error: the last line of
-    a run that failed, else "". date: as 2026-11-29.
-    """
-
-    model: str
-    cluster: str
-    layout: str
-    tokens_per_second: float
-    steps: int
-    error: str
-    date: str
+    model: str  # as `names_of` writes it
+    cluster: str  # as `names_of` writes it
+    layout: str  # its flags
+    tokens_per_second: float  # of all ranks; 0 where it failed
+    steps: int  # steps in the median
+    error: str  # last line of a run that failed, else ""
+    date: str  # such as 2026-11-29
 
 
 def names_of(model: Model, cluster: Cluster) -> tuple[str, str]:

@@ -43,7 +43,7 @@ from training.settings.pipeline_schedule import GROUP, micro_batch_counts, own_s
 from training.settings.update_rules import needs_full_matrices
 
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = 2  # ranks of a pipeline that is recorded for a longer one
+SHORT = 2  # ranks of a pipeline that is recorded for a longer one, and chunks of a rank for more
 PAIRS = (4, 6)  # micro-batches for each pipeline rank where a forward runs during a backward
 PARTS = ("F", "B", "W")
 Numbers = Mapping[str, float]
@@ -96,17 +96,15 @@ class Worker:
 
 
 class Play(NamedTuple):
-    """How a layout is played. config: its own. cut: layers of rank 0's chunks. again: those of a
-    stage that backward runs again. device: with the cluster's links. points: the records, by their
-    layers. jobs: for the worker, as many for each point.
-    """
+    """How a layout is recorded and timed."""
 
-    config: Config
-    cut: list[int]
-    again: int
-    device: Device
-    points: list[Point]
-    jobs: list[dict[str, Any]]
+    config: Config  # its own
+    cut: list[int]  # layers of each chunk of rank 0
+    chunks: int  # chunks that are recorded; further ones are like the last of them
+    again: int  # layers of a stage that are recomputed
+    device: Device  # with the links of the cluster
+    points: list[Point]  # the recordings, by their number of layers
+    jobs: list[dict[str, Any]]  # for the worker, equally many for each point
 
 
 def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
@@ -130,6 +128,7 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
     # in a pipeline of two rank 0 does the same, where it has the same neighbours on other axes
     if points[0].layers and p.rank_order.endswith("-pp") and not p.defer_embedding_wgrad_compute:
         ranks = min(ranks, SHORT)
+    chunks = min(len(cut), SHORT) if points[0].layers else len(cut)
     if p.overlap_moe_expert_parallel_comm:
         counts = sorted({min(count, each * ranks) for each in PAIRS})
     elif ranks > SHORT or ranks == 1 or p.defer_embedding_wgrad_compute:
@@ -143,26 +142,28 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
             words = [*argv, "--train-iters", "8", "--global-batch-size", str(m * one),
                      "--rehearse-device", cluster.device]  # fmt: skip
             if point.layers:
-                words += of_layers(config, point, ranks)
+                words += of_layers(config, point, ranks, chunks)
             jobs.append({
                 "argv": last_of_each(words), "node": cluster.node,
                 "world": cluster.gpus // p.pipeline_model_parallel_size * ranks,
                 "levels": [list(level.__dict__.values()) for level in device.levels],
             })  # fmt: skip
-    return Play(config, cut, again, device, points, jobs)
+    return Play(config, cut, chunks, again, device, points, jobs)
 
 
-def of_layers(config: Config, point: Point, ranks: int) -> list[str]:
-    """Return the flags of a pipeline of so many ranks with few layers in each stage, and buckets as
-    all have.
+def of_layers(config: Config, point: Point, ranks: int, chunks: int) -> list[str]:
+    """Return the flags of a pipeline of so many ranks, and chunks of each, with few layers in each
+    stage, and buckets as all have.
     """
     p, n = config.parallel, point.layers
-    stages = ranks * p.virtual_stages
+    stages = ranks * chunks
     words = ["--num-layers", str(n * stages)]
     if ranks > 1:
         cut = ["t" * n] * stages
         words += ["--pipeline-model-parallel-size", str(ranks)]
         words += ["--pipeline-model-parallel-layout", "|".join(["E" + cut[0], *cut[1:]]) + "L"]
+    if chunks < p.virtual_stages:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(chunks)]
     if p.microbatch_group_size_per_virtual_pipeline_stage:
         words += [GROUP, str(ranks)]
     if point.again:
@@ -185,18 +186,21 @@ def composed(play: Play, answers: Sequence[dict[str, Any]]) -> Timing:
         records.append(at_count(by_count, count))
     names = dict.fromkeys(name for record in records for name in record)
     ranks = config.parallel.pipeline_model_parallel_size
-    chunks = len(play.cut)
-    mean = sum(play.cut) / chunks
-    found = dict[str, float]()
-    for name in names:
-        kind, *rest = name.split(SEPARATOR)
-        layers = play.cut[int(rest[1])] if kind == STAGE else mean
-        found[name] = at_layers(play, [r.get(name, 0.0) for r in records], layers)
+
+    def at(name: str, layers: float) -> float:
+        return at_layers(play, [record.get(name, 0.0) for record in records], layers)
+
+    def of_chunk(part: str, chunk: int) -> float:
+        recorded = min(chunk, play.chunks - 1)
+        return at(SEPARATOR.join((STAGE, part, str(recorded))), play.cut[chunk]) / count
+
+    mean = sum(play.cut) / play.chunks
+    found = {name: at(name, mean) for name in names if not name.startswith(STAGE + SEPARATOR)}
     step, exposed = found[STEP], of_kind(found, EXPOSED)
     if ranks > 1:
         schedule = schedule_of(config, count)
-        own = {part: {schedule.stage(0, c): found[SEPARATOR.join((STAGE, part, str(c)))] / count
-                      for c in range(chunks)} for part in PARTS}  # fmt: skip
+        own = {part: {schedule.stage(0, c): of_chunk(part, c) for c in range(len(play.cut))}
+               for part in PARTS}  # fmt: skip
         seconds = stage_seconds(own, costs(config, pretrain_llama.model_provider))
         simulated, exposed = through(schedule, 0, seconds, found[SEND], exposed)
         step = found[REST] + simulated.step

@@ -42,36 +42,27 @@ Kinds = dict[str, int]  # bytes by kind of memory, as --dry-run names them
 
 
 class Layers(NamedTuple):
-    """Bytes of a rank for a micro-batch of one sequence, at a tp and a recomputation, cp 1.
+    """Bytes of a rank for a micro-batch of one sequence, at one tp and recomputation, and cp 1."""
 
-    layer: stored of each layer. first, middle, last: what the first stage, one between and the last
-    store besides their layers. logits. working: of one action of such a stage, what it recomputes
-    included; more: of it, for each sequence more.
-    """
-
-    layer: float
-    first: float
-    middle: float
-    last: float
+    layer: float  # saved by each layer
+    first: float  # saved by the first stage besides its layers
+    middle: float  # saved by a stage in between, besides its layers
+    last: float  # saved by the last stage besides its layers
     logits: float
+    # transient, of one action of each such stage, recomputation included
     working: tuple[float, ...]
-    more: tuple[float, ...]
+    more: tuple[float, ...]  # the same, for each further sequence
 
 
 class Sizes(NamedTuple):
-    """What does not depend on the recomputation: numbers of a layer and of both ends, at a tp.
-
-    waits: bytes that a layer keeps from B to W, where the schedule separates them. experts: those
-    of the layer's numbers that are shared over edp. moments: bytes of the optimizer's state of
-    each of the four.
-    """
+    """What does not depend on recomputation: elements of a layer and of both ends, at one tp."""
 
     layer: float
     embedding: float
     head: float
-    waits: float
-    experts: float
-    moments: tuple[float, float, float, float]
+    waits: float  # bytes that a layer keeps from B to W, in schedules that split them
+    experts: float  # elements of a layer that are sharded over edp
+    moments: tuple[float, float, float, float]  # bytes of optimizer state of each of the four above
 
 
 @lru_cache(maxsize=256)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank the orders in which ranks may count along the axes, by what crosses which level of links.
 
-`across` is a pure function of the order, the sizes of the axes, the levels and what each rank
-sends; `ledger` reads the latter from forecast/traffic.py, which is exact. In a
-ring each rank of a group sends to the next one, the ranks in ascending order; a verb that goes in
-pairs sends an equal part to every other rank. On gloo a reduce-scatter does (docs/numerics.md).
+`across` is a pure function of the grid, the levels and what each rank sends; `ledger` reads the
+latter from forecast/traffic.py, which is exact. In a ring each rank of a group sends to the next
+one, the ranks in ascending order; a verb that goes in pairs sends an equal part to every other
+rank. On gloo a reduce-scatter does (docs/numerics.md).
 
 Ranks count along the axes of an order, the fastest first: --rank-order tp-cp-dp-pp.
 """
@@ -12,9 +12,8 @@ Ranks count along the axes of an order, the fastest first: --rank-order tp-cp-dp
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -26,15 +25,16 @@ from forecast.planner.model import REST, Model
 from forecast.recording import record
 from forecast.rehearsal.links import ROUNDS, Links, Way, collective, message, spans
 from forecast.traffic import rows
-from mpu.grid import ORDER
+from mpu.grid import ORDER, Grid, Groups
+from mpu.launch import Launch
 from training.flags.parse import parse
+from training.run.model_profile import make_grid
 from training.run.text import aligned, in_units
 from training.settings.config import Config
 
 NCCL, GLOO = frozenset({"all_to_all"}), frozenset({"all_to_all", "reduce_scatter"})
 AXES = {"pp_back": "pp"}  # the ranks of both are a pipeline's
 WORTH = 0.01  # share of the time by which another order must be faster
-Ranks = npt.NDArray[np.intp]
 
 
 class Flow(NamedTuple):
@@ -51,40 +51,6 @@ class Flow(NamedTuple):
     to: int = -1
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of the axes, and of their parts, as mpu/grid.py takes them."""
-
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
-    pp: int = 1
-    instances: int = 1
-    sharing: int = 1  # ranks of tp that share a key/value head
-    near: int = 1  # of cp: --hierarchical-context-parallel-sizes
-    ep: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.cp * self.dp * self.pp
-
-    @classmethod
-    def of(cls, config: Config) -> "Sizes":
-        """Return a run's."""
-        p, groups = config.parallel, config.model.num_query_groups
-        tp = p.tensor_model_parallel_size
-        return cls(
-            tp=tp,
-            cp=p.context_parallel_size,
-            dp=p.data_parallel_size,
-            pp=p.pipeline_model_parallel_size,
-            instances=p.num_distributed_optimizer_instances,
-            sharing=max(1, tp // groups) if groups else 1,
-            near=(p.hierarchical_context_parallel_sizes or (1,))[0],
-            ep=config.expert_model_parallel_size or 1,
-        )
-
-
 def ledger(config: Config) -> list[Flow]:
     """Return what the ranks of a run send in a step, its scalars too."""
     found = Counter[tuple[str, str, int, int]](), Counter[tuple[str, str, int, int]]()
@@ -97,67 +63,7 @@ def ledger(config: Config) -> list[Flow]:
     return [Flow(*key[:3], calls, found[1][key], key[3]) for key, calls in found[0].items()]
 
 
-def array_of(order: Sequence[str], sizes: Sizes) -> Ranks:
-    """Return the ranks of the world by their places along ORDER's axes."""
-    nesting = list(order)[::-1]
-    ranks = np.arange(sizes.world).reshape([getattr(sizes, name) for name in nesting])
-    return ranks.transpose([nesting.index(name) for name in ORDER])
-
-
-def groups(axis: str, order: Sequence[str], sizes: Sizes) -> Ranks:
-    """Return the groups of an axis, [groups, ranks], each ascending, as mpu/grid.py makes them."""
-    nesting = list(order)[::-1]
-
-    def rows(*names: str) -> Ranks:
-        remaining = [i for i, name in enumerate(nesting) if name not in names]
-        inner = [i for i, name in enumerate(nesting) if name in names]
-        ranks = np.arange(sizes.world).reshape([getattr(sizes, name) for name in nesting])
-        count = prod(getattr(sizes, name) for name in names)
-        return ranks.transpose(remaining + inner).reshape(-1, count)
-
-    def inside(found: Ranks, size: int) -> Ranks:
-        return found.reshape(-1, size)
-
-    def between(found: Ranks, size: int) -> Ranks:
-        cut = found.reshape(len(found), -1, size).transpose(0, 2, 1)
-        return cut.reshape(-1, found.shape[1] // size)
-
-    both = sizes.dp * sizes.cp
-    if axis in ("tp_dp_cp_shard", "ep_edp_shard"):  # an instance: its shares, each with all parts
-        cut, _, shard = axis.partition("_")
-        found = groups(cut, order, sizes)
-        parts = np.empty((sizes.world, found.shape[1]), dtype=np.intp)
-        parts[found] = found[:, None, :]
-        shares = groups(shard, order, sizes)
-        return np.unique(np.sort(parts[shares].reshape(len(shares), -1), axis=1), axis=0)
-    if axis in ORDER:
-        return rows(axis)
-    if axis == "world":
-        return rows(*ORDER)
-    if axis == "dp_cp":
-        return rows("dp", "cp")
-    if axis == "dp_cp_shard":
-        return inside(rows("dp", "cp"), both // sizes.instances)
-    if axis == "dp_cp_replicate":
-        return between(rows("dp", "cp"), both // sizes.instances)
-    if axis.startswith(("ep", "edp")):
-        stage = rows("tp", "cp", "dp")
-        if axis == "ep":
-            return inside(stage, sizes.ep)
-        same = between(stage, sizes.ep)
-        size = same.shape[1] // sizes.instances
-        return {"edp": same, "edp_shard": inside(same, size)}.get(axis, between(same, size))
-    if axis == "tp_kv":
-        return inside(rows("tp"), sizes.sharing)
-    if axis == "cp_a2a":
-        return inside(rows("cp"), sizes.near)
-    if axis == "cp_p2p":
-        return between(rows("cp"), sizes.near)
-    assert axis == "embd", axis
-    return rows("pp")[:, [0, -1]]
-
-
-def level_of(levels: Sequence[Level], one: Ranks, other: Ranks) -> Ranks:
+def level_of(levels: Sequence[Level], one: Groups, other: Groups) -> Groups:
     """Return the number of the innermost level that joins each pair of ranks."""
     found = np.full(np.broadcast_shapes(one.shape, other.shape), len(levels) - 1)
     for n in range(len(levels) - 1, -1, -1):
@@ -170,25 +76,21 @@ def level_of(levels: Sequence[Level], one: Ranks, other: Ranks) -> Ranks:
 class Pairs(NamedTuple):
     """Bytes from ranks to ranks, pair by pair."""
 
-    source: Ranks
-    target: Ranks
+    source: Groups
+    target: Groups
     sent: npt.NDArray[np.float64]
 
 
-def pairs(
-    axis: str, order: Sequence[str], sizes: Sizes, flows: Sequence[Flow],
-    spread: Collection[str] = NCCL,
-) -> Pairs:  # fmt: skip
+def pairs(axis: str, grid: Grid, flows: Sequence[Flow], spread: Collection[str] = NCCL) -> Pairs:
     """Return who sends whom how many bytes of an axis. spread: the verbs that go in pairs."""
-    found = groups(axis, order, sizes)
-    places = array_of(order, sizes).reshape(-1, sizes.pp)  # [others, pp]
-    at = np.empty(sizes.world, dtype=np.intp)
-    at[places] = np.arange(sizes.pp)
+    found, places = grid.groups(axis), grid.groups("pp")  # [others, pp]
+    at = np.empty(grid.world_size, dtype=np.intp)
+    at[places] = np.arange(grid.pp_size)
     n = found.shape[1]
     parts: list[Pairs] = []
     for ways in (True, False):  # to all others in the group, or to the next
         of_axis = [f for f in flows if f.axis == axis and f.to < 0 and (f.verb in spread) == ways]
-        by_stage = np.zeros(sizes.pp)
+        by_stage = np.zeros(grid.pp_size)
         for flow in of_axis:
             by_stage[flow.pp_rank] += flow.sent
         if n == 1 or not by_stage.any():
@@ -208,22 +110,19 @@ def pairs(
 
 
 def across(
-    order: Sequence[str], sizes: Sizes, levels: Sequence[Level], flows: Sequence[Flow],
-    spread: Collection[str] = NCCL,
-) -> dict[str, list[int]]:  # fmt: skip
+    grid: Grid, levels: Sequence[Level], flows: Sequence[Flow], spread: Collection[str] = NCCL
+) -> dict[str, list[int]]:
     """Return {axis: bytes of a step over each level's links, of all ranks together}."""
     of_axes = {}
     for axis in dict.fromkeys(flow.axis for flow in flows):
-        sent = pairs(axis, order, sizes, flows, spread)
+        sent = pairs(axis, grid, flows, spread)
         at = level_of(levels, sent.source, sent.target)
         sums = np.bincount(at, weights=sent.sent, minlength=len(levels))
         of_axes[axis] = [round(each) for each in sums]
     return of_axes
 
 
-def seconds(
-    order: Sequence[str], sizes: Sizes, levels: Sequence[Level], flows: Sequence[Flow]
-) -> dict[str, float]:
+def seconds(grid: Grid, levels: Sequence[Level], flows: Sequence[Flow]) -> dict[str, float]:
     """Return {axis: seconds that its bytes of a step need}, each axis alone, nothing hidden.
 
     Each call takes the time that the rehearsal's clock computes (forecast/rehearsal/links.py), on
@@ -232,10 +131,10 @@ def seconds(
     """
     links = links_of(levels)
     blocks = [level.gpus for level in levels]
-    places = array_of(order, sizes).reshape(-1, sizes.pp)  # [others, pp]
+    places = grid.groups("pp")  # [others, pp]
     of_axes = {}
     for axis in dict.fromkeys(flow.axis for flow in flows):
-        found = groups(axis, order, sizes)
+        found = grid.groups(axis)
         n, ways = found.shape[1], [spans(blocks, group) for group in unlike(levels, found)]
         of_rank = defaultdict[int, float](float)
         for flow in flows:
@@ -267,7 +166,7 @@ def links_of(levels: Sequence[Level]) -> Links:
     )
 
 
-def unlike(levels: Sequence[Level], found: Ranks) -> list[list[int]]:
+def unlike(levels: Sequence[Level], found: Groups) -> list[list[int]]:
     """Return one of the groups, which ascend, of each way in which these lie on the levels."""
     if found.shape[1] == 1:
         return []
@@ -295,18 +194,19 @@ class Choice:
         return sum(self.seconds.values())
 
 
-def distinct(sizes: Sizes) -> list[tuple[str, ...]]:
+def distinct(grid: Grid) -> list[tuple[str, ...]]:
     """Return the orders that differ in the axes of several ranks, the usual one first."""
-    cut = [name for name in ORDER if getattr(sizes, name) > 1]
+    cut = [name for name in ORDER if getattr(grid, name).size > 1]
     rest = [name for name in ORDER if name not in cut]
     return [ORDER, *((*each, *rest) for each in permutations(cut) if list(each) != cut)]
 
 
-def choices(sizes: Sizes, levels: Sequence[Level], flows: Sequence[Flow]) -> list[Choice]:
+def choices(grid: Grid, levels: Sequence[Level], flows: Sequence[Flow]) -> list[Choice]:
     """Return every order, the fastest first; the usual one before those that gain under WORTH."""
+    grids = [replace(grid, order=order) for order in distinct(grid)]
     every = [
-        Choice(order, across(order, sizes, levels, flows), seconds(order, sizes, levels, flows))
-        for order in distinct(sizes)
+        Choice(each.order, across(each, levels, flows), seconds(each, levels, flows))
+        for each in grids
     ]
     usual = every[0].total
     return sorted(every, key=lambda c: (usual if c.total > usual * (1 - WORTH) and c.order == ORDER
@@ -323,7 +223,8 @@ def config_of(model: Model, cluster: Cluster, flags: str) -> Config:
 
 def orders(config: Config, cluster: Cluster) -> list[Choice]:
     """Return every order that differs for a run, the one whose transfers take least time first."""
-    return choices(Sizes.of(config), cluster.levels, ledger(config))
+    grid = make_grid(config, Launch(0, config.parallel.world_size))
+    return choices(grid, cluster.levels, ledger(config))
 
 
 def faster(model: Model, cluster: Cluster, flags: str) -> tuple[str, float]:

@@ -18,64 +18,47 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of one framework on one kind of device; every field is an array over the runs.
+    """Runs of one framework on one kind of device; every field is an array over the runs."""
 
-    layers, hidden, heads, kv_heads, ffn, vocab, sequence: the model's sizes. gated: its MLP has a
-    gate. tied: embedding and output layer are one matrix. causal: attention skips what is masked.
-    micro_batches: of a step and data-parallel rank. recompute: share of the layers whose forward
-    runs again in backward. sequence_parallel, overlap: 0 or 1. float8: 1 where the layers' matmuls
-    are in float8. schedule: an index into SCHEDULES of pipeline.py. node: GPUs of a node. network:
-    bytes a second of one GPU's share of the node's network cards, one direction. cut: [runs,
-    stages], the layers of each stage, 0 beyond pp * virtual. head: the stage that has the output
-    layer. idle: 1 where a pipeline rank has nothing to do. core_again: 1 where attention runs again
-    in backward. comm: how keys and values travel, an index into COMMS. overlap: 1 where tp's
-    transfers travel in a ring during matmuls. offload: bytes of a layer and micro-batch that wait
-    in host memory. reduces: sums of gradients of a step. experts, topk, expert_ffn: of a mixture of
-    experts, of each layer; ffn is then what every token meets. ep: the ranks that experts are dealt
-    out over. dispatcher: how rows travel to them, an index into DISPATCHERS. paired: share of the
-    forwards that run during a backward, each while the other's rows travel. channels: of a head; 0
-    means hidden / heads.
-    """
-
-    layers: Array
+    layers: Array  # sizes of the model, up to `sequence`
     hidden: Array
     heads: Array
     kv_heads: Array
     ffn: Array
     vocab: Array
     sequence: Array
-    gated: Array
-    tied: Array
-    causal: Array
+    gated: Array  # 1: the MLP has a gate
+    tied: Array  # 1: embedding and output layer are one matrix
+    causal: Array  # 1: attention skips masked blocks
     tp: Array
     cp: Array
     dp: Array
     pp: Array
     virtual: Array
     micro_batch: Array
-    micro_batches: Array
+    micro_batches: Array  # of a step and data-parallel rank
     zero: Array
-    recompute: Array
-    sequence_parallel: Array
-    float8: Array
-    schedule: Array
-    node: Array
-    network: Array
-    head: Array
-    idle: Array
-    core_again: Array
-    comm: Array
-    overlap: Array
-    offload: Array
-    reduces: Array
-    experts: Array
-    topk: Array
-    expert_ffn: Array
-    ep: Array
-    dispatcher: Array
-    paired: Array
-    channels: Array
-    cut: Array
+    recompute: Array  # share of the layers that are recomputed
+    sequence_parallel: Array  # 0 or 1
+    float8: Array  # 1: the matmuls of layers are in float8
+    schedule: Array  # index into SCHEDULES of pipeline.py
+    node: Array  # GPUs of a node
+    network: Array  # bytes/s of a GPU's share of the node's network cards, one direction
+    head: Array  # the stage that has the output layer
+    idle: Array  # 1: a pipeline rank has nothing to do
+    core_again: Array  # 1: core attention is recomputed
+    comm: Array  # how keys and values are exchanged, an index into COMMS
+    overlap: Array  # 1: tp's transfers overlap with matmuls, in a ring
+    offload: Array  # bytes of a layer and micro-batch that are offloaded to host memory
+    reduces: Array  # reductions of gradients a step
+    experts: Array  # of each layer; `ffn` is then of the dense MLP
+    topk: Array  # experts of a token
+    expert_ffn: Array  # ffn size of an expert
+    ep: Array  # expert-parallel size
+    dispatcher: Array  # an index into DISPATCHERS
+    paired: Array  # share of the forwards that are interleaved with a backward
+    channels: Array  # of a head; 0: hidden / heads
+    cut: Array  # [runs, stages]: layers of each stage, 0 beyond pp * virtual
 
     def __len__(self) -> int:
         return len(self.layers)

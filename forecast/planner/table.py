@@ -15,14 +15,14 @@ from forecast.rehearsal.clock import Timing
 from training.run.text import aligned
 from training.settings.config import Config
 
-ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/planning.md
+ERROR = 0.3  # of a program that was never timed on this device, assumed: docs/predictions.md
 MILLION = 1_000_000
 COLUMNS = 100
 EXAMPLE = "--mock-data --lr 3e-4 --train-iters 20"
 TERMS = {  # kinds and axes of Timing, as they add up to a step
     "compute": ("compute of the rank", ("matmul", "attention", "passes")),
     "tp": ("exposed transfers of tp", ("tp", "tp_kv")),
-    "cp": ("exposed transfers of cp", ("cp", "cp_a2a", "cp_p2p")),
+    "cp": ("exposed transfers of cp", ("cp",)),
     "ep": ("transfers of tokens to experts and back", ("ep",)),
     "pp": ("messages between stages that are waited for", ("pp", "pp_back")),
     "dp": ("exposed sums of gradients, gathers of weights, and other axes", ()),
@@ -146,7 +146,7 @@ def described(config: Config) -> str:
     words = [f"tp {p.tensor_model_parallel_size}"]
     words[0] += f" {p.tp_comm_overlap}" * (p.tp_comm_overlap != "none")
     if (cp := p.context_parallel_size) > 1:
-        words.append(f"cp {cp} {' '.join(dict.fromkeys(p.cp_comm_type))}")
+        words.append(f"cp {cp} {p.cp_comm_type}")
     if ep := config.expert_model_parallel_size:
         words.append(f"ep {ep}" + " overlapped" * p.overlap_moe_expert_parallel_comm)
     if (pp := p.pipeline_model_parallel_size) > 1:

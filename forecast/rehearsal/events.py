@@ -27,66 +27,52 @@ class Where(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel, or one library call, on a stream.
+    """One kernel, or one library call, on a stream."""
 
-    op: such as "aten::mm" or a Triton kernel's name. shapes: of its tensors, inputs first. read,
-    written: storages. bytes: that it reads and writes, each tensor once. flops: of its matmuls.
-    spans: of each storage read, then of each written, the bytes [low, high); empty: all of it.
-    dtypes: of its tensors, as shapes. host: the places of inputs that lie in host memory.
-    arguments: of a Triton kernel, those that its launch takes.
-    """
-
-    op: str
+    op: str  # such as "aten::mm", or the name of a Triton kernel
     stream: int
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...]  # of its tensors, inputs first
     dtype: str
-    read: tuple[int, ...]
-    written: tuple[int, ...]
-    bytes: int
-    flops: float
+    read: tuple[int, ...]  # storages
+    written: tuple[int, ...]  # storages
+    bytes: int  # read and written, each tensor once
+    flops: float  # of its matmuls
     where: Where
+    # of each storage read, then of each written: bytes [low, high); empty: all of it
     spans: tuple[tuple[int, int], ...] = ()
-    dtypes: tuple[str, ...] = ()
-    host: tuple[str, ...] = ()
-    arguments: int = 0
+    dtypes: tuple[str, ...] = ()  # of its tensors, as `shapes`
+    host: tuple[str, ...] = ()  # places of inputs that are in host memory
+    arguments: int = 0  # of a Triton kernel: arguments of its launch
 
 
 class Transfer(NamedTuple):
-    """One collective, or one message, on its communicator's stream.
+    """One collective, or one message, on the stream of its communicator.
 
-    id: counts the rank's transfers. verb: all_gather, reduce_scatter, all_reduce, all_to_all, send
-    or receive. axis: "tp", "dp_cp".
-    group: the communicator's ranks in the world. peer: of a message, the rank at its other end,
-    else -1. number: this transfer's place among those of its communicator, from 0. bytes: of the
-    input; of a receive, of the result. sent: bytes that leave this rank, by the ideal algorithm.
-    batch: messages that start together have one number; -1 where one starts alone. From the
-    stream `origin`, which called it, the transfer waits for what was launched on it before. op:
-    what a reduction computes. spans: as of a Launch. communicator: its name, the same on all its
-    ranks. urgent: its stream has high priority. is_async: the program waits for it later.
+    It waits for what was launched before it on the stream `origin`, which called it.
     """
 
-    id: int
-    verb: str
-    axis: str
-    group: tuple[int, ...]
-    peer: int
-    number: int
-    bytes: int
-    sent: int
+    id: int  # counts the transfers of the rank
+    verb: str  # all_gather, reduce_scatter, all_reduce, all_to_all, send or receive
+    axis: str  # such as "tp", "dp_cp"
+    group: tuple[int, ...]  # the communicator's ranks in the world
+    peer: int  # of a message: the rank at its other end; else -1
+    number: int  # its place among the transfers of its communicator, from 0
+    bytes: int  # of the input; of a receive, of the result
+    sent: int  # bytes that leave this rank, by the ideal algorithm
     dtype: str
     shape: tuple[int, ...]
     stream: int
     origin: int
     read: tuple[int, ...]
     written: tuple[int, ...]
-    batch: int
+    batch: int  # the same number for messages that start together; -1: it starts alone
     label: str
     where: Where
-    spans: tuple[tuple[int, int], ...] = ()
-    op: str = ""
-    communicator: str = ""
-    urgent: bool = False
-    is_async: bool = False
+    spans: tuple[tuple[int, int], ...] = ()  # as in Launch
+    op: str = ""  # the operator of a reduction
+    communicator: str = ""  # its name, the same on all its ranks
+    urgent: bool = False  # its stream has high priority
+    is_async: bool = False  # the program waits for it later
 
 
 class Record(NamedTuple):
@@ -107,19 +93,15 @@ class Wait(NamedTuple):
 
 
 class HostWait(NamedTuple):
-    """The host waits: for an event, or for all of a stream (event -1), or of the device (both -1).
-
-    reads: "" or what it reads then, such as "aten::item"; storage: of what. made: the line that
-    made the host's side of a copy. declared: within mpu.host_memory.read_values.
-    """
+    """The host waits: for an event, for all of a stream (event -1), or for the device (both -1)."""
 
     event: int
     stream: int
-    reads: str
+    reads: str  # what it reads then, such as "aten::item", or ""
     where: Where
-    made: str = ""
-    storage: int = -1
-    declared: bool = False
+    made: str = ""  # the line that made the host's side of a copy
+    storage: int = -1  # the storage that it reads
+    declared: bool = False  # within mpu.host_memory.read_values
 
 
 class Polled(NamedTuple):

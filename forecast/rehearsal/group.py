@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -95,6 +96,25 @@ class Work:
         return polled
 
 
+class KeptHandle(Handle):
+    """A Handle that must keep the tensors of its transfers until they are over."""
+
+    def __init__(self, recorder: Recorder, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.recorder = recorder
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Note the tensors that are not kept."""
+        recorder = self.recorder
+        kept = {recorder.number(x) for x in self.keep}
+        for one in getattr(self.work, "works", [self.work]):
+            if isinstance(one, Work) and not one.uses <= kept:
+                place, *lines = recorder.lines()
+                what = f"a tensor of the {self.what} is freed before the wait"
+                recorder.found.append(Finding("keep", place, what, "", tuple(lines)))
+        super().__exit__(kind, error, trace)
+
+
 class Distributed:
     """The functions of torch.distributed that mpu calls.
 
@@ -123,7 +143,7 @@ class Distributed:
             patches.replace(dist, name, getattr(self, name))
         # of this transport alone: a recording's has its own (mpu/comm/meta.py)
         patches.replace(collectives.ProcessGroupTransport, "gather_bytes", self.gather_bytes)
-        patches.replace(transport, "Handle", self.handle)
+        patches.replace(transport, "Handle", partial(KeptHandle, self.recorder))
         patches.replace(collectives, "_all_gather", self.all_gather_into_tensor)
         patches.replace(collectives, "_reduce_scatter", self.reduce_scatter_tensor)
         patches.replace(dist, "P2POp", P2POp)
@@ -305,19 +325,6 @@ class Distributed:
             is_async=self.trace_async,
         )
         return Work(recorder, transfer)
-
-    def handle(
-        self, work: Any = None, keep: tuple[Tensor, ...] = (), *args: Any, **named: Any
-    ) -> Handle:
-        """Make a Handle, which must keep the tensors of its transfers until they are over."""
-        recorder = self.recorder
-        referenced = {recorder.number(x) for x in keep}
-        for one in getattr(work, "works", [work]):
-            if isinstance(one, Work) and not one.uses <= referenced:
-                what = f"a tensor of the {named['what']} is freed before the wait"
-                _, place, *lines = recorder.lines()  # the first is in Axis.start
-                recorder.found.append(Finding("keep", place, what, "", tuple(lines)))
-        return Handle(work, keep, *args, **named)
 
     def through_memory(self) -> None:
         """Note that what was just traced goes through memory, on no stream of its own.

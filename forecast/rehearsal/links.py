@@ -5,7 +5,7 @@ The model is that by which NCCL chooses among its own algorithms and protocols (
 ncclTopoTuneModel): a base, a latency for each step, and bytes over a bus bandwidth; the fastest
 counts. Rings for every verb, trees for all_reduce. One difference: every step of a ring takes the
 latency of the outermost level that the group crosses. NCCL counts that for one step of a block; on
-published runs of many nodes the former is nearer (docs/planning.md). Not in it: NVLink SHARP,
+published runs of many nodes the former is nearer (docs/predictions.md). Not in it: NVLink SHARP,
 CollNet and PAT.
 
 The functions are pure. Sizes and numbers may be arrays over runs, for the planner, or single

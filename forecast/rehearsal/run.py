@@ -50,24 +50,19 @@ STEPS = tuple(Action(f"iteration {step}") for step in (1, 2, 3))
 
 @dataclass
 class Rehearsed:
-    """What a rehearsal of one rank saw. begin, first: indices of the first event of the first step,
-    and of the last. loop: of the last turn of the loop, which reads data first. end: where it ends.
-
-    failure: the exception that ended it before, if one did; run is None where it was not built yet.
-    micro_batches: of a step of all; few: of those that ran.
-    """
+    """What a rehearsal of one rank recorded."""
 
     config: Config
     grid: Grid
     recorder: Recorder
-    begin: int
-    first: int
+    begin: int  # index of the first event of the first step
+    first: int  # index of the first event of the last step
     notes: list[str]
-    run: Any
+    run: Any  # None where it was not built yet
     script: ModuleType
-    micro_batches: int
-    few: int
-    failure: Finding | None = None
+    micro_batches: int  # of a step of all
+    few: int  # micro-batches that ran
+    failure: Finding | None = None  # the exception that ended it, if one did
 
     @property
     def loop(self) -> int:

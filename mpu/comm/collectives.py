@@ -151,14 +151,13 @@ class ProcessGroupTransport(Transport):
 
     staged: the group is gloo's and tensors of a GPU pass through host memory.
     why_not: why the ranks do not reach one another's memory; empty where that was not tried.
+    sends: whether anything is sent; not so of shapes alone (mpu/comm/meta.py).
     """
+
+    sends = True
 
     def __init__(self, group: Any, staged: bool = False, why_not: str = "") -> None:
         self.group, self.staged, self.why_not = group, staged, why_not
-
-    def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Callable[..., Any]:
-        """Return what starts a verb of torch.distributed (mpu/comm/meta.py starts none)."""
-        return partial(verb, *args, **named)
 
     def adds(self, x: Tensor, out: Tensor) -> bool:
         """Return whether the backend adds the ranks' x as it sends them: NCCL, in one dtype."""
@@ -168,24 +167,24 @@ class ProcessGroupTransport(Transport):
         self, x: Tensor, axis: Axis, async_op: bool, op: Any, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Sum x in place, in the backend's own order."""
-        wire = to_wire(x, axis)
-        call = self.call(dist.all_reduce, wire, op=op, group=self.group, async_op=True)
-        home = _copy_back(wire, x)
-        return x, axis.start("all_reduce", x, call, (wire,), home, async_op=async_op, label=label)
+        wire = to_wire(x, self.staged)
+        with axis.start("all_reduce", x, async_op=async_op, label=label) as handle:
+            if self.sends:
+                handle.work = dist.all_reduce(wire, op=op, group=self.group, async_op=True)
+            handle.keep, handle.finish = (wire,), _copy_back(wire, x)
+        return x, handle
 
     def all_gather(
         self, x: Tensor, axis: Axis, async_op: bool, into: Tensor | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Gather into `into`, or into a new tensor."""
-        wire = to_wire(x, axis)
+        wire = to_wire(x, self.staged)
         result = into if into is not None else x.new_empty((axis.size * x.shape[0], *x.shape[1:]))
         out = torch.empty_like(result, device=wire.device) if self.staged else result
-
-        finish = _copy_to(result, out)
-        call = self.call(_all_gather, out, wire, group=self.group, async_op=True)
-        handle = axis.start(
-            "all_gather", x, call, (wire, out), finish, async_op=async_op, label=label
-        )
+        with axis.start("all_gather", x, async_op=async_op, label=label) as handle:
+            if self.sends:
+                handle.work = _all_gather(out, wire, group=self.group, async_op=True)
+            handle.keep, handle.finish = (wire, out), _copy_to(result, out)
         return result, handle
 
     def reduce_scatter(
@@ -193,67 +192,70 @@ class ProcessGroupTransport(Transport):
     ) -> tuple[Tensor, Handle]:
         """Use NCCL's verb where dtypes agree; else exchange the slices and add them in order."""
         shape = (x.shape[0] // axis.size, *x.shape[1:])
-        wire = to_wire(x, axis)
+        wire = to_wire(x, self.staged)
         out = torch.empty(shape, dtype=x.dtype, device=x.device) if into is None else into
         if self.adds(x, out):
-            call = self.call(_reduce_scatter, out, wire, group=self.group, async_op=True)
-            handle = axis.start(
-                "reduce_scatter", x, call, (wire, out), None, async_op=async_op, label=label
-            )
+            with axis.start("reduce_scatter", x, async_op=async_op, label=label) as handle:
+                if self.sends:
+                    handle.work = _reduce_scatter(out, wire, group=self.group, async_op=True)
+                handle.keep = wire, out
             return out, handle
         parts = torch.empty_like(wire)
-        call = self.call(dist.all_to_all_single, parts, wire, group=self.group, async_op=True)
 
         def finish() -> None:
             sum_of_parts(parts.view(axis.size, *shape), out)
 
-        keep = (wire, parts)
         verb = "all_to_all" if self.on_gpu(x) and not self.staged else "reduce_scatter"
-        handle = axis.start(verb, x, call, keep, finish, async_op=async_op, label=label)
+        with axis.start(verb, x, async_op=async_op, label=label) as handle:
+            if self.sends:
+                handle.work = dist.all_to_all_single(parts, wire, group=self.group, async_op=True)
+            handle.keep, handle.finish = (wire, parts), finish
         return out, handle
 
     def all_to_all(
         self, x: Tensor, axis: Axis, async_op: bool, splits: Splits | None, label: Label | None
     ) -> tuple[Tensor, Handle]:
         """Exchange by the backend's own verb."""
-        wire = to_wire(x, axis)
+        wire = to_wire(x, self.staged)
         out = x.new_empty((len(x) if splits is None else sum(splits.output), *x.shape[1:]))
         arrived = torch.empty_like(out, device=wire.device) if self.staged else out
-        call = self.call(dist.all_to_all_single, arrived, wire, group=self.group, async_op=True)
-        if splits is not None:
-            sizes = dict(output_split_sizes=splits.output, input_split_sizes=splits.input)
-            call = self.call(call, **{name: list(rows) for name, rows in sizes.items()})
-
-        keep, finish = (wire, arrived), _copy_to(out, arrived)
-        handle = axis.start(
-            "all_to_all", x, call, keep, finish, async_op=async_op, label=label, splits=splits
-        )
+        come, go = (None, None) if splits is None else (list(splits.output), list(splits.input))
+        with axis.start("all_to_all", x, async_op=async_op, label=label, splits=splits) as handle:
+            if self.sends:
+                handle.work = dist.all_to_all_single(
+                    arrived, wire, come, go, group=self.group, async_op=True
+                )
+            handle.keep, handle.finish = (wire, arrived), _copy_to(out, arrived)
         return out, handle
 
     def send(self, x: Tensor, axis: Axis, to: int, label: Label | None) -> Handle:
         """Send by the backend's own verb."""
-        wire, peer = to_wire(x, axis), axis.ranks[to]
-        call = self.call(dist.isend, wire, peer, group=self.group)
-        return axis.start("send", x, call, (wire,), async_op=True, label=label, peer=peer)
+        wire, peer = to_wire(x, self.staged), axis.ranks[to]
+        with axis.start("send", x, async_op=True, label=label, peer=peer) as handle:
+            if self.sends:
+                handle.work = dist.isend(wire, peer, group=self.group)
+            handle.keep = (wire,)
+        return handle
 
     def receive(self, out: Tensor, axis: Axis, source: int, label: Label | None) -> Handle:
         """Receive by the backend's own verb."""
-        wire, peer = _room(out, axis), axis.ranks[source]
-        call = self.call(dist.irecv, wire, peer, group=self.group)
-        return axis.start(
-            "receive", out, call, (wire,), _copy_to(out, wire), async_op=True, label=label,
-            peer=peer,
-        )  # fmt: skip
+        wire, peer = _room(out, self.staged), axis.ranks[source]
+        with axis.start("receive", out, async_op=True, label=label, peer=peer) as handle:
+            if self.sends:
+                handle.work = dist.irecv(wire, peer, group=self.group)
+            handle.keep, handle.finish = (wire,), _copy_to(out, wire)
+        return handle
 
     def exchange(
         self, x: Tensor, axis: Axis, to: int, source: int, into: Tensor, label: Label | None
     ) -> Handle:
         """Start both as one batch, so that neither waits for the other."""
-        wire, out, peer = to_wire(x, axis), _room(into, axis), axis.ranks[source]
-
-        call = self.call(_exchange, wire, axis.ranks[to], out, peer, self.group)
-        keep, finish = (wire, out), _copy_to(into, out)
-        return axis.start("send", x, call, keep, finish, async_op=True, label=label, peer=peer)
+        wire, out, peer = to_wire(x, self.staged), _room(into, self.staged), axis.ranks[source]
+        with axis.start("send", x, async_op=True, label=label, peer=peer) as handle:
+            if self.sends:
+                handle.work = _exchange(wire, axis.ranks[to], out, peer, self.group)
+            handle.keep, handle.finish = (wire, out), _copy_to(into, out)
+        return handle
 
     def gather_bytes(self, data: bytes, axis: Axis, device: torch.device | None) -> list[bytes]:
         """Gather the sizes first, then rows of the largest."""
@@ -298,34 +300,24 @@ def group_of(axis: Axis) -> Any:
     return transport.group
 
 
-def to_wire(x: Tensor, axis: Axis) -> Tensor:
+def to_wire(x: Tensor, staged: bool) -> Tensor:
     """Return x as the backend needs it: contiguous, in host memory where the axis is staged."""
-    return x.detach().cpu().contiguous() if axis.staged else x.detach().contiguous()
+    return x.detach().cpu().contiguous() if staged else x.detach().contiguous()
 
 
-def _room(out: Tensor, axis: Axis) -> Tensor:
+def _room(out: Tensor, staged: bool) -> Tensor:
     """Return memory in which a message like `out` can arrive: `out` itself where it can."""
-    return torch.empty_like(out, device="cpu") if axis.staged else out
+    return torch.empty_like(out, device="cpu") if staged else out
 
 
-def _copy_to(out: Tensor, arrived: Tensor) -> Callable[[], None]:
-    """Return a function that copies what has arrived to `out`, if it is elsewhere."""
-
-    def finish() -> None:
-        if arrived is not out:
-            out.copy_(arrived)
-
-    return finish
+def _copy_to(out: Tensor, arrived: Tensor) -> Callable[[], object] | None:
+    """Return what copies what has arrived to `out`; None where it is there already."""
+    return None if arrived is out else partial(out.copy_, arrived)
 
 
-def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], None]:
-    """Return a function that copies an in-place verb's result to x, if `wire` is a copy."""
-
-    def finish() -> None:
-        if wire.data_ptr() != x.data_ptr():
-            x.copy_(wire)
-
-    return finish
+def _copy_back(wire: Tensor, x: Tensor) -> Callable[[], object] | None:
+    """Return what copies an in-place verb's result to x; None where `wire` is no copy."""
+    return None if wire.data_ptr() == x.data_ptr() else partial(x.copy_, wire)
 
 
 def sum_of_parts(parts: Sequence[Tensor] | Tensor, out: Tensor) -> None:

@@ -2,7 +2,6 @@
 """Run any layout in one process, without numbers: the process groups' verbs, which send nothing."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,8 @@ class MetaTransport(ProcessGroupTransport):
     an axis say where this one says some bytes.
     """
 
+    sends = False
+
     def __init__(self, gpu: bool = False, answers: Answers = alike) -> None:
         super().__init__(None)
         self.gpu, self.answers = gpu, answers
@@ -34,10 +35,6 @@ class MetaTransport(ProcessGroupTransport):
         """Return whether the run's tensors are on GPUs."""
         return self.gpu
 
-    def call(self, verb: Callable[..., Any], *args: Any, **named: Any) -> Callable[..., Any]:
-        """Start nothing."""
-        return _nothing
-
     def adds(self, x: Tensor, out: Tensor) -> bool:
         """Return whether the sum takes no memory: on a CPU ranks add in memory that they share."""
         return not self.gpu or super().adds(x, out)
@@ -45,7 +42,3 @@ class MetaTransport(ProcessGroupTransport):
     def gather_bytes(self, data: bytes, axis: Axis, device: torch.device | None) -> list[bytes]:
         """Return what the ranks say."""
         return self.answers(data, axis)
-
-
-def _nothing() -> None:
-    """Start nothing: shapes do not travel."""

@@ -190,19 +190,14 @@ class SharedMemoryTransport(ProcessGroupTransport):
 
         part_bytes: of each rank's part, the same on all; None: x's. splits: see Axis.start.
         """
-        epochs: list[Epoch] = []
+        with axis.start(verb, x, async_op=async_op, label=label, splits=splits) as handle:
+            handle.keep = (x,)
+            epoch = self.workspace.begin(x.nbytes if part_bytes is None else part_bytes)
+            write(epoch)
 
-        def call() -> Epoch:
-            epochs.append(self.workspace.begin(x.nbytes if part_bytes is None else part_bytes))
-            write(epochs[0])
-            return epochs[0]
+            def finish() -> None:
+                read(epoch)
+                epoch.close()
 
-        def finish() -> None:
-            read(epochs[0])
-            epochs[0].close()
-
-        handle = axis.start(
-            verb, x, call, (x,), finish, async_op=async_op, label=label, splits=splits
-        )
-        epochs[0].complete = handle.wait
+            handle.work, handle.finish, epoch.complete = epoch, finish, handle.wait
         return handle

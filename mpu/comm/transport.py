@@ -110,26 +110,41 @@ class blocked:  # noqa: N801 - used as `with blocked(waits, wait):`
 
 
 class Handle:
-    """A collective in flight, with its tensors. `wait()` orders the current stream after it."""
+    """A collective in flight, with its tensors. `wait()` orders the current stream after it.
+
+    Axis.start makes it; the block of a `with` then starts the work, and leaving the block waits for
+    it unless async_op. work: what torch.distributed returned. keep: tensors that must live until
+    the wait. finish: what is left to do after it.
+    """
 
     def __init__(
         self,
-        work: Any = None,
-        keep: tuple[Tensor, ...] = (),
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         what: str = "",
         event: Started | None = None,
         waits: Waits | None = None,
         wait: Wait | None = None,
+        async_op: bool = True,
     ) -> None:
-        self._work, self._keep, self._finish = work, keep, finish
-        self._what, self._event = what, event
+        self.work: Any = None
+        self.keep: tuple[Tensor, ...] = ()
+        self.finish = finish
+        self.what, self._event, self._async_op = what, event, async_op
         self._waits, self._wait = waits, wait
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise CommunicationError(f"{self.what}: {error}") from error
+        if error is None and not self._async_op:
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the result; a second call does nothing. Raises CommunicationError."""
-        work, finish, event = self._work, self._finish, self._event
-        self._work = self._finish = self._event = None
+        work, finish, event = self.work, self.finish, self._event
+        self.work = self.finish = self._event = None
         if event is not None:
             event.waiting()
         if work is not None:
@@ -137,16 +152,16 @@ class Handle:
                 with blocked(self._waits, self._wait):
                     work.wait()
             except RuntimeError as error:
-                raise CommunicationError(f"{self._what}: {error}") from error
+                raise CommunicationError(f"{self.what}: {error}") from error
         if finish is not None:
             finish()
         if event is not None:
             event.waited()
-        self._keep = ()
+        self.keep = ()
 
     def is_completed(self) -> bool:
         """Return True when the transfer is over, as far as the backend tells without waiting."""
-        return self._work is None or bool(self._work.is_completed())
+        return self.work is None or bool(self.work.is_completed())
 
 
 DONE = Handle()
@@ -214,20 +229,15 @@ class Transport(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One row of ranks that talk to each other, as this rank sees it.
-
-    ranks: global ranks in axis order. rank: this rank's place among them. transport: None at size 1
-    and where nothing is sent (a dry run). trace: receives every start, unless None. waits: this
-    rank's, of all its axes.
-    """
+    """A group of ranks that communicate, as seen by this rank."""
 
     name: str
-    rank: int = 0
+    rank: int = 0  # this rank's place in the axis
     size: int = 1
-    ranks: tuple[int, ...] = (0,)
-    transport: Transport | None = None
-    trace: Trace | None = None
-    waits: Waits | None = None
+    ranks: tuple[int, ...] = (0,)  # global ranks, in the order of the axis
+    transport: Transport | None = None  # None at size 1, and where nothing is sent (a dry run)
+    trace: Trace | None = None  # receives every start, unless None
+    waits: Waits | None = None  # the timed waits of this rank, of all its axes
 
     @property
     def following(self) -> list[int]:
@@ -266,41 +276,30 @@ class Axis:
         self,
         verb: str,
         tensor: Tensor,
-        call: Callable[[], Any],
-        keep: tuple[Tensor, ...],
-        finish: Callable[[], None] | None = None,
+        *,
         async_op: bool = False,
         label: Label | None = None,
         peer: int | None = None,
         splits: Splits | None = None,
     ) -> Handle:
-        """Issue one collective or message, record it, and wait for it unless `async_op`.
+        """Record the start of one collective or message; return its Handle.
 
-        tensor: the input; of a receive, the result. call: start it; returns what Handle waits for.
-        keep: tensors that must live until then. finish: what is left to do after the wait. label:
-        who asks, for the trace. peer: of a message, the rank in the world at its other end. splits:
-        of an uneven all-to-all. Raises CommunicationError.
+        The caller starts it in the block of `with handle`. tensor: the input; of a receive, the
+        result. label: who asks, for the trace. peer: of a message, the rank in the world at its
+        other end. splits: of an uneven all-to-all.
         """
         event = None
         if self.trace is not None:
             leaving = None if splits is None else sum(splits.input) - splits.input[self.rank]
             sent = sent_bytes(verb, tensor, self.size, leaving)
             event = self.trace.issued(verb, self, tensor, sent, async_op, label)
-        what, waits = verb + self._over, self.waits
-        wait = None
+        waits, wait = self.waits, None
         if waits is not None and verb in MESSAGES:
             wait = Wait(verb, self.name, self.ranks if peer is None else (peer,), 0)
         elif waits is not None:
             number = waits.started[self.name] = waits.started.get(self.name, 0) + 1
             wait = waits.last = Wait(verb, self.name, self.ranks, number)
-        try:
-            work = call()
-        except RuntimeError as error:
-            raise CommunicationError(f"{what}: {error}") from error
-        handle = Handle(work, keep, finish, what=what, event=event, waits=waits, wait=wait)
-        if not async_op:
-            handle.wait()
-        return handle
+        return Handle(None, verb + self._over, event, waits, wait, async_op)
 
 
 def sent_bytes(verb: str, tensor: Tensor, size: int, leaving: int | None = None) -> int:

@@ -2,15 +2,13 @@
 """Attention where each rank has a part of every row of tokens: context parallelism.
 
 A rank has the queries, keys and values of its tokens (mpu/layers/attention/shards.py) and needs the
-keys and values before them. --cp-comm-type says how it comes to them, layer by layer:
+keys and values before them. --cp-comm-type says how it comes to them:
 
     all_gather   K and V are gathered, while own keys are attended to; again in backward, which
                  reduce-scatters dK and dV in rank order            (Llama Team 2024, section 3.3.2)
     p2p          K and V go round a ring; a rank attends to one part while the next travels. In
                  backward dK and dV follow them                                   (Liu et al. 2023)
     a2a          heads for tokens: all tokens of some heads, and back          (Jacobs et al. 2023)
-    a2a+p2p      a2a over neighbours, and a ring over their groups      (Fang and Zhao 2024; the
-                 sizes are --hierarchical-context-parallel-sizes)
 
 Blocks of attention are merged by log-sum-exp (attention/block_attention.py): no mask, any lengths.
 """
@@ -35,11 +33,11 @@ from mpu.layers.attention.kv_exchange import (
     in_order,
 )
 from mpu.layers.attention.max_logits import HeadMaxima, head_maxima_of, note_rows
-from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows, joined
+from mpu.layers.attention.shards import Ranges, batch_shards, documents_of_rows
 from mpu.layers.attention.transformer_engine import TransformerEngineAttention
 from mpu.layers.packed_seq_params import PackedSeqParams
 
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+COMM_TYPES = ("p2p", "all_gather", "a2a")
 Order = tuple[Tensor, Tensor]  # indexes into tokens: see in_order
 
 
@@ -56,23 +54,11 @@ def core_attention_of(ctx: LayerContext) -> CoreAttention:
 
 
 class ContextAttention(CoreAttention):
-    """`CoreAttention` of a layer whose rows of tokens are cut over cp ranks.
-
-    Raises ValueError where the context has the kinds of several layers and not of this one.
-    """
+    """`CoreAttention` of a layer whose rows of tokens are cut over cp ranks."""
 
     def __init__(self, ctx: LayerContext) -> None:
         super().__init__(ctx.attention_backend, card_of(ctx.device), head_maxima_of(ctx))
-        kinds, grid = ctx.cp_comm_type, ctx.grid
-        if len(kinds) != 1:
-            raise ValueError(
-                f"--cp-comm-type has {len(kinds)} entries, one a layer, but this --model-file does "
-                "not say which layer it builds: give each layer ctx.of_layer(number)"
-            )
-        self.kind, self.cp = kinds[0], grid.cp
-        # the ranks that exchange heads, and those that exchange keys
-        self.heads_axis = grid.cp if self.kind == "a2a" else grid.cp_a2a
-        self.keys_axis = grid.cp_p2p if self.kind == "a2a+p2p" else grid.cp
+        self.kind, self.cp = ctx.cp_comm_type, ctx.grid.cp
 
     def note(
         self,
@@ -137,36 +123,23 @@ class ContextAttention(CoreAttention):
         """q [s, b, a, d], k [s, b, g, d], v [s, b, g, e] of this rank -> [s, b, a, e]."""
         kernel = self.kernel(q, v, "blocks" if packed is None and not window else "documents")
         noted, heads = None, q.shape[2]
-        alone = self.kind in ("all_gather", "p2p")
-        own = heads if alone else heads // self.heads_axis.size
-        first = 0 if alone else own * self.heads_axis.rank
+        by_heads = self.kind == "a2a"
+        own = heads // self.cp.size if by_heads else heads
+        first = own * self.cp.rank if by_heads else 0
         if self.maxima is not None and torch.is_grad_enabled():
             noted = self.maxima.of(own, first, heads)
-        if alone:
+        if not by_heads:
             kind = Gather if self.kind == "all_gather" else Ring
             way = kind(self.cp, ranges, documents, window, kernel, noted)
             return ContextExchange.apply(q, k, v, way, sink)
-        axis, near = self.heads_axis, neighbours(ranges, self.heads_axis.size)
-        tokens = near[self.cp.rank // axis.size]
-        order = in_order(tokens, q.device), by_rank(tokens, q.device)
-        q, k, v = heads_for_tokens(q, k, v, axis, order)
+        order = in_order(ranges, q.device), by_rank(ranges, q.device)
+        q, k, v = heads_for_tokens(q, k, v, self.cp, order)
         sink = None if sink is None else sink[first : first + own]
-        if self.kind == "a2a":
-            if noted is not None:
-                whole = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
-                note_rows(noted, *whole, packed, window)
-            y = super().compute(q, k, v, packed, cache=None, window=window, sink=sink)
-            y = y.unflatten(2, (q.shape[2], -1))
-        else:
-            far = tuple(joined([r for each in group for r in each]) for group in near)
-            way_of_keys = Ring(self.keys_axis, far, documents, window, kernel, noted)
-            y = ContextExchange.apply(q, k, v, way_of_keys, sink)
-        return _Exchange.apply(y, axis, order, True)
-
-
-def neighbours(ranges: tuple[Ranges, ...], size: int) -> tuple[tuple[Ranges, ...], ...]:
-    """Return what ranks hold, in groups of `size` ranks that follow one another."""
-    return tuple(ranges[i : i + size] for i in range(0, len(ranges), size))
+        if noted is not None:
+            whole = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3)
+            note_rows(noted, *whole, packed, window)
+        y = super().compute(q, k, v, packed, cache=None, window=window, sink=sink)
+        return _Exchange.apply(y.unflatten(2, (q.shape[2], -1)), self.cp, order, True)
 
 
 def replicated(x: Tensor, heads: int, ranks: int) -> Tensor:

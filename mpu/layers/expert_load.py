@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mpu.comm.collectives import all_reduce_in_order
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
+from mpu.gradients import StepState
 from mpu.torch_private import each
 
 LABEL = Label("experts", "counts")
@@ -59,10 +60,11 @@ class ExpertLoad(nn.Module):
         self.before = torch.zeros(experts, dtype=torch.float64, device=ctx.device)
         self.counts_best, size = best, experts * (1 + best) + MORE
         self.noted = torch.zeros(size, dtype=torch.float64, device=ctx.device)
-        if ctx.sink.loads is None:
-            ctx.sink.loads = ExpertLoads(ctx)
-        assert isinstance(ctx.sink.loads, ExpertLoads)
-        ctx.sink.loads.add(self)
+        loads = ctx.sink.state_of(ExpertLoads)
+        if loads is None:
+            loads = ExpertLoads(ctx)
+            ctx.sink.step_states.append(loads)
+        loads.add(self)
 
     def note(
         self, y: Tensor, counts: Tensor, losses: Tensor | None, best: Tensor | None = None
@@ -108,7 +110,7 @@ class _Note(torch.autograd.Function):
         return dy, None, None, None, None
 
 
-class ExpertLoads:
+class ExpertLoads(StepState):
     """The counts of all routers of a rank.
 
     counts, dropped, losses: of the last step's global batch: [layers, E] and [layers] twice; None

@@ -5,8 +5,8 @@
     apply_rope   rotate q and k by their position     Su et al. 2021; the angles: mpu/layers/rope.py
     swiglu       silu(gate) * up                      Shazeer 2020
 
-Each is the same function three times (docs/fused.md): in csrc/fused.cpp for a CPU, called here; in
-mpu/kernels for a GPU (Triton) and in torch's operations for all the rest, called by fused_gpu.py.
+Each is the same function three times (docs/kernels.md): in csrc/fused.cpp for a CPU, called here;
+in mpu/kernels for a GPU (Triton); in torch's operations elsewhere, called by fused_gpu.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def call(
     assert library is not None
     given = (KINDS[dtype], torch.get_num_threads(), first, *others)
     getattr(library, f"weft_{name}")(
-        *(c_void_p(a.data_ptr()) if isinstance(a, Tensor) else C_TYPES[type(a)](a) for a in given)
+        *[c_void_p(a.data_ptr()) if isinstance(a, Tensor) else C_TYPES[type(a)](a) for a in given]
     )
 
 

@@ -301,8 +301,8 @@ class AllGatherMatmul(torch.autograd.Function):
         saved_ctx.layer, saved_ctx.operands = layer, operands
         if saved_ctx.needs_input_grad[1]:
             saved_ctx.save_for_backward(layer.recipe.for_wgrad(x, operand))
-        method, tp = layer.method.of("gather", operand, len(weight)), layer.ctx.tp
-        gathering = method.start_all_gather(operand, tp, layer.on_forward)
+        method = layer.method.of("gather", operand, len(weight))
+        gathering = method.start_all_gather(operand, layer.on_forward)
         y = gathering.multiply(layer.operand_of_weight("w"), layer.recipe.product)
         gathering.close()
         layer.end_use()
@@ -316,7 +316,7 @@ class AllGatherMatmul(torch.autograd.Function):
         this does   [gather x | dgrad] -> [scatter dx | wgrad]
         """
         layer: ColumnParallelLinear = saved_ctx.layer
-        tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
+        queue, recipe = layer.ctx.queue, layer.recipe
         made = saved_ctx.operands and saved_ctx.operands.take("dy")
         operand, turned = made or (layer.operand(dy, "dy"), None)
         method = layer.method.of("scatter", operand, layer.weight.shape[1])  # for all of backward
@@ -324,7 +324,7 @@ class AllGatherMatmul(torch.autograd.Function):
         x = next(iter(saved_ctx.saved_tensors), None)  # None: the weight is frozen
         dx = scattering = again = None
         if x is not None and not deferred:
-            again = method.start_all_gather_overlapped(x, tp, layer.on_backward)
+            again = method.start_all_gather_overlapped(x, layer.on_backward)
         if saved_ctx.needs_input_grad[0]:
             w, label = layer.operand_of_weight("wt"), layer.on_backward
             dx, scattering = method.matmul_reduce_scatter(operand, w, recipe.dgrad, label)
@@ -335,7 +335,7 @@ class AllGatherMatmul(torch.autograd.Function):
             shard = x.detach() if deferred else x  # else the graph lives on, and the stage's input
 
             def wgrad() -> None:
-                gathering = again or method.start_all_gather_overlapped(shard, tp, layer.on_wgrad)
+                gathering = again or method.start_all_gather_overlapped(shard, layer.on_wgrad)
                 layer.wgrad(gathering.gathered(), dy_operand, which)
                 gathering.close()
 
@@ -411,18 +411,18 @@ class MatmulReduceScatter(torch.autograd.Function):
     def backward(saved_ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
         """dy [s/t, b, o] (SP) or [s, b, o] -> dx [s, b, i/t]. A deferred wgrad keeps dy's shard."""
         layer: RowParallelLinear = saved_ctx.layer
-        tp, queue, recipe = layer.ctx.tp, layer.ctx.queue, layer.recipe
+        queue, recipe = layer.ctx.queue, layer.recipe
         operand = layer.operand(dy, "dy")
         method = layer.method.of("gather", operand, layer.weight.shape[1])
         x = next(iter(saved_ctx.saved_tensors), None)  # None: the weight is frozen
         dx = gathering = arrived = None
         if saved_ctx.needs_input_grad[0]:
-            gathering = method.start_all_gather(operand, tp, layer.on_backward)
+            gathering = method.start_all_gather(operand, layer.on_backward)
         dy_operand = operand if x is None else recipe.for_wgrad(dy, operand)
         if x is not None and not queue.defers():
             arrived = gathering
             if dy_operand is not operand:  # what wgrad takes arrives under dgrad
-                arrived = method.start_all_gather_overlapped(dy_operand, tp, layer.on_wgrad)
+                arrived = method.start_all_gather_overlapped(dy_operand, layer.on_wgrad)
         if gathering is not None:
             dx = gathering.multiply(layer.operand_of_weight("wt"), recipe.dgrad)
             layer.end_use()
@@ -433,7 +433,7 @@ class MatmulReduceScatter(torch.autograd.Function):
 
             def wgrad() -> None:
                 shard = dy_operand
-                full_dy = arrived or method.start_all_gather_overlapped(shard, tp, layer.on_wgrad)
+                full_dy = arrived or method.start_all_gather_overlapped(shard, layer.on_wgrad)
                 layer.wgrad(saved, full_dy.gathered(), which)
                 full_dy.close()
 

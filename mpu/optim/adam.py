@@ -18,7 +18,7 @@ from mpu.optim.interface import Parts, StateKind, Updater, UpdateRule, divided
 
 @dataclass(frozen=True)
 class AdamW(UpdateRule):
-    """AdamW (Loshchilov and Hutter 2019). backend: torch, triton, apex or te: whose kernel.
+    """AdamW (Loshchilov and Hutter 2019). backend: torch, apex or te: whose kernel.
 
     Ask mpu/accelerators.py before `updater`, which raises ValueError where the masters' dtype is
     not what the backend updates.
@@ -36,8 +36,6 @@ class AdamW(UpdateRule):
         dtype = parts.segments[0].dtype
         if dtype != torch.float32:
             raise ValueError(needs_fp32(self.backend, dtype))
-        if self.backend == "triton":
-            return adam_backends.Triton(self, parts, self.betas, self.eps)
         return adam_backends.Fused(self.backend, parts, self.betas, self.eps)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW's kernels that `--optimizer-backend` names besides torch's own (mpu/optim/adam.py).
 
-They are our kernel in Triton, and apex's and Transformer Engine's FusedAdam. They are used where
-they are installed (mpu/accelerators.py).
+They are apex's and Transformer Engine's FusedAdam, where these are installed
+(mpu/accelerators.py).
 """
 
 import importlib
@@ -12,38 +12,11 @@ import torch
 from torch import Tensor
 
 from mpu.accelerators import FUSED_ADAM
-from mpu.optim.interface import Parts, SegmentUpdater, Updater, UpdateRule, divided
+from mpu.optim.interface import Parts, Updater, divided
 
 
 def _fused_adam(module: str) -> Any:
     return importlib.import_module(module).FusedAdam
-
-
-class Triton(SegmentUpdater):
-    """mpu/kernels/adamw.py: one launch a segment, which rounds the weights in the same pass."""
-
-    rounds = True
-
-    def __init__(
-        self, rule: UpdateRule, parts: Parts, betas: tuple[float, float], eps: float
-    ) -> None:
-        super().__init__(rule, parts)
-        self._betas, self._eps, self._weights = betas, eps, parts.rounded
-
-    @torch.no_grad()
-    def step(self, factor: Tensor, found_inf: Tensor) -> None:
-        from mpu.kernels.adamw import Rates, adamw
-
-        skip = found_inf.double()
-        self._steps += 1 - skip
-        first, second = (1 - beta**self._steps for beta in self._betas)
-        scalars = torch.stack((factor.double(), first, second.sqrt(), skip)).float()
-        for group in self.groups:
-            eps = divided(self._eps, group)
-            rates = Rates(group["lr"], self._betas, eps, group["weight_decay"])
-            for segment in group["params"]:
-                state = (segment, segment.grad, *self._state[segment].values())
-                adamw(state, self._weights.get(segment), scalars, rates)
 
 
 class _Scaler:

@@ -7,8 +7,8 @@
     Group        what the flags say of a group of parameters: the rule, weight decay, learning rate
 
 Masters, offload, checkpoints, replica checks, memory and traffic ask the declaration, so another
-optimizer is another UpdateRule (docs/zero.md, "How to add an optimizer"). mpu/optim/adam.py is the
-first one.
+optimizer is another UpdateRule (docs/optimizers.md, "How to add an optimizer"). mpu/optim/adam.py
+is the first one.
 """
 
 from abc import ABC, abstractmethod
@@ -52,20 +52,19 @@ class Matrix(NamedTuple):
 class Parts:
     """What an updater works on: a rank's parts of the weights.
 
-    groups: dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the
-    decoupled learning rate applies. A segment is a flat leaf tensor with `.grad`, a view of the
-    masters: neighbours of one group, or for a rule of full matrices the slice of one parameter.
-    rounded: the narrower weights that a segment is rounded into, if there are any. master: the
-    dtype of masters. Of a rule of full matrices also: matrices, its parameters among those that
-    are updated at once, in the same order on every rank that shares them; plan, the owners of all
-    its matrices; instances, the ranks among which these are (Grid.instance), by the axis that cuts.
+    A segment is a flat leaf tensor with `.grad`, a view of the masters: neighbours of one group or,
+    for an optimizer of full matrices, the slice of one parameter.
     """
 
+    # dicts with "name"; "params", the segments; "weight_decay"; "decoupled", whether the decoupled
+    # learning rate applies
     groups: list[dict[str, Any]]
-    rounded: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    master: torch.dtype = torch.float32
+    master: torch.dtype = torch.float32  # dtype of the masters
+    # of full matrices: the parameters that are updated at once, in the same order on every rank
+    # that shares them
     matrices: Sequence[Matrix] = ()
-    plan: Plan | None = None
+    plan: Plan | None = None  # of full matrices: the owners of all of them
+    # of full matrices: the ranks that may own one (Grid.instance), by the axis that cuts it
     instances: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
@@ -86,7 +85,6 @@ class Updater(ABC):
     """
 
     groups: list[dict[str, Any]]
-    rounds = False  # whether `step` also writes the narrower weights, which then need no copy
 
     def start(self, factor: Tensor, found_inf: Tensor) -> None:  # noqa: B027
         """Begin what may run under the steps of other rules; `step` follows, with the same."""

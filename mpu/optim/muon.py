@@ -23,20 +23,18 @@ from mpu.optim.owners import FullMatrix, Split
 
 @dataclass(frozen=True)
 class Muon(UpdateRule):
-    """coefficients: (a, b, c) of each Newton-Schulz step. scale_mode, extra_scale: the update is
-    multiplied by scale_of(shape, scale_mode) x extra_scale. split: which sections are matrices of
-    their own. bf16: the iterations are in bf16, else in the masters' dtype; under fp64 they always
-    are in fp64. symmetric: take the fast products of newton_schulz.py.
-    """
+    """Muon (Jordan et al. 2024): momentum, orthogonalised by Newton-Schulz iterations."""
 
     momentum: float = 0.9
     nesterov: bool = False
+    # (a, b, c) of each Newton-Schulz step
     coefficients: Coefficients = coefficients_of("quintic", 5)
+    # the update is multiplied by scale_of(shape, scale_mode) x extra_scale
     scale_mode: str = "spectral"
     extra_scale: float = 1.0
-    split: Split = Split()
-    bf16: bool = True
-    symmetric: bool = False
+    split: Split = Split()  # which sections are matrices of their own
+    bf16: bool = True  # iterate in bf16; else in the masters' dtype. In fp64 runs always in fp64
+    symmetric: bool = False  # use the symmetric matmuls of newton_schulz.py
     name = "Muon"
     kinds = (StateKind("momentum_buffer"),)
     needs_full_matrices = True

@@ -4,7 +4,7 @@
 Weights and gradients lie in flat buckets (mpu/zero/bucket.py), so one fused kernel call updates
 many parameters; bf16 weights have masters in the accumulation dtype. A rank holds masters and state
 of the part of each bucket that it owns: all of it at stage 0, an equal share from stage 1 on. After
-the update whole weights are gathered, in their own dtype, with overlap_param_gather under the next
+the update whole weights are gathered, with overlap_param_gather under the next
 forward; at stage 3 they are gathered when they are used.
 """
 
@@ -126,7 +126,6 @@ class Optimizer:
 
     def _add(self, buckets: list[int], grads: list[Tensor], groups: Mapping[str, Group]) -> None:
         """Make the updaters of some buckets, and their segments."""
-        rounded: dict[Tensor, Tensor] = {}  # the narrower weights of a segment
         of_rule: dict[UpdateRule, dict[str, dict[str, Any]]] = {}
         matrices: dict[UpdateRule, list[Matrix]] = {}
         full_groups = full_matrix_groups(groups)
@@ -156,8 +155,6 @@ class Optimizer:
                 own = slice(low - bucket.low, high - bucket.low)
                 segment = segment_at[first] = nn.Parameter(master[own])
                 segment.grad = grads[i][own]
-                if bucket.param_shard.dtype != master.dtype:
-                    rounded[segment] = bucket.param_shard[own]
                 found["params"].append(segment)
                 cut[-1].append((low, high, segment, group.rule))
             for each in _matrices(bucket, full_groups, segment_at):
@@ -166,8 +163,8 @@ class Optimizer:
         made = {
             rule: rule.updater(
                 Parts(
-                    [*found.values()], rounded, self.sink.dtype,
-                    matrices.get(rule, ()), self.plans.get(rule), instances,
+                    [*found.values()], self.sink.dtype, matrices.get(rule, ()),
+                    self.plans.get(rule), instances,
                 )
             )
             for rule, found in of_rule.items()
@@ -209,12 +206,8 @@ class Optimizer:
         if self.clip > 0:
             factor = factor * (self.clip / (norm + 1e-6)).clamp(max=1.0)
         found_inf = (~torch.isfinite(norm)).float()
-        if self.sink.amaxes is not None:
-            self.sink.amaxes.end_step(found_inf)
-        if self.sink.loads is not None:
-            self.sink.loads.end_step(found_inf)
-        if self.sink.logits is not None:
-            self.sink.logits.end_step(found_inf)
+        for state in self.sink.step_states:
+            state.end_step(found_inf)
         for updater in (updater for some in self.updaters for updater in some):
             for group in updater.groups:
                 group["lr"] = rate_of(group, lr, decoupled_lr)
@@ -233,8 +226,7 @@ class Optimizer:
         for updater in updaters:
             updater.step(factor, found_inf)
         self._multiply_rows()
-        rounded = all(updater.rounds for updater in updaters)
-        self.sink.gather_weights() if rounded else self.weights_from_masters()
+        self.weights_from_masters()
         if self.state_offload:
             self.state_offload.send()
         return norm, found_inf
@@ -245,8 +237,9 @@ class Optimizer:
 
         Returns the buckets that have such rows.
         """
-        rows = {} if self.sink.logits is None else dict(self.sink.logits.rows())
-        touched = []
+        touched, rows = [], dict[nn.Parameter, Tensor]()
+        for state in self.sink.step_states:
+            rows.update(state.row_factors())
         for i, (bucket, master) in enumerate(zip(self.sink.buckets, self._masters, strict=True)):
             for _, param, start in bucket.params if rows else ():
                 low, high = max(start, bucket.low), min(start + param.numel(), bucket.high)
@@ -276,7 +269,6 @@ class Optimizer:
         for bucket, master in zip(self.sink.buckets, self.masters, strict=True):
             if master is not bucket.param_shard:
                 master.copy_(bucket.param_shard)
-        self.sink.requantise()
 
     @property
     def steps(self) -> int:
@@ -291,9 +283,8 @@ class Optimizer:
             updater.set_steps(steps)
         if self.offload and all(b.param_shard.dtype == self.sink.dtype for b in self.sink.buckets):
             self.offload.masters_from_weights()  # the checkpoint has no separate masters
-        if self.sink.amaxes is not None:
-            self.sink.amaxes.loaded()
-        self.sink.requantise()
+        for state in self.sink.step_states:
+            state.loaded()
 
     def named_weights(self, gathered: bool = False) -> Iterator[tuple[str, str, int, Tensor]]:
         """Yield (parameter name, "", first, values) of the sharded weights, as `named_state`.
@@ -331,15 +322,7 @@ class Optimizer:
         buckets, every = self.sink.buckets, self.sink.weight_buckets
         segments = (segment for here in self.segments for segment in here)
         return {
-            "parameters": [
-                *(t for b in every for t in (b.param_shard, b.weights)),
-                *(
-                    t
-                    for b in buckets
-                    if b.float8 is not None
-                    for t in b.float8.persistent_tensors()
-                ),
-            ],
+            "parameters": [t for b in every for t in (b.param_shard, b.weights)],
             "gradients": [t for b in buckets for t in (b.grad_shard, b.grad)],
             "masters": [*self._masters],
             "moments": [t for s in segments for t in s.updater.state(s.weights).values()],
@@ -347,7 +330,6 @@ class Optimizer:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of what `tensors_by_kind` returns, each live storage counted once."""
-        self.sink.wait_for_weights()  # rows of float8 then have their memory
         kinds, seen = self.tensors_by_kind(), set[int]()
         bytes_of = dict.fromkeys(kinds, 0)
         for kind, tensors in kinds.items():

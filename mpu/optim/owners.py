@@ -65,18 +65,15 @@ class Split(NamedTuple):
 
 
 class FullMatrix(NamedTuple):
-    """A matrix that one rank assembles: a section of a parameter, or sections that stay fused.
-
-    label: which of the parameter's, "" for all of it. bucket, offset: where its parameter begins.
-    """
+    """A matrix that one rank assembles: a section of a parameter, or fused sections."""
 
     parameter: str
-    label: str
+    label: str  # which section of the parameter; "": all of it
     rows: int
     columns: int
     parts: tuple[Part, ...]
-    bucket: int = 0
-    offset: int = 0
+    bucket: int = 0  # where its parameter begins
+    offset: int = 0  # where its parameter begins in the bucket
 
     @property
     def name(self) -> str:
@@ -171,16 +168,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Plan:
-    """Owners of all matrices of a stage of the pipeline.
-
-    members: by the cutting axis, in the order of Grid.instance. own: elements of a share of each
-    bucket, and whether it is shared. owners: of each matrix, its place among the members.
-    """
+    """Owners of all matrices of a pipeline stage."""
 
     matrices: tuple[FullMatrix, ...]
-    owners: tuple[int, ...]
-    cuts: tuple[str, ...]  # of each matrix
-    members: Mapping[str, tuple[Member, ...]]
+    owners: tuple[int, ...]  # of each matrix: its owner's place among the members
+    cuts: tuple[str, ...]  # of each matrix: the axis that cuts it
+    members: Mapping[str, tuple[Member, ...]]  # by the cutting axis, in the order of Grid.instance
+    # of each bucket: elements of a shard, and whether the bucket is sharded
     own: tuple[tuple[int, bool], ...]
     rounds: tuple[Round, ...]
 

@@ -42,7 +42,7 @@ def _workspace(axis: Axis) -> CudaWorkspace:
 class _Pushed(Gathering):
     """x of all ranks inside the launch that multiplies it."""
 
-    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
+    def __init__(self, x: Tensor, axis: Axis) -> None:
         self.x, self.axis = x, axis
 
     def multiply(self, weight: Tensor, product: Product) -> Tensor:
@@ -69,10 +69,8 @@ class _Copied(Gathering):
     (in `gathered`, or in `close`), so no such kernel keeps the flags' kernel from an SM.
     """
 
-    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
-        self.x = x.contiguous()
-        self._epoch, self._arrived = _workspace(axis).begin(x.nbytes), False
-        self._epoch.send(self.x)
+    def __init__(self, x: Tensor, epoch: CudaEpoch) -> None:
+        self.x, self._epoch, self._arrived = x, epoch, False
 
     def gathered(self) -> Tensor:
         if not self._arrived:
@@ -89,8 +87,14 @@ class _Copied(Gathering):
 class KernelOverlap(OverlapMethod):
     """Rows travel inside the kernels that multiply them."""
 
-    start_all_gather = _Pushed
-    start_all_gather_overlapped = _Copied
+    def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return _Pushed(x, self.axis)
+
+    def start_all_gather_overlapped(self, x: Tensor, label: Label | None) -> Gathering:
+        x = x.contiguous()
+        epoch = _workspace(self.axis).begin(x.nbytes)
+        epoch.send(x)
+        return _Copied(x, epoch)
 
     def of(self, op: str, x: Tensor, width: int) -> OverlapMethod:
         if x.dtype == torch.uint8:

@@ -22,48 +22,42 @@ CPU. The multiplication (`product`) is an argument: the layer's recipe gives it.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from mpu.comm.collectives import all_gather, all_reduce, reduce_scatter
+from mpu.comm.collectives import all_reduce, reduce_scatter
 from mpu.comm.shared_memory import SharedMemoryTransport
-from mpu.comm.transport import Axis, Handle, Label
+from mpu.comm.transport import DONE, Axis, Handle, Label
 from mpu.comm.workspace import Epoch
 
 Product = Callable[[Tensor, Tensor], Tensor]  # x [..., k], w [o, k] -> x w^T [..., o]
 
 
-class Gathering(ABC):
-    """x of all ranks, on its way to this one. Making one starts the all-gather; call `close` when
-    x is no longer read.
+class Gathering:
+    """x of all ranks [t n, ...], on its way to this one; call `close` when it is no longer read.
+
+    full: where x arrives. handle: of the all-gather that brings it.
     """
 
-    @abstractmethod
-    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None: ...
+    def __init__(self, full: Tensor, handle: Handle) -> None:
+        self._full, self._handle = full, handle
 
-    @abstractmethod
     def gathered(self) -> Tensor:
         """Wait for x of all ranks and return it, [t n, ...]."""
+        self._handle.wait()
+        return self._full
 
     def multiply(self, weight: Tensor, product: Product) -> Tensor:
         """Return gather(x) w^T: w [o, k] -> [t n, ..., o]."""
         return product(self.gathered(), weight)
 
-    def close(self) -> None:  # noqa: B027 - by default there is no memory to release
+    def close(self) -> None:
         """Release the memory in which x arrived."""
 
 
 class OverlapMethod(ABC):
-    """How the parts of a matmul's input, or of its output, travel over an axis.
-
-    start_all_gather(x, axis, label): how x is gathered to be multiplied.
-    start_all_gather_overlapped: how it is gathered while something else is multiplied; only the
-    kernels of GPUs, which gather inside a matmul, do it in another way.
-    """
-
-    start_all_gather: ClassVar[type[Gathering]]
-    start_all_gather_overlapped: ClassVar[type[Gathering]]
+    """How the parts of a matmul's input, or of its output, travel over an axis."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -76,6 +70,17 @@ class OverlapMethod(ABC):
         return self
 
     @abstractmethod
+    def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        """Start to gather x, which is then multiplied."""
+
+    def start_all_gather_overlapped(self, x: Tensor, label: Label | None) -> Gathering:
+        """Start to gather x while something else is multiplied.
+
+        Only the kernels of GPUs, which gather inside a matmul, do it in another way.
+        """
+        return self.start_all_gather(x, label)
+
+    @abstractmethod
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
     ) -> tuple[Tensor, Handle]:
@@ -84,20 +89,11 @@ class OverlapMethod(ABC):
         """
 
 
-class _AlreadyGathered(Gathering):
-    """x that is replicated already: nothing is gathered."""
-
-    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
-        self._x = x
-
-    def gathered(self) -> Tensor:
-        return self._x
-
-
 class Replicated(OverlapMethod):
     """x is replicated; partial products are all-reduced."""
 
-    start_all_gather = start_all_gather_overlapped = _AlreadyGathered
+    def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return Gathering(x, DONE)
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
@@ -105,22 +101,11 @@ class Replicated(OverlapMethod):
         return all_reduce(product(x, weight), self.axis, async_op=True, label=label)
 
 
-class _Gathered(Gathering):
-    """x of all ranks by one collective."""
-
-    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
-        self._full, self._handle = all_gather(x, axis, async_op=True, label=label)
-
-    def gathered(self) -> Tensor:
-        self._handle.wait()
-        return self._full
-
-
 class NoOverlap(OverlapMethod):
     """The collective, then the matmul; the matmul, then the collective."""
 
-    start_all_gather: ClassVar[type[Gathering]] = _Gathered
-    start_all_gather_overlapped: ClassVar[type[Gathering]] = _Gathered
+    def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        return Gathering(*self.axis.required_transport.all_gather(x, self.axis, True, None, label))
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None
@@ -131,19 +116,12 @@ class NoOverlap(OverlapMethod):
 class _InPlace(Gathering):
     """x of all ranks in memory that the ranks of one host share: each writes its part there."""
 
-    def __init__(self, x: Tensor, axis: Axis, label: Label | None) -> None:
-        transport = axis.required_transport
-        assert isinstance(transport, SharedMemoryTransport)
-        self._shape, self._dtype = (axis.size * x.shape[0], *x.shape[1:]), x.dtype
+    def __init__(
+        self, handle: Handle, epoch: Epoch, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._handle, self._epoch, self._shape, self._dtype = handle, epoch, shape, dtype
         self._copy: Tensor | None = None
-
-        def call() -> Epoch:
-            self._epoch = transport.workspace.begin(x.nbytes)
-            self._epoch.complete = self._save
-            self._epoch.put(x)
-            return self._epoch
-
-        self._handle = axis.start("all_gather", x, call, (x,), None, async_op=True, label=label)
+        epoch.complete = self._save
 
     def gathered(self) -> Tensor:
         self._handle.wait()
@@ -168,4 +146,12 @@ class Symmetric(NoOverlap):
     of all. A scatter is that of NoOverlap: the transport's sum, in the same order.
     """
 
-    start_all_gather = start_all_gather_overlapped = _InPlace
+    def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        transport, size = self.axis.required_transport, self.axis.size
+        assert isinstance(transport, SharedMemoryTransport)
+        with self.axis.start("all_gather", x, async_op=True, label=label) as handle:
+            epoch = transport.workspace.begin(x.nbytes)
+            gathering = _InPlace(handle, epoch, (size * len(x), *x.shape[1:]), x.dtype)
+            epoch.put(x)
+            handle.work, handle.keep = epoch, (x,)
+        return gathering

@@ -26,6 +26,10 @@ class _RingGathering(Gathering):
         self._full[axis.rank] = x
         self._turns = [axis.rank, *axis.following]
         self._here = 1
+        self._coming = DONE
+
+    def start(self) -> None:
+        """Start to pass on this rank's part."""
         self._coming = self._pass_on(0)
 
     def _pass_on(self, i: int) -> Handle:
@@ -63,7 +67,10 @@ class _RingGathering(Gathering):
 class Ring(OverlapMethod):
     """Parts as messages: gathered round the ring, scattered straight to their owners."""
 
-    start_all_gather = start_all_gather_overlapped = _RingGathering
+    def start_all_gather(self, x: Tensor, label: Label | None) -> Gathering:
+        gathering = _RingGathering(x, self.axis, label)
+        gathering.start()
+        return gathering
 
     def matmul_reduce_scatter(
         self, x: Tensor, weight: Tensor, product: Product, label: Label | None

@@ -39,20 +39,18 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, eq=False)  # compared by identity: `build` makes each of them once
 class Schedule:
-    """What each rank does, in order: `ranks[r]` is rank r's list.
-
-    v_shape: chunk 0 goes down the ranks and chunk 1 comes back up, so that rank 0 holds both ends;
-    else stage = chunk p + rank. deferred: the output layer's first so many W's come at the end.
-    pairs: of each rank, the numbers of the F's that overlap the B and W behind them.
-    """
+    """What each rank does, in order: `ranks[r]` is rank r's list."""
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
     micro_batches: int
     chunks: int = 1
-    split: bool = False
+    split: bool = False  # B and W are separate actions
+    # chunk 0 goes down the ranks and chunk 1 comes back up, so that rank 0 holds both ends; else
+    # stage = chunk p + rank
     v_shape: bool = False
-    deferred: int = 0
+    deferred: int = 0  # the first so many W's of the output layer come at the end
+    # of each rank: the numbers of the F's that overlap the B and W after them
     pairs: tuple[range, ...] = ()
 
     def overlapped_forwards(self, rank: int) -> range:

@@ -141,21 +141,16 @@ def _rendezvous(steps: Sequence[Sequence[Step]]) -> None:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a schedule costs: times in the unit of the costs; a tuple has an entry for each rank.
-
-    step: from the first begin to the last end. bubble: step minus the busiest rank's work.
-    idle: waiting between a rank's own first begin and last end. peak_for_b, peak_for_w, peak: the
-    most activations stored for B's, for W's and for both at once.
-    """
+    """A schedule's cost: times in the unit of the costs; a tuple has an entry for each rank."""
 
     timeline: Timeline
-    step: float
-    bubble: float
-    busy: tuple[float, ...]
-    idle: tuple[float, ...]
-    peak_for_b: tuple[float, ...]
-    peak_for_w: tuple[float, ...]
-    peak: tuple[float, ...]
+    step: float  # from the first begin to the last end
+    bubble: float  # step minus the work of the busiest rank
+    busy: tuple[float, ...]  # work of each rank
+    idle: tuple[float, ...]  # waits between a rank's first begin and last end
+    peak_for_b: tuple[float, ...]  # most activations stored for B's
+    peak_for_w: tuple[float, ...]  # most activations stored for W's
+    peak: tuple[float, ...]  # most of both at once
 
 
 def simulate(

@@ -31,15 +31,6 @@ from mpu.zero.bucket_layout import BucketLayout, gaps
 from mpu.zero.reduce import Reduction, sum_over_data, sum_over_extra_axes
 
 
-class Float8Weights(Protocol):
-    """The weights of a bucket that travels in float8 (mpu/zero/float8_gather.py)."""
-
-    rows: dict[nn.Parameter, Tensor]  # while they are whole
-
-    def gather(self, async_op: bool = True) -> None: ...
-    def persistent_tensors(self) -> Iterator[Tensor]: ...
-
-
 class BucketState(Protocol):
     """The optimizer's state of a bucket that is away between steps (mpu/optim/state_offload.py)."""
 
@@ -75,7 +66,6 @@ class ParamBucket:
         self.low = self.shard.rank * layout.own if self.shard else 0  # this rank owns [low, high)
         self.high = self.low + layout.own
         self.block: Sequence[ParamBucket] = (self,)  # at stage 3: those that are gathered together
-        self.float8: Float8Weights | None = None  # where the weights travel in float8
         self.state: BucketState | None = None  # where it is in host memory between steps
         self.weights: Tensor | None = None  # all of them, while they are whole
         self.gathering: Handle = DONE  # the gather of the weights

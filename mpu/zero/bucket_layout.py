@@ -34,24 +34,19 @@ SMALLEST, LARGEST = 1 << 21, 40_000_000  # elements of an automatic bucket
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How gradients and weights are shared among data-parallel ranks.
-
-    bucket_size: elements a bucket, about; 0: automatic. overlap_grad_reduce: sum a bucket during
-    backward; else all after it. overlap_param_gather: gather weights under the computation before
-    them. reduce_each_micro_batch: sum after every micro-batch, not once a step (stages 2 and 3;
-    other bits). grad_reduce_dtype: the dtype in which gradients travel. main_grads_dtype: the dtype
-    of a rank's own sum over its micro-batches. None for either means the accumulation dtype.
-    keep_unsharded: at stage 3 weights stay whole from their first use in a step to their last
-    (pipelines, whose chunks alternate).
-    """
+    """How gradients and weights are shared among data-parallel ranks."""
 
     zero_stage: int = 0
-    bucket_size: int = 0
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = False
+    bucket_size: int = 0  # elements of a bucket, about; 0: automatic
+    overlap_grad_reduce: bool = True  # reduce a bucket during backward; else all of them after it
+    overlap_param_gather: bool = False  # prefetch weights during the computation before their use
+    # reduce after every micro-batch, not once a step (stages 2 and 3; other bits)
     reduce_each_micro_batch: bool = False
-    grad_reduce_dtype: torch.dtype | None = None
+    grad_reduce_dtype: torch.dtype | None = None  # dtype on the wire; None: the accumulation dtype
+    # dtype of a rank's own accumulation over micro-batches; None: the accumulation dtype
     main_grads_dtype: torch.dtype | None = None
+    # at stage 3 weights stay unsharded from their first use in a step to their last (pipelines,
+    # whose chunks alternate)
     keep_unsharded: bool = False
 
 
@@ -79,29 +74,23 @@ class ParamEntry(NamedTuple):
     """One parameter of this rank.
 
     chunk: its pipeline chunk. axes: those over which its gradient is summed before the ranks that
-    share it are. rows, scales: bytes of what it becomes, where it travels in float8
-    (mpu/zero/float8_gather.py). agreed: the ranks of `cut` agree on these scales too. matrix: it
-    has two dimensions. cut: the axis that cuts it. group: the group that the model puts it in, for
-    the optimizer. late: its last gradient comes after those of all other parameters of the rank.
-    frozen: it has no gradient. It is summed over no axes, then, and does not travel in float8.
+    share it are. cut: the axis that cuts it. group: the group that the model puts it in, for the
+    optimizer. late: its last gradient comes after those of all other parameters of the rank.
+    frozen: it has no gradient, and is summed over no axes.
     """
 
     name: str
     numel: int
     chunk: int = 0
     axes: tuple[str, ...] = ()
-    rows: int = 0
-    scales: int = 0
-    matrix: bool = False
     cut: str = "tp"
     group: str = ""
-    agreed: bool = False
     late: bool = False
     frozen: bool = False
 
     def as_frozen(self) -> "ParamEntry":
         """Return what a frozen parameter has of this."""
-        return self._replace(axes=(), rows=0, scales=0, agreed=False, late=False, frozen=True)
+        return self._replace(axes=(), late=False, frozen=True)
 
 
 def entries_of(
@@ -115,20 +104,13 @@ def entries_of(
     for name, param in named:
         place = placement_of(param)
         axes = tuple(axis.name for axis in place.reduce_axes if axis.size > 1)
-        how = getattr(param, "float8_rows", None)
-        rows, scales = (how.nbytes, how.count) if how else (0, 0)
-        chunk, matrix = chunk_of(name), param.dim() > 1
         entry = ParamEntry(
             name=name,
             numel=param.numel(),
-            chunk=chunk,
+            chunk=chunk_of(name),
             axes=axes,
-            rows=rows,
-            scales=scales,
-            matrix=matrix,
             cut=place.axis.name,
             group=group_of(param),
-            agreed=bool(how and how.shared),
             late=getattr(param, "late", False) and not axes,
         )
         found.append(entry if param.requires_grad else entry.as_frozen())
@@ -138,17 +120,13 @@ def entries_of(
 class BucketLayout(NamedTuple):
     """One bucket: (name, offset, numel) of its parameters, and its padded length in elements.
 
-    axes: over which its gradients are summed before the ranks of `sharing`. rows, scales: sums of
-    its parameters'; 0 unless it travels in float8. unsharded: its weights stay unsharded at stage
-    3. groups: those of its parameters. late, frozen: as ParamEntry has them, of all of them.
+    axes: over which its gradients are summed before the ranks of `sharing`. groups: those of its
+    parameters. late, frozen: as ParamEntry has them, of all of them.
     """
 
     params: tuple[tuple[str, int, int], ...]
     length: int
     axes: tuple[str, ...] = ()
-    rows: int = 0
-    scales: int = 0
-    unsharded: bool = False
     sharing: Sharing = Sharing()
     groups: tuple[str, ...] = ()
     late: bool = False
@@ -159,19 +137,10 @@ class BucketLayout(NamedTuple):
         """Return the elements that a rank owns: its share, at stage 0 all."""
         return self.length // self.sharing.shard if self.sharing.zero_stage else self.length
 
-    def wire(self, size: int) -> int:
-        """Return the bytes of its weights on the wire; size: of an element that is not float8."""
-        return self.length * (1 if self.scales else size)
-
-    @property
-    def by_use(self) -> bool:
-        """Return whether its weights are gathered for each use."""
-        return self.sharing.zero_stage == 3 and not self.axes and not self.unsharded
-
     @property
     def sharded(self) -> bool:
-        """Return whether a rank keeps its share of the weights alone."""
-        return self.by_use or self.scales > 0
+        """Return whether a rank keeps its share of the weights alone, gathered for each use."""
+        return self.sharing.zero_stage == 3 and not self.axes
 
     def runs(self, separate: Collection[str] = ()) -> list[tuple[int, int, str]]:
         """Return [low, high) and group of each run of parameters of one group, padding included.
@@ -208,34 +177,21 @@ def make_buckets(
     """Put parameters, given in definition order, into buckets, in the order of their sums.
 
     size: elements a bucket, about. sharing: by the axis that cuts a parameter; a bucket is padded
-    to whole blocks for each rank of it. At stage 0, and where gradients are summed over another
-    axis, weights do not travel in float8.
+    to whole blocks for each rank of it.
     """
-    stage = {cut: shared.zero_stage for cut, shared in sharing.items()}
-    plain = [entry._replace(rows=0, scales=0) for entry in entries]
-    pairs = zip(entries, plain, strict=True)
-    entries = [low if low.axes or not stage[low.cut] else entry for entry, low in pairs]
     groups: list[list[ParamEntry]] = []
     summed_twice: dict[tuple[tuple[str, ...], str], list[ParamEntry]] = {}
-    latest: dict[tuple[str, str, bool], list[ParamEntry]] = {}  # the group that a kind adds to
-    unsharded = unsharded_vectors([entry for entry in entries if stage[entry.cut] == 3])
+    latest: dict[tuple[str, bool], list[ParamEntry]] = {}  # the group that a kind adds to
     ordered = sorted(reversed(entries), key=lambda e: (e.late, -e.chunk))
     for entry in ordered:
         if entry.axes:
             summed_twice.setdefault((entry.axes, entry.cut), []).append(entry)
             continue
-        by_block = stage[entry.cut] == 3
-        how = (
-            "unsharded"
-            if entry.name in unsharded
-            else "rows"
-            if entry.scales and not by_block
-            else ""
-        )
-        kind = how, entry.cut, entry.frozen
+        by_block = sharing[entry.cut].zero_stage == 3
+        kind = entry.cut, entry.frozen
         group = latest.get(kind, [])
         other = group and (group[-1].chunk, group[-1].late) != (entry.chunk, entry.late)
-        if by_block and how != "unsharded":
+        if by_block:
             other = other or (group and block_of(group[-1].name) != block_of(entry.name))
         if not group or other or (not by_block and sum(e.numel for e in group) >= size):
             latest[kind] = []
@@ -247,26 +203,7 @@ def make_buckets(
         summed_twice[key]
         for key in sorted(summed_twice, key=lambda key: (_tp_last(key[0]), key[1]))
     ]
-    return [
-        _layout_of(group, sharing[group[0].cut], group[0].name in unsharded) for group in groups
-    ]
-
-
-def unsharded_vectors(entries: Sequence[ParamEntry]) -> set[str]:
-    """Return the vectors of blocks with float8 weights, which stay unsharded at stage 3.
-
-    Raises ValueError where such a block has a plain matrix: it would be gathered alone, and free
-    the others meanwhile.
-    """
-    blocks = {block_of(entry.name) for entry in entries if entry.scales}
-    vectors = [e for e in entries if block_of(e.name) in blocks and not e.axes and not e.scales]
-    for entry in vectors:
-        if entry.matrix:
-            raise ValueError(
-                f"--fp8-param-gather at --zero-stage 3: {entry.name} is not in float8, and "
-                "other weights of its block are; omit the flag, or take a lower stage"
-            )
-    return {entry.name for entry in vectors}
+    return [_layout_of(group, sharing[group[0].cut]) for group in groups]
 
 
 def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
@@ -274,23 +211,19 @@ def _tp_last(axes: tuple[str, ...]) -> tuple[bool, tuple[str, ...]]:
     return "tp" in axes, axes
 
 
-def _layout_of(group: Sequence[ParamEntry], sharing: Sharing, unsharded: bool) -> BucketLayout:
+def _layout_of(group: Sequence[ParamEntry], sharing: Sharing) -> BucketLayout:
     offset, params, frozen = 0, [], group[0].frozen
-    if frozen and (unsharded or sharing.zero_stage < 3):
+    if frozen and sharing.zero_stage < 3:
         sharing = sharing._replace(zero_stage=0)
     for entry in group:
         params.append((entry.name, offset, entry.numel))
         offset += -(-entry.numel // BLOCK) * BLOCK
     grain = BLOCK * sharing.ranks
-    rows, scales = sum(e.rows for e in group), sum(e.scales for e in group)
     length, axes = -(-offset // grain) * grain, group[0].axes
     return BucketLayout(
         tuple(params),
         length,
         axes,
-        rows=rows,
-        scales=scales,
-        unsharded=unsharded,
         sharing=sharing,
         groups=tuple(entry.group for entry in group),
         late=group[0].late,
@@ -329,9 +262,7 @@ def memory(
 
     Where main gradients are narrower, stages 0 and 1 also have the sums: L or share accumulate. At
     stage 3 buckets that are summed over another axis keep unsharded weights (docs/design.md says
-    why). Frozen parameters have weights alone, L below stage 3. Weights that travel in float8 are
-    stored as at stage 3, with a byte more for each element of the share, the bytes of all scales
-    and, at stages 1 and 2, of all rows.
+    why). Frozen parameters have weights alone, L below stage 3.
     """
     kinds = dict.fromkeys(("parameters", "gradients", "masters", "moments"), 0)
     for layout in layouts:
@@ -339,8 +270,6 @@ def memory(
         kinds["parameters"] += (own if layout.sharded else layout.length) * weight
         if layout.frozen:
             continue
-        if layout.scales:
-            kinds["parameters"] += own + layout.scales + (layout.rows if stage < 3 else 0)
         kinds["gradients"] += own * accumulate if stage >= 2 else layout.length * gradient
         if stage < 2 and gradient < accumulate:
             kinds["gradients"] += own * accumulate

@@ -9,6 +9,9 @@ so the parts that ranks hold add up, however the tensor is cut: each rank digest
 one sum over all ranks of these few numbers completes them. A flipped bit always changes the exact
 sum, as keys are odd. A sketch's sums are as far apart as two tensors are, on average (Alon, Matias
 and Szegedy 1996; signs that are products of two are the sketch of Braverman et al. 2010).
+
+`digest_of` is the exact sum of one rank's tensor alone, by which replicas are compared
+(replica_check.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +32,7 @@ SIGNS = 2  # sums with random signs
 # elements that are widened to 64 bits at a time: on a CPU they stay in its cache, elsewhere
 # launches are few
 AT_ONCE, LARGE = 1 << 16, 1 << 22
+ROW = 1 << 10  # elements of a row of a tensor that is digested by itself
 WIDTHS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 LABEL = Label("digests", "digests")
 KINDS = ("gradient", "weight")
@@ -64,19 +68,15 @@ def signs(key: Tensor, number: int, dtype: torch.dtype) -> Tensor:
 
 
 class _Cut(NamedTuple):
-    """A rectangle of a canonical tensor in a flat local parameter: rows of `width` elements.
-
-    base: the flat place of its first element. stride: from row to row. rows, width: of the part
-    here. row, column: the places of its first element in the whole tensor.
-    """
+    """A rectangle of a canonical tensor in a flat local parameter: rows of `width` elements."""
 
     number: int  # of the canonical name
-    base: int
-    stride: int
-    rows: int
-    width: int
-    row: int
-    column: int
+    base: int  # flat index of its first element
+    stride: int  # from row to row
+    rows: int  # of the local part
+    width: int  # of the local part
+    row: int  # row of its first element in the whole tensor
+    column: int  # column of its first element in the whole tensor
 
 
 class StateDigest:
@@ -180,8 +180,24 @@ class StateDigest:
         return made
 
 
-def add(x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor) -> None:
-    """Add rows x [n, m] with keys by_row [n], by_column [m] to an exact sum and to a sketch's.
+def digest_of(values: Tensor) -> Tensor:
+    """Return the exact digest of one tensor, of rows of ROW elements: an int64 scalar on its
+    device, without waiting. It is the same for equal bits of one dtype and size, in any shape.
+    """
+    flat, device = values.detach().view(-1), values.device
+    by_column, full = keys("column", 0, ROW, device), len(flat) // ROW
+    by_row = keys("row", 0, full + 1, device)
+    exact = torch.zeros((), dtype=torch.int64, device=device)
+    add(flat[: full * ROW].view(-1, ROW), by_row[:full], by_column, exact)
+    if rest := len(flat) - full * ROW:
+        add(flat[None, full * ROW :], by_row[full:], by_column[:rest], exact)
+    return exact
+
+
+def add(
+    x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor | None = None
+) -> None:
+    """Add rows x [n, m] with keys by_row [n], by_column [m] to an exact sum, and to a sketch's.
 
     sums [3]: of the squares, then with signs. fp32 and fp64 on a CPU go through csrc/digest.cpp.
     """
@@ -194,6 +210,7 @@ def add(x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tenso
             _add_by_torch(x[part], by_row[part], by_column, exact, sums)
         return
     columns = [signs(by_column, i, x.dtype) for i in range(SIGNS)]
+    sums = torch.zeros(1 + SIGNS, dtype=torch.float64) if sums is None else sums
     tensors = (x, by_row, by_column, *columns, exact, sums)
     sizes = (*x.shape, x.stride(0))
     library.weft_digest(
@@ -202,17 +219,12 @@ def add(x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tenso
     )  # fmt: skip
 
 
-def exact_sum(x: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
-    """Return the exact digest of rows x [n, m], with keys by_row [n] and by_column [m]: a scalar on
-    its device, without waiting.
-    """
-    return (_dot(x.view(WIDTHS[x.element_size()]), by_column) * by_row).sum()
-
-
 def _add_by_torch(
-    x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor
+    x: Tensor, by_row: Tensor, by_column: Tensor, exact: Tensor, sums: Tensor | None
 ) -> None:
-    exact += exact_sum(x, by_row, by_column)
+    exact += (_dot(x.view(WIDTHS[x.element_size()]), by_column) * by_row).sum()
+    if sums is None:
+        return
     sums[0] += torch.linalg.vector_norm(x, dim=1).double().square().sum()
     for i in range(SIGNS):
         signed = (x @ signs(by_column, i, x.dtype)).double()

@@ -46,7 +46,7 @@ class Gatherer:
                 names = [name for each in bucket.block for name, _, _ in each.params]
                 raise RuntimeError(
                     f"a use of {names[0]}, or another weight gathered with it, has not ended: each "
-                    "acquire needs an end_use in the same forward or backward (docs/zero.md)"
+                    "acquire needs an end_use in the same forward or backward (docs/forking.md)"
                 )
             self.reshard(bucket)
 
@@ -90,18 +90,15 @@ class Gatherer:
 
         Where gathers do not run ahead, this waits.
         """
-        if bucket.float8 is not None:
-            bucket.float8.gather(self.ahead)
-        else:
-            assert bucket.shard is not None
-            weights = bucket.param_shard.new_empty(bucket.length)
-            bucket.view_params_in(weights)
-            _, bucket.gathering = all_gather(
-                bucket.param_shard, bucket.shard, self.ahead, into=weights,
-                label=Label(bucket, "gather"),
-            )  # fmt: skip
+        assert bucket.shard is not None
+        weights = bucket.param_shard.new_empty(bucket.length)
+        bucket.view_params_in(weights)
+        _, bucket.gathering = all_gather(
+            bucket.param_shard, bucket.shard, self.ahead, into=weights,
+            label=Label(bucket, "gather"),
+        )  # fmt: skip
         self.unsharded.append(bucket)
-        live = sum(b.layout.rows or b.length * b.param_shard.itemsize for b in self.unsharded)
+        live = sum(b.length * b.param_shard.itemsize for b in self.unsharded)
         self.peak = max(self.peak, live)
 
     def reshard(self, bucket: ParamBucket) -> None:
@@ -131,8 +128,6 @@ def _hide(bucket: ParamBucket) -> None:
     """Free the whole weights; the parameters read as NaN until the next gather."""
     bucket.gathering.wait()
     bucket.weights = None
-    if bucket.float8 is not None:
-        bucket.float8.rows.clear()
     nothing = bucket.param_shard.new_full((1,), torch.nan)
     for _, param, _ in bucket.params:
         param.data = nothing.expand(param.shape)

@@ -32,7 +32,6 @@ from mpu.zero.bucket_layout import (
     make_buckets,
     sharing_of,
 )
-from mpu.zero.float8_gather import Float8Gather, of_buckets
 from mpu.zero.frozen import Frozen, agree
 from mpu.zero.gather import Gatherer, fill
 from mpu.zero.gradient_check import GradientCheck, check_registered
@@ -80,7 +79,6 @@ class ParamAndGradBuffer(GradientSink):
         self.gatherer: Gatherer | None = None
         if self.zero_stage == 3:
             self.gatherer = Gatherer(config.overlap_param_gather, config.keep_unsharded)
-        self.float8: list[Float8Gather] = []  # one for each set of ranks that share buckets
         self._bucket_of: dict[nn.Parameter, ParamBucket] = {}
         self._uses: dict[nn.Parameter, int] = {}  # in a micro-batch
         self._given: dict[nn.Parameter, int] = {}  # gradients of this step
@@ -164,7 +162,6 @@ class ParamAndGradBuffer(GradientSink):
         self._early = [
             b for b in self.buckets if not b.reduce_axes and b.reduction.zero_stage >= stage
         ]
-        self.float8 = of_buckets(self.buckets, self.grid, at_once=self.gatherer is None)
         blocks: dict[tuple[str, str], list[ParamBucket]] = {}
         for each in self.weight_buckets if self.frozen_buckets else ():
             if each.sharded and (block := block_of(each.layout.params[0][0])):
@@ -183,24 +180,14 @@ class ParamAndGradBuffer(GradientSink):
         """
         yield self.unsharded_names()
         yield from fill(self.weight_buckets)
-        self.requantise()
-
-    def requantise(self) -> None:
-        """Make the codes of weights that travel in float8, after the weights have changed."""
         self.weight_rows.clear()
-        if self.float8 and self.amaxes is not None:
-            self.amaxes.begin_weights()
-        for gather in self.float8:
-            gather.requantise()
 
-    def gather_weights(self, requantise: bool = True) -> None:
+    def gather_weights(self) -> None:
         """Gather the weights that are stored unsharded, after an update or a load.
 
-        With overlap_param_gather this does not wait for them. requantise: also those that are
-        gathered in float8.
+        With overlap_param_gather this does not wait for them.
         """
-        if requantise:
-            self.requantise()
+        self.weight_rows.clear()
         forward = sorted(reversed(self.buckets), key=lambda bucket: bucket.layout.late)
         for bucket in forward:  # about the order of the next forward
             if bucket.shard is not None and not bucket.sharded:
@@ -225,14 +212,14 @@ class ParamAndGradBuffer(GradientSink):
         return {name for bucket in buckets for name, _, _ in bucket.params}
 
     def acquire(self, param: nn.Parameter) -> Tensor:
-        """Return the whole local weight, or its rows of float8; wait for a gather under way."""
+        """Return the whole local weight; wait for a gather under way."""
         bucket = self._holding(param)
         if self.gatherer and bucket.sharded:
             self.gatherer.acquire(bucket)
         bucket.gathering.wait()
         if bucket.state is not None:
             bucket.state.leave()
-        return param if bucket.float8 is None else bucket.float8.rows.get(param, param)
+        return param
 
     def is_sharded(self, param: nn.Parameter) -> bool:
         """Return whether the weight is whole only between `acquire` and `end_use`."""
@@ -284,7 +271,7 @@ class ParamAndGradBuffer(GradientSink):
         if not isinstance(bucket, ParamAndGradBucket):
             raise RuntimeError(
                 f"{self.name_of(param)} is frozen, and its layer's backward gives it a gradient: "
-                "let it look at needs_input_grad of the weight (docs/zero.md)"
+                "let it look at needs_input_grad of the weight (docs/forking.md)"
             )
         return bucket
 

@@ -21,21 +21,15 @@ from mpu.comm.transport import Axis, Handle, Label
 
 
 class Reduction(NamedTuple):
-    """Over which data-parallel ranks gradients are summed, and in which dtypes.
-
-    shard: the ranks that share a bucket. replicate: the ranks that own the same part of it in the
-    optimizer's instances. dtype: the dtype of a sum. main_dtype: the dtype of a rank's own sum over
-    its micro-batches. wire_dtype: the dtype in which gradients travel; None: main_dtype. is_async:
-    whether anything is computed while a sum is under way.
-    """
+    """Which data-parallel ranks reduce gradients, and in which dtypes."""
 
     zero_stage: int
-    shard: Axis
-    replicate: Axis
-    dtype: torch.dtype
-    main_dtype: torch.dtype
-    wire_dtype: torch.dtype | None = None
-    is_async: bool = True
+    shard: Axis  # ranks that share a bucket
+    replicate: Axis  # ranks that own the same shard in other optimizer instances
+    dtype: torch.dtype  # of the reduction
+    main_dtype: torch.dtype  # of a rank's own accumulation over micro-batches
+    wire_dtype: torch.dtype | None = None  # on the wire; None: main_dtype
+    is_async: bool = True  # whether it overlaps with compute
 
 
 def sum_over_extra_axes(grad: Tensor, axes: tuple[Axis, ...], label: Label) -> None:

@@ -9,10 +9,10 @@
     weights replicated over tp (norms)       tp too, with their masters and moments
     tied embeddings                          embd too, the same
 
-Each rank hashes each parameter's bytes of each kind, and the hashes, 8 bytes each, are gathered:
-one small collective an axis, and one over all ranks that tells them whether any two differ. What
-one rank alone holds (a shard of stage 1 to 3 without instances) has no replica: nothing here finds
-a flip in it.
+Each rank digests each parameter of each kind (`digest_of`), and the digests, 8 bytes each, are
+gathered: one small collective an axis, and one over all ranks that tells them whether any two
+differ. What one rank alone holds (a shard of stage 1 to 3 without instances) has no replica:
+nothing here finds a flip in it.
 """
 
 import json
@@ -21,19 +21,17 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from mpu.comm.collectives import all_gather, gather_bytes, sum_in_order
 from mpu.comm.transport import Axis, Label
 from mpu.grid import DATA, Grid
 from mpu.param import placement_of
-from mpu.zero.digest import exact_sum, keys
+from mpu.zero.digest import digest_of
 
 REPLICATED = (
     "dp_cp", "dp_cp_replicate", "edp", "edp_replicate", "tp", "ep", "embd"
 )  # axes whose ranks hold the same, in the order of their collectives  # fmt: skip
-WIDTH, ROWS = 1 << 10, 1 << 12  # elements of a row, and rows summed at a time on a device
 
 
 class Difference(NamedTuple):
@@ -46,34 +44,6 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         who = " or ".join(f"rank {rank}" for rank in self.suspects)
         return f"{self.what} differs on {who} of the ranks {sorted(self.hashes)} that hold it"
-
-
-def hash_of(values: Tensor) -> int:
-    """Return 64 bits of a contiguous tensor's bytes, as an int64; on CPU XXH3.
-
-    On a GPU it is the exact digest of mpu/zero/digest.py, of rows of WIDTH elements: a single bit
-    that flips always changes it.
-    """
-    if values.device.type == "cpu":
-        data = values.detach().view(-1).view(torch.uint8).numpy().data
-        return xxhash.xxh3_64_intdigest(data) - (1 << 63)
-    return int(sum_of_words(values))
-
-
-def sum_of_words(values: Tensor) -> Tensor:
-    """Return the hash of a tensor as a scalar on its device, without waiting; see `hash_of`."""
-    flat, device = values.detach().view(-1), values.device
-    by_column = keys("column", 0, WIDTH, device)
-    by_row = keys("row", 0, -(-len(flat) // WIDTH), device)
-    full = len(flat) // WIDTH
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for low in range(0, full, ROWS):
-        some = slice(low, min(low + ROWS, full))
-        rows = flat[some.start * WIDTH : some.stop * WIDTH].view(-1, WIDTH)
-        total += exact_sum(rows, by_row[some], by_column)
-    if rest := len(flat) - full * WIDTH:
-        total += exact_sum(flat[None, full * WIDTH :], by_row[full:], by_column[:rest])
-    return total
 
 
 class ReplicaCheck:
@@ -115,12 +85,11 @@ class ReplicaCheck:
         return [getattr(self.grid, name) for name in exact]
 
     @torch.no_grad()
-    def hashes(self) -> dict[str, list[tuple[str, int]]]:
+    def hashes(self) -> dict[str, list[tuple[str, Tensor]]]:
         """Return, for each axis with replicas, (parameter and kind, hash) in one order."""
-        rows: dict[str, list[tuple[str, Any]]] = {}
+        rows: dict[str, list[tuple[str, Tensor]]] = {}
         for name, kind, values, axes in self.tensors():
-            on_cpu = values.device.type == "cpu"
-            value = hash_of(values) if on_cpu else sum_of_words(values)
+            value = digest_of(values)
             for axis in axes:
                 rows.setdefault(axis.name, []).append((f"{name} ({kind})", value))
         return rows
@@ -135,7 +104,7 @@ class ReplicaCheck:
             if axis.size == 1 or name not in rows:
                 continue
             named = rows[name]
-            own = torch.stack([torch.as_tensor(value, device=device) for _, value in named])
+            own = torch.stack([value.to(device) for _, value in named])
             every = all_gather(own[None], axis, label=label)[0]
             seen.append((axis, named, every))
         wrong = [(every != every[0]).any() for _, _, every in seen]

@@ -62,16 +62,13 @@ class AttentionSizes:
         return replace(self, s=self.s * ranks, **fewer)
 
 
-def memory(kind: str, sizes: AttentionSizes, a2a: int = 1) -> Memory:
-    """Return what --cp-comm-type `kind` needs at cp > 1.
-
-    a2a: of "a2a+p2p", the ranks that exchange heads: more than one, and fewer than cp.
-    """
+def memory(kind: str, sizes: AttentionSizes) -> Memory:
+    """Return what --cp-comm-type `kind` needs at cp > 1."""
     if kind == "all_gather":
         return _gather(sizes)
     if kind == "p2p":
         return _ring(sizes)
-    return _heads(sizes, sizes.cp if kind == "a2a" else a2a)
+    return _heads(sizes)
 
 
 def _gather(x: AttentionSizes) -> Memory:
@@ -108,25 +105,24 @@ def _ring(x: AttentionSizes) -> Memory:
     return Memory(forward, q + lse, backward)
 
 
-def _heads(x: AttentionSizes, ranks: int) -> Memory:
-    q, lse, index, inside = x.q, x.lse, 16 * x.s * ranks, x.exchanged(ranks)
+def _heads(x: AttentionSizes) -> Memory:
+    q, lse, index, inside = x.q, x.lse, 16 * x.s * x.cp, x.exchanged(x.cp)
     more = inside.kv - x.kv  # K and V of replicated heads
     every = q + inside.kv
     kept = every + 2 * q + lse + index  # q, k, v of other tokens; the output, here and there
-    ring = _ring(inside) if ranks < x.cp else Memory(q + lse, q + lse, every)
-    forward = max(3 * every + (inside.kv if more else 0), every + ring.forward, every + lse + 3 * q)
+    forward = max(3 * every + (inside.kv if more else 0), every + lse + 3 * q)
     return Memory(
         forward + index,
         kept,
         # dy of other tokens; their gradients; these on their way back, when all kept is free
-        max(2 * q, q + ring.backward, 2 * every - q - lse),
+        max(2 * q, q + every, 2 * every - q - lse),
     )
 
 
-def traffic(kind: str, sizes: AttentionSizes, a2a: int = 1) -> tuple[int, int]:
+def traffic(kind: str, sizes: AttentionSizes) -> tuple[int, int]:
     """Return the bytes that a rank sends in a layer's forward and in its backward.
 
-    Recomputation does the forward once more. a2a: see `memory`.
+    Recomputation does the forward once more.
     """
     if kind == "all_gather":
         sent = (sizes.cp - 1) * sizes.kv
@@ -135,8 +131,6 @@ def traffic(kind: str, sizes: AttentionSizes, a2a: int = 1) -> tuple[int, int]:
         wide = sizes.wide // sizes.bytes  # dK and dV travel in wide numbers
         sent = (sizes.cp - 1) * sizes.kv
         return sent, sent + wide * sent
-    ranks = sizes.cp if kind == "a2a" else a2a
-    inside = sizes.exchanged(ranks)
-    heads = (2 * sizes.q + inside.kv) * (ranks - 1) // ranks
-    more = traffic("p2p", inside) if kind == "a2a+p2p" else (0, 0)
-    return heads + more[0], heads + more[1]
+    ranks = sizes.cp
+    heads = (2 * sizes.q + sizes.exchanged(ranks).kv) * (ranks - 1) // ranks
+    return heads, heads

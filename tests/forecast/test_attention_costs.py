@@ -21,7 +21,6 @@ from tests.forecast.attention_costs import AttentionSizes, memory, traffic
 from training.flags.parse import parse
 
 HEADS = ((8, 2), (8, 8), (32, 1))
-LEVELS = {4: (2, 2), 8: (2, 4), 16: (4, 4)}
 
 
 class Sent:
@@ -39,10 +38,9 @@ def measured(
 ) -> tuple[list[int], list[int]]:
     """Return the bytes of memory (forward, kept, backward) and those sent (forward, backward)."""
     (a, g), size, b, d, sent = heads, 512, 2, 16, Sent()
-    near = LEVELS[cp] if kind == "a2a+p2p" else None
-    grid = Grid(cp, cp_size=cp, launch=Launch(rank, cp), hierarchical=near)
+    grid = Grid(cp, cp_size=cp, launch=Launch(rank, cp))
     grid = grid.carried_by(MetaTransport()).traced(sent)
-    core = ContextAttention(LayerContext(grid, cp_comm_type=(kind,), device=META))
+    core = ContextAttention(LayerContext(grid, cp_comm_type=kind, device=META))
     live = Recorder()
     with live:
         q, k, v = (
@@ -67,8 +65,8 @@ def most_and_last(live: Recorder) -> tuple[int, int]:
     return most, now
 
 
-CI = [("all_gather", 4), ("p2p", 4), ("a2a", 2), ("a2a", 8), ("a2a+p2p", 4)]
-ALL = [(kind, cp) for kind in COMM_TYPES for cp in (2, 4, 8, 16) if (kind, cp) != ("a2a+p2p", 2)]
+CI = [("all_gather", 4), ("p2p", 4), ("a2a", 2), ("a2a", 8)]
+ALL = [(kind, cp) for kind in COMM_TYPES for cp in (2, 4, 8, 16)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,9 +81,8 @@ def test_the_formulas_are_what_the_busiest_rank_needs(kind, cp, dtype):
         each = [measured(kind, cp, rank, (a, g), dtype) for rank in (0, cp // 2, cp - 1)]
         most = [max(rank[0][i] for rank in each) for i in range(3)]
         sizes = AttentionSizes(cp, 512 // cp, 2, a, g, 16, dtype.itemsize)
-        near = LEVELS[max(cp, 4)][0]
-        assert list(memory(kind, sizes, near)) == most, (a, g)
-        assert [list(traffic(kind, sizes, near))] * 3 == [rank[1] for rank in each], (a, g)
+        assert list(memory(kind, sizes)) == most, (a, g)
+        assert [list(traffic(kind, sizes))] * 3 == [rank[1] for rank in each], (a, g)
 
 
 def test_the_buffers_are_few():
@@ -96,13 +93,10 @@ def test_the_buffers_are_few():
     whole = AttentionSizes(1, 131072, 1, 32, 8, 128)  # one rank
     outputs = 2 * (2 * whole.q) + whole.lse  # its output, wide too, a block's
     page = (Path(__file__).parents[2] / "docs/long_context.md").read_text()
-    for kind, text in (
-        *((kind, f"`{kind}`") for kind in COMM_TYPES[:3]),
-        ("a2a+p2p", "`a2a+p2p`, 4 and 2"),
-    ):
-        peaks, sent = memory(kind, sizes, 4), traffic(kind, sizes, 4)
+    for kind in COMM_TYPES:
+        peaks, sent = memory(kind, sizes), traffic(kind, sizes)
         numbers = (*sent, peaks.forward, peaks.backward)
-        assert f"| {text} | " + " | ".join(f"{n / 1e6:.0f} MB" for n in numbers) + " |" in page
+        assert f"| `{kind}` | " + " | ".join(f"{n / 1e6:.0f} MB" for n in numbers) + " |" in page
     gather, ring = memory("all_gather", sizes), memory("p2p", sizes)
     assert gather.forward < outputs // 8 + 2 * layer
     assert gather.kept == ring.kept == (whole.q + whole.lse) // 8
@@ -136,11 +130,9 @@ def test_a_rank_has_its_part_of_one_ranks_activations(dtype, recompute):
     flags = f"{dtype} --recompute-granularity {recompute}" if recompute else dtype
     one, sizes = peak(flags), AttentionSizes(8, 16384, 1, 32, 8, 128, 2 if dtype else 4)
     more = {"p2p": 3 * sizes.kv, "all_gather": 2 * 8 * sizes.kv}
-    for kind in ("a2a", "a2a+p2p"):
-        each = memory(kind, sizes, 4)
-        kept = each.kept - memory("p2p", sizes).kept - sizes.q - sizes.kv
-        more[kind] = LAYERS * kept + each.forward
+    each = memory("a2a", sizes)
+    kept = each.kept - memory("p2p", sizes).kept - sizes.q - sizes.kv
+    more["a2a"] = LAYERS * kept + each.forward
     for kind, most in more.items():
-        levels = " --hierarchical-context-parallel-sizes 4 2" if kind == "a2a+p2p" else ""
-        found = peak(f"{flags} --cp-comm-type {kind}{levels}", 8) - one / 8
+        found = peak(f"{flags} --cp-comm-type {kind}", 8) - one / 8
         assert 0 < found <= most, f"{kind}: {found / sizes.kv:.2f} blocks of keys and values"

@@ -33,19 +33,17 @@ def check(path: Path, kind: str, edits: dict[str, str]) -> None:
     check_attention(config, model_provider)
 
 
-@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a", "a2a p2p all_gather"])
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
 def test_llama_passes(tmp_path, kind):
     check(tmp_path / "copy.py", kind, {})
 
 
 def test_an_attention_of_its_own_is_refused(tmp_path):
     """It attends to the rank's own tokens, as if they were a row; here in layer 1 alone."""
-    own = (
-        "recompute.selective(\n            core_attention_of(ctx) if ctx.cp_comm_type[0] == 'p2p'\n"
-        "            else lambda qkv, *rest, **more: qkv[..., : self.heads * d]\n        )"
-    )
+    last = "        self._rope: "
+    own = "        self.layers['1'].attention.core = lambda qkv, *rest, **more: qkv[..., :16]\n"
     with pytest.raises(ValueError, match=re.escape("layer 1 of --model-file")):
-        check(tmp_path / "own.py", "p2p a2a p2p", {CORE: own})
+        check(tmp_path / "own.py", "p2p", {last: own + last})
 
 
 def test_a_fork_that_calls_core_attention_is_refused(tmp_path):
@@ -59,11 +57,9 @@ def test_a_fork_that_calls_core_attention_is_refused(tmp_path):
         check(tmp_path / "plain.py", "p2p", edits)
 
 
-def test_a_fork_that_gives_no_layer_its_number_is_refused_where_layers_differ(tmp_path):
-    edits = {"ctx.of_layer(i)": "ctx"}
+def test_a_fork_that_asks_for_each_layers_context_passes(tmp_path):
+    edits = {"self.layer_config(i), ctx, ": "self.layer_config(i), ctx.of_layer(i), "}
     check(tmp_path / "old.py", "all_gather", edits)
-    with pytest.raises(ValueError, match=re.escape("give each layer ctx.of_layer(number)")):
-        check(tmp_path / "old.py", "a2a p2p p2p", edits)
 
 
 def test_the_documents_of_whole_rows_are_what_a_rank_takes():

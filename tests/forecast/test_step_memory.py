@@ -224,7 +224,7 @@ def test_the_picture_shows_the_step_with_its_peak_marked(tmp_path, capsys):
 
 @pytest.mark.prove
 def test_the_picture_of_the_documents_is_what_is_drawn_now(tmp_path):
-    """docs/watching.md has the command that draws it again."""
+    """docs/memory.md has the command that draws it again."""
     script = ["bash", "examples/llama3_70b_16_nodes.slurm", "--dry-run"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "WORLD_", "RANK"))}
     script += ["--memory-picture", str(tmp_path / "a.svg")]  # in a process of its own

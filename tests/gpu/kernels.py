@@ -211,56 +211,6 @@ def loss(row: Row) -> None:
 
 
 @covered
-def adamw(row: Row) -> None:
-    """AdamW in one pass against float64, the weight that it rounds into, and a step left out."""
-    from mpu.kernels.adamw import Rates
-    from mpu.kernels.adamw import adamw as update
-
-    rates, n = Rates(1e-2, (0.9, 0.95), 1e-8, 0.1), 5003 if row.tiny else (1 << 20) + 3
-    state = [torch.randn(n), torch.randn(n), torch.randn(n) * 0.1, torch.rand(n) * 0.1]
-    weight = state[0].bfloat16()
-    factor, first, second = 0.37, 1 - 0.9**3, (1 - 0.95**3) ** 0.5
-    scalars = torch.tensor([factor, first, second, 0.0])
-    old = [x.double() for x in state]
-    g = old[1] * scalars[0].double()
-    m = 0.9 * old[2] + 0.1 * g
-    v = 0.95 * old[3] + 0.05 * g * g
-    new = old[0] - 1e-3 * old[0] - (1e-2 / first) * m / (v.sqrt() / second + 1e-8)
-    update(tuple(state), weight, scalars, rates)
-    for name, got, want in (
-        ("master", state[0], new),
-        ("exp_avg", state[2], m),
-        ("exp_avg_sq", state[3], v),
-    ):
-        error = (got.double() - want).abs() / want.abs().clamp(min=0.1) / EPS
-        row.check(f"adamw {name}, ulps", error.max().item(), 16.0)
-    near = (state[0] - weight.float()).abs() / state[0].abs().clamp_min(1e-30)
-    row.check(
-        "adamw weight in bf16, relative", near.max().item(), 2.0**-7 if not row.cuda else 2.0**-8
-    )
-    before = [x.clone() for x in (*state, weight)]
-    scalars[3] = 1.0
-    update(tuple(state), weight, scalars, rates)
-    same = all(torch.equal(a, b) for a, b in zip(before, (*state, weight), strict=True))
-    row.check("adamw changes nothing where a gradient is not finite", float(not same), 0.0)
-    n = 4096 if row.tiny else 1 << 28
-    state = [torch.rand(n) for _ in range(4)]
-    weight, scalars[3] = state[0].bfloat16(), 0.0
-    step = [torch.tensor(3.0)]
-
-    def torchs() -> None:
-        torch._fused_adamw_(
-            [state[0]], [state[1]], [state[2]], [state[3]], [], step, lr=1e-2, beta1=0.9,
-            beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
-        )  # fmt: skip
-        weight.copy_(state[0])
-
-    speed(
-        row, f"adamw of {n:,} weights", lambda: update(tuple(state), weight, scalars, rates), torchs
-    )
-
-
-@covered
 def swiglu_rows(row: Row) -> None:
     """SwiGLU into rows of float8, bit by bit those of its result; and the time of both ways."""
     from mpu.context import LayerContext

@@ -23,7 +23,6 @@ KERNELS = {
     "kernel-rope": ("rope_kernel",),
     "kernel-swiglu": ("swiglu_forward_kernel", "swiglu_backward_kernel"),
     "kernel-loss": ("softmax_stats_kernel", "softmax_gradient_kernel"),
-    "kernel-adamw": ("adamw_kernel",),
     "kernel-float8": ("row_scales_kernel", "encode_kernel", "rows_kernel"),
     "kernel-swiglu-rows": ("swiglu_scales_kernel", "swiglu_rows_kernel"),
     "kernel-sum": ("sum_of_parts_kernel",),

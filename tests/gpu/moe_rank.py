@@ -108,6 +108,6 @@ def main(note: Path, words: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.meta_path.append(Absent())
-    from training.run.startup import as_process
+    from training.run.process import as_process
 
     as_process(lambda: main(Path(sys.argv[1]), sys.argv[2:]), None)

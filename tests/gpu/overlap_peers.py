@@ -99,7 +99,7 @@ class Ranks:
         from training.flags.parse import parse
         from training.run.device import choose_device
         from training.run.rendezvous import meet
-        from training.run.startup import connect
+        from training.run.start import connect
         from training.settings.layer_options import context_of
 
         launch, wait = Launch.from_env(), timedelta(minutes=2)
@@ -129,7 +129,7 @@ class Ranks:
                     y, handle = method.matmul_reduce_scatter(x, w, F.linear, None)
                     handle.wait()
                     return y
-                gathering = method.start_all_gather(x, self.axis, None)
+                gathering = method.start_all_gather(x, None)
                 y = gathering.multiply(w, F.linear)
                 gathering.close()
                 return y

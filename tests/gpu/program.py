@@ -23,6 +23,6 @@ if __name__ == "__main__":
         sys.stdout.flush()
         os._exit(code)  # as tools/rehearse.py does
     import pretrain_llama
-    from training.run.startup import as_process
+    from training.run.process import as_process
 
     as_process(lambda: pretrain_llama.main(sys.argv[1:]), None)

@@ -33,12 +33,12 @@ from tools.gpu_summary import SKIPPED, append  # noqa: E402
 UNUSED = ("xxhash", "safetensors")  # imported by checkpoints and data, which no row here reads
 RUNS = (
     "bf16", "fp8-rowwise", "fp8-rowwise-wgrad-bf16", "fp8-tensorwise", "fp8-blockwise",
-    "cuda-graph", "optimizer-triton", "fused-linear-loss", "documents",
+    "cuda-graph", "fused-linear-loss", "documents",
     "attention-flash", "attention-fused", "attention-unfused", "muon", "max-logits",
 )  # fmt: skip
 STEPS = (
-    "2", "6", "6-fp8-tensorwise", "6-fp8-blockwise", "6-fp8-rowwise", "6-optimizer-triton",
-    "6-muon", "2-qwen3-30b-a3b", "2-mixtral",
+    "2", "6", "6-fp8-tensorwise", "6-fp8-blockwise", "6-fp8-rowwise", "6-muon",
+    "2-qwen3-30b-a3b", "2-mixtral",
 )  # fmt: skip
 PEERS = ("eager", "compiled", "fsdp2", "tp")
 SEVERAL = (
@@ -55,7 +55,6 @@ ROWS = {
     "kernel-rope": "kernels:rope",
     "kernel-swiglu": "kernels:swiglu",
     "kernel-loss": "kernels:loss",
-    "kernel-adamw": "kernels:adamw",
     "kernel-float8": "kernels:float8_rows",
     "kernel-swiglu-rows": "kernels:swiglu_rows",
     "kernel-sum": "kernels:parts",

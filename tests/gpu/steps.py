@@ -43,7 +43,6 @@ VARIANTS = {
     "fp8-tensorwise": "--fp8-format hybrid --fp8-recipe tensorwise",
     "fp8-blockwise": "--fp8-format e4m3 --fp8-recipe blockwise",
     "cuda-graph": "--cuda-graph --cuda-graph-warmup-steps 2",
-    "optimizer-triton": "--optimizer-backend triton",
     "fused-linear-loss": "--fused-linear-cross-entropy",
     "documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss",
     "attention-flash": "--attention-backend flash",
@@ -80,7 +79,7 @@ MODELS = {
         "--num-experts 8 --moe-router-topk 2", "--num-experts 4 --moe-router-topk 2",
     ),
 }  # fmt: skip
-GPU_ONLY = ("cuda-graph", "optimizer-triton")  # flags that a CPU refuses
+GPU_ONLY = ("cuda-graph",)  # flags that a CPU refuses
 # what a CPU adds to Muon's flags: it multiplies bf16 slowly
 MUON_ON_A_CPU = "--muon-num-ns-steps 1 --muon-fp32-matmul-prec highest"
 # the most that a loss may differ from the CPU's: at any step, and in the mean of the last 50

@@ -59,7 +59,7 @@ def operations(
 
         def overlapped() -> None:
             if gathers:
-                gathering = method.start_all_gather(whole[:rows], axis, None)
+                gathering = method.start_all_gather(whole[:rows], None)
                 gathering.multiply(weight, product)
                 gathering.close()
             else:

@@ -18,13 +18,7 @@ from tests.model.twin import Twin
 
 ROWS, S, LAYERS = 4, 48, 4
 DOCUMENTS = ((1, 29, 7, 11), (47, 1), (48,), (13, 1, 1, 5, 3, 25))
-COMM = {  # name: --cp-comm-type, and sizes of its levels at cp 2 and 4
-    "p2p": (("p2p",), {}),
-    "all_gather": (("all_gather",), {}),
-    "a2a": (("a2a",), {}),
-    "a2a+p2p": (("a2a+p2p",), {2: (2, 1), 4: (2, 2)}),
-    "a layer each": (("all_gather", "a2a", "a2a+p2p", "p2p"), {2: (1, 2), 4: (2, 2)}),
-}
+COMM = ("p2p", "all_gather", "a2a")
 PIPELINES = ((1, "1f1b"), (2, "1f1b"), (2, "zb-v"))
 TENSOR = ((1, False), (2, False), (2, True))
 
@@ -54,11 +48,10 @@ def case_of(
     **more: object,
 ) -> dict:
     """Return a case for tests/model/twin.py; tp: its size, and whether sp; pp: size, schedule."""
-    kinds, levels = COMM[comm]
     case = dict(
-        cp=cp, comm=kinds, levels=levels.get(cp), tp=tp[0], sp=tp[1], pp=pp[0], dp=1, m=2,
-        schedule=pp[1], v=CHUNKS[pp[1]], tied=False, recompute=None, layers=LAYERS, rows=ROWS, s=S,
-        zero=0, bucket=3000, masks=documents,
+        cp=cp, comm=comm, tp=tp[0], sp=tp[1], pp=pp[0], dp=1, m=2, schedule=pp[1],
+        v=CHUNKS[pp[1]], tied=False, recompute=None, layers=LAYERS, rows=ROWS, s=S, zero=0,
+        bucket=3000, masks=documents,
     ) | more  # fmt: skip
     if documents:
         case["edit"] = documents_batch(cp)

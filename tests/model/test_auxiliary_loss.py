@@ -97,7 +97,7 @@ def test_tensor_sequence_context_and_data_parallelism(world, fork):
         case_of("1f1b", 1, 2, 2, 1, False, **more),
         case_of("1f1b", 1, 2, 2, 1, True, **more | {"sp": False}),
         case_of("1f1b", 1, 2, 1, 2, False, zero=2, **more),
-        case_of("1f1b", 1, 2, 1, 1, False, cp=2, comm=("all_gather",), **more),
+        case_of("1f1b", 1, 2, 1, 1, False, cp=2, comm="all_gather", **more),
     ]
     compare(world, 2, some)
     some = [

@@ -367,19 +367,15 @@ def case(router: str, **way: Any) -> dict[str, Any]:
 
 WAYS = [
     dict(tp=2, sp=True, ep=2),
-    dict(cp=2, comm=("all_gather",)),
-    dict(cp=2, comm=("p2p",), ep=2, dispatch="alltoall", recompute="selective"),
+    dict(cp=2, comm="all_gather"),
+    dict(cp=2, comm="p2p", ep=2, dispatch="alltoall", recompute="selective"),
     dict(pp=2, m=2, schedule="1f1b", recompute="full"),
 ]
 MORE_WAYS = [
-    *(
-        dict(cp=4, comm=kind, levels=levels.get(4))
-        for kind, levels in COMM.values()
-        if len(kind) < 2
-    ),
-    dict(tp=2, sp=True, cp=2, comm=("a2a",), recompute="selective"),
+    *(dict(cp=4, comm=kind) for kind in COMM),
+    dict(tp=2, sp=True, cp=2, comm="a2a", recompute="selective"),
     dict(dp=2, m=1, tp=2, sp=True, zero=3, gather=True, recompute="full"),
-    dict(pp=2, cp=2, m=2, comm=("a2a+p2p",), levels=(2, 1), schedule="zb-v", v=2, layers=4),
+    dict(pp=2, cp=2, m=2, comm="a2a", schedule="zb-v", v=2, layers=4),
 ]
 
 
@@ -406,7 +402,7 @@ def test_two_ranks_train_as_one(world, router):
 
 @pytest.mark.prove
 def test_documents_over_two_context_ranks(world):
-    compare(world, 2, "v3", [dict(cp=2, comm=("all_gather",)), dict(cp=2, comm=("p2p",))], cp=2)
+    compare(world, 2, "v3", [dict(cp=2, comm="all_gather"), dict(cp=2, comm="p2p")], cp=2)
 
 
 @pytest.mark.prove

@@ -134,7 +134,7 @@ def go_on(comm, path: str, way: tuple[int, int, int], load: str, save: str, at: 
         )
 
     if at:
-        assert saver(load).load() == (at, 4 * at)
+        assert saver(load).resume.load() == (at, 4 * at)
         saver(f"{save}/again").save(at, 4 * at, must=True)
     losses = train(run, 2)
     saver(save).save(at + 2, 4 * (at + 2), must=True)

@@ -175,7 +175,7 @@ def save(comm: Any, case: dict[str, Any], to: str) -> list[float]:
 def load_and_save(comm: Any, case: dict[str, Any], load: str, to: str) -> list[float]:
     run = build(comm, case)
     saver = saver_of(run, load, to)
-    assert saver.load() == (2, 2 * case["rows"])
+    assert saver.resume.load() == (2, 2 * case["rows"])
     saver.save(2, 2 * case["rows"], must=True)
     return train(run, case, 2, 2)
 

@@ -35,7 +35,7 @@ ODD: dict[str, dict[str, Any]] = {
     ),
     "rings over tp": TP | dict(dp=2, ep=4, path="ring", moe=SHARED),
     "tied ends of a V": ALL | PP | dict(zero=3, schedule="zb-v", v=2, tied=True, moe=QWEN3),
-    "heads travel over cp": ALL | dict(cp=2, dp=2, ep=4, comm=("a2a",)),
+    "heads travel over cp": ALL | dict(cp=2, dp=2, ep=4, comm="a2a"),
     "dp fastest": TP | dict(dp=2, ep=2, order="dp-tp-cp-pp", zero=1),
     "pp fastest": PP | dict(order="pp-dp-tp-cp", zero=3, schedule="1f1b"),
     "weight gradients wait": ALL | PP | dict(schedule="1f1b", limit=1, defer=True),

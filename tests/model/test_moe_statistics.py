@@ -16,6 +16,7 @@ from torch import Tensor
 
 from model import moe
 from mpu.context import ExpertOptions, LayerContext
+from mpu.layers.expert_load import ExpertLoads
 from mpu.recompute import Decisions
 from tests.model.test_moe_parity import BASE, held
 from tests.model.test_moe_router import BIASED
@@ -104,7 +105,7 @@ def test_all_statistics_of_drawn_routers() -> None:
         balance = tuple((kind, chance.uniform(0.1, 1.0)) for kind in kinds)
         z, b, s = chance.choice((0.0, 0.1)), chance.choice((1, 2, 3)), chance.choice((5, 12))
         mlp = router(experts, k, groups, best, score, bias=bias, balance=balance, z=z)
-        loads, moved = mlp.ctx.sink.loads, torch.zeros(experts, dtype=torch.float64)
+        loads, moved = mlp.ctx.sink.state_of(ExpertLoads), torch.zeros(experts).double()
         before = torch.zeros(experts, dtype=torch.float64)
         for _ in range(3):
             logits = torch.randn(s * b, experts, dtype=torch.float64) * 2

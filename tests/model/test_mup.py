@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pretrain_llama
+from benchmarks import coordinate_check
 from model.llama import hf_config, with_mup
 from model.load import config_of, load_model_file, read_sizes
 from mpu.grid import Grid
@@ -16,7 +17,6 @@ from mpu.mup import MuP
 from mpu.param import placement_of, unique_parameters
 from tests.model.twin import ADAMW, Twin, run_cases
 from tests.model.twin import config_of as run_config
-from tools import coordinate_check
 from training.checkpoint.errors import MismatchError
 from training.checkpoint.load import Checkpoint
 from training.faults.monitor import FailureMonitor

@@ -23,14 +23,14 @@ ALONE: dict[str, Any] = dict(
 WAYS = [
     dict(tp=2, sp=True, recompute="selective"),
     dict(tp=2),
-    dict(cp=2, comm=("a2a",)),
-    dict(cp=2, comm=("all_gather",), recompute="selective"),
+    dict(cp=2, comm="a2a"),
+    dict(cp=2, comm="all_gather", recompute="selective"),
 ]
 MORE_WAYS = [
-    *(dict(cp=4, comm=c, levels=levels.get(4)) for c, levels in COMM.values() if len(c) == 1),
-    dict(tp=2, sp=True, cp=2, comm=("a2a",)),
+    *(dict(cp=4, comm=c) for c in COMM),
+    dict(tp=2, sp=True, cp=2, comm="a2a"),
     dict(tp=2, dp=2, sp=True, zero=3, gather=True, recompute="full"),
-    dict(pp=2, cp=2, m=2, comm=("p2p",), schedule="1f1b"),
+    dict(pp=2, cp=2, m=2, comm="p2p", schedule="1f1b"),
 ]
 
 

@@ -23,6 +23,7 @@ from model.load import load_model_file
 from mpu.comm.collectives import all_gather
 from mpu.grid import Grid
 from mpu.layers import linear_cross_entropy
+from mpu.layers.attention.max_logits import MaxLogits
 from mpu.layers.linear import use_overlap
 from mpu.layers.packed_seq_params import PackedSeqParams
 from mpu.overlap.choices import METHODS, OverlapMap
@@ -68,8 +69,7 @@ def config_of(case: dict) -> Config:
             tensor_model_parallel_size=tp,
             context_parallel_size=cp,
             rank_order=case.get("order", ParallelConfig.rank_order),
-            cp_comm_type=case.get("comm", ("p2p",)),
-            hierarchical_context_parallel_sizes=case.get("levels"),
+            cp_comm_type=case.get("comm", "p2p"),
             pipeline_model_parallel_size=pp,
             pipeline_schedule=case.get("schedule"),
             num_virtual_stages_per_pipeline_rank=case.get("v"),
@@ -168,7 +168,6 @@ def grid_of(comm, config: Config, memory: bool = False) -> Grid:
         p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size,
         p.num_distributed_optimizer_instances, memory=memory,
         query_groups=config.model.num_query_groups,
-        hierarchical=p.hierarchical_context_parallel_sizes,
         order=tuple(p.rank_order.split("-")), ep=config.expert_model_parallel_size,
         needs_full_matrices=needs_full_matrices(config),
     )  # fmt: skip
@@ -225,7 +224,7 @@ def run_layout(comm, case: dict, steps: int = 1) -> dict:
     made["params_norm"] = run.optimizer.params_norm().item()
     made["state"] = sum(len(values) for _, _, _, values in run.optimizer.named_state())
     made["steps"] = run.optimizer.steps
-    logits = run.sink.logits and run.sink.logits.largest
+    logits = (noted := run.sink.state_of(MaxLogits)) and noted.largest
     made["logits"] = None if logits is None else logits.tolist()  # of this rank's layers and heads
     return made | {"auxiliary": run.model.ctx.auxiliary_losses.mean.item()}
 

@@ -54,7 +54,7 @@ def test_another_order_of_the_axes():
     assert {g.pp.ranks for g in grids} == {(0, 2), (1, 3), (4, 6), (5, 7)}
     assert {g.dp.ranks for g in grids} == {(0, 4), (1, 5), (2, 6), (3, 7)}
     assert str(grids[0]).endswith("= 8 ranks, in the order tp-cp-pp-dp")
-    assert grids[0].groups("tp", "cp", "dp") == ((0, 1, 4, 5), (2, 3, 6, 7))  # stage by stage
+    assert grids[0].groups("stage").tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
 @pytest.mark.parametrize("order", list(permutations(ORDER)))
@@ -68,7 +68,29 @@ def test_every_order_has_one_rank_at_each_place(order):
             axis = getattr(g, name)
             assert list(axis.ranks) == sorted(axis.ranks) and axis.ranks[axis.rank] == g.rank
         assert [getattr(g, name).size for name in ("tp", "cp", "dp", "pp")] == [2, 3, 4, 5]
-        assert g.dp_cp.ranks in g.groups("dp", "cp") and g.pp.ranks in g.groups("pp")
+
+
+@pytest.mark.parametrize("order", [ORDER, ("dp", "pp", "tp", "cp")])
+def test_every_axis_of_each_rank_is_a_group_of_the_list(order):
+    """A rank's parts of a stage, written out: neighbours, and those at the same place in each."""
+    more = dict(instances=2, query_groups=2, order=order, ep_size=8, needs_full_matrices=True)
+    grids = [Grid(128, 4, 4, 2, Launch(r, 128), **more) for r in range(128)]
+    for g in grids[::7]:
+        stage = next(row for row in g.groups("stage").tolist() if g.rank in row)
+        at, own = stage.index(g.rank), g.dp_cp.ranks
+        assert g.ep.ranks == tuple(stage[at // 8 * 8 : at // 8 * 8 + 8])
+        assert g.edp.ranks == tuple(stage[at % 8 :: 8])
+        half = len(own) // 2
+        assert g.dp_cp_shard.ranks == (own[:half] if g.rank in own[:half] else own[half:])
+        assert g.dp_cp_replicate.ranks == own[own.index(g.rank) % half :: half]
+        assert g.tp_kv.ranks == g.tp.ranks[g.tp.rank // 2 * 2 : g.tp.rank // 2 * 2 + 2]
+        for cut in ("tp", "ep"):
+            ranks = [rank for row in g.places(cut) for rank in row]
+            assert g.instance(cut).ranks == tuple(sorted(ranks))
+            assert {getattr(grids[rank], cut).ranks for rank in ranks} == set(g.places(cut))
+    for name in {*Grid.AXES} - {"embd"}:
+        own = {getattr(g, name).ranks for g in grids}
+        assert {*map(tuple, grids[0].groups(name).tolist())} == own, name
 
 
 @pytest.mark.parametrize(

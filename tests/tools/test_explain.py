@@ -33,7 +33,6 @@ FULL = ("--recompute-granularity", "full")
 FLOAT8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
 ONE_HEAD, WIDE = ("--num-query-groups", "1"), ("--kv-channels", "32")
 FIRST = ("--first-last-layers-bf16", "--num-layers-at-end-in-bf16", "0")
-GATHER = "--fp8-param-gather"
 CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {}),
     (2, 1, {"sequence_parallel": False}),
@@ -56,18 +55,17 @@ CASES = [  # tp, dp, the rest of tiny's arguments
     (2, 1, {"more": (*FLOAT8, "rowwise", "--fp8-wgrad-bf16"), "micro_batches": 2}),
     (2, 1, {"more": (*FLOAT8, "tensorwise"), "sequence_parallel": False}),
     (2, 1, {"more": (*FLOAT8, "blockwise")}),
-    (2, 2, {"more": (*FLOAT8, "rowwise", GATHER), "zero": 1}),
-    (1, 2, {"more": (*FLOAT8, "blockwise", GATHER), "zero": 3, "micro_batches": 3}),
-    (2, 2, {"more": (*FLOAT8, "tensorwise", GATHER, *FULL), "zero": 3}),
+    (2, 2, {"more": (*FLOAT8, "rowwise"), "zero": 1}),
+    (1, 2, {"more": (*FLOAT8, "blockwise"), "zero": 3, "micro_batches": 3}),
+    (2, 2, {"more": (*FLOAT8, "tensorwise", *FULL), "zero": 3}),
     (2, 2, {"more": (*FLOAT8, "mxfp8", *FULL)}),
     (2, 2, {"more": (*ONE_HEAD, "--qk-clip", "--output-z-loss-coeff", "1e-4")}),
 ]
-BOTH = ("--cp-comm-type", "a2a+p2p", "--hierarchical-context-parallel-sizes", "2", "2")
-EACH = ("--cp-comm-type", "p2p", "all_gather", "a2a")
+GATHER = ("--cp-comm-type", "all_gather")
 CONTEXT = [  # ranks, tp, dp, the rest of tiny's arguments
-    (2, 1, 1, {"cp": 2, "layers": 3, "more": EACH}),
-    (2, 1, 1, {"cp": 2, "layers": 3, "more": (*EACH, *FULL, "--bf16"), "zero": 1}),
-    (4, 1, 1, {"cp": 4, "more": BOTH, "micro_batches": 2}),
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": GATHER}),
+    (2, 1, 1, {"cp": 2, "layers": 3, "more": (*GATHER, *FULL, "--bf16"), "zero": 1}),
+    (4, 1, 1, {"cp": 4, "more": ("--cp-comm-type", "a2a"), "micro_batches": 2}),
     (4, 2, 1, {"cp": 2, "more": ("--recompute-granularity", "selective")}),
     (4, 1, 2, {"cp": 2, "more": ("--cp-comm-type", "a2a"), "zero": 3}),
     (2, 1, 1, {"cp": 2, "more": (*FLOAT8, "tensorwise", *FULL), "micro_batches": 2}),
@@ -112,8 +110,7 @@ def run(comm, tp, dp, rest):
     """Explain one step on a rank of the world; every rank must count what is worked out."""
     config = tiny(tp, dp, **rest)
     p, groups = config.parallel, config.model.num_query_groups
-    levels, cp = p.hierarchical_context_parallel_sizes, p.context_parallel_size
-    found = explain(config, comm.grid(tp, cp, query_groups=groups, hierarchical=levels))
+    found = explain(config, comm.grid(tp, p.context_parallel_size, query_groups=groups))
     assert found.equal
     check_streams(found.streams[0], found.counted, found.text)
     return found.counted, found.stated, found.text
@@ -250,7 +247,7 @@ def test_lists_stand_side_by_side_as_far_as_they_fit():
 
 def test_a_reader_finds_the_gather(world):
     text = world(2).run(run, 2, 1, {})[0][2]
-    gather = line_of("mpu/layers/linear.py", "= method.start_all_gather(operand, tp, layer.on_f")
+    gather = line_of("mpu/layers/linear.py", "= method.start_all_gather(operand, layer.on_f")
     lines = text.splitlines()
     (at,) = (i for i, x in enumerate(lines) if "forward   layers.0.attention.qkv" in x)
     assert "all_gather" in lines[at] and lines[at].endswith(gather)
@@ -258,7 +255,7 @@ def test_a_reader_finds_the_gather(world):
     assert "of layers.0.attention_norm (mpu/layers/fused.py:" in lines[at + 1]
     assert "nothing ran meanwhile" in lines[at + 2]
 
-    again = line_of("mpu/layers/linear.py", "again = method.start_all_gather_overlapped(x, tp, l")
+    again = line_of("mpu/layers/linear.py", "again = method.start_all_gather_overlapped(x, l")
     (at,) = (i for i, x in enumerate(lines) if "backward  layers.1.mlp.gate_up" in x and again in x)
     assert "async" in lines[at]
     waited = line_of("mpu/layers/linear.py", "layer.wgrad(gathering.gathered(), dy_operand, which)")

@@ -687,7 +687,7 @@ def test_two_workers_compile_each_kernel_once(monkeypatch, tmp_path):
 # ---- the whole check, small ----
 
 # rows that only a GPU runs, and that say so
-GPU_ALONE = {"sync", "run-cuda-graph", "run-optimizer-triton", "step-6-optimizer-triton",
+GPU_ALONE = {"sync", "run-cuda-graph",
              "several-tp-symmetric", "several-tp-pp-dp", "overlap-time", "memcheck", "racecheck",
              "overlap-kernels", "test-activations", "test-nccl", "step-160m-graph"}  # fmt: skip
 

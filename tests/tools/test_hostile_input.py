@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tools import checkpoint, draw_schedule, generate, ledger, plot_loss, preprocess_data
+from tools import checkpoint, draw_schedule, generate, plot_loss, preprocess_data
 from tools.command_line import integer
 from training.checkpoint.lock import DirectoryLock, _holder
 
@@ -34,7 +34,6 @@ def test_names_with_escape_codes(tmp_path, monkeypatch, capsys):
     assert "\\x1b" in said(capsys, 2, preprocess_data.main, "--workers", ESCAPE, "--input", "a.txt")
     assert "\\x1b" in said(capsys, 2, checkpoint.main, "show", ESCAPE)
     assert "\\x1b" in said(capsys, 2, checkpoint.main, ESCAPE)
-    assert "\\x1b" in said(capsys, 2, ledger.main, "--", "--lr", ESCAPE)
     assert "\\x1b" in said(capsys, 2, draw_schedule.main, "--profile", ESCAPE)
     assert "\\x1b" in said(capsys, 2, generate.main, "--load", "a", "--seed", ESCAPE)
 

@@ -262,7 +262,7 @@ def a_library(rng: random.Random, folder: Path) -> Case:
 
 
 LEDGER = (
-    "tools/ledger.py --steps 1 -- --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 "
+    "tests/sample_ledger.py --steps 1 -- --num-layers 1 --hidden-size 16 --ffn-hidden-size 32 "
     "--num-attention-heads 2 --seq-length 4 --micro-batch-size 1 --global-batch-size 1 "
     "--train-iters 1 --lr 1e-3 --device cpu"
 ).split()

@@ -498,7 +498,7 @@ def test_a_step_that_is_not_finite_changes_nothing(world, zero, way):
 
 FLAGS_REFUSED = [
     ("--optimizer lion", "--optimizer lion: must be one of adam, muon; Lion is not available here"),
-    ("--optimizer sgd", "SGD is not available here; docs/zero.md says how to add an optimizer"),
+    ("--optimizer sgd", "SGD is not available here; docs/optimizers.md says how to add an"),
     ("--optimizer soap", "SOAP is not available here"),
     ("--muon-tp-mode blockwise", "blockwise is refused: its update depends on the number of"),
     ("--muon-scalar-optimizer lion", "parameters that are not matrices are updated by AdamW"),

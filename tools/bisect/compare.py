@@ -29,7 +29,7 @@ WEIGHTS = ("weight", "master")
 OF_THE_LAYOUT = (
     "parallel.tensor_model_parallel_size", "parallel.sequence_parallel",
     "parallel.context_parallel_size", "parallel.cp_comm_type", "parallel.world_size",
-    "parallel.hierarchical_context_parallel_sizes", "batch.micro_batch_size",
+    "batch.micro_batch_size",
     "parallel.rank_order", "parallel.num_distributed_optimizer_instances",
     "parallel.zero_reduce_each_microbatch", "parallel.tp_comm_overlap",
 )  # fmt: skip
@@ -62,19 +62,16 @@ class Allowed:
 
 @dataclass
 class Difference:
-    """The first quantity that differs. one, other: whole tensors of the two sides, or numbers.
-
-    parts: of side one, and of the other, from which line and module come. line: of the program.
-    replicas: the tp ranks of the other side differ among themselves where they should not.
-    """
+    """The first quantity that differs."""
 
     key: Key
-    one: Any
-    other: Any
+    one: Any  # whole tensor of the first side, or a number
+    other: Any  # the same of the second side
     error: float
+    # of both sides: what line and module are taken from
     parts: tuple[list[Part], list[Part]] = field(default_factory=lambda: ([], []))
     tensor: str = ""  # the canonical name of a parameter's tensor
-    replicas: bool = False
+    replicas: bool = False  # the tp ranks of the other side differ among themselves, and should not
     joined_tensors: tuple[JoinedTensor | None, JoinedTensor | None] = (None, None)
 
     @property

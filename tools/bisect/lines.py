@@ -47,17 +47,14 @@ class Lines:
 
 @dataclass
 class Step:
-    """The first step that differs. what: batch, loss, ...; names: of tensors, in words `text`.
-
-    between: the last step before it that is known to be equal. distances: how far the weights that
-    it begins with may be apart by rounding, of the norm, by name; "" of a name that is not there.
-    """
+    """The first step that differs."""
 
     iteration: int
-    what: str
-    text: str
-    between: int
-    names: list[str] = field(default_factory=list)
+    what: str  # batch, loss, ...
+    text: str  # the names, in words
+    between: int  # the last earlier step that is known to be equal
+    names: list[str] = field(default_factory=list)  # of tensors
+    # how far its initial weights may be apart by rounding, of the norm, by name; "": any other name
     distances: dict[str, float] = field(default_factory=dict)
 
 

@@ -46,7 +46,7 @@ WHERE = re.compile(r"chunk (\d+) micro-batch (\d+) in stage (\d+)")
 DEFERRED = re.compile(r"deferred W of (micro-batch) (\d+) in stage (\d+)")
 NEAR = 16  # tensors that are remembered: an input that is one of them is not written again
 VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-INSIDE = ("tp", "tp_kv", "cp", "cp_a2a", "cp_p2p", "ep")  # axes whose collectives are in the model
+INSIDE = ("tp", "tp_kv", "cp", "ep")  # axes whose collectives are in the model
 Names = dict[str, tuple[str, ...]]
 TrainStep = Callable[..., tuple[Tensor, Tensor, Tensor]]
 

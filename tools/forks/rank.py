@@ -62,7 +62,7 @@ from tools.forks.one import (
 from training.faults.monitor import FailureMonitor
 from training.run.model_profile import make_grid
 from training.run.saver import Saver
-from training.run.startup import connect
+from training.run.start import connect
 
 EXACT, UPDATE = 1e-10, 1e-6  # largest error of a gradient, and of the weights' change, by norm
 FLOOR = 1e-4  # a gradient smaller than that part of the whole one counts as so large
@@ -148,7 +148,7 @@ def work(desk: Desk, case: Case, rank: int, store: Any, limit: float) -> dict[st
             report.rectangles = [(p.name, p.dim, p.start, p.size) for _, _, p in rectangles(run)]
             oracle = desk.oracle(case.tied)
             if case.load:
-                saver_of(run).load()
+                saver_of(run).resume.load()
                 go_on(run, oracle, report)
                 done = False
             elif (done := compare(run, oracle, report, sent)) and not by_choice(run):
@@ -180,7 +180,7 @@ def by_choice(run: LlamaRun) -> bool:
 def record(desk: Desk, case: Case, run: LlamaRun) -> None:
     """Go to the step that is to be recorded, as `compare` or `go_on` does, and record it."""
     if case.load:
-        saver_of(run).load()
+        saver_of(run).resume.load()
     else:
         put(run, desk.oracle(case.tied).tensors["start"])
     for number in range(2 if case.load else 0, case.record):

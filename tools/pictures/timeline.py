@@ -17,19 +17,15 @@ class InFlight(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The numbers of a timeline; from `busy` on with one entry for each rank.
-
-    bubble: the step minus the busiest rank's work. idle: the share of the step without work.
-    peak_for_b, peak_for_w, peak: the most activations held for B's, for W's, for both at once.
-    """
+    """The numbers of a timeline; from `busy` on with one entry for each rank."""
 
     step: float
-    bubble: float
+    bubble: float  # the step minus the work of the busiest rank
     busy: tuple[float, ...]
-    idle: tuple[float, ...]
-    peak_for_b: tuple[int, ...]
-    peak_for_w: tuple[int, ...]
-    peak: tuple[int, ...]
+    idle: tuple[float, ...]  # share of the step without work
+    peak_for_b: tuple[int, ...]  # most activations stored for B's
+    peak_for_w: tuple[int, ...]  # most activations stored for W's
+    peak: tuple[int, ...]  # most of both at once
 
 
 class Wait(NamedTuple):

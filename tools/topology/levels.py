@@ -4,12 +4,24 @@
 from statistics import median
 
 import numpy as np
+import numpy.typing as npt
 
 from forecast.planner.cluster import MOST_LEVELS, Level
-from tools.topology.rings import Matrix, edges
 
+Matrix = npt.NDArray[np.float64]
 TYPICAL = 1 << 20  # bytes by which pairs are compared
 FARTHER = 1.25  # how many times as long a message across blocks takes, at least
+
+
+def edges(alpha: Matrix, beta: Matrix, size: float) -> Matrix:
+    """Return the seconds of a message of `size` bytes between each two ranks; 0 to itself.
+
+    alpha[i, j]: seconds of a small message from i to j. beta[i, j]: bytes a second.
+    """
+    with np.errstate(divide="ignore"):
+        found = alpha + np.where(beta > 0, size / beta, np.inf)
+    np.fill_diagonal(found, 0.0)
+    return found
 
 
 def blocks_of(cost: Matrix, node: int) -> list[int]:

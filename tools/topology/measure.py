@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure links: alpha and beta of pairs of ranks, of an axis' collectives, seconds of a ring.
+"""Measure links: alpha and beta of pairs of ranks.
 
 alpha: half the fastest of many round trips of a few bytes. beta: the rate at which a receiver sees
 the messages of a stream arrive, after its first quarter: neither a connection's slow start nor the
@@ -9,7 +9,7 @@ median.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,18 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpu.comm.collectives import all_gather, barrier, reduce_scatter
-from mpu.comm.p2p import exchange, receive, send
+from mpu.comm.collectives import all_gather, barrier
+from mpu.comm.p2p import receive, send
 from mpu.comm.transport import Axis, Handle
-from tools.topology.rings import Matrix
+from tools.topology.levels import Matrix
 
 TRIPS = 40  # round trips for one alpha
 STREAMS = 5
 PARTS = 32  # messages of a stream
 LEAST, MOST = 1 << 18, 1 << 28  # bytes of a stream
 LONG = 0.4  # seconds that a stream should take; it is doubled until then, or until it has MOST
-SMALL, LARGE = 1 << 12, 1 << 21  # bytes of a collective's input
-REPEATS = 5
 
 
 def rounds(n: int) -> Iterator[list[tuple[int, int]]]:
@@ -151,55 +149,3 @@ class Prober:
         both = torch.from_numpy(np.stack([alpha, beta])).to(self.device)
         every = all_gather(both[None], self.axis)[0].sum(0).cpu().numpy()  # one rank knows each
         return every[0], every[1]
-
-    def ring(self, ring: Sequence[int], size: int) -> float:
-        """Return the seconds of n - 1 steps of `size` bytes round a ring of ranks, on every rank.
-
-        All ranks call it; one that is not in the ring waits.
-        """
-        n, inside = len(ring), self.axis.rank in ring
-        at = list(ring).index(self.axis.rank) if inside else 0
-        after, before = ring[(at + 1) % n], ring[at - 1]
-        buffer, free, found = self._bytes(size), self._bytes(size), [0.0]
-        for _ in range(REPEATS):
-            barrier(self.axis, self.device)
-            began = time.perf_counter()
-            for _ in range((n - 1) * inside):
-                self._done(exchange(buffer, self.axis, after, before, free))
-                buffer, free = free, buffer
-            found.append(time.perf_counter() - began)
-        return self._slowest(min(found[1:]) if inside else 0.0)
-
-    def _slowest(self, seconds: float) -> float:
-        mine = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        return float(all_gather(mine, self.axis)[0].max().item())
-
-
-def collectives(axis: Axis, device: torch.device) -> dict[str, tuple[float, float]]:
-    """Return {verb: (seconds of a small one, bytes a second of a rank)} of an axis' collectives.
-
-    A gather sends n - 1 parts, a scatter too; the fastest of several counts, on this rank.
-    """
-
-    def timed(call: Callable[[Tensor], object], size: int) -> float:
-        x, found = torch.zeros(size // 4, device=device), list[float]()
-        for _ in range(REPEATS):
-            barrier(axis, device)
-            began = time.perf_counter()
-            call(x)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - began)
-        return min(found)
-
-    n, results = axis.size, {}
-    scale = {"all_gather": n - 1, "reduce_scatter": (n - 1) / n}
-    calls: dict[str, Callable[[Tensor], object]] = {
-        "all_gather": lambda x: all_gather(x, axis),
-        "reduce_scatter": lambda x: reduce_scatter(x, axis),
-    }
-    for verb, call in calls.items():
-        small, large = (n * size // n for size in (SMALL * n, LARGE * n))
-        low, high = timed(call, small), timed(call, large)
-        results[verb] = (low, (large - small) * scale[verb] / max(high - low, 1e-9))
-    return results

@@ -198,7 +198,7 @@ def tiles(shape: Sequence[int], rectangles: Iterable[tuple[Any, Any]]) -> bool:
     def add(starts: Any, sizes: Any, sign: int) -> None:
         if all(sizes):  # else it is empty
             for ends in product((0, 1), repeat=len(sizes)):
-                corner = tuple(a + n * e for a, n, e in zip(starts, sizes, ends, strict=True))
+                corner = tuple([a + n * e for a, n, e in zip(starts, sizes, ends, strict=True)])
                 total[corner] = total.get(corner, 0) + sign * (-1) ** sum(ends)
 
     for starts, sizes in rectangles:

@@ -19,23 +19,20 @@ from mpu.param import placement_of, saved_buffers, unique_parameters
 
 @dataclass(frozen=True, eq=False)
 class NamedPiece:
-    """One rectangle of the canonical tensor `name` of full `shape`.
-
-    starts, sizes: where it is, one number a dimension. tensor: the local data, shaped `sizes` (a
-    view is fine: loading writes through it). holders: the axes over which other ranks hold the very
-    same rectangle; one of them writes it. fetch: gives the data of a piece whose `tensor` is on the
-    meta device, when its turn to be written comes (tools/checkpoint.py, in bounded memory).
-    optional: a checkpoint may lack it; its last dimension may have another length, the first
-    numbers being the same. What a checkpoint does not have stays as it is.
-    """
+    """One rectangle of the canonical tensor `name` of full `shape`."""
 
     name: str
     shape: tuple[int, ...]
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    tensor: Tensor
+    starts: tuple[int, ...]  # its first index in each dimension
+    sizes: tuple[int, ...]  # its length in each dimension
+    tensor: Tensor  # the local data, shaped `sizes`; may be a view, as loading writes through it
+    # axes over which other ranks hold the same rectangle; one of them writes it
     holders: tuple[Axis, ...] = ()
+    # loads the data of a piece whose `tensor` is on the meta device when it is written
+    # (tools/checkpoint.py, in bounded memory)
     fetch: Callable[[], Tensor] | None = None
+    # a checkpoint may lack it, or have another length of its last dimension with the same first
+    # elements; what it lacks is not changed
     optional: bool = False
 
     def __post_init__(self) -> None:

@@ -38,24 +38,17 @@ class DocumentRules:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of `b` rows of `s` tokens; every tensor is [b, s].
+    """A micro-batch of `b` rows of `s` tokens; every tensor is [b, s]."""
 
-    tokens, labels: int64; labels[:, i] follows tokens[:, i]. loss_mask: float32, 0 where the loss
-    is ignored (None: nowhere in the run). position_ids: int64 (None: 0 to s-1). packed_seq_params:
-    the documents of the rows; a token attends to its own document only (None: to every earlier
-    token). first_sample: number of row 0 in the global order. token_count: tokens whose loss
-    counts. text_bytes: of their text, for evaluations (0: not counted); of whole rows, whichever
-    part of them the tensors are.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor | None
-    position_ids: Tensor | None
+    tokens: Tensor  # int64
+    labels: Tensor  # int64; labels[:, i] follows tokens[:, i]
+    loss_mask: Tensor | None  # float32, 0 where the loss is ignored; None: nowhere in the run
+    position_ids: Tensor | None  # int64; None: 0 to s-1
+    # documents of the rows; a token attends only to its own. None: to every earlier token
     packed_seq_params: PackedSeqParams | None
-    first_sample: int
-    token_count: int
-    text_bytes: int = 0
+    first_sample: int  # number of row 0 in the global order
+    token_count: int  # tokens whose loss counts
+    text_bytes: int = 0  # bytes of text of the whole rows, for evaluations; 0: not counted
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the same batch with its tensors on a device; a copy to CUDA is asynchronous."""

@@ -89,20 +89,14 @@ def _gemma(config: Mapping[str, Any]) -> Pipeline:
 
 @dataclass(frozen=True)
 class Built:
-    """A class of transformers that builds its own BPE around a vocabulary and merges.
-
-    tokens: those that tokenizer_config.json may leave out. byte_fallback: with fused unknown
-    pieces, as SentencePiece has. unk: unknown text becomes unk_token, and is lost without it.
-    starts: the token that its own post-processor begins with. again: it adds its special tokens a
-    second time, as "added" or as "special" ones.
-    """
+    """A class of transformers that builds its own BPE around a vocabulary and merges."""
 
     pipeline: Callable[[Mapping[str, Any]], Pipeline]
-    tokens: Mapping[str, str | None]
-    byte_fallback: bool = False
-    unk: bool = False
-    starts: str | None = None
-    again: str | None = None
+    tokens: Mapping[str, str | None]  # tokens that tokenizer_config.json may leave out
+    byte_fallback: bool = False  # and fused unknown pieces, as in SentencePiece
+    unk: bool = False  # unknown text becomes unk_token; else it is lost
+    starts: str | None = None  # first token of its own post-processor
+    again: str | None = None  # adds its special tokens again, as "added" or as "special" ones
 
 
 END = "<|endoftext|>"

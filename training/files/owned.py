@@ -4,7 +4,7 @@
 Whoever renames over a path, removes one or empties one asks here first, and says by a predicate
 `ours(path)` why the thing that is there is its own: a manifest or a record that lists all its files
 (a checkpoint, a folder of --save-hf), or the form of the file (a log, a report, a picture). What is
-not ours stays as it is, and the caller gets an error. docs/reliability.md has a table of callers.
+not ours stays as it is, and the caller gets an error. docs/security.md has a table of callers.
 """
 
 import errno

@@ -63,7 +63,7 @@ def attention_works(config: Config) -> tuple[Work, ...]:
     if config.data.reset_attention_mask:
         return ("documents",)
     p = config.parallel
-    exchanged = p.context_parallel_size > 1 and set(p.cp_comm_type) != {"a2a"}
+    exchanged = p.context_parallel_size > 1 and p.cp_comm_type != "a2a"
     return ("blocks",) if exchanged else ("rows",)
 
 
@@ -120,8 +120,6 @@ def check_float8(config: Config) -> None:
         )
     if config.run.dtype != torch.bfloat16 and not parallel_rules.on_cpu(config):
         raise UsageError(f"--fp8-format {f.fp8_format} needs --bf16, or --device cpu")
-    if f.fp8_param_gather:
-        _check_gather(config)
     at_start, at_end = f.num_layers_at_start_in_bf16, f.num_layers_at_end_in_bf16
     if f.first_last_layers_bf16 and at_start + at_end >= m.num_layers:
         raise UsageError(
@@ -134,16 +132,6 @@ def check_float8(config: Config) -> None:
             raise UsageError(
                 f"--fp8-recipe {recipe}: {what} is {size}, which is not a multiple of {unit}"
             )
-
-
-def _check_gather(config: Config) -> None:
-    """Raise UsageError where weights cannot be gathered in float8."""
-    flag, p = "--fp8-param-gather", config.parallel
-    if not p.zero:
-        raise UsageError(
-            f"{flag} needs --zero-stage 1, 2 or 3 (--use-distributed-optimizer is 1): at 0 every "
-            "rank updates all weights, and gathers none"
-        )
 
 
 def _sizes(config: Config) -> Iterator[tuple[str, int]]:

@@ -25,6 +25,8 @@ REMOVED = {  # flags that this program had, and what to do instead
     "leave it out",
     "--tp-comm-overlap-cache": "a checkpoint records what --tp-comm-overlap auto chose; leave it "
     "out, or name a method for the same bits in every run",
+    "--hierarchical-context-parallel-sizes": "--cp-comm-type a2a+p2p, which took them, is no more, "
+    "and nothing takes its place; use --cp-comm-type p2p over nodes",
     "--fp8-auto": "--fp8-format puts every projection in float8; leave it out, or leave layers in "
     "bf16 by --first-last-layers-bf16",
     "--peer-checkpoint": "no copies are kept in memory, and nothing takes their place: leave it "

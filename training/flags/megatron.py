@@ -311,6 +311,12 @@ ACCEPTED = (
     ),
     Accepted("--use-mcore-models --use-legacy-models", "the model is model/llama.py"),
     Accepted(
+        "--fp8-param-gather",
+        "weights are gathered in their own dtype, and each rank makes the same float8 numbers of"
+        " them",
+        note_for=True,
+    ),
+    Accepted(
         "--fp8-interval", "scales follow every step, whatever it says, as in Megatron-LM", TEXT
     ),
     Accepted(
@@ -940,7 +946,7 @@ REFUSED = (
         "memory that float8 weights share",
         """--reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache
         --keep-fp8-transpose-cache-when-using-custom-fsdp""",
-        "weights gathered in float8 have memory of their own, and w^T is made once a step",
+        "weights are gathered in their own dtype, and w^T is made once a step",
     ),
     Refused("an embedding in another precision than the layers", "--embedding-weights-in-fp32"),
     Refused(

@@ -6,21 +6,18 @@ run, so that none is ignored silently.
 """
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import torch
 
 from mpu.accelerators import unusable_gpu
 from mpu.grid import ORDER
-from mpu.layers.context_attention import COMM_TYPES
 from training.settings.arguments import ParallelConfig
 from training.settings.config import Config, UsageError
 from training.settings.pipeline_schedule import micro_batch_counts
 
 SIZE, COMM = "--context-parallel-size", "--cp-comm-type"
 RANKS = "--rank-order"
-LEVELS = "--hierarchical-context-parallel-sizes"
 INSTANCES = "--num-distributed-optimizer-instances"
 EACH = "--zero-reduce-each-microbatch"
 OFFLOAD, STATES = "--optimizer-cpu-offload", "--optimizer-state-offload"
@@ -75,37 +72,6 @@ def rank_order(text: str) -> str:
 def check_context(config: Config) -> None:
     """Raise UsageError for a cut of the sequence, or of the heads, that this layout cannot take."""
     m, p = config.model, config.parallel
-    cp, kinds = p.context_parallel_size, p.cp_comm_type
-    for kind in kinds:
-        if kind not in COMM_TYPES:
-            raise UsageError(f"{COMM} {kind}: must be among {', '.join(COMM_TYPES)}")
-    if len(kinds) not in (1, m.num_layers):
-        raise UsageError(
-            f"{COMM} has {len(kinds)} values: give one for all layers, or one for each of "
-            f"--num-layers {m.num_layers}"
-        )
-    _sequence(config)
-    levels = p.hierarchical_context_parallel_sizes or ()
-    levels_given = f"{LEVELS} {' '.join(map(str, levels))}"
-    if levels and (len(levels) != 2 or min(levels) < 1 or prod(levels) != cp):
-        raise UsageError(
-            f"{levels_given}: give two sizes whose product is {SIZE} {cp}, of a group that "
-            "exchanges heads (a2a), then how many of those groups make the ring (p2p)"
-        )
-    if cp == 1:
-        return
-    if "a2a+p2p" in kinds and not levels:
-        raise UsageError(f"{COMM} a2a+p2p needs {LEVELS}: the sizes of its two levels")
-    for kind, ranks, by in (
-        ("a2a", cp, f"{SIZE} {cp}"),
-        ("a2a+p2p", (*levels, 1)[0], levels_given),
-    ):
-        if kind in kinds:
-            _heads(config, kind, ranks, by)
-
-
-def _sequence(config: Config) -> None:
-    m, p = config.model, config.parallel
     cp, tp = p.context_parallel_size, p.tensor_model_parallel_size
     of = f"--seq-length {m.seq_length} is not a multiple of"
     if m.seq_length % cp:
@@ -114,21 +80,24 @@ def _sequence(config: Config) -> None:
         by = f"--tensor-model-parallel-size {tp}"
         by = f"{SIZE} {cp} x {by} = {cp * tp}" if cp > 1 else by
         raise UsageError(f"{of} {by}: --sequence-parallel cuts the sequence evenly")
+    if cp > 1 and p.cp_comm_type == "a2a":
+        _heads(config, cp)
 
 
-def _heads(config: Config, kind: str, ranks: int, by: str) -> None:
+def _heads(config: Config, ranks: int) -> None:
     """Refuse heads that an all-to-all over `ranks` ranks cannot share out."""
     m, tp = config.model, config.parallel.tensor_model_parallel_size
+    by = f"{SIZE} {ranks}"
     over = f" / --tensor-model-parallel-size {tp}" if tp > 1 else ""
     heads, groups = m.num_attention_heads // tp, max(1, m.num_query_groups // tp)
     if heads % ranks:
         raise UsageError(
             f"--num-attention-heads {m.num_attention_heads}{over} is not a multiple of {by}, over "
-            f"which {COMM} {kind} cuts them"
+            f"which {COMM} a2a cuts them"
         )
     if groups % ranks and ranks % groups:
         raise UsageError(
-            f"--num-query-groups {m.num_query_groups}{over} = {groups} and {by}: {COMM} {kind} "
+            f"--num-query-groups {m.num_query_groups}{over} = {groups} and {by}: {COMM} a2a "
             "needs the one to be a multiple of the other"
         )
 
@@ -145,8 +114,6 @@ def context_notes(given: dict[str, Any], config: Config) -> Iterator[str]:
             f"{RANKS} {p.rank_order}: gradients are summed over dp and cp in the order of the "
             "ranks, so the bits are not those of an order with cp before dp"
         )
-    if LEVELS in given and p.context_parallel_size > 1 and "a2a+p2p" not in p.cp_comm_type:
-        yield f"{LEVELS} has no effect without {COMM} a2a+p2p"
 
 
 def check_overlap(config: Config) -> None:

@@ -1,20 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Context parallelism: a rank's part of a sequence, and the balance of attention."""
 
-from itertools import groupby
-
 import torch
 from torch import Tensor
 
 from mpu.layers.attention.shards import balance
 from mpu.layers.packed_seq_params import PackedSeqParams
 from training.settings.config import Config
-
-
-def comm_type_of(config: Config, layer: int) -> str:
-    """Return a layer's --cp-comm-type."""
-    kinds = config.parallel.cp_comm_type
-    return kinds[layer] if len(kinds) > 1 else kinds[0]
 
 
 def rank_batch(config: Config) -> tuple[tuple[int, int], Tensor | None, PackedSeqParams | None]:
@@ -39,9 +31,7 @@ def lines(config: Config) -> list[str]:
     cp, s = config.parallel.context_parallel_size, config.model.seq_length
     if cp == 1:
         return []
-    kinds = [comm_type_of(config, i) for i in range(config.model.num_layers)]
-    runs = [(kind, len([*same])) for kind, same in groupby(kinds)]
-    how = runs[0][0] if len(runs) == 1 else ", ".join(f"{kind} x {n}" for kind, n in runs)
+    how = config.parallel.cp_comm_type
     text = f"context parallelism: {s // cp:,} of a sample's {s:,} tokens on each of {cp} ranks, "
     text += f"--cp-comm-type {how}; attention's busiest rank over the mean: {balance(cp, (s,)):.3f}"
     if config.data.reset_attention_mask and (uneven := _uneven(s)):

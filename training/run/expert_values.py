@@ -33,8 +33,8 @@ def expert_values(run: Run, tokens: int) -> dict[str, Any]:
         return {}
     dense = torch.zeros(config.moe.experts + 3, dtype=torch.float64, device=run.device)
     rows = [dense] * config.model.num_layers
-    loads = run.sink.loads
-    if isinstance(loads, ExpertLoads) and loads.counts is not None:
+    loads = run.sink.state_of(ExpertLoads)
+    if loads is not None and loads.counts is not None:
         layer_of = {
             module: int(name.split(".")[1])
             for name, module in run.module.named_modules()

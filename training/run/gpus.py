@@ -11,18 +11,11 @@ from typing import Any, NamedTuple
 
 
 class Gpu(NamedTuple):
-    """A GPU. Peaks are dense, without sparsity, with sums in fp32; 0: it has no such unit.
-
-    driver: words that stand in the name that the driver gives, not counting those of longer rows
-    above. like: the device file whose shares of these peaks are assumed. link: bytes a second that
-    a GPU sends to the others of `link_gpus` in a node, in one direction; where there is no NVLink,
-    over PCIe. host: the same to its host. sms, l2: multiprocessors, and bytes of the cache. source:
-    the document.
-    """
+    """A GPU. Peaks are dense, without sparsity, accumulated in fp32; 0: it has no such unit."""
 
     name: str
-    driver: str
-    like: str
+    driver: str  # words in the driver's name of the GPU; longer rows above match first
+    like: str  # device file whose shares of the peaks are assumed
     capability: tuple[int, int]
     memory: float
     bandwidth: float
@@ -30,12 +23,13 @@ class Gpu(NamedTuple):
     float8: float
     tf32: float
     fp32: float
-    sms: int
-    l2: float
-    host: float
+    sms: int  # streaming multiprocessors
+    l2: float  # bytes of the L2 cache
+    host: float  # bytes/s to its host, one direction
+    # bytes/s to the other `link_gpus` of the node, one direction; without NVLink over PCIe
     link: float
     link_gpus: int
-    source: str
+    source: str  # the document
 
 
 # name, driver, like, compute capability, memory in GB, memory's GB/s, TFLOP/s in bf16, float8, tf32

@@ -20,16 +20,24 @@ from torch import Tensor, nn
 
 from mpu.comm.collectives import MAX, all_reduce, sum_in_order
 from mpu.comm.transport import Label
+from mpu.gradients import StepState
 from mpu.host_memory import read_values
 from mpu.layers.attention.max_logits import MaxLogits
 from mpu.zero.bucket_layout import block_of
 from training.run.expert_values import expert_values
 from training.run.state import Run
+from training.settings.config import Config
 
 LABEL = Label("layers", "log")
 
 
-class LayerValues:
+def asked(config: Config) -> bool:
+    """Return whether lines of the log say something of the layers."""
+    some = config.optimizer.qk_clip or config.log.log_max_attention_logit or config.moe.experts
+    return bool(some or config.log.log_layer_rms_interval)
+
+
+class LayerValues(StepState):
     """Take the numbers of each step that is written. All ranks make and call it.
 
     It watches the blocks where --log-layer-rms-interval asks for it, and in those steps alone.
@@ -40,12 +48,12 @@ class LayerValues:
         self.squares: dict[str, Tensor] = {}  # of what each block returned in this step
         self.counts: dict[str, int] = {}
         if self.interval:
-            run.sink.begins.append(self._begin)
+            run.sink.step_states.append(self)
             for name, module in run.module.named_modules():
                 if name and block_of(f"{name}.weight") == name and name[-1].isdigit():
                     module.register_forward_hook(self._hook(name))
 
-    def _begin(self) -> None:
+    def begin_step(self) -> None:
         """Forget what was seen since the last step."""
         self.squares.clear()
         self.counts.clear()
@@ -117,8 +125,8 @@ def logit_values(run: Run) -> dict[str, Any]:
         return {}
     top = torch.full((1,), -torch.inf, dtype=torch.float64, device=run.device)
     clipped = torch.zeros(1, dtype=torch.float64, device=run.device)
-    logits = run.sink.logits  # None on a stage without layers
-    if isinstance(logits, MaxLogits) and logits.largest is not None:
+    logits = run.sink.state_of(MaxLogits)  # None on a stage without layers
+    if logits is not None and logits.largest is not None:
         top.copy_(logits.largest.max()[None])
         if logits.clipped is not None:  # each rank of tp_kv has counted a group that they share
             clipped += logits.clipped.double() / run.grid.tp_kv.size

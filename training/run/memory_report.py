@@ -13,7 +13,7 @@ from mpu.optim.optimizer import Optimizer
 from mpu.zero.param_and_grad_buffer import ParamAndGradBuffer
 from training.run.log import Log
 from training.run.state import Run
-from training.run.step import CONTINUE, Decision, Step
+from training.run.step import CONTINUE, DONE, Decision, Step
 from training.run.text import in_units
 from training.settings.config import Config, UsageError
 
@@ -29,9 +29,10 @@ class MemoryReport:
 
     def after_step(self, step: Step) -> Decision:
         """Note it where that step was made."""
-        if step.iteration == self._at:
-            self.log.note(report(self.run.optimizer))
-        return CONTINUE
+        if step.iteration < self._at:
+            return CONTINUE
+        self.log.note(report(self.run.optimizer))
+        return DONE
 
 
 def report(optimizer: Optimizer) -> str:
@@ -74,7 +75,7 @@ def check_host(
     free = available() if device.type == "cpu" else None
     if free is None or at_most(config) * launch.local_world < free:
         return
-    places = {rank: i for row in grid.groups("pp") for i, rank in enumerate(row)}
+    places = {rank: i for row in grid.groups("pp").tolist() for i, rank in enumerate(row)}
     first = launch.rank - launch.local_rank
     ranks = [places[r] for r in range(first, first + launch.local_world) if r in places]
     kinds = forecast()

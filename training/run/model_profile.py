@@ -104,20 +104,17 @@ class ModelProvider(Protocol):
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """The number of parameters, without padding, and the FLOPs of one token's forward, by part.
-
-    core: the share of each of `layers` that selective recomputation repeats (core attention).
-    alike: all layers have the same modules, parameters, settings and FLOPs. uses: of each part, the
-    embedding's first and the head's last, {parameter: the lines of its uses in one forward}; a
-    parameter of several names is there under each.
-    """
+    """The number of parameters, without padding, and the FLOPs of one token's forward, by part."""
 
     parameters: int
     embedding: float
     layers: tuple[float, ...]
+    # of each of `layers`: the share of core attention, which selective recomputation repeats
     core: tuple[float, ...]
     head: float
-    alike: bool
+    alike: bool  # all layers have the same modules, parameters, settings and FLOPs
+    # of each part, from the embedding to the head: {parameter: the lines of its uses in one
+    # forward}; a parameter of several names is under each
     uses: tuple[dict[str, tuple[str, ...]], ...] = field(default=(), compare=False)
 
     @property
@@ -127,18 +124,14 @@ class ModelProfile:
 
 
 class ParameterProfile(NamedTuple):
-    """A parameter of a rank: its local shape and its entry in the layout of buckets.
-
-    holders: how many modules hold it; a tied weight has several. first: no earlier rank of another
-    axis than the one that cuts it holds the same part (mpu/param.py, Placement.copies). place:
-    which part of the whole tensor it is. frozen: it is, and `entry` is as if it were trained.
-    """
+    """A parameter of a rank: its local shape and its entry in the layout of buckets."""
 
     shape: tuple[int, ...]
-    entry: ParamEntry
-    holders: int
+    entry: ParamEntry  # as if it were trained, where it is frozen
+    holders: int  # modules that hold it; several for a tied weight
+    # no earlier rank of another axis than the cutting one has the same part (Placement.copies)
     first: bool = True
-    place: Placement = Placement(())
+    place: Placement = Placement(())  # its part of the whole tensor
     frozen: bool = False
 
 
@@ -228,7 +221,6 @@ def make_grid(config: Config, launch: Launch) -> Grid:
     return Grid(
         launch.world, *sizes, launch, p.distributed_backend, p.num_distributed_optimizer_instances,
         query_groups=config.model.num_query_groups,
-        hierarchical=p.hierarchical_context_parallel_sizes,
         order=tuple(p.rank_order.split("-")), ep_size=config.expert_model_parallel_size,
         nccl=nccl_groups(p.nccl_communicator_config_path),
         needs_full_matrices=needs_full_matrices(config),

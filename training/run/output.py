@@ -3,19 +3,31 @@
 
 No output that fails ends the run. On standard output a full disk, a reader that left its pipe and a
 terminal that is gone raise OSError: the lines are lost then, and what the buffer still holds is
-written where a later line finds room. The others raise what failed, and `Log` drops them.
+written where a later line finds room. The others raise what failed, and `Outputs` drops them.
 """
 
+import json
+import math
 import os
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
 from training.files.owned import json_lines, refuse
-from training.files.untrusted import owner_only, private
+from training.files.untrusted import owner_only, printable, private
+from training.settings.arguments import LogConfig
+
+# each output: the flag that asked for it, and how it is closed
+OUTPUTS = {
+    "bar": ("", "stop"),
+    "json": ("log_json", "close"),
+    "tensorboard": ("tensorboard_dir", "close"),
+    "wandb": ("wandb_project", "finish"),
+}
 
 T = TypeVar("T")
 
@@ -49,7 +61,7 @@ def write_scalars(writer: Any, numbers: dict[str, Any], step: int) -> None:
 def hushed(make: Callable[[], T]) -> T:
     """Return what `make` makes; an error that ends one of its threads prints no traceback.
 
-    TensorBoard raises the error of its thread again at the next write, where `Log` tells it.
+    TensorBoard raises the error of its thread again at the next write, where `Outputs` prints it.
     """
     before, hook = set(threading.enumerate()), threading.excepthook
     made = make()
@@ -137,3 +149,110 @@ def check_wandb_login(project: str) -> None:
             f"--wandb-project {project}: W&B has no login here: call `wandb login`, set "
             "WANDB_API_KEY, or set WANDB_MODE=offline, which writes the run to files"
         )
+
+
+class Outputs:
+    """Where the log of a run goes: the terminal, and what the flags name.
+
+    An output that fails is dropped, with a line about it. total: what the live bar ends at.
+    """
+
+    def __init__(
+        self, config: LogConfig, start_iteration: int, total: int, run_config: dict[str, Any] | None
+    ) -> None:
+        self.config = config
+        self.json = self.tensorboard = self.wandb = self.bar = None
+        if config.log_json:
+            self.json = open_json(Path(config.log_json))
+        if config.tensorboard_dir:
+            self.tensorboard = open_tensorboard(config.tensorboard_dir, start_iteration)
+        if config.wandb_project:
+            self.wandb = open_wandb(config.wandb_project, config.wandb_exp_name, run_config)
+        if sys.stdout is not None and sys.stdout.isatty():
+            self.bar = Bar(total)
+
+    def advance(self, done: int) -> None:
+        """Move the live bar, where there is one."""
+        self._try("bar", lambda bar: bar.advance(done))
+
+    def print(self, line: str) -> None:
+        """Print a line above the live bar, or simply where there is none."""
+        line = printable(line)
+        if self.bar:
+            self._try("bar", lambda bar: bar.print(line))
+        else:
+            say(line)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Hand a record to the files."""
+        finite = {key: finite_or_none(value) for key, value in record.items()}
+        numbers = {key: value for key, value in record.items() if key != "iteration"}
+        step = record["iteration"]
+        self._try("json", lambda file: write_line(file, json.dumps(finite, allow_nan=False)))
+        numbers.pop("expert_tokens", None)
+        for i, value in numbers.pop("step_losses", [])[:-1]:  # the last is this record's own
+            self._plot({"loss": value}, i)
+        self._plot(numbers, step)
+
+    def _plot(self, numbers: dict[str, Any], step: int) -> None:
+        self._try("tensorboard", lambda writer: write_scalars(writer, numbers, step))
+        self._try("wandb", lambda run: run.log(numbers, step=step))
+
+    def _try(self, name: str, work: Callable[[Any], None]) -> None:
+        """Do it with an output, if there is one; one that fails is dropped, with a line about it.
+
+        wandb raises errors of its own, TensorBoard those of its thread: any Exception counts.
+        """
+        output = getattr(self, name)
+        if output is None:
+            return
+        try:
+            work(output)
+        except Exception as error:
+            setattr(self, name, None)
+            flag, end = OUTPUTS[name]
+            why = (isinstance(error, OSError) and error.strerror) or error
+            what = f"--{flag.replace('_', '-')} {getattr(self.config, flag)}" if flag else "the bar"
+            self.print(f"{what}: {why}; nothing more is written to it")
+            with suppress(Exception):  # it may fail in the same way
+                getattr(output, end)()
+
+    def close(self) -> None:
+        """Close every output and give the terminal back as it was found."""
+        for name, (_, end) in OUTPUTS.items():
+            self._try(name, methodcaller(end))
+        self.json = self.tensorboard = self.wandb = self.bar = None
+
+
+class Bar:
+    """Show one live line at the foot of the terminal; the lines of the log scroll above it."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        self.console = Console()
+        columns = BarColumn(None), MofNCompleteColumn(), TimeElapsedColumn()
+        # No refresh thread: it would compete with training for the interpreter's lock.
+        self.progress = Progress(*columns, console=self.console, auto_refresh=False, expand=True)
+        self.task = self.progress.add_task("", total=total)
+        self.progress.start()
+
+    def advance(self, done: int) -> None:
+        """Move the bar to `done`."""
+        self.progress.update(self.task, completed=done, refresh=True)
+
+    def print(self, line: str) -> None:
+        """Print a line above the bar, as it is."""
+        self.console.print(line, markup=False, highlight=False)
+
+    def stop(self) -> None:
+        """Leave the bar where it is and show the cursor again."""
+        self.progress.stop()
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return the value, or None for an infinity or NaN, which JSON cannot hold."""
+    if isinstance(value, list):
+        return [finite_or_none(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

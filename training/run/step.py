@@ -6,7 +6,7 @@ combine(decisions): back > stop > save
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ class Decision:
     evaluate: bool = False
     evaluate_after_save: bool = False  # of combine() alone: no watcher asks for it
     sample: bool = False
+    done: bool = False  # of one watcher: it has seen what it waited for, and is asked no more
 
     @property
     def hurry(self) -> bool:
@@ -40,7 +41,7 @@ class Decision:
         return self.signal or self.skipped
 
 
-CONTINUE, BACK = Decision(), Decision(back=True)
+CONTINUE, BACK, DONE = Decision(), Decision(back=True), Decision(done=True)
 
 
 def combine(decisions: Iterable[Decision]) -> Decision:
@@ -130,10 +131,16 @@ class Watcher(Protocol):
         """Return what is to follow the step. Raises FloatingPointError where the run is to end."""
 
 
-def after_step(step: Step, watchers: Sequence[Watcher]) -> Decision:
-    """Let each watcher look at a step, up to one that goes back; return what follows the step."""
-    for watcher in watchers:
-        step.decisions.append(watcher.after_step(step))
-        if step.decisions[-1].back:
+def after_step(step: Step, watchers: list[Watcher]) -> Decision:
+    """Let each watcher look at a step, up to one that goes back; return what follows the step.
+
+    A watcher that is done leaves the list.
+    """
+    for watcher in list(watchers):
+        decision = watcher.after_step(step)
+        step.decisions.append(decision)
+        if decision.done:
+            watchers.remove(watcher)
+        if decision.back:
             break
     return combine(step.decisions)

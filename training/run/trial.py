@@ -35,8 +35,6 @@ from mpu.layers.context_attention import core_attention_of
 from mpu.layers.cross_entropy import vocab_parallel_cross_entropy
 from mpu.layers.dispatch import Capacity, count_of, dispatcher_of
 from mpu.layers.experts import Counts, Experts, RouterLinear
-from mpu.layers.float8.rows import RECIPES
-from mpu.layers.float8.weights import WeightRows
 from mpu.layers.fused import ResidualRMSNorm, swiglu
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
 from mpu.layers.packed_seq_params import PackedSeqParams
@@ -99,9 +97,6 @@ def trials(config: Config, device: torch.device) -> Iterator[Trial]:
     if config.float8.fp8_format is not None:
         what = f"of --fp8-recipe {config.float8.fp8_recipe}"
         yield from _matmuls(what, recipe_of(config, ctx), ctx, sums)
-    if config.float8.fp8_param_gather:
-        what, avoid = "the codes of --fp8-param-gather", "omit --fp8-param-gather"
-        yield Trial(what, avoid, lambda: _codes(config, ctx))
     other = "auto" if p.attention_backend != "auto" else "unfused"
     apart = replace(ctx, log_max_attention_logit=False, qk_clip=None)  # which are tried below
     for work in _works(config):
@@ -205,7 +200,7 @@ def _works(config: Config) -> Iterator[Work]:
     documents = config.data.reset_attention_mask
     if config.parallel.context_parallel_size > 1 and config.parallel.attention_backend != "te":
         yield "blocks"
-        if "a2a" not in config.parallel.cp_comm_type:
+        if config.parallel.cp_comm_type != "a2a":
             return
     yield "documents" if documents else "rows"
 
@@ -253,7 +248,7 @@ def _maxima(config: Config, ctx: LayerContext) -> None:
     if ctx.qk_clip is not None:
         qkv_linear(TOKENS, (heads * d, groups * d, groups * d), ctx=ctx)
         every.end_step(torch.zeros((), device=ctx.device))
-        for param, factors in every.rows():
+        for param, factors in every.row_factors():
             multiply_rows(param.detach().view(-1), 0, TOKENS, factors)
 
 
@@ -324,16 +319,6 @@ def _small(size: int) -> int:
     return size if size < 512 else 256 + size % 256
 
 
-def _codes(config: Config, ctx: LayerContext) -> None:
-    """Scales, codes and rows of a weight of 256 x 256 that travels in float8."""
-    assert config.float8.fp8_recipe is not None, "compute_rules.check_float8"
-    weight = WeightRows((TOKENS, TOKENS), RECIPES[config.float8.fp8_recipe], shared=False)
-    part = _numbers(ctx, TOKENS * TOKENS).detach()
-    scales = weight.scales(part, 0)
-    codes = weight.codes(part, 0, scales)
-    weight.rows(codes, scales, codes.new_empty(weight.nbytes))
-
-
 def _loss_in_chunks(ctx: LayerContext) -> None:
     """The output layer and the loss of eight tokens, forward and backward, in one chunk."""
     assert ctx.loss_in_chunks is not None
@@ -369,8 +354,6 @@ def _update(config: Config, ctx: LayerContext) -> None:
     rule = groups["vector"].rule if rule.needs_full_matrices else rule
     segment = torch.ones(1024, dtype=ctx.accumulate, device=ctx.device, requires_grad=True)
     segment.grad = torch.ones_like(segment)
-    narrow = torch.ones(1024, dtype=ctx.dtype, device=ctx.device)
-    rounded = {} if ctx.dtype == ctx.accumulate else {segment: narrow}
     group = {"name": "matrix", "params": [segment], "weight_decay": 0.1, "decoupled": False}
     one = torch.ones((), dtype=torch.float32, device=ctx.device)
-    rule.updater(Parts([group], rounded)).step(one, torch.zeros_like(one))
+    rule.updater(Parts([group])).step(one, torch.zeros_like(one))

@@ -243,7 +243,7 @@ class ModelConfig:
 
 EXPERTS = "--num-experts"
 OPTIMIZERS_ELSEWHERE = tuple(  # Megatron-LM's others
-    (name, f"{words} is not available here; docs/zero.md says how to add an optimizer")
+    (name, f"{words} is not available here; docs/optimizers.md says how to add an optimizer")
     for name, words in (
         ("sgd", "SGD"), ("lion", "Lion"), ("soap", "SOAP"), ("adaptive_muon", "AdaMuon")
     )
@@ -452,20 +452,11 @@ class Layout:
         integer(1),
         off="1",
     )
-    cp_comm_type: tuple[str, ...] = setting(
-        ("p2p",),
+    cp_comm_type: str = setting(
+        "p2p",
         "how attention's keys and values reach the ranks of --context-parallel-size: round a "
-        "ring, gathered, by heads (a2a), or by heads inside of groups and round a ring of "
-        "groups",
-        f"{', '.join(COMM_TYPES)}; one, or one for each layer",
-        TEXTS,
-    )
-    hierarchical_context_parallel_sizes: tuple[int, ...] | None = setting(
-        None,
-        "sizes of --cp-comm-type a2a+p2p: of a group of neighbours (a2a), and how many groups "
-        "(p2p); their product is --context-parallel-size",
-        "ranks, ranks",
-        WHOLES,
+        "ring, gathered, or by heads (a2a)",
+        rule=one_of(*COMM_TYPES, lacking=(("a2a+p2p", "use p2p over nodes"),)),
     )
     pipeline_model_parallel_size: int = setting(
         1, "cut the layers into stages over this many ranks, p", "ranks", integer(1), off="1"
@@ -552,7 +543,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Zero:
-    """What data-parallel ranks shard, and when they send it (docs/zero.md)."""
+    """What data-parallel ranks shard, and when they send it (docs/memory.md)."""
 
     zero_stage: int | None = setting(  # read ParallelConfig.zero instead
         None,
@@ -625,7 +616,7 @@ class Zero:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Activations that backward computes again instead of keeping (docs/activations.md)."""
+    """Activations that backward computes again instead of keeping (docs/memory.md)."""
 
     recompute_granularity: str | None = setting(
         None,
@@ -687,9 +678,8 @@ class Kernels:
     )
     optimizer_backend: str = setting(
         "torch",
-        "package whose AdamW kernel updates the weights; triton (our kernel, which rounds them "
-        "to bf16 in the same pass), apex and te need CUDA",
-        rule=one_of("torch", "triton", "apex", "te"),
+        "package whose AdamW kernel updates the weights; apex and te need CUDA",
+        rule=one_of("torch", "apex", "te", lacking=(("triton", "use torch"),)),
         off="torch",
         ours=True,
     )
@@ -1521,12 +1511,6 @@ class Float8Config:
         also=("--no-fp8-wgrad", "--disable-fp8-wgrad"),
         ours=True,
     )
-    fp8_param_gather: bool = setting(
-        False,
-        "let ZeRO gather the weights that are used in float8 as float8, from --zero-stage 1 on",
-        off="left out, in their own dtype",
-        needs="--fp8-format",
-    )
     no_fp8_weight_cache: bool = setting(
         False,
         "convert weights to float8 for each micro-batch, which takes 2 bytes of each weight less",
@@ -1547,7 +1531,7 @@ class Float8Config:
 
 @dataclass(frozen=True)
 class GpuConfig:
-    """Where activations wait for backward, and who launches a step (docs/activations.md)."""
+    """Where activations wait for backward, and who launches a step (docs/memory.md)."""
 
     cpu_offload_activations: bool = setting(
         False,

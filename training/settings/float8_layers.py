@@ -53,4 +53,4 @@ def in_float8(config: Config, model: nn.Module, ctx: LayerContext) -> None:
             newest = f.fp8_amax_compute_algo == "most_recent"
             delayed = Delayed(f.fp8_amax_history_len, newest, f.fp8_margin)
         recipe = recipe_of(config, ctx)
-        use_float8(model, recipe, layers_in_bf16(config), f.fp8_param_gather, delayed)
+        use_float8(model, recipe, layers_in_bf16(config), delayed)

@@ -38,20 +38,17 @@ CUDNN_WIDE = 92200  # a newer one has heads of 256 on Hopper and Blackwell
 
 
 class Card(NamedTuple):
-    """What the choice depends on. cudnn: as torch.backends.cudnn.version() says, 0 if there is
-    none. flash: the version of FlashAttention that is active in torch. cuda: the major version of
-    CUDA that torch was built for. lacks: operators that this torch does not have.
-    """
+    """What the choice of a backend depends on."""
 
     kind: str = "cpu"
     major: int = 0
     minor: int = 0
-    cudnn: int = 0
-    flash: int = 2
+    cudnn: int = 0  # as torch.backends.cudnn.version(); 0: none
+    flash: int = 2  # version of FlashAttention that is active in torch
     deterministic: bool = False
-    cuda: int = 13
-    cudnn_last: bool = False
-    lacks: tuple[str, ...] = ()
+    cuda: int = 13  # major version of CUDA that torch was built for
+    cudnn_last: bool = False  # TORCH_CUDNN_SDPA_DEPRIORITIZED is set
+    lacks: tuple[str, ...] = ()  # operators that this torch does not have
 
     def __str__(self) -> str:
         if self.kind != "cuda":

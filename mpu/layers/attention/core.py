@@ -189,7 +189,7 @@ def one_row(x: Tensor) -> Tensor:
     """Return rows [s, b, n, d] one after another, as a batch of one [b s, 1, n, d].
 
     At b > 1 that is a copy, once for each of q, k and v, as that of y and of dy is: rows of
-    [s, b, ...] lie interleaved, and varlen operators find a token by one stride (docs/fused.md).
+    [s, b, ...] lie interleaved, and varlen operators find a token by one stride (docs/kernels.md).
     """
     s, b = x.shape[:2]
     return x.transpose(0, 1).reshape(b * s, 1, -1, x.shape[3])

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from mpu.comm.collectives import MAX, all_reduce
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
+from mpu.gradients import StepState
 from mpu.kernels import available
 from mpu.layers.attention.backends import HALVES
 from mpu.layers.attention.blocks import Block, Part, blocks
@@ -165,7 +166,7 @@ class Rows(NamedTuple):
     factors: Tensor
 
 
-class MaxLogits:
+class MaxLogits(StepState):
     """The maxima of all layers of a rank, in the order in which the model made them.
 
     largest: of the last step, [layers], over this rank's heads; None before the first. clipped: the
@@ -224,7 +225,7 @@ class MaxLogits:
         self.clipped = over.sum()
         self._eta = list(eta.split([len(each) for each in groups]))
 
-    def rows(self) -> Iterator[Rows]:
+    def row_factors(self) -> Iterator[Rows]:
         """Yield what QK-clip multiplies after the update: weights, and biases where there are."""
         clip = self.ctx.qk_clip
         assert clip is not None or not self._eta
@@ -260,10 +261,11 @@ def max_logits_of(ctx: LayerContext) -> MaxLogits | None:
     """Return what notes the maxima of a rank, None where no flag asks for them."""
     if not ctx.log_max_attention_logit and ctx.qk_clip is None:
         return None
-    if ctx.sink.logits is None:
-        ctx.sink.logits = MaxLogits(ctx)
-    assert isinstance(ctx.sink.logits, MaxLogits)
-    return ctx.sink.logits
+    found = ctx.sink.state_of(MaxLogits)
+    if found is None:
+        found = MaxLogits(ctx)
+        ctx.sink.step_states.append(found)
+    return found
 
 
 def head_maxima_of(ctx: LayerContext) -> HeadMaxima | None:

@@ -4,6 +4,5 @@
 recipe    Float8, a Recipe of mpu/layers/linear.py
 rows      rows of float8: codes and their scales in one tensor
 delayed   scales that follow from earlier steps
-weights   how a weight travels in float8 (--fp8-param-gather)
 cuda      torch's scaled_mm
 """

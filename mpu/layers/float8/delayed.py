@@ -24,6 +24,7 @@ from torch import Tensor
 from mpu.comm.collectives import MAX, all_reduce
 from mpu.comm.transport import Label
 from mpu.context import LayerContext
+from mpu.gradients import StepState
 from mpu.layers.float8.rows import E4M3, NOT_FINITE, Format, scale_bytes, scale_of
 
 ROLES = ("x", "dy", "w")
@@ -43,7 +44,7 @@ class Delayed:
     margin: int = 0
 
 
-class AmaxHistory:
+class AmaxHistory(StepState):
     """The amaxes of one rank's layers, in the order of `names`: x, dy and w of each.
 
     history: fp32 [layers, 3, length], the newest first, 0 where nothing is; an entry is the largest
@@ -51,8 +52,7 @@ class AmaxHistory:
     scale_bytes_of_step: the byte of each scale now in use, [layers, 3]. filled: of each layer,
     whether there is a history to scale by.
 
-    like: a weight, on whose device they are. gathered: ZeRO makes the codes of weights after an
-    update (--fp8-param-gather), so what it notes of w belongs to the next step.
+    like: a weight, on whose device they are.
     """
 
     def __init__(
@@ -62,9 +62,8 @@ class AmaxHistory:
         dy: Format,
         ctx: LayerContext,
         like: Tensor,
-        gathered: bool = False,
     ) -> None:
-        self.names, self.how, self.ctx, self._gathered = names, how, ctx, gathered
+        self.names, self.how, self.ctx = names, how, ctx
         self._forms = (E4M3, dy, E4M3)
         # what is only counted, without data, is a step in mid-run
         self.filled = [like.is_meta] * len(names)
@@ -75,11 +74,7 @@ class AmaxHistory:
 
     def begin_step(self) -> None:
         """Forget what was noted since the last step."""
-        (self.noted[:, :2] if self._gathered else self.noted).zero_()
-
-    def begin_weights(self) -> None:
-        """Forget what was noted of weights, before all of them are noted again."""
-        self.noted[:, 2].zero_()
+        self.noted.zero_()
 
     @torch.no_grad()
     def end_step(self, found_inf: Tensor) -> None:

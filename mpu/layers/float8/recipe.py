@@ -48,7 +48,6 @@ from mpu.layers.float8.rows import (
     swiglu_rows,
     swiglu_scale,
 )
-from mpu.layers.float8.weights import WeightRows
 from mpu.layers.linear import ColumnParallelLinear, Recipe, RowParallelLinear
 from mpu.param import placement_of
 
@@ -113,10 +112,7 @@ class Float8(Recipe):
         return format_of_dy(self.scaling, self.format)
 
     def operand(self, x: Tensor, role: str, cut: str) -> Tensor:
-        """Return rows, uint8 [..., row_bytes], of x [..., k]; all ranks of tp call it.
-
-        Of a weight x may be its rows themselves, as ZeRO gathered them.
-        """
+        """Return rows, uint8 [..., row_bytes], of x [..., k]; all ranks of tp call it."""
         if role == "wt":
             rows = self._transposed(x, cut)
         else:
@@ -126,8 +122,6 @@ class Float8(Recipe):
         return rows
 
     def _rows(self, x: Tensor, role: str, cut: str, wide: bool = False) -> Tensor:
-        if x.dtype == torch.uint8:
-            return x
         flat, form = x.flatten(0, -2), self.dy if role == "dy" else E4M3
         axes = self.shared(role, cut)
         if self.scaling == "tensorwise" or axes:
@@ -152,23 +146,21 @@ class Float8(Recipe):
         return scales
 
     def _transposed(self, w: Tensor, cut: str) -> Tensor:
-        """Return the rows of w^T, given w or its rows: exact but for underflow.
+        """Return the rows of w^T, given w: exact but for underflow.
 
         They are made of the rows of w, which are made again, by the scales of the last forward:
         backward multiplies the weight that forward multiplied. Rows that would have the same codes
         are made of w itself.
         """
-        same, made_before = self.scaling in ("tensorwise", "blockwise"), w.dtype == torch.uint8
         cut_of_w = "k" if cut == "rows" else "rows"
         scales: Tensor | None = getattr(w, "float8_scales", None)
-        if made_before or not same:
-            rows = w
-            if scales is not None:
-                rows = encode(w, scales, E4M3, on_gpu=self.on_gpu)
-            elif not made_before:
+        if self.scaling not in ("tensorwise", "blockwise"):
+            if scales is None:
                 rows = self._rows(w, "w", cut_of_w)
+            else:
+                rows = encode(w, scales, E4M3, on_gpu=self.on_gpu)
             agree = self._agreed(self.shared("wt", cut))
-            return self._remade(rows, E4M3, same, agree, not self.block)
+            return self._remade(rows, E4M3, False, agree, not self.block)
         if self.scaling == "blockwise":
             return made(w.t(), self.block, E4M3, square=True, on_gpu=self.on_gpu)
         if scales is None:
@@ -309,15 +301,13 @@ def use_float8(
     model: nn.Module,
     recipe: Float8,
     in_bf16: Container[int] = (),
-    gather: bool = False,
     delayed: Delayed | None = None,
 ) -> None:
     """Give a recipe to the parallel linears of a model's numbered blocks ("layers.3.mlp.down").
 
-    gather: ZeRO gathers their weights in float8. in_bf16: the numbers of blocks that stay as they
-    are. So do layers outside of blocks (the head) and those that the model gave a recipe of its
-    own. delayed: their scales follow from earlier steps; the context's sink keeps the amaxes.
-    Raises ValueError as Float8.check does.
+    in_bf16: the numbers of blocks that stay as they are. So do layers outside of blocks (the head)
+    and those that the model gave a recipe of its own. delayed: their scales follow from earlier
+    steps; the context's sink keeps the amaxes. Raises ValueError as Float8.check does.
     """
     found: dict[str, ColumnParallelLinear | RowParallelLinear] = {}
     for name, layer in model.named_modules():
@@ -337,12 +327,8 @@ def use_float8(
                     "of layers that are cut over tp: give tensorwise"
                 )
         names, like = [f"{name}.weight" for name in found], next(model.parameters())
-        amaxes = AmaxHistory(names, delayed, recipe.dy, ctx, like, gather)
-        ctx.sink.amaxes = amaxes
+        amaxes = AmaxHistory(names, delayed, recipe.dy, ctx, like)
+        ctx.sink.step_states.append(amaxes)
     for i, layer in enumerate(found.values()):
         slot = None if amaxes is None else Slot(amaxes, i)
         layer.recipe = recipe if slot is None else replace(recipe, slot=slot, plain=recipe)
-        if gather:
-            shape = layer.weight.shape[0], layer.weight.shape[1]
-            shared = bool(recipe.shared("w", layer.cuts["w"]))
-            layer.weight.float8_rows = WeightRows(shape, recipe.scaling, shared, slot, ctx.on_gpu)  # type: ignore[attr-defined]

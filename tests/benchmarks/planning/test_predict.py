@@ -220,7 +220,7 @@ def test_host_waits_of_nanotron_are_not_other_programs(tmp_path: Path) -> None:
     line = "512,512,1,12288,96,96,2048,8,8,8,"  # 175B: tensor and pipeline ranks on 64 nodes
     row = read_table(written(tmp_path, f"{VTRAIN}\n{line}")).rows[0]
     told = predict([row])
-    assert 0.25 < told.mfu[0] < 0.5  # Megatron's own runs: docs/planning.md
+    assert 0.25 < told.mfu[0] < 0.5  # Megatron's own runs: docs/predictions.md
 
 
 def test_an_unknown_header_and_a_broken_profile_are_refused(tmp_path: Path) -> None:

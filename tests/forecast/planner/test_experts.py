@@ -125,7 +125,7 @@ def test_skew_and_dispatch_slow_a_step_where_experts_are_dealt_out(plans: search
 
 @pytest.mark.prove
 def test_the_constants_are_those_of_the_published_runs() -> None:
-    """Half of the runs are fitted, the others told: docs/planning.md has the table."""
+    """Half of the runs are fitted, the others told: docs/predictions.md has the table."""
     found = experts.fitted(experts.ROWS)
     for name in ("dispatch", "expert_skew"):
         assert found[name] == pytest.approx(FIXED[name], rel=0.02)

@@ -44,7 +44,7 @@ def whole(run: Recorded, worker: Worker) -> Timing:
     job = {**few.jobs[0], "argv": argv, "world": run.cluster.gpus}
     worker.ask([job])
     answer = worker.answer()
-    every = Play(few.config, few.cut, few.again, few.device, [Point(0, 0)], [job])
+    every = Play(few.config, few.cut, len(few.cut), few.again, few.device, [Point(0, 0)], [job])
     return composed(every, [{"points": answer["points"][-1:]}])
 
 
@@ -54,7 +54,7 @@ def whole(run: Recorded, worker: Worker) -> Timing:
     [
         f"{ZERO} {BLOCK} --micro-batch-size 2 --global-batch-size 160",
         f"{TP} {PP} {ZERO} --micro-batch-size 1 --global-batch-size 16",
-        f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 2 {ZERO} --micro-batch-size 1 "
+        f"{TP} {PP} --num-virtual-stages-per-pipeline-rank 4 {ZERO} --micro-batch-size 1 "
         "--global-batch-size 32",
     ],
 )
@@ -65,7 +65,7 @@ def test_few_layers_take_what_all_take(flags: str, worker: Worker) -> None:
     all_of_them = whole(run, worker)
     assert run.played.step_seconds == pytest.approx(all_of_them.step_seconds, rel=0.02)
     for one in (run.played, all_of_them):
-        assert sum(breakdown(one).values()) == pytest.approx(one.step_seconds, rel=2e-3)
+        assert sum(breakdown(one).values()) == pytest.approx(one.step_seconds, rel=4e-3)
     assert run.played.mfu == pytest.approx(all_of_them.mfu, rel=0.02)
 
 

@@ -6,7 +6,6 @@ ranks of their groups and the bytes of their tensors.
 """
 
 import json
-from itertools import permutations
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,12 +18,10 @@ from forecast.planner.model import read_model
 from forecast.planner.rank_order import (
     GLOO,
     Flow,
-    Sizes,
     across,
     choices,
     distinct,
     faster,
-    groups,
     ledger,
     seconds,
 )
@@ -35,6 +32,7 @@ from mpu.launch import Launch
 from tools import plan
 from tools.explain import explain, tiny
 from training.flags.parse import parse
+from training.run.model_profile import make_grid
 
 MODEL = (
     "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 100 "
@@ -58,6 +56,11 @@ EIGHT = {
     "tp, cp, pp": (2, 1, 2, 2, dict(schedule="interleaved", micro_batches=2)),
     "instances": (2, 4, 1, 1, dict(zero=1, more=["--num-distributed-optimizer-instances", "2"])),
 }
+
+
+def grid_of(tp, cp, dp, pp):
+    world = tp * cp * dp * pp
+    return Grid(world, tp, cp, pp, Launch(0, world))
 
 
 def config_of(case, order):
@@ -84,12 +87,9 @@ class Counted:
     def install(self, patch):
         start, begin, real = Axis.start, Explainer.begin, SimpleNamespace(**vars(dist))
 
-        def started(axis, verb, tensor, call, *rest, **named):
-            def called():
-                self.axis = axis.name if axis.trace else ""  # what explain tells at the end is none
-                return call()
-
-            return start(axis, verb, tensor, called, *rest, **named)
+        def started(axis, *given, **named):
+            self.axis = axis.name if axis.trace else ""  # what explain tells at the end is none
+            return start(axis, *given, **named)
 
         def began(explainer, count):
             self.sent.clear()
@@ -108,12 +108,12 @@ class Counted:
             ring(group, 2 * x.nbytes * (n - 1) // n)
             return real.all_reduce(x, op=op, group=group, async_op=async_op)
 
-        def exchange(out, x, group, async_op):
+        def exchange(out, x, *rows, group, async_op):
             ranks = dist.get_process_group_ranks(group)
             for other in ranks:
                 if other != self.rank:
                     self.note(other, x.nbytes / len(ranks))
-            return real.all_to_all_single(out, x, group=group, async_op=async_op)
+            return real.all_to_all_single(out, x, *rows, group=group, async_op=async_op)
 
         def isend(x, to, group):
             self.note(to, x.nbytes)
@@ -155,7 +155,7 @@ def hold(world, case, orders):
     size = int(np.prod(case[:4]))
     for order in orders:
         config = config_of(case, order)
-        told = across(order, Sizes.of(config), LEVELS, ledger(config), GLOO)
+        told = across(make_grid(config, Launch(0, size)), LEVELS, ledger(config), GLOO)
         if shard := told.pop("dp_cp_shard", None):
             told["dp_cp"] = [a + b for a, b in zip(told["dp_cp"], shard, strict=True)]
         seen = {axis: [0] * len(LEVELS) for axis in told}
@@ -176,39 +176,14 @@ def test_the_bytes_of_real_runs(world):
 @pytest.mark.parametrize("name", CASES)
 def test_the_bytes_of_real_runs_of_four(world, name):
     tp, dp, pp, cp, _ = CASES[name]
-    hold(world, CASES[name], distinct(Sizes(tp, cp, dp, pp)))
+    hold(world, CASES[name], distinct(grid_of(tp, cp, dp, pp)))
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", EIGHT)
 def test_the_bytes_of_real_runs_of_eight(world, name):
     tp, dp, pp, cp, _ = EIGHT[name]
-    hold(world, EIGHT[name], distinct(Sizes(tp, cp, dp, pp)))
-
-
-@pytest.mark.parametrize("order", list(permutations(ORDER)))
-def test_the_groups_are_the_grids(order):
-    sizes = Sizes(4, 4, 4, 2, instances=2, sharing=2, near=2, ep=8)
-    grids = [
-        Grid(
-            128,
-            4,
-            4,
-            2,
-            Launch(r, 128),
-            None,
-            2,
-            2,
-            (2, 2),
-            order,
-            ep_size=8,
-            needs_full_matrices=True,
-        )  # fmt: skip
-        for r in range(sizes.world)
-    ]
-    for name in set(Grid.AXES) - {"pp_back", "embd"}:
-        own = {getattr(grid, name).ranks for grid in grids}
-        assert sorted(map(tuple, groups(name, order, sizes).tolist())) == sorted(own), name
+    hold(world, EIGHT[name], distinct(grid_of(tp, cp, dp, pp)))
 
 
 def test_the_order_that_keeps_most_bytes_near_is_chosen():
@@ -217,15 +192,15 @@ def test_the_order_that_keeps_most_bytes_near_is_chosen():
     flows = [Flow("tp", "all_gather", rank, 10, 10_000) for rank in (0, 1)]
     flows += [Flow("pp", "send", rank, 10, 100, 1 - rank) for rank in (0, 1)]
     sums = [Flow("dp_cp", "all_reduce", rank, 1, 5_000) for rank in (0, 1)]
-    best, *rest = choices(Sizes(2, 1, 2, 2), levels, flows + sums)
+    best, *rest = choices(grid_of(2, 1, 2, 2), levels, flows + sums)
     assert best.order == ORDER and len(rest) == 5  # dp inside, pp between the nodes
     assert best.bytes == {"tp": [80_000, 0], "pp": [0, 800], "dp_cp": [40_000, 0]}
     assert best.seconds["pp"] == pytest.approx(400 / (4 * 50e9))
     light = [flow._replace(sent=1) for flow in sums]
     heavy = [flow._replace(sent=9_000) if flow.axis == "pp" else flow for flow in flows]
-    best, *_ = choices(Sizes(2, 1, 2, 2), levels, heavy + light)
+    best, *_ = choices(grid_of(2, 1, 2, 2), levels, heavy + light)
     assert best.order == ("tp", "pp", "dp", "cp") and best.bytes["pp"] == [72_000, 0]
-    equal, *_ = choices(Sizes(2, 1, 2, 2), levels[1:], flows + sums)
+    equal, *_ = choices(grid_of(2, 1, 2, 2), levels[1:], flows + sums)
     assert equal.order == ORDER  # one level: none is better
 
 
@@ -266,12 +241,12 @@ def test_the_orders_of_a_layout_are_ranked_and_the_flag_parses(tmp_path, capsys)
 def test_every_level_has_its_time():
     """8 ranks of dp in a ring: two blocks of 4, each of two nodes of 2; one rank's bytes cross."""
     flows = [Flow("dp_cp", "all_gather", 0, 3, 7_000)]
-    sizes = Sizes(dp=8)
-    told = across(ORDER, sizes, LEVELS, flows)
+    grid = grid_of(1, 1, 8, 1)
+    told = across(grid, LEVELS, flows)
     assert told == {"dp_cp": [28_000, 14_000, 14_000]}
     spine = 7_000 / (50e9 / 4.0 * 4)  # a block of 4 shares its links, 4 times oversubscribed
     rail = 7_000 / (50e9 * 2)
-    assert seconds(ORDER, sizes, LEVELS, flows)["dp_cp"] == pytest.approx(
+    assert seconds(grid, LEVELS, flows)["dp_cp"] == pytest.approx(
         max(spine, rail, 7_000 / 400e9) + 3 * 7 * 8e-6
     )
 
@@ -283,10 +258,10 @@ def test_messages_round_a_ring_have_their_time(axis, words):
     size = "--tensor-model-parallel-size" if axis == "tp" else "--context-parallel-size"
     more = " --sequence-parallel" if axis == "tp" else ""
     config = parse([*MODEL, *f"--bf16 {size} 4 {words}{more}".split()], 4)
-    sizes = Sizes.of(config)
+    grid = make_grid(config, Launch(0, 4))
     flows = [flow for flow in ledger(config) if flow.axis == axis and flow.verb == "send"]
     calls, sent = sum(flow.calls for flow in flows), sum(flow.sent for flow in flows)
-    assert calls and seconds(ORDER, sizes, LEVELS[1:], flows) == {
+    assert calls and seconds(grid, LEVELS[1:], flows) == {
         axis: pytest.approx(calls * 5e-6 + sent / 50e9)
     }
 

@@ -83,8 +83,6 @@ MUTANTS = [  # world, flags, file, a text, what takes its place
     (1, "", "mpu/kernels/rope.py", "cos=cos, sin=sin,", "cos=cos.half(), sin=sin.half(),"),
     (1, "", "mpu/kernels/cross_entropy.py", "        rows, labels, log_sum, weight, width,",
      "        rows, labels, log_sum.double(), weight, width,"),
-    (1, "--optimizer-backend triton", "mpu/kernels/adamw.py", "*state, weight, scalars, n,",
-     "*state, weight, scalars.repeat_interleave(2)[::2], n,"),
     (1, DOCUMENTS, BLOCKS, "q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, n, d]",
      "q, k, v = (x.transpose(1, 2) for x in (q, k, v.mT.contiguous().mT))"),
     (1, WIDE + "rowwise", SCALED, "return by_row if of_a else by_row.t()",

@@ -24,7 +24,7 @@ CASES = [
     ("rowwise --fp8-wgrad-bf16", 2, f"{SPLIT} --zero-stage 1"),
     ("blockwise", 2, SPLIT),
     ("mxfp8", 2, f"{SPLIT} --rehearse-device b200"),
-    ("rowwise --fp8-param-gather", 4, f"{SPLIT} {ZERO.format(3)}"),
+    ("rowwise", 4, f"{SPLIT} {ZERO.format(3)}"),
     ("tensorwise", 2, f"{SPLIT} --tp-comm-overlap ring --recompute-granularity full"),
     ("blockwise", 4, f"{SPLIT} --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"),
     ("rowwise", 8, f"{SPLIT} --context-parallel-size 2 --cp-comm-type a2a {ZERO.format(1)}"),

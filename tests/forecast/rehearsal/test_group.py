@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forecast.rehearsal.events import Transfer
-from forecast.rehearsal.group import Communicator, Distributed, Group
+from forecast.rehearsal.group import Communicator, Distributed, Group, KeptHandle
 from forecast.rehearsal.patches import Patches
 from forecast.rehearsal.record import Recorder
 from forecast.rehearsal.watch import cast_by_autograd, scalars_are_single
@@ -24,8 +24,9 @@ def test_a_handle_keeps_the_tensors_of_its_transfer(kept):
     over = Communicator((0, 1), 1, "tp")
     work = network._start("all_gather", over, -1, (x,), (y,), x)
     keep = {"all": (x, y), "some": (y,), "none": ()}[kept]
-    recorder.lines = lambda: ("mpu/comm/transport.py:1", "mpu/comm/p2p.py:2", "model/llama.py:3")
-    network.handle(work, keep, what="all_gather over tp")
+    recorder.lines = lambda: ("mpu/comm/p2p.py:2", "model/llama.py:3")
+    with KeptHandle(recorder, what="all_gather over tp") as handle:
+        handle.work, handle.keep = work, keep
     places = [] if kept == "all" else ["mpu/comm/p2p.py:2"]
     assert [(one.kind, one.place) for one in recorder.found] == [("keep", p) for p in places]
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mpu.accelerators import missing
 from mpu.kernels import available
 from mpu.layers import fused_gpu
 from mpu.layers.float8 import rows
@@ -85,8 +84,6 @@ def test_what_fails_is_done_by_torch(asked, monkeypatch):
     assert "(RuntimeError: Failed to find C compiler. Please specify via CC)" in reason
     assert not fused_gpu.on_triton(x) and not rows.on_triton(x)
     assert fused_gpu.without(torch.device("cuda")) == reason
-    said = missing("--optimizer-backend", "triton", "cuda", torch.float32)
-    assert said == (f"--optimizer-backend triton: {reason}; use --optimizer-backend torch")
     available.why_not.cache_clear()
     monkeypatch.setattr(available, "launch", lambda: None)
     assert available.why_not() == "" and fused_gpu.on_triton(x) and rows.on_triton(x)

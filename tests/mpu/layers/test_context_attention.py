@@ -96,8 +96,7 @@ def run(core: Any, case: Case, qkv: Tensor, dy: Tensor, *turn: Tensor) -> tuple[
 
 
 def grid_of(comm: Any, case: Case) -> Grid:
-    near = (2, case.cp // 2) if case.kind == "a2a+p2p" else None
-    return comm.grid(cp=case.cp, memory=case.carrier == "memory", hierarchical=near)
+    return comm.grid(cp=case.cp, memory=case.carrier == "memory")
 
 
 def errors(comm: Any, cases: list[Case]) -> list[Any]:
@@ -107,7 +106,7 @@ def errors(comm: Any, cases: list[Case]) -> list[Any]:
     found: list[Any] = []
     for case in cases:
         grid = grid_of(comm, case)
-        ctx = LayerContext(grid, cp_comm_type=(case.kind,))
+        ctx = LayerContext(grid, cp_comm_type=case.kind)
         qkv, dy, cos, sin = numbers(case)
         rows = [shards(case.cp, row)[grid.cp.rank] for row in case.rows]
         places = [torch.cat([torch.arange(r.start, r.stop) for r in row]) for row in rows]
@@ -131,7 +130,7 @@ def errors(comm: Any, cases: list[Case]) -> list[Any]:
 
 
 def fits(case: Case) -> bool:
-    ranks = {"a2a": case.cp, "a2a+p2p": 2}.get(case.kind, 1)
+    ranks = case.cp if case.kind == "a2a" else 1
     return case.heads % ranks == 0 and (case.groups % ranks == 0 or ranks % case.groups == 0)
 
 

@@ -24,14 +24,14 @@ import pretrain_llama
 from forecast.dry_run import report
 from forecast.explainer.text import sums
 from forecast.planner.cluster import Level
-from forecast.planner.rank_order import Sizes, across, ledger
+from forecast.planner.rank_order import across, ledger
 from forecast.recording import record
 from forecast.traffic import SMALL, rows, totals, traffic
 from model.load import load_model_file
 from mpu.comm.transport import Axis
 from mpu.context import LayerContext
 from mpu.gradients import use
-from mpu.grid import ORDER, Grid
+from mpu.grid import Grid
 from mpu.launch import Launch
 from mpu.param import Placement, PlacementError, parameter
 from mpu.zero.bucket_layout import BLOCK, ParamEntry, ZeroConfig, make_buckets, sharing_of
@@ -46,6 +46,7 @@ from tests.saved import check_equal, stored
 from training.faults.monitor import FailureMonitor
 from training.flags.parse import parse
 from training.run import memory_report
+from training.run.model_profile import make_grid
 from training.run.saver import Saver
 from training.settings.arguments import CheckpointConfig
 from training.settings.config import Config
@@ -214,7 +215,7 @@ def load_and_save(comm: Any, case: dict[str, Any], load: str, save: str) -> list
     """Load what another layout saved, save it again as it is, and train on."""
     run = build(comm, case)
     saver = saver_of(run, load, save)
-    assert saver.load() == (2, 2 * case["rows"])
+    assert saver.resume.load() == (2, 2 * case["rows"])
     saver.save(2, 2 * case["rows"], must=True)
     return train(run, case, 2)
 
@@ -412,7 +413,7 @@ def test_a_collective_of_a_new_kind_is_in_every_list(fork: str) -> None:
     flows = ledger(config)
     assert {flow.axis for flow in flows} >= {"ep", "edp"}
     levels = [Level("pair", 2, 1e9, 0.0), Level("all", 0, 1e9, 0.0)]
-    over = across(ORDER, Sizes.of(config), levels, flows)
+    over = across(make_grid(config, Launch(0, 4)), levels, flows)
     assert over["ep"] == [4 * sum(row.sent for row in over_ep), 0]  # neighbours
     assert not over["edp"][0] and over["edp"][1]
 

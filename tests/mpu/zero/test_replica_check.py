@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import pretrain_llama
-from mpu.zero.replica_check import ReplicaCheck, hash_of, sum_of_words, verdict
+from mpu import native
+from mpu.zero import digest
+from mpu.zero.digest import digest_of
+from mpu.zero.replica_check import ReplicaCheck, verdict
 from tests.model.moe_twin import FILE, SPARSE
 from tests.model.twin import config_of, micro_batches
 from tests.sampling import sampled
@@ -120,23 +123,26 @@ def test_two_pairs_that_share_a_rank_name_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float32, torch.float64], 3))
-def test_every_single_bit_changes_both_hashes(dtype: torch.dtype) -> None:
+def test_every_single_bit_changes_the_digest(dtype: torch.dtype) -> None:
     values = torch.randn(33).to(dtype)
-    before, words = hash_of(values), int(sum_of_words(values))
+    before = int(digest_of(values))
     for at in range(len(values)):
         for bit in range(8 * values.element_size()):
             flip(values, at, bit)
-            assert hash_of(values) != before and int(sum_of_words(values)) != words
+            assert int(digest_of(values)) != before
             flip(values, at, bit)
-    assert hash_of(values) == before and int(sum_of_words(values)) == words
+    assert int(digest_of(values)) == before
 
 
-def test_a_device_sums_in_parts_as_in_one() -> None:
-    values = torch.randn(5000)
-    whole = int(sum_of_words(values))
+@pytest.mark.parametrize("size", [0, 5, 1024, 5000])
+def test_torch_digests_in_parts_as_the_extension_does_at_once(size: int) -> None:
+    values = torch.randn(size)
+    whole = int(digest_of(values))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpu.zero.replica_check.ROWS", 3)
-        assert int(sum_of_words(values)) == whole
+        patch.setattr(native, "load", lambda: None)
+        assert int(digest_of(values)) == whole
+        patch.setattr(digest, "AT_ONCE", 3 * digest.ROW)
+        assert int(digest_of(values)) == whole
 
 
 def clean(comm: Any, name: str, steps: int, seed: int) -> int:

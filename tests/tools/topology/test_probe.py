@@ -10,7 +10,6 @@ import pytest
 
 from forecast.planner.cluster import read_cluster
 from tests.delayed_networks import DelayedNetworks
-from tools.probe_topology import RING_BYTES
 from tools.topology import host
 
 TOOL = Path(__file__).resolve().parents[3] / "tools" / "probe_topology.py"
@@ -21,26 +20,12 @@ RATES = [[1e6 * each for each in row] for row in RATE]
 DELAYS = [[1e-3 * each for each in row] for row in DELAY]
 
 
-def true_seconds(ring: tuple[int, ...]) -> float:
-    """What the links allow: a rank sends when it has what it passes on, and its link is free."""
-    n = len(ring)
-    has, free = [0.0] * n, [0.0] * n
-    for _ in range(n - 1):
-        arrives = [0.0] * n
-        for i in range(n):
-            a, b = ring[i], ring[(i + 1) % n]
-            free[i] = max(has[i], free[i]) + RING_BYTES / RATES[a][b]
-            arrives[(i + 1) % n] = free[i] + DELAYS[a][b]
-        has = arrives
-    return max(has)
-
-
 @pytest.mark.prove
-def test_the_probe_recovers_alpha_and_beta_and_the_best_ring(tmp_path: Path) -> None:
-    """On gloo, four hosts: every alpha and beta within 10 %, and the best of the 4! orders."""
+def test_the_probe_recovers_alpha_and_beta(tmp_path: Path) -> None:
+    """On gloo, four hosts: every alpha and beta within 10 %."""
     out, report = tmp_path / "cluster.json", tmp_path / "report.json"
     words = [sys.executable, str(TOOL), "--device", "h100", "--out", str(out)]
-    words += ["--report", str(report), "--tensor-model-parallel-size", "2"]
+    words += ["--report", str(report)]
     with DelayedNetworks(DELAYS, RATES) as hosts:
         said = hosts.run(words, 400.0)
     found = json.loads(report.read_text())
@@ -51,12 +36,7 @@ def test_the_probe_recovers_alpha_and_beta_and_the_best_ring(tmp_path: Path) -> 
     print(said[0], wrong)
     assert max(abs(each[0]) for each in wrong) < 0.10, wrong
     assert max(abs(each[1]) for each in wrong) < 0.10, wrong
-    every = sorted((true_seconds((0, *rest)), [0, *rest])
-                    for rest in itertools.permutations((1, 2, 3)))  # fmt: skip
-    assert every[1][0] > 1.03 * every[0][0], "the test's links leave the best ring open"
-    assert found["ring"] == every[0][1] and len(found["rings"]) == 6 and found["ring_is_exact"]
-    assert "hint: start the hosts in the order of that ring" in said[0]
-    assert set(found["axes"]) == {"tp", "dp"} and said[1] == ""
+    assert said[1] == ""
     cluster = read_cluster(str(out))
     assert cluster.gpus == 4 and cluster.levels[-1].gpus == 0
 

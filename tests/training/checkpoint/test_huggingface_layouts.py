@@ -61,9 +61,9 @@ def load_in(comm, some: list[tuple[Case, str, str]]) -> list[str]:
         grid = comm.grid(case["tp"], pp=case["pp"], instances=case.get("instances", 1))
         run = canonical.build(grid, case, seed=6)
         saver = saver_of(run, root)
-        saver.config = replace(saver.config, checkpoint=CheckpointConfig(**{flag: root}))
+        saver.resume.config = replace(saver.config, checkpoint=CheckpointConfig(**{flag: root}))
         try:
-            assert saver.load() == (0, 0)
+            assert saver.resume.load() == (0, 0)
         except CheckpointError as error:
             found.append(str(error))
             continue

@@ -109,7 +109,7 @@ def save_and_load(comm, some: list[tuple[Case, str, str]]) -> list[dict]:
             saver_of(run, here).save(STEPS, SAMPLES, must=True)
             run = canonical.build(grid, case, seed=6)
             state.check_fresh(run)
-            assert saver_of(run, there).load() == (STEPS, SAMPLES)
+            assert saver_of(run, there).resume.load() == (STEPS, SAMPLES)
             count = state.check(run)
         except AssertionError as error:
             raise AssertionError(f"{name_of(case)}: rank {comm.rank}: {error}") from error
@@ -123,7 +123,7 @@ def go_on(comm, case: Case, load: str, save: str, steps: range) -> list[float]:
     run = canonical.build(grid, case, seed=6 if load else 5)
     if load:
         at = steps.start, steps.start * case["model"]
-        assert saver_of(run, load).load() == at
+        assert saver_of(run, load).resume.load() == at
     losses = train(run, steps)
     saver_of(run, save).save(steps.stop, steps.stop * case["model"], must=True)
     return losses
@@ -147,7 +147,7 @@ def stop_and_go_on(comm, case: Case, root: str, behind: bool) -> list[float]:
         after_a_step.set()
         losses += train(straight, range(3, 4))
     resumed = canonical.build(grid, case, seed=6)
-    assert saver_of(resumed, root).load() == (2, 2 * case["model"])
+    assert saver_of(resumed, root).resume.load() == (2, 2 * case["model"])
     assert train(resumed, range(2, 4)) == losses[2:]
     for (what, one, _, _), (_, other, _, _) in zip(
         state.held(straight), state.held(resumed), strict=True

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools.ledger import any_run
+from tests.sample_ledger import any_run
 from training.data.batch import DocumentRules, make_batch
 from training.data.build import build_datasets, samples_needed
 from training.data.dataset import Dataset

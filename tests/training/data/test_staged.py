@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tools.ledger import main
+from tests.sample_ledger import main
 from training.data.build import build_datasets
 from training.data.indexed import IndexedWriter, token_dtype
 from training.data.stage_datasets import Staged

@@ -87,7 +87,6 @@ def test_a_cpu_runs_scripts_that_name_a_kernel_of_cuda(backend):
         ("--reset-attention-mask", ("documents",)),
         ("--context-parallel-size 2", ("blocks",)),
         ("--context-parallel-size 2 --cp-comm-type a2a", ("rows",)),
-        ("--context-parallel-size 2 --cp-comm-type a2a p2p", ("blocks",)),
         ("--context-parallel-size 2 --reset-attention-mask", ("documents",)),
     ],
 )

@@ -12,8 +12,6 @@ BASE = (
     "--device cpu"
 )
 CP, TP = "--context-parallel-size", "--tensor-model-parallel-size 2 --sequence-parallel"
-LEVELS = "--hierarchical-context-parallel-sizes"
-BOTH = "--cp-comm-type a2a+p2p"
 
 
 def read(more: str, world: int):
@@ -24,14 +22,12 @@ MISTAKES = [  # flags, ranks, what the sentence holds
     (f"{CP} 5", 5, "--seq-length 48 is not a multiple of --context-parallel-size 5"),
     (f"{CP} 2", 3, "WORLD_SIZE 3 is not a multiple of --tensor-model-parallel-size 1 x --context"),
     (f"{CP} 16 {TP}", 32, "--context-parallel-size 16 x --tensor-model-parallel-size 2 = 32"),
-    (f"{CP} 2 --cp-comm-type allgather", 2, "--cp-comm-type allgather: must be among p2p, all_g"),
-    (f"{CP} 2 --cp-comm-type p2p a2a p2p", 2, "has 3 values: give one for all layers, or one for"),
-    (f"{CP} 2 {BOTH}", 2, "--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes"),
-    (f"{CP} 4 {BOTH} {LEVELS} 2 3", 4, "give two sizes whose product is --context-parallel-size 4"),
-    (f"{CP} 4 {BOTH} {LEVELS} 4", 4, "give two sizes whose product is"),
+    (f"{CP} 2 --cp-comm-type allgather", 2, "--cp-comm-type allgather: must be one of p2p, all_"),
+    (f"{CP} 2 --cp-comm-type p2p a2a", 2, "a2a: a value that belongs to no flag"),
+    (f"{CP} 4 --cp-comm-type a2a+p2p", 4, "a2a+p2p: must be one of p2p, all_gather, a2a; use p2p"),
+    (f"{CP} 4 --hierarchical-context-parallel-sizes 2 2", 4, "nothing takes its place; use --cp-c"),
     (f"{CP} 3 --cp-comm-type a2a", 3, "--num-attention-heads 8 is not a multiple of --context-par"),
-    (f"{CP} 6 --cp-comm-type p2p a2a", 6, "over which --cp-comm-type a2a cuts them"),
-    (f"{CP} 3 {BOTH} {LEVELS} 3 1", 3, "is not a multiple of --hierarchical-context-par"),
+    (f"{CP} 6 --cp-comm-type a2a", 6, "over which --cp-comm-type a2a cuts them"),
     (f"{CP} 3 --num-query-groups 2 --num-attention-heads 6 --cp-comm-type a2a --hidden-size 60", 3,
      "--num-query-groups 2 = 2 and --context-parallel-size 3: --cp-comm-type a2a needs the one"),
     (f"{CP} 2 --zero-stage 1 --num-distributed-optimizer-instances 4", 2,
@@ -53,18 +49,12 @@ def test_a_mistake_is_one_sentence(more, world, sentence):
         (f"{CP} 2", 2),
         (f"{CP} 8 --cp-comm-type a2a", 8),  # 4 key/value heads, each replicated
         (f"{CP} 3 --cp-comm-type all_gather", 3),
-        (f"{CP} 4 {BOTH} {LEVELS} 2 2", 4),
-        (f"{CP} 2 --cp-comm-type p2p a2a {TP}", 4),
+        (f"{CP} 2 --cp-comm-type a2a {TP}", 4),
         ("--cp-comm-type p2p", 1),  # as Megatron's scripts have it at size 1
     ],
 )
 def test_what_goes_together_says_nothing(more, world):
     assert read(more, world).notes == ()
-
-
-def test_the_levels_without_their_type_are_named():
-    (line,) = read(f"{CP} 4 {LEVELS} 2 2", 4).notes
-    assert line == f"{LEVELS} has no effect without --cp-comm-type a2a+p2p"
 
 
 def test_gradient_ranks_are_dp_times_cp():

@@ -38,8 +38,7 @@ MISTAKES = [
     (f"{ON} --fp8-recipe custom", 1, "a layer of your --model-file takes as recipe="),
     (f"{ON} --fp8-recipe x", 1, "--fp8-recipe x: must be one of tensorwise, rowwise, blockwise"),
     ("--fp8-format e5m2 --fp8-recipe rowwise", 1, "--fp8-format e5m2: must be one of e4m3, hybrid"),
-    ("--keep-fp8-transpose-cache", 1, "weights gathered in float8 have memory of their own"),
-    (f"{ON} --fp8-recipe rowwise --fp8-param-gather", 1, "--fp8-param-gather needs --zero-stage 1"),
+    ("--keep-fp8-transpose-cache", 1, "weights are gathered in their own dtype"),
     ("--fp8-output-proj", 1, "an output layer in float8 is not available here"),
     (
         f"{ON} --fp8-recipe blockwise --tensor-model-parallel-size 8 --num-attention-heads 8 "

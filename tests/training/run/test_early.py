@@ -4,7 +4,7 @@
 import pytest
 
 import pretrain_llama
-from training.run import prepare
+from training.run import start
 
 FLAGS = """--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --lr 1e-3
     --train-iters 1 --mock-data --vocab-size 64 --device cpu""".split()
@@ -32,8 +32,8 @@ def test_names_are_checked_before_any_data_is_read(words, says, tmp_path, monkey
     (tmp_path / "megatron" / "iter_0000001").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "a-file").touch()
-    monkeypatch.setattr(prepare, "tokenizer_for", read)
-    monkeypatch.setattr(prepare, "find_spec", lambda name: None)
+    monkeypatch.setattr(start, "tokenizer_for", read)
+    monkeypatch.setattr(start, "find_spec", lambda name: None)
     assert pretrain_llama.main([*FLAGS, *words]) == 2
     assert says in capsys.readouterr().err
 

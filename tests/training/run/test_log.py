@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from training.run.log import Log, step_line
+from training.run.log import Log
 from training.run.output import flush
 from training.run.peak_flops import measured_peak, peak_flops
 from training.run.step import Step
+from training.run.text import step_line
 
 OFF = {
     "log_interval": 1,
@@ -211,7 +212,7 @@ def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_on_the_line(tmp_path,
 
 def test_the_first_line_ends_the_start():
     lines = []
-    with make(log_interval=3, total=4, on_line=lambda: lines.append(log.steps)) as log:
+    with make(log_interval=3, total=4, on_line=lambda: lines.append(log.interval.steps)) as log:
         for iteration in (1, 2, 3):
             step(log, iteration)
             assert len(lines) == (iteration == 3)
@@ -278,12 +279,12 @@ def test_tensorboard_on_a_full_disk_ends_and_not_the_run(tmp_path, capsys, monke
     monkeypatch.setattr(threading, "excepthook", traces.append)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with make(tensorboard_dir=str(tmp_path), total=2000) as log:
-        writer = log.tensorboard.file_writer.event_writer._async_writer
+        writer = log.out.tensorboard.file_writer.event_writer._async_writer
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20 << 10, hard))
             for iteration in range(1, 2000):
                 step(log, iteration)
-                if log.tensorboard is None:
+                if log.out.tensorboard is None:
                     break
                 writer._byte_queue.join()
         finally:

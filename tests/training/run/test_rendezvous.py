@@ -16,9 +16,9 @@ from tests.sampling import sampled
 from training.faults import activity as slow_start
 from training.faults.activity import Activity
 from training.faults.store import late_ranks, spans
-from training.run import rendezvous, startup
+from training.run import rendezvous, same_settings
 from training.run.rendezvous import RendezvousError, meet
-from training.run.startup import _exchange
+from training.run.same_settings import _exchange
 from training.settings.config import UsageError
 
 MARGIN = 0.3  # seconds, in place of the program's
@@ -145,7 +145,7 @@ def test_who_is_late_is_told_before_the_time_is_over(start, free_port, monkeypat
 def test_who_sends_no_settings_is_named_to_all(start, monkeypatch):
     """Rank 2 meets the others and hangs; rank 1 says nothing of rank 0, which tells it."""
     monkeypatch.setattr(slow_start, "FIRST", 0.2)
-    monkeypatch.setattr(startup, "COMPARING", 1.0)
+    monkeypatch.setattr(same_settings, "COMPARING", 1.0)
     three, told = start(3), {rank: list[str]() for rank in range(3)}
 
     def compared(launch: Launch) -> None:
@@ -163,8 +163,8 @@ def test_who_sends_no_settings_is_named_to_all(start, monkeypatch):
 @pytest.mark.prove
 def test_a_rank_0_that_hangs_after_the_meeting_is_told_by_one_rank(start, monkeypatch):
     monkeypatch.setattr(slow_start, "FIRST", 0.2)
-    monkeypatch.setattr(startup, "COMPARING", 1.0)
-    monkeypatch.setattr(startup, "MARGIN", 0.3)
+    monkeypatch.setattr(same_settings, "COMPARING", 1.0)
+    monkeypatch.setattr(same_settings, "MARGIN", 0.3)
     three, told = start(3), {rank: list[str]() for rank in range(3)}
 
     def compared(launch: Launch) -> None:

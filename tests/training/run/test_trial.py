@@ -11,11 +11,10 @@ import pretrain_llama
 from mpu.kernels import available
 from mpu.layers import dispatch, experts, linear_cross_entropy
 from mpu.layers.attention import max_logits
-from mpu.layers.float8 import weights
 from mpu.layers.float8.recipe import Float8
 from mpu.layers.linear import Recipe
 from training.flags.parse import parse
-from training.run import prepare, startup, trial
+from training.run import same_settings, start, trial
 from training.run.trial import agreed, trials, try_calls
 from training.settings.config import UsageError
 
@@ -54,8 +53,8 @@ def read(more="", world=1):
         (f"{MOE} {EP} allgather --moe-token-drop-policy position {CAPACITY}", 4, 11),
         ("--bf16 --optimizer muon", 1, 9),
         ("--optimizer muon --muon-use-syrk --muon-fp32-matmul-prec highest", 1, 9),
-        (f"--bf16 --zero-stage 1 {FLOAT8} blockwise --fp8-param-gather", 1, 13),
-        (f"--bf16 --zero-stage 3 {FLOAT8} tensorwise --fp8-param-gather", 1, 13),
+        (f"--bf16 --zero-stage 1 {FLOAT8} blockwise", 1, 12),
+        (f"--bf16 --zero-stage 3 {FLOAT8} tensorwise", 1, 12),
     ],
 )
 def test_the_calls_of_a_run(more, world, count):
@@ -111,8 +110,6 @@ def raising(sentence):
         (trial, "orthogonalise", "--bf16 --optimizer muon --muon-use-syrk",
          ("the Newton-Schulz iterations of --optimizer muon in bfloat16",
           "omit --muon-use-syrk")),
-        (weights, "finish", f"--bf16 --zero-stage 1 {FLOAT8} rowwise --fp8-param-gather",
-         ("the codes of --fp8-param-gather", "omit --fp8-param-gather")),
     ],
 )  # fmt: skip
 def test_a_failure_is_the_librarys_sentence_and_what_avoids_it(
@@ -139,11 +136,11 @@ def test_what_avoids_a_kernel_of_triton(monkeypatch):
     (avoid,) = (told[what] for what in told if "--qk-clip" in what)
     assert avoid.startswith("omit --qk-clip; ") and "pip uninstall triton" in avoid
     config = parse(
-        f"{FLAGS} --dry-run --bf16 --norm-backend te --optimizer-backend triton".split(), 1
+        f"{FLAGS} --dry-run --bf16 --norm-backend te --optimizer-backend te".split(), 1
     )
     told = {t.what: t.avoid for t in trials(config, CUDA)}
     assert told["the norm of --norm-backend te"] == "use --norm-backend weft"
-    assert told["the update of --optimizer-backend triton"] == "use --optimizer-backend torch"
+    assert told["the update of --optimizer-backend te"] == "use --optimizer-backend torch"
 
 
 def test_a_run_makes_them_before_it_meets_other_ranks(monkeypatch, capsys):
@@ -151,10 +148,10 @@ def test_a_run_makes_them_before_it_meets_other_ranks(monkeypatch, capsys):
         assert config.model.vocab_size == 1000 and device == CUDA
         raise UsageError("attention of rows fails on cuda")
 
-    monkeypatch.setattr(prepare, "choose_device", lambda *about: CUDA)
-    monkeypatch.setattr(prepare, "prepare_attention", lambda *about: None)
-    monkeypatch.setattr(prepare, "try_calls", fails)
-    monkeypatch.setattr(prepare, "build_loaders", lambda *about: pytest.fail("data is read"))
+    monkeypatch.setattr(start, "choose_device", lambda *about: CUDA)
+    monkeypatch.setattr(start, "prepare_attention", lambda *about: None)
+    monkeypatch.setattr(start, "try_calls", fails)
+    monkeypatch.setattr(start, "build_loaders", lambda *about: pytest.fail("data is read"))
     assert pretrain_llama.main(f"{FLAGS} --device cpu".split()) == 2
     assert capsys.readouterr().err == "pretrain_llama.py: attention of rows fails on cuda\n"
 
@@ -165,7 +162,7 @@ def test_ranks_that_differ_in_triton_are_named(monkeypatch):
     monkeypatch.setattr(available, "why_not", lambda: "")
     mine = agreed(CUDA)
     monkeypatch.setattr(available, "why_not", lambda: "Triton launches no kernel here (no gcc)")
-    said = startup._difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
+    said = same_settings._difference(json.dumps(mine), json.dumps(agreed(CUDA)), 9)
     assert said == (
         "what keeps Triton from running is '' on rank 0 and 'Triton launches no kernel here (no "
         "gcc)' on rank 9: all ranks need the same value"

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from training.run.startup import differing
+from training.run.same_settings import differing
 from training.settings.arguments import (
     BatchConfig,
     DataConfig,

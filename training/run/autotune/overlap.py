@@ -43,32 +43,30 @@ def _chunked(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
 
 
 class Overlap:
-    """The overlap methods of a run. chosen: the map that all ranks resolved at the start."""
+    """The overlap methods of a run. chosen: the map that all ranks resolved at the start. auto: the
+    method of all layers where it is that.
+    """
 
     def __init__(self, chosen: OverlapMap, model: nn.Module) -> None:
-        self.chosen, self._method = chosen, use_overlap(model, chosen)
-        self._noted = 0
-
-    def unmeasured(self) -> list[str]:
-        """Return a line, once, for each matmul that ran with a shape that was not measured."""
-        if not isinstance(self._method, Auto):
-            return []
-        new = list(self._method.unmeasured)[self._noted :]
-        self._noted += len(new)
-        lost = "was not measured at the start, so it runs without overlap"
-        return [f"overlap: {matmul} {lost}" for matmul in new]
+        self.chosen = chosen
+        method = use_overlap(model, chosen)
+        self.auto = method if isinstance(method, Auto) else None
 
 
 class OverlapNotes:
     """Notes, once each, the matmuls that ran with a shape that was not measured."""
 
-    def __init__(self, overlap: Overlap, log: Log) -> None:
-        self.overlap, self.log = overlap, log
+    def __init__(self, auto: Auto, log: Log) -> None:
+        self.auto, self.log, self._noted = auto, log, 0
 
     def after_step(self, step: Step) -> Decision:
         """Note those of this step."""
-        for line in self.overlap.unmeasured():
-            self.log.note(line)
+        new = list(self.auto.unmeasured)[self._noted :]
+        self._noted += len(new)
+        for matmul in new:
+            self.log.note(
+                f"overlap: {matmul} was not measured at the start, so it runs without overlap"
+            )
         return CONTINUE
 
 

@@ -51,8 +51,6 @@ class Digests:
         self, run: Run, names: Mapping[str, Sequence[str]], about: Mapping[str, str], log: Log
     ) -> None:
         self.run, self.log, self.every = run, log, run.config.log.log_digests
-        if not self.every:
-            return
         self._state = StateDigest(run.grid, run.optimizer, names)
         self._file: Any = None
         if run.grid.rank == 0:
@@ -75,7 +73,7 @@ class Digests:
 
     def after_step(self, step: Step) -> Decision:
         """Write a line if one is due."""
-        if self.every and due(self.every, step.iteration):
+        if due(self.every, step.iteration):
             self.run.monitor.action = f"the digests of iteration {step.iteration}"
             self.digest(step)
         return CONTINUE

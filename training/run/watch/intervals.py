@@ -60,7 +60,8 @@ class Intervals:
         config, i = self.config, step.iteration
         last = i == self.total
         stop = last or due(config.run.exit_interval, i)
-        stop = stop or waits_for(config, step.consumed + step.size) is not None
+        if config.stages:
+            stop = stop or waits_for(config, step.consumed + step.size) is not None
         save = stop or due(config.checkpoint.save_interval, i)
         return Decision(
             stop=stop,
@@ -74,10 +75,9 @@ class GarbageCollection:
     """Collects Python's garbage at the same steps on all ranks: --manual-gc."""
 
     def __init__(self, config: Config) -> None:
-        self.every = config.run.manual_gc_interval if config.run.manual_gc else None
-        if config.run.manual_gc:
-            gc.disable()
-            gc.collect()
+        self.every = config.run.manual_gc_interval
+        gc.disable()
+        gc.collect()
 
     def after_step(self, step: Step) -> Decision:
         """Collect where it is due."""

@@ -39,12 +39,11 @@ class Replicas:
         self.run, self.rewind, self.data, self.log = run, rewind, data, log
         self.train_step, self.every = train_step, run.config.fault.check_replicas
         self.exact = run.device.type == "cpu" or run.config.run.deterministic_mode
-        if self.every:
-            self._check = ReplicaCheck(run.grid, run.optimizer, self.exact)
+        self._check = ReplicaCheck(run.grid, run.optimizer, self.exact)
 
     def after_step(self, step: Step) -> Decision:
         """Compare if it is due or a save follows. Raises FloatingPointError as the flags say."""
-        if not self.every or not (step.decided.save or due(self.every, step.iteration)):
+        if not (step.decided.save or due(self.every, step.iteration)):
             return CONTINUE
         run = self.run
         run.monitor.action = f"comparing the replicas of iteration {run.iteration}"

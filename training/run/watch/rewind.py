@@ -23,7 +23,7 @@ class Rewind:
     def __init__(self, run: Run, saver: Saver, log: Log, agreement: Agreement) -> None:
         self.run, self.saver, self.log, self.agreement = run, saver, log, agreement
         self._went_back: Counter[int] = Counter()  # by the iteration of the checkpoint
-        self.passed_over = saver.passed_over
+        self.passed_over = saver.saved.passed_over
         self.passed_over.update(run.config.fault.iterations_to_skip)
 
     def begin(self) -> None:

@@ -70,9 +70,10 @@ class Layout:
     @classmethod
     def of(cls, grid: Grid) -> "Layout":
         """Return a grid's."""
-        stages = grid.groups("tp", "cp", "dp")
-        groups = {name: grid.groups(name) for name in LINKS if getattr(grid, name).size > 1}
-        return cls(stages, groups)
+        several = [name for name in LINKS if getattr(grid, name).size > 1]
+        found = {name: grid.groups(name).tolist() for name in ("stage", *several)}
+        groups = {name: tuple(map(tuple, each)) for name, each in found.items()}
+        return cls(groups.pop("stage"), groups)
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,6 @@ class SlowRanks:
             self._gathered[1].wait()
 
     def _count(self, begin: float, data: float, at_interval: bool) -> dict[str, float]:
-        if self.grid.world_size == 1:
-            return {}
         waits, before = dict(self.grid.waits.seconds), self._waited
         self._waited = waits
         self._left -= 1

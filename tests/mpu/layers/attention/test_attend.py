@@ -31,7 +31,7 @@ from training.run.model_profile import _Flops
 SEED = 11
 HEADS = ((4, 4), (4, 2), (8, 2), (4, 1))  # query heads, groups
 SIZES = ((6, 4), (12, 8), (4, 7), (8, 8), (3, 5))  # of q and k, of v
-DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-2}
+DTYPES = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 6e-2}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Case:
 
     def fits(self) -> bool:
         """Return whether heads divide over the ranks of an all-to-all."""
-        ranks = 1 if self.cp == 1 else {"a2a": self.cp, "a2a+p2p": 2}.get(self.kind, 1)
+        ranks = self.cp if self.kind == "a2a" else 1
         a, g = self.heads
         return a % ranks == 0 and (g % ranks == 0 or ranks % g == 0)
 
@@ -118,9 +118,8 @@ def errors(comm: Any, cases: list[Case]) -> list[Any]:
     """
     found: list[Any] = []
     for case in cases:
-        near = (2, case.cp // 2) if case.kind == "a2a+p2p" and case.cp > 1 else None
-        grid = comm.grid(cp=case.cp, hierarchical=near)
-        core = core_attention_of(LayerContext(grid, cp_comm_type=(case.kind,)))
+        grid = comm.grid(cp=case.cp)
+        core = core_attention_of(LayerContext(grid, cp_comm_type=case.kind))
         attend = Recompute("selective" if case.recompute else None).selective(core.attend)
         q, k, v, dy, sink = numbers(case)
         rows = [shards(case.cp, row)[grid.cp.rank] for row in case.rows]

@@ -118,7 +118,7 @@ def test_a_recomputed_forward_is_noted_once_and_an_evaluation_never(
 
 def test_without_a_flag_nothing_is_noted() -> None:
     ctx = LayerContext()
-    assert head_maxima_of(ctx) is None and ctx.sink.logits is None
+    assert head_maxima_of(ctx) is None and not ctx.sink.step_states
 
 
 def clipped(
@@ -130,14 +130,14 @@ def clipped(
     assert noted is not None
     qkv_linear(8, (4 * 2, 2 * 2, 2 * 2), ctx=ctx, **more).requires_grad_(not frozen)
     noted.of(len(maxima)).values.copy_(torch.tensor(maxima))
-    assert isinstance(ctx.sink.logits, MaxLogits)
-    ctx.sink.logits.end_step(torch.tensor(found_inf))
-    return ctx.sink.logits
+    logits = ctx.sink.state_of(MaxLogits)
+    logits.end_step(torch.tensor(found_inf))
+    return logits
 
 
 def test_a_groups_queries_and_its_key_share_the_factor() -> None:
     logits = clipped([5.0, 20.0, 3.0, -7.0], bias=True)
-    (weight, factors), (bias, same) = logits.rows()
+    (weight, factors), (bias, same) = logits.row_factors()
     assert weight.shape[0] == bias.shape[0] == 16 and factors is same
     eta = torch.tensor(0.5)
     q, k = eta**0.25, eta**0.75
@@ -149,28 +149,28 @@ def test_a_groups_queries_and_its_key_share_the_factor() -> None:
 @pytest.mark.parametrize("top", [torch.nan, torch.inf, -torch.inf, -1e9, 0.0, 10.0])
 def test_what_is_not_above_the_threshold_is_left(top: float) -> None:
     """Also what is not finite: its step is skipped, and a factor of 0 or NaN would be final."""
-    ((_, factors),) = clipped([top] * 4).rows()
+    ((_, factors),) = clipped([top] * 4).row_factors()
     assert torch.equal(factors, torch.ones(16))
 
 
 def test_a_skipped_step_clips_nothing() -> None:
-    ((_, factors),) = clipped([20.0] * 4, found_inf=1.0).rows()
+    ((_, factors),) = clipped([20.0] * 4, found_inf=1.0).row_factors()
     assert torch.equal(factors, torch.ones(16))
 
 
 def test_a_frozen_layer_is_not_clipped() -> None:
     logits = clipped([20.0] * 4, frozen=True)
     assert logits.clipped is not None and not logits.clipped.item()
-    assert all(torch.equal(factors, torch.ones(16)) for _, factors in logits.rows())
+    assert all(torch.equal(factors, torch.ones(16)) for _, factors in logits.row_factors())
 
 
 def test_layers_that_do_not_pair_are_refused() -> None:
     ctx = LayerContext(qk_clip=QKClip())
     noted = head_maxima_of(ctx)
-    assert noted is not None and isinstance(ctx.sink.logits, MaxLogits)
+    assert noted is not None and ctx.sink.state_of(MaxLogits) is not None
     noted.of(4)
     with pytest.raises(ValueError, match="1 layers attend and 0 make queries"):
-        ctx.sink.logits.end_step(torch.tensor(0.0))
+        ctx.sink.state_of(MaxLogits).end_step(torch.tensor(0.0))
 
 
 @pytest.mark.parametrize("first", range(0, 15, 2))

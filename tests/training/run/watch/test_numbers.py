@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pretrain_llama
-from tests import saved
+from tests import sample_ledger, saved
 from tests.sampling import sampled
 from tools import checkpoint as tool
-from tools import ledger
 from training.checkpoint import manifest
 from training.checkpoint.files import check_file
 from training.run.watch import guard
@@ -291,7 +290,7 @@ def test_rewind_passes_over_the_samples_that_break_a_step(
     assert state["passed_over"] == [5] and state["consumed_samples"] == 36
     words = [*FLAGS, "--train-iters", "9", "--load", f"{tmp_path}/saved"]
     capsys.readouterr()
-    assert ledger.main(["--first-step", "4", "--steps", "3", "--", *words]) == 0
+    assert sample_ledger.main(["--first-step", "4", "--steps", "3", "--", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.endswith("skipped") for line in lines] == [False, True, False]
     # a resume passes over the same samples

@@ -115,7 +115,7 @@ def in_flight(comm, cases):
             found.append([])
             for wait in (lambda: None, run.sink.wait_for_weights, agreement.wait):
                 wait()
-                found[-1].append({verb for verb, handle in started if handle._work is not None})
+                found[-1].append({verb for verb, handle in started if handle.work is not None})
     return found
 
 

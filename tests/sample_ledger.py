@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Print which samples each step of a run consumes, without running it.
 
-    WORLD_SIZE=16 python tools/ledger.py --first-step 100 --steps 3 -- <flags of pretrain_llama.py>
+    WORLD_SIZE=16 python tests/sample_ledger.py --first-step 100 --steps 3 -- FLAG...
 
 For each step: the samples consumed before it, its batch size, and a SHA-256 of the (sample,
 dataset, document, offset) of all its rows, as the loaders of all data-parallel ranks hand them out.
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for row in entry.rows if args.rows else ():
                 print("  sample {}  dataset {}  document {}  offset {}".format(*row))
     except (ValueError, OSError) as error:
-        print(error_line("ledger.py", error), file=sys.stderr)
+        print(error_line("sample_ledger.py", error), file=sys.stderr)
         return 2
     return 0
 

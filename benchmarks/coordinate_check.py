@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check muP's coordinates: do activations change by as much in wide models as in narrow ones?
 
-    python tools/coordinate_check.py
-    python tools/coordinate_check.py --widths 64 256 1024 --steps 4 --output coordinates.svg \\
+    python benchmarks/coordinate_check.py
+    python benchmarks/coordinate_check.py --widths 64 256 1024 --steps 4 --output coordinates.svg \\
         -- --model-file model/qwen3.py --hidden-size 64 --num-attention-heads 4 --lr 1e-2
 
 For each width a model takes a few steps on one batch of random tokens, with --use-mup and without.
@@ -15,7 +15,6 @@ of the narrowest model, whose hidden size is the base; the hidden size, the head
 the MLP grow together. Exit code 1: with muP a slope is beyond --tolerance; 2: a mistake in flags.
 """
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,11 +23,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script, find its own parts
-
-from mpu.needs import explain_missing_packages
-
-if __name__ == "__main__":
-    explain_missing_packages()
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +35,7 @@ from tools.command_line import Parser, error_line
 from tools.pictures.style import PALETTE, axes_at, check_name, page
 from tools.plot_loss import spread
 from training.data.batch import Batch
-from training.data.files import write_text
 from training.faults.monitor import FailureMonitor
-from training.files.owned import json_with, refuse
 from training.flags.parse import parse
 
 # The embedding is large, so that a few steps do not turn the residual stream: else the logits also
@@ -242,15 +234,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=4, help="models of each width")
     parser.add_argument("--tolerance", type=float, default=0.05, help="largest slope with muP")
     parser.add_argument("--output", type=Path, help="a picture: .svg or .png")
-    parser.add_argument("--json", type=Path, help="a file for the numbers")
     args = parser.parse_args(words[:at])
     args.widths = sorted(set(args.widths))
     if len(args.widths) < 2 or args.steps < 1 or args.seeds < 1:
         raise ValueError("give two --widths or more, and one step and one seed or more")
     if args.output:
         check_name(args.output)
-    if args.json:
-        refuse("--json", args.json, json_with(*MODES), "a file that this flag wrote")
     flags = with_flags(BASE, words[at + 1 :])
     found = check(flags, args)
     worst = {}
@@ -258,9 +247,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = slopes(args.widths, found[mode])
         worst[mode] = max(own.values(), key=abs)
         print(f"{mode:8} slopes       " + "  ".join(f"{k} {v:+.3f}" for k, v in own.items()))
-    if args.json:
-        numbers = {mode: {str(w): k for w, k in each.items()} for mode, each in found.items()}
-        write_text(args.json, json.dumps(numbers, indent=1), json_with(*MODES))
     if args.output:
         draw(args.output, args.widths, args.steps, found)
     good = abs(worst["muP"]) <= args.tolerance

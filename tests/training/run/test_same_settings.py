@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from training.run import startup
-from training.run.startup import KINDS, ROOMS, ROOT, sources
+from training.run import same_settings
+from training.run.same_settings import KINDS, ROOMS, ROOT, sources
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def copy(tmp_path: Path) -> Path:
 
 def difference(theirs: dict[str, str]) -> str:
     mine = json.dumps({"run.seed": 1} | sources())
-    return startup._difference(mine, json.dumps({"run.seed": 2} | theirs), 3)
+    return same_settings._difference(mine, json.dumps({"run.seed": 2} | theirs), 3)
 
 
 def test_every_source_of_the_product_is_in_it(copy: Path) -> None:

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tools.ledger import main
+from tests.sample_ledger import main
 from training.data.indexed import IndexedWriter, token_dtype
 
 
