@@ -21,19 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from model import llama, qwen3
-from model.llama import (
-    BIASES,
-    LlamaConfig,
-    filled,
-    hf_names,
-    no_windows,
-    parameter_group,
-    read_hf_config,
-    unread,
-    window_rule,
-    with_mup,
-    without,
-)
+from model.huggingface import BIASES, filled, no_windows, unread, window_rule, without
+from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config, with_mup
 from model.load import MISSING, missing_in
 from model.sizes import IN_JSON
 from mpu.comm.collectives import sum_in_order

@@ -7,18 +7,8 @@
 from typing import Any
 
 from model import llama
-from model.llama import (
-    BIASES,
-    LlamaConfig,
-    filled,
-    hf_names,
-    no_windows,
-    parameter_group,
-    read_hf_config,
-    unread,
-    with_mup,
-    without,
-)
+from model.huggingface import BIASES, filled, no_windows, unread, without
+from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config, with_mup
 
 # what a config.json that does not say it means
 DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768}

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from model import llama
-from model.llama import (
-    LlamaConfig,
-    filled,
-    hf_names,
-    no_windows,
-    parameter_group,
-    read_hf_config,
-    unread,
-    with_mup,
-    without,
-)
+from model.huggingface import filled, no_windows, unread, without
+from model.llama import LlamaConfig, hf_names, parameter_group, read_hf_config, with_mup
 from mpu.context import LayerContext
 from mpu.layers.fused import RMSNorm
 from mpu.param import Region

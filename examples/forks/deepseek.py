@@ -23,17 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model import llama, moe, qwen3
-from model.llama import (
-    Cache,
-    Packed,
-    filled,
-    hf_names,
-    parameter_group,
-    read_hf_config,
-    unread,
-    without,
-)
+from model import huggingface, llama, moe, qwen3
+from model.huggingface import filled, unread, without
+from model.llama import Cache, Packed, hf_names, parameter_group, read_hf_config
 from model.moe import MoEConfig
 from mpu.comm.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -282,7 +274,7 @@ def from_hf_config(hf: dict[str, Any]) -> DeepseekConfig:
         rules |= unread(qwen3.UNREAD) | {"topk_group": lambda v: (v or 1) <= groups}
     sizes = SIZES.items()
     own: dict[str, Any] = {ours: hf.get(name, size) or 0 for ours, (name, size, _) in sizes}
-    rope, layers = llama.read_rope(hf), range(hf["num_hidden_layers"])
+    rope, layers = huggingface.read_rope(hf), range(hf["num_hidden_layers"])
     first, f = hf["first_k_dense_replace"] or 0, hf["moe_intermediate_size"]
     own |= {
         "softmax_mscale": rope.get("mscale_all_dim") or 0.0 if rope["rope_type"] == "yarn" else 0.0,

@@ -14,15 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model import llama
-from model.llama import (
-    Cache,
-    LlamaConfig,
-    Packed,
-    hf_names,
-    parameter_group,
-    read_hf_config,
-    read_rope,
-)
+from model.huggingface import read_rope
+from model.llama import Cache, LlamaConfig, Packed, hf_names, parameter_group, read_hf_config
 from mpu.context import LayerContext
 from mpu.gradients import use
 from mpu.layers.linear import ColumnParallelLinear, RowParallelLinear

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_llama
-from model.llama import SIZES, read_rope
+from model.huggingface import read_rope
+from model.llama import SIZES
 from model.moe import from_hf_config
 from training.files.untrusted import read_json
 from training.flags.flag_table import live

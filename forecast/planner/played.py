@@ -148,7 +148,9 @@ def prepared(model: Model, cluster: Cluster, argv: Sequence[str]) -> Play:
                 "world": cluster.gpus // p.pipeline_model_parallel_size * ranks,
                 "levels": [list(level.__dict__.values()) for level in device.levels],
             })  # fmt: skip
-    return Play(config, cut, chunks, again, device, points, jobs)
+    return Play(
+        config=config, cut=cut, chunks=chunks, again=again, device=device, points=points, jobs=jobs
+    )
 
 
 def of_layers(config: Config, point: Point, ranks: int, chunks: int) -> list[str]:
