@@ -94,7 +94,7 @@ def test_the_gradient_of_tied_look_ups_waits_for_the_next_micro_batch():
 
 @pytest.mark.parametrize(
     "more,order",
-    [
+    sampled([
         (UNTIED, [4, 3, 2, 1, 0, 1, 2, 3]),
         ("", [4, 3, 2, 1, 0, 4, 0, 1, 2, 3]),  # the head's weight is the embedding's
         (f"{UNTIED} --recompute-granularity full", [4, 3, 2, 1, 0, 1, 2, 3]),
@@ -106,8 +106,8 @@ def test_the_gradient_of_tied_look_ups_waits_for_the_next_micro_batch():
             f"{UNTIED} --recompute-granularity full --recompute-num-layers 2",
             [4, 3, 2, 1, 0, 1, 3, 2, 3],
         ),
-    ],
-)
+    ], 3),
+)  # fmt: skip
 def test_the_order_of_uses(more, order):
     """Each is gathered as it is used, where nothing is gathered ahead."""
     transfers = recorded(f"--zero-stage 3 {more}").recorder.transfers
@@ -125,15 +125,15 @@ def gathers(more, rank=0):
 
 @pytest.mark.parametrize(
     "more,layers,ends",
-    [
+    sampled([
         ("", 6, 2),
         (TWO, 12, 4),
         # the layers next to the turns, last to first and first to next step's, are still there
         (AHEAD, 5, 2),
         (f"{AHEAD} {TWO}", 9, 4),
         ("--recompute-granularity full --recompute-num-layers 3", 8, 2),
-    ],
-)
+    ], 3),
+)  # fmt: skip
 def test_gathers_of_a_step(more, layers, ends):
     assert gathers(f"--zero-stage 3 {UNTIED} {more}") == {32 * K: layers, 20 * K: ends}
 

@@ -24,6 +24,7 @@ def grouped(more="", world=1, rank=0):
     return found
 
 
+@pytest.mark.prove
 def test_traffic_of_a_pipeline_rank():
     def rows(more, rank):
         return grouped(f"{PIPELINE} 16 --tensor-model-parallel-size 2 {more}", 8, rank)

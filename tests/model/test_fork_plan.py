@@ -190,7 +190,8 @@ def traced(comm, path: str, flags: str) -> tuple[Counter, list[str]]:
     return seen, norms
 
 
-@pytest.mark.parametrize("sp", sampled(["--sequence-parallel", ""], 2))
+@pytest.mark.prove
+@pytest.mark.parametrize("sp", ["--sequence-parallel", ""])
 def test_traffic_is_what_two_ranks_send(world, tmp_path, sp):
     path = write_fork(tmp_path)
     flags = f"{FLAGS} --tensor-model-parallel-size 2 {sp} --fp64"

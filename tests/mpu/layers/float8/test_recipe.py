@@ -331,6 +331,7 @@ def in_bf16(comm) -> None:
                 assert error < 1e-14, f"{kind} {path} {deferred}: {what} {error:.1e}"
 
 
+@pytest.mark.prove
 def test_wgrad_in_bf16_is_that_of_one_rank_on_every_path(world):
     world(2).run(in_bf16)
 
