@@ -20,6 +20,7 @@ import torch
 from model.llama import hf_config, hf_names
 from mpu.grid import Grid
 from mpu.param import unique_parameters
+from tests.sampling import sampled
 from tools import evaluate as module
 from tools.evaluate import parse, plain, to_do
 from tools.evaluator.harness import NEW_TOKENS, find_tasks, first_token, new_tokens
@@ -95,7 +96,7 @@ def likeliest(folder: Path) -> tuple[list[int], list[int]]:
     return ids[:2], ids[2:]
 
 
-@pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(("size", "tp"), sampled([(4, 2), (2, 2), (1, 1), (2, 1)], 2))
 def test_scores_are_those_of_transformers_on_every_layout(
     world: Any, folder: Path, size: int, tp: int
 ) -> None:

@@ -136,6 +136,7 @@ def test_a_long_rehearsal_says_how_far_it_is():
         assert re.search(rf"^rehearsing: \d+ s, {part}$", done.stderr, re.M), part
 
 
+@pytest.mark.prove
 def test_a_large_world_is_not_matched(rehearse):
     code, _, text = rehearse("--global-batch-size 32 --rehearse-all-ranks", 32)
     assert code == 2 and "--rehearse-all-ranks: 32 ranks" in text
